@@ -1,4 +1,4 @@
-"""What a DiT's layers and weights become while they are loaded: quantised, FP8, merged."""
+"""Transforms a DiT's layers and weights while they load: quantized layers, FP8, merged LoRAs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ from wan.pipeline.setup import Setup
 
 
 def adaptation(setup: Setup, name: str, device: Device, compute: torch.dtype) -> Adapt:
-    """Returns how an expert is adapted; `Setup` refuses LoRAs with quantised layers.
+    """Returns the transform of an expert; `Setup` refuses LoRAs with quantized layers.
 
     Args:
-        setup: The checkpoint and the settings.
         name: The expert.
-        device: Where it runs.
-        compute: The dtype of its matrix products.
+        compute_dtype: The dtype of its matrix products.
     """
     if setup.quantised is not None:
         return quantised_layers(setup.quantised.experts[name], device, compute)
@@ -58,12 +56,12 @@ def adaptation(setup: Setup, name: str, device: Device, compute: torch.dtype) ->
 def kept_layers(
     setup: Setup, name: str, device_type: str, network: nn.Module, compute: torch.dtype
 ) -> dict[str, tuple[TensorInfo, list[Change]]]:
-    """Puts `KeptLinear` in the place of the blocks' linear layers that stay as they are stored.
+    """Replaces linear layers of the blocks by `KeptLinear`, which holds the stored weight.
 
-    A layer whose weight a LoRA file changes as a whole is left to be upcast and merged.
+    A layer is not replaced if a LoRA file contains a full weight for it: this is merged instead.
 
     Returns:
-        Layer -> its weight in the file, and what LoRAs add to it.
+        Layer -> its weight in the file, and its LoRA changes.
     """
     kinds, tensors = setup.kept(device_type), setup.checkpoint.experts[name].tensors
     added = changes_of(setup.loras.get(name, ()))
@@ -95,7 +93,7 @@ def _empty(
     changes: Sequence[Change],
     compute: torch.dtype,
 ) -> KeptLinear:
-    """Makes a layer without memory."""
+    """Makes a layer on the meta device."""
     weight, scale, lora = as_bytes(info), None, None
     if info.dtype in FP8:
         rows = 1 if info.scale is None else prod(info.scale.shape)
@@ -116,15 +114,13 @@ def _empty(
 
 
 def quantised_layers(export: Export, device: Device, compute: torch.dtype) -> Adapt:
-    """Puts the layers of an export in the place of a DiT's linear layers.
+    """Replaces a DiT's linear layers by the quantized layers of an export.
 
-    On an NPU they are mindiesd's, elsewhere our reference of the one algorithm that runs
-    everywhere. The float weights of these layers are neither read nor given memory.
+    On an NPU these are mindiesd's layers; on other devices `W8A8Linear`, the only algorithm that
+    runs everywhere. The float weights of these layers are neither read nor allocated.
 
     Args:
-        export: The quantised layers of the network.
-        device: Where it runs.
-        compute: What goes into the layers and comes out; 16 bits on an NPU.
+        compute_dtype: The dtype of the layers' inputs and outputs; 16 bits on an NPU.
     """
 
     def on_npu(network: nn.Module, sources: Sources) -> Sources:

@@ -1,9 +1,9 @@
-"""Many videos with the networks of one load, for `--prompt_file` and `generate_many`.
+"""Generates many videos with networks loaded once, for `--prompt_file` and `generate_many`.
 
-The texts of up to `AHEAD` videos are embedded before the first of them is denoised, so that the
-text encoder is loaded once for all of them. The videos are then made one after the other, or, with
-`group_by_expert`, all of them take the steps of the high-noise expert before the low-noise expert
-is loaded; their latents wait in host memory.
+The prompts of up to `AHEAD` videos are encoded before the first video is denoised, so that the text
+encoder is loaded once. The videos are then generated in order, or, with `group_by_expert`, all of
+them run the steps of the high-noise expert before the low-noise expert is loaded; meanwhile their
+latents are in host memory.
 """
 
 from __future__ import annotations
@@ -34,15 +34,12 @@ class Job:
     """One video of a batch.
 
     Attributes:
-        name: How messages call it, such as "Line 3".
-        request: The video.
-        inputs: Its images and embeddings.
-        seconds: Wall-clock time that was spent on this video.
-        stages: The same by stage, as in `wan.log.Stages`.
-        denoising: The paused loop of a video whose other expert is still to come.
-        latents: The denoised latents on the CPU while they wait to be decoded.
-        failed: There will be no video.
-        boundary: Is told of the video's steps; None: the pipeline's is.
+        name: The name in log messages, such as "Line 3".
+        seconds: Wall-clock time of this video.
+        stages: Seconds by stage, as in `wan.log.Stages`.
+        denoising: The paused loop of a video between its two experts.
+        latents: The denoised latents on the CPU, before they are decoded.
+        cancellation_point: Checked between steps; None: that of the pipeline.
     """
 
     name: str
@@ -61,7 +58,7 @@ T = TypeVar("T")
 
 
 class Batch(Generic[J]):
-    """The order in which the videos of some jobs are made."""
+    """Generates the videos of several jobs in an order that saves loading networks."""
 
     def __init__(
         self,
@@ -72,32 +69,30 @@ class Batch(Generic[J]):
         denoised: Callable[[J, Tensor], None] | None = None,
         failed: Callable[[J, Exception], None] | None = None,
     ) -> None:
-        """Prepares a batch; nothing is computed yet.
+        """Computes nothing yet.
 
         Args:
-            pipeline: Where the videos are made, with its present `offload_model`.
-            jobs: The videos, in order.
-            group_by_expert: All videos take the steps of one expert before any takes those of the
-                next.
-            denoised: Called with a job and its latents as soon as they are final.
-            failed: Called with a job and its error, after which the other jobs go on. What it
-                raises ends the batch. None: every error ends the batch.
+            pipeline: Its current `offload_model` is used for all jobs.
+            group_by_expert: Run the steps of one expert for all videos before those of the next.
+            on_denoised: Called with a job and its final latents.
+            on_failed: Called with a job and its error; the batch then continues with the other
+                jobs, unless this function raises. None: every error ends the batch.
         """
         self._pipeline, self._jobs, self._grouped = pipeline, jobs, group_by_expert
         self._denoised, self._failed = denoised, failed
         self._offload = pipeline.residency.offload
 
     def made(self, make: Callable[[J, Callable[[], Tensor]], T]) -> Iterator[T]:
-        """Makes the videos; every rank calls this.
+        """Generates the videos; all ranks call it.
 
         Args:
-            make: make(job, latents) makes the video of a job. `latents()` returns the denoised
-                latents, float32 [Z,f,h,w] on the device; without `group_by_expert` that is when
-                they are computed.
+            make: make(job, latents) generates the video of a job. `latents()` returns the denoised
+                latents, float32 [Z,f,h,w] on the device; without `group_by_expert` it computes
+                them.
 
         Yields:
-            What `make` returned, for each job that did not fail. The pipeline may make other videos
-            between two of them.
+            The result of `make` for each job that did not fail. The caller may use the pipeline for
+            other videos between two results.
         """
         several = len(self._jobs) > 1
         try:
@@ -114,14 +109,14 @@ class Batch(Generic[J]):
                     with self._attempt(job):
                         made.append(make(job, partial(self._latents, job)))
                     if made:
-                        yield made.pop()  # a video is not kept while the next one is made
+                        yield made.pop()  # no reference to the video remains here
                         self._pipeline.set_offload(self._offload)
         finally:
             if several:
                 self._pipeline.kept = {}
 
     def _embed_texts(self, jobs: Sequence[J]) -> None:
-        """Embeds the texts of all jobs; the time counts for the first of them."""
+        """Encodes the prompts of all jobs; the time is counted for the first job."""
         first = jobs[0]
         begun, self._pipeline.stages.seconds = time.perf_counter(), first.stages
         texts = []
@@ -145,7 +140,7 @@ class Batch(Generic[J]):
     def _denoise_by_expert(self, jobs: Sequence[J]) -> None:
         """Denoises all jobs, loading each expert once."""
         pipeline = self._pipeline
-        for job in (one for one in jobs if not one.request.clips):  # these are made in one go
+        for job in (one for one in jobs if not one.request.clips):  # no grouping of clips
             with self._attempt(job):
                 job.denoising = pipeline.prepared(job.request, job.inputs)
                 job.denoising.rest()
@@ -159,7 +154,7 @@ class Batch(Generic[J]):
         pipeline.done(pipeline.experts)
 
     def _take_steps(self, job: J, denoising: Denoising) -> None:
-        """Takes the steps of the next expert."""
+        """Runs the steps of the next expert."""
         latents = self._pipeline.advanced(denoising, phases=1)
         if denoising.experts:
             denoising.rest()
@@ -170,7 +165,7 @@ class Batch(Generic[J]):
 
     @contextmanager
     def _attempt(self, job: J) -> Iterator[None]:
-        """Counts the time of a job, and keeps its failure from the others where it may."""
+        """Measures the time of a job, and lets the other jobs continue if it fails."""
         begun, self._pipeline.stages.seconds = time.perf_counter(), job.stages
         between = False
         if job.boundary is not None:
@@ -185,7 +180,7 @@ class Batch(Generic[J]):
             between = self._grouped and isinstance(error, EndedError)
         finally:
             job.seconds += time.perf_counter() - begun
-        if job.failed and not between:  # else the other videos need the expert that is there
+        if job.failed and not between:  # otherwise other videos need the loaded expert
             self._pipeline.abandon()
-            gc.collect()  # what the traceback held
+            gc.collect()  # tensors referenced by the traceback
             self._pipeline.device.empty_cache()

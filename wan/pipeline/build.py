@@ -1,7 +1,7 @@
-"""Builds a pipeline: the one place that knows every class.
+"""Builds a pipeline from a checkpoint and settings.
 
-What only some runs need (several ranks, changed weights, an image encoder, offloading) is imported
-where it is built.
+Modules that only some runs need (several ranks, changed weights, an image encoder, offloading) are
+imported in functions.
 """
 
 from __future__ import annotations
@@ -68,15 +68,13 @@ def pipeline(
     caches: Cache | None = None,
     attention: Callable[[SelfAttention], SelfAttention] | None = None,
 ) -> Pipeline:
-    """Composes a pipeline; names and shapes of all tensors are checked, but no weight is read.
+    """Builds a pipeline; checks names and shapes of all tensors, but reads no weight.
 
     Args:
-        setup: The checkpoint and the settings.
-        device: The device of this rank.
-        team: The ranks, in the topology of the setup; None for one process.
-        t5_dtype: The dtype of the text encoder; None: that of the run.
-        caches: Step caches in place of those that the setup asks for.
-        attention: Gets the self-attention of a block and returns what the block uses instead.
+        groups: The parallel groups; None for one process.
+        t5_dtype: The dtype of the text encoder; default: that of the run.
+        step_cache: Replaces the step cache of the setup.
+        wrap_attention: Gets a block's self-attention and returns its replacement.
 
     Raises:
         InputError: The device cannot run the setup, or files are damaged or do not belong together.
@@ -152,14 +150,14 @@ def pipeline(
 
 
 def dense_kernel(setup: Setup, device: Device) -> str:
-    """Names what computes dense attention; raises InputError where it does not compute here."""
+    """Names the dense attention kernel; raises InputError if this device cannot run it."""
     compute = DTYPES[setup.execution.dit_precision_on(device.type)]
     kernel = dense(setup.attention, Target(device, setup.checkpoint.head_dim, compute))
     return f"{kernel.name} {'with' if kernel.can_return_lse else 'without'} log-sum-exp"
 
 
 def _log_start(setup: Setup, device: Device, selected: Selected) -> None:
-    """Logs the checkpoint, the device, and how attention and weights are computed."""
+    """Logs the checkpoint, the device, attention settings and dtypes of weights."""
     checkpoint, execution = setup.checkpoint, setup.execution
     precision, layers = execution.dit_precision_on(device.type), checkpoint.config["num_layers"]
     network = f"{precision}, {layers} x {checkpoint.heads} heads"
@@ -173,14 +171,14 @@ def _log_start(setup: Setup, device: Device, selected: Selected) -> None:
             logger.info("%s weights: %s", name.removesuffix("_weights").upper(), how)
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
-    is_large = checkpoint.config["dim"] >= 1024  # the demo's is not
+    is_large = checkpoint.config["dim"] >= 1024  # not that of the demo
     could_be_bf16 = device.type == "cpu" and execution.precision == "auto" and is_large
     if could_be_bf16 and host.has_bfloat16():
-        logger.info("This CPU has bfloat16 units: --precision bf16 makes use of them.")
+        logger.info("This CPU has bfloat16 units: --precision bf16 uses them.")
 
 
 def attention_line(setup: Setup, selected: Selected) -> str:
-    """Describes how self-attention is carried out, in one line for the start of a run."""
+    """Describes the self-attention settings in one line, for the start of a run."""
     attention, parallel = setup.attention, setup.parallel
     sizes = heads_per_chunk(setup.checkpoint.heads, parallel.ulysses_size, parallel.mode.chunks)
     each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
@@ -217,15 +215,13 @@ def attention_line(setup: Setup, selected: Selected) -> str:
 
 @dataclass
 class NetworkLoader:
-    """Compares the networks of a checkpoint with their files at once, and loads them when needed.
+    """Checks a checkpoint's files against its networks at once, and loads the networks on demand.
 
     Attributes:
-        setup: The checkpoint and the settings.
-        residency: Where weights are between their calls.
-        team: The ranks; None for one process.
-        compute: The dtype of the DiTs' matrix products.
-        encode_in: The dtype of the text and the image encoder.
-        given: Returns what the blocks of an expert are given.
+        groups: The parallel groups; None for one process.
+        compute_dtype: The dtype of the DiTs' matrix products.
+        encoder_dtype: The dtype of the text and the image encoder.
+        make_components: Returns the components of an expert's blocks.
     """
 
     setup: Setup
@@ -271,7 +267,7 @@ class NetworkLoader:
             if own != taken:
                 why = f"has {own} {name}, the DiT {taken}: they belong to different checkpoints"
                 raise InputError(str(origin), None, why, "download both again")
-        # Each rank checks what it will load: the libraries and a tokenizer take memory and time.
+        # Each rank only checks networks that it loads: a tokenizer takes memory and time.
         is_main = self.team is None or self.team.is_main
         if self._vae is not None and (is_main or setup.execution.vae_parallel):
             self._vae.check()
@@ -287,7 +283,7 @@ class NetworkLoader:
                 self._tokenizer = text.load_tokenizer(checkpoint.tokenizer)
 
     def dit(self, name: str, *, whole: bool = False) -> WanModel:
-        """Loads one expert. whole: all of its weights stay on the device and may be changed."""
+        """Loads one expert. editable: Its weights stay on the device and may be changed."""
         setup, execution = self.setup, self.setup.execution
         offload = False if whole else self.residency.offload
         dtypes = dit_dtypes(self.compute, execution.convert_model_dtype)
@@ -302,7 +298,7 @@ class NetworkLoader:
             resident = self.residency.resident
             behind = lambda network, layer: network.behind(layer)  # noqa: E731
             adapt = streamed(adapt, "blocks", self._device, dtypes, resident, behind=behind)
-        self.residency.leave()  # the memory is for what is loaded now
+        self.residency.leave()  # free memory for the new network
         model = self._dits[name].load(
             device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, adapt=adapt
         )
@@ -314,7 +310,7 @@ class NetworkLoader:
         return model
 
     def dit_files(self) -> dict[str, list[Path]]:
-        """Lists the files with most of each expert's weights, which are worth reading ahead."""
+        """Lists the files with most of each expert's weights, for prefetching."""
         if self.setup.quantised is not None:
             exports = self.setup.quantised.experts
             return {name: [export.weights] for name, export in exports.items()}
@@ -324,7 +320,7 @@ class NetworkLoader:
         }
 
     def changes(self, name: str, timesteps: Sequence[float]) -> list[float]:
-        """Returns how much an expert's time embedding changes from each timestep to the next."""
+        """Computes the change of an expert's time embedding from each timestep to the next."""
         from wan.cache.tea import embedding_changes
 
         read = merged(mapped(self._dits[name].tensors), self.setup.loras.get(name, ()))
@@ -332,7 +328,7 @@ class NetworkLoader:
         return embedding_changes(weights, timesteps)
 
     def text_files(self) -> set[Path]:
-        """Lists the files that this rank reads for the text encoder."""
+        """Lists the files of the text encoder that this rank reads."""
         if self._encoder is None or not self._reads_text:
             return set()
         return {info.file for info in self._encoder.tensors.values()}
@@ -369,11 +365,11 @@ class NetworkLoader:
         return ClipVision(network)
 
     def hear(self, heard: Sound) -> Tensor:
-        """Computes the features of a sound on the CPU; the encoder is not kept."""
+        """Computes audio features on the CPU; the encoder is released afterwards."""
         return sound.features(self.setup.checkpoint.require("sound_encoder"), heard)
 
     def video_vae(self) -> VideoVAE:
-        """Loads the autoencoder."""
+        """Loads the VAE."""
         self.setup.checkpoint.require("vae")
         assert self._vae is not None
         dtype = DTYPES[self.setup.execution.vae_precision]
@@ -381,7 +377,7 @@ class NetworkLoader:
 
 
 def step_caches(setup: Setup, team: Team | None) -> Cache:
-    """Builds the step cache of the setup's policy."""
+    """Builds the step cache from the setup's policy."""
     together = setup.parallel.cfg_size == 2
     if setup.policy is None:
         return Cache()
@@ -395,7 +391,7 @@ def collaborators(
     caches: Cache | None = None,
     expert: str = "dit",
 ) -> Collaborators:
-    """Builds what the blocks of an expert are given: attention, kernels, shards, caches."""
+    """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
     ops = BlockOps(selected.ops, selected.run or as_written, selected.device_type)
     kept = (None, None) if caches is None else (caches.at("blocks"), caches.at("attention"))
@@ -436,7 +432,7 @@ def collaborators(
 
 
 def shardings(parallel: Parallel, team: Team | None) -> tuple[Sharding, Sharding]:
-    """Returns where the rows of the DiT's and of the text encoder's weights go."""
+    """Returns the FSDP sharding of the DiT's and of the text encoder's weights."""
     dit: Sharding = UNSHARDED
     encoder: Sharding = UNSHARDED
     if team is not None and (parallel.dit_fsdp or parallel.t5_fsdp):
@@ -450,7 +446,7 @@ def shardings(parallel: Parallel, team: Team | None) -> tuple[Sharding, Sharding
 
 
 def vae_rows(device: Device, team: Team | None) -> MakeRows | None:
-    """Decides which rank encodes and decodes which rows; None for one process."""
+    """Assigns the rows that each rank encodes and decodes; None for one process."""
     if team is None:
         return None
     from wan.vae.sharded import ShardedRows, even

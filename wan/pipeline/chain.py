@@ -1,8 +1,8 @@
-"""Makes a long video from a picture, clip by clip; each clip goes on where the one before ended.
+"""Generates a long i2v video clip by clip; each clip continues the previous one.
 
-With SVI 2.0 Pro (arXiv 2510.09212) what a clip hands on is its last latent, which is never decoded
-and encoded again; every clip also looks at the picture. Otherwise it is the last frame. Both are
-small, so that a video may be left after any clip and continued later.
+With SVI 2.0 Pro (arXiv 2510.09212) the clip state is the last latent frame, which is not decoded
+and encoded again, and every clip is conditioned on the image as well. Without it the clip state is
+the last frame. Both are small and saved, so that a video can be continued after any clip.
 
 Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 """
@@ -31,16 +31,10 @@ if TYPE_CHECKING:
 
 
 def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]:
-    """Makes the clips that are not there yet, one after the other; every rank calls this.
-
-    Args:
-        pipeline: Where they are made.
-        request: The video; see `Request.of_clip`.
-        inputs: Its image, and the clips that are there already.
-    """
+    """Generates the missing clips of a chained video in order; all ranks call it."""
     kept = pipeline.kept
     try:
-        if request.clip_prompts:  # all at once: the text encoder is loaded once
+        if request.clip_prompts:  # encoded together, so that the text encoder is loaded once
             pipeline.keep_texts([*kept, *request.texts], request)
         yield from _clips(pipeline, request, inputs)
     finally:
@@ -73,7 +67,7 @@ def _clips(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Cli
         try:
             latents = pipeline.advanced(Denoising(one, conditions))
         except BaseException:
-            if before is not None:  # what comes next may need the VAE, and its memory
+            if before is not None:  # a retry may need the VAE and its memory
                 before.wait()
             raise
         del conditions, y
@@ -96,10 +90,10 @@ def _clips(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Cli
 
 
 class _Beside:
-    """A clip that the main rank decodes in a thread while all ranks denoise the next one."""
+    """Decodes a clip in a thread of the main rank while all ranks denoise the next clip."""
 
     def __init__(self, pipeline: Pipeline, latents: Tensor, first: int) -> None:
-        """Begins to decode. first: the first frame that belongs to the video."""
+        """Starts decoding. num_overlap_frames: The first frames, shared with the previous clip."""
         self._pipeline, self._latents, self._first = pipeline, latents, first
         self._frames: Future[Tensor] | None = None
         if pipeline.is_main:
@@ -114,12 +108,12 @@ class _Beside:
         return whole.video
 
     def wait(self) -> None:
-        """Waits until nothing is decoded any more."""
+        """Waits until decoding has ended or failed."""
         if self._frames is not None:
             self._frames.exception()
 
     def clip(self) -> Clip:
-        """Returns the clip; every rank calls it, and all decode it again if that failed."""
+        """Returns the clip, and decodes it again if the thread failed; all ranks call it."""
         frames: Tensor | None = None
         failed = False
         if self._frames is not None:
@@ -137,7 +131,7 @@ class _Beside:
 
 
 def _last(pipeline: Pipeline, frames_3FHW: Tensor | None) -> Tensor:
-    """Returns the last frame [3,H,W], which the main rank has, on every rank."""
+    """Broadcasts the last frame [3,H,W] of the main rank to all ranks."""
 
     def last() -> Tensor:
         assert frames_3FHW is not None, "the main rank has them"

@@ -1,4 +1,4 @@
-"""Makes a video of a character that moves, clip by clip; each begins where the one before ended.
+"""Generates an Animate video clip by clip; each clip starts with the last frames of the previous.
 
 Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 """
@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 
 def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]:
-    """Makes the clips of a video one after the other; every rank calls this.
+    """Generates the clips of an Animate video in order; all ranks call it.
 
-    Args:
-        pipeline: Where they are made.
-        request: The video; the noise of all clips comes from one generator, as officially.
-        inputs: What moves the character.
+    The noise of all clips comes from one generator, as in the official code.
     """
     driving, count = inputs.driving, request.num_clip
     assert driving is not None and count is not None and request.refert_num is not None
@@ -55,7 +52,7 @@ def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]
             y = torch.cat((mask.to(pose.device), pipeline.encode(known)))
             del known
             pipeline.done(pipeline.vae)
-            # Not before the VAE is through: a clip's faces are hundreds of megabytes.
+            # After the VAE is released: a clip's faces take hundreds of megabytes.
             faces = _pixels(driving.videos["face"](taken))[None].to(pose.device)
         shared = {"pose_latents": pose[None]}
         given = {
@@ -79,13 +76,13 @@ def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]
         yield Clip(latents, frames)
         if index + 1 < count:
             before = _end(pipeline, frames, request.refert_num)
-            del frames  # of which most bytes are not needed any more
+            del frames  # free them before the next clip
 
 
 def _known(
     request: Request, driving: DrivingVideos, taken: list[int], before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What is known of a clip's frames, [3,F,H,W], and where, [4,f,h,w]: 1 is to be kept."""
+    """Returns the known frames of a clip, [3,F,H,W], and their mask, [4,f,h,w]; 1: known."""
     (width, height), again = request.video_size, 0
     _, _, rows, columns = request.latent_shape
     known = torch.zeros(3, len(taken), height, width)
@@ -102,13 +99,13 @@ def _known(
 
 
 def folded(mask_Fhw: Tensor) -> Tensor:
-    """Folds a mask of frames into one of latent frames, [4,f,h,w]; the first frame fills four."""
+    """Folds a mask of frames into latent frames, [4,f,h,w]; the first frame fills 4 channels."""
     whole = torch.cat((mask_Fhw[:1].expand(3, -1, -1), mask_Fhw))
     return whole.unflatten(0, (-1, 4)).transpose(0, 1)
 
 
 def _end(pipeline: Pipeline, frames: Tensor | None, count: int) -> Tensor:
-    """Returns the last frames of the video so far, which the main rank has, on every rank."""
+    """Broadcasts the last frames of the main rank to all ranks, [3,count,H,W]."""
 
     def last() -> Tensor:
         assert frames is not None, "the main rank has them"

@@ -1,6 +1,6 @@
-"""The CLIP image encoder of Wan2.1's image models: transformers' network, prepared as officially.
+"""The CLIP image encoder of Wan2.1's image models, with transformers' network.
 
-The DiT takes the features before the last of the 32 blocks, without the final norm.
+The DiT uses the features before the last of the 32 blocks, without the final norm.
 
 Legend: T tokens (class token first), C channels.
 """
@@ -37,14 +37,14 @@ _LAYERS = "encoder.layers."
 
 
 class ClipVision:
-    """Computes the features of images with the network of `blueprint`."""
+    """Computes the features of images with the network of `make_clip_spec`."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """Returns features [images,T,C] in the network's dtype of images [3,H,W] in [-1, 1]."""
+        """Computes features [images,T,C], in the network's dtype, of images [3,H,W] in [-1, 1]."""
         weight = self._network.embeddings.patch_embedding.weight
         x = torch.cat([preprocessed(image) for image in images]).to(weight.device, weight.dtype)
         found: Tensor = self._network(pixel_values=x).last_hidden_state
@@ -52,14 +52,14 @@ class ClipVision:
 
 
 def preprocessed(image_3HW: Tensor) -> Tensor:
-    """Stretches an image to [1,3,224,224], bicubic without antialiasing, as officially."""
+    """Resizes an image to [1,3,224,224], bicubically without antialiasing, and normalizes it."""
     x = F.interpolate(image_3HW[None].float().cpu(), size=(SIDE, SIDE), mode="bicubic")
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
     return (x * 0.5 + 0.5 - mean) / std
 
 
 def blueprint(path: Path) -> Blueprint[Any]:
-    """Describes the vision tower without its last block, whose weights are in a file or folder.
+    """Describes CLIP's vision tower without its last block, from a file or folder of weights.
 
     Raises:
         InputError: The weights belong to another network.
@@ -73,7 +73,7 @@ def blueprint(path: Path) -> Blueprint[Any]:
             if name.startswith(f"{_LAYERS}{last}."):
                 continue
             shape = info.shape
-            while len(shape) > 1 and shape[0] == 1:  # the batch axes of official embeddings
+            while len(shape) > 1 and shape[0] == 1:  # the official embeddings have a batch axis
                 shape = shape[1:]
             if ".to_qkv." not in name:
                 tensors[name] = replace(info, shape=shape)
@@ -91,7 +91,7 @@ def blueprint(path: Path) -> Blueprint[Any]:
 
 
 def with_positions(network: Any, sources: Sources) -> Sources:
-    """Adapts the network while it is loaded: its buffer of positions is in no file."""
+    """Adds the network's buffer of position ids, which no file contains."""
     ids = torch.arange(len(network.embeddings.position_embedding.weight)).unsqueeze(0)
     positions = Source(ids.dtype, tuple(ids.shape), ids.__getitem__)
     return {**sources, "embeddings.position_ids": positions}
@@ -111,6 +111,6 @@ def _network(dim: int, inner: int, layers: int, patch: int) -> Any:
         layer_norm_eps=1e-5,
     )
     network: Any = CLIPVisionModel(config)
-    network = getattr(network, "vision_model", network)  # transformers 4 has it inside
-    network.post_layernorm = torch.nn.Identity()  # of an output that nobody takes
+    network = getattr(network, "vision_model", network)  # transformers 4 nests it
+    network.post_layernorm = torch.nn.Identity()  # its output is not used
     return network

@@ -1,7 +1,7 @@
-"""Makes a video that follows a sound, clip by clip; each clip begins where the one before ended.
+"""Generates a speech-to-video (S2V) video clip by clip; each clip continues the previous one.
 
-The end of a clip is decoded, encoded again, and stands behind the tokens of the next one. What is
-fixed here (73 frames, three frames lost, a seed for each clip) is the official recipe.
+The last 73 frames of a clip are encoded and appended as extra tokens to the next clip. This number,
+the three frames lost at the start and the seed of each clip are those of the official code.
 
 Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 """
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from wan.pipeline.media import PoseVideo
     from wan.pipeline.pipeline import Inputs, Pipeline
 
-_PICTURES = 6  # last frames before the first clip that are the picture, where it begins with it
+_PICTURES = 6  # motion frames filled with the image, with start_from_ref
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip that is done.
+    """A generated clip.
 
     Attributes:
         latents: [Z,f,h,w], on every rank.
-        frames: [3,F,H,W] in [-1, 1], what the clip adds to the video; None beside the main rank.
-        end: What the next clip of a chain begins with, on every rank: the last latent [Z,1,h,w], or
+        frames: [3,F,H,W] in [-1, 1], the clip without overlap frames; None except on the main rank.
+        state: Start of the next clip of a chain, on every rank: the last latent frame [Z,1,h,w] or
             the last frame [3,H,W].
     """
 
@@ -49,12 +49,9 @@ class Clip:
 
 
 def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]:
-    """Makes the clips of a video one after the other; every rank calls this.
+    """Generates the clips of an S2V video in order; all ranks call it.
 
-    Args:
-        pipeline: Where they are made.
-        request: The video; clip k has the seed `base_seed` + k.
-        inputs: Its image and its sound.
+    Clip k has the seed `base_seed` + k.
     """
     assert inputs.image is not None and inputs.sound is not None
     assert request.infer_frames is not None and request.num_clip is not None
@@ -67,7 +64,7 @@ def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]
         if request.start_from_ref:
             history[:, -_PICTURES:] = picture
             motion = pipeline.encode(history)
-        else:  # the first clip does not look at it
+        else:  # not used by the first clip
             motion = reference.new_zeros(len(reference), MOTION_LATENTS, *reference.shape[2:])
     poses = None if inputs.pose is None else _poses(inputs.pose, request)
     silence = torch.zeros_like(rows[..., : request.infer_frames])
@@ -95,14 +92,14 @@ def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]
         yield Clip(latents, frames)
         if index + 1 < request.num_clip:
             history = _continued(pipeline, history, frames)
-            del frames  # of which many bytes are the clip before
+            del frames  # free them before the next clip
             with pipeline.stages("conditioning"):
                 motion = pipeline.encode(history)
-            history = history.cpu()  # an accelerator's memory is for what follows
+            history = history.cpu()  # free accelerator memory
 
 
 def _continued(pipeline: Pipeline, history: Tensor, frames: Tensor | None) -> Tensor:
-    """Returns the last frames of the video so far, which the main rank has, on every rank."""
+    """Returns the last `MOTION_FRAMES` frames of the video so far, on every rank."""
 
     def last() -> Tensor:
         assert frames is not None, "the main rank has them"
@@ -113,9 +110,9 @@ def _continued(pipeline: Pipeline, history: Tensor, frames: Tensor | None) -> Te
 
 
 def framed(image: Image.Image, size: Size) -> Image.Image:
-    """Scales the shorter side of a picture to the shorter one of (width, height), and cuts it.
+    """Scales the shorter side of an image to the shorter one of (width, height), and crops it.
 
-    As officially, the picture is cut to its centre, and black where it is too short.
+    As in the official code, the image is cropped to its center, and padded with black if needed.
     """
     image, short = image.convert("RGB"), min(size)
     resized = image.resize(_scaled(image.size, short), Image.Resampling.BILINEAR)
@@ -138,7 +135,7 @@ def _start(own: int, side: int) -> int:
 
 
 def _poses(pose: PoseVideo, request: Request) -> Iterator[Tensor]:
-    """Yields the frames of each clip, [3,F,H,W] in [-1, 1], black where the video has ended."""
+    """Yields the pose frames of each clip, [3,F,H,W] in [-1, 1]; black after the video's end."""
     frames, count = pose.frames(), request.infer_frames
     width, height = request.video_size
     while True:
@@ -148,7 +145,7 @@ def _poses(pose: PoseVideo, request: Request) -> Iterator[Tensor]:
 
 
 def _framed_pose(frame: np.ndarray, size: Size) -> Tensor:
-    """As `framed`, on floats [3,H,W] in [-1, 1], and grey where the frame is too short."""
+    """Returns [3,H,W] in [-1, 1], scaled as by `fit_image_to_size`, but padded with gray."""
     pixels_3HW = torch.from_numpy(frame.copy()).permute(2, 0, 1).float() / 255 * 2 - 1
     columns, rows = _scaled((frame.shape[1], frame.shape[0]), min(size))
     if (rows, columns) != frame.shape[:2]:
@@ -163,6 +160,6 @@ def _framed_pose(frame: np.ndarray, size: Size) -> Tensor:
 
 
 def _encoded_pose(pipeline: Pipeline, frames_3FHW: Tensor) -> Tensor:
-    """Returns the latents of a clip's poses; its first frame stands in front once more."""
+    """Encodes the poses of a clip; the first frame is duplicated and its latent dropped."""
     with pipeline.stages("conditioning"):
         return pipeline.encode(torch.cat((frames_3FHW[:, :1], frames_3FHW), dim=1))[:, 1:]

@@ -20,17 +20,17 @@ from wan.settings.request import Request
 from wan.settings.timesteps import schedule
 
 Encode = Callable[[Tensor], Tensor]
-"""Pixels [3,F,H,W] in [-1, 1] to normalised latents [Z,f,h,w]."""
+"""Pixels [3,F,H,W] in [-1, 1] to normalized latents [Z,f,h,w]."""
 Look = Callable[[Sequence[Tensor]], Tensor]
 """Images [3,H,W] in [-1, 1] to CLIP features [images,T,C]."""
 
 
 def noise(request: Request, device: torch.device) -> Draw:
-    """Returns a function that draws noise, float32 [Z,f,h,w], from the request's seed.
+    """Returns a function that samples noise, float32 [Z,f,h,w], from the seed of the video.
 
-    The first draw is the start of the loop. Noise is drawn on the CPU by default, so that a seed
-    means the same video on every device; the official code draws on the device, as
-    `--noise_device device` does.
+    The first sample is the initial noise. It is sampled on the CPU by default, so that a seed gives
+    the same noise on every device; the official code samples on the device, as `--noise_device
+    device` does.
     """
     where = torch.device("cpu") if request.noise_device == "cpu" else device
     generator = torch.Generator(where).manual_seed(request.base_seed)
@@ -52,21 +52,20 @@ def prepare(
     device: torch.device,
     given_start: Tensor | None = None,
 ) -> Conditions:
-    """Prepares the inputs of the loop for the request's kind of task.
+    """Prepares the inputs of the denoising loop for the video's kind of task.
 
     Args:
-        request: The video.
         contexts: Text embeddings of the prompt and of the negative prompt.
-        images: The image to start from, and the one to end with.
+        images: The first image, and the last image of flf2v.
         encode: Encodes a video with the VAE.
-        look: Computes CLIP's features, for the tasks that need them.
-        device: Where the loop runs.
-        given_start: What it starts from instead of noise from the seed, [Z,f,h,w].
+        encode_image: Computes CLIP features.
+        device: The device of the loop.
+        initial_latents: Used instead of noise from the seed, [Z,f,h,w].
     """
     draw = noise(request, device)
-    start = draw()  # also where it is not used, so that later draws are those of the seed
+    start = draw()  # sampled even if unused, so that later samples match the seed
     start = start if given_start is None else given_start.to(device)
-    if request.sample_solver == "rcm":  # whose first level is below 1
+    if request.sample_solver == "rcm":  # its first sigma is not 1
         start = start * schedule(request).sigmas[0]
     conditions = Conditions(start, *contexts, draw=draw)
     if not images:
@@ -90,11 +89,10 @@ def pixels(image: Image.Image) -> Tensor:
 
 
 def image_channels(request: Request, images_3HW: Sequence[Tensor], encode: Encode) -> Tensor:
-    """Returns i2v's [20,f,h,w]: a mask of the given frames (4 channels) and the encoded video (16).
+    """Returns i2v's condition [20,f,h,w]: 4 mask channels and 16 channels of encoded video.
 
-    As officially, the images are `resized`, and all other frames are zeros (mid-grey). Each channel
-    of the mask is one of the four frames that a latent frame stands for; the first frame fills all
-    four.
+    As in the official code, all frames except the images are zero (mid-gray), and each mask channel
+    is one of the four frames of a latent frame; the first frame fills all four channels.
     """
     given = [resized(image, request.video_size) for image in images_3HW]
     width, height = request.video_size
@@ -110,18 +108,19 @@ def image_channels(request: Request, images_3HW: Sequence[Tensor], encode: Encod
 def resized(image_3HW: Tensor, size: tuple[int, int]) -> Tensor:
     """Returns an image as a video of one frame, [3,1,H,W], of size (width, height).
 
-    As officially it is not cropped, and interpolated bicubically without antialiasing on the CPU.
+    As in the official code, it is not cropped, and is interpolated on the CPU, bicubically without
+    antialiasing.
     """
     rows_columns = size[::-1]
     return F.interpolate(image_3HW[None], size=rows_columns, mode="bicubic").transpose(0, 1)
 
 
 def chained_channels(request: Request, anchor_Z1hw: Tensor, motion_Z1hw: Tensor | None) -> Tensor:
-    """Returns the [20,f,h,w] of a clip of SVI 2.0 Pro: a mask and latents.
+    """Returns the condition [20,f,h,w] of an SVI 2.0 Pro clip: a mask and latents.
 
-    The latents are the picture's, then the last one of the clip before, then zeros. These are zeros
-    of latents, not the encoding of grey frames as in `image_channels`; and the mask marks the
-    picture alone.
+    The latents are those of the image, the last one of the previous clip, and zeros. Unlike in
+    `make_image_condition`, these are zero latents and not encoded gray frames, and the mask covers
+    only the image.
     """
     _, frames, height, width = request.latent_shape
     known = [anchor_Z1hw, *([] if motion_Z1hw is None else [motion_Z1hw.to(anchor_Z1hw.device)])]
@@ -132,12 +131,12 @@ def chained_channels(request: Request, anchor_Z1hw: Tensor, motion_Z1hw: Tensor 
 
 
 def cover(image: Image.Image, size: tuple[int, int]) -> Tensor:
-    """Returns ti2v's [3,1,H,W]: the image scaled to cover (width, height), cut to its centre."""
+    """Returns ti2v's first frame [3,1,H,W]: the image scaled and center-cropped."""
     return pixels(cropped(image, size)).unsqueeze(1)
 
 
 def cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Scales an image to cover (width, height), and cuts it to its centre."""
+    """Scales an image to cover (width, height), and crops it to its center."""
     width, height = size
     scale = max(width / image.width, height / image.height)
     resized = image.convert("RGB").resize(
@@ -148,7 +147,7 @@ def cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _hold_first_frame(request: Request, conditions: Conditions, first_Z1hw: Tensor) -> Conditions:
-    """Holds ti2v's first latent frame: its tokens are at timestep 0 and never change."""
+    """Fixes ti2v's first latent frame: its tokens have timestep 0 and never change."""
     frames, height, width = request.grid
     keep = torch.zeros(frames, dtype=torch.float32)
     keep[1:] = 1

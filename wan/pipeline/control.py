@@ -1,4 +1,4 @@
-"""Makes the control of VACE's networks from a video, its mask, and pictures.
+"""Encodes VACE's source video, mask and reference images into its context.
 
 Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 """
@@ -25,12 +25,10 @@ _NONE = ControlSources()
 def added(
     request: Request, conditions: Conditions, sources: ControlSources | None, encode: Encode
 ) -> Conditions:
-    """Adds the control to the inputs of the loop.
+    """Adds the VACE context to the inputs of the denoising loop.
 
     Args:
-        request: The video.
-        conditions: Its noise and texts.
-        sources: What it is made from; None: nothing, which leaves all to the prompt.
+        vace_inputs: None: only the prompt conditions the video.
         encode: Encodes a video with the VAE.
     """
     context = control(request, sources or _NONE, encode).to(conditions.start.device)
@@ -41,17 +39,17 @@ def added(
 
 
 def control(request: Request, sources: ControlSources, encode: Encode) -> Tensor:
-    """Returns the control, float32 [96,f,h,w]: what is kept, what is changed, and the mask.
+    """Returns the VACE context, float32 [96,f,h,w]: inactive latents, reactive latents, mask.
 
-    The latent frames of the pictures stand before those of the video, the last picture first, as
-    in diffusers. Without a video all is grey, and made anew.
+    The latent frames of the reference images precede those of the video, the last image first, as
+    in diffusers. Without a source video all frames are gray and reactive.
     """
     size, frames = request.video_size, request.frame_num
     mask_FHW = torch.ones(1).expand(frames, *size[::-1])
     if sources.video is None:
         kept = changed = encode(torch.zeros(3, frames, *size[::-1]))
     else:
-        # Bytes are kept, and made floats once for each part, of four times their size.
+        # The video stays uint8; each part is converted to float32 separately to save memory.
         video_3FHW = _frames(sources.video, frames, size).permute(3, 0, 1, 2)
         anew_FHW = mask_FHW.bool()
         if sources.mask is not None:
@@ -70,9 +68,9 @@ def control(request: Request, sources: ControlSources, encode: Encode) -> Tensor
 
 
 def folded_mask(mask_FHW: Tensor, latents_fhw: torch.Size) -> Tensor:
-    """Folds the pixels of each latent's cell into channels, [64,f,h,w]; frames by the nearest.
+    """Folds each latent pixel's 8 x 8 mask pixels into channels, [64,f,h,w].
 
-    mask_FHW: floats from 0 to 1, or bytes up to 255.
+    Frames are resampled to the nearest one. mask_FHW: floats from 0 to 1, or uint8 up to 255.
     """
     (frames, height, width), (count, rows, columns) = mask_FHW.shape, latents_fhw
     mask_fHW = mask_FHW[((torch.arange(count) + 0.5) * frames / count).long()]
@@ -83,7 +81,7 @@ def folded_mask(mask_FHW: Tensor, latents_fhw: torch.Size) -> Tensor:
 
 
 def on_canvas(picture: Image.Image, size: Size) -> Tensor:
-    """Scales a picture into the middle of a white canvas of (width, height): [3,1,H,W]."""
+    """Pastes a scaled image on the center of a white canvas of (width, height): [3,1,H,W]."""
     width, height = size
     scale = min(height / picture.height, width / picture.width)
     inner = max(1, int(picture.height * scale)), max(1, int(picture.width * scale))
@@ -96,7 +94,7 @@ def on_canvas(picture: Image.Image, size: Size) -> Tensor:
 
 
 def _frames(take: Take, count: int, size: Size) -> Tensor:
-    """Returns a video's first frames, uint8 [F,H,W,3], scaled to cover (width, height)."""
+    """Reads a video's first frames, uint8 [F,H,W,3], scaled to cover (width, height)."""
     frames_FHW3 = take(range(count))
     if frames_FHW3.shape[1:3] != size[::-1]:
         pictures = (cropped(Image.fromarray(frame), size) for frame in frames_FHW3)
@@ -105,5 +103,5 @@ def _frames(take: Take, count: int, size: Size) -> Tensor:
 
 
 def _floats(pixels: Tensor) -> Tensor:
-    """Returns bytes as values in [-1, 1]."""
+    """Converts uint8 pixels to floats in [-1, 1]."""
     return pixels.float().div_(255).sub_(0.5).div_(0.5)

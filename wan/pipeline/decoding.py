@@ -1,8 +1,7 @@
-"""The ranks of a run encode and decode with the first of three methods for which memory suffices.
+"""Encodes and decodes videos with the VAE, with the first of three methods that fits into memory.
 
-The methods are whole frames on the main rank; rows shared by all ranks, which is exact as well; and
-tiles on the main rank, which are not exact and never encode. If memory runs out, the next method is
-tried.
+Whole frames on the main rank; rows of a frame split over all ranks (exact, too); tiles on the main
+rank (approximate, and only for decoding). If memory runs out, the next method is tried.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ALONE, SHARED, TILES = "whole frames", "rows shared by all ranks", "tiles"
 MakeRows = Callable[[int, bool], "ShardedRows"]
-"""(rows of latents, whether all ranks share them) -> the rows of this rank."""
+"""(height of the latents, whether it is split over all ranks) -> the rows of this rank."""
 
 
 class Codec:
-    """Encodes and decodes with the autoencoder of a run. used: the method of the last call."""
+    """Runs the VAE on one rank or on all ranks. last_method: The method of the last call."""
 
     def __init__(
         self, setup: Setup, device: Device, vae: Callable[[], VideoVAE], rows: MakeRows | None
     ) -> None:
-        """Loads nothing yet. vae: loads the autoencoder. rows: None for one process."""
+        """Loads nothing yet. get_vae: Loads the VAE. make_rows: None for one process."""
         self._setup, self._device, self._vae, self._rows = setup, device, vae, rows
         self.used = ""
         exact = (ALONE,) if rows is None else (ALONE, SHARED)
@@ -45,7 +44,7 @@ class Codec:
         self._decodes = (TILES,) if setup.execution.vae_tiling else (*self._encodes, TILES)
 
     def encode(self, video_3FHW: Tensor) -> Tensor | None:
-        """Returns the normalised latents [Z,f,h,w] on the main rank; every rank calls it."""
+        """Returns the normalized latents [Z,f,h,w] on the main rank; all ranks call it."""
         _, frames, height, width = video_3FHW.shape
         time, scale, _ = self._setup.preset.vae_stride
         steps = 1 + (frames - 1) // time
@@ -59,12 +58,12 @@ class Codec:
         return self._first(self._encodes, attempt)
 
     def decode(self, latent_Zfhw: Tensor, sink: Sink, release: Callable[[], None]) -> bool:
-        """Gives the frames to the sink of the main rank; every rank calls it.
+        """Decodes latents into the sink of the main rank; all ranks call it.
 
         Args:
-            latent_Zfhw: The normalised latents.
+            latent_Zfhw: The normalized latents.
             sink: Receives the frames.
-            release: Called when the other ranks are not needed any more.
+            release_ranks: Called as soon as the other ranks have finished their part.
 
         Returns:
             Whether this is the main rank.
@@ -82,7 +81,7 @@ class Codec:
                     sink.put(video)
                 return
             work = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
-            # Ranks agree three times at first, and twice in each latent frame: layers and sink.
+            # Ranks agree three times first, then twice per latent frame: after layers and sink.
             self._run(method, height, 3 + 2 * steps, work, need if may_fail else 0)
             release()
 
@@ -90,19 +89,19 @@ class Codec:
         return is_main
 
     def decode_alone(self, latent_Zfhw: Tensor, sink: Sink) -> None:
-        """Gives the frames to a sink without the other ranks, and without another try."""
+        """Decodes on this rank into a sink; tries no other method."""
         self._check_free(self._need(latent_Zfhw))
         self._vae().stream(latent_Zfhw, sink)
 
     def _need(self, latent_Zfhw: Tensor) -> int:
-        """Returns the bytes that decoding computes with, at least."""
+        """Returns the minimum bytes of activations of decoding."""
         _, steps, height, width = latent_Zfhw.shape
         _, *scales = self._setup.preset.vae_stride
         size = steps, height * scales[0], width * scales[1]
         return memory.vae_activations(self._setup, "decode", size)
 
     def _first(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
-        """Calls attempt(method, may_fail) in turn; a method may fail where another one follows."""
+        """Calls attempt(method, may_fail) until one has enough memory; the last may not fail."""
         for method, following in zip(methods, (*methods[1:], None), strict=True):
             self.used = method
             try:
@@ -119,14 +118,13 @@ class Codec:
     def _run(
         self, method: str, height: int, steps: int, work: Callable[..., T], need: int
     ) -> T | None:
-        """Calls work(vae, rows=...) on the ranks that have rows, while the others wait.
+        """Calls work(vae, rows=...) on the ranks that have rows, while the other ranks wait.
 
         Args:
-            method: One of the three.
             height: Rows of the latents.
-            steps: The number of agreements in `work`.
+            num_agreements: How often the ranks synchronize in `work`.
             work: Encodes or decodes.
-            need: The bytes that all rows need at least.
+            min_bytes: The minimum bytes for all rows.
         """
         if self._rows is None:
             self._check_free(need)
@@ -146,7 +144,7 @@ class Codec:
         return rows.together(attempt)
 
     def _check_free(self, need: float) -> None:
-        """Raises MemoryError if fewer bytes are free."""
+        """Raises MemoryError if fewer bytes are free on the device."""
         free = self._device.free_memory()
         if free is not None and need > free:
             raise MemoryError(f"The VAE needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.")

@@ -28,7 +28,7 @@ from wan.settings.timesteps import schedule
 
 
 class Denoiser(Protocol):
-    """`WanModel.forward`, or that of another network, which takes more."""
+    """The signature of `WanModel.forward`; other networks take further keywords."""
 
     def __call__(
         self,
@@ -45,28 +45,28 @@ class Denoiser(Protocol):
 
 
 class ExpertSource(Protocol):
-    """Hands out networks by name, loading and releasing them as it sees fit."""
+    """Provides networks by name; loads and releases them."""
 
     def get(self, name: str) -> Denoiser: ...
 
     def prefetch(self, name: str) -> None:
-        """Prepares for a network that will be asked for later in the run."""
+        """Prepares for a later `get` of this network."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The inputs of the loop that hold for all steps.
+    """The inputs of the loop that are the same in all steps.
 
     Attributes:
-        start: The initial latents, float32 [Z,f,h,w].
+        initial_latents: float32 [Z,f,h,w].
         context: Text embeddings of the prompt, [length, text_dim].
         negative_context: Text embeddings of the negative prompt, [length, text_dim].
-        y: The channels that i2v adds to the latents, [20,f,h,w].
-        clip_fea: CLIP's features of the images, for Wan2.1's image models.
-        draw: Draws more noise, for solvers that add some.
-        timesteps: Converts a timestep t for the model: [1], or one for each token.
-        impose: Puts given frames back into the latents, such as ti2v's first frame.
-        given: Branch -> further keywords of the network.
+        y: i2v's condition, concatenated to the channels of the latents, [20,f,h,w].
+        clip_fea: CLIP features of the images, for Wan2.1's image models.
+        sample_noise: Samples more noise, for stochastic solvers.
+        expand_timestep: Converts a timestep t for the model: [1], or one for each token.
+        fix_latents: Overwrites fixed frames of the latents, such as ti2v's first frame.
+        model_kwargs: Branch -> further keywords of the network.
     """
 
     start: Tensor
@@ -81,35 +81,33 @@ class Conditions:
 
 
 Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
-"""Gets a function of the branch's name; returns the "cond" and the "uncond" result."""
+"""Calls a function with "cond" and with "uncond", and returns both results."""
 
 
 def both_here(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """Computes both guidance branches one after the other, on this device."""
+    """Computes both guidance branches one after the other on this device."""
     return branch("cond"), branch("uncond")
 
 
 Stepped = Callable[[int, Tensor], None]
-"""Gets the number of steps that are done, and the latents after them."""
+"""Called with the number of steps done and the latents after them."""
 
 
 class Boundary(Protocol):
-    """Between the steps of a video: where it can end on all ranks alike."""
+    """Lets a video be cancelled between two steps, on all ranks at once."""
 
     def reached(self, done: int, total: int) -> None:
-        """Every rank calls this before each step and after the last; what it raises ends the video.
+        """Raises an error if the video is cancelled.
 
-        Args:
-            done: The steps that are done.
-            total: The steps of the video.
+        Every rank calls this before each step and after the last one.
         """
 
     def apart(self) -> AbstractContextManager[None]:
-        """A block of a step in which no rank waits for another."""
+        """Wraps a part of a step without communication between ranks."""
 
 
 class Unended:
-    """Implements `Boundary`: a video goes on to its last step."""
+    """Implements `CancellationPoint`; never cancels."""
 
     def reached(self, done: int, total: int) -> None: ...
 
@@ -121,11 +119,10 @@ UNENDED = Unended()
 
 
 class Denoising:
-    """The loop of a video, which may pause between two steps.
+    """The denoising loop of a video, which may be paused between two steps.
 
     Attributes:
-        request: The video.
-        latents: The latents after the steps that are done, [Z,f,h,w].
+        latents: The latents after the last step, [Z,f,h,w].
     """
 
     def __init__(
@@ -133,13 +130,13 @@ class Denoising:
     ) -> None:
         self.request, self.latents = request, conditions.start
         self._stepped = stepped
-        self._conditions = replace(conditions, start=torch.empty(0))  # not kept twice
+        self._conditions = replace(conditions, start=torch.empty(0))  # held once, as self.latents
         self._plan, self._done = schedule(request), 0
         self._solver, self._timesteps = make_solver(request, self._plan, conditions.draw)
 
     @property
     def experts(self) -> list[str]:
-        """The experts of the steps that are left, in order."""
+        """The experts of the remaining steps, in order."""
         return list(dict.fromkeys(self._plan.experts[self._done :]))
 
     def advance(
@@ -150,23 +147,23 @@ class Denoising:
         phases: int | None = None,
         boundary: Boundary = UNENDED,
     ) -> Tensor:
-        """Takes steps, and returns the latents after them.
+        """Runs steps and returns the latents after them.
 
         Args:
-            experts: Hands out the networks.
-            branches: Computes the two guidance branches.
-            caches: Leaves parts of steps out.
-            phases: The number of experts whose steps are taken; None: all that are left.
-            boundary: Is told of every step.
+            experts: Provides the networks.
+            run_branches: Computes the two guidance branches.
+            step_cache: Reuses results of earlier steps.
+            num_experts: The number of experts whose steps are run; None: all remaining ones.
+            cancellation_point: Checked before each step and after the last one.
 
         Raises:
-            NotFiniteError: The latents are, after the first or the last step.
+            NotFiniteError: The latents are NaN or infinite after the first or the last step.
         """
         first, *others = self.experts[:phases]
         left = self._plan.experts[self._done :]
         last = self._done + sum(name in (first, *others) for name in left)
         total = len(self._plan.experts)
-        experts.get(first)  # before the bar, so that its pace is that of the steps
+        experts.get(first)  # before the bar, so that its rate excludes loading
         for name in others:
             experts.prefetch(name)
         with torch.no_grad(), progress(last - self._done, "sampling", "step") as bar:
@@ -178,7 +175,7 @@ class Denoising:
                 bar.set_postfix_str(said, refresh=False)
                 self._step(index, experts.get(name), branches, caches, boundary)
                 bar.update()
-                if bar.n == 2:  # the first step is slower: only now the time left can be estimated
+                if bar.n == 2:  # the first step is slower, so its estimate is not shown
                     bar.refresh()
             boundary.reached(last, total)
         return self.latents if self.experts else own(self.request, self.latents)
@@ -208,7 +205,7 @@ class Denoising:
             velocity, model, self.latents, conditions.timesteps(timestep), conditions, step
         )
         guidance = None if caches is None else caches.at("uncond")
-        with trace.step(index, name):  # loading is no part of it
+        with trace.step(index, name):  # excludes loading
             guided = guide(
                 branch,
                 high if name == "high_noise" else low,
@@ -218,17 +215,17 @@ class Denoising:
                 made = self._solver.step(guided, timestep.float(), self.latents, return_dict=False)
                 self.latents = conditions.impose(made[0])
                 self._done = index + 1
-                if index in (0, len(self._plan.experts) - 1):  # soon, and where steps could hide it
+                if index in (0, len(self._plan.experts) - 1):  # early, and after all steps
                     self._check_finite(name)
                 if self._stepped is not None:
                     self._stepped(self._done, self.latents)
 
     def rest(self) -> None:
-        """Moves the loop to the CPU until it goes on."""
+        """Moves the loop's tensors to the CPU while it is paused."""
         self.to(torch.device("cpu"))
 
     def to(self, device: torch.device) -> None:
-        """Moves the text embeddings and all tensors of the latents' size to a device."""
+        """Moves the text embeddings and all tensors of the latents' shape to a device."""
         if self.latents.device == device:
             return
         shape = self.latents.shape
@@ -244,7 +241,7 @@ class Denoising:
         given = {name: getattr(self._conditions, name) for name in kept}
         self.latents = self.latents.to(device)
         there = {name: x.to(device) for name, x in given.items() if x is not None}
-        move = cache(lambda x: x.to(device))  # what both branches get is moved once
+        move = cache(lambda x: x.to(device))  # tensors of both branches are moved once
         branches = {
             branch: {
                 name: [*map(move, value)] if _are_tensors(value) else value
@@ -260,7 +257,7 @@ def _are_tensors(value: object) -> bool:
 
 
 def own(request: Request, latents_Zfhw: Tensor) -> Tensor:
-    """The latents of the video, without those of the pictures that stand before it."""
+    """Removes the latent frames of VACE's reference images, which precede the video's."""
     if not request.references:
         return latents_Zfhw
     return latents_Zfhw[:, request.references :].contiguous()
@@ -273,10 +270,9 @@ def velocity(
 
     Args:
         model: The expert of the step.
-        latents: The latents, [Z,f,h,w].
-        t: Timesteps as the model takes them.
-        conditions: The inputs of the loop.
-        step: The step; its branch is replaced.
+        latents: [Z,f,h,w].
+        t: Timesteps, [1] or one for each token.
+        step: The step; its branch is replaced by `branch`.
         branch: "cond" or "uncond".
     """
     context = conditions.context if branch == "cond" else conditions.negative_context
@@ -293,7 +289,7 @@ def velocity(
 
 
 def guide(branch: Callable[[str], Tensor], scale: float, branches: Branches = both_here) -> Tensor:
-    """Returns u + scale * (c - u) of the branches c and u; at scale 1 u is not computed."""
+    """Returns uncond + scale * (cond - uncond); at scale 1 only cond is computed."""
     if scale == 1:
         return branch("cond")
     cond, uncond = branches(branch)

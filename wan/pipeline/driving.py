@@ -1,6 +1,6 @@
-"""Reads the folder that moves a character: its picture, and videos of poses, faces and a scene.
+"""Reads the preprocessed folder of Animate: reference image, pose, face and scene videos.
 
-Torch is not imported with this file, because bad folders are refused before it is.
+This module does not import torch, so that bad folders are refused quickly.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _PICTURE = "src_ref.png"
 _VIDEOS = {"pose": "src_pose.mp4", "face": "src_face.mp4"}
 _SCENE = {"background": "src_bg.mp4", "mask": "src_mask.mp4"}
 FILES = (_PICTURE, *_VIDEOS.values(), *_SCENE.values())
-"""What a folder may hold."""
+"""The files of a preprocessed folder."""
 _REMEDY = "run the preprocessing of Wan2.2 Animate again"
 
 
 class Take(Protocol):
-    """Returns frames of a video, uint8 [F,H,W,3], by their rising or falling places in it."""
+    """Reads the frames of a video at the given indices, uint8 [F,H,W,3]."""
 
     def __call__(self, places: Sequence[int]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class DrivingVideos:
-    """What moves a character.
+    """The preprocessed inputs of an Animate video.
 
     Attributes:
-        picture: The character.
-        size: (width, height) of the poses, and of the video that is made.
-        frames: How many frames each of the videos has.
-        fps: Frames a second of the poses.
-        videos: "pose" and "face", and to replace somebody "background" and "mask".
-        files: The files that were read.
+        reference_image: The character.
+        size: (width, height) of the pose video and of the generated video.
+        num_frames: The number of frames of each video.
+        fps: Frames per second of the pose video.
+        readers: "pose" and "face"; with `replace_flag` also "background" and "mask".
+        files: The input files.
     """
 
     picture: Image.Image
@@ -56,14 +56,14 @@ class DrivingVideos:
 
 
 def read(folder: Path, replaces: bool) -> DrivingVideos:
-    """Looks into a folder of the preprocessing; frames of its videos are read later.
+    """Reads and checks the metadata of a preprocessed folder; frames are read later.
 
     Args:
-        folder: It holds src_ref.png, src_pose.mp4 and src_face.mp4.
-        replaces: Whether it also needs src_bg.mp4 and src_mask.mp4.
+        folder: Contains src_ref.png, src_pose.mp4 and src_face.mp4.
+        replace_character: Also require src_bg.mp4 and src_mask.mp4.
 
     Raises:
-        InputError: A file is missing, is damaged, or does not fit the others.
+        InputError: A file is missing or damaged, or differs from the others in size or length.
     """
     setting, names = "`src_root_path`", _VIDEOS | (_SCENE if replaces else {})
     if not folder.is_dir():
@@ -120,7 +120,7 @@ def count(path: Path) -> int:
 
 
 def taken(video: VideoFile, places: Sequence[int]) -> np.ndarray:
-    """The frames of a clip; the video is decoded from its beginning up to them."""
+    """Reads frames by index, uint8 [F,H,W,3]; decodes from the start of the video."""
     import numpy as np
 
     wanted, found = {*places}, dict[int, np.ndarray]()
@@ -135,21 +135,21 @@ def taken(video: VideoFile, places: Sequence[int]) -> np.ndarray:
 
 
 def clips(frames: int, clip: int, again: int) -> int:
-    """How many clips of so many frames, each beginning with the last ones, cover a video."""
+    """Returns the number of clips that cover a video, with overlap frames between them."""
     return -(-(frames - again) // (clip - again))
 
 
 def places(start: int, count: int, frames: int) -> list[int]:
-    """Places of a clip's frames in a video; behind its end it runs back, and forth again."""
+    """Returns frame indices that run back and forth after the end of the video."""
     period = 2 * frames - 2
     turns = (place % period for place in range(start, start + count))
     return [min(place, period - place) for place in turns]
 
 
 def padded(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Scales a picture [h,w,3] into (width, height), between black bars, as OpenCV does.
+    """Scales an image [h,w,3] into (width, height) and pads it with black bars.
 
-    The bits are those of its bilinear interpolation of uint8, which works with 11 bits.
+    Bit-exact with OpenCV's bilinear interpolation of uint8, whose weights have 11 bits.
     """
     import numpy as np
 

@@ -1,9 +1,10 @@
-"""Starts ffmpeg, and names the files that it reads and writes.
+"""Starts ffmpeg, and builds its arguments for input and output files.
 
-Every path reaches ffmpeg as `file:` and an absolute path, so that no name is an address, an option
-or a pattern, and a file cannot make ffmpeg open another file or an address.
+Every path is passed to ffmpeg as `file:` and an absolute path, so that no file name acts as an
+address, an option or a pattern. Protocols and formats are whitelisted, so that a file cannot make
+ffmpeg open another file or an address.
 
-Torch is not imported with this file, because bad files are refused before it is.
+This module does not import torch, so that bad files are refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ _FORMATS = (
 
 
 def build_input_args(path: Path) -> list[str]:
-    """Returns the arguments for an input file; playlists and scripts are not among its formats."""
+    """Builds the arguments of an input file; playlists and scripts are not allowed formats."""
     lists = ["-protocol_whitelist", "file,pipe", "-format_whitelist", ",".join(_FORMATS)]
     return [*lists, "-i", _file_url(path)]
 
 
 def build_clock_args(path: Path, streams: str) -> list[str]:
-    """Returns a second output, which reads streams only for their time stamps.
+    """Builds a null output that makes ffmpeg read further MPEG streams for their time stamps.
 
-    ffmpeg counts the time of MPEG streams from the first stream in use, not from the file's first.
+    ffmpeg counts the time of MPEG files from the first used stream, not from the first stream of
+    the file.
 
     Args:
         path: The input file.
-        streams: The others of its streams, such as "0:v?".
+        streams: ffmpeg's specifier of the streams that are not used otherwise, such as "0:v?".
     """
     with path.open("rb") as file:
         head = file.read(8)
@@ -47,28 +49,28 @@ def build_clock_args(path: Path, streams: str) -> list[str]:
 
 
 def build_concat_args() -> list[str]:
-    """Returns the arguments for mp4 files in the folder of the process, listed on its stdin."""
+    """Builds the arguments for a list of mp4 files on stdin, relative to the working folder."""
     lists = ["-protocol_whitelist", "file,pipe", "-format_whitelist", "concat,mov"]
     return [*lists, "-f", "concat", "-safe", "0", "-i", "pipe:0"]
 
 
 def build_output_args(path: Path) -> list[str]:
-    """Returns the arguments for an mp4 that is written or overwritten, its index in front."""
+    """Builds the arguments of an mp4 output with its index at the start; overwrites the file."""
     return ["-movflags", "+faststart", "-f", "mp4", "-y", _file_url(path)]
 
 
 def run_ffmpeg(
     args: Sequence[str], folder: Path | None = None, stdin: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
-    """Runs ffmpeg to its end.
+    """Runs ffmpeg and waits for it.
 
     Args:
-        args: Its arguments, without the program.
+        args: Arguments without the program.
         folder: The working folder.
-        stdin: What it reads from its stdin.
+        stdin: Bytes for ffmpeg's stdin.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: ffmpeg cannot be started.
     """
     command = [*_command("error"), *args]
     return subprocess.run(command, cwd=folder, input=stdin, capture_output=True, check=False)
@@ -80,13 +82,13 @@ def start_ffmpeg(
     """Starts ffmpeg with a pipe for its stderr.
 
     Args:
-        args: Its arguments, without the program.
-        log_level: What it says on stderr.
-        writes: The caller writes to a pipe for its stdin, which is empty otherwise.
-        reads: The caller reads a pipe for its stdout, which is dropped otherwise.
+        args: Arguments without the program.
+        log_level: ffmpeg's `-v`, for its messages on stderr.
+        writes: Whether stdin is a pipe; otherwise it is empty.
+        reads: Whether stdout is a pipe; otherwise it is discarded.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: ffmpeg cannot be started.
     """
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(
@@ -98,17 +100,17 @@ def start_ffmpeg(
 
 
 def stop_ffmpeg(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process of `start_ffmpeg` at once, if it runs, and closes its pipes."""
+    """Kills a process of `start_ffmpeg` if it still runs, and closes its pipes."""
     process.kill()
     for pipe in (process.stdin, process.stdout, process.stderr):
-        with suppress(OSError):  # what was not written yet
+        with suppress(OSError):  # unwritten data
             if pipe is not None:
                 pipe.close()
     process.wait()
 
 
 def build_passthrough_args() -> list[str]:
-    """Returns the output option that neither repeats nor drops frames."""
+    """Builds the output option that neither repeats nor drops frames."""
     return ["-fps_mode", "passthrough"] if "-fps_mode" in _help("long") else ["-vsync", "0"]
 
 
@@ -118,10 +120,10 @@ def has_filters(*names: str) -> bool:
 
 
 def check_media_file(setting: str, path: Path, remedy: str) -> None:
-    """Refuses a path that is no file, or an empty one.
+    """Refuses a path that is no file, is empty or cannot be read.
 
-    Raises:
-        InputError: The path cannot be read.
+    Args:
+        remedy: For the InputError, such as "give an mp4".
     """
     try:
         if not path.exists():
@@ -140,7 +142,7 @@ def check_media_file(setting: str, path: Path, remedy: str) -> None:
 
 
 def describe_failure(stderr: str) -> str:
-    """Returns the last line of ffmpeg's messages, without memory addresses."""
+    """Returns the last line of ffmpeg's messages without memory addresses."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     return shown(
         re.sub(r"\[[^\]]* @ 0x[0-9a-f]+\]\s*", "", lines[-1]) if lines else "no reason", str

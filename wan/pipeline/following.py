@@ -1,4 +1,4 @@
-"""Reads what a video of clips follows, and counts its clips; without torch."""
+"""Reads the audio and videos that condition a video, and counts its clips; without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def sounds(
     values: Values, preset: Preset, plan: bool = False
 ) -> tuple[Sound | None, PoseVideo | None]:
-    """Reads the sound that a video follows, and looks into the video of its poses."""
+    """Reads the audio and the metadata of the pose video of S2V."""
     if preset.kind != "s2v":
         for name in options(Sounds):
             if values.get(name):
@@ -30,7 +30,7 @@ def sounds(
     if "audio" not in values:
         if plan:
             return None, None
-        raise InputError("`task`", preset.task, "follows a sound", "give one with `audio`")
+        raise InputError("`task`", preset.task, "needs an audio file", "give one with `audio`")
     from wan.pipeline import media
 
     pose = values.get("pose_video")
@@ -38,7 +38,7 @@ def sounds(
 
 
 def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos | None:
-    """Looks into the folder that moves a character."""
+    """Reads the metadata of the preprocessed folder of Animate."""
     folder = values.get("src_root_path")
     if preset.kind != "animate":
         if folder is not None:
@@ -48,7 +48,7 @@ def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos
     if folder is None:
         if plan:
             return None
-        why, remedy = "moves a character", "give its folder with `src_root_path`"
+        why, remedy = "needs a preprocessed folder", "give it with `src_root_path`"
         raise InputError("`task`", preset.task, why, remedy)
     from wan.pipeline import driving
 
@@ -56,7 +56,7 @@ def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos
 
 
 def control(values: Values, preset: Preset, plan: bool = False) -> ControlSources | None:
-    """Looks into what a video of VACE is made from."""
+    """Reads the source video, mask and reference images of VACE."""
     given = [name for name in options(Controlled) if values.get(name)]
     if preset.kind != "vace":
         if given:
@@ -66,7 +66,7 @@ def control(values: Values, preset: Preset, plan: bool = False) -> ControlSource
     if not given and plan:
         return None
     if not given:
-        why, remedy = "is made from something", "give `src_video`, `src_ref_images` or both"
+        why, remedy = "needs an input", "give `src_video`, `src_ref_images` or both"
         raise InputError("`task`", preset.task, why, remedy)
     from wan.pipeline import sources
 
@@ -78,7 +78,7 @@ def control(values: Values, preset: Preset, plan: bool = False) -> ControlSource
 def controlled(
     values: Values, preset: Preset, found: ControlSources | None, defaults: Values | None = None
 ) -> dict[str, Any]:
-    """Counts pictures, and the frames of a video that is not longer than what it is made from."""
+    """Counts reference images, and limits the frames to those of the source video."""
     if found is None:
         return {}
     counts = {"references": len(found.pictures)}
@@ -95,14 +95,14 @@ def controlled(
 def moves(
     values: Values, preset: Preset, moving: DrivingVideos | None, defaults: Values | None = None
 ) -> dict[str, Any]:
-    """Counts the clips of a character's video, and refuses what these have no use for."""
+    """Counts the clips of an Animate video, and refuses settings without effect on them."""
     from wan.pipeline import driving
 
     _check_clips(values, preset)
     asked = {"frame_num": preset.frame_num, "refert_num": 1} | {**(defaults or {})} | {**values}
     again, most = asked["refert_num"], values.get("num_clip")
     if moving is None:
-        return {"num_clip": most or 2}  # a plan, where the poses are not known
+        return {"num_clip": most or 2}  # a plan without a pose video
     size = values.get("size", moving.size)
     if size != moving.size:
         why, own = "is not that of src_pose.mp4", "*".join(map(str, moving.size))
@@ -112,14 +112,14 @@ def moves(
         remedy = "give a longer pose video"
         raise InputError("`src_root_path`", values["src_root_path"], why, remedy)
     if again >= asked["frame_num"]:
-        return {"num_clip": 1}  # which is refused with the request
+        return {"num_clip": 1}  # refused by VideoParams
     count = driving.clips(moving.frames, asked["frame_num"], again)
     count = min(most or count, count)
     return {"num_clip": count, "size": moving.size, "source_frames": moving.frames}
 
 
 def _check_clips(values: Values, preset: Preset) -> None:
-    """Refuses what a video of clips has no latents for."""
+    """Refuses settings about latents that have no effect on a video of clips."""
     for name in ("decode_latents", "save_latents", "fixed_latents"):
         if values.get(name):
             why = f"has no effect on {preset.task}, whose clips are decoded one after the other"
@@ -127,35 +127,35 @@ def _check_clips(values: Values, preset: Preset) -> None:
 
 
 def check_chain(values: Values, request: Request) -> None:
-    """Refuses what a chain of clips has no whole latents for."""
+    """Refuses settings about latents that have no effect on a chained video."""
     if request.chain is None:
         return
     for name in ("decode_latents", "fixed_latents"):
         if values.get(name):
-            why = "is about one clip, and this video is made of several or continues some"
+            why = "applies to one clip, and this video has several or continues an earlier one"
             raise InputError(f"`{name}`", None, why, "drop it")
     if values.get("save_latents") == "steps":
-        why, remedy = "is about one clip", "give `save_latents` alone, which keeps the clips"
+        why, remedy = "applies to one clip", "give `save_latents` alone, which keeps the clips"
         raise InputError("`save_latents=steps`", None, why, remedy)
 
 
 def clips(
     values: Values, preset: Preset, sound: Sound | None, defaults: Values | None = None
 ) -> dict[str, Any]:
-    """Counts the clips of a video that follows a sound, and refuses what these have no use for."""
+    """Counts the clips of an S2V video, and refuses settings without effect on them."""
     if values.get("frame_num"):
         why = f"has no effect on {preset.task}, whose clips have `infer_frames`"
         raise InputError("`frame_num`", None, why, "drop it")
     _check_clips(values, preset)
     if values.get("fps", preset.fps) != preset.fps:
-        why = f"would part picture and sound, which {preset.task} makes at {preset.fps:g}"
+        why = f"would break the sync with the audio: {preset.task} has {preset.fps:g} fps"
         raise InputError("`fps`", f"{values['fps']:g}", why, "drop it")
     if values.get("audio_sync") and values.get("start_from_ref"):
-        why = "has no effect with `start_from_ref`, with which picture and sound begin together"
+        why = "has no effect with `start_from_ref`, where frames and audio start together"
         raise InputError("`audio_sync`", None, why, "drop one of them")
     most = values.get("num_clip")
     if sound is None:
-        return {"num_clip": most or 2}  # a plan, where the sound is not known
+        return {"num_clip": most or 2}  # a plan without audio
     assert preset.infer_frames is not None
     frames = {"infer_frames": preset.infer_frames} | {**(defaults or {})} | {**values}
     count = sound.clips(frames["infer_frames"])

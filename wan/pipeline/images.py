@@ -1,7 +1,7 @@
-"""Reads an image from a file or a Python object as 8-bit RGB, as it is shown.
+"""Converts an image from a file or a Python object to 8-bit RGB in its upright orientation.
 
-The command line and the Python classes get the same pixels from the same file. Torch is not needed,
-and Pillow and numpy are imported where they work, so that a wrong path is refused without them.
+The command line and the Python classes get the same pixels from the same file. This module does not
+import torch, and imports Pillow and numpy on use, so that a wrong path is refused quickly.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
-"""All that Pillow is allowed to open, by its names (AVIF where its build has it).
+"""Pillow's names of the allowed formats (AVIF if Pillow was built with it).
 
-JPEG includes MPO: the files of phones that hold further images after the first one.
+JPEG includes MPO, a format of phones with further images after the first one.
 """
 _ACCEPTED = "PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF"
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SUBFILE_TYPE = 258, 262, 254  # TIFF tags
@@ -37,7 +37,7 @@ _BITS_PER_SAMPLE, _PHOTOMETRIC, _SUBFILE_TYPE = 258, 262, 254  # TIFF tags
 
 @dataclass(frozen=True)
 class ImageSetting:
-    """Where an image comes from: a setting, and the path that it names."""
+    """The setting of an image and the path in it, for messages."""
 
     setting: str
     path: str | None = None
@@ -47,15 +47,15 @@ class ImageSetting:
 
 
 def read(path: Path, setting: str = "image") -> Image.Image:
-    """Reads and completely decodes the image in a file, in RGB, turned as its EXIF data says.
+    """Reads and decodes an image file to RGB, rotated by its EXIF orientation.
 
-    The first image of a file with several of them (MPO, TIFF) is taken; animations are refused.
-    Transparent parts are put over white, with a warning. Grey values of more than 8 bits are
+    A file with several images (MPO, TIFF) is read up to the first image; animations are refused.
+    Transparent parts are composited over white, with a warning. Grey values of more than 8 bits are
     scaled.
 
     Args:
         path: A regular file in one of `FORMATS`.
-        setting: The flag that names the path, for messages.
+        setting: Name of the setting, for messages.
 
     Raises:
         InputError: The path is no such file, or the file is damaged.
@@ -66,24 +66,24 @@ def read(path: Path, setting: str = "image") -> Image.Image:
 
     Image.init()
     formats = [known for known in FORMATS if known in Image.OPEN]
-    # Not opened by its name: Pillow 13 maps a TIFF into memory then, and mistakes its sides where
-    # its orientation turns it.
+    # Opened as a file object: from a path, Pillow 13 memory-maps a TIFF, and confuses width and
+    # height if the orientation rotates it.
     with _decoding(given), path.open("rb") as file, Image.open(file, formats=formats) as image:
         _check_still(image, given)
         return _as_shown(image, given)
 
 
 def from_value(value: object, setting: str = "image") -> Image.Image:
-    """Converts the image that a Python caller gives to RGB, as `read` does.
+    """Converts a Python value to an RGB image, with the rules of `read_image`.
 
     Args:
         value: A path (`~` is the home folder), a PIL image, or a numpy array or torch tensor
-            [H,W,3] or [3,H,W], uint8 or floating in [0, 1]. Of an animation that is open as a PIL
-            image the current frame is taken.
-        setting: The flag that the argument stands for, for messages.
+            [H,W,3] or [3,H,W], uint8 or floating in [0, 1]. An animation in a PIL image gives its
+            current frame.
+        setting: Name of the setting, for messages.
 
     Raises:
-        InputError: The value is something else, or damaged.
+        InputError: The value has another type, or the image is damaged.
     """
     from PIL import Image
 
@@ -105,7 +105,7 @@ def _check_file(path: Path, given: ImageSetting) -> None:
             raise address.refused("takes a file, not an address", "download it first") from None
         raise given.refused("does not exist", "give an image") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
-        short = ImageSetting(given.setting, shown(path, str))  # it may be too long a name
+        short = ImageSetting(given.setting, shown(path, str))  # the name may be too long to print
         raise short.refused(f"cannot be used ({_reason(error)})", "give another one") from None
     if not stat.S_ISREG(found.st_mode):
         raise given.refused("is not a file", "give an image")
@@ -115,10 +115,10 @@ def _check_file(path: Path, given: ImageSetting) -> None:
 
 @contextmanager
 def _decoding(given: ImageSetting) -> Iterator[None]:
-    """Makes one sentence of whatever goes wrong in Pillow; its own warnings are not shown.
+    """Turns every error of Pillow's decoders into an InputError, and hides Pillow's warnings.
 
     All of Exception is caught: on damaged files the decoders raise ValueError, SyntaxError,
-    NotImplementedError, AttributeError, struct.error, ..., as the broken byte will have it.
+    NotImplementedError, AttributeError, struct.error, ..., depending on the broken byte.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -129,7 +129,7 @@ def _decoding(given: ImageSetting) -> Iterator[None]:
     except InputError:
         raise
     except UnidentifiedImageError as error:
-        why = f"cannot be read as an image: it is no sound {_ACCEPTED}"
+        why = f"cannot be read as an image: it is no intact {_ACCEPTED}"
         raise given.refused(why, "convert it to one") from error
     except (Image.DecompressionBombError, MemoryError) as error:
         raise given.refused("has too many pixels to be decoded", "scale it down") from error
@@ -145,7 +145,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_still(image: Image.Image, given: ImageSetting) -> None:
-    """Refuses animations, and TIFFs whose first page is not the image itself."""
+    """Refuses animations, and TIFFs whose first page is a thumbnail."""
     if image.format == "TIFF":
         if _tag(image, _SUBFILE_TYPE, 0) & 1:
             why = "begins with a thumbnail, as raw files of cameras do"
@@ -155,7 +155,7 @@ def _check_still(image: Image.Image, given: ImageSetting) -> None:
 
 
 def _as_shown(image: Image.Image, given: ImageSetting) -> Image.Image:
-    """Converts an image of any mode to 8-bit RGB, turned as its EXIF data says, over white."""
+    """Converts an image of any mode to 8-bit RGB: upright by its EXIF data, over white."""
     from PIL import ImageOps
 
     width, height = image.size
@@ -169,7 +169,7 @@ def _as_shown(image: Image.Image, given: ImageSetting) -> Image.Image:
 
 
 def _decode(image: Image.Image) -> None:
-    """Decodes an image, and drops what libtiff itself writes to standard error meanwhile."""
+    """Decodes an image, and discards the messages of libtiff on standard error."""
     if image.format != "TIFF" or sys.stderr is None:
         image.load()
         return
@@ -184,7 +184,7 @@ def _decode(image: Image.Image) -> None:
 
 
 def _over_white(image: Image.Image, given: ImageSetting) -> Image.Image:
-    """Puts an image with transparent parts over white."""
+    """Composites an image with transparent parts over white, with a warning."""
     from PIL import Image
 
     if not image.has_transparency_data:
@@ -199,7 +199,12 @@ def _over_white(image: Image.Image, given: ImageSetting) -> Image.Image:
 
 
 def _eight_bits(turned: Image.Image, source: Image.Image, given: ImageSetting) -> Image.Image:
-    """Scales grey of 16 or 32 bits, or floating, to 8 bits; `source` is the image as opened."""
+    """Scales grey values of 16 or 32 bits, or floating ones, to 8 bits.
+
+    Args:
+        upright: The rotated image.
+        source: The image as opened, with the TIFF tags.
+    """
     import numpy as np
     from PIL import Image
 
@@ -211,7 +216,7 @@ def _eight_bits(turned: Image.Image, source: Image.Image, given: ImageSetting) -
         why = f"has grey values from {low:g} to {high:g}"
         raise given.refused(why, f"they must be from {allowed}")
     grey = np.rint(values * np.float32(255) / np.float32(white)).astype(np.uint8)
-    if _tag(source, _PHOTOMETRIC, 1) == 0:  # TIFF's "white is zero", which Pillow overlooks here
+    if _tag(source, _PHOTOMETRIC, 1) == 0:  # TIFF's "white is zero", which Pillow ignores here
         grey = 255 - grey
     eight = Image.fromarray(grey)
     if "transparency" in source.info:  # one grey value of the file is transparent
@@ -221,10 +226,10 @@ def _eight_bits(turned: Image.Image, source: Image.Image, given: ImageSetting) -
 
 
 def _white(image: Image.Image, high: float) -> float | None:
-    """Returns the white of grey with more than 8 bits; None where `high` does not tell (NaN).
+    """Returns the grey value that is white; None if it is unclear (NaN).
 
-    Floating values to 1 are read as 0 to 1. Values to 255 are read as 0 to 255, but only if some
-    are above 16: a highlight of 1.2 in an image from 0 to 1 would make all of it black.
+    Floating values up to 1 are read as 0 to 1. Values up to 255 are read as 0 to 255, but only if
+    some are above 16: a highlight of 1.2 in an image from 0 to 1 would make all of it black.
     """
     if image.mode == "F":
         if high <= 1:
@@ -232,16 +237,16 @@ def _white(image: Image.Image, high: float) -> float | None:
         return 255 if 16 < high <= 255 else None
     if image.mode == "I" and image.format != "PNG":  # Pillow 10 opens 16-bit PNG as "I"
         return 255 if high <= 255 else 65535
-    return 2 ** _tag(image, _BITS_PER_SAMPLE, (16,))[0] - 1  # 12-bit TIFF comes as "I;16", too
+    return 2 ** _tag(image, _BITS_PER_SAMPLE, (16,))[0] - 1  # "I;16" is also 12-bit TIFF
 
 
 def _tag(image: Image.Image, number: int, default: T) -> T:
-    """Returns a tag of an image that was opened from a TIFF file."""
+    """Returns a tag of a TIFF image, or the default for other formats."""
     return getattr(image, "tag_v2", {}).get(number, default)
 
 
 def _array(value: object, given: ImageSetting) -> np.ndarray:
-    """Returns a numpy array or torch tensor as an array; torch is looked up, not imported."""
+    """Converts a numpy array or torch tensor to an array, without importing torch."""
     import numpy as np
 
     torch = sys.modules.get("torch")

@@ -1,6 +1,6 @@
-"""Reads the sound and the pose video of S2V with ffmpeg, and puts the sound into a finished mp4.
+"""Reads the audio and the pose video of S2V with ffmpeg, and adds the audio to a finished mp4.
 
-Torch is not imported with this file, because bad files are refused before it is.
+This module does not import torch, so that bad files are refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from wan.settings.sound import CONVOLUTIONS, FEATURE_RATE, FPS, ROW_RATE, SAMPLE
 if TYPE_CHECKING:
     import numpy as np
 
-LONGEST = 600  # seconds; the encoder attends from each state to all others
-_SILENCE = 1e-4  # the loudest sample of a sound that is none (-80 dB)
+LONGEST = 600  # of audio; the attention of the audio encoder covers all of it at once
+_SILENCE = 1e-4  # highest sample of an audio that counts as silent (-80 dB)
 _AU = struct.Struct(
     ">4sIIIII"
-)  # magic, start of the samples, their bytes, encoding, rate, channels
+)  # magic, offset of the samples, bytes of the samples, encoding, rate, channels
 
 _FROM_TIME_0 = "aresample=async=1:first_pts=0"
-"""Fills the time before a sound begins, and gaps in it, with silence."""
+"""Filter that pads the time before the first sample, and gaps, with silence."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """A sound as the encoder takes it.
+    """Audio in the format of the encoder.
 
     Attributes:
-        path: The file that it was read from.
-        samples: float32 [length], mono, `SAMPLE_RATE` a second.
+        samples: float32 [length], mono, `SAMPLE_RATE` per second.
     """
 
     path: Path
@@ -51,7 +50,7 @@ class Sound:
 
     @property
     def states(self) -> int:
-        """How many states of the encoder it has, 50 a second."""
+        """Number of hidden states of the encoder, 50 per second."""
         length = len(self.samples)
         for kernel, stride in CONVOLUTIONS:
             length = (length - kernel) // stride + 1
@@ -59,37 +58,38 @@ class Sound:
 
     @property
     def frames(self) -> int:
-        """How many features it has, 30 a second."""
+        """Number of audio features, 30 per second."""
         return int(self.states / FEATURE_RATE * ROW_RATE)
 
     def clips(self, infer_frames: int) -> int:
-        """How many clips of so many frames it takes, by the official rule."""
+        """Counts the clips of `infer_frames` frames that cover the audio, by the official rule."""
         return int(self.frames / (infer_frames * (ROW_RATE / FPS))) + 1
 
 
 class PoseVideo(VideoFile):
-    """A video whose poses are taken over."""
+    """The pose video of S2V."""
 
     @property
     def step(self) -> int:
-        """Every how many frames one is taken, so that there are about 16 a second."""
+        """Every `step`th frame is used, so that there are about 16 frames per second."""
         return max(1, round(self.fps / FPS))
 
     def frames(self) -> Iterator[np.ndarray]:
-        """Yields the frames that are taken, uint8 [H,W,3], as they are decoded."""
+        """Decodes and yields the used frames, uint8 [H,W,3]."""
         return self.every(self.step)
 
 
 def read_sound(path: Path) -> Sound:
-    """Reads the first sound of a file as the encoder takes it.
+    """Reads the first audio stream of a file in the format of the encoder.
 
-    Channels are averaged, and another rate is resampled with soxr's high quality, as officially.
+    Channels are averaged, and other sample rates are resampled with soxr "HQ", as in the official
+    code.
 
     Args:
-        path: A sound, or a video with one, in any format that ffmpeg reads.
+        path: An audio or video file, in any format that ffmpeg reads.
 
     Raises:
-        InputError: The file has no sound, or one that is silent, too short or too long.
+        InputError: The file has no audio, or audio that is silent, too short or too long.
     """
     import numpy as np
 
@@ -134,7 +134,7 @@ def read_sound(path: Path) -> Sound:
 
 
 def read_pose(path: Path) -> PoseVideo:
-    """Reads the time stamps of a pose video; its frames are read later.
+    """Reads the time stamps of a pose video; its frames are decoded later.
 
     Raises:
         InputError: The file is no video.
@@ -150,13 +150,14 @@ def read_pose(path: Path) -> PoseVideo:
 
 
 def add_sound(video: Path, sound: Path, out: Path, cut: float = 0.0) -> None:
-    """Writes an mp4 with the frames of one and the sound of another file, as long as the shorter.
+    """Writes an mp4 with the frames of one file and the audio of another one.
+
+    The result is as long as the shorter of both.
 
     Args:
-        video: An mp4 without a sound; its frames are copied as they are.
-        sound: Its first sound is coded as AAC, 192 kbit/s. It begins at the time 0 of its file.
-        out: The new file.
-        cut: Seconds that are left out at the beginning of the sound.
+        video: An mp4 without audio; its frames are not encoded again.
+        audio: The file whose first audio stream is encoded as AAC, 192 kbit/s.
+        skip_seconds: Left out at the beginning of the audio.
 
     Raises:
         OSError: ffmpeg failed.

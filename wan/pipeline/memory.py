@@ -1,8 +1,9 @@
-"""What memory a run takes, stage by stage, and whether this machine has so much; without torch.
+"""Estimates the memory of each stage of a run, and compares it with the free memory; without torch.
 
-`stages` is the one account of what lives beside what. It is given the sizes of each network, which
-have two sources: `estimate` has formulas of the tensors in the checkpoint, which take milliseconds
-and are never too high; `wan.planner.measure` runs the layers and measures them.
+`compute_stage_memory` is the only function that adds up the memory in use at the same time. The
+sizes of the networks have two sources: `estimate_network_sizes` applies formulas to the shapes in
+the checkpoint, which takes milliseconds and is never too high; `wan.planner.measure` runs the
+layers on tensors without data and measures them.
 
 Legend: C channels, F channels of the feed-forward, e bytes of an element in the matrix products.
 """
@@ -33,14 +34,14 @@ from wan.settings.request import Request
 from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
 
 Usage = Counter[str]
-"""Bytes by what they are for."""
+"""Bytes by purpose: "DiT weights", "latents", ... (printed by `--plan`)."""
 
-LATENTS = 6  # of the solver and of both branches, when the network is called; a test counts them
-_TEXT_ENCODER, _WORDS = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16, and its word table
+LATENTS = 6  # copies that the solver and both branches hold during a forward; counted in a test
+_TEXT_ENCODER, _WORDS = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16, and its embedding
 _VAE = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
-# Bytes for each pixel of the published VAEs in float32 with one, two and three latent frames, and
-# for each further one: what the planner measures of very large frames; small ones take up to 7 %
-# more, since convolutions pad them. A test compares both.
+# Bytes per pixel of the published VAEs in float32 with one, two and three latent frames, and for
+# each further latent frame, as the planner measures them for very large frames. Small frames take
+# up to 7 % more, since convolutions pad them. A test compares both.
 _VAE_ACTIVATIONS = {
     ("2.1", "decode"): (6_860, 13_040, 13_125, 50),
     ("2.2", "decode"): (5_380, 11_370, 11_455, 50),
@@ -48,16 +49,16 @@ _VAE_ACTIVATIONS = {
     ("2.2", "encode"): (1_630, 3_600, 3_890, 49),
 }
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
-_NPU_DRIVER = Path("/dev/davinci_manager")  # it does not say how much memory is free
+_NPU_DRIVER = Path("/dev/davinci_manager")  # present with a driver; free memory is not read from it
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a network's weights on the rank that holds the most.
+    """Bytes of a network's weights on the rank with the most memory.
 
     Attributes:
-        weights: Those that take memory.
-        mapped: Those that a CPU uses where their files are mapped.
+        weights: Allocated weights.
+        mapped: Memory-mapped weights, only on a CPU.
     """
 
     weights: int
@@ -66,16 +67,16 @@ class Weights:
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """Bytes of the text encoder or a DiT on the rank that holds the most.
+    """Bytes of the text encoder or a DiT on the rank with the most memory.
 
     Attributes:
-        weights: This rank's weights that take memory.
-        block: Those of one block, and of what moves with it, on an average.
-        blocks: Those that `offload_model=block` copies: those of all blocks.
-        kept: What lives from one call to the next.
-        activations: What lives beside the weights and `kept` when the most does.
-        mapped: The weights that a CPU uses where their files are mapped.
-        largest: Those of the largest block where blocks differ, else 0.
+        weights: Allocated weights of this rank.
+        block: Weights of a block with its adapter modules, on average.
+        blocks: Weights of all blocks, which `offload_model=block` copies.
+        cached: State that is kept between forwards (text K/V, step cache, masks).
+        activations: Everything else at the peak of a forward.
+        mapped: Memory-mapped weights, only on a CPU.
+        largest_block: Weights of the largest block if blocks differ, else 0.
     """
 
     weights: int
@@ -89,14 +90,14 @@ class NetworkSize:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of all networks of a run on the rank that holds the most.
+    """Bytes of all networks of a run on the rank with the most memory.
 
     Attributes:
-        text: The text encoder; None where it is not on the device.
-        clip: CLIP's weights.
-        vae: The VAE's weights.
-        encoding: What lives beside them while an image is encoded; empty where none is.
-        decoding: What lives beside them while the video is decoded.
+        text: The text encoder; None if it is not on the device.
+        clip: The weights of CLIP.
+        vae: The weights of the VAE.
+        encoding: Activations of the VAE while it encodes; empty if nothing is encoded.
+        decoding: Activations of the VAE and the video while it decodes.
         dit: One DiT.
     """
 
@@ -109,16 +110,14 @@ class Sizes:
 
 
 def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
-    """Adds up what lives on the fullest rank when the most does, in each stage of a run.
+    """Computes the peak memory of each stage on the rank with the most memory.
 
     Args:
-        setup: The checkpoint and the settings.
-        request: The video.
         sizes: The networks of this setup, estimated or measured.
 
     Returns:
-        "text encoder" where it runs on the device, "image encoder" where an image is encoded,
-        "denoising" and "decoding".
+        "text encoder" if it runs on the device, "image encoder" if an image is encoded, "denoising"
+        and "decoding".
     """
     execution, device = setup.execution, planned_device(setup).type
     keeps_all = execution.offload_model is False
@@ -133,7 +132,7 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
         streams = execution.offload_model == "block"
         weights = buffers(device) * sizes.text.block if streams else sizes.text.weights
         stage("text encoder", Usage({"text encoder weights": weights}), sizes.text.activations)
-    if keeps_all:  # otherwise CLIP is released before the VAE works
+    if keeps_all:  # otherwise CLIP is released before the VAE is loaded
         stays.update({"CLIP weights": sizes.clip.weights})
     vae = Usage({"VAE weights": sizes.vae.weights})
     if sizes.encoding:
@@ -153,16 +152,16 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
 
 
 def overlaps(setup: Setup, request: Request) -> bool:
-    """Whether a clip is decoded while the next one is denoised."""
+    """Returns whether a clip is decoded while the next clip is denoised."""
     several = request.chain == "latent" and (request.num_clip or 0) > 1
     return setup.execution.overlap_decoding and several
 
 
 def mapped(sizes: Sizes) -> dict[str, Usage]:
-    """Adds up the weights that each stage uses where their files are mapped.
+    """Sums the memory-mapped weights of each stage.
 
-    They take no memory of a process. The system keeps their pages while memory is free, and reads
-    them from the disk again where it is not.
+    They are not allocated by a process. The operating system caches their pages while memory is
+    free, and reads them from the disk again otherwise.
     """
     found = {
         "text encoder": Usage({"text encoder weights": sizes.text.mapped if sizes.text else 0}),
@@ -178,13 +177,13 @@ def _latents(request: Request) -> Usage:
 
 
 def _faces(request: Request) -> Usage:
-    """What a clip's faces take where a character is moved."""
+    """Estimates the face images of a clip of Animate."""
     pictures = request.frame_num if request.preset.kind == "animate" else 0
     return +Usage({"pictures of the face": 3 * pictures * FACE_SIDE**2 * 4})
 
 
 def _clip_before(request: Request) -> Usage:
-    """What is kept in host memory of the clip before."""
+    """Estimates the frames of the previous clip that are kept in host memory."""
     if request.infer_frames is None:
         return Usage()
     width, height = request.video_size
@@ -192,9 +191,9 @@ def _clip_before(request: Request) -> Usage:
 
 
 def planned_device(setup: Setup) -> Capabilities:
-    """Finds the device that `device` and `chip` mean.
+    """Finds the device that the settings `device` and `chip` select.
 
-    "auto" means the first accelerator that can run the setup, and a CPU where none can.
+    "auto" selects the first accelerator that can run the setup, or a CPU if none can.
     """
     rows = devices.candidates(setup.execution.device, setup.chip)
     for row in sorted(rows, key=lambda row: row.type == "cpu"):
@@ -207,11 +206,11 @@ def planned_device(setup: Setup) -> Capabilities:
 
 
 def estimate(setup: Setup, request: Request) -> Sizes:
-    """Estimates the sizes by formulas.
+    """Estimates the sizes of all networks with formulas.
 
-    No size is above what the planner measures, and the fullest stage is at least 85 % of that.
-    Weights have the size of their files, without those that a CPU may use where they are mapped.
-    The formulas leave out CLIP, and what a VAE takes beside the video while it decodes in tiles.
+    No estimate is above the planner's measurement, and that of the fullest stage is at least 85 %
+    of it. Weights count with the size of their files, except weights that a CPU can memory-map.
+    The formulas leave out CLIP, and the activations of a VAE that decodes in tiles.
     """
     execution, frames = setup.execution, decoded_frames(request)
     width, height = request.video_size
@@ -221,7 +220,7 @@ def estimate(setup: Setup, request: Request) -> Sizes:
     may_stay = _may_stay(setup, setup.checkpoint.vae) and vae_size == 4
     encoding = vae_activations(setup, "encode", (encoded, height, width)) // ranks
     pixel_frames = 1 + (frames - 1) * request.preset.vae_stride[0]
-    video = 3 * pixel_frames * width * height * 4  # whole on the first rank
+    video = 3 * pixel_frames * width * height * 4  # complete on the first rank
     decoding = vae_activations(setup, "decode", (frames, height, width)) - video
     return Sizes(
         text=_text_encoder(setup) if is_on_device else None,
@@ -234,9 +233,10 @@ def estimate(setup: Setup, request: Request) -> Sizes:
 
 
 def encoded_frames(request: Request) -> int:
-    """Returns how many latent frames the VAE encodes: i2v's whole video, or an image.
+    """Counts the latent frames that the VAE encodes at once.
 
-    Of a video that follows a sound it is the end of the clip before, of a character's a clip.
+    They are a padded video (i2v), an image (ti2v, latent clip transition), the end of the previous
+    clip (s2v), a clip (animate) or a control video (vace).
     """
     if request.preset.kind == "animate":
         return request.latent_shape[1] - 1
@@ -250,7 +250,10 @@ def encoded_frames(request: Request) -> int:
 
 
 def decoded_frames(request: Request) -> int:
-    """Returns how many latent frames the VAE decodes at once; those of clips follow others."""
+    """Counts the latent frames that the VAE decodes at once.
+
+    A clip of s2v is decoded together with the encoded end of the previous clip.
+    """
     if request.preset.kind == "animate":
         return request.latent_shape[1] - 1
     before = encoded_frames(request) if request.preset.kind == "s2v" else 0
@@ -258,7 +261,7 @@ def decoded_frames(request: Request) -> int:
 
 
 def _text_encoder(setup: Setup) -> NetworkSize:
-    """Estimates the text encoder. FSDP gathers the word table of sharded weights twice."""
+    """Estimates the text encoder. FSDP gathers a sharded embedding twice."""
     path, parallel = setup.checkpoint.text_encoder, setup.parallel
     size = _TEXT_ENCODER if path is None else _stored(path)
     words = _WORDS * size // _TEXT_ENCODER
@@ -271,18 +274,19 @@ def _text_encoder(setup: Setup) -> NetworkSize:
 
 
 def _transformer(setup: Setup, request: Request) -> NetworkSize:
-    """Estimates a DiT from its matrices, the text's keys and values, and the residual stream.
+    """Estimates a DiT from its matrices, the text K/V and the residual stream.
 
-    The stream lives beside q, k and v, or beside the feed-forward. FSDP also gathers two blocks and
-    what is outside the blocks, which lives once more while it is gathered.
+    At the peak the residual stream is in memory together with q, k and v or with the activations of
+    the feed-forward. FSDP also gathers two blocks and the weights outside the blocks; the latter
+    exist twice while they are gathered.
     """
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
     device = planned_device(setup).type
     e = _ITEMSIZE[execution.dit_precision_on(device)]
     fp32 = e if execution.convert_model_dtype else 4
-    control = setup.checkpoint.control_blocks  # of VACE; each moves with a block
-    image = 2 * c if config["image_dim"] else 0  # keys and values of an image's tokens
+    control = setup.checkpoint.control_blocks  # of VACE; each is copied together with a block
+    image = 2 * c if config["image_dim"] else 0  # K and V projections of the image's tokens
     one, largest = (8 * c + 2 * f + image) * c * e, 0
     block = (one * (layers + control) + c * c * e * control) // layers
     if control and device != "cpu" and setup.quantised is None and not setup.kept(device):
@@ -297,20 +301,20 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
             if name.startswith(IN_BLOCKS) and len(info.shape) == 2
         ]
         block = sum(sizes) // layers
-    if "audio_inject_layers" in config:  # of S2V; each moves with a block
+    if "audio_inject_layers" in config:  # audio attention of S2V, copied together with a block
         injected = len(cast(SoundConfig, config)["audio_inject_layers"])
         block += injected * 6 * c * c * e // layers
-    if setup.preset.kind == "animate":  # every fifth block attends to the face
+    if setup.preset.kind == "animate":  # every fifth block has attention to the face
         block += -(-layers // FACE_EVERY) * 4 * c * c * e // layers
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     if device == "cpu" and not parallel.dit_fsdp:
         in_blocks, elsewhere = _mapped_dit(setup)
-        in_blocks += max(0, elsewhere - outside)  # of what moves with blocks under other names
+        in_blocks += max(0, elsewhere - outside)  # adapter modules
         block, outside = max(0, block - in_blocks // layers), max(0, outside - elsewhere)
     branches = 2 if request.guided and parallel.cfg_size == 1 else 1
     text = branches * execution.text_kv_cache * config["text_len"] * c * e
     tokens = -(-request.tokens // parallel.sequence_size)
-    streams = 2 if control else 1  # the video's and the control's
+    streams = 2 if control else 1  # the video stream and the control stream
     activations = tokens * (streams * 4 * c + e * max(5 * c, 2 * c + f))
     gathered, ranks = 0, 1
     if parallel.dit_fsdp:
@@ -327,7 +331,7 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
 
 
 def _mapped_dit(setup: Setup) -> tuple[int, int]:
-    """Returns the bytes of a DiT that a CPU uses where they are mapped: in the blocks, and not."""
+    """Estimates the memory-mapped bytes of a DiT on a CPU, in its blocks and outside."""
     expert, files = next(iter(setup.checkpoint.experts.items()))
     execution, found = setup.execution, Counter[bool]()
     compute = {"bf16": "BF16", "fp32": "F32"}[execution.dit_precision_on("cpu")]
@@ -342,7 +346,7 @@ def _mapped_dit(setup: Setup) -> tuple[int, int]:
     for name, info in tensors.items():
         held = "F32" if keeps_fp32(name) and not execution.convert_model_dtype else compute
         start = places[info.file][info.name][2] if info.file in places else info.start
-        itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is kept as bytes
+        itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is stored as bytes
         is_as_used = (info.scale is None and info.dtype in (held, "I8")) or info.dtype in kinds
         if is_as_used and (info.dtype in kinds or start % alignment(itemsize) == 0):
             found[name.startswith(IN_BLOCKS)] += info.nbytes
@@ -350,26 +354,22 @@ def _mapped_dit(setup: Setup) -> tuple[int, int]:
 
 
 def _may_stay(setup: Setup, path: Path | None) -> bool:
-    """Returns whether weights in a file may be used there; only torch can tell for a .pth."""
+    """Returns whether weights can be memory-mapped; a .pth is only inspected with torch."""
     return path is not None and planned_device(setup).type == "cpu"
 
 
 def beside_blocks(setup: Setup, request: Request) -> int:
-    """Estimates the bytes that live on a device beside the blocks of the DiT that runs."""
+    """Estimates the device memory of a forward without the weights of the DiT's blocks."""
     dit = _transformer(setup, request)
     return dit.weights - dit.blocks + (dit.kept + dit.activations + _latents(request)).total()
 
 
 def vae_activations(setup: Setup, verb: str, size: tuple[int, int, int]) -> int:
-    """Estimates what lives beside the VAE's weights, on all ranks that share the rows together.
+    """Estimates the bytes of the VAE's activations, summed over the ranks that share its rows.
 
     Args:
-        setup: The checkpoint and the settings.
-        verb: "encode" or "decode".
-        size: Latent frames, pixels of a column and of a row.
-
-    Returns:
-        Bytes.
+        direction: "encode" or "decode".
+        size: Latent frames, height and width in pixels.
     """
     version, (frames, height, width) = setup.preset.vae, size
     if frames == 0:
@@ -381,13 +381,13 @@ def vae_activations(setup: Setup, verb: str, size: tuple[int, int, int]) -> int:
 
 
 def _vae_weights(setup: Setup) -> int:
-    """Returns the bytes of the VAE's weights in float32."""
+    """Counts the bytes of the VAE's weights in float32."""
     path = setup.checkpoint.vae
     return _VAE[setup.preset.vae] if path is None else _stored(path)
 
 
 def _stored(path: Path) -> int:
-    """Returns the bytes of the weights in a file or folder; a .pth archives them uncompressed."""
+    """Counts the bytes of the weights in a file or folder; a .pth stores them uncompressed."""
     if path.is_file():
         return path.stat().st_size
     return sum(info.nbytes for info in (folder_tensors(path) or {}).values())
@@ -396,14 +396,12 @@ def _stored(path: Path) -> int:
 def check(setup: Setup, request: Request, ranks_here: int, stage: str | None = None) -> None:
     """Refuses a run that needs more memory than is free, as far as both are known.
 
-    Only torch can tell which device "auto" is. Such a run is refused where it fits on none of the
-    devices that are here.
+    Only torch resolves the device "auto". Such a run is refused if it fits on no device of this
+    machine.
 
     Args:
-        setup: The checkpoint and the settings.
-        request: The video.
-        ranks_here: How many ranks share this machine's memory.
-        stage: The only stage of the run, a key of `stages`; None: all of them.
+        ranks_here: Number of ranks that share this machine's memory.
+        stage: The only stage that runs, a key of `compute_stage_memory`; None: all stages.
 
     Raises:
         InputError: The run does not fit.
@@ -421,7 +419,7 @@ def check(setup: Setup, request: Request, ranks_here: int, stage: str | None = N
 def _refusal(
     setup: Setup, request: Request, ranks_here: int, only: str | None, device: str
 ) -> InputError | None:
-    """Says why the run does not fit into this type of device's memory; None where it may."""
+    """Returns the refusal of a run that does not fit on this type of device, or None."""
     free = free_memory(device)
     if free is None:
         return None
@@ -442,16 +440,14 @@ def _refusal(
 def fullest(
     setup: Setup, request: Request, ranks_here: int = 1, only: str | None = None, **execution: Any
 ) -> tuple[str, int]:
-    """Finds the stage that is estimated to take the most, and its bytes.
+    """Finds the stage with the highest estimate, and its bytes.
 
-    The VAE is taken to decode in tiles, which a run does by itself where memory is short.
+    Decoding is estimated in tiles, since a run changes to tiles when memory runs out.
 
     Args:
-        setup: The checkpoint and the settings.
-        request: The video.
-        ranks_here: How many ranks share the memory; on a CPU all of them denoise and one decodes.
-        only: The only stage of the run; None: all of them.
-        **execution: Settings of `Execution` that differ from the run's.
+        ranks_here: Number of ranks that share the memory; on a CPU all ranks denoise, one decodes.
+        only_stage: The only stage that runs; None: all stages.
+        **execution: Fields of `Execution` to change.
     """
     setup = replace(setup, execution=replace(setup.execution, **execution))
     tiles = replace(setup.execution, vae_tiling=True, vae_parallel=False, overlap_decoding=False)
@@ -465,9 +461,9 @@ def fullest(
 
 
 def free_memory(device_type: str) -> int | None:
-    """Returns the bytes that a run on this type of device may take, or None if that is unknown.
+    """Returns the free bytes on this type of device, or None if they are unknown.
 
-    Of several GPUs the one with the most free memory counts.
+    With several GPUs it is the GPU with the most free memory.
     """
     if device_type == "cuda":
         return max(gpu_memory("free"), default=None)
@@ -475,10 +471,10 @@ def free_memory(device_type: str) -> int | None:
 
 
 def gpu_memory(kind: str) -> list[int]:
-    """Returns the bytes of each NVIDIA GPU, "free" or in "total", as `nvidia-smi` reports them.
+    """Queries `nvidia-smi` for the bytes of each GPU's memory; kind: "free" or "total".
 
-    The list is empty where there is no such program, no GPU, or no answer within five seconds. An
-    answer holds for ten seconds, because the lines of a prompt file ask one after the other.
+    The list is empty without the program, without a GPU, or if it takes more than five seconds. A
+    result is cached for ten seconds, because each line of a prompt file needs it.
     """
     return _gpu_memory(kind, int(time.monotonic()) // 10)
 

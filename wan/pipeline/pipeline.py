@@ -1,4 +1,4 @@
-"""Takes a request from prompt to latents to frames, with only the networks in memory it needs."""
+"""Runs the stages of a video (text, conditioning, denoising, decoding) and loads their networks."""
 
 from __future__ import annotations
 
@@ -41,20 +41,19 @@ if TYPE_CHECKING:
     from wan.pipeline.residency import Parked
     from wan.pipeline.sources import ControlSources
 
-_SPARE = 1 << 30  # bytes of an accelerator that are left to kernels and fragments
+_SPARE = 1 << 30  # bytes reserved for kernels and fragmentation
 
 
 @dataclass
 class Residency:
-    """Where the weights of a pipeline's networks are between their calls.
+    """Offloads the weights of a pipeline's networks between their calls.
 
     Attributes:
-        device: The device of this rank.
         resident_blocks: As in `Execution`.
-        beside: Returns the bytes on the device beside a DiT's blocks while it runs.
+        bytes_outside_blocks: Returns the bytes that a DiT's forward needs outside its blocks.
         offload: As in `Execution`; may change between two videos.
-        request: The next video.
-        parked: The networks that wait in host memory.
+        params: The next video.
+        offloaded_modules: The networks with a copy in host memory.
     """
 
     device: Device
@@ -65,7 +64,7 @@ class Residency:
     parked: list[Parked] = field(default_factory=list)
 
     def resident(self, size: int, count: int) -> int:
-        """Decides how many of `count` blocks of `size` bytes stay on the device."""
+        """Computes how many of `num_blocks` blocks stay on the device."""
         free = None if self.device.type == "cpu" else self.device.free_memory()
         if self.resident_blocks is not None or free is None or self.request is None:
             return self.resident_blocks or 0
@@ -73,22 +72,22 @@ class Residency:
         return min(max(left // size, 0), count)
 
     def park(self, network: nn.Module, left: Callable[[], None] = lambda: None) -> None:
-        """Keeps a loaded network in host memory, too. left: frees what else the network keeps."""
+        """Adds a network that is offloaded to host memory. on_free: clears its caches."""
         from wan.pipeline.residency import Parked
 
         Parked(network, self.device.torch_device, self.parked, left)
 
     def leave(self) -> None:
-        """Frees the accelerator's memory for something else."""
+        """Frees the accelerator memory of all offloaded networks."""
         for network in self.parked:
             network.leave()
 
 
 class Experts:
-    """Hands out the DiTs by name: "high_noise", "low_noise" or "dit".
+    """Loads the DiTs by name: "high_noise", "low_noise" or "dit".
 
-    With `offload` True or "block", asking for one releases the other first, so that at most one is
-    in memory; one that is needed again is read again.
+    With `offload` True or "block", loading one expert first releases the other, so that at most one
+    is in memory; a released expert is loaded from its files again.
     """
 
     def __init__(
@@ -102,10 +101,10 @@ class Experts:
         """Loads nothing yet.
 
         Args:
-            load: load(name) brings a network to the device.
+            load: Loads an expert to the device.
             offload: As in `Execution`.
-            files: The weight files of each network, which `prefetch` reads ahead.
-            whole: whole(name) loads a network that may be changed; None: as `load`.
+            files: The weight files of each expert, for `prefetch`.
+            load_editable: Loads an expert whose weights may be changed; default: `load`.
         """
         self._load, self.offload, self._files = load, offload, files or {}
         self._whole = whole or load
@@ -113,7 +112,7 @@ class Experts:
         self._kept: dict[str, WanModel] = {}
 
     def keep(self, name: str) -> WanModel:
-        """Returns a network that the caller may change; it stays in memory as it is changed."""
+        """Returns an expert whose weights the caller may change; it is never released."""
         if name not in self._kept:
             loaded = name in self._loaded and isinstance(self.offload, bool)
             network = self._loaded.pop(name) if loaded else self._whole(name)
@@ -130,9 +129,9 @@ class Experts:
         return self._loaded[name]
 
     def prefetch(self, name: str) -> None:
-        """Has the system read a network's files into its page cache in the background.
+        """Reads an expert's files into the page cache in the background.
 
-        No memory of the process or the device is taken; loading then runs at memory speed.
+        This takes no memory of the process or the device; loading then runs at memory speed.
         """
         if name not in self._loaded and name not in self._kept:
             _read_ahead(self._files.get(name, ()))
@@ -141,7 +140,7 @@ class Experts:
         freed = [weakref.ref(model) for model in self._loaded.values()]
         self._loaded.clear()
         if any(model() is not None for model in freed):
-            gc.collect()  # a compiled module refers to itself
+            gc.collect()  # a compiled module has reference cycles
 
 
 def _read_ahead(files: Iterable[Path]) -> None:
@@ -152,10 +151,10 @@ T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """A network that is loaded when it is first needed, and can be released."""
+    """A network that is loaded on first use and can be released."""
 
     def __init__(self, make: Callable[[], T], files: Iterable[Path] = ()) -> None:
-        """Loads nothing yet. make: loads it. files: its weights, for `prefetch`."""
+        """Loads nothing yet. files: The weight files, for `prefetch`."""
         self._make, self._files = make, files
         self._value: T | None = None
 
@@ -171,11 +170,11 @@ class Lazy(Generic[T]):
     def release(self) -> None:
         if self._value is not None:
             self._value = None
-            gc.collect()  # a network with hooks, or sharded over ranks, refers to itself
+            gc.collect()  # hooks and sharding make reference cycles
 
 
 FromMain = Callable[[Callable[[], Tensor]], Tensor]
-"""Calls make() on one rank and returns its result on every rank."""
+"""Calls make() on one rank and returns its result on all ranks."""
 
 
 def make_here(make: Callable[[], Tensor]) -> Tensor:
@@ -184,12 +183,12 @@ def make_here(make: Callable[[], Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share work outside the DiT; by default each computes everything itself.
+    """Distributes work outside the DiT over ranks; by default every rank computes everything.
 
     Attributes:
-        text: Distributes text embeddings.
-        latents: Distributes the VAE's latents.
-        branches: Computes the two guidance branches.
+        run_text_encoder: Computes text embeddings, on rank 0 or (with FSDP) on all ranks.
+        run_on_rank0: Computes a tensor on rank 0 and broadcasts it.
+        run_branches: Computes the two guidance branches.
     """
 
     text: FromMain = make_here
@@ -199,21 +198,18 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a video is made from besides its request.
+    """Images, audio, videos and tensors that condition a video.
 
     Attributes:
-        image: The image that it starts from.
-        last_image: The image that it ends with.
         prompt_embeds: [length, text_dim], used instead of the prompt.
         negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
-        sound: The sound that it follows.
-        pose: The video whose poses it takes over.
-        driving: What moves its character.
-        sources: What VACE makes it from.
-        start: The latents that it starts from instead of noise, float32 [Z,f,h,w].
-        stepped: Gets the number of steps that are done and the latents after them, for each step.
-        done: The clips of a chain that are there already.
-        end: What the last of them has handed on, as `Clip.end`; on every rank.
+        pose: The pose video of S2V.
+        animate: The preprocessed videos of Animate.
+        vace: The source video, mask and reference images of VACE.
+        initial_latents: Latents used instead of noise, float32 [Z,f,h,w].
+        callback_on_step_end: Called after each step with the number of steps done and the latents.
+        num_clips_done: Clips that an earlier run has generated.
+        clip_state: `Clip.state` of the last of these clips, on every rank.
     """
 
     image: Image.Image | None = None
@@ -230,14 +226,14 @@ class Inputs:
     end: Tensor | None = None
 
     def digests(self) -> dict[str, str | None]:
-        """Returns the SHA-256 of each content, which all ranks of a video must have in common."""
+        """Returns the SHA-256 of each input, by which ranks check that their inputs are equal."""
         hooks = ("stepped", "done")
         names = [one.name for one in fields(self) if one.name not in hooks]
         return {name: _digest(getattr(self, name)) for name in names}
 
 
 def _digest(content: Any) -> str | None:
-    """Returns the SHA-256 of an input of a video, in hexadecimal; None where there is none."""
+    """Returns the SHA-256 of an input in hexadecimal, or None without an input."""
     if content is None:
         return None
     digest = hashlib.sha256()
@@ -262,27 +258,19 @@ NO_INPUTS = Inputs()
 
 @dataclass
 class Pipeline:
-    """The networks of a checkpoint and what makes videos with them.
+    """The networks of a checkpoint, and the stages that generate a video with them.
 
     Attributes:
-        device: The device of this rank.
-        text: The text encoder.
-        vae: The autoencoder.
-        codec: Encodes and decodes with the autoencoder, on one rank or on all of them.
-        clip: The image encoder.
-        experts: The DiTs.
-        text_size: The most tokens of a prompt, and the channels of each, that the DiTs take.
-        residency: Where weights are between their calls.
-        stages: The seconds of each stage.
-        kernel: The name of the kernel that computes self-attention, for records.
-        merges: Whether the dense kernel returns the log-sum-exp, by which a ring merges.
-        caches: The step cache.
-        sharing: How ranks share work.
-        hearing: Returns the features [S,C,T] of a sound, for networks that follow one.
-        kept: Embeddings of prompts that come next.
-        boundary: Is told of every denoising step.
-        is_main: This rank gets the frames.
-        overlaps: Clips of a chain are decoded while the next ones are denoised.
+        vae_runner: Encodes and decodes with the VAE, on one rank or on all ranks.
+        text_size: The DiTs' maximum number of text tokens, and the channels of a token.
+        stages: Measures the seconds of each stage.
+        kernel: The name of the self-attention kernel, for records.
+        returns_lse: The dense kernel returns the log-sum-exp, as ring attention requires.
+        encode_audio: Returns the features [S,C,T] of an audio file (S2V).
+        cached_prompt_embeds: Prompt -> its embeddings, computed ahead.
+        cancellation_point: Checked between denoising steps.
+        is_main: This rank receives the frames.
+        overlap_decoding: Each clip of a chain is decoded while the next one is denoised.
     """
 
     device: Device
@@ -305,7 +293,7 @@ class Pipeline:
     overlaps: bool = False
 
     def set_offload(self, offload: Offload) -> None:
-        """Sets `offload_model` for the next video; networks loaded in another way are released."""
+        """Sets `offload_model` for the next video; releases networks loaded for another mode."""
         before, self.residency.offload = self.residency.offload, offload
         self.experts.offload = offload
         if before != offload and not (isinstance(before, bool) and isinstance(offload, bool)):
@@ -314,7 +302,7 @@ class Pipeline:
                 part.release()
 
     def latents(self, request: Request, inputs: Inputs = NO_INPUTS) -> Tensor:
-        """Returns denoised latents, float32 [Z,f,h,w], on the device."""
+        """Generates denoised latents, float32 [Z,f,h,w], on the device."""
         if inputs.prompt_embeds is None and request.prompt not in self.kept:
             self.text.prefetch()
         self.experts.prefetch(timesteps.schedule(request).experts[0])
@@ -323,7 +311,7 @@ class Pipeline:
         return latents
 
     def clips(self, request: Request, inputs: Inputs) -> Iterator[Clip]:
-        """Makes a video clip by clip, on every rank."""
+        """Generates a video clip by clip; all ranks call it."""
         from wan.pipeline import chain, characters, clips
 
         self.experts.prefetch(timesteps.schedule(request).experts[0])
@@ -333,7 +321,7 @@ class Pipeline:
         return made(self, request, inputs)
 
     def sound_rows(self, sound: Sound, count: int) -> Tensor:
-        """Returns what the network hears in each of `count` frames, [1,S,C,count]."""
+        """Returns the audio features of each of `num_frames` video frames, [1,S,C,F]."""
         from wan.pipeline.sound import rows
 
         assert self.hearing is not None
@@ -342,7 +330,7 @@ class Pipeline:
             return rows(self.sharing.latents(made).to(self.device.torch_device), count)
 
     def prepared(self, request: Request, inputs: Inputs = NO_INPUTS) -> Denoising:
-        """Prepares a video up to its first step."""
+        """Encodes prompt and inputs, and returns the denoising loop before its first step."""
         contexts = self.texts(request, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with self.stages("conditioning"):
             conditions = conditioning.prepare(
@@ -362,9 +350,9 @@ class Pipeline:
         return Denoising(request, conditions, inputs.stepped)
 
     def advanced(self, video: Denoising, phases: int | None = None) -> Tensor:
-        """Takes the steps of a video's next `phases` experts, by default all, and returns latents.
+        """Runs the steps of the next `num_experts` experts (default: all) and returns the latents.
 
-        The expert stays in memory. A step cache holds one video, whose steps are not interrupted.
+        The last expert stays in memory. The step cache is started and ended in each call.
         """
         self.residency.request = video.request
         with self.stages("denoising"):
@@ -381,18 +369,18 @@ class Pipeline:
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Embeds the prompt and the negative prompt, unless their embeddings are given."""
+        """Returns the embeddings of the prompt and of the negative prompt."""
         self.residency.request = request
         with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
-            negative = context  # never looked at without guidance
+            negative = context  # not used without guidance
             if request.guided:
                 negative = self._context(request.negative_prompt, negative_prompt_embeds)
             self.done(self.text)
         return context, negative
 
     def keep_texts(self, texts: Sequence[str], request: Request) -> None:
-        """Embeds texts, and keeps only these. request: the first of their videos."""
+        """Caches the embeddings of these prompts and drops all others. params: the first video."""
         self.kept = {text: x for text, x in self.kept.items() if text in texts}
         self.residency.request = request
         with self.stages("text"):
@@ -413,8 +401,8 @@ class Pipeline:
 
         Args:
             latents_Zfhw: The denoised latents.
-            sink: Gets the frames; used on the main rank alone.
-            part: Called when the other ranks are not needed any more.
+            sink: Receives the frames; only used on the main rank.
+            release_ranks: Called as soon as the other ranks have finished their part.
 
         Returns:
             Whether this is the main rank.
@@ -425,7 +413,7 @@ class Pipeline:
         return is_main
 
     def abandon(self) -> None:
-        """Releases after a failure what `latents` and `stream` would have released."""
+        """Releases all networks and the step cache after a failure."""
         self.caches.end()
         for part in (self.text, self.clip, self.vae, self.experts):
             self.done(part)
@@ -441,7 +429,7 @@ class Pipeline:
         return self.sharing.latents(made)
 
     def look(self, images: Sequence[Tensor]) -> Tensor:
-        """Computes CLIP's features and releases it, since the VAE takes more memory."""
+        """Computes CLIP features, and releases CLIP before the VAE needs its memory."""
         found = self.sharing.latents(lambda: self.clip.get()(images))
         self.done(self.clip)
         return found
@@ -459,7 +447,7 @@ class Pipeline:
         return embeds.to(self.device.torch_device)
 
     def done(self, part: Lazy[Any] | Experts) -> None:
-        """Releases the network of a stage that is over, as the residency says."""
+        """Releases or offloads a network after its stage, according to `offload_model`."""
         if self.residency.offload == "cpu" and part in (self.text, self.experts):
             self.residency.leave()
         elif self.residency.offload:

@@ -1,16 +1,16 @@
-"""Keeps weights away from the device while they wait: `offload_model` `cpu` and `block`.
+"""Offloads weights while their layers do not compute: `offload_model` `cpu` and `block`.
 
-With `block` only some of a network's blocks are on its device; each is copied there before it is
-called. An accelerator has two buffers: a block computes in one while the next block is copied into
-the other, on a stream of its own, from page-locked host memory. On a CPU weights that are stored as
-they are computed with are used where their files are mapped, as when the whole network is loaded;
-the others are converted, merged or rounded into one buffer.
+With `block` only some blocks of a network are on its device; each block is copied there before it
+is called. An accelerator has two buffers: a block computes in one buffer while the next block is
+copied into the other from page-locked host memory, on a separate copy stream. On a CPU, weights
+that need no conversion are memory-mapped from their files, as when the whole network is loaded; the
+other weights are converted, merged or rounded into one buffer.
 
-With `cpu` networks stay in page-locked host memory, and one of them at a time is on the
-accelerator, whole.
+With `cpu` all networks have a copy in page-locked host memory, and one network at a time is on the
+accelerator.
 
-Everything happens in forward hooks, so a block that is skipped is not copied, and the layers know
-nothing of it. A weight without memory is a NaN (or 0) expanded to its shape.
+All copies are made in forward hooks, so a skipped block is not copied and the layers need no code
+for offloading. A weight without memory is a NaN (or 0) expanded to its shape.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ _SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two
 
 
 class Flat:
-    """Tensors of a module, one behind the other in one piece of memory.
+    """Tensors of a module, packed one after the other into one buffer.
 
     Attributes:
-        tensors: The tensors.
-        size: The bytes that they take.
+        size: Bytes of the buffer.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -53,18 +52,18 @@ class Flat:
             self.size = -(-place.stop // _ALIGNED) * _ALIGNED
 
     def use(self, memory: Tensor) -> None:
-        """Makes the tensors views of this memory, uint8 [>= size]."""
+        """Makes the tensors views of `memory`, uint8 [>= size]."""
         for tensor, (place, dtype, shape) in zip(self.tensors, self._layout, strict=True):
             tensor.data = memory[place].view(dtype).view(shape)
 
     def rest(self) -> None:
-        """Takes the tensors' memory away."""
+        """Replaces each tensor by one expanded element, which frees its memory."""
         for tensor, (_, dtype, shape) in zip(self.tensors, self._layout, strict=True):
             nothing = float("nan") if dtype.is_floating_point else 0
             tensor.data = torch.full((), nothing, dtype=dtype, device=tensor.device).expand(shape)
 
     def bytes(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields where each tensor begins, and its values as uint8."""
+        """Yields the byte offset of each tensor, and its values as uint8."""
         for tensor, (place, _, _) in zip(self.tensors, self._layout, strict=True):
             yield place.start, tensor.reshape(-1).view(torch.uint8)
 
@@ -77,7 +76,11 @@ class Pinned:
         self._slabs = [torch.empty(_SLAB, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     def parts(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yields slices of these bytes, each with the memory that holds it."""
+        """Splits `size` bytes from `start` at the slab boundaries.
+
+        Yields:
+            A slice of 0..size, and the uint8 view of its bytes.
+        """
         done = 0
         while done < size:
             slab, first = divmod(start + done, _SLAB)
@@ -86,22 +89,22 @@ class Pinned:
             done += len(part)
 
     def keep(self, start: int, values: Tensor) -> None:
-        """Writes values, uint8, from a device; the host waits."""
+        """Copies uint8 values from a device to offset `start`, and waits for the copy."""
         for place, part in self.parts(start, len(values)):
             part.copy_(values[place])
 
 
 @dataclass(eq=False)
 class StreamedBlock:
-    """A block, and where its weights are.
+    """A block of a network, with the sources of its weights.
 
     Attributes:
         module: The block.
-        last: What is called last of it and of what moves with it.
-        flat: The tensors that are read into a buffer.
-        sources: What they are read from.
-        mapped: The sources of the others, which are used where they are mapped.
-        buffer: The buffer that the block is in, if any.
+        last_module: The last called module of the block and its adapter modules.
+        flat: The tensors that are copied into a buffer.
+        sources: The sources of these tensors.
+        mapped_sources: The sources of the block's memory-mapped tensors.
+        buffer: The buffer that holds the block; None while it has no memory.
     """
 
     module: nn.Module
@@ -112,7 +115,7 @@ class StreamedBlock:
     buffer: Buffer | None = None
 
     def read(self, memory: Tensor, done: Callable[[int], object] = int) -> None:
-        """Reads the weights from the files into memory, and uses them there."""
+        """Reads the weights from their sources into `memory`, and makes the tensors views of it."""
         self.flat.use(memory)
         for tensor, source in zip(self.flat.tensors, self.sources, strict=True):
             copy(tensor, source, done=done)
@@ -120,13 +123,13 @@ class StreamedBlock:
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory for one block at a time.
+    """Device memory for one block at a time.
 
     Attributes:
-        memory: The bytes, uint8.
-        block: The block that is there.
-        copied: An accelerator's event: the block has been copied.
-        computed: An accelerator's event: the block has been used.
+        memory: uint8.
+        block: The block that is in the buffer.
+        copy_event: Recorded on an accelerator after the copy of the block.
+        compute_event: Recorded on an accelerator after the computations with the block.
     """
 
     memory: Tensor
@@ -136,7 +139,10 @@ class Buffer:
 
 
 class FromFiles:
-    """Fills a CPU's buffer at the call of a block; the system reads the next one meanwhile."""
+    """Fills a CPU's buffer from the weight files when a block is called.
+
+    The operating system reads the next block ahead meanwhile.
+    """
 
     def __init__(self, blocks: Sequence[StreamedBlock]) -> None:
         self._next = dict(zip(blocks, (*blocks[1:], *blocks[:1]), strict=True))
@@ -148,10 +154,10 @@ class FromFiles:
             source.read_ahead()
 
     def arrive(self, buffer: Buffer) -> None:
-        """The block is there already."""
+        """Does nothing: `fetch` has finished the copy."""
 
     def leave(self, buffer: Buffer) -> None:
-        """The buffer may be filled again at once."""
+        """Does nothing: the CPU has finished its computations."""
 
 
 class FromHost:
@@ -164,7 +170,7 @@ class FromHost:
         stream: CopyStream,
         done: Callable[[int], object],
     ) -> None:
-        """Reads all blocks into host memory through a buffer, so the device converts dtypes."""
+        """Reads all blocks into host memory through a device buffer, which converts the dtypes."""
         sizes = [block.flat.size for block in blocks]
         starts = accumulate(sizes, initial=0)
         self._starts = dict(zip(blocks, starts, strict=False))
@@ -180,37 +186,38 @@ class FromHost:
             self.leave(buffer)
 
     def fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
-        """Starts a copy, which waits for what still computes in the buffer."""
+        """Starts the copy of a block, after the last computation that uses the buffer."""
         block.flat.use(buffer.memory)
         parts = self._host.parts(self._starts[block], block.flat.size)
         self._stream.copy(buffer.memory, parts, after=buffer.computed)
         self._stream.copied(buffer.copied)
 
     def arrive(self, buffer: Buffer) -> None:
-        """Makes later computations wait for the copy."""
+        """Makes later computations wait for the copy into the buffer."""
         self._stream.compute_after(buffer.copied)
 
     def leave(self, buffer: Buffer) -> None:
-        """Makes the next copy wait for the computations so far."""
+        """Makes the next copy into the buffer wait for the computations queued so far."""
         self._stream.computed(buffer.computed)
 
 
 class StreamedBlocks:
-    """Blocks that are called one after the other in every forward; some stay in memory.
+    """Blocks that are called in a fixed order in every forward; some stay resident.
 
-    Before a call the blocks that are due are fetched: on a CPU the called one, on an accelerator
-    also the next one, which after the last is the first one of the next forward.
+    Before a block is called, its weights are fetched; on an accelerator also those of the next
+    block, which is the first block again after the last.
     """
 
     def __init__(
         self, blocks: Sequence[StreamedBlock], device: torch.device, resident: int
     ) -> None:
-        """Registers the hooks.
+        """Loads the resident blocks, and registers the forward hooks of all blocks.
 
         Args:
-            blocks: The blocks in the order of their calls.
-            device: Where they compute.
-            resident: How many stay, spread evenly, so that a copy has the time of several calls.
+            blocks: In the order of their calls.
+            device: The device that computes.
+            num_resident: Number of resident blocks. They are spread evenly, so that a copy can
+                overlap with several blocks.
         """
         count, on_cpu = len(blocks), device.type == "cpu"
         resident = resident if count - resident > buffers(device.type) else count
@@ -250,7 +257,7 @@ class StreamedBlocks:
         if buffer.block is not None:
             buffer.block.flat.rest()
             buffer.block.buffer, buffer.block = None, None
-        self._source.fetch(block, buffer)  # may fail half-way: the block is not there then
+        self._source.fetch(block, buffer)  # if it fails half-way, the buffer holds no block
         buffer.block, block.buffer = block, buffer
 
     def _after(self, block: StreamedBlock, *_: object) -> None:
@@ -259,7 +266,7 @@ class StreamedBlocks:
 
 
 Resident = Callable[[int, int], int]
-"""resident(size, count): how many of `count` blocks of `size` bytes stay on the device."""
+"""(size, count) -> how many of `count` blocks of `size` bytes are resident."""
 
 
 def streamed(
@@ -272,17 +279,17 @@ def streamed(
     table: str | None = None,
     behind: Callable[[Any, int], Sequence[nn.Module]] = lambda network, index: (),
 ) -> Adapt:
-    """Returns an adaptation that streams some modules of a network instead of loading them.
+    """Returns a weight transform that streams the blocks of a network instead of loading them.
 
     Args:
-        adapt: The adaptation that comes before it.
-        blocks: The name of the list of modules that are streamed.
-        device: Where they compute.
-        dtype_of: The dtypes that they compute in.
-        resident: How many of them stay on the device.
-        behind: behind(network, index) returns modules that move with one of them; the last is
-            called behind it in every forward.
-        table: The name of an embedding whose rows are read from the files when they are looked up.
+        transform: The weight transform that is applied first.
+        blocks: Name of the network's list of blocks.
+        device: The device that computes.
+        dtype_of: Chooses the dtypes on the device.
+        count_resident: Chooses the number of resident blocks.
+        adapter_modules: (network, index) -> the modules that are copied together with a block; the
+            last one is called after the block in every forward.
+        table: Name of an embedding whose rows are read from the files on each lookup.
     """
 
     def adapted(network: nn.Module, sources: Sources) -> Sources:
@@ -307,10 +314,13 @@ def streamed(
 def _on_device(
     modules: Mapping[str, nn.Module], sources: Sources, device: torch.device, dtype_of: DTypeOf
 ) -> tuple[Flat, list[Source], list[Source]]:
-    """Moves meta modules to a device without memory. modules: by the prefix of their tensors.
+    """Moves meta modules to a device, where their tensors have no memory yet.
+
+    Args:
+        modules: The key is the prefix of the module's tensor names.
 
     Returns:
-        The tensors without values, their sources, and the sources of those that are mapped.
+        The tensors to copy, their sources, and the sources of the memory-mapped tensors.
     """
     tensors: dict[str, tuple[Tensor, Source]] = {}
     for prefix, module in modules.items():
@@ -329,7 +339,7 @@ def _on_device(
 
 
 def _look_up(source: Source, _: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-    """Replaces an embedding's output by the rows that were looked up."""
+    """Replaces an embedding's output by rows that are read from `source`; a forward hook."""
     rows, places = args[0].cpu().unique(return_inverse=True)
     source.check()
     found = torch.cat([source.read(slice(row, row + 1)) for row in rows.tolist()])
@@ -337,7 +347,7 @@ def _look_up(source: Source, _: nn.Module, args: tuple[Tensor], output: Tensor) 
 
 
 class Parked:
-    """A network that waits in page-locked host memory and is on its accelerator when called."""
+    """A network with a copy in page-locked host memory, loaded to the accelerator when called."""
 
     def __init__(
         self,
@@ -346,13 +356,13 @@ class Parked:
         beside: list[Parked],
         left: Callable[[], None],
     ) -> None:
-        """Copies a network to host memory.
+        """Copies the network's tensors to host memory.
 
         Args:
-            network: A loaded network, whose weights do not change any more.
+            network: A loaded network, whose weights do not change from now on.
             device: Its accelerator.
-            beside: All such networks of a pipeline; the others leave when one is called.
-            left: Frees what else the network keeps when it leaves.
+            offloaded_modules: All offloaded networks of a pipeline; at most one is on the device.
+            on_free: Frees the network's caches when it is offloaded.
         """
         self._flat = Flat([*network.parameters(), *network.buffers()])
         self._device, self._beside, self._left = device, beside, left
@@ -363,7 +373,7 @@ class Parked:
         network.register_forward_pre_hook(self._before)
 
     def leave(self) -> None:
-        """Frees the accelerator's memory."""
+        """Frees the network's memory on the accelerator."""
         self._flat.rest()
         self._left()
         self._there = False

@@ -1,6 +1,7 @@
-"""What a pipeline is built for: a checkpoint, and how its networks are loaded and run.
+"""The checkpoint and the settings of a pipeline, checked together.
 
-No torch: everything here is known, and refused where it contradicts, before torch is imported.
+This module does not import torch, so that contradictory settings are refused before torch is
+loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from wan.settings.request import Request
 from wan.settings.step_cache import StepCache
 
 KEEPABLE = {"fp8_weights": FP8, "gguf_weights": tuple(GGUF)}
-"""Setting -> the dtypes of weights that it keeps as they are stored, or upcasts."""
+"""Setting -> the stored dtypes of weights that it leaves unconverted or upcasts."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,15 @@ class Setup:
     """A checked combination of checkpoint and settings.
 
     Attributes:
-        preset: The task.
-        checkpoint: Its folder is None where only the task's published sizes are known (--plan).
+        preset: The defaults and sizes of the task.
+        checkpoint: Its folder is None if only the task's published sizes are known (--plan).
         execution: Device, dtypes, memory.
-        parallel: The ranks and their mode.
         attention: Kernels of self-attention.
-        quantised: Where quantised DiT weights come from; None: from the checkpoint.
-        chip: The NPU model that --chip names.
-        cache: What is taken from earlier steps.
-        policy: The step cache's policy, as `wan.cache.policy.make` makes it; None: no step cache.
-        loras: What is added to the weights of each network.
+        quantized: An export of quantized DiT weights; None: the weights of the checkpoint.
+        chip: The NPU model of --chip.
+        cache: Settings of the step cache.
+        policy: Policy of the step cache; None: no step cache.
+        loras: The LoRAs of each expert.
     """
 
     preset: Preset
@@ -65,7 +65,7 @@ class Setup:
             self.check_device(*devices.candidates(self.execution.device, self.chip))
 
     def _facts(self) -> dict[str, Any]:
-        """Returns what `wan.settings.rules` ask about."""
+        """Returns the settings and properties that the conditions of `wan.settings.rules` read."""
         return {
             **vars(self.execution),
             **vars(self.parallel),
@@ -87,23 +87,23 @@ class Setup:
         return {info.dtype for dit in networks for info in dit.tensors.values()}
 
     def kept(self, device: str) -> set[str]:
-        """Returns the dtypes that stay as stored on this type of device until they are used."""
+        """Returns the stored dtypes whose weights are not converted when they are loaded."""
         if self.quantised is not None or self.parallel.dit_fsdp:
             return set()
-        # NPUs have no FP8, and GGUF's bits have not been unpacked on one.
+        # NPUs have no FP8, and unpacking GGUF is not tested on an NPU.
         asked = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
         settings = [name for name in KEEPABLE if getattr(self.execution, name) in asked]
         return self.kinds & {kind for name in settings for kind in KEEPABLE[name]}
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Whether the products of FP8 weights run in FP8."""
+        """Whether matrix products with FP8 weights are computed in FP8."""
         return self.execution.fp8_weights == MULTIPLY
 
     def exchange_on(self, device: str) -> str:
-        """How q, k and v are exchanged on this type of device: "fused" or "split".
+        """Returns how q, k and v are exchanged on this type of device: "fused" or "split".
 
-        `auto` is fused only where that was measured, which it was not with a ring.
+        `auto` is fused only where this was measured to be faster; it was not measured with a ring.
         """
         parallel = self.parallel
         if parallel.exchange != "auto":
@@ -112,12 +112,12 @@ class Setup:
         return "fused" if measured and not self.execution.compile else "split"
 
     def changes_weights(self, expert: str, device: str) -> bool:
-        """Returns whether an expert's layers or weights are changed on this type of device."""
+        """Returns whether loading an expert replaces layers or merges weights on this device."""
         merged = bool(self.loras.get(expert))
         return self.quantised is not None or merged or bool(self.kept(device))
 
     def check_device(self, *rows: Capabilities) -> None:
-        """Refuses what none of these devices can run."""
+        """Refuses settings that none of these devices can run."""
         weights = () if self.quantised is None else self.quantised.algorithms
         head_dim = self.checkpoint.head_dim
         devices.check(rows, self.attention, self.execution, head_dim, weights)
@@ -125,7 +125,7 @@ class Setup:
             check_device(self.quantised, rows[0].type)
 
     def check_plan(self) -> None:
-        """Refuses what none of the devices that may be meant can run."""
+        """Refuses settings that no device matching `device` and `chip` can run."""
         rows = devices.candidates(self.execution.device, self.chip)
         for row in rows:
             try:
@@ -135,7 +135,7 @@ class Setup:
         self.check_device(*rows)
 
     def check_request(self, request: Request) -> tuple[str, ...]:
-        """Returns notices, and refuses what does not go with this video's steps and size."""
+        """Refuses settings that contradict a video's steps or size, and returns notices."""
         steps, tokens = request.sample_steps, request.tokens
         scales = request.conditioning_scale or ()
         control = {"conditioning_scale": request.conditioning_scale, "scales": len(scales)}
@@ -147,5 +147,5 @@ class Setup:
         return (*found, *parallel.check_guidance(self.parallel, guidance, heads))
 
     def check_grouping(self) -> None:
-        """Refuses `group_by_expert` where it has no effect or cannot be."""
+        """Refuses `group_by_expert` where it has no effect or is not possible."""
         rules.check(rules.GROUPING, self._facts())

@@ -1,7 +1,7 @@
-"""Solvers: what becomes of latents between two levels of the noise schedule.
+"""Solvers, which step latents from one sigma of the noise schedule to the next.
 
-Legend: N steps. With v the network's velocity at level s and s' the next level, an ODE step is
-x + (s' - s) v (Euler); a stochastic one predicts the clean latents x - s v and mixes them with new
+Legend: N steps. With v the network's velocity at sigma s and s' the next sigma, an ODE step is
+x + (s' - s) v (Euler). A stochastic step predicts the clean latents x - s v and mixes them with new
 noise, (1 - s') (x - s v) + s' noise, as the distillations DMD and rCM do.
 """
 
@@ -19,11 +19,11 @@ from wan.settings.solvers import SOLVERS
 from wan.settings.timesteps import Schedule
 
 Draw = Callable[[], Tensor]
-"""Draws noise of the latents' shape, another one in each call."""
+"""Draws new noise of the latents' shape in each call."""
 
 
 class Stepper(Protocol):
-    """`step` of diffusers' schedulers."""
+    """A solver with the `step` of diffusers' schedulers."""
 
     def step(
         self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
@@ -31,7 +31,7 @@ class Stepper(Protocol):
 
 
 class Renoise:
-    """Stochastic steps, in float64 on the CPU: there are few, and NPUs have no float64."""
+    """Takes stochastic steps in float64 on the CPU; they are few, and NPUs have no float64."""
 
     def __init__(self, levels: tuple[float, ...], draw: Draw) -> None:
         self._levels, self._draw, self._index = levels, draw, 0
@@ -39,7 +39,7 @@ class Renoise:
     def step(
         self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
     ) -> tuple[Tensor]:
-        """Returns the latents at the next level, in the dtype and on the device of `sample`."""
+        """Returns the latents at the next sigma, in the dtype and on the device of `sample`."""
         sigma, after = self._levels[self._index : self._index + 2]
         self._index += 1
         x, v = (tensor.to("cpu", torch.float64) for tensor in (sample, model_output))
@@ -52,16 +52,15 @@ class Renoise:
 def make_solver(
     request: Request, schedule: Schedule, draw: Draw | None = None
 ) -> tuple[Stepper, Tensor]:
-    """Makes the solver that takes a video's steps.
+    """Makes the solver of a video.
 
     Args:
-        request: The video.
-        schedule: Its noise levels.
-        draw: Draws noise, which only the stochastic solvers need.
+        schedule: The noise schedule of the video.
+        sample_noise: Only needed by the stochastic solvers.
 
     Returns:
-        The solver, and the timesteps [N] that the model is told: int64 with the official solvers,
-        float32 with the others.
+        The solver, and the timesteps [N] of the model: int64 with the official solvers, float32
+        with the others.
     """
     row = SOLVERS["euler" if request.ode else request.sample_solver]
     whole = SOLVERS[request.sample_solver].whole
@@ -71,11 +70,11 @@ def make_solver(
     if row.draws:
         assert draw is not None
         return make(schedule.sigmas, draw), told
-    solver = make(**row.options)  # a scheduler of diffusers, on our table: their own tables differ
+    solver = make(**row.options)  # a scheduler of diffusers, with our sigmas
     solver.set_timesteps(len(told))
     solver.sigmas = torch.tensor(schedule.sigmas, dtype=torch.float32)
     solver.timesteps = told
-    # Steps are counted, not looked up: with many steps neighbouring timesteps truncate to the same
-    # integer, and a look-up would start one step late.
+    # The scheduler counts steps from 0 instead of searching the timestep: with many steps,
+    # neighboring timesteps truncate to the same integer, and the search would start one step late.
     solver.set_begin_index(0)
     return solver, told

@@ -1,6 +1,7 @@
-"""Turns a sound into the features that S2V's network is given, with transformers' wav2vec2.
+"""Encodes audio to the features of S2V's network with the wav2vec2 of transformers.
 
-Legend: S hidden states of the encoder, C channels, T features, 30 a second, R rows, 16 a second.
+Legend: S hidden states of the encoder, C channels, T features (30 per second), R video frames (16
+per second).
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from wan.settings.values import shown
 
 
 def check(path: Path, channels: int) -> None:
-    """Refuses a folder that does not hold the encoder of a network; no weight is read.
+    """Refuses a folder without the audio encoder of a DiT; reads no weights.
 
     Args:
-        path: A folder of transformers.
-        channels: Of the features that the network takes.
+        path: A folder in the layout of transformers.
+        channels: Channels of the features in the DiT's config.
 
     Raises:
-        InputError: It is another encoder, or damaged.
+        InputError: The folder holds another encoder, or is damaged.
     """
     from transformers import AutoConfig
 
     remedy = "download it again"
     try:
         config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever is damaged
+    except Exception as error:  # its type depends on the damage
         why = f"holds no usable config.json ({shown(error, str)})"
         raise InputError(str(path), None, why, remedy) from error
     if config.model_type != "wav2vec2" or config.num_hidden_layers + 1 != SOUND_LAYERS:
@@ -49,23 +50,23 @@ def check(path: Path, channels: int) -> None:
 
 @torch.no_grad()
 def features(path: Path, sound: Sound) -> Tensor:
-    """Returns the hidden states [S,C,T] of a sound, as the official code makes them, on the CPU.
+    """Computes the hidden states [S,C,T] of an audio on the CPU, like the official code.
 
     Args:
-        path: A folder that `check` accepts.
-        sound: The whole sound, which is brought to mean 0 and variance 1.
+        path: A folder that `check_audio_encoder` accepts.
+        audio: The complete audio; it is normalized to mean 0 and variance 1.
     """
     from transformers import Wav2Vec2Model
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # the head of the published file is not used
+    logging.set_verbosity_error()  # about the unused head of the published file
     logging.disable_progress_bar()
     try:
         model: Any = Wav2Vec2Model.from_pretrained(
             path, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
         )
-    except Exception as error:  # whatever is damaged
+    except Exception as error:  # its type depends on the damage
         why = f"holds no usable weights ({shown(error, str)})"
         raise InputError(str(path), None, why, "download it again") from error
     finally:
@@ -76,14 +77,14 @@ def features(path: Path, sound: Sound) -> Tensor:
     samples = (samples - samples.mean()) / (samples.var(correction=0) + 1e-7).sqrt()
     with on_own_cores():
         found = model.eval()(samples[None], output_hidden_states=True)
-    # transformers 5 returns the last one without the final norm, which it had before.
+    # The last hidden state of transformers 5 lacks the final norm, unlike earlier versions.
     states = [*found.hidden_states[:-1], found.last_hidden_state]
     states_SCT = torch.cat(states).transpose(1, 2)
     return F.interpolate(states_SCT, size=sound.frames, mode="linear", align_corners=True)
 
 
 def rows(features_SCT: Tensor, count: int) -> Tensor:
-    """Returns [1,S,C,R]: for each of `count` video frames the feature nearest in time, else 0."""
-    places = [round(row * ROW_RATE / FPS) for row in range(count)]  # halves go to even numbers
+    """Samples the feature nearest in time for each video frame: [1,S,C,R], 0 after the end."""
+    places = [round(row * ROW_RATE / FPS) for row in range(count)]  # rounds halves to even
     taken = [place for place in places if place < features_SCT.shape[2]]
     return F.pad(features_SCT[..., taken], (0, count - len(taken)))[None]

@@ -1,6 +1,6 @@
-"""Looks into what a video of VACE is made from: a video, its mask, and pictures.
+"""Reads the inputs of VACE: a source video, its mask, and reference images.
 
-Torch is not imported with this file, because bad files are refused before it is.
+This module does not import torch, so that bad files are refused quickly.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from wan.settings.errors import InputError
 if TYPE_CHECKING:
     from PIL import Image
 
-MOST_PICTURES = 16  # each is one more latent frame that every token attends to
+MOST_PICTURES = 16  # each adds a latent frame
 _TRAINED_FPS = 16
-_SLOWEST, _FASTEST = 1, 240  # frames a second, as `fps` takes them
+_SLOWEST, _FASTEST = 1, 240  # frames per second, the range of `fps`
 
 
 @dataclass(frozen=True)
 class ControlSources:
-    """What a video of VACE is made from.
+    """The inputs of a VACE video.
 
     Attributes:
-        size: (width, height) of the video; None without one.
-        frames: How many frames the video has; 0 without one.
-        fps: Frames a second of the video; None without one.
-        video: Returns frames of the video.
-        mask: Returns frames of the mask, which is white where something new is made.
-        pictures: What is to be seen.
-        files: The files that were read.
+        size: (width, height) of the source video; None without one.
+        num_frames: The number of frames of the source video; 0 without one.
+        fps: Frames per second of the source video; None without one.
+        video_reader: Reads frames of the source video.
+        mask_reader: Reads frames of the mask; white pixels are generated.
+        files: The input files.
     """
 
     size: tuple[int, int] | None = None
@@ -51,21 +50,21 @@ class ControlSources:
 def read(
     video: Path | None, mask: Path | None, pictures: Sequence[str | Path | Image.Image]
 ) -> ControlSources:
-    """Looks into the files; frames of the videos are read later.
+    """Reads images and the metadata of the videos; frames are read later.
 
     Args:
-        video: The video that is changed or followed.
-        mask: Its mask, as large and as long.
-        pictures: Pictures, or their files.
+        video: The source video.
+        mask: Its mask, of the same size and length.
+        reference_images: Images, or their paths.
 
     Raises:
-        InputError: A file is damaged, or does not fit the video.
+        InputError: A file is damaged, or the mask differs from the video in size or length.
     """
     if len(pictures) > MOST_PICTURES:
-        why = f"names {len(pictures)} pictures, and at most {MOST_PICTURES} are taken"
+        why = f"has {len(pictures)} pictures, and at most {MOST_PICTURES} are allowed"
         raise InputError("`src_ref_images`", None, why, "choose some of them")
     if mask is not None and video is None:
-        why, remedy = "says what of a video is made anew", "give the video with `src_video`"
+        why, remedy = "is a mask without a video", "give the video with `src_video`"
         raise InputError("`src_mask`", mask, why, remedy)
     shown = tuple(images.from_value(one, "src_ref_images") for one in pictures)
     files = tuple(Path(one) for one in pictures if isinstance(one, str | Path))
@@ -85,17 +84,17 @@ def read(
 
 def _check_pace(video: VideoFile) -> None:
     if not _SLOWEST <= video.fps <= _FASTEST:
-        why = f"has {video.fps:g} frames a second, and {_SLOWEST} to {_FASTEST} are taken"
+        why = f"has {video.fps:g} frames per second, and {_SLOWEST} to {_FASTEST} are allowed"
         raise InputError("`src_video`", video.path, why, "convert it to 16")
     if abs(video.fps - _TRAINED_FPS) > 0.01 * _TRAINED_FPS:
         logger.warning(
-            "%s has %g frames a second, and the network was trained with %d: all frames are taken.",
+            "%s has %g frames per second; the network was trained with %d: all frames are used.",
             *(video.path, video.fps, _TRAINED_FPS),
         )
 
 
 def _mask(path: Path, video: VideoFile) -> VideoFile:
-    """Reads the time stamps of a mask, which must be as large and as long as its video."""
+    """Reads the metadata of a mask, which must have the size and length of its video."""
     mask = read_video(path, "`src_mask`")
     remedy = "give a mask of the same size and length as `src_video`"
     if mask.size != video.size:

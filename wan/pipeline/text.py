@@ -1,4 +1,4 @@
-"""Prompts to text embeddings: official cleaning, UMT5 tokenizer and encoder.
+"""Encodes prompts: the official cleaning, and the tokenizer and encoder of UMT5.
 
 Legend: T tokens of one prompt (at most text_len), C text channels.
 """
@@ -23,14 +23,14 @@ from wan.settings.errors import InputError
 from wan.settings.values import shown
 
 BLOCKS, TABLE = "encoder.block", "shared"
-"""The names of the encoder's list of blocks and of its word table."""
+"""Names of the encoder's list of blocks and of its embedding."""
 ROWS = 16
-"""A prompt is padded to a multiple of so many tokens. The official code pads to 512, and leaves the
-padding's rows out of the result; masked tokens change no other row."""
+"""A prompt is padded to a multiple of this number of tokens. The official code pads to 512, and
+removes the padding from the result; masked tokens change no other row."""
 
 
 def clean_prompt(prompt: str) -> str:
-    """Cleans a prompt as officially: mends Unicode, unescapes HTML twice, collapses white space.
+    """Cleans a prompt like the official code: Unicode, HTML entities (twice) and white space.
 
     ftfy also turns full-width punctuation into ASCII, which changes the token ids.
     """
@@ -41,19 +41,19 @@ def clean_prompt(prompt: str) -> str:
 
 
 class TextEncoder:
-    """UMT5 with eager attention, which is bit-equal to the official encoder."""
+    """Encodes prompts with UMT5 and eager attention, bit-equal to the official encoder."""
 
     def __init__(
         self, network: nn.Module, tokenizer: Any, *, dtype: torch.dtype, text_len: int
     ) -> None:
-        """Takes a loaded encoder.
+        """Registers upcasting hooks if the weights have another dtype.
 
         Args:
-            network: The network of `blueprint`, loaded whole or sharded.
+            network: The loaded network of `read_text_encoder_spec`, sharded or not.
             tokenizer: From `load_tokenizer`.
-            dtype: The dtype of all computations. Where the weights are bfloat16 and it is float32,
-                one layer at a time is upcast, so that the real encoder takes 11 GB, not 23.
-            text_len: The most tokens of a prompt.
+            dtype: The dtype of all computations. With bfloat16 weights and float32 one layer at a
+                time is upcast, so that umt5-xxl takes 11 GB, not 23.
+            text_len: Maximum number of tokens; longer prompts are truncated.
         """
         self.text_len = text_len
         self._tokenizer, self._model = tokenizer, network
@@ -62,7 +62,7 @@ class TextEncoder:
 
     @torch.no_grad()
     def __call__(self, prompt: str) -> Tensor:
-        """Embeds a prompt, [T, C]. Tokens beyond text_len are left out, with a warning."""
+        """Encodes a prompt to [T,C]. Tokens beyond `text_len` are dropped, with a warning."""
         text = clean_prompt(prompt)
         length = len(self._tokenizer(text).input_ids)
         if length > self.text_len:
@@ -76,16 +76,16 @@ class TextEncoder:
             max_length=min(-(-length // ROWS) * ROWS, self.text_len),
             return_tensors="pt",
         ).to(self._model.device)
-        with on_own_cores():  # where it is on the CPU, most of all beside an accelerator
+        with on_own_cores():  # for an encoder on the CPU
             states = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
         return states[0, : min(length, self.text_len)]
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Reads the tokenizer of a folder, or the one that a text encoder's file holds.
+    """Reads the tokenizer of a folder, or the tokenizer embedded in a text encoder's file.
 
     Raises:
-        InputError: `TextEncoder` cannot use it.
+        InputError: The tokenizer is damaged or missing.
     """
     from transformers import AutoTokenizer
 
@@ -94,13 +94,13 @@ def load_tokenizer(path: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer("a", padding="max_length", truncation=True, max_length=2)
-    except Exception as error:  # the tokenizers library raises no other for a damaged file
+    except Exception as error:  # the tokenizers library raises nothing more specific
         raise _unusable(path, error) from error
     return tokenizer
 
 
 def _unigram(path: Path, found: Vocabulary) -> Any:
-    """Makes T5's tokenizer of a vocabulary."""
+    """Builds T5's Unigram tokenizer from an embedded vocabulary."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -130,7 +130,7 @@ def _unusable(path: Path, error: Exception) -> InputError:
 
 
 def blueprint(path: Path) -> Blueprint[nn.Module]:
-    """Describes the UMT5 encoder whose weights are in a file or folder, without loading it.
+    """Reads the sizes of a UMT5 encoder from the headers of its weights, without loading it.
 
     Raises:
         InputError: The weights belong to another network.
@@ -159,7 +159,7 @@ def blueprint(path: Path) -> Blueprint[nn.Module]:
 
 
 def umt5(**sizes: int) -> Any:
-    """Builds transformers' UMT5 encoder. sizes: arguments of UMT5Config."""
+    """Builds the UMT5 encoder of transformers. sizes: arguments of UMT5Config."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     config: Any = UMT5Config(
@@ -170,12 +170,12 @@ def umt5(**sizes: int) -> Any:
     )
     config._attn_implementation = "eager"
     model: Any = UMT5EncoderModel(config)
-    model.set_input_embeddings(model.shared)  # one table for both names
+    model.set_input_embeddings(model.shared)  # both names share one embedding
     return model
 
 
 def published() -> Any:
-    """Builds the encoder of umt5-xxl, which all published checkpoints have."""
+    """Builds the encoder of umt5-xxl, the text encoder of all published checkpoints."""
     return umt5(
         vocab_size=256384,
         d_model=4096,
@@ -188,20 +188,20 @@ def published() -> Any:
 
 
 def dtypes(compute: torch.dtype) -> DTypeOf:
-    """Returns the dtype that weights are kept in: the stored one if float32 is computed in."""
+    """Chooses the weights' dtype: the stored dtype if `compute` is float32, else `compute`."""
     return lambda _, stored: stored if compute == torch.float32 else compute
 
 
 def umt5_blocks(model: Any) -> list[nn.Module]:
-    """Lists the large modules of a UMT5 encoder, which run one after the other."""
+    """Lists the large modules of a UMT5 encoder in the order of their calls."""
     return [model.shared, *model.encoder.block]
 
 
 def _compute_in(model: Any, dtype: torch.dtype) -> None:
-    """Upcasts each layer while it runs and puts its stored weights back afterwards, exactly.
+    """Registers hooks that upcast each layer during its forward, and restore its weights after it.
 
-    The stored weights are looked up when a layer runs, because a layer that is sharded over ranks
-    is whole only then: its own hooks gather it before ours run.
+    The hooks read the weights when the layer runs, because FSDP's hooks gather a sharded layer
+    just before.
     """
     for part in [*model.encoder.block, model.encoder.final_layer_norm]:
         stored: list[tuple[nn.Parameter, Tensor]] = []

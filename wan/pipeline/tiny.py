@@ -1,9 +1,10 @@
-"""Writes complete checkpoint folders with tiny, randomly initialised networks.
+"""Writes complete checkpoint folders with tiny, randomly initialized networks.
 
-They serve runs without a checkpoint, tests and examples. Files and names are those of the published
-folders (official, or `*-Diffusers`), and so is the number of heads; the other sizes differ. The
-networks make noise, but with sane statistics, so that a whole run can be checked. A seed gives the
-same tensors in both layouts and the same bytes in every run, and all values are exact in bfloat16.
+They are for runs without a checkpoint, tests and examples. File names, tensor names and the number
+of heads are those of the published folders (official, or `*-Diffusers`); the other sizes differ.
+The videos are noise, but the activations have a standard deviation near 1, so that a complete run
+can be checked. A seed gives the same tensors in both layouts and the same bytes in every run, and
+all values are exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
 CLIP_DIM = 160  # two heads of CLIP's size
 TEXT_SIZES = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
-VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the 2.2 one
+VAE_22: dict[str, Any] = {  # arguments of diffusers' AutoencoderKLWan for the VAE 2.2
     "latents_mean": STATISTICS[48][0],
     "latents_std": STATISTICS[48][1],
     "z_dim": 48,
@@ -60,7 +61,7 @@ VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
 QUICK_CLIPS = {"size": "128*128", "infer_frames": 12, "sample_steps": 4}
 SOUND_DIM = 32
-SOUND_SIZES: dict[str, Any] = {  # of a wav2vec2 with the published one's layers
+SOUND_SIZES: dict[str, Any] = {  # a wav2vec2 with as many layers as the published one
     "hidden_size": SOUND_DIM,
     "intermediate_size": 2 * SOUND_DIM,
     "num_hidden_layers": SOUND_LAYERS - 1,
@@ -74,7 +75,7 @@ SOUND_SIZES: dict[str, Any] = {  # of a wav2vec2 with the published one's layers
     "vocab_size": 33,
 }
 
-_STATED = (  # the official keys of a DiT's config.json, without those that the weights tell
+_STATED = (  # official keys of a DiT's config.json that cannot be read from the weights
     *("dim", "eps", "ffn_dim", "freq_dim", "in_dim", "model_type", "num_heads", "num_layers"),
     *("out_dim", "text_len"),
 )
@@ -97,12 +98,12 @@ def make_checkpoint(
         task: A key of `PRESETS`.
         out: A folder that is absent or empty.
         layout: A key of `WRITERS`.
-        seed: Of all random values.
-        dtype: The dtype of the DiTs' files, a key of `DTYPES`.
-        sizes: Other sizes of the DiTs ("num_layers"), under the names of their constructor.
+        seed: Seed of all random values.
+        dtype: Dtype of the DiTs' files, a key of `DTYPES`.
+        sizes: Arguments of the DiTs' constructor to change, such as "num_layers".
 
     Raises:
-        InputError: A key is unknown, or `out` already holds something.
+        InputError: A key is unknown, or `out` is not empty.
     """
     for value, known in ((task, PRESETS), (layout, WRITERS), (dtype, DTYPES)):
         if value not in known:
@@ -115,17 +116,18 @@ def make_checkpoint(
         networks = RandomNetworks(preset, seed, DTYPES[dtype], sizes or {})
         WRITERS[layout](unfinished, networks)
         quick = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS
-        if preset.kind == "animate":  # whose size is that of the poses
+        if preset.kind == "animate":  # its size is that of the pose video
             quick = {name: value for name, value in quick.items() if name != "size"}
         write_json(unfinished / "generation_config.json", quick)
     return out
 
 
 class RandomNetworks:
-    """The random tensors of a task, its tokenizer, and the library modules that they belong to.
+    """The random tensors of a task, its tokenizer, and the library modules of the tensors.
 
-    All tensors come from one generator: the DiTs (high noise first), the VAE, the text encoder,
-    CLIP's vision tower with its last block, which Wan leaves out, and the encoder of sounds.
+    All tensors are drawn from one generator, in this order: the DiTs (high noise first), the VAE,
+    the text encoder, CLIP's vision tower (with its last block, which Wan does not use) and the
+    audio encoder.
     """
 
     def __init__(
@@ -149,11 +151,11 @@ class RandomNetworks:
             small |= {"audio_dim": SOUND_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
         if task.kind == "animate":
             small["num_layers"] = FACE_EVERY
-        if task.kind == "vace":  # control blocks behind the first and the last of three
+        if task.kind == "vace":  # control blocks after the first and the last of three blocks
             layers = sizes.get("num_layers", 3)
             small |= {"num_layers": layers, "vace_layers": tuple(sorted({0, layers - 1}))}
         self.config: dict[str, Any] = {**published(task).config, **small, **sizes}
-        with torch.device("meta"):  # no memory and no time for weights that are replaced
+        with torch.device("meta"):  # the initial weights are replaced
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
             config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
             self.text_encoder: Any = UMT5EncoderModel(config)
@@ -183,7 +185,7 @@ class RandomNetworks:
             self.sound_state = _draw(self.sound, str, random, torch.float32)
 
     def constants(self) -> list[tuple[str, Tensor]]:
-        """The tensors of official files that are no parameters."""
+        """Lists the buffers that official files contain."""
         known = self.dit.state_dict()
         names = sorted(known.keys() - self.dit_states[0].keys())
         return [(name, known[name].contiguous()) for name in names]
@@ -192,9 +194,9 @@ class RandomNetworks:
 def _draw(
     module: Any, official_name: Callable[[str], str], random: torch.Generator, dtype: torch.dtype
 ) -> NamedTensors:
-    """Draws tensors for a module, in the order of their official names.
+    """Draws the tensors of a module, in the order of their official names.
 
-    They are rounded to bfloat16 in any case, so that the files' dtype changes no value.
+    They are always rounded to bfloat16, so that the files' dtype changes no value.
     """
     shapes = {official_name(name): p.shape for name, p in module.named_parameters()}
     state: NamedTensors = OrderedDict()
@@ -206,14 +208,14 @@ def _draw(
 
 
 def _distribution(name: str, shape: torch.Size) -> tuple[float, float]:
-    """Returns the mean and the deviation that keep activations near 1."""
+    """Chooses a mean and a standard deviation that keep activations near 1."""
     if name.endswith("gamma") or (name.endswith("weight") and len(shape) == 1):
-        return 1.0, 0.1  # the gain of a norm
+        return 1.0, 0.1  # scale of a norm
     if name.endswith("bias"):
         return 0.0, 0.1
     if name.endswith("modulation"):
         return 0.0, 0.3
-    if name.startswith("motion_encoder."):  # which divides its weights itself
+    if name.startswith("motion_encoder."):  # it scales its weights in the forward
         return 0.0, 1.0
     if name == "token_embedding.weight":
         return 0.0, 1.0
@@ -221,9 +223,9 @@ def _distribution(name: str, shape: torch.Size) -> tuple[float, float]:
 
 
 def train_tokenizer() -> Tokenizer:
-    """Trains a tokenizer of 1000 tokens with T5's special tokens and T5's mark for spaces.
+    """Trains a tokenizer of 1000 tokens with the special tokens and the space symbol of T5.
 
-    It is BPE, not T5's Unigram, whose trainer gives another vocabulary in every process.
+    It is BPE, not T5's Unigram, whose trainer gives a different vocabulary in every process.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -245,7 +247,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def _write_official(folder: Path, networks: RandomNetworks) -> None:
-    """Writes the official layout: the DiT of t2v-1.3B is one file, the others are sharded."""
+    """Writes the official layout: the DiT of t2v-1.3B is one file, other DiTs are sharded."""
     task, states = networks.task, networks.dit_states
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
     for name, state in zip(names, states, strict=True):
@@ -279,7 +281,7 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
 
 
 def _official_clip(state: NamedTensors) -> NamedTensors:
-    """Renames CLIP's tensors, and adds a text tower and what else Wan does not use."""
+    """Renames CLIP's tensors, and adds the unused tensors of an official file (text tower)."""
     found: NamedTensors = OrderedDict()
     for name, tensor in state.items():
         official = keymaps.clip_official_name(name.replace("q_proj", "to_qkv"))
@@ -296,7 +298,7 @@ def _official_clip(state: NamedTensors) -> NamedTensors:
 
 
 def _save_dit(folder: Path, state: NamedTensors, shards: int) -> None:
-    """Writes safetensors files of about equal size, and an index where they are several."""
+    """Writes safetensors files of about equal size, with an index if there are several."""
     stem, total, offset = "diffusion_pytorch_model", _nbytes(state), 0
     weight_map = {}
     for name, tensor in state.items():
@@ -312,7 +314,7 @@ def _save_dit(folder: Path, state: NamedTensors, shards: int) -> None:
 
 
 def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
-    """Writes the layout of diffusers by the libraries' own save_pretrained."""
+    """Writes the layout of diffusers with `save_pretrained` of diffusers and transformers."""
     task, config, states = networks.task, networks.config, networks.dit_states
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
     pipeline, transformer = _DIFFUSERS_CLASSES.get(
@@ -340,7 +342,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     tensors = {keymaps.vae_diffusers_name(key): x for key, x in networks.vae_state.items()}
     _save_pretrained(folder / "vae", networks.vae, tensors, sharded=False)
     tensors = {keymaps.t5_transformers_name(key): x for key, x in networks.text_state.items()}
-    tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]  # tied, and saved once
+    tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]  # tied weights, saved once
     _save_pretrained(folder / "text_encoder", networks.text_encoder, tensors, sharded=True)
     write_tokenizer(folder / "tokenizer", networks.tokenizer)
     if task.images:
@@ -374,11 +376,11 @@ _DIFFUSERS_CLASSES = {
     "animate": ("WanAnimatePipeline", "WanAnimateTransformer3DModel"),
     "vace": ("WanVACEPipeline", "WanVACETransformer3DModel"),
 }
-"""Kind of task -> classes of its pipeline and networks there, where they are no usual ones."""
+"""Kind of task -> its pipeline and transformer classes in diffusers, where they differ."""
 
 
 def diffusers_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gives a DiT's tensors the names and shapes that they have in diffusers."""
+    """Converts a DiT's tensors to the names and shapes of diffusers."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if ".linear1_kv." in name:
@@ -396,7 +398,7 @@ def _save_pretrained(
 ) -> None:
     module.load_state_dict(tensors, assign=True)
     total, largest = _nbytes(tensors), max(tensor.nbytes for tensor in tensors.values())
-    # Files are filled up to the limit: this one gives two, whatever the order of the tensors.
+    # Files are filled up to the limit: this limit gives two files for any order of the tensors.
     module.save_pretrained(folder, max_shard_size=total // 2 + largest if sharded else total)
 
 
@@ -405,7 +407,7 @@ def _nbytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Writes a tokenizer; transformers 5 would name a class that transformers 4 lacks."""
+    """Writes a tokenizer folder; transformers 5 would write a class that transformers 4 lacks."""
     folder.mkdir(parents=True)
     special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **special}

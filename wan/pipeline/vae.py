@@ -1,6 +1,6 @@
-"""The video autoencoder of a run: videos to normalised latents and back, and its weights.
+"""Encodes videos to normalized latents and decodes latents with the video autoencoder.
 
-Legend: F H W pixel frames/height/width, f h w latent ones, Z latent channels. Videos and latents
+Legend: F H W frames/height/width in pixels, f h w in latents, Z latent channels. Videos and latents
 are float32.
 """
 
@@ -51,17 +51,17 @@ _PUBLISHED = {"2.1": (96, 96), "2.2": (160, 256)}  # base widths of encoder and 
 
 
 class Sink(Protocol):
-    """Receives the frames of a video while it is decoded."""
+    """Receives the frames of a video during decoding."""
 
     def begin(self, size: tuple[int, int, int]) -> None:
-        """Gets the number of frames, the height and the width, again where decoding starts anew."""
+        """Starts a video of (frames, height, width); called again if decoding is restarted."""
 
     def put(self, frames_3FHW: Tensor) -> None:
-        """Gets the next frames, in [-1, 1], on any device."""
+        """Receives the next frames, in [-1, 1], on any device."""
 
 
 class Collected:
-    """Collects the whole video as a tensor [3,F,H,W], as a `Sink`."""
+    """A `Sink` that collects the video as a tensor [3,F,H,W]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._done = device, 0
@@ -78,17 +78,17 @@ class Collected:
 
 
 class VideoVAE:
-    """Converts videos to normalised latents and back. network: the loaded one of `blueprint`."""
+    """Encodes and decodes videos with a loaded autoencoder (`read_vae_spec`)."""
 
     def __init__(self, network: Autoencoder) -> None:
         device = next(network.parameters()).device
-        # Where that is faster. cuDNN would bring every tensor into this layout and back.
+        # It is faster on these devices: cuDNN would convert every tensor to this layout and back.
         if device.type == "cuda" or (device.type == "cpu" and network.dtype == torch.bfloat16):
             network.channels_last()
         self._network = network
         mean, std = STATISTICS[network.version.z_dim]
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1, 1)
-        # The reciprocal is what the official code keeps and divides by when decoding.
+        # The official code also stores the reciprocal, and divides by it when decoding.
         self.scale = 1 / torch.tensor(std, device=device).view(1, -1, 1, 1, 1)
 
     @property
@@ -97,27 +97,26 @@ class VideoVAE:
 
     @torch.no_grad()
     def encode(self, video_3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
-        """Encodes pixels in [-1, 1], F = 4n+1, to the normalised posterior mean [Z, n+1, h, w].
+        """Encodes pixels in [-1, 1], F = 4n+1, to the normalized posterior mean [Z, n+1, h, w].
 
         Encoding is never tiled, because tiles would change the latents of an image.
 
         Args:
-            video_3FHW: The pixels.
-            rows: The rows of this rank. The main rank gets the result, the others no rows of it.
+            rows: The rows of this rank. Only the main rank receives the latents.
         """
         video = rows.together(lambda: video_3FHW[None].to(self.device))
         mean = self._network.encode(video, rows).float()
         return ((mean - self.mean) * self.scale)[0]
 
     def decode(self, latent_Zfhw: Tensor) -> Tensor:
-        """Decodes normalised latents to pixels [3,F,H,W], clamped to [-1, 1]."""
+        """Decodes normalized latents to pixels [3,F,H,W], clamped to [-1, 1]."""
         whole = Collected(self.device)
         self.stream(latent_Zfhw, whole)
         return whole.video
 
     @torch.no_grad()
     def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = WHOLE) -> None:
-        """Decodes, and hands over the frames of each latent frame. rows: as in `encode`."""
+        """Decodes latents, and writes the frames of each latent frame to the main rank's sink."""
         latent = rows.together(partial(self._unnormalised, latent_Zfhw))
 
         def begin() -> None:
@@ -136,7 +135,7 @@ class VideoVAE:
 
     @torch.no_grad()
     def decode_in_tiles(self, latent_Zfhw: Tensor) -> Tensor:
-        """Decodes with less memory; several tiles are not exact."""
+        """Decodes in spatial tiles, with less memory; exact only with a single tile."""
         latent = self._unnormalised(latent_Zfhw)
         with progress(None, "decoding", "latent frame of a tile") as bar:
             if max(self._size(latent)[1:]) <= tiles.SIDE:
@@ -151,7 +150,7 @@ class VideoVAE:
         return latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
 
     def _size(self, latent_BZfhw: Tensor) -> tuple[int, int, int]:
-        """Returns the frames, height and width of the video."""
+        """Returns frames, height and width of the decoded video."""
         (f, h, w), scale = latent_BZfhw.shape[2:], self._network.version.scale
         return 1 + (f - 1) * TIME, h * scale, w * scale
 
@@ -167,7 +166,7 @@ class VideoVAE:
 
 
 def blueprint(path: Path) -> Blueprint[Autoencoder]:
-    """Describes the autoencoder whose weights are in a file or folder, without loading it.
+    """Reads the sizes of an autoencoder from the headers of its weights, without loading it.
 
     Raises:
         InputError: The weights belong to another network.

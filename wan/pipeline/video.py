@@ -1,8 +1,8 @@
-"""Writes videos and latents, and reads latents again; files are complete or absent.
+"""Writes videos and latents, and reads latents; an output file is complete or absent.
 
-Torch is not imported with this file, since latents are checked before it is.
+This module does not import torch, so that latents are checked before torch is loaded.
 
-Legend: Z latent channels, f h w latent frames/height/width, F H W the video's.
+Legend: Z latent channels, f h w latent frames/height/width, F H W those of the video.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
 
 
 def to_uint8(frames_3FHW: Tensor) -> Tensor:
-    """Converts [-1, 1] to [F,H,W,3] uint8, scaled and truncated as the official code does."""
+    """Converts frames in [-1, 1] to [F,H,W,3] uint8, scaled and truncated as officially."""
     return frames_3FHW.float().clamp(-1, 1).add(1).div(2).mul(255).byte().permute(1, 2, 3, 0).cpu()
 
 
 class Mp4Encoder:
-    """Implements `wan.pipeline.vae.Sink`: an mp4 as officially, libx264 at CRF 10, yuv420p.
+    """Encodes frames to an mp4 like the official code: libx264 at CRF 10, yuv420p.
 
-    A thread feeds the encoder, so that later frames are decoded meanwhile; a few frames wait in a
-    queue.
+    Implements `wan.pipeline.vae.Sink`. A thread feeds the encoder from a queue of a few frames, so
+    that encoding overlaps with the VAE's decoding.
 
     Attributes:
-        path: The file while it is not complete.
+        path: The temporary file.
         size: Frames, height and width.
     """
 
     def __init__(self, path: Path, output: Output, comment: str) -> None:
-        """Prepares the encoder.
+        """Creates an encoder; ffmpeg is started by `begin`.
 
         Args:
-            path: The file while it is not complete.
-            output: How it is written; `save_file` is the name that the complete file gets.
-            comment: The file's tag of that name, a JSON object that begins as `MARK`.
+            path: The temporary file.
+            output: Frame rate, and the final path `save_file` for messages.
+            comment: The mp4's tag "comment", a JSON object that begins like `DEFAULT_COMMENT`.
         """
         self.path, self._output, self._comment = path, output, comment
         self.size = (0, 0, 0)
@@ -70,7 +70,7 @@ class Mp4Encoder:
         self._thread: threading.Thread | None = None
 
     def begin(self, size: tuple[int, int, int]) -> None:
-        """Starts ffmpeg. size: frames, height and width, the last two even, as yuv420p needs."""
+        """Starts ffmpeg. size: frames, height and width; yuv420p needs even height and width."""
         self.end()
         self.size = size
         _, height, width = size
@@ -78,7 +78,7 @@ class Mp4Encoder:
         raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
         coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10"]
         coded += _build_colour_args(height)
-        coded += ["-metadata", f"comment={self._comment[:30_000]}"]  # of 128 kB at most
+        coded += ["-metadata", f"comment={self._comment[:30_000]}"]  # argument limit: 128 kB
         args = [*raw, "-i", "-", *coded, *build_output_args(self.path)]
         with writing(self._output.save_file):
             self._process = start_ffmpeg(args, writes=True)
@@ -91,7 +91,7 @@ class Mp4Encoder:
                 self._waiting.put(frame.numpy().tobytes())
 
     def finish(self) -> None:
-        """Ends the file; raises OSError with ffmpeg's first complaint if a frame is missing."""
+        """Completes the file; raises OSError with ffmpeg's first error if a frame is missing."""
         if self._process is None or self._thread is None:
             raise OSError("there is no frame")
         self._waiting.put(None)
@@ -104,7 +104,7 @@ class Mp4Encoder:
         if code < 0:
             if -code == signal.SIGXFSZ:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-            raise OSError(f"the encoder was ended by {signal.Signals(-code).name}")
+            raise OSError(f"the encoder was killed by {signal.Signals(-code).name}")
         if code > 0:
             first = said.decode(errors="replace").strip().partition("\n")[0]
             raise OSError(f"the encoder failed: {first.rpartition('] ')[2] or f'code {code}'}")
@@ -123,33 +123,33 @@ class Mp4Encoder:
         self._process = None
 
     def _feed(self, process: Popen[bytes]) -> None:
-        """Feeds frames to ffmpeg until None comes; runs in a thread."""
+        """Writes queued frames to ffmpeg until None is queued; runs in a thread."""
         assert process.stdin is not None
         while (frame := self._waiting.get()) is not None:
-            with suppress(OSError):  # it has ended, and says why in the end
+            with suppress(OSError):  # it has ended; `finish` reports its error
                 process.stdin.write(frame)
         with suppress(OSError):
             process.stdin.close()
 
 
-_WAITING = 8  # frames, at most
+_WAITING = 8
 MARK = json.dumps({"wan": wan.__version__})
-"""The comment of an mp4 of which no more is said; `wan.output_files.VIDEO` knows ours by it."""
+"""Comment of an mp4 without settings; `wan.output_files.VIDEO` recognizes an output by it."""
 
 
 @contextmanager
 def video_file(
     output: Output, place: Callable[[Path], object] | None = None, comment: str = MARK
 ) -> Iterator[Mp4Encoder]:
-    """Gives an encoder for frames; afterwards the file is complete, or absent.
+    """Yields an encoder; on exit the file is complete or absent.
 
     Args:
-        output: How it is written; the name ends in .mp4, and `~` is not expanded.
-        place: As for `write_output`.
-        comment: As for `Mp4Encoder`.
+        output: Its `save_file` ends in .mp4, and `~` is not expanded.
+        move_into_place: Moves the temporary file to its final name, as in `write_output`.
+        comment: As in `Mp4Encoder`.
 
     Raises:
-        WriteError: Not every frame could be written; no file is left then.
+        WriteError: Not every frame could be written; the file is removed.
     """
     own: BaseException | None = None
     try:
@@ -173,13 +173,13 @@ def video_file(
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Says in one sentence why a file could not be written, as a WriteError."""
+    """Turns an OSError into a WriteError with a remedy."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
-        full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # None: what the encoder says
+        full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # None: the encoder failed
         remedy = "free space there, or give" if full else "give"
         if error.errno == errno.EFBIG:
             remedy = "raise the shell's limit on the size of files (ulimit -f), or give"
@@ -190,7 +190,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def save_video(video_3FHW: Tensor, output: Output, comment: str = MARK) -> None:
-    """Writes a video of at least one frame in [-1, 1], H and W even; raises as `video_file`."""
+    """Writes a video in [-1, 1] with even height and width; raises like `open_mp4_encoder`."""
     with video_file(output, comment=comment) as encoder:
         _, frames, height, width = video_3FHW.shape
         encoder.begin((frames, height, width))
@@ -202,17 +202,17 @@ def join(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
     """Joins mp4 files of one size and rate without encoding their frames again.
 
     Args:
-        folder: It holds the files.
-        names: The files.
-        path: The joined one.
-        comment: As for `Mp4Encoder`.
+        folder: The folder of the clips.
+        names: File names of the clips.
+        path: The joined video.
+        comment: As in `Mp4Encoder`.
 
     Raises:
-        OSError: ffmpeg's first complaint, or a frame is missing.
+        OSError: ffmpeg failed, or a frame is missing.
     """
     args = [*build_concat_args(), "-c", "copy", "-metadata", f"comment={comment[:30_000]}"]
     with TemporaryDirectory() as temporary:
-        links = Path(temporary)  # under names that a list of clips can hold
+        links = Path(temporary)  # the names need no quoting in ffmpeg's list
         for index, name in enumerate(names):
             (links / f"{index}.mp4").symlink_to((folder / name).absolute())
         listed = "".join(f"file file:{index}.mp4\n" for index in range(len(names)))
@@ -227,7 +227,7 @@ def join(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
 
 
 def _build_colour_args(height: int) -> list[str]:
-    """Returns the conversion and the tags of an mp4: BT.709 from 720 lines on, else BT.601."""
+    """Builds the color conversion and tags of an mp4: BT.709 from 720 lines on, else BT.601."""
     name = "bt709" if height >= HD_LINES else "smpte170m"
     tags = {"colorspace": name, "color_primaries": name, "color_trc": name}
     filters = f"scale=out_color_matrix={name}:out_range=tv,format=yuv420p,setparams=range=tv"
@@ -237,7 +237,7 @@ def _build_colour_args(height: int) -> list[str]:
 
 
 def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> None:
-    """Writes latents with the settings of their run, from which `--decode_latents` continues."""
+    """Writes latents and the settings of their run for `--decode_latents`."""
     from safetensors.torch import save
 
     with write_output(path, LATENTS) as temporary:
@@ -246,10 +246,10 @@ def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> 
 
 
 def latents_shape(path: Path) -> tuple[int, ...]:
-    """Reads (Z, f, h, w) of the latents that `save_latents` wrote from the file's header.
+    """Reads the shape (Z, f, h, w) of a file of `save_latents` from its header.
 
     Raises:
-        InputError: The file holds something else.
+        InputError: The file holds no such latents.
     """
     found = safetensors_header(path).get("latents")
     if found is None:
@@ -263,7 +263,7 @@ def latents_shape(path: Path) -> tuple[int, ...]:
 
 
 def check_start(path: Path | None, shape: tuple[int, ...]) -> None:
-    """Refuses latents of another shape than a video's."""
+    """Refuses `fixed_latents` whose shape differs from the video's latents."""
     if path is not None and latents_shape(path) != shape:
         why = f"holds latents of shape {list(latents_shape(path))}"
         remedy = f"this video's are {list(shape)}; change `size` or `frame_num`"
@@ -271,10 +271,10 @@ def check_start(path: Path | None, shape: tuple[int, ...]) -> None:
 
 
 def load_latents(path: Path) -> Tensor:
-    """Reads latents [Z,f,h,w] float32 from a file that `latents_shape` accepts.
+    """Reads latents [Z,f,h,w] float32 from a file that `read_latents_shape` accepts.
 
     Raises:
-        InputError: There is no video in them.
+        InputError: The latents are not finite.
     """
     from safetensors.torch import load_file
 

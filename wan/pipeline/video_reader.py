@@ -1,9 +1,10 @@
-"""Reads videos with ffmpeg: one reading of the time stamps gives their length, rate and frames.
+"""Reads videos with ffmpeg as frames of a constant rate.
 
-A video of constant rate has all its frames, at that rate. Frames of a variable rate are read by
-their time stamps, at a constant rate; a time stamp is at most half a frame off then.
+A first pass reads the time stamps, from which the number of frames and the rate are computed. A
+video of constant rate is read frame by frame. A video of variable rate is resampled to a constant
+rate, with an error of at most half a frame.
 
-Torch is not imported with this file, because bad files are refused before it is.
+This module does not import torch, so that bad files are refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from wan.settings.errors import InputError
 if TYPE_CHECKING:
     import numpy as np
 
-HD_LINES = 720  # from that height on, a video without tags is BT.709, below BT.601
+HD_LINES = 720  # a video without color tags is BT.709 from this height on, else BT.601
 _RATES = (16, 20, 24, 25, 30, 48, 50, 60, 120, 240)
-_NTSC = (24, 30, 60)  # rates that are often divided by 1.001
-_LOST = 0.05  # part of the stored frames that a rate may leave out
-_LAST = 0.1  # seconds, at most, that the last frame of a variable rate is shown
+_NTSC = (24, 30, 60)  # may be divided by 1.001
+_LOST = 0.05  # fraction of the stored frames that resampling may drop
+_LAST = 0.1  # upper limit of the last frame's duration with a variable rate
 _FRAME = re.compile(r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) ")  # of `showinfo`
 _HDR = {"smpte2084": "PQ", "arib-std-b67": "HLG"}  # transfer functions
 
@@ -48,13 +49,12 @@ class VideoFile:
     """A video as frames of a constant rate.
 
     Attributes:
-        path: The file.
-        size: (width, height) of a frame as it is shown.
-        fps: Frames a second.
-        times: Seconds from the file's time 0, of each stored frame.
-        indices: For each frame at `fps`, the stored frame that is shown.
-        filters: ffmpeg's filters that convert its colours; "" for none.
-        is_variable: Whether the stored frames have no constant rate.
+        size: (width, height) after rotation.
+        fps: Frames per second.
+        times: Time stamp of each stored frame, in seconds.
+        indices: The index of the stored frame that is shown, for each frame at `fps`.
+        filters: ffmpeg's filters for the color conversion, or "".
+        is_variable: Whether the stored frames have a variable rate.
     """
 
     path: Path
@@ -70,7 +70,7 @@ class VideoFile:
         return len(self.indices)
 
     def every(self, step: int = 1) -> Iterator[np.ndarray]:
-        """Yields every `step`th frame, uint8 [H,W,3], as it is decoded."""
+        """Decodes and yields every `step`th frame, uint8 [H,W,3]."""
         with closing(self._decode()) as frames:
             frame, stored = None, -1
             for index in self.indices[::step]:
@@ -81,13 +81,15 @@ class VideoFile:
                 yield frame
 
     def resample(self, fps: float) -> VideoFile:
-        """Returns the same video at another rate, by its time stamps."""
+        """Resamples the video to another rate by its time stamps."""
         return replace(self, fps=fps, indices=_resample_times(self.times, fps))
 
     def synchronize(self, other: VideoFile) -> VideoFile:
-        """Returns this video at the rate and times of another one that it belongs to.
+        """Resamples this video to the rate of `other`, for a mask or pose video that belongs to it.
 
-        With as many stored frames, each has the time of the other's; else each has its own.
+        With equal numbers of stored frames the time stamps of `other` are used. Otherwise the video
+        is resampled by its time stamps if the rate of either video is variable; a small difference
+        in length is then removed.
         """
         if len(self.times) == len(other.times):
             return replace(self, fps=other.fps, times=other.times, indices=other.indices)
@@ -101,7 +103,7 @@ class VideoFile:
         return replace(resampled, indices=[*resampled.indices[: other.num_frames], *held])
 
     def _decode(self) -> Generator[np.ndarray]:
-        """Yields all stored frames."""
+        """Decodes and yields all stored frames."""
         import numpy as np
 
         width, height = self.size
@@ -118,16 +120,16 @@ class VideoFile:
 
 @dataclass(frozen=True)
 class _Probe:
-    """What ffmpeg prints of a video while it decodes all frames.
+    """Properties of a video, parsed from ffmpeg's messages while it decodes all frames.
 
     Attributes:
-        size: (width, height) of a frame as it is shown.
-        lines: Height of a frame as it is stored.
-        fps: The stream's average rate; 0 if it is unknown.
-        times: Seconds, of each frame; None for one without a time stamp.
-        pixels: The pixel format.
-        colours: range, space, primaries and trc of the first frame, or "unknown".
-        failure: The last message.
+        size: (width, height) after rotation.
+        stored_height: Height before rotation.
+        fps: Average rate of the stream; 0 if unknown.
+        times: Time stamp of each frame in seconds; None without a time stamp.
+        pixel_format: As in ffmpeg.
+        colors: range, space, primaries and trc of the first frame, or "unknown".
+        failure: The last message of ffmpeg.
     """
 
     size: tuple[int, int]
@@ -140,12 +142,12 @@ class _Probe:
 
 
 def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
-    """Reads the time stamps of a video; its frames are read later.
+    """Reads the time stamps of a video; its frames are decoded later.
 
     Args:
         path: Any video that ffmpeg reads.
-        setting: What names the path, for messages.
-        fps: The rate at which a video of variable rate is read; None: one that keeps its frames.
+        setting: Name of the setting, for messages.
+        fps: Rate for a video of variable rate; None: a usual rate that drops few frames.
 
     Raises:
         InputError: The file is no video.
@@ -177,7 +179,7 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
         return VideoFile(path, probe.size, constant, times, indices, filters)
     fps = fps or _choose_rate(times)
     logger.warning(
-        "%s has no constant frame rate: its frames are taken by their time stamps, %.4g a second.",
+        "%s has no constant frame rate: it is resampled to %.4g frames per second.",
         *(path, fps),
     )
     indices = _resample_times(times, fps)
@@ -185,7 +187,7 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
 
 
 def count_stored_frames(path: Path) -> int:
-    """Counts the frames of a video file; 0 for any other file."""
+    """Counts the stored frames of a video file; 0 for any other file."""
     try:
         return len(_probe_video(path).times)
     except OSError:
@@ -193,7 +195,7 @@ def count_stored_frames(path: Path) -> int:
 
 
 def _probe_video(path: Path) -> _Probe:
-    """Decodes a video and reads what the filter `showinfo` prints of each frame."""
+    """Decodes a video and parses the messages of the filter `showinfo` for each frame."""
     args = [*build_input_args(path), "-vf", "showinfo=checksum=0", "-an", "-sn", "-dn"]
     args += [*build_passthrough_args(), "-f", "null", "-", *build_clock_args(path, "0:a?")]
     process = start_ffmpeg(args, "info")
@@ -224,7 +226,7 @@ def _probe_video(path: Path) -> _Probe:
 
 
 def _parse_header(header: Sequence[str]) -> tuple[int, float]:
-    """Returns height and frames a second of the stream that is decoded; 0 for unknown ones."""
+    """Returns height and frames per second of the decoded stream; 0 if unknown."""
     mapped = re.search(r"^ +Stream #(\d+:\d+) -> #0:0", "\n".join(header), re.MULTILINE)
     start = rf"\s+Stream #{mapped[1]}(?!\d).*?: Video: " if mapped else r"\s+Stream .*?: Video: "
     line = next((line for line in header if re.match(start, line)), "")
@@ -235,7 +237,7 @@ def _parse_header(header: Sequence[str]) -> tuple[int, float]:
 
 
 def _complete_times(probe: _Probe) -> list[float]:
-    """Returns rising time stamps; without some of them, those of a constant rate."""
+    """Returns increasing time stamps, or those of a constant rate if some are missing."""
     stamps = [time for time in probe.times if time is not None]
     if len(stamps) < len(probe.times) or (len(stamps) > 1 and max(stamps) == min(stamps)):
         return [index / (probe.fps or 25) for index in range(len(probe.times))]
@@ -243,7 +245,7 @@ def _complete_times(probe: _Probe) -> list[float]:
 
 
 def _measure_rate(times: Sequence[float]) -> float:
-    """Returns frames a second on average; 0 for a single frame."""
+    """Returns the average number of frames per second; 0 for a single frame."""
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
@@ -266,12 +268,12 @@ def _choose_rate(times: Sequence[float]) -> float:
 
 
 def _sum_offsets(times: Sequence[float], fps: float) -> float:
-    """Returns how far time stamps are from the frames of a rate, in frames."""
+    """Sums the distances of time stamps from the frames of a rate, in frames."""
     return sum(abs(time * fps - _round(time * fps)) for time in times)
 
 
 def _resample_times(times: Sequence[float], fps: float) -> list[int]:
-    """Returns for each frame at a constant rate the index of the time stamp that it shows."""
+    """Returns the index of the shown time stamp for each frame at a constant rate."""
     last = min(times[-1] - times[-2], _LAST) if len(times) > 1 else 0.0
     ticks = [max(_round(time * fps), 0) for time in times]
     end = ticks[-1] + max(_round(last * fps), 1)
@@ -286,14 +288,14 @@ def _round(value: float) -> int:
 
 
 def _choose_filters(probe: _Probe, path: Path) -> str:
-    """Returns the filters that convert the colours by their tags; without tags by the height."""
+    """Chooses the filters of the color conversion by the tags, or by the height without tags."""
     colours = {"range": "unknown", "space": "unknown", "primaries": "unknown", **probe.colours}
     transfer = _HDR.get(colours.get("trc", ""))
     if transfer:
         if has_filters("zscale", "tonemap"):
             return _tone_map(colours)
         logger.warning(
-            "%s is an HDR video (%s), and this ffmpeg does not convert its colours: they are pale.",
+            "%s is an HDR video (%s), and this ffmpeg cannot convert its colors: they look pale.",
             *(path, transfer),
         )
     is_yuv = probe.pixels.startswith(("yuv", "nv", "p0"))
@@ -303,7 +305,7 @@ def _choose_filters(probe: _Probe, path: Path) -> str:
 
 
 def _tone_map(colours: dict[str, str]) -> str:
-    """Returns filters that show HDR's reference white (203 cd/m2) nearly as SDR's white."""
+    """Builds filters that map HDR's reference white (203 cd/m2) nearly to SDR's white."""
     values = {"min": ("space", "2020_ncl"), "pin": ("primaries", "2020"), "rin": ("range", "tv")}
     missing = [
         f":{key}={value}" for key, (tag, value) in values.items() if colours[tag] == "unknown"
