@@ -1,1 +1,1 @@
-"""What a run exchanges and what memory it takes, before it is run."""
+"""Plans a run: its communication and its memory, without a device (`--plan`)."""

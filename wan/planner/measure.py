@@ -1,9 +1,8 @@
-"""What a run holds, stage by stage: its own layers run on tensors without data.
+"""Measures the memory and the communication of a run by running its layers on tensors without data.
 
-Nothing is computed and nothing is sent. Tensors are on the "meta" device, and the process group is
-a fake one in which this process has the rank of one process of the run. Every tensor storage is
-followed from its birth to its death. FSDP refuses the meta device, so sharded networks run on
-PyTorch's fake tensors.
+Nothing is computed and nothing is sent. Tensors are on the "meta" device, and this process has a
+rank of the run in a fake process group. Every tensor storage is counted from its allocation until
+it is freed. FSDP refuses the meta device, so sharded networks run on PyTorch's fake tensors.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from wan.vae import tiles
 
 META = torch.device("meta")
 Sent = list[tuple[str, int]]
-"""The sends of a layer: c10d's name of the operation, bytes that a rank sends."""
-_LAYERS = {  # of a block, and what the tensors that they make are called in a plan
+"""The collectives of a layer: c10d's name of the operation, bytes that a rank sends."""
+_LAYERS = {  # submodule of a block -> name of its tensors in a plan
     "": "norms",
     "self_attn": "self-attention",
     "cross_attn": "cross-attention",
@@ -59,12 +58,11 @@ _LAYERS = {  # of a block, and what the tensors that they make are called in a p
 
 @dataclass(frozen=True)
 class Forward:
-    """The forwards of a DiT on one rank.
+    """Measurements of the forwards of a DiT on one rank.
 
     Attributes:
-        size: What they take.
-        sent: What a layer sends, in each kind of step: dense, then sparse.
-        attention: How attention is carried out, in one line.
+        sends: The sends of a layer in a dense step, and in a sparse step if there are any.
+        attention: One line about the attention backends.
     """
 
     size: NetworkSize
@@ -73,7 +71,7 @@ class Forward:
 
 
 class Planner:
-    """Measures a run for any topology and memory policy of it; each network is measured once."""
+    """Measures a run with any topology and memory settings; measurements are cached."""
 
     def __init__(self, setup: Setup, request: Request) -> None:
         self.setup, self.request = setup, request
@@ -85,37 +83,39 @@ class Planner:
         self._transformer = cache(self._measure_transformer)
 
     def stages(self, setup: Setup | None = None) -> dict[str, Usage]:
-        """Adds up what lives on the fullest rank when the most does, in each stage of a run.
+        """Computes the peak memory of each stage on the rank with the most memory.
 
-        setup: The planned one, perhaps with another topology or memory policy.
+        Args:
+            setup: The setup of the run, or a variant with another topology or memory settings.
         """
         setup = self.setup if setup is None else setup
         return memory.stages(setup, self.request, self._sizes(setup))
 
     def need(self, setup: Setup | None = None) -> int:
-        """Returns the most bytes that the fullest rank holds."""
+        """Returns the peak memory of the rank with the most memory, in bytes."""
         return max(usage.total() for usage in self.stages(setup).values())
 
     def mapped(self) -> dict[str, Usage]:
-        """Adds up the weights that each stage uses where their files are mapped."""
+        """Sums the memory-mapped weights of each stage."""
         return memory.mapped(self._sizes(self.setup))
 
     def host(self) -> int:
-        """Returns the page-locked host memory that the first rank takes beside its device."""
+        """Returns the page-locked host memory of the first rank for offloading, in bytes."""
         setup, execution = self.setup, self.setup.execution
         if self.device.type == "cpu" or isinstance(execution.offload_model, bool):
             return 0
         dit = self.forwards(setup.parallel)[0].size
         encoder = None if execution.t5_cpu else self._text_encoder(1)
-        if execution.offload_model == "block":  # one network after the other
+        if execution.offload_model == "block":  # networks are streamed one after the other
             return max(dit.blocks, encoder.blocks if encoder else 0)
         return len(setup.preset.experts) * dit.weights + (encoder.weights if encoder else 0)
 
     def streamed(self) -> tuple[int, int, int]:
-        """Returns what `offload_model=block` copies in a step.
+        """Computes the copies of `offload_model=block` in a step.
 
-        The blocks of a DiT that are copied in a forward, the forwards of a step on a rank, and the
-        bytes of all these copies.
+        Returns:
+            The streamed blocks of a forward, the forwards of a step on a rank, and the bytes of all
+            copies.
         """
         setup, execution = self.setup, self.setup.execution
         layers = setup.checkpoint.config["num_layers"]
@@ -130,7 +130,7 @@ class Planner:
         return ("cond", "uncond")[: 2 if self.request.guided and parallel.cfg_size == 1 else 1]
 
     def tokens(self, parallel: Parallel) -> TokenPlan:
-        """Plans how the ranks share the tokens."""
+        """Plans how the ranks shard the tokens."""
         ranks = parallel.sequence_size
         multiple = self.setup.attention.row_multiple(parallel.ring_size) if ranks > 1 else 1
         return TokenPlan(self.request.tokens, ranks, multiple)
@@ -138,13 +138,13 @@ class Planner:
     def forwards(self, parallel: Parallel) -> list[Forward]:
         """Measures the forwards of the ranks that may differ.
 
-        They are the first one, the last one where tokens are padded, and one in the middle of a
-        ring in both directions.
+        They are the first rank, the last rank if tokens are padded, and a rank in the middle of a
+        bidirectional ring.
         """
         tokens, last = self.tokens(parallel), parallel.ring_size - 1
         in_ring = {0, last if tokens.padded > tokens.tokens else 0}
         in_ring.add(parallel.ring_size // 2 if parallel.ring_type == "bidirectional" else 0)
-        parallel = replace(parallel, t5_fsdp=False)  # which is nothing to a DiT
+        parallel = replace(parallel, t5_fsdp=False)  # it has no effect on a DiT
         return [self._transformer(parallel, i * parallel.ulysses_size) for i in sorted(in_ring)]
 
     def _sizes(self, setup: Setup) -> Sizes:
@@ -174,12 +174,12 @@ class Planner:
         return self._split(network, clip.blueprint(path).tensors)
 
     def _split(self, network: nn.Module, tensors: Mapping[str, TensorInfo]) -> Weights:
-        """Splits the weights of a network from the meta device that has its final dtypes."""
+        """Splits the weights of a meta network with final dtypes into allocated and mapped ones."""
         stay = mapped_bytes(network, mapped(tensors) if self.device.type == "cpu" else {})
         return Weights(weight_bytes(network) - stay, stay)
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
-        """Encodes a prompt. ranks: how many share the weights."""
+        """Measures the text encoder. ranks: number of ranks that shard the weights."""
         checkpoint = self.setup.checkpoint
         path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
         parallel = Parallel(ranks, 1, 1, ranks, t5_fsdp=ranks > 1)
@@ -192,7 +192,7 @@ class Planner:
             if path is not None and self.device.type == "cpu" and ranks == 1:
                 sources = mapped(text.blueprint(path).tensors)
             with _without_data(network, blocks, dtypes, sharding, sources) as (live, size):
-                text.TextEncoder(network, None, dtype=self.dtype, text_len=length)  # upcasts it
+                text.TextEncoder(network, None, dtype=self.dtype, text_len=length)
                 ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
                 with live:
                     network(ids, torch.ones_like(ids))
@@ -201,11 +201,15 @@ class Planner:
         return replace(size, blocks=blocks, activations=live.peak)
 
     def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[Weights, Usage, Usage]:
-        """Measures the VAE's weights, and what lives beside them while it encodes and decodes.
+        """Measures the weights and the activations of the VAE.
 
         Args:
             tiling: Whether it decodes in tiles.
-            ranks: Those that share the rows; the first one has the most, and the whole video.
+            ranks: Number of ranks that share the rows. The first rank, with the most rows and the
+                complete video, is measured.
+
+        Returns:
+            Weights, activations of encoding, activations of decoding.
         """
         request, preset, path = self.request, self.setup.preset, self.setup.checkpoint.vae
         with META:
@@ -225,16 +229,16 @@ class Planner:
 
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * time + 1, *sides)
-            source = None  # what the video was made of, on the host
+            source = None  # the input of `video`, which stays in host memory
             if self.device.type == "cpu" and request.preset.kind == "vace":
-                source = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # the mask twice
+                source = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # RGB, the mask twice
             elif self.device.type == "cpu" and not request.clips:
                 source = video.clone()
             model.encode(video[:, :, :rows] if ranks > 1 else video)
             del source
 
         def peak(work: Callable[[int], None], frames: int) -> Usage:
-            """From the third latent frame on each one adds the same, so that four are enough."""
+            """Extrapolates from four latent frames; each from the third on adds the same."""
             peaks = []
             for few in (min(frames, 3), min(frames, 4)):
                 live = Live("meta")
@@ -255,7 +259,7 @@ class Planner:
         return self._split(network, tensors), encoding, decoding
 
     def _measure_transformer(self, parallel: Parallel, rank: int) -> Forward:
-        """Runs a DiT with two or three of its blocks; what one block keeps, all blocks keep."""
+        """Measures a DiT with two or three blocks, and scales cached state to all blocks."""
         setup, checkpoint = replace(self.setup, parallel=parallel), self.setup.checkpoint
         compute = build.DTYPES[self.precision]
         with self._as_rank(rank, parallel) as team:
@@ -284,10 +288,10 @@ class Planner:
         return Forward(size, sent, build.attention_line(setup, selected))
 
     def _network(self, setup: Setup, shared: Any) -> tuple[WanModel, Sources]:
-        """Builds the first expert's DiT with its quantised layers, on the meta device.
+        """Builds the first expert's DiT with its quantized layers on the meta device.
 
         Returns:
-            The network, and what a CPU reads its weights from; empty for other devices.
+            The network, and the sources of its weights on a CPU (empty for other devices).
         """
         expert, files = next(iter(setup.checkpoint.experts.items()))
         compute = build.DTYPES[self.precision]
@@ -305,9 +309,10 @@ class Planner:
     def _run_forwards(
         self, network: WanModel, live: Live, branches: tuple[str, ...]
     ) -> tuple[Sent, ...]:
-        """Runs each guidance branch in each kind of step, and returns what a layer sends in each.
+        """Runs each guidance branch in a dense and a sparse step, and returns the sends of a layer.
 
-        With a step cache the first step is run twice: more is kept in the second one.
+        With a step cache the first step runs twice: the second time the cache holds the residuals
+        of the first.
         """
         live.watch(network, "embeddings")
         live.watch(network.text_embedding, "text")
@@ -348,7 +353,7 @@ class Planner:
         live.leave_out((x, y, *texts, *chain.from_iterable(map(_tensors, (more, *sounds)))))
         t = torch.tensor([500.0])
         holds_frame = setup.preset.kind == "ti2v" and memory.encoded_frames(request) == 1
-        if holds_frame and live.device == "meta":  # the image's tokens are at timestep 0
+        if holds_frame and live.device == "meta":  # the image's tokens have timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
         sparse_from = setup.attention.start_step(steps) if setup.attention.use_rainfusion else 0
         kinds, sent = sorted({0, sparse_from}), list[Sent]()
@@ -371,7 +376,7 @@ class Planner:
 
     @contextmanager
     def _as_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.Team | None]:
-        """Gives this process a rank of a run, and yields its team, None where it is alone."""
+        """Simulates a rank of a run, and yields its parallel groups; None for a single rank."""
         several = parallel.world_size > 1
         with torch.no_grad(), WithoutData(), log.silence(), ExitStack() as after:
             if several:
@@ -381,7 +386,7 @@ class Planner:
 
 
 def _tensors(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors among keywords, also those in lists."""
+    """Yields the tensors among the keywords of a model, including those in lists."""
     for value in given.values():
         listed = value if isinstance(value, list) else [value]
         yield from (one for one in listed if isinstance(one, torch.Tensor))
@@ -397,16 +402,17 @@ def _without_data(
     behind: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
     ranks: int = 1,
 ) -> Iterator[tuple[Live, NetworkSize]]:
-    """Makes a network from the meta device ready to run, with two or three of its blocks.
+    """Prepares a meta network to run on tensors without data, with two or three of its blocks.
 
-    `behind(layer)` are the modules that move with a block; `ranks` share the weights.
+    FSDP needs three blocks: the first, the last and one in the middle. Memory-mapped weights are
+    counted separately; the allocated weights of a block are an average over the blocks.
 
-    With FSDP three blocks are needed: the first, the last and one that has neighbours. Weights that
-    stay in the files of their sources are counted apart; the allocated ones of a block are those of
-    an average one.
+    Args:
+        adapter_modules: layer -> the modules that are copied together with a block.
+        ranks: Number of ranks that shard the weights.
 
     Yields:
-        What follows its calls, and this rank's weights.
+        The counter of live tensors, and this rank's weights.
     """
     for name, parameter in network.named_parameters():
         stored = sources[name].dtype if name in sources else torch.bfloat16

@@ -1,9 +1,9 @@
-"""What `--plan` runs in place of operators that need their device: on tensors without data.
+"""Fake operators for `--plan`, which run on tensors without data.
 
-A plan runs the kernels of `wan.kernels` on any machine; they ask for operators by name, and get
-these functions, which make and copy what the operators do. Those of NPUs were read from mindiesd
-3.1.0 and the operator reference of torch-npu; nothing was measured, and what an operator takes for
-itself on the device is not in it.
+A plan runs the kernels of `wan.kernels` on any machine. The kernels load device operators by name,
+and `load_operator` returns these functions, which allocate the same outputs and copies. Those for
+NPUs follow mindiesd 3.1.0 and the operator reference of torch-npu; they are not measured, and leave
+out an operator's scratch memory on the device.
 
 Legend: B batch, S rows, N heads, D head size.
 """
@@ -24,17 +24,17 @@ from wan.kernels.base import Target
 from wan.kernels.flex import FlexBlocks
 from wan.kernels.sdpa import SdpaKernel
 
-_LSE = 8  # npu_fusion_attention's maximum and sum of each row stand there so often, in float32
+_LSE = 8  # npu_fusion_attention repeats the maximum and sum of each row so often, in float32
 _LASER_ROWS, _LASER_HEAD = 256, 128  # the laser kernel pads to multiples of these
 
 
 def load(name: str) -> Any:
-    """Implements `wan.kernels.base.Load`: what a name stands for on tensors without data."""
+    """Loads the fake operator of a name, or imports the object if there is none."""
     return _STAND_INS[name] if name in _STAND_INS else resolve_name(name)
 
 
 class PlannedKernel(SdpaKernel):
-    """Stands for a kernel of xfuser's, which cannot be tried: PyTorch's."""
+    """PyTorch's SDPA as a replacement for a kernel of xfuser, which needs its device."""
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _fp8_attention(q_BNSD: Tensor, *_: Any, out_dtype: torch.dtype, **__: Any) -
 
 
 def _sparse_by_table(q_TND: Tensor, *_: Any, **__: Any) -> Tensor:
-    lse = torch.empty_like(q_TND)  # mindiesd declares it so large, and keeps the result only
+    lse = torch.empty_like(q_TND)  # mindiesd allocates it in this size, and returns the result only
     out_TND = torch.empty_like(q_TND, dtype=torch.bfloat16)
     del lse
     return out_TND
@@ -106,7 +106,7 @@ def _like(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _flex(q_BNSD: Tensor, *_: Tensor, block_mask: BlockMask) -> Tensor:
-    """Makes what the compiled FlexAttention makes, which is no scores."""
+    """Allocates the outputs of the compiled FlexAttention, which has no score matrix."""
     lse_BNS = q_BNSD.new_empty(q_BNSD.shape[:3], dtype=torch.float32)
     del lse_BNS
     return torch.empty_like(q_BNSD)
@@ -125,7 +125,7 @@ _STAND_INS: dict[str, Any] = {
     f"{_FLASH}.fused_infer_attention_score:fused_infer_attention_score_v2": _fp8_attention,
     f"{_FLASH}.sparse_flash_attn_rf_v2:rain_fusion_attention": _sparse_by_table,
     f"{_FLASH}.sparse_flash_attn_rf_v3:rain_fusion_attention_v3": _sparse_by_mask,
-    # What asks its device, compiles, or sets a clock when it is made.
+    # Objects that query their device, compile, or set a clock in their constructor.
     "wan.kernels.sdpa:on_cuda": SdpaKernel,
     "wan.kernels.sdpa:sdpa_on_cuda": SdpaKernel,
     "wan.kernels.sdpa:by_cudnn": SdpaKernel,
@@ -137,14 +137,14 @@ _STAND_INS: dict[str, Any] = {
 
 
 def quantise(network: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Replaces an export's layers in a network. sizes: name of a layer -> its stored bytes."""
+    """Replaces the layers of a W8A8 export. sizes: name of a layer -> its stored bytes."""
     for name, nbytes in sizes.items():
         layer: Any = network.get_submodule(name)
         network.set_submodule(name, _QuantisedLinear(nbytes, layer.out_features))
 
 
 class _QuantisedLinear(nn.Module):
-    """Makes its stored tensors, the input in 8 bits with a scale per token, and the result."""
+    """Allocates the stored tensors, the 8-bit input with a scale per token, and the output."""
 
     def __init__(self, nbytes: int, outputs: int) -> None:
         super().__init__()

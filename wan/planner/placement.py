@@ -1,8 +1,8 @@
-"""What the layouts of a run send inside machines and between them: `generate.py --plan --nodes N`.
+"""Counts the bytes that rank layouts send inside and between machines: `--plan --nodes N`.
 
-Ranks are laid out as (cfg, ring, ulysses), ulysses innermost, and machines hold consecutive ranks.
-Bytes are those of dense attention in one layer: a Ulysses group sends q, k, v and the result, each
-rank its share to every other one; a ring passes keys and values on, one way round.
+Ranks are laid out as (cfg, ring, ulysses), ulysses innermost; a machine has consecutive ranks. The
+bytes are those of dense attention in one layer: the ranks of a Ulysses group exchange q, k, v and
+the output in all-to-alls, and the ranks of a ring send keys and values in one direction.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from wan.settings.parallel import legal, size_flags
 
 @dataclass(frozen=True)
 class Placed:
-    """One layout.
+    """The communication of a rank layout, for the slowest rank.
 
     Attributes:
         sizes: (cfg, ring, ulysses).
-        inside: Bytes that a rank sends to others of its machine, of the rank that takes longest.
-        between: Bytes that it sends to other machines.
+        bytes_inside: Bytes to ranks of the same machine.
+        bytes_between: Bytes to other machines.
         seconds: Both, divided by the rates of the links.
     """
 
@@ -34,7 +34,7 @@ class Placed:
 def sends(
     sizes: tuple[int, int, int], tensor: float, per_machine: int
 ) -> Iterator[tuple[float, float]]:
-    """(inside, between) for each rank. tensor: bytes of q of one rank's tokens."""
+    """Yields the bytes (inside, between) of each rank. q_bytes: bytes of q on a rank."""
     _, ring, ulysses = sizes
     for rank in range(sizes[0] * ring * ulysses):
         bytes_to = dict[int, float]()
@@ -54,15 +54,15 @@ def sends(
 def layouts(
     world: int, heads: int, nodes: int, sequence: float, rates: Sequence[float] | None
 ) -> list[Placed]:
-    """Every layout of these ranks, the cheapest first.
+    """Lists every layout of these ranks, fastest first.
 
     Args:
-        world: Ranks, `nodes` times as many as a machine has; InputError where they are not.
-        heads: Of the network.
-        nodes: Machines.
-        sequence: Bytes of q of the whole sequence.
-        rates: GB/s that a rank sends inside a machine, and to another one. None: what is sent
-            between machines counts first.
+        world: Number of ranks, a multiple of `nodes`; otherwise InputError.
+        heads: Attention heads of the network.
+        nodes: Number of machines.
+        sequence_bytes: Bytes of q of the complete sequence.
+        rates: GB/s of a rank inside a machine and between machines. None: layouts are sorted by
+            the bytes between machines, then by those inside.
     """
     if world % nodes:
         why = f"does not divide the {world} ranks"
@@ -79,7 +79,7 @@ def layouts(
 def lines(
     placed: Sequence[Placed], chosen: tuple[int, int, int], rates: Sequence[float] | None
 ) -> Iterator[str]:
-    """Describes the layouts with as many guidance branches of a rank as the chosen one."""
+    """Describes the layouts with the same cfg size as the chosen layout, one per line."""
     rows = [one for one in placed if one.sizes[0] == chosen[0]]
     words = "first between machines, then inside"
     if rates is not None:

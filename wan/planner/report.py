@@ -1,4 +1,4 @@
-"""What `generate.py --plan` prints: what a run exchanges, what it holds, and whether it fits."""
+"""Prints the plan of `generate.py --plan`: communication, memory, and whether the run fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wan.settings.request import Request
 
 
 def show(run: Run) -> None:
-    """Prints the plan of a run; raises InputError where the run does not fit its device."""
+    """Prints the plan of a run; raises InputError if the run does not fit on its device."""
     planning = run.planning
     if planning.link_gbs is not None and planning.nodes is None:
         raise InputError("`link_gbs`", None, "has no effect without `nodes`", "add `nodes`")
@@ -45,12 +45,11 @@ def show(run: Run) -> None:
 
 
 def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[str]:
-    """Returns the plan, one fact in each line.
+    """Describes a run line by line.
 
     Args:
-        planner: The planner of the run.
-        task: The name that the user gave.
-        host_gbs: The GB/s at which blocks are copied; None where they are not known.
+        task: The task's name as the user typed it.
+        host_gbs: GB/s of copies from host memory; None if unknown.
     """
     setup, request, parallel = planner.setup, planner.request, planner.setup.parallel
     folder, (width, height) = setup.checkpoint.folder, request.video_size
@@ -79,7 +78,7 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
     moving, forwards, total = planner.streamed()
     if moving:
         fits = setup.execution.resident_blocks is None and planner.device.type != "cpu"
-        at_most = "at most " if fits else ""  # as many blocks stay as fit when it runs
+        at_most = "at most " if fits else ""  # the run keeps as many blocks resident as fit
         seconds = (
             "" if host_gbs is None else f", {total / host_gbs / 1e9:.2f} s at {host_gbs:g} GB/s"
         )
@@ -91,7 +90,7 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
 
 
 def _frames(request: Request) -> str:
-    """Counts the frames of a video, or of a clip of it."""
+    """Describes the number of frames, or the clips and the frames of a clip."""
     if not request.clips:
         return f"{request.frame_num} frames"
     frames = request.infer_frames or request.frame_num
@@ -99,7 +98,7 @@ def _frames(request: Request) -> str:
 
 
 def files(planner: Planner) -> Iterator[str]:
-    """Describes what each network of a checkpoint folder is read from, and what it becomes."""
+    """Describes the files of each network of a checkpoint folder and its dtype after loading."""
     setup, checkpoint = planner.setup, planner.setup.checkpoint
     device, encoders = (
         planner.device.type,
@@ -150,11 +149,10 @@ def _name(checkpoint: Checkpoint, paths: Iterable[Path]) -> str:
 
 
 def read_again(planner: Planner, memory: int) -> Iterator[str]:
-    """Describes which stages read mapped weights more than once, for want of memory.
+    """Describes the stages that read memory-mapped weights again because memory is short.
 
     Args:
-        planner: The planner of the run.
-        memory: The bytes that are available; 0 where they are not known.
+        memory: Available bytes; 0 if unknown.
     """
     stages, forwards = planner.stages(), len(planner.branches(planner.setup.parallel))
     for name, usage in planner.mapped().items():
@@ -170,7 +168,7 @@ def read_again(planner: Planner, memory: int) -> Iterator[str]:
 
 
 def _placed(planner: Planner, nodes: int, rates: tuple[float, float] | None) -> Iterator[str]:
-    """Describes what every layout sends inside and between so many machines."""
+    """Describes the bytes that each layout sends inside and between `nodes` machines."""
     parallel, checkpoint = planner.setup.parallel, planner.setup.checkpoint
     sequence = planner.tokens(parallel).padded * checkpoint.config["dim"] * planner.dtype.itemsize
     placed = layouts(parallel.world_size, checkpoint.heads, nodes, sequence, rates)
@@ -178,14 +176,13 @@ def _placed(planner: Planner, nodes: int, rates: tuple[float, float] | None) -> 
 
 
 def check(planner: Planner, memory: int | None) -> str:
-    """Says in one line that the run fits, or that its need was not compared.
+    """Returns a line that the run fits, or that the memory of the device is unknown.
 
     Args:
-        planner: The planner of the run.
-        memory: The bytes of a device; None where they are not known.
+        memory: Bytes of a device; None if unknown.
 
     Raises:
-        InputError: The run does not fit; the remedy is the nearest run that would.
+        InputError: The run does not fit; the remedy is the nearest run that fits.
     """
     if memory is None:
         return "Not compared with a device's memory; give `device_memory` in GB."
@@ -205,7 +202,7 @@ def check(planner: Planner, memory: int | None) -> str:
 
 
 def _traffic(planner: Planner) -> list[str]:
-    """Describes what each layer sends to other ranks, in dense and in sparse steps."""
+    """Describes the bytes that a layer sends to other ranks, in dense and in sparse steps."""
     forward, *_ = planner.forwards(planner.setup.parallel)
     kinds = ("",) if len(forward.sent) == 1 else (" in dense steps", " in sparse steps")
     checkpoint = planner.setup.checkpoint

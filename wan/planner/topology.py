@@ -1,8 +1,8 @@
-"""The nearest run that fits into a device's memory.
+"""Finds the nearest run that fits on a device.
 
-Candidates come in this order: the fewest settings more, blocks that are copied in every forward,
-another topology, another topology with all those settings. A candidate is measured only where its
-estimate (`wan.pipeline.memory`) leaves it possible.
+Candidates are tried in this order: one more memory setting, then two and more; block offload;
+another topology; another topology with all memory settings. A candidate is measured only if its
+estimate (`wan.pipeline.memory`) fits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from wan.settings.errors import InputError
 from wan.settings.parallel import SIZES, Parallel, legal, resolve, size_flags
 
 BLOCKS, TILES = "`offload_model=block`", "`vae_tiling`"
-MOST_RANKS = 512  # and at most eight times as many as there are
+MOST_RANKS = 512  # and at most eight times the ranks of the run
 
 
 def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
     """Finds the first candidate that fits.
 
     Returns:
-        Its settings in words, its ranks, and the bytes of the fullest one; None where none fits.
+        Its settings as text, its number of ranks, and the bytes of the rank with the most memory;
+        None if no candidate fits.
     """
     for words, setup in _candidates(planner, memory):
         if fullest(setup, planner.request)[1] <= memory:
@@ -39,7 +40,7 @@ def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
 
 
 def decodings(setup: Setup) -> Iterator[tuple[Setup, str]]:
-    """Yields the ways in which a run decodes, in the order in which it tries them, with words."""
+    """Yields the decoding methods of a run in the order of its attempts, with a description."""
     yield setup, ""
     several, execution = setup.parallel.world_size > 1, setup.execution
     if several and not (execution.vae_parallel or execution.vae_tiling):
@@ -58,7 +59,7 @@ def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
             yield " ".join(chosen), _changed(present, chosen)
     if present.execution.offload_model != "block":
         for chosen in ((BLOCKS,), (BLOCKS, TILES)):
-            with suppress(InputError):  # a setting of the run may exclude it
+            with suppress(InputError):  # another setting may exclude it
                 yield " ".join(chosen), _changed(present, chosen)
     yield from others
     for words, setup in others:
@@ -67,7 +68,7 @@ def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
 
 
 def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
-    """Yields every other topology that the settings allow: first of as many ranks, then of more."""
+    """Yields every other topology that the settings allow, with its flags; fewest ranks first."""
     present, heads = planner.setup.parallel, planner.setup.checkpoint.heads
     values = {f.name: getattr(present, f.name) for f in fields(Parallel)}
     kept = {f.name: values[f.name] for f in fields(Parallel) if values[f.name] != f.default}
@@ -86,7 +87,7 @@ def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
 
 
 def _settings(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
-    """Returns the settings that the setup lacks and that make a stage smaller that is too large."""
+    """Lists the missing settings that would reduce the memory of a stage that does not fit."""
     execution, parallel, several = setup.execution, setup.parallel, setup.parallel.world_size > 1
     large = {name for name, usage in planner.stages().items() if usage.total() > memory}
     text = "text encoder" in large or execution.offload_model is False
