@@ -1,4 +1,4 @@
-"""Reads checkpoints, LoRAs and quantised weights into networks; only `load` imports torch.
+"""Reads checkpoints, LoRAs and quantized weights into networks, independent of network classes.
 
-Nothing here knows the class of a network.
+Headers, names and configurations are read without importing torch; `load` reads the weights.
 """

@@ -1,4 +1,4 @@
-"""The configuration of a DiT, from its config.json and from the shapes of its tensors; no torch."""
+"""Reads a DiT's configuration from its config.json and the shapes of its tensors; no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from wan.settings.values import shown
 
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
 MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate", "vace")
-SOUND = "casual_audio_encoder.weights"  # a tensor that S2V alone has; the spelling is official
-FACE = "face_adapter.fuser_blocks.0.linear1_q.weight"  # likewise Animate
-CONTROL = "vace_patch_embedding.weight"  # likewise VACE
-IN_BLOCKS = ("blocks.", "vace_blocks.")  # what the names of tensors in blocks begin with
+SOUND = "casual_audio_encoder.weights"  # a key only S2V has; "casual" is the official spelling
+FACE = "face_adapter.fuser_blocks.0.linear1_q.weight"  # a key only Animate has
+CONTROL = "vace_patch_embedding.weight"  # a key only VACE has
+IN_BLOCKS = ("blocks.", "vace_blocks.")  # key prefixes of the transformer blocks
 _HEAD_SIZE = "face_adapter.fuser_blocks.0.q_norm.weight"
 
 
@@ -45,7 +45,7 @@ class DitConfig(TypedDict):
 
 
 class SoundConfig(DitConfig):
-    """Those of S2V's network."""
+    """The constructor arguments of S2V's network."""
 
     audio_dim: int
     num_audio_token: int
@@ -53,19 +53,19 @@ class SoundConfig(DitConfig):
 
 
 class ControlConfig(DitConfig):
-    """Those of VACE's network."""
+    """The constructor arguments of VACE's network."""
 
     vace_layers: tuple[int, ...]
     vace_in_dim: int
 
 
 def control_layers(config: DitConfig) -> tuple[int, ...]:
-    """The blocks of VACE's network behind which there is a control block; none of others."""
+    """Returns the indices of the blocks that take a VACE hint; () for other networks."""
     return cast(ControlConfig, config).get("vace_layers", ())
 
 
 def published_config(preset: Preset) -> DitConfig:
-    """The configuration that a task's networks were published with."""
+    """Returns the configuration of a task's published networks."""
     config = {
         **_DEFAULTS,
         "model_type": "flf2v" if preset.images == 2 else preset.kind,
@@ -94,15 +94,15 @@ def published_config(preset: Preset) -> DitConfig:
     return cast(DitConfig, config)
 
 
-# A config.json must say what the shapes of the tensors say; for the rest there are rules.
+# A config.json must agree with the tensor shapes; _RULES check the values that no shape shows.
 
-_SHAPES = {  # key -> the tensor whose shape tells it, the tensor's rank, and the axis
+_SHAPES = {  # key -> (tensor, its number of dimensions, the dimension that has the value)
     "dim": ("patch_embedding.weight", 5, 0),
     "in_dim": ("patch_embedding.weight", 5, 1),
     "ffn_dim": ("blocks.0.ffn.0.weight", 2, 0),
     "freq_dim": ("time_embedding.0.weight", 2, 1),
     "text_dim": ("text_embedding.0.weight", 2, 1),
-    "out_dim": ("head.head.weight", 2, 0),  # times the elements of a patch
+    "out_dim": ("head.head.weight", 2, 0),  # out_dim * prod(patch_size)
 }
 _IMAGE = {"image_dim": ("img_emb.proj.1.weight", 1), "image_positions": ("img_emb.emb_pos", 1)}
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -121,14 +121,18 @@ _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
 
 def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
-    """Refuses a config.json that is damaged or belongs to other tensors."""
+    """Returns the configuration of a DiT.
+
+    Raises:
+        InputError: The config.json is damaged or does not agree with the tensors.
+    """
     told = _told_by_shapes(folder, tensors)
     path = folder / "config.json"
     stated = _stated(path) if path.is_file() else {}
     for key, value in told.items():
         said = stated.get(key, value)
         if type(said) is not type(value) or said != value:
-            why = f"is {shown(said)}, but the shapes of the tensors say {shown(value)}"
+            why = f"is {shown(said)}, but the tensors' shapes give {shown(value)}"
             raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
     for key, (fits, allowed) in _RULES.items():
         if key in stated and not fits(stated[key]):
@@ -140,7 +144,7 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
     if not stated:
         _check_blocks(folder, told)
-    heads = max(told["dim"] // 128, 1)  # the published networks' head size
+    heads = max(told["dim"] // 128, 1)  # all published networks have 128 channels per head
     free = {key: stated[key] for key in _RULES if key in stated}
     config = {**_DEFAULTS, "model_type": kind, "num_heads": heads, **free, **told}
     dim, heads = config["dim"], config["num_heads"]
@@ -156,17 +160,17 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
 
 
 def _check_blocks(folder: Path, told: Mapping[str, Any]) -> None:
-    """Refuses a network with the sizes of a published one that has fewer blocks."""
+    """Refuses a network that has fewer blocks than the published one of the same dimensions."""
     sizes = told["dim"], told["ffn_dim"]
     counts = {one.num_layers for one in PRESETS.values() if (one.dim, one.ffn_dim) == sizes}
     if counts and told["num_layers"] < min(counts):
         why = f"has {told['num_layers']} blocks, and Wan's networks of these sizes {min(counts)}"
-        remedy = "give all of its files, or its config.json beside it"
+        remedy = "give all of its files, or put its config.json into the same folder"
         raise InputError(f"{folder}", None, why, remedy)
 
 
 def kind_of(tensors: Collection[str], in_dim: int) -> str | None:
-    """Tells what conditions a network from the names of its tensors and its input channels."""
+    """Returns the kind of a network by its tensor names and input channels; None if unknown."""
     special = {SOUND: "s2v", FACE: "animate", CONTROL: "vace"}
     return next((kind for name, kind in special.items() if name in tensors), KINDS.get(in_dim))
 
@@ -174,7 +178,7 @@ def kind_of(tensors: Collection[str], in_dim: int) -> str | None:
 def _sound_config(
     path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Describes what S2V's network has beside the others."""
+    """Returns the arguments that only S2V's network has."""
     stated = read_json(path) if path.is_file() else {}
     for key, value in STATED.items():
         if stated.get(key, value) != value:
@@ -185,12 +189,12 @@ def _sound_config(
     }
     tokens = 0 if local is None else local.shape[0] // max(config["dim"] // 4, 1)
     if local is None or not tokens or not injectors:
-        why = "lacks tensors of the sound of its network"
+        why = "lacks tensors of the audio encoder or audio injectors of S2V"
         raise InputError(f"{path.parent}", None, why, "download it again")
     told = {"audio_dim": local.shape[1], "num_audio_token": tokens}
     for key, value in told.items():
         if stated.get(key, value) != value:
-            why = f"is {shown(stated[key])}, but the shapes of the tensors say {value}"
+            why = f"is {shown(stated[key])}, but the tensors' shapes give {value}"
             raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
     layers = stated.get("audio_inject_layers", INJECT_LAYERS)
     whole = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
@@ -207,18 +211,19 @@ def _sound_config(
 def _control_config(
     path: Path, tensors: Mapping[str, TensorInfo], num_layers: int
 ) -> dict[str, Any]:
-    """Describes what VACE's network has beside the others.
+    """Returns the arguments that only VACE's network has.
 
-    Without `vace_layers` its control blocks are at equal distances, as in all published networks.
+    If config.json has no `vace_layers`, the control blocks are spaced evenly over the layers, as in
+    all published networks.
     """
     stated = read_json(path) if path.is_file() else {}
     shape, names = tensors[CONTROL].shape, {n.split(".")[1] for n in tensors if n.startswith(_VACE)}
     count = len(names)
     if len(shape) != 5 or not count or names != {str(index) for index in range(count)}:
-        why = "lacks tensors of the control of its network"
+        why = "lacks tensors of the control blocks of VACE"
         raise InputError(f"{path.parent}", None, why, "download it again")
     if stated.get("vace_in_dim") not in (None, shape[1]):
-        why = f"is {shown(stated['vace_in_dim'])}, but the shapes of the tensors say {shape[1]}"
+        why = f"is {shown(stated['vace_in_dim'])}, but the tensors' shapes give {shape[1]}"
         remedy = "download config.json and weights again"
         raise InputError(f"{path}: vace_in_dim", None, why, remedy)
     layers = stated.get("vace_layers")
@@ -232,9 +237,9 @@ def _control_config(
 
 
 def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Reads a configuration off the shapes; values have JSON's types.
+    """Infers a configuration from tensor shapes, with JSON's types.
 
-    The head size is told by Animate's network alone.
+    Only Animate's tensors show the number of heads.
     """
     told: dict[str, Any] = {}
     for key, (name, rank, axis) in _SHAPES.items():
@@ -260,7 +265,7 @@ def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str
 
 
 def _stated(path: Path) -> dict[str, Any]:
-    """Returns what an official or diffusers config.json says, under the official names."""
+    """Reads an official or diffusers config.json and returns it under the official names."""
     raw = read_json(path)
     if (kind := raw.get("_class_name", _CLASSES[0])) not in _CLASSES:
         why = f"is of the class {shown(kind)}, which is not supported"
@@ -274,7 +279,7 @@ def _stated(path: Path) -> dict[str, Any]:
             "dim": raw["num_attention_heads"] * raw["attention_head_dim"],
             "in_dim": raw.get("in_channels"),
             "out_dim": raw.get("out_channels"),
-            "qk_norm": True,  # there the name of a norm, always the one we have
+            "qk_norm": True,  # in diffusers the name of a norm: RMS norm in every network
             "image_dim": raw.get("image_dim") or 0,
             "image_positions": raw.get("pos_embed_seq_len") or 0,
         }

@@ -1,8 +1,8 @@
-"""What stored bytes mean: the float32 values of weights in FP8, NVFP4 and GGUF's quantised kinds.
+"""Dequantizes FP8, NVFP4 and GGUF weights to float32.
 
-A block of GGUF has a scale in float16, and its values in a few bits each; blocks of 256 values also
-have a scale for every 16 or 32 of them. The layouts are those of ggml, and every operation is
-rounded as in the `gguf` package, so that the values are the same bit for bit on every device.
+A GGUF block has a float16 scale and values of a few bits each; blocks of 256 values (the K types)
+also have a scale per 16 or 32 values. The memory layouts are ggml's. Every operation rounds as in
+the `gguf` package, so the values are bitwise equal on every device.
 
 Legend: B blocks, V values of a block.
 """
@@ -19,33 +19,34 @@ from wan.checkpoint.files import FP8, GGUF
 
 
 def dequantise(kind: str, stored: Tensor) -> Tensor:
-    """Returns the float32 values of whole blocks.
+    """Dequantizes whole GGUF blocks.
 
     Args:
-        kind: A kind of `GGUF`.
-        stored: Bytes [rows, bytes of a row], uint8 or int8, on any device.
+        qtype: A key of `GGUF`.
+        data: [rows, bytes of a row], uint8 or int8, on any device.
 
     Returns:
-        The values, [rows, columns].
+        The values, float32 [rows, columns].
     """
     blocks = stored.view(torch.uint8).reshape(-1, GGUF[kind][1])
     return _VALUES[kind](blocks).view(len(stored), -1)
 
 
 def _parts(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Splits blocks into parts of so many bytes."""
+    """Splits blocks [B,bytes] along their bytes."""
     return blocks.split(sizes, dim=1)
 
 
 def _float(half: Tensor) -> Tensor:
-    """Reads float16 from two bytes, as float32 [B,1]."""
+    """Converts float16 stored as two bytes [B,2] to float32 [B,1]."""
     return half.contiguous().view(torch.float16).float()
 
 
 def _unpacked(packed: Tensor, width: int, bits: int) -> Tensor:
-    """Unpacks values of a few bits, uint8 [B,V].
+    """Unpacks values of 1, 2 or 4 bits to uint8 [B,V].
 
-    Of every `width` bytes the lowest bits come first, each byte's in turn, then the next bits.
+    Each group of `width` bytes holds first the values in the lowest bits of all its bytes, then
+    those in the next higher bits.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
     values = packed.reshape(len(packed), -1, 1, width) >> shifts
@@ -68,7 +69,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 
 def _with_fifth(low: Tensor, fifth: Tensor, width: int) -> Tensor:
-    """Joins four bits and a fifth one."""
+    """Combines the low four bits and the fifth bit of each value, uint8 [B,V]."""
     return _unpacked(low, max(width, 16), 4) | (_unpacked(fifth, width, 1) << 4)
 
 
@@ -99,7 +100,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _scales(scale: Tensor, least: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the scales and offsets of the eight parts of a block, [B,8,1] each."""
+    """Unpacks the scales and offsets of the eight sub-blocks of Q4_K and Q5_K, [B,8,1] each."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, (last & 15) | ((first >> 2) & 48)], dim=1)
     offsets = torch.cat([second & 63, (last >> 4) | ((second >> 2) & 48)], dim=1)
@@ -130,16 +131,15 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def nvfp4(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
-    """Returns the float32 values of ComfyUI's NVFP4.
+    """Dequantizes ComfyUI's NVFP4.
 
     Args:
-        stored: Two values of four bits in each byte, the first in the high bits,
-            [rows, columns / 2].
-        scales: For each 16 values, [rows, columns / 16 or more], in FP8.
-        scale: For all, float32 [1].
+        packed: uint8 [rows, columns / 2]: two 4-bit values per byte, the first in the high bits.
+        block_scales: FP8 [rows, columns / 16 or more], one per 16 values.
+        tensor_scale: float32 [1].
 
     Returns:
-        The values, [rows, columns].
+        The values, float32 [rows, columns].
     """
     values = torch.tensor(_E2M1, device=stored.device)
     bits = torch.stack([stored >> 4, stored & 15], dim=-1).int()
@@ -149,10 +149,10 @@ def nvfp4(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
 
 
 def untiled(scales: Tensor, rows: int) -> Tensor:
-    """Returns the scales of NVFP4's blocks row by row; the file has them as cuBLAS takes them.
+    """Converts NVFP4 block scales from the tiled layout of cuBLAS, as stored, to row-major.
 
-    Those are tiles of 128 rows and 4 columns, one after the other. A tile has 32 parts of 16
-    values: the four columns of the rows n, n + 32, n + 64 and n + 96.
+    Tiles have 128 rows and 4 columns. A tile is 32 groups of 16 scales: the four columns of the
+    rows n, n + 32, n + 64 and n + 96.
     """
     down = -(-rows // 128)
     tiles = scales.reshape(down, -1, 32, 4, 4).transpose(2, 3)  # [down, across, row, row, column]
@@ -172,9 +172,9 @@ _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q3_K": _q3_k,
     "Q2_K": _q2_k,
 }
-"""Kind -> the values [B,V] of its blocks, uint8 [B,bytes]."""
+"""GGUF type -> function from blocks, uint8 [B,bytes], to float32 values [B,V]."""
 TO_FLOAT: Mapping[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(FP8, Tensor.float),
     **{kind: partial(dequantise, kind) for kind in _VALUES},
 }
-"""Kind -> what makes float32 of rows as they are stored; FP8 is then multiplied by its scale."""
+"""Dtype -> function from stored rows to float32; FP8 is multiplied by its scale afterwards."""

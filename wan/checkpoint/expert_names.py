@@ -1,13 +1,13 @@
-"""The one rule for which of two experts the name of a weight file states, of DiTs and of LoRAs.
+"""Detects the expert of a DiT or LoRA file from its name.
 
-A mark is "high" or "low" with "noise" (`high_noise`, `HighNoise`, `hinoise`), or one of "high",
-"low", "HN" and "LN" as a word, in any case. Words end where letters end and where capitals begin
-(`StyleHigh`, `highV2`), so `highway`, `yellow` and `lowpoly` have no mark.
+An expert tag is "high" or "low" with "noise" (`high_noise`, `HighNoise`, `hinoise`), or one of the
+words "high", "low", "HN" and "LN", in any case. Words end at non-letters and before capitals
+(`StyleHigh`, `highV2`), so `highway`, `yellow` and `lowpoly` have no tag.
 
-A doubtful mark counts only together with its counterpart: another file whose path is the same but
-for the mark of the other expert, such as `style_H` for `style_L`. Doubtful are single letters, "hi"
-and "lo", "high" and "low" before a noun that they describe (`high_quality`, `LowPoly`), and words
-in the names of folders that are no part of a checkpoint.
+An ambiguous tag counts only together with its counterpart: another file whose path differs only in
+the tag of the other expert, such as `style_H` for `style_L`. Ambiguous are single letters, "hi" and
+"lo", "high" and "low" before a noun that they describe (`high_quality`, `LowPoly`), and words in
+the names of folders outside a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _DESCRIBED = re.compile(
     r"school|sharpness|shot|shots|shutter|society|speed|steps|strength|tech|"
     r"tide|tops|vram|waist|waisted|weight"
 ).fullmatch
-"""Words that "high" or "low" before them describes; then it names no expert."""
+"""Nouns after "high" or "low", which then describe the noun and are an ambiguous tag."""
 
 
 @dataclass(frozen=True)
 class ExpertMark:
-    """A part of a path that states an expert.
+    """A part of a path that names an expert.
 
     Attributes:
         expert: "high_noise" or "low_noise".
-        text: The part.
-        base: The path's words without it, and without numbers.
-        noise: "noise" is a part of it, which leaves no doubt.
-        doubtful: It counts only together with its counterpart.
-        in_name: It is in the name, and not in a folder's.
+        text: The tag as written.
+        other_words: The words of the path without the tag and without numbers, in lower case.
+        has_noise: The tag contains "noise" and is never ambiguous.
+        is_ambiguous: The tag counts only together with its counterpart.
+        in_file_name: False for a tag in a folder's name.
     """
 
     expert: str
@@ -58,7 +58,7 @@ class ExpertMark:
 
 
 def find_marks(name: str) -> list[ExpertMark]:
-    """Returns all marks in a name."""
+    """Returns all expert tags in a file or folder name."""
     spaced = _VERSION.sub(" ", name)
     words = [*_WORD.finditer(spaced)]
     found: list[ExpertMark] = []
@@ -76,7 +76,7 @@ def find_marks(name: str) -> list[ExpertMark]:
             expert = _WORDS[text]
             compound = is_joined and after.isalpha() and after != "lora"
             doubtful = _DESCRIBED(after) is not None or compound
-        elif text in _SHORT and not (is_joined and after.isdecimal()):  # H264 is none
+        elif text in _SHORT and not (is_joined and after.isdecimal()):  # not H264
             expert, doubtful = _SHORT[text], True
         if expert is not None:
             last = words[index + count - 1]
@@ -87,27 +87,28 @@ def find_marks(name: str) -> list[ExpertMark]:
 
 
 def _base(words: Sequence[re.Match[str]]) -> tuple[str, ...]:
-    """Returns words in small letters, without numbers and versions."""
+    """Returns the words in lower case, without numbers and versions."""
     small = (word[0].lower() for word in words)
     return tuple(word for word in small if word != "v" and not word.isdecimal())
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    """Returns the words of a name as `ExpertMark.base` has them."""
+    """Returns the words of a name in the form of `ExpertTag.other_words`."""
     return _base([*_WORD.finditer(_VERSION.sub(" ", name))])
 
 
 def find_experts(
     paths: Collection[Path], folder: Path | None = None
 ) -> dict[Path, ExpertMark | None]:
-    """Returns the mark that counts of each path; None where there is none, or of both experts.
+    """Returns the decisive expert tag of each path; None without one or with tags of both experts.
 
-    A name counts before its folder's, and so on upwards; marks with "noise" count before others.
+    A file's name takes precedence over its folder's, and that over its parent's; in each name, tags
+    with "noise" take precedence over others.
 
     Args:
-        paths: Files, or folders, that are given together.
-        folder: The checkpoint that all paths are in. Without it a file's folder is looked at, and
-            those above it that not all files share.
+        paths: Files or folders among which counterparts are searched.
+        folder: The checkpoint that contains all paths. If None, the names of a file's folder and of
+            the parents that the files do not share are searched.
     """
     marks = {path: [*_marks_of_path(path, paths, folder)] for path in paths}
     return {
@@ -119,7 +120,7 @@ def find_experts(
 def _marks_of_path(
     path: Path, paths: Collection[Path], folder: Path | None
 ) -> list[list[ExpertMark]]:
-    """Returns the marks of a file's name, of its folder's name, and so on upwards."""
+    """Returns the expert tags of a file's name, of its folder's name, and of each parent's."""
     name = path.stem if path.suffix in (".safetensors", ".gguf", ".ckpt", ".pth") else path.name
     if folder is not None:
         above = [*path.relative_to(folder).parts[-2::-1]]
@@ -149,7 +150,7 @@ def _marks_of_path(
 
 
 def _choose(names: Sequence[Sequence[ExpertMark]]) -> ExpertMark | None:
-    """Returns the first mark without doubt, unless its name has marks of both experts."""
+    """Returns the first unambiguous tag whose name has tags of one expert only."""
     for marks in names:
         for chosen in ([m for m in marks if m.noise], [m for m in marks if not m.doubtful]):
             if len({mark.expert for mark in chosen}) == 1:
@@ -162,7 +163,7 @@ def _choose(names: Sequence[Sequence[ExpertMark]]) -> ExpertMark | None:
 def _choose_doubtful(
     names: Sequence[Sequence[ExpertMark]], others: Sequence[Sequence[Sequence[ExpertMark]]]
 ) -> ExpertMark | None:
-    """Returns the first doubtful mark that has its counterpart among the other paths' marks."""
+    """Returns the first ambiguous tag whose counterpart is among the other paths' tags."""
     theirs = {(m.expert, m.base) for path in others for marks in path for m in marks}
     for marks in names:
         for mark in marks:

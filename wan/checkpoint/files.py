@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from wan.settings.errors import FileChangedError, InputError
 from wan.settings.values import shown
 
-FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantised
+FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantized
 FP8 = ("F8_E4M3",)
 GGUF = {
     "Q8_0": (32, 34),
@@ -35,25 +35,25 @@ GGUF = {
     "Q3_K": (256, 110),
     "Q2_K": (256, 84),
 }
-"""GGUF's quantised kinds -> the values and the bytes of a block."""
-NVFP4 = "NVFP4"  # ComfyUI's: two values of four bits in a byte, scales for 16 values in FP8
-WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `file_tensors` reads
+"""Quantized GGUF type -> (values per block, bytes per block)."""
+NVFP4 = "NVFP4"  # ComfyUI's: two 4-bit values per byte, an FP8 scale per 16 values
+WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `read_file_headers` reads
 _INDEX = ".safetensors.index.json"
-_STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call weight files
+_STEMS = ("diffusion_pytorch_model", "model")  # weight file names of diffusers and transformers
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{3,})-of-(?P<count>\d{3,})(?P<suffix>\.\w+)")
-OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone one
+OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone DiT
 _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}  # dtype -> struct's code
 _SAMPLE = 1 << 16  # bytes
-_WHOLE = 32 << 20  # bytes up to which a file's whole content is compared
+_WHOLE = 32 << 20  # bytes; larger files are fingerprinted by samples
 _AGAIN = "download it again"
 _MOST_SHARDS = 1000
 _MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
 def alignment(itemsize: int) -> int:
-    """Returns what the place of a tensor in its file must be a multiple of, to be used there.
+    """Returns the byte alignment at which a memory-mapped tensor can be used without a copy.
 
-    64 bytes, as PyTorch aligns memory, for elements of 4 and 8; the size of smaller ones.
+    64, PyTorch's own alignment, for elements of 4 and 8 bytes; the element size for smaller ones.
     """
     return 64 if itemsize > 2 else itemsize
 
@@ -63,18 +63,16 @@ class TensorInfo:
     """A tensor in a file.
 
     Attributes:
-        file: The file.
-        name: The tensor's name there.
-        dtype: As safetensors writes it: "BF16"; or a kind of `GGUF`, or `NVFP4`.
-        shape: Its shape.
-        nbytes: Its size in the file.
-        scale: What quantised values are multiplied by: one number, or one for each row.
-        blocks: What the blocks of NVFP4 are multiplied by.
-        full_precision: Its products are not to run in its own dtype.
-        first: Its first row, where it is a part of the tensor in the file.
-        start: Where its bytes begin in a GGUF file.
-        parts: The tensors whose rows it has, one after the other, where it is not one in the file.
-        state: The file's state when its header was read; None where it is not known.
+        name: The tensor's name in the file.
+        dtype: In safetensors' spelling ("BF16"), a key of `GGUF`, or `NVFP4`.
+        nbytes: Bytes in the file.
+        scale: Scale of quantized values: one number, or one per row.
+        block_scales: Scales of the blocks of NVFP4.
+        full_precision: Matrix products must not run in the stored dtype.
+        first_row: First row of this tensor in the file's tensor, of which it is a slice.
+        data_offset: First byte in a GGUF file.
+        chunks: Tensors in the file that are concatenated along dim 0; () for a single one.
+        state: The file's state when its header was read; None if unknown.
     """
 
     file: Path
@@ -92,24 +90,24 @@ class TensorInfo:
 
 
 FileState = tuple[int, int]
-"""The bytes of a file and the time of its last change."""
+"""A file's size in bytes and the time of its last modification in nanoseconds."""
 
 
 def file_state(file: Path | int) -> FileState:
-    """Returns the state of a path or of a descriptor."""
+    """Returns the state of a path or a file descriptor."""
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns
 
 
 def as_bytes(info: TensorInfo) -> TensorInfo:
-    """Returns the tensor whose values are what the file stores: without a scale, GGUF as bytes."""
+    """Returns the tensor as stored: GGUF blocks as bytes [rows, bytes], others without a scale."""
     if info.dtype in GGUF:
         return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
     return replace(info, scale=None)
 
 
 def is_folder(path: Path) -> bool:
-    """Returns whether a path is a folder; InputError where the system refuses the path itself."""
+    """Returns whether a path is a folder; InputError if the system rejects the path itself."""
     try:
         return path.is_dir()
     except OSError as error:  # too long, no permission, ...
@@ -119,7 +117,7 @@ def is_folder(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Opens a regular file; devices and pipes may have no end, or keep their reader waiting."""
+    """Opens a regular file; devices and pipes are refused, since reading them may not end."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise InputError(f"{path}", None, "is not a regular file", "give another one")
@@ -152,17 +150,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def file_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of a safetensors or GGUF file by name; of a shard, those of all shards.
+    """Returns the tensors of a safetensors or GGUF file by name; for a shard, of all its shards.
 
     Raises:
-        InputError: A file is not whole, or a shard of the network is missing.
+        InputError: A file is incomplete, or a shard of the network is missing.
     """
     tensors: dict[str, TensorInfo] = {}
     for shard in list_shards(path):
         for name, info in _one_files_tensors(shard).items():
             twin = tensors.setdefault(name, info)
             if twin is not info:
-                raise InputError(f"{shard}", None, f"has {name}, as {twin.file.name} has", _AGAIN)
+                raise InputError(f"{shard}", None, f"repeats {name} of {twin.file.name}", _AGAIN)
     return tensors
 
 
@@ -175,10 +173,10 @@ def _one_files_tensors(path: Path) -> dict[str, TensorInfo]:
 
 
 def list_shards(path: Path) -> list[Path]:
-    """Returns the files of the network that a file is a shard of by its name, else the file itself.
+    """Returns all shards of the network if the file's name is that of a shard, else the file.
 
     Raises:
-        InputError: One of them is missing.
+        InputError: A shard is missing.
     """
     named = _SHARD.fullmatch(path.name)
     if named is None:
@@ -191,7 +189,7 @@ def list_shards(path: Path) -> list[Path]:
         for i in range(1, min(count, _MOST_SHARDS) + 1)
     ]
     if not 1 <= number <= count <= _MOST_SHARDS:
-        why = f"is called shard {number} of {count}"
+        why = f"has the name of shard {number} of {count}"
         raise InputError(f"{path}", None, why, "give it the name that it was published with")
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing and path.is_file():
@@ -201,7 +199,7 @@ def list_shards(path: Path) -> list[Path]:
 
 
 def is_further_shard(path: Path) -> bool:
-    """Returns whether a file is a shard by its name, and an earlier one is beside it."""
+    """Returns whether a file is a shard, by its name, and its folder has an earlier one."""
     named = _SHARD.fullmatch(path.name)
     if named is None:
         return False
@@ -211,7 +209,7 @@ def is_further_shard(path: Path) -> bool:
 
 
 def safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of a safetensors file by name; InputError for one that is not whole."""
+    """Returns the tensors of a safetensors file by name; InputError if it is incomplete."""
     found = {}
     with _safetensors(path) as handle:
         state = file_state(path)
@@ -226,7 +224,7 @@ def safetensors_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def safetensors_metadata(path: Path, key: str) -> Any:
-    """Returns one value of the metadata, which is JSON itself; None where it is absent."""
+    """Returns a value of the metadata, decoded from JSON; None if it is absent or no JSON."""
     with _safetensors(path) as handle:
         text = (handle.metadata() or {}).get(key, "")
     try:
@@ -236,7 +234,7 @@ def safetensors_metadata(path: Path, key: str) -> Any:
 
 
 def safetensors_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
-    """Returns each tensor's dtype, its shape, and where its bytes begin, of a checked header."""
+    """Returns dtype, shape and first byte of each tensor; the header must have been checked."""
     with opened(path) as file:
         size = int.from_bytes(file.read(8), "little")
         try:
@@ -247,17 +245,17 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
                 for name, info in header.items()
             }
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            why = "is no whole safetensors file (its header is damaged)"
+            why = "is not a valid safetensors file (its header is damaged)"
             raise InputError(f"{path}", None, why, _AGAIN) from None
 
 
 def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
-    """Returns the first number of tensors of any float or integer dtype."""
+    """Returns the first number of each tensor, which may have any float or integer dtype."""
     wanted, found = set(names), {}
     if not wanted:
         return {}
     places = safetensors_places(path)
-    with opened(path) as file:  # numpy, which safetensors would need, has no bfloat16
+    with opened(path) as file:  # safetensors would need numpy, which has no bfloat16
         for name in wanted:
             form, _, start = places[name]
             file.seek(start)
@@ -274,21 +272,22 @@ def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
 
 @contextmanager
 def _safetensors(path: Path) -> Iterator[Any]:
-    """Opens a file by the format's own library, which checks the header against the file's size."""
+    """Opens a file with `safetensors`, which checks the header against the file's size."""
     with opened(path):
         try:
             with safe_open(path, framework="np") as handle:
                 yield handle
         except SafetensorError as error:
             reason = shown(str(error).removeprefix("Error while deserializing header: "), str)
-            why = f"is no whole safetensors file ({reason})"
+            why = f"is not a valid safetensors file ({reason})"
             raise InputError(f"{path}", None, why, _AGAIN) from None
 
 
 def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
-    """Returns the tensors of a folder of weights, or None where it holds none.
+    """Returns the tensors of a folder of weights; None if it holds none.
 
-    They are in shards with an index, in one file with a library's name, or in a lone file.
+    The folder may hold shards with an index, one file with a library's name, or a single file of
+    any name.
     """
     for stem in _STEMS:
         index, file = folder / (stem + _INDEX), folder / f"{stem}.safetensors"
@@ -297,7 +296,7 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
         if file.is_file():
             return safetensors_header(file)
         if any(folder.glob(f"{stem}-*-of-*.safetensors")):
-            why = "is missing, but its shards are there"
+            why = "is missing, but its shards exist"
             raise InputError(f"{index}", None, why, "download the index")
     for suffix in WEIGHT_FILES:
         firsts = [file for file in folder.glob(f"*{suffix}") if not is_further_shard(file)]
@@ -308,14 +307,14 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
 
 
 def has_network(folder: Path) -> bool:
-    """Returns whether the folder holds weights under a library's name."""
+    """Returns whether the folder holds weights under a name of diffusers or transformers."""
     names = [f"{stem}{suffix}" for stem in _STEMS for suffix in (_INDEX, ".safetensors")]
     shards = (folder.glob(f"{stem}-*-of-*.safetensors") for stem in _STEMS)
     return any((folder / name).is_file() for name in names) or any(map(any, shards))
 
 
 def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
-    """Finds each tensor that an index file names in the shard it names, which is next to it."""
+    """Reads the headers of the shards that an index file lists, which are in its folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}", None, "has no weight_map", _AGAIN)
@@ -324,7 +323,7 @@ def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
         plain = isinstance(file, str) and Path(file).name == file
         if not plain or not file.endswith(".safetensors"):
             where = f"places {shown(name, str)} in {shown(file)}"
-            why = f"{where}, which is no weight file beside it"
+            why = f"{where}, which is no weight file in its folder"
             raise InputError(f"{index}", None, why, "download the index again")
         shard = index.parent / file
         if not shard.is_file():
@@ -340,10 +339,10 @@ def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
 
 
 def check_complete(path: Path) -> Path:
-    """Returns the path of a file, or refuses the file if it is not whole."""
+    """Returns the path of a file; InputError if the file is missing or incomplete."""
     if not path.is_file():
         raise InputError(f"{path}", None, "does not exist or is no file", "give another one")
-    if path.suffix == ".pth" and not zipfile.is_zipfile(path):  # a truncated one has lost its end
+    if path.suffix == ".pth" and not zipfile.is_zipfile(path):  # its directory is at the end
         why = "is not a complete PyTorch file, but truncated or corrupt"
         raise InputError(f"{path}", None, why, _AGAIN)
     if path.suffix in WEIGHT_FILES:
@@ -352,7 +351,7 @@ def check_complete(path: Path) -> Path:
 
 
 def content_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file's whole content, in hexadecimal."""
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
     with opened(path) as file:
         while piece := file.read(1 << 20):
@@ -369,10 +368,10 @@ def file_gone(path: Path, error: OSError) -> FileChangedError:
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """Returns a short name for the content of files, of the size and three samples of large ones.
+    """Returns a short hash of the files' content; of large files the size and three samples.
 
     Raises:
-        FileChangedError: A file cannot be read, though it was there before.
+        FileChangedError: A file cannot be read any more.
     """
     digest = hashlib.sha256()
     for path in paths:

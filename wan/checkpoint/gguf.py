@@ -1,8 +1,8 @@
-"""Reads the headers of GGUF files: names, kinds and shapes of tensors, and where they begin.
+"""Reads the headers of GGUF files: names, types, shapes and offsets of tensors.
 
-The `gguf` package is the tests' oracle and is not used here: its reader makes several objects of
-every element of the metadata, and believes the counts that a damaged file states. This one skips
-the metadata that is not asked for, and keeps to the bytes that the file has.
+The `gguf` package is the tests' oracle and is not used here: its reader creates several objects per
+element of the metadata and trusts the counts in a damaged file. This reader skips metadata that is
+not requested and never reads past the end of the file.
 """
 
 from __future__ import annotations
@@ -32,34 +32,39 @@ _KINDS = {
     39: "MXFP4",
     40: "NVFP4",
 }
-"""The format's number of a kind of tensors -> its name, also of those that are refused."""
-_PLAIN = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)}  # values and bytes, as of `GGUF`
-# Type of a metadata value -> struct's code of a number.
+"""Number of a tensor type in the format -> its name, including unsupported types."""
+_PLAIN = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)}  # (values, bytes), like `GGUF`
+# Type of a metadata number -> its code in `struct`.
 _NUMBERS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", start=10))
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = "general.alignment"
-_ORIGINAL = "comfy.gguf.orig_shape."  # then a tensor's name: its shape before it was flattened
-_LONGEST = 1 << 25  # bytes of a header; one with a tokenizer of 256 000 words has 10 MB
+_ORIGINAL = "comfy.gguf.orig_shape."  # + tensor name: the shape before flattening
+_LONGEST = 1 << 25  # bytes; a header with a tokenizer of 256 000 tokens has 10 MB
 _MOST_AXES = 8
 _MOST_KEYS = 1 << 16
-_MOST_VALUES = 1 << 20  # strings of an array; Python passes over so many in half a second
+_MOST_VALUES = 1 << 20  # strings of an array; skipping so many takes half a second
 
 T = TypeVar("T")
 
 
 class _DamagedError(Exception):
-    """What is wrong with a header."""
+    """A header is damaged; the message is the reason."""
 
 
 class _Header:
-    """A header, read from its beginning."""
+    """Reads a header sequentially.
+
+    Attributes:
+        position: Offset of the next byte.
+        file_size: Bytes of the file.
+    """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self.at, self.size = memory, 0, len(memory)
         self._end = min(self.size, _LONGEST)
 
     def skip(self, size: int) -> int:
-        """Passes over so many bytes, which must be there, and returns where they begin."""
+        """Skips `size` bytes and returns the offset of the first; raises if they are missing."""
         start = self.at
         if size > self._end - start:
             long = self._end == _LONGEST
@@ -68,7 +73,7 @@ class _Header:
         return start
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        """Reads numbers by struct's codes."""
+        """Reads numbers by their codes in `struct`."""
         form = f"<{form}"
         return struct.unpack_from(form, self._memory, self.skip(struct.calcsize(form)))
 
@@ -83,10 +88,10 @@ class _Header:
         try:
             return self._memory[start : start + size].decode("utf-8")
         except UnicodeDecodeError:
-            raise _DamagedError("a name is no text") from None
+            raise _DamagedError("a name is not valid UTF-8") from None
 
     def value(self, wanted: bool) -> Any:
-        """Returns the value of a key: a number, a text, or a tuple of them; None if not wanted."""
+        """Reads the value of a key, a number, a string or a tuple; skips it if not `keep`."""
         kind, count = self.number("I"), 1
         if is_array := kind == _ARRAY:
             kind, count = self.numbers("IQ")
@@ -113,7 +118,7 @@ def header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a GGUF file by name.
 
     Raises:
-        InputError: The file is not whole, or has tensors of a kind that is not supported.
+        InputError: The file is incomplete, or has tensors of an unsupported type.
     """
     tensors = _read(path, lambda read: _tensors(path, read))
     state = file_state(path)
@@ -121,13 +126,13 @@ def header(path: Path) -> dict[str, TensorInfo]:
 
 
 def metadata(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """Returns those of the named values that a GGUF file has; InputError if it is not whole."""
+    """Returns the requested values of a GGUF file's metadata; InputError if it is incomplete."""
     return _read(path, lambda read: _values(read, lambda name: name in names)[1])
 
 
 def _read(path: Path, work: Callable[[_Header], T]) -> T:
     with opened(path) as file:
-        if path.stat().st_size < 24:  # which cannot be mapped where it is empty
+        if path.stat().st_size < 24:  # an empty file cannot be mapped
             raise _not_whole(path, "truncated")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
             try:
@@ -137,11 +142,11 @@ def _read(path: Path, work: Callable[[_Header], T]) -> T:
 
 
 def _not_whole(path: Path, reason: str) -> InputError:
-    return InputError(f"{path}", None, f"is no whole GGUF file ({reason})", "download it again")
+    return InputError(f"{path}", None, f"is not a valid GGUF file ({reason})", "download it again")
 
 
 def _values(read: _Header, wanted: Callable[[str], bool]) -> tuple[int, dict[str, Any]]:
-    """Reads up to the first tensor: how many there are, and the wanted values of the metadata."""
+    """Reads the start of a header; returns the number of tensors and the selected metadata."""
     if read.number("I") != int.from_bytes(b"GGUF", "little"):
         raise _DamagedError("it does not begin with GGUF")
     if (version := read.number("I")) not in (2, 3):
@@ -177,16 +182,16 @@ def _tensors(path: Path, read: _Header) -> dict[str, TensorInfo]:
         sizes = read.numbers(f"{axes}Q")
         kind, start = read.numbers("IQ")
         if name in found:
-            raise _DamagedError(f"{shown(name, str)} is there twice")
+            raise _DamagedError(f"{shown(name, str)} occurs twice")
         if start % alignment:
-            raise _DamagedError(f"{shown(name, str)} begins between two multiples of {alignment}")
+            raise _DamagedError(f"{shown(name, str)} does not begin at a multiple of {alignment}")
         shape = said.get(_ORIGINAL + name, sizes[::-1])
         shape = shape if isinstance(shape, tuple) else (shape,)
         found[name] = _info(path, name, kind, sizes, shape, start)
     data = -(-read.at // alignment) * alignment
     for name, info in found.items():
         if data + info.start + info.nbytes > read.size:
-            raise _DamagedError(f"{shown(name, str)} ends behind the end of the file")
+            raise _DamagedError(f"{shown(name, str)} ends after the end of the file")
         found[name] = replace(info, start=data + info.start)
     return found
 
@@ -199,7 +204,7 @@ def _info(
     shape: tuple[int, ...],
     start: int,
 ) -> TensorInfo:
-    """Describes a tensor whose bytes begin at `start` behind the header."""
+    """Describes a tensor; `offset` is its first byte after the header."""
     dtype = _KINDS.get(kind, f"kind {kind}")
     known = _PLAIN | GGUF
     if dtype not in known:

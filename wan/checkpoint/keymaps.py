@@ -2,8 +2,8 @@
 
 Each network has one table of (official, library) name parts. A part that starts with a dot is
 replaced anywhere in a name, any other only at its beginning; both end at a dot or with the name.
-Renames are applied one after the other, so the inverse applies them backwards. A name that no row
-knows is the same in both worlds, or already in the wanted form, and passes unchanged.
+Renames are applied in order, so the inverse applies them in reverse. A name that no row matches is
+equal in both libraries, or already in the wanted form, and passes unchanged.
 
 Proven by strict loading into the library modules in `tests/unit/test_keymaps.py`.
 """
@@ -34,12 +34,12 @@ _DIT: Renames = (
     (".norm_k_img", ".norm_added_k"),
     (".ffn.0", ".ffn.net.0.proj"),
     (".ffn.2", ".ffn.net.2"),
-    # The norm before cross-attention; each side calls the one before the FFN by the other's name,
-    # but that norm has no tensors.
+    # The norm before cross-attention. Official and diffusers names are swapped for the norm before
+    # the FFN, but that norm has no tensors.
     (".norm3", ".norm2"),
-    (".before_proj", ".proj_in"),  # of VACE's blocks
+    (".before_proj", ".proj_in"),  # in VACE's blocks
     (".after_proj", ".proj_out"),
-    # Behind it, since these have a norm2 of their own.
+    # After .norm3, since these have a norm2 in diffusers.
     ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),
     ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
     ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
@@ -47,7 +47,7 @@ _DIT: Renames = (
     ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
 )
 
-# Animate's motion encoder, face encoder and face adapters; the others' rows are not for them.
+# Animate's motion encoder, face encoder and face adapters, to which _DIT does not apply.
 _FACE: Renames = (
     ("motion_encoder.enc.net_app.convs.0.0", "motion_encoder.conv_in"),
     ("motion_encoder.enc.net_app.convs.0.1", "motion_encoder.conv_in.act_fn"),
@@ -65,12 +65,12 @@ _FACE: Renames = (
     (".skip.1", ".conv_skip"),
     *((f"face_adapter.fuser_blocks.{k}", f"face_adapter.{k}") for k in range(8)),
     (".linear1_q", ".to_q"),
-    (".linear1_k", ".to_k"),  # in official files both are one tensor, linear1_kv
+    (".linear1_k", ".to_k"),  # official files store both in one tensor, linear1_kv
     (".linear1_v", ".to_v"),
     (".linear2", ".to_out"),
     (".q_norm", ".norm_q"),
     (".k_norm", ".norm_k"),
-    # Last, since their convolutions are called as those above.
+    # Last, since the convolutions have the same names as those above.
     *(
         (f"face_encoder.{layer}.conv.{part}", f"face_encoder.{layer}.{part}")
         for layer in ("conv1_local", "conv2", "conv3")
@@ -121,7 +121,7 @@ _VAE: Renames = (
     (".shortcut", ".conv_shortcut"),
 )
 
-_CLIP: Renames = (  # the vision tower; `to_qkv` is three tensors there (`wan.pipeline.clip`)
+_CLIP: Renames = (  # the vision tower; transformers splits `to_qkv` (`wan.pipeline.clip`)
     ("visual.cls_embedding", "embeddings.class_embedding"),
     ("visual.pos_embedding", "embeddings.position_embedding.weight"),
     ("visual.patch_embedding", "embeddings.patch_embedding"),
@@ -157,22 +157,22 @@ _VAE_NESTED: Renames = (
 
 
 def dit_official_name(name: str) -> str:
-    """Returns the official name of a DiT tensor that has diffusers' name, or a prefix."""
-    for prefix in ("net.", "model.", "diffusion_model."):  # net: training code's
+    """Returns the official name of a DiT tensor, from diffusers' name or a name with a prefix."""
+    for prefix in ("net.", "model.", "diffusion_model."):  # net.: from training code
         name = name.removeprefix(prefix)
     return _rename(name, _inverse(_rows(name)))
 
 
 def dit_diffusers_name(official: str) -> str:
-    """Returns the name in diffusers of an official DiT tensor, also of Animate's.
+    """Returns the diffusers name of an official DiT tensor.
 
-    Of Animate's official `linear1_kv`, the halves are called `linear1_k` and `linear1_v` here.
+    Animate's official `linear1_kv` must be given as its halves `linear1_k` and `linear1_v`.
     """
     return _rename(official, _rows(official))
 
 
 def t5_transformers_name(name: str) -> str:
-    """Returns the name in UMT5EncoderModel of an official text encoder tensor, or llama.cpp's."""
+    """Returns the UMT5EncoderModel name of an official or llama.cpp text encoder tensor."""
     return _rename(name, _T5_GGUF + _T5)
 
 
@@ -182,7 +182,7 @@ def t5_official_name(name: str) -> str:
 
 
 def clip_transformers_name(official: str) -> str:
-    """Returns the name in transformers' CLIPVisionModel of an official CLIP tensor."""
+    """Returns the CLIPVisionModel name of an official CLIP tensor."""
     return _rename(official.removeprefix("vision_model."), _CLIP)
 
 
@@ -192,12 +192,12 @@ def clip_official_name(name: str) -> str:
 
 
 def vae_diffusers_name(official: str) -> str:
-    """Returns the name in diffusers' AutoencoderKLWan of an official tensor of either VAE."""
+    """Returns the AutoencoderKLWan name of an official tensor of the 2.1 or the 2.2 VAE."""
     return _rename(official, _VAE_NESTED + _VAE_FLAT + _VAE)
 
 
 def vae_official_name(name: str, residual: bool) -> str:
-    """Returns the official name of an AutoencoderKLWan tensor, of the 2.2 VAE if `residual`."""
+    """Returns the official name of an AutoencoderKLWan tensor; `residual` selects the 2.2 VAE."""
     return _rename(name, _inverse((_VAE_NESTED if residual else _VAE_FLAT) + _VAE))
 
 

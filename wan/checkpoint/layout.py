@@ -1,8 +1,8 @@
-"""Finds out what a checkpoint folder holds, from names, JSON files and headers of weight files.
+"""Identifies the networks in a checkpoint folder from names, JSON files and weight file headers.
 
-It reads official and `*-Diffusers` folders, and whatever files make a pipeline together: ComfyUI's,
-GGUF, single DiTs with or without a config.json, in one folder or where ComfyUI keeps them. No
-weight is read, and torch not imported.
+It supports official and `*-Diffusers` folders, and collections of weight files: ComfyUI's, GGUF,
+single DiTs with or without a config.json, in one folder or in ComfyUI's subfolders. No weight is
+read, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _EXPECTED = {
     "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth, vae/ or another file of it",
     "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or another file of it",
     "image_encoder": f"{_STEMS['image_encoder']}.pth, image_encoder/ or clip_vision/",
-    "tokenizer": "google/umt5-xxl/, tokenizer/ or a text encoder's file that holds it",
+    "tokenizer": "google/umt5-xxl/, tokenizer/ or a text encoder file that contains it",
     "sound_encoder": f"the folder {SOUND_ENCODER}",
 }
 PIPELINE_INDEX = "model_index.json"
@@ -68,13 +68,12 @@ _FLAGS = {"text_encoder": ", or give one with `text_encoder`", "vae": ", or give
 
 @dataclass(frozen=True)
 class DitFiles:
-    """The configuration of one network, and its tensors under official names.
+    """The configuration and the tensors of one DiT.
 
     Attributes:
-        folder: Where its files are.
-        config: The arguments of its constructor.
-        tensors: Official name -> tensor.
-        sparse_linear: It was trained with sparse-linear attention, whose projections are left out.
+        tensors: By official name.
+        sparse_linear: The DiT was trained with sparse-linear attention; `tensors` omits its
+            projections.
     """
 
     folder: Path
@@ -85,15 +84,15 @@ class DitFiles:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder. Absent files are None; `require` refuses their absence.
+    """A checkpoint folder. Missing components are None; `require` raises for them.
 
     Attributes:
-        folder: None for networks that are only described (`published`).
+        folder: None for a checkpoint without files (`make_reference_checkpoint`).
         layout: "official" or "diffusers".
         kind: "t2v", "i2v", "ti2v", "s2v", "animate" or "vace".
-        experts: "high_noise" and "low_noise", or "dit" -> the network.
-        boundary: The share of the training timesteps from which on the high-noise expert works, of
-            the model_index.json of two experts; None: the task's.
+        experts: By name: "high_noise" and "low_noise", or "dit".
+        boundary: `boundary_ratio` of model_index.json: from this fraction of the training timesteps
+            up, the high-noise expert is used. None: the task's default.
     """
 
     folder: Path | None
@@ -109,7 +108,7 @@ class Checkpoint:
 
     @property
     def config(self) -> DitConfig:
-        """The configuration of its networks, which is the same for both experts."""
+        """The configuration of the DiT, which is the same for both experts."""
         return next(iter(self.experts.values())).config
 
     @property
@@ -119,11 +118,11 @@ class Checkpoint:
 
     @property
     def head_dim(self) -> int:
-        """The number of channels of a head."""
+        """The channels per attention head."""
         return self.config["dim"] // self.heads
 
     def files(self) -> list[Path]:
-        """Returns every file that decides what the networks compute, in a fixed order."""
+        """Returns all files that affect the networks' results, sorted."""
         infos = [info for dit in self.experts.values() for info in dit.tensors.values()]
         found = [part.file for info in infos for part in (info, *info.parts)]
         for part in (self.vae, self.text_encoder, self.image_encoder):
@@ -138,19 +137,19 @@ class Checkpoint:
 
     @property
     def images(self) -> int:
-        """How many images its networks look at beside the text."""
+        """The number of images that condition the DiT: 0, 1 or 2."""
         return 0 if not self.config["image_dim"] else 2 if self.config["image_positions"] else 1
 
     @property
     def control_blocks(self) -> int:
-        """How many control blocks VACE's networks have; 0 for others."""
+        """The number of VACE control blocks; 0 for other networks."""
         return len(control_layers(self.config))
 
     def require(self, part: str) -> Path:
-        """Returns the path of a part: "vae", "text_encoder", "tokenizer", ...
+        """Returns the path of a component: "vae", "text_encoder", "tokenizer", ...
 
         Raises:
-            InputError: The folder does not have it.
+            InputError: The folder does not contain it.
         """
         path: Path | None = getattr(self, part)
         if path is None:
@@ -161,13 +160,13 @@ class Checkpoint:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Returns the weights, settings and vocabularies of a folder of transformers or diffusers."""
+    """Returns the weight, config and vocabulary files of a transformers or diffusers folder."""
     patterns = ("*.safetensors", "*.bin", "*.json", "*.model", "*.txt")
     return [path for pattern in patterns for path in folder.glob(pattern)]
 
 
 def published(preset: Preset) -> Checkpoint:
-    """Describes a task's networks with the sizes they were published with, without any file."""
+    """Returns a checkpoint without files that has the configuration of a task's published DiTs."""
     files = DitFiles(Path(preset.folder), published_config(preset), {})
     return Checkpoint(None, "official", preset.kind, dict.fromkeys(preset.experts, files))
 
@@ -177,16 +176,14 @@ def describe(
     chosen: NetworkFiles = NO_FILES,
     presets: tuple[Preset, ...] = tuple(PRESETS.values()),
 ) -> Checkpoint:
-    """Finds out what a checkpoint folder holds.
+    """Identifies the networks of a checkpoint folder.
 
     Args:
-        folder: The folder.
-        chosen: Files and folders of single networks that are used instead.
-        presets: The tasks that are meant: of a folder with many networks, those of others are
-            passed over.
+        network_files: Files and folders of single networks that replace the folder's.
+        presets: The tasks whose networks are wanted; DiTs of other tasks are ignored.
 
     Raises:
-        InputError: The folder is no checkpoint, is damaged, or holds two networks that would do.
+        InputError: The folder is no checkpoint, is damaged, or holds several matching networks.
     """
     if not is_folder(folder):
         why = "does not exist"
@@ -234,12 +231,12 @@ def describe(
 
 @dataclass(frozen=True)
 class _PipelineIndex:
-    """What the model_index.json of a Diffusers folder says.
+    """The contents of a Diffusers folder's model_index.json.
 
     Attributes:
-        boundary: Its `boundary_ratio`; None where it has none, or null.
-        is_single: Its `boundary_ratio` is null, so that `transformer` makes all steps.
-        named: The parts that belong to the pipeline.
+        boundary: The `boundary_ratio`; None if it is absent or null.
+        is_single: The `boundary_ratio` is null, so `transformer` runs all steps.
+        components: Names of the pipeline's components.
     """
 
     boundary: float | None = None
@@ -248,7 +245,7 @@ class _PipelineIndex:
 
     @classmethod
     def read(cls, folder: Path) -> _PipelineIndex:
-        """Reads the file of a folder, which may have none; InputError where it is damaged."""
+        """Reads a folder's model_index.json if it exists; InputError if it is damaged."""
         path = folder / PIPELINE_INDEX
         if not path.is_file():
             return cls()
@@ -282,7 +279,7 @@ _PIPELINE_PARTS = (
 
 
 def _chosen_experts(chosen: NetworkFiles, presets: tuple[Preset, ...]) -> dict[str, DitFiles]:
-    """Describes the DiTs that are chosen one by one."""
+    """Reads the DiTs that were given as single files or folders (`dit`, `dit_high_noise`, ...)."""
     given = {"dit": chosen.dit, "high_noise": chosen.dit_high_noise}
     given |= {"low_noise": chosen.dit_low_noise}
     if chosen.dit is not None and (chosen.dit_high_noise or chosen.dit_low_noise):
@@ -308,33 +305,37 @@ def _chosen_experts(chosen: NetworkFiles, presets: tuple[Preset, ...]) -> dict[s
 
 
 def _check_name(flag: str, path: Path, expert: str) -> None:
-    """Refuses a chosen file whose name states another expert, or one of two as the only network."""
+    """Refuses an explicit file for another expert, by its name, or one of two experts as `dit`."""
     mark = find_experts([path])[path]
     if mark is None or mark.expert == expert or not (mark.noise or mark.in_name):
         return
     if expert == "dit":
         if mark.noise:
-            raise InputError(flag, path, f"says {mark.expert} in its name", _HALF)
+            raise InputError(flag, path, f"is named as the {mark.expert} expert", _HALF)
         return
     remedy = f"give it with `dit_{mark.expert}`, or rename it"
-    raise InputError(flag, path, f"says {mark.expert} in its name", remedy)
+    raise InputError(flag, path, f"is named as the {mark.expert} expert", remedy)
 
 
 _HALF = "it is one of two experts: give both to a task that has two, or rename it"
 
 
 def _check_part(flag: str, path: Path, part: str) -> Found | None:
-    """Refuses a chosen file or folder that holds another network; None for a `.pth`."""
+    """Refuses an explicit file or folder that holds another network.
+
+    Returns:
+        The weight file; None for a `.pth`, which only torch can read.
+    """
     if not path.exists():
         raise InputError(flag, path, "does not exist", "give a weight file or its folder")
     if path.is_file() and path.suffix == ".pth" and part != "dit":
         check_complete(path)
-        return None  # it is torch that looks into it
+        return None
     if path.is_file() and path.suffix not in WEIGHT_FILES:
         remedy = f"give one of {', '.join(WEIGHT_FILES)}"
         if path.suffix == ".pth":
             remedy = "convert it with tools/convert_checkpoint.py"
-        raise InputError(flag, path, "is no file that weights are read from", remedy)
+        raise InputError(flag, path, "is not in a supported weight format", remedy)
     found = look(path)
     if found.part != part:
         holds = PARTS[found.part] if found.part else "none of Wan's networks"
@@ -343,7 +344,7 @@ def _check_part(flag: str, path: Path, part: str) -> Found | None:
 
 
 def _chosen(part: str, path: Path, kind: str) -> Path:
-    """Checks the chosen text encoder or VAE."""
+    """Checks an explicit text encoder, image encoder or VAE and returns its path."""
     found = _check_part(f"`{part}`", path, part)
     if found is not None and part == "vae" and found.channels != _LATENTS[kind]:
         why = f"has {found.channels} latent channels, and the networks of {kind} have "
@@ -352,7 +353,7 @@ def _chosen(part: str, path: Path, kind: str) -> Path:
 
 
 def _found(search: Search, part: str, kind: str) -> Path | None:
-    """Searches the folder for a part."""
+    """Searches the folder for a component."""
     among = search.all(part)
     if part == "vae":
         among = [one for one in among if one.channels == _LATENTS[kind]]
@@ -361,7 +362,7 @@ def _found(search: Search, part: str, kind: str) -> Path | None:
 
 
 def _tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
-    """Returns the tokenizer's folder, or the text encoder's file if it holds the tokenizer."""
+    """Returns the tokenizer's folder, or the text encoder file if it contains the tokenizer."""
     beside = [] if text_encoder is None else [text_encoder.parent]
     for base in (folder, *beside):
         for name in ("google/umt5-xxl", "tokenizer"):
@@ -371,13 +372,13 @@ def _tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
 
 
 def _sound_encoder(folder: Path) -> Path | None:
-    """Returns the folder of wav2vec2, under its published name or another that begins so."""
+    """Returns the folder of wav2vec2: its published name or any that begins with "wav2vec2"."""
     found = [folder / SOUND_ENCODER, *sorted(folder.glob("wav2vec2*"))]
     return next((path for path in found if (path / "config.json").is_file()), None)
 
 
 def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
-    """Refuses a folder that does not hold the networks of the task."""
+    """Refuses a checkpoint whose networks are not those of the task."""
 
     def networks(kind: str, names: Collection[str]) -> str:
         return f"{'two experts' if len(names) == 2 else 'one network'} for {kind}"
@@ -393,7 +394,7 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
             held = f"{held} (boundary_ratio is null in {PIPELINE_INDEX})"
         needed = networks(preset.kind, preset.experts)
     elif checkpoint.images != preset.images:
-        held = f"a network that looks at {checkpoint.images} images"
+        held = f"a network for {checkpoint.images} input images"
         needed = f"one for {preset.images}"
     else:
         return
@@ -408,7 +409,7 @@ def _file(folder: Path, stem: str) -> Path | None:
 
 
 def _library_part(folder: Path) -> Path | None:
-    """Returns a folder of diffusers or transformers, if it holds (complete) weights."""
+    """Returns a folder of diffusers or transformers if it contains complete weights."""
     return folder if folder.is_dir() and folder_tensors(folder) else None
 
 
@@ -419,14 +420,12 @@ def _find_experts(
     presets: tuple[Preset, ...],
     chosen: Collection[str],
 ) -> dict[str, DitFiles]:
-    """Describes the DiTs that the folder holds, without those that are chosen.
+    """Reads the DiTs of a folder, except for the experts that are given explicitly.
 
     Args:
-        search: Of the folder.
-        folder: The folder.
-        index: That of a Diffusers folder; None for other folders.
-        presets: As in `describe`.
-        chosen: The experts that are chosen.
+        index: None unless the folder is in the layout of diffusers.
+        presets: As in `inspect_checkpoint`.
+        explicit_experts: Experts that are not read from the folder.
     """
     names = EXPERT_FOLDERS if index is None else _DIFFUSERS_FOLDERS
     folders = {expert: folder / sub for expert, sub in names.items() if (folder / sub).is_dir()}
@@ -450,7 +449,7 @@ def _find_experts(
 def _searched_experts(
     search: Search, folder: Path, presets: tuple[Preset, ...], chosen: Collection[str]
 ) -> dict[str, DitFiles]:
-    """Describes DiTs that the folder holds as files of any name; {} where it holds none."""
+    """Reads the DiTs that are in the folder as files of any name; {} if there are none."""
     every = search.all("dit")
     fitting = [one for one in every if any(_fits(one, preset) for preset in presets)] or every
 
@@ -478,7 +477,7 @@ def _searched_experts(
         single = own or single
     found = search.one("dit", single, "dit")
     if found is not None and found.mark is not None and found.mark.noise:
-        raise InputError(f"{found.path}", None, f"says {found.expert} in its name", _HALF)
+        raise InputError(f"{found.path}", None, f"is named as the {found.expert} expert", _HALF)
     return {} if found is None else {"dit": files(found)}
 
 
@@ -487,7 +486,7 @@ def _paths(found: Collection[Found]) -> list[Path]:
 
 
 def _fits(found: Found, preset: Preset) -> bool:
-    """Returns whether a DiT takes what the task gives it."""
+    """Returns whether a DiT has the kind and the image input of the task."""
     theirs = {SOUND: SOUND, FACE: dit_diffusers_name(FACE), CONTROL: CONTROL}
     special = [name for name in theirs if found.shape(name, theirs[name])]
     kind = kind_of(special, found.channels)
@@ -496,7 +495,7 @@ def _fits(found: Found, preset: Preset) -> bool:
 
 
 def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
-    """Describes the network of a folder, or of one file in it."""
+    """Reads the configuration and tensors of a folder's DiT, or of one file in it."""
     found = folder_tensors(folder) if file is None else file_tensors(file)
     if found is None:
         why = "holds no video network (DiT)"
@@ -516,7 +515,7 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
 
 
 def _official(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Gives Animate's tensors the official shapes, which are not those of its Diffusers layout."""
+    """Converts Animate's tensors from the diffusers layout to the official names and shapes."""
     for name in [name for name in tensors if ".linear1_k." in name]:
         keys, values = tensors.pop(name), tensors.pop(name.replace("_k.", "_v."), None)
         if values is None or values.shape != keys.shape:
@@ -554,7 +553,7 @@ _UNSUPPORTED = {
     ".weight_scale": ("of a quantised linear layer", "see `quant_dit_path`"),
     "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
 }
-"""Part of a tensor's name -> what it shows, and what to do."""
-_CONSTANT = re.compile(r"motion_encoder\..*\.kernel$").match  # the same in every file
+"""Part of a tensor's name -> (unsupported feature, remedy)."""
+_CONSTANT = re.compile(r"motion_encoder\..*\.kernel$").match  # a constant, the same in every file
 _CONVOLVED = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
-SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's; attention is dense without it
+SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them

@@ -1,13 +1,13 @@
-"""Loads weights from files into networks: used where they are mapped, or converted and copied.
+"""Loads weights from memory-mapped files into networks, as views or as converted copies.
 
-A network is built on the meta device, where it has no memory, and compared with the headers of its
-files by the names and shapes of all tensors (`Blueprint.check`). Then each tensor gets memory on
-its device, in its final dtype, and its values from the mapped file (`Blueprint.load`, `fill`). On a
-CPU a tensor that is stored as it is computed with gets no memory: it is a view of the file, which
-must not be written (`own` makes a network's tensors its own). The host needs no more memory beside
-the network's own than for a slice of one tensor. A `Sharding` decides which rows a process keeps,
-and an `Adapt` what a tensor is read from: scaled FP8 values, int8 weights, or weights with LoRAs
-merged into them.
+A network is built on the meta device, without memory, and the names and shapes of its tensors are
+compared with the headers of its files (`ModelSpec.check`). Then each tensor is allocated on its
+device in its final dtype and filled from the mapped file (`ModelSpec.load`, `load_weights`). On a
+CPU a tensor that is stored in its final dtype and layout is not allocated: it is a view of the
+file, which must not be written (`materialize_tensors` replaces views by copies). Loading needs host
+memory for the network and a slice of one tensor. A `Sharding` selects the rows that each rank
+loads. A `WeightTransform` changes the sources of tensors: scaled FP8 values, int8 weights, or
+weights merged with LoRAs.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from wan.settings.numerics import keeps_fp32
 from wan.settings.values import shown
 
 _PICKLED = (".pth", ".ckpt")
-_SLICE = 1 << 24  # elements that are copied at a time
-_TILE = 256  # rows whose LoRAs are summed at a time
+_SLICE = 1 << 24  # elements per copy
+_TILE = 256  # rows per LoRA merge
 _FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = {
     **{name: dtype for dtype, name in _FLOATS.items()},
@@ -68,24 +68,24 @@ DTYPES = {
 }
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
-"""Decides a parameter's dtype in memory from its name and its dtype in the file."""
+"""Returns a parameter's dtype in memory from its name and its dtype in the file."""
 
 
 class Sharding(Protocol):
-    """Which rows of each parameter this process keeps (`wan.distributed.fsdp.Sharded`)."""
+    """Selects the rows of each parameter on this rank (`wan.distributed.fsdp.Sharded`)."""
 
     def prepare(self, network: nn.Module) -> None:
-        """Shards a network that has its dtypes but no memory yet (meta device)."""
+        """Shards a network on the meta device, whose parameters have their final dtypes."""
 
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
-        """Returns the tensor that this process keeps of a parameter, and which rows it has."""
+        """Returns this rank's tensor of a parameter, and the rows of the parameter it holds."""
 
 
 class Unsharded:
-    """Every process keeps all rows."""
+    """Every rank holds all rows."""
 
     def prepare(self, network: nn.Module) -> None:
-        """Nothing is sharded."""
+        """Leaves the network as it is."""
 
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
         return parameter, slice(None)
@@ -94,27 +94,27 @@ class Unsharded:
 UNSHARDED = Unsharded()
 N = TypeVar("N", bound=nn.Module)
 Adapt = Callable[[nn.Module, Sources], Sources]
-"""Changes a network on the meta device, or what is read into it: gets the network, which fits its
-files, and a source for each of its tensors, and returns the sources of what the network has on the
-meta device afterwards (and perhaps of more)."""
+"""Changes a network on the meta device, or the sources of its weights. Called with the network and
+a source for each of its tensors; returns sources for all tensors that the network has on the meta
+device afterwards, and possibly more."""
 
 
 def as_stored(_: nn.Module, sources: Sources) -> Sources:
-    """Changes nothing: tensors are loaded as they are stored."""
+    """Returns the sources unchanged."""
     return sources
 
 
 @dataclass
 class Blueprint(Generic[N]):
-    """A network and its files; it is built, compared with the files, and loaded when it is needed.
+    """A network that is built, checked against its files, and loaded on demand.
 
-    `load` returns the network that `check` has built, if it has; each further `load` builds one.
+    The first `load` uses the network that `check` has built; each further `load` builds a new one.
 
     Attributes:
-        label: What a progress bar calls the network.
-        make: Makes the network; torch's default device is then the meta device.
-        tensors: The tensors of the files, under the network's names.
-        origin: The file or folder, for messages.
+        label: The network's name in progress bars.
+        make: Builds the network; called with the meta device as torch's default device.
+        tensors: The tensors in the files, by the network's names.
+        origin: The file or folder, for error messages.
     """
 
     label: str
@@ -124,7 +124,7 @@ class Blueprint(Generic[N]):
     _checked: N | None = field(default=None, init=False)
 
     def check(self) -> None:
-        """Compares the network with the files; InputError names the first tensor that differs."""
+        """Checks the network against the files; InputError names the first tensor that differs."""
         if self._checked is None:
             self._checked = self._built()
 
@@ -136,7 +136,7 @@ class Blueprint(Generic[N]):
         sharding: Sharding = UNSHARDED,
         adapt: Adapt = as_stored,
     ) -> N:
-        """Returns the network for inference, with the weights that this process keeps."""
+        """Returns the network for inference, with this rank's weights."""
         network = self._built() if self._checked is None else self._checked
         self._checked = None
         sources = adapt(network, mapped(self.tensors))
@@ -153,7 +153,7 @@ class Blueprint(Generic[N]):
 
 
 def _compare(network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path) -> None:
-    """Refuses other names or shapes; of a parameter with two names, the first must be there."""
+    """Refuses differing names or shapes; a parameter with two names needs only the first."""
     expected = dict(network.named_parameters())
     known = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     unknown = [info.name for name, info in tensors.items() if name not in known]
@@ -168,7 +168,7 @@ def _compare(network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path
     for name, parameter in expected.items():
         info = tensors[name]
         if info.shape != tuple(parameter.shape):
-            why = f"has shape {list(info.shape)}, the network asks for {list(parameter.shape)}"
+            why = f"has shape {list(info.shape)}, but the network needs {list(parameter.shape)}"
             raise InputError(f"{info.file}: tensor {info.name}", None, why, "download it again")
 
 
@@ -181,18 +181,18 @@ def fill(
     label: str,
     sharding: Sharding = UNSHARDED,
 ) -> None:
-    """Gives memory and values to what a network has on the meta device, for inference.
+    """Allocates and fills all tensors that a network has on the meta device, for inference.
 
-    Buffers keep their dtype, and every process keeps them whole. What stays mapped is read from the
-    disk in the background, if there is memory for all of it; its files are looked at whenever the
-    network, or a module directly inside it, is called.
+    Buffers keep their dtype and are not sharded. Memory-mapped tensors are prefetched from disk in
+    the background if the memory suffices; each call of the network or one of its children first
+    checks that their files are unchanged.
     """
     for name, parameter in network.named_parameters():
         if parameter.is_meta:
             parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))  # still meta
     sharding.prepare(network.eval().requires_grad_(False))
     empty = {name for name, tensor in tensors_of(network).items() if tensor.is_meta}
-    for module in reversed(list(network.modules())):  # a sharded one looks at what is inside it
+    for module in reversed(list(network.modules())):  # a sharded module reads its children
         if all(tensor.is_meta for tensor in tensors_of(module, recurse=False).values()):
             module.to_empty(device=device, recurse=False)
     kept = {
@@ -217,16 +217,14 @@ def copy(
     rows: slice = slice(None),
     done: Callable[[int], object] = int,
 ) -> None:
-    """Copies rows of a source into the tensor that keeps them, a slice at a time.
+    """Copies rows of a source into a tensor, slice by slice.
 
     Args:
-        target: The tensor that keeps the rows.
-        source: Where the values come from.
-        rows: Which rows of the source.
-        done: Is called with the bytes of each slice.
+        target: Has as many rows as `rows` selects.
+        on_progress: Called with the bytes of each slice.
 
     Raises:
-        FileChangedError: The source's file is not what it was when it was mapped.
+        FileChangedError: The source's file has changed since it was mapped.
     """
     source.check()
     start, stop, _ = rows.indices(source.shape[0])
@@ -234,22 +232,22 @@ def copy(
     for first in range(start, stop, step):
         last = min(first + step, stop)
         part = target[first - start : last - start]
-        # Brought over as it is stored and converted there: a CPU takes longer than the link. From
-        # memory that is not pinned the call returns when the values have been taken.
+        # Moved in the stored dtype and converted on the device: converting on a CPU takes longer
+        # than the transfer. From unpinned memory the call returns after the values were read.
         part.copy_(source.read(slice(first, last)).to(part.device, non_blocking=True))
         done(part.nbytes)
 
 
 def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
-    """Returns the tensors of one network in a file or folder; no weight is read.
+    """Returns the tensors of one network in a file or folder, without reading weights.
 
     Args:
         path: A `.pth` or `.ckpt` of plain tensors (never unpickled as code), a `.safetensors` or
             `.gguf` file, or a folder in the layout of diffusers or transformers.
-        rename: Makes the network's name of a tensor.
+        rename: Maps a stored name to the network's name.
 
     Raises:
-        InputError: The path is something else, or damaged.
+        InputError: The path is not one of these, or is damaged.
     """
     if path.suffix in _PICKLED:
         state = in_pth(path)
@@ -269,14 +267,14 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
 def in_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Returns tensors of a file by name, as views of mapped memory that must not be written.
 
-    The format's own library maps it writable, which Linux refuses for a file larger than memory.
+    The `safetensors` library maps files writable, which Linux refuses for files larger than memory.
     """
     places = safetensors_places(file)
     return _views(file, {name: places[name] for name in names})
 
 
 def in_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
-    """Returns tensors of a file by name, as such views; quantised ones are uint8 [bytes]."""
+    """Returns tensors of a file by name, as read-only views; quantized ones are uint8 [bytes]."""
     places = {}
     for info in tensors:
         plain = info.dtype not in GGUF
@@ -286,11 +284,11 @@ def in_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
 
 
 def _views(file: Path, places: Mapping[str, tuple[str, list[int], int]]) -> dict[str, Tensor]:
-    """Maps a file, and returns the tensors of these dtypes and shapes that begin there."""
+    """Maps a file and returns views at the given locations: name -> (dtype, shape, offset)."""
     with file.open("rb") as opened:
         memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     found = {}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of what is not written
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # memory is read-only
         for name, (dtype, shape, start) in places.items():
             of = {"dtype": DTYPES[dtype], "count": prod(shape), "offset": start}
             found[name] = torch.frombuffer(memory, **of).view(shape)
@@ -298,10 +296,10 @@ def _views(file: Path, places: Mapping[str, tuple[str, list[int], int]]) -> dict
 
 
 def in_pth(path: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a file, or of its entry `state_dict`; it is never run as code.
+    """Returns all tensors of a file, or of its entry `state_dict`, without unpickling code.
 
     Raises:
-        InputError: It holds something else.
+        InputError: The file contains anything but tensors.
     """
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -312,12 +310,12 @@ def in_pth(path: Path) -> dict[str, Tensor]:
         why = f"cannot be read ({shown(error, str)})"
         raise InputError(f"{path}", None, why, "download it again") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]  # of training code, with what else a run has
+        state = state["state_dict"]  # training code saves its state too
     entries: Iterable[tuple[Any, Any]]
     entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
     for name, value in entries:
         plain = isinstance(name, str) and type(value) in (Tensor, nn.Parameter)
-        # A view may ask for more memory than the file has.
+        # A damaged view may extend past the end of its storage.
         if not (
             plain
             and value.layout == torch.strided
@@ -330,7 +328,7 @@ def in_pth(path: Path) -> dict[str, Tensor]:
 
 
 def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """Maps tensors into memory; each file is opened once."""
+    """Maps tensors into memory, opening each file once."""
     by_file: dict[Path, list[str]] = {}
     for name, info in tensors.items():
         if not info.parts:
@@ -376,13 +374,13 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
 
 
 def _source(view: Tensor, file: MappedFile | None = None) -> Source:
-    """Makes a source of a view of a mapped file, which reads the rows that it is asked for."""
+    """Returns a source that reads rows of a view of a mapped file."""
     view = view.reshape(1) if view.dim() == 0 else view
     return Source(view.dtype, tuple(view.shape), view.__getitem__, view, file)
 
 
 def _scaled(stored: Source, scale: Source) -> Source:
-    """Multiplies FP8 or int8 values by their scale, one number or one for each row, in float32."""
+    """Returns a source of FP8 or int8 values times their scale (per tensor or row), float32."""
     factors, one = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
 
     def read(rows: slice) -> Tensor:
@@ -393,7 +391,7 @@ def _scaled(stored: Source, scale: Source) -> Source:
 
 
 def _nvfp4(stored: Source, scale: Source, blocks: Source) -> Source:
-    """Dequantises rows of NVFP4."""
+    """Returns a source that dequantizes NVFP4."""
     rows, columns = stored.shape[0], 2 * stored.shape[1]
     one = scale.read(slice(None)).float()
 
@@ -406,7 +404,7 @@ def _nvfp4(stored: Source, scale: Source, blocks: Source) -> Source:
 
 
 def _dequantised(stored: Tensor, info: TensorInfo, file: MappedFile) -> Source:
-    """Dequantises the blocks that hold the rows; a tensor of other rows was flattened."""
+    """Returns a source that dequantizes GGUF; blocks may span rows, if the tensor was flattened."""
     values, size = GGUF[info.dtype]
     columns, blocks = prod(info.shape[1:]), stored.view(-1, size)
 
@@ -422,7 +420,7 @@ def _dequantised(stored: Tensor, info: TensorInfo, file: MappedFile) -> Source:
 
 
 def kept_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """Returns the buffers of the layers that stay as stored, from layer -> its weight."""
+    """Returns sources of the buffers of weight-only quantized layers, from layer -> weight."""
     infos = {f"{layer}.weight": as_bytes(info) for layer, info in kept.items()}
     scales = {f"{layer}.weight_scale": i.scale for layer, i in kept.items() if i.dtype in FP8}
     sources = mapped(infos | {name: info for name, info in scales.items() if info is not None})
@@ -434,11 +432,11 @@ def kept_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
 
 
 def lora_sources(pairs: Mapping[str, Sequence[Change]], dtype: torch.dtype) -> dict[str, Source]:
-    """Returns the buffers of low-rank changes that are computed beside a kept weight.
+    """Returns sources of the low-rank factors of weight-only quantized layers.
 
     Args:
-        pairs: Layer -> the changes of its weight, which have no `full`.
-        dtype: What the factors are rounded to, once.
+        deltas_by_layer: Low-rank deltas of each layer's weight.
+        dtype: The factors are rounded to it once.
     """
     infos = {
         f"{layer}.{index}.{part}": info
@@ -450,7 +448,7 @@ def lora_sources(pairs: Mapping[str, Sequence[Change]], dtype: torch.dtype) -> d
     read, found = mapped(infos), {}
 
     def values(layer: str, part: str, rows: slice) -> Tensor:
-        """All ups are columns of one matrix, and all downs rows of another."""
+        """Returns rows of all ups concatenated along dim 1, or all downs along dim 0."""
         tensors = []
         for index, change in enumerate(pairs[layer]):
             one = (
@@ -482,15 +480,13 @@ def _check_finite(values: Tensor, changes: Sequence[Change]) -> None:
 
 
 def merged(sources: Sources, loras: Sequence[Lora], beside: Collection[str] = ()) -> Sources:
-    """Merges LoRAs into weights while they are loaded; float32 where something is added.
+    """Returns sources that merge LoRAs into weights on reading; merged weights are float32.
 
-    Tiles of rows begin at multiples of the tile, wherever a process's own rows begin, and are
-    summed in float64. So every sharding has the same bits: the exact sum, rounded once.
+    Rows are summed in float64 in tiles that begin at multiples of the tile size, wherever a rank's
+    rows begin. So the sum is rounded once and its bits do not depend on the sharding.
 
     Args:
-        sources: The weights by name.
-        loras: What is added to them.
-        beside: The names of those that are left as they are.
+        skipped_names: Weights that are not changed.
     """
     changes = {name: c for name, c in changes_of(loras).items() if name not in beside}
     infos = {
@@ -514,7 +510,7 @@ def merged(sources: Sources, loras: Sequence[Lora], beside: Collection[str] = ()
 def _summed(
     base: Source, changes: Sequence[Change], values: Callable[[TensorInfo, slice], Tensor]
 ) -> Source:
-    """Adds changes to a source; `values` reads rows of a LoRA's tensor in float64."""
+    """Adds deltas to a source; `read_values` reads rows of a LoRA's tensor in float64."""
 
     def tile(start: int) -> Tensor:
         rows = slice(start, min(start + _TILE, base.shape[0]))
@@ -541,18 +537,18 @@ def _summed(
 
 
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
-    """Decides the dtype that each DiT parameter is kept in.
+    """Returns the rule for the dtypes of a DiT's parameters.
 
     Args:
-        compute: The dtype of the blocks' matrix products.
-        convert_all: Everything is kept in it, as `convert_model_dtype` asks. Otherwise what the
-            official code computes in float32 stays float32.
+        compute_dtype: The dtype of the blocks' matrix products.
+        convert_all: All parameters have it (`convert_model_dtype`). Otherwise parameters that the
+            official code computes with in float32 stay float32.
     """
     return lambda name, _: torch.float32 if keeps_fp32(name) and not convert_all else compute
 
 
 def int8_sources(export: Export, dtype: torch.dtype) -> dict[str, Source]:
-    """Returns the buffers of an export's int8 layers, scales and biases rounded to a dtype."""
+    """Returns sources of the buffers of int8 layers, with scales and biases rounded to a dtype."""
     layers = export.linears.items()
     infos = {f"{name}.{part}": i for name, layer in layers for part, i in layer.tensors.items()}
     sources = mapped(infos)
@@ -565,7 +561,7 @@ def int8_sources(export: Export, dtype: torch.dtype) -> dict[str, Source]:
 
 
 def _rounded(stored: Source, dtype: torch.dtype) -> Source:
-    """Rounds a vector, or a column as a vector, to a dtype."""
+    """Returns a source that rounds a vector or a column to a dtype, as a vector."""
     read = stored.read
     shape, file = stored.shape[:1], stored.file
     return Source(dtype, shape, lambda rows: read(rows).reshape(-1).to(dtype), file=file)
@@ -575,10 +571,11 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotations(quantised: QuantisedDit) -> dict[tuple[str, int], Rotation]:
-    """Returns (expert, block index) -> the exported FP8 rotations of queries and keys, [D,D].
+    """Loads the exported rotations of queries and keys for FP8 attention, [D,D] on the CPU.
 
-    They are on the CPU. Without any entry for attention there are none; otherwise the layers that
-    have no entry are computed in the run's dtype.
+    Returns:
+        (expert, block index) -> rotations; layers without an entry run attention in the run's
+        dtype.
     """
     layers = {
         (expert, index): layer.tensors

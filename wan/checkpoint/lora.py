@@ -1,8 +1,8 @@
-"""LoRA and difference files: which tensors change which parameter, found without reading weights.
+"""Maps the tensors of LoRA and difference files to a network's parameters, from headers alone.
 
-A file holds low-rank pairs (W + strength * alpha / rank * up @ down), whole differences, or both,
-in any of the NAMINGS. A file with a tensor that belongs to no parameter is refused, because a
-tensor that is silently dropped makes a video that is silently wrong.
+A file holds low-rank pairs (W + strength * alpha / rank * up @ down), full weight differences, or
+both, in any of the NAMINGS. A file with a tensor that fits no parameter is refused: ignoring the
+tensor would silently change the video.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from wan.settings.values import shown
 
 
 class Naming(NamedTuple):
-    """How some program names the tensors of a layer.
+    """A program's names for the LoRA tensors of a layer.
 
     Attributes:
-        program: Who writes such files.
-        prefix: What precedes the layer's name.
-        down: What follows the layer's name in the name of the factor [rank, columns].
-        up: The same of the factor [rows, rank].
-        bias: The same of a bias that is scaled as the pair is; None where there is none.
+        program: The programs that write such files.
+        prefix: Precedes the layer's name.
+        down: Suffix of the factor [rank, columns].
+        up: Suffix of the factor [rows, rank].
+        bias: Suffix of a bias that is scaled like the pair; None if there is none.
     """
 
     program: str
@@ -73,8 +73,8 @@ NAMINGS = (
     Naming("parameters without a module", "", ".lora_A", ".lora_B"),
     Naming("parameters without a module", "", ".lora_down", ".lora_up"),
 )
-"""Prefixes may be repeated, and come with the ends of every row. A layer has its official or its
-diffusers name, with dots or with underscores."""
+"""Prefixes may be repeated, and occur with the suffixes of any row. A layer has its official or its
+diffusers name, with dots or underscores."""
 DIFFERENCES = {
     ".diff": "weight",
     ".w_norm": "weight",
@@ -82,9 +82,9 @@ DIFFERENCES = {
     ".b_norm": "bias",
     ".diff_m": "modulation",
 }
-"""What follows a layer's name -> the parameter that a whole difference is added to."""
+"""Suffix of a full difference -> the parameter to which it is added."""
 _PREFIXES = [row.prefix for row in NAMINGS if row.prefix]
-_ENDS = {  # what follows a layer's name -> what the tensor is
+_ENDS = {  # suffix -> kind of tensor
     **{row.down: "down" for row in NAMINGS},
     **{row.up: "up" for row in NAMINGS},
     **{end: f"difference of the {part}" for end, part in DIFFERENCES.items()},
@@ -104,12 +104,12 @@ _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
 _RELIGHTING = "use_relighting_lora"
 _RELIGHTING_FILES = ("relighting_lora.ckpt", "relighting_lora/adapter_model.safetensors")
-_MOST = 1e6  # of a strength or an alpha; what is larger is damaged and may overflow
+_MOST = 1e6  # of a strength or an alpha; larger ones may overflow
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a file adds to one parameter: factor * up @ down, or factor * full."""
+    """A weight delta of one parameter: factor * up @ down, or factor * full."""
 
     factor: float
     up: TensorInfo | None = None
@@ -118,16 +118,17 @@ class Change:
 
     @property
     def rank(self) -> int:
-        """The rank of up @ down; 0 where there is none."""
+        """The rank of up @ down; 0 for a full difference."""
         return 0 if self.down is None else self.down.shape[0]
 
 
 @dataclass(frozen=True)
 class Lora:
-    """A file and what it adds to each parameter of one network.
+    """A file and its weight deltas for one network.
 
     Attributes:
-        mark: The part of its name that states the network; "" where a flag does.
+        deltas: By parameter name.
+        tag: The expert tag in the file's name that selected the network; "" if a flag did.
     """
 
     file: Path
@@ -138,14 +139,14 @@ class Lora:
 
 @dataclass(frozen=True)
 class Named:
-    """A file and its strength, as `FILE=STRENGTH`."""
+    """A LoRA file and its strength, given as `FILE=STRENGTH`."""
 
     file: Path
     strength: float = 1.0
 
 
 def named(text: str) -> Named:
-    """Splits `FILE=STRENGTH` at its last "=", unless no number follows it.
+    """Splits `FILE=STRENGTH` at the last "="; without a number after it, all of it is the file.
 
     Raises:
         InputError: The strength is "nan", infinite or absurdly large.
@@ -164,7 +165,7 @@ def named(text: str) -> Named:
 
 
 def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
-    """Returns the files of the settings `Loras` by the network they change, "both" for every one.
+    """Returns the files of the settings `Loras` by network; "both" are for all networks.
 
     Raises:
         InputError: A folder of `lora_dir` lacks a file, or a strength is not finite.
@@ -184,7 +185,7 @@ def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
 
 
 def _in_folder(one: Named, folder: Path) -> Named:
-    """Returns where a file is: where it is said to be, or in ComfyUI's folder `loras`."""
+    """Looks up a file that does not exist as given in ComfyUI's folder `loras`."""
     file, here = Path(os.path.abspath(one.file)), Path.cwd()
     there = folder / "loras" / (file.relative_to(here) if file.is_relative_to(here) else file.name)
     return Named(there, one.strength) if not one.file.exists() and there.is_file() else one
@@ -193,13 +194,13 @@ def _in_folder(one: Named, folder: Path) -> Named:
 def _place_by_name(
     files: Mapping[str, tuple[Named, ...]],
 ) -> tuple[dict[str, tuple[Named, ...]], dict[Path, ExpertMark]]:
-    """Gives each file whose name states an expert, as published pairs do, to that expert alone.
+    """Assigns files whose names have an expert tag, as in published pairs, to that expert only.
 
     Returns:
-        The files of each network, and the marks of those of "both" that were given to one expert.
+        The files of each network, and the tags of the files that were moved out of "both".
 
     Raises:
-        InputError: A name contradicts the flag, or only one file of a pair states its expert.
+        InputError: A name contradicts the flag, or only one file of a pair has an expert tag.
     """
     marks = find_experts({one.file for ones in files.values() for one in ones})
     placed: dict[str, tuple[Named, ...]] = dict.fromkeys(files, ())
@@ -215,7 +216,7 @@ def _place_by_name(
             else:
                 if network != mark.expert and (mark.in_name or mark.noise):
                     remedy = f"give it with `{_FLAGS[mark.expert]}`, or rename it"
-                    why = f"says {mark.expert} in its name"
+                    why = f"is named as the {mark.expert} expert"
                     raise InputError(f"`{_FLAGS[network]}`", one.file, why, remedy)
                 placed[network] += (one,)
     for one in placed["both"]:
@@ -224,14 +225,14 @@ def _place_by_name(
 
 
 def _holds_both_experts(file: Path) -> bool:
-    """Returns whether a file has tensors of each expert, whatever its name states."""
+    """Returns whether a file has tensors of both experts."""
     if not file.is_file() or file.suffix != ".safetensors":
         return False
     return len({name.startswith(_SECOND) for name in safetensors_header(file)}) == 2
 
 
 def _check_twin(file: Path, counted: Mapping[Path, ExpertMark]) -> None:
-    """Refuses a file for both experts whose name is that of one expert's file without the mark."""
+    """Refuses a file for both experts whose name equals an expert's file name without its tag."""
 
     def squeeze(name: str) -> str:
         return re.sub(r"[\W_]+", "", name.lower())
@@ -243,18 +244,18 @@ def _check_twin(file: Path, counted: Mapping[Path, ExpertMark]) -> None:
     }
     if len(halves) == 1:
         (expert, other) = next(iter(halves.items()))
-        why = f"does not say its expert, and {other.name} says {expert}"
+        why = f"has no expert in its name, and {other.name} is named as the {expert} expert"
         remedy = "give each with `lora_high_noise` or `lora_low_noise`"
         raise InputError("`lora`", file, why, remedy)
 
 
 def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> Iterator[str]:
-    """Yields what is merged into each network, and what is probably a mistake.
+    """Yields log lines: the LoRAs of each network, and probable mistakes.
 
     Args:
-        loras: As `resolve` returns them.
-        kind: That of the task, such as "t2v".
-        distilled: Whether a recipe is used, whose LoRAs come for every expert.
+        loras: By network.
+        kind: The task's, such as "t2v".
+        distilled: A recipe is used whose LoRAs are published for each expert.
     """
     for network, ones in loras.items():
         for one in ones:
@@ -266,17 +267,17 @@ def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> 
         said = re.findall(r"(?<![a-z])(?:ti2v|t2v|i2v|flf2v)(?![a-z])", file.stem.lower())
         kinds = {kind, {"i2v": "flf2v", "vace": "t2v"}.get(kind, kind)}
         if said and not kinds & {*said}:
-            yield f"{file} says {said[0]} in its name, but the task is a {kind} one."
+            yield f"{file} has {said[0]} in its name, but the task is a {kind} one."
     without = [network for network, ones in loras.items() if not ones]
     if distilled and without and len(without) < len(loras):
         yield (
-            f"The {without[0]} expert has no LoRA, but the recipe is of a pair; give its file with "
+            f"The {without[0]} expert has no LoRA, but the recipe has a pair; give its file with "
             f"`lora_{without[0]}`."
         )
 
 
 def _notices_of_names(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
-    """Yields which files went to one expert because of their names, and which may belong to one."""
+    """Yields log lines on files assigned to one expert by name, and on ambiguous names."""
     files = {network: {one.file for one in ones} for network, ones in loras.items()}
     shared = files["high_noise"] & files["low_noise"]
     for network, other in (EXPERTS, EXPERTS[::-1]):
@@ -298,7 +299,7 @@ def _notices_of_names(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
 
 
 def _relighting(folder: Path) -> Path:
-    """Returns the file of a checkpoint of Animate that fits a character to a scene's light."""
+    """Returns the relighting LoRA of an Animate checkpoint."""
     found = next((folder / name for name in _RELIGHTING_FILES if (folder / name).is_file()), None)
     if found is None:
         why = f"needs {' or '.join(_RELIGHTING_FILES)}, which {folder} lacks"
@@ -307,20 +308,21 @@ def _relighting(folder: Path) -> Path:
 
 
 def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
-    """Finds what the files of the settings `Loras` add to each network of a checkpoint.
+    """Reads the headers of the files of the settings `Loras` for each network of a checkpoint.
 
     Raises:
-        InputError: A file does not fit the network, or cannot be read; or settings exclude LoRAs.
+        InputError: A file does not fit the network or cannot be read, or other settings exclude
+            LoRAs.
     """
     given = [flag for flag in options(Loras) if values.get(flag)]
     files = named_files(values)
     if not given:
         return {}
     what = f"`{given[0]}`"
-    if checkpoint.folder is None:  # published sizes are planned for, which a LoRA does not change
+    if checkpoint.folder is None:  # a plan from published sizes; LoRAs do not change them
         return {}
     if values.get("quant_dit_path") is not None:
-        why = "changes weights, but those of `quant_dit_path` are quantised already"
+        why = "changes weights, but those of `quant_dit_path` are already quantised"
         raise InputError(what, None, why, "quantise them with tools/quantize_dit.py --lora")
     if values.get(_RELIGHTING):
         files["both"] += (Named(_relighting(checkpoint.folder)),)
@@ -357,7 +359,7 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
 
 
 class _FactorReader:
-    """Reads the headers of one file, for one network of a checkpoint."""
+    """Reads the header of one LoRA file, for one network of a checkpoint."""
 
     def __init__(self, given: Named, checkpoint: Checkpoint, expert: str) -> None:
         self.path, self.strength, self.expert = given.file, given.strength, expert
@@ -375,7 +377,7 @@ class _FactorReader:
         return InputError("LoRA", self.path, why, remedy)
 
     def read(self) -> Lora:
-        """Returns all that the file adds to the network."""
+        """Returns the file's weight deltas for the network."""
         layers = self.layers()
         alphas = {layer: kinds["alpha"] for layer, kinds in layers.items() if "alpha" in kinds}
         for info in alphas.values():
@@ -384,7 +386,7 @@ class _FactorReader:
         if alphas and self.path.suffix == ".ckpt":
             raise self.refusal("holds alphas, which are read from .safetensors only", "convert it")
         scalars = safetensors_scalars(self.path, [info.name for info in alphas.values()])
-        # PEFT's settings of the scale count where no layer has an alpha of its own.
+        # PEFT's scale settings apply only to files without alphas.
         for_two = any(name.startswith(_SECOND) for name in self.header)
         prefix = _SECOND if for_two and self.expert == "low_noise" else _FIRST
         stated = read_peft_settings(self.path, prefix)
@@ -397,7 +399,7 @@ class _FactorReader:
         return Lora(self.path, self.strength, {name: tuple(c) for name, c in changes.items()})
 
     def layers(self) -> dict[str, dict[str, TensorInfo]]:
-        """Finds the official layer of every tensor: layer -> what the tensor is -> tensor."""
+        """Groups the file's tensors by official layer name, then by kind (`_SUFFIX_KINDS`)."""
         for_two = any(name.startswith(_SECOND) for name in self.header)
         if for_two and self.expert == "dit":
             remedy = "this checkpoint has one network"
@@ -417,10 +419,10 @@ class _FactorReader:
                 continue
             end = next((end for end in _ENDS if name.endswith(end)), None)
             if end is None and name.endswith((".weight", ".bias", ".modulation")):
-                why = f"holds {name}: whole weights, not differences"
+                why = f"holds {name}: full weights, not differences"
                 raise self.refusal(why, "give such a file as a checkpoint (`ckpt_dir`)")
             if end is None:
-                why = f"holds {name}, which is no part of a LoRA that is known"
+                why = f"holds {name}, which is not a known LoRA tensor"
                 raise self.refusal(why, "convert it to one of the namings of docs/few_step.md")
             stem = name.removesuffix(end).replace(".processor.", ".")
             while prefix := next((p for p in _PREFIXES if stem.startswith(p)), None):
@@ -439,13 +441,13 @@ class _FactorReader:
     def changes(
         self, layer: str, tensors: Mapping[str, TensorInfo], alpha: Any, stabilised: bool
     ) -> Iterator[tuple[str, Change]]:
-        """Yields what is added to each parameter of a layer.
+        """Yields (parameter name, weight delta) for a layer.
 
         Args:
-            layer: Its official name.
-            tensors: What each of its tensors is -> the tensor.
-            alpha: What the pair is multiplied by, over its rank; None: the rank.
-            stabilised: It is divided by the root of the rank (rsLoRA).
+            layer: Official name.
+            tensors: The layer's tensors by kind (`_SUFFIX_KINDS`).
+            alpha: The pair is scaled by alpha / rank; None: by 1.
+            use_rslora: Scale by alpha / sqrt(rank) instead.
         """
         for kind, info in tensors.items():
             if info.dtype not in FLOATS and kind != "alpha":
@@ -463,10 +465,10 @@ class _FactorReader:
             scale = alpha / (math.sqrt(rank) if stabilised else rank)
             yield f"{layer}.weight", Change(scale * self.strength, up=up, down=down)
         elif half := up or down:
-            raise self.refusal(f"has {half.name}, but not its other half", "it is damaged")
+            raise self.refusal(f"has {half.name}, but not the other factor", "it is damaged")
         elif "bias" in tensors or tensors.keys() == {"alpha"}:
             lone = tensors.get("bias") or tensors["alpha"]
-            raise self.refusal(f"has {lone.name}, but nothing that it belongs to", "it is damaged")
+            raise self.refusal(f"has {lone.name}, but no LoRA for this layer", "it is damaged")
         whole = {f"difference of the {part}": part for part in DIFFERENCES.values()}
         for kind, part in {**whole, "bias": "bias"}.items():
             if kind in tensors:
@@ -482,7 +484,10 @@ class _FactorReader:
                 yield name, Change(factor * self.strength, full=info)
 
     def check_pair(self, up: TensorInfo, down: TensorInfo, name: str) -> None:
-        """Rows of `up` by columns of `down`, over a shared rank; further axes of `up` are 1."""
+        """Refuses a pair that does not fit the parameter.
+
+        `up` is [rows, rank, 1, ...], `down` is [rank, columns...].
+        """
         shape = self.parameters.get(name, ())
         fits = bool(shape) and len(up.shape) >= 2 and len(down.shape) >= 2 and prod(down.shape) > 0
         fits = fits and up.shape[1] == down.shape[0] and prod(up.shape[2:]) == 1
@@ -495,19 +500,19 @@ class _FactorReader:
 def _header(path: Path) -> dict[str, TensorInfo]:
     if path.suffix == ".safetensors":
         return safetensors_header(path)
-    from wan.checkpoint.load import stored  # which imports torch, and this module
+    from wan.checkpoint.load import stored  # imports torch and, circularly, this module
 
     return stored(path, str)
 
 
 def _spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Returns every name of a layer, without a prefix -> the official one."""
+    """Returns all spellings of layer names, without prefixes -> the official name."""
     found: dict[str, str] = {}
     for name in parameters:
         official, _, end = name.rpartition(".")
         theirs = dit_diffusers_name(name)
         names = [official, theirs.removesuffix(f".{end}") if end != "modulation" else official]
-        if names[1].endswith(".to_out.0"):  # diffusers' attention processors: to_out_lora
+        if names[1].endswith(".to_out.0"):  # diffusers' attention processors have to_out_lora
             names.append(names[1].removesuffix(".0"))
         for spelling in names:
             found[spelling] = found[spelling.replace(".", "_")] = official
@@ -515,7 +520,7 @@ def _spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
 
 
 def changes_of(loras: Sequence[Lora]) -> dict[str, list[Change]]:
-    """Returns what all LoRAs of a network add to each parameter."""
+    """Returns the weight deltas of all LoRAs of a network by parameter name."""
     changes: dict[str, list[Change]] = {}
     for lora in loras:
         for name, added in lora.changes.items():
@@ -524,7 +529,7 @@ def changes_of(loras: Sequence[Lora]) -> dict[str, list[Change]]:
 
 
 def record(loras: Mapping[str, Sequence[Lora]]) -> dict[str, Any]:
-    """Returns each network's files, strengths and fingerprints, for the JSON record."""
+    """Returns the files, strengths and fingerprints of each network, for the JSON record."""
     return {
         network: [
             {

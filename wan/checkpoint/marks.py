@@ -1,11 +1,11 @@
-"""What lies beside quantised weights in safetensors files: their scales, and marks of the format.
+"""Reads the scales and format metadata of quantized weights in safetensors files.
 
-- ComfyUI writes JSON beside each layer, as bytes of a tensor `X.comfy_quant`, or once for all in
-  the file's metadata (`_quantization_metadata`; its QUANTIZATION.md). Older files have scales alone
-  (`X.scale_weight`), or FP8 values without any.
-- NVIDIA's ModelOpt writes scales alone (`X.weight_scale`).
+- ComfyUI writes a layer's format as JSON in the bytes of a tensor `X.comfy_quant`, or all formats
+  in the file's metadata (`_quantization_metadata`; see its QUANTIZATION.md). Older files have only
+  scales (`X.scale_weight`), or FP8 values without scales.
+- NVIDIA's ModelOpt writes only scales (`X.weight_scale`).
 
-Scales of a layer's input are passed over: where products run in FP8 here, each token has its own.
+Static scales of a layer's input are ignored: FP8 matrix products use dynamic scales per token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from wan.settings.values import shown
 _FORMATS = {"float8_e4m3fn": "F8_E4M3", "int8_tensorwise": "I8", "nvfp4": "U8"}
 """ComfyUI's format -> the dtype of the stored tensor."""
 _MARK, _ALL = ".comfy_quant", "_quantization_metadata"
-_LONGEST = 1 << 12  # bytes of a mark
+_LONGEST = 1 << 12  # bytes of a layer's format
 _SCALES = (".scale_weight", ".weight_scale")
 _PASSED_OVER = ("scaled_fp8", ".scale_input", ".input_scale", _MARK, "spiece_model")
 _AGAIN = "download it again"
@@ -42,37 +42,37 @@ _AGAIN = "download it again"
 def network_tensors(
     tensors: Mapping[str, TensorInfo], rename: Callable[[str], str]
 ) -> dict[str, TensorInfo]:
-    """Returns the tensors of one network under other names, quantised weights with their scales.
+    """Attaches scales to quantized weights and renames the tensors of one network.
 
     Args:
-        tensors: By their names in the files.
-        rename: Makes the other name.
+        tensors: By stored name.
+        rename: Maps a stored name to the network's name.
 
     Raises:
-        InputError: A tensor is stored in no known way, or two have one name.
+        InputError: A tensor has an unsupported format, or two tensors get the same name.
     """
     renamed: dict[str, TensorInfo] = {}
     for name, info in _with_scales(tensors).items():
         scaled = info.dtype == "I8" and info.scale is not None
         if info.dtype not in (*FLOATS, *FP8, *GGUF, NVFP4) and not scaled:
-            why = f"is stored as {info.dtype}, and quantised weights are not supported there"
+            why = f"is stored as {info.dtype}, which is not supported for this weight"
             remedy = f"give weights in one of {', '.join(FLOATS)}"
             raise InputError(f"{info.file}: {name}", None, why, remedy)
         twin = renamed.setdefault(rename(name), info)
         if twin is not info:
-            why = f"has {name} again, which is {twin.name} there"
+            why = f"has both {name} and {twin.name}, which are the same tensor"
             raise InputError(f"{info.file}", None, why, _AGAIN)
     return renamed
 
 
 def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Joins weights and their scales, and drops what is passed over."""
+    """Attaches scales to their weights, and drops ignored tensors."""
     found = {name: i for name, i in tensors.items() if not name.endswith(_PASSED_OVER)}
     marks = _marks(tensors)
     for layer, mark in marks.items():
         own = found.get(f"{layer}.weight")
         if own is None:
-            continue  # of a layer that has another name where its mark is in the metadata
+            continue  # the file's metadata may name layers differently
         form = mark.get("format")
         if not isinstance(form, str) or form not in _FORMATS or mark.get("convrot"):
             what = "int8 of rotated weights" if form in [*_FORMATS] else shown(form)
@@ -91,7 +91,7 @@ def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         own = found.get(f"{layer}.weight")
         known = own is not None and (own.dtype in FP8 or (own.dtype == "I8" and layer in marks))
         if own is None or own.scale is not None or not known:
-            continue  # refused under its own name
+            continue  # the caller refuses the unknown tensor
         info = found.pop(name)
         if prod(info.shape) not in (1, *own.shape[:1]) or info.dtype not in FLOATS:
             what = f"{info.file}: {name} {list(info.shape)} {info.dtype}"
@@ -102,7 +102,7 @@ def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _nvfp4(found: dict[str, TensorInfo], layer: str, own: TensorInfo) -> TensorInfo:
-    """Joins two values in each byte, a scale for 16 values in FP8, and one for all."""
+    """Attaches the FP8 scale per 16 values and the scale of the tensor to an NVFP4 weight."""
     each, whole = (found.pop(f"{layer}.{n}", None) for n in ("weight_scale", "weight_scale_2"))
     rows, columns = (*own.shape, 1)[0], 2 * prod(own.shape[1:])
     tiles = -(-rows // 128) * 128 * -(-(columns // 16) // 4) * 4
@@ -115,7 +115,7 @@ def _nvfp4(found: dict[str, TensorInfo], layer: str, own: TensorInfo) -> TensorI
 
 
 def _marks(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
-    """Returns what files say of their layers."""
+    """Returns the formats that files state for their layers: layer -> JSON object."""
     found: dict[str, dict[str, Any]] = {}
     by_file: dict[Path, list[str]] = {}
     for name, info in tensors.items():
@@ -146,5 +146,5 @@ def _mark(what: str, dtype: str, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         mark = None
     if not isinstance(mark, dict):
-        raise InputError(what, None, f"is no mark ({shown(text[:40])})", _AGAIN)
+        raise InputError(what, None, f"is no JSON object ({shown(text[:40])})", _AGAIN)
     return mark

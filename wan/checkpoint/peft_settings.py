@@ -1,4 +1,4 @@
-"""The settings that PEFT or diffusers write with a LoRA, and which of them are refused.
+"""Reads the settings that PEFT or diffusers store with a LoRA, and refuses unsupported ones.
 
 PEFT itself is the tests' oracle and is not used here.
 """
@@ -13,15 +13,15 @@ from wan.checkpoint.files import read_json, safetensors_metadata
 from wan.settings.errors import InputError
 from wan.settings.values import shown
 
-_CONFIG = "adapter_config.json"  # PEFT's, beside adapter_model.safetensors
-_METADATA = "lora_adapter_metadata"  # the same in the metadata that diffusers writes
+_CONFIG = "adapter_config.json"  # PEFT's, in the folder of adapter_model.safetensors
+_METADATA = "lora_adapter_metadata"  # the same settings in diffusers' metadata
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of PEFT's `init_lora_weights` (0.21) that leave the base weights as they are."""
+"""Values of PEFT's `init_lora_weights` (0.21) that do not change the base weights."""
 _CHANGE_NOTHING = (
     *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "runtime_config"),
     *("use_rslora", "lora_bias"),
 )
-"""Settings of PEFT that are read elsewhere, or belong to a value of `init_lora_weights`."""
+"""Settings of PEFT that other code reads, or that belong to a value of `init_lora_weights`."""
 _CHANGE_RESULTS = (
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -29,19 +29,18 @@ _CHANGE_RESULTS = (
     "target_parameters",
     "trainable_token_indices",
 )
-"""Settings of PEFT that are not computed; those called `use_...` and `..._config` neither."""
+"""Unsupported settings of PEFT, in addition to all others named `use_...` or `..._config`."""
 _MERGE = "merge it into the checkpoint with the program it was made with"
 
 
 def read_peft_settings(path: Path, prefix: str) -> dict[str, Any]:
-    """Returns what PEFT states of a file: in adapter_config.json beside it, or in its metadata.
+    """Reads PEFT's settings of a file from adapter_config.json in its folder, or its metadata.
 
     Args:
-        path: The file.
-        prefix: What precedes the keys of its network in diffusers' metadata.
+        prefix: Prefix of the network's keys in diffusers' metadata.
 
     Raises:
-        InputError: A setting changes what the adapter does, and is not computed here.
+        InputError: A setting that affects the result is not supported.
     """
     found: dict[str, Any] = {}
     for source, stated in _find_settings(path):
@@ -56,7 +55,7 @@ def read_peft_settings(path: Path, prefix: str) -> dict[str, Any]:
 
 
 def _find_settings(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the configurations of a file: where each is, and its content."""
+    """Yields (source, settings) of each configuration of a file."""
     beside = path.with_name(_CONFIG)
     if beside.is_file():
         others = [*path.parent.glob("*.safetensors"), *path.parent.glob("*.ckpt")]
@@ -69,7 +68,7 @@ def _find_settings(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _check_settings(path: Path, source: str, stated: Mapping[str, Any]) -> None:
-    """Refuses an adapter that is more than a plain LoRA of unchanged weights."""
+    """Refuses settings of anything but a plain LoRA of unchanged base weights."""
     start = stated.get("init_lora_weights")
     if not isinstance(start, str | bool | None) or start not in _PLAIN_STARTS:
         why = f"has init_lora_weights {shown(start)} in its {source}: it may belong to base weights"

@@ -1,8 +1,8 @@
-"""Folders of quantised DiT weights (`quant_dit_path`), as mindiesd reads them; no weight is read.
+"""Reads the headers of quantized DiT exports (`quant_dit_path`) in mindiesd's format.
 
-A folder holds a description (JSON: the algorithm of each entry) and one safetensors file. Two
+An export has a description (JSON: the algorithm of each entry) and one safetensors file. Two
 experts have one folder each, named as in an official checkpoint; the files of a single network are
-directly inside. What an export leaves FLOAT comes from the checkpoint.
+directly in the folder. Entries marked FLOAT are loaded from the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 
 FOLDERS = {**EXPERT_FOLDERS, "dit": "."}
-MODE = 0o640  # mindiesd reads no file that more people may read
-DESCRIPTIONS = {  # in the order of the search -> whether an NPU keeps the weights in its NZ layout
+MODE = 0o640  # mindiesd rejects files with wider permissions
+DESCRIPTIONS = {  # in search order -> whether an NPU uses the NZ layout
     "quant_model_description_w8a8_dynamic.json": True,
     "quant_model_description_w8a8_mxfp8.json": False,
     "quant_model_description_w4a4_mxfp4_dualscale.json": True,
 }
-EVERYWHERE = "W8A8_DYNAMIC"  # the algorithm that runs on every device
+EVERYWHERE = "W8A8_DYNAMIC"  # the only algorithm for all types of devices
 FP8_DYNAMIC = "FP8_DYNAMIC"
 _FLOATING = ("F32", "BF16", "F16")
 _STATIC = ("input_scale", "input_offset", "deq_scale", "quant_bias")
 
 
 class _Format(NamedTuple):
-    """How an algorithm stores a linear layer.
+    """The storage format of a linear layer in an algorithm.
 
     Attributes:
-        tensors: What it needs beside "weight" and, where the layer has one, "bias".
-        weight: Dtypes of the weight; two values are in a byte of U8.
-        scale: Dtypes of "weight_scale".
+        extra_tensors: Required in addition to "weight" and the layer's "bias".
+        weight_dtypes: Of "weight"; U8 holds two values per byte.
+        scale_dtypes: Of "weight_scale".
     """
 
     tensors: tuple[str, ...] = ("weight_scale",)
@@ -60,26 +60,26 @@ _LINEAR = {
     "W8A16": _Format(),
     "W4A16": _Format(),
 }
-"""Algorithm of a linear layer -> how it is stored."""
-_ATTENTION = {  # algorithm of a self-attention -> whether it needs its rotations
+"""Algorithm -> storage format of a linear layer."""
+_ATTENTION = {  # algorithm of a self-attention -> whether rotations are required
     FP8_DYNAMIC: True,
     "MXFP8_DYNAMIC": True,
     "MXFP4_DYNAMIC": False,
 }
 _KNOWN = (*_LINEAR, *_ATTENTION)
-_FLOAT = "FLOAT"  # excludes a layer, in this spelling only
-_UNQUANTISED = ("W16A16", "NO_QUANT")  # algorithms that quantise nothing
-# Of a layer's entries, in the order of mindiesd's search.
+_FLOAT = "FLOAT"  # excludes a layer; case-sensitive
+_UNQUANTISED = ("W16A16", "NO_QUANT")  # algorithms without quantization
+# Suffixes of a layer's entries, in mindiesd's search order.
 _SUFFIXES = (".linear.weight", ".weight", "", ".fa_q.scale", ".quant_type")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A quantised layer.
+    """A quantized layer.
 
     Attributes:
-        algorithm: A name such as "W8A8_DYNAMIC".
-        tensors: "weight", "weight_scale", ... -> the tensor in the export.
+        algorithm: Such as "W8A8_DYNAMIC".
+        tensors: By name in the layer: "weight", "weight_scale", ...
     """
 
     algorithm: str
@@ -88,14 +88,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Export:
-    """The quantised layers of one network.
+    """The quantized layers of one network.
 
     Attributes:
         description: The JSON file.
         weights: The safetensors file.
-        use_nz: An NPU keeps the weights in its NZ layout.
+        use_nz: NPUs store the weights in the NZ layout.
         linears: Linear layers by name ("blocks.0.ffn.2").
-        attentions: Self-attentions with the rotations "q_rot" and "k_rot", by block index.
+        attentions: Self-attentions by block index, with tensors "q_rot" and "k_rot".
     """
 
     description: Path
@@ -106,7 +106,7 @@ class Export:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the bytes of each linear layer as stored."""
+        """The stored bytes of each linear layer."""
         return {
             name: sum(info.nbytes for info in layer.tensors.values())
             for name, layer in self.linears.items()
@@ -115,7 +115,7 @@ class Export:
 
 @dataclass(frozen=True)
 class QuantisedDit:
-    """A folder of quantised weights, with an export for each network of the checkpoint."""
+    """A folder of quantized weights, with an export for each network of the checkpoint."""
 
     folder: Path
     experts: dict[str, Export]
@@ -127,7 +127,7 @@ class QuantisedDit:
         return tuple(sorted({layer.algorithm for layer in layers}))
 
     def files(self) -> list[Path]:
-        """Returns the descriptions and weight files in a fixed order."""
+        """Returns the descriptions and weight files, sorted."""
         exports = self.experts.values()
         return sorted(path for export in exports for path in (export.description, export.weights))
 
@@ -135,27 +135,25 @@ class QuantisedDit:
 def resolve(
     folder: Path, checkpoint: Checkpoint, *, device: str, dit_fsdp: bool, fa_quant: str | None
 ) -> QuantisedDit:
-    """Finds what a folder brings for a checkpoint's networks.
+    """Reads the exports for a checkpoint's networks and checks them against the settings.
 
     Args:
         folder: The exported folder.
-        checkpoint: The networks, and what the export leaves FLOAT.
-        device: The setting; the rules of "auto" are left to `check_device`.
-        dit_fsdp: The setting.
-        fa_quant: The setting.
+        checkpoint: Has the layers that the export marks FLOAT.
+        device: If "auto", the caller calls `check_export_device` once the device is known.
 
     Raises:
-        InputError: The folder is incomplete, of another network, or not for this run.
+        InputError: The folder is incomplete, of another network, or excluded by a setting.
     """
     if checkpoint.folder is None:
-        why = "takes the rest from a checkpoint"
+        why = "needs the other weights from a checkpoint"
         raise InputError("`quant_dit_path`", None, why, "add its `ckpt_dir`")
     if not is_folder(folder):
         raise InputError("`quant_dit_path`", folder, "is not a folder", "give the exported folder")
     exports = {n: _read_export(folder / FOLDERS[n], dit) for n, dit in checkpoint.experts.items()}
     quantised = QuantisedDit(folder, exports)
     if dit_fsdp:
-        why = "shards parameters, and quantised weights are none"
+        why = "shards parameters, and quantised weights are buffers"
         raise InputError("`dit_fsdp`", None, why, "drop it, or drop `quant_dit_path`")
     attentions = (layer for export in exports.values() for layer in export.attentions.values())
     others = {layer.algorithm for layer in attentions} - {FP8_DYNAMIC}
@@ -169,14 +167,13 @@ def resolve(
 
 
 def check_device(quantised: QuantisedDit, device: str) -> None:
-    """Refuses an export that a type of device cannot run; `wan.settings.devices` knows which NPU.
+    """Refuses an export that a type of device cannot run; `wan.settings.devices` checks NPU models.
 
     Args:
-        quantised: The export.
         device: "cpu", "cuda" or "npu".
 
     Raises:
-        InputError: An algorithm runs on NPUs only, or mindiesd would not read a file.
+        InputError: An algorithm runs on NPUs only, or mindiesd would reject a file.
     """
     if device == "npu":
         for path in quantised.files():
@@ -190,7 +187,7 @@ def check_device(quantised: QuantisedDit, device: str) -> None:
 
 
 def _check_mode(path: Path) -> None:
-    """Applies mindiesd's rules for files: no link, of the user or its group, not open to all."""
+    """Applies mindiesd's rules for files: no link, owned by the user or its group, limited mode."""
     if path.is_symlink():
         why = "is a symbolic link, which mindiesd does not read"
         raise InputError(f"{path}", None, why, "put a copy there")
@@ -206,7 +203,7 @@ def _check_mode(path: Path) -> None:
 
 
 def _read_export(folder: Path, dit: DitFiles) -> Export:
-    """Reads what a folder holds for a network, and refuses what is missing or does not fit."""
+    """Reads a network's export; InputError if it is incomplete or does not fit the network."""
     description = next((folder / name for name in DESCRIPTIONS if (folder / name).is_file()), None)
     if description is None:
         _refuse_ranks(folder, "quant_model_description*")
@@ -225,7 +222,7 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
     weights = folder / f"quant_model_weight_{kind.lower()}.safetensors"
     if not weights.is_file():
         _refuse_ranks(folder, weights.stem)
-        remedy = f"copy or export it beside {description.name}"
+        remedy = f"copy or export it into the folder of {description.name}"
         raise InputError(f"{weights}", None, "is missing", remedy)
     reader = _EntryReader(dit, description, entries, weights, safetensors_header(weights))
     linears = {n: layer for n in _linear_layers(dit) if (layer := reader.linear(n))}
@@ -242,8 +239,8 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
 def _refuse_ranks(folder: Path, stem: str) -> None:
     for path in sorted(folder.glob(f"{stem}_*")):
         if re.search(r"_\d+$", path.stem):
-            why = "is one rank's share of an export, which is not supported"
-            raise InputError(f"{path}", None, why, "export the network whole")
+            why = "is one rank's shard of an export, which is not supported"
+            raise InputError(f"{path}", None, why, "export the network unsharded")
 
 
 def _linear_layers(dit: DitFiles) -> list[str]:
@@ -255,18 +252,18 @@ def _self_attentions(dit: DitFiles) -> list[str]:
 
 
 def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles) -> None:
-    """Refuses entries without a known algorithm, or of no layer that can be quantised so."""
+    """Refuses entries with an unknown algorithm, or for a layer that cannot have the algorithm."""
     parts = [name.split(".") for name in dit.tensors]
     modules = {".".join(name[:end]) for name in parts for end in range(1, len(name))}
     linears, attentions = set(_linear_layers(dit)), set(_self_attentions(dit))
-    biases = {f"{name}.bias" for name in linears}  # which follow their weight
+    biases = {f"{name}.bias" for name in linears}  # quantized with their weights
     for key, value in entries.items():
         suffix = next((s for s in _SUFFIXES if s and key.endswith(s)), "")
         name = key.removesuffix(suffix)
         algorithm = str(value).upper()
         named = suffix or name in modules or (name in dit.tensors and name not in biases)
         if algorithm in (_FLOAT, *_UNQUANTISED) or not named:
-            continue  # FLOAT needs nothing; other keys describe the export or its extra tensors
+            continue  # other keys describe the export or its extra tensors
         kind = "linear layer" if algorithm in _LINEAR else "self-attention"
         if algorithm not in _KNOWN:
             why = f"gives {key} the unknown algorithm {value!r}"
@@ -284,7 +281,7 @@ def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles)
 
 @dataclass(frozen=True)
 class _EntryReader:
-    """Finds the layers of one network in one description and its weight file."""
+    """Reads the layers of one network from an export."""
 
     dit: DitFiles
     description: Path
@@ -293,9 +290,9 @@ class _EntryReader:
     tensors: Mapping[str, TensorInfo]  # of the weight file
 
     def algorithm(self, name: str) -> str | None:
-        """Applies mindiesd's rule: FLOAT excludes a layer, else the first algorithm counts.
+        """Returns a layer's algorithm by mindiesd's rule: None with FLOAT, else the first one.
 
-        Algorithms are read in any case, FLOAT is not: "float" states nothing at all.
+        Algorithms are case-insensitive, FLOAT is not: other spellings of it are ignored.
         """
         stated = [self.entries[name + s] for s in _SUFFIXES if name + s in self.entries]
         known = [word for value in stated if (word := str(value).upper()) != _FLOAT]
@@ -313,7 +310,7 @@ class _EntryReader:
         if keeps_fp32(f"{name}.weight"):
             why = f"quantises {name}, which is computed in float32 here"
             raise InputError(f"{self.description}", None, why, "export it as FLOAT")
-        # A smoothed layer keeps its tensors one level deeper, beside the inputs' factors.
+        # A smoothed layer has its tensors one level deeper, and the factors of its inputs.
         form, smooth = _LINEAR[algorithm], f"{name}.div.mul_scale"
         prefix = f"{name}.linear" if smooth in self.tensors else name
         parts = ("weight", *form.tensors)
@@ -324,7 +321,7 @@ class _EntryReader:
         rows, columns = self.dit.tensors[f"{name}.weight"].shape
         width = columns // 2 if tensors["weight"].dtype == "U8" else columns
         self.check(algorithm, tensors["weight"], form.weight, (rows, width))
-        # mindiesd tells the shapes of scales for one algorithm, and the dtypes for all.
+        # mindiesd documents the shapes of scales for one algorithm, and the dtypes for all.
         known = algorithm == EVERYWHERE
         if "weight_scale" in tensors:
             shapes = ((rows,), (rows, 1)) if known else ()
@@ -351,7 +348,7 @@ class _EntryReader:
 
     def tensor(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            why = f"lacks the tensor {name} that {self.description.name} asks for"
+            why = f"lacks the tensor {name} that {self.description.name} requires"
             raise InputError(f"{self.weights}", None, why, "export the weights again")
         return self.tensors[name]
 

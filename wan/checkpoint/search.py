@@ -1,7 +1,7 @@
-"""Finds weight files by what their headers say they hold, whatever they are called.
+"""Finds weight files of any name by the tensor names in their headers.
 
-A folder may hold files of many models, as ComfyUI's `models/` does. Only folders that are known are
-looked into, and each header is read once.
+A folder may hold files of many models, as ComfyUI's `models/` does. Only the folder itself and
+ComfyUI's subfolders are searched, and each header is read once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS = {
     "image_encoder": "a CLIP image encoder",
     "lora": "a LoRA",
 }
-"""What a file may hold -> how it is called in sentences."""
+"""Component -> its name in messages."""
 _SUBFOLDERS = {  # ComfyUI's
     "dit": ("diffusion_models", "unet"),
     "text_encoder": ("text_encoders", "clip"),
@@ -52,18 +52,17 @@ _SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "image_encoder": (("embeddings.class_embedding",), ("visual.cls_embedding",)),
     "lora": ((".lora_down.weight",), (".lora_A.weight",), (".lora_A.default.weight",)),
 }
-"""Part -> ends of names of tensors; a network has all of one of these tuples."""
+"""Component -> signatures: suffixes of tensor names, all of which occur in its file."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A weight file, or a folder of one network in the layout of a library.
+    """A weight file, or a folder of one network in the layout of diffusers or transformers.
 
     Attributes:
-        path: Where it is.
-        part: A key of `PARTS`; None where it holds something else.
-        tensors: Its tensors by name.
-        mark: What its name or its folder's says about its expert.
+        component: A key of `COMPONENTS`; None for other contents.
+        tensors: By stored name.
+        tag: The expert tag in the path.
     """
 
     path: Path
@@ -73,30 +72,30 @@ class Found:
 
     @property
     def expert(self) -> str | None:
-        """Returns "high_noise" or "low_noise", if its name or its folder's says so."""
+        """The expert in the path: "high_noise", "low_noise" or None."""
         return None if self.mark is None else self.mark.expert
 
     def shape(self, *names: str) -> tuple[int, ...]:
-        """Returns the shape of the first tensor of such a name; () where there is none.
+        """Returns the shape of the first tensor that has one of the names; () if there is none.
 
-        A prefix may come first, as in ComfyUI's files of a whole model.
+        Names also match with the prefix of ComfyUI's files of a whole model.
         """
         ways = (*names, *(f"model.diffusion_model.{name}" for name in names))
         return next((self.tensors[name].shape for name in ways if name in self.tensors), ())
 
     @property
     def channels(self) -> int:
-        """The input channels of a DiT, or the latent ones of a VAE; 0 where they are not known."""
+        """Input channels of a DiT, or latent channels of a VAE; 0 if unknown."""
         if self.part == "dit":
             return (*self.shape("patch_embedding.weight"), 0, 0)[1]
         return (*self.shape("post_quant_conv.weight", "conv2.weight"), 0)[0]
 
 
 def look(path: Path) -> Found:
-    """Finds out what a file or a folder holds.
+    """Reads the headers of a weight file or folder and detects its component.
 
     Raises:
-        InputError: The file is not whole.
+        InputError: A file is incomplete.
     """
     tensors = (file_tensors(path) if path.is_file() else folder_tensors(path)) or {}
     return Found(path, _part(tensors), tensors)
@@ -113,7 +112,11 @@ def _part(tensors: Mapping[str, TensorInfo]) -> str | None:
 
 
 class Search:
-    """The weight files of a folder, each looked at once and when it is first needed."""
+    """Searches a folder for weight files; each header is read once, on demand.
+
+    Attributes:
+        errors: Of the damaged files met so far.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -121,7 +124,7 @@ class Search:
         self.damaged: list[InputError] = []
 
     def all(self, part: str) -> list[Found]:
-        """Returns what holds such a network: in the folder itself, and where ComfyUI has it."""
+        """Returns all files of a component, in the folder itself and in ComfyUI's subfolders."""
         paths = [*self._folder.iterdir(), *self._folder.glob("*/*.gguf")]
         for name in _SUBFOLDERS[part]:
             paths += [*self._folder.glob(f"{name}/*"), *self._folder.glob(f"{name}/*/*")]
@@ -140,15 +143,15 @@ class Search:
         return [replace(one, mark=marks[path]) for path, one in found.items()]
 
     def one(self, part: str, among: Collection[Found], flag: str) -> Found | None:
-        """Returns the only one, None where there is none.
+        """Returns the only candidate; None if there is none.
 
         Raises:
-            InputError: There are several; or none, and a file is damaged, which might be it.
+            InputError: There are several; or none, but a damaged file that might be one.
         """
         if len(among) > 1:
             names = sorted(str(one.path.relative_to(self._folder)) for one in among)
             shown = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
-            why = f"holds {len(names)} files with {PARTS[part]} that would do ({shown})"
+            why = f"holds {len(names)} files with {PARTS[part]} to choose from ({shown})"
             raise InputError(f"{self._folder}", None, why, f"choose one with `{flag}`")
         if not among and self.damaged:
             raise self.damaged[0]

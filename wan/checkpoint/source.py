@@ -1,4 +1,4 @@
-"""Where the values of a network's tensors come from, and those that stay in their mapped files."""
+"""Sources of a network's weights, and weights that are views of memory-mapped files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ N = TypeVar("N", bound=nn.Module)
 
 @dataclass(frozen=True, eq=False)
 class MappedFile:
-    """A weight file that is mapped, and must stay as it was then while it is used.
+    """A memory-mapped weight file, which must not change while it is in use.
 
-    The system ends a process that reads a mapped page behind the end of a truncated file, so the
-    file is looked at before its pages are used. A file that another one has replaced is still
-    there, nameless, for who has it open.
+    Reading a mapped page past the end of a truncated file kills the process (SIGBUS), so the file
+    is checked before its pages are read. A file replaced by renaming another one over it stays
+    valid as long as it is open.
 
     Attributes:
-        path: Its name.
-        opened: The file itself.
-        state: What it must stay.
+        state: Size and modification time, which must stay the same.
     """
 
     path: Path
@@ -41,11 +39,10 @@ class MappedFile:
         """Opens a file.
 
         Args:
-            path: The file.
-            state: What it was when its header was read; None: what it is now.
+            state: The file's state when its header was read; None: the current state.
 
         Raises:
-            FileChangedError: It has another state, or is not there.
+            FileChangedError: The file has another state or does not exist.
         """
         try:
             opened = path.open("rb")
@@ -59,21 +56,21 @@ class MappedFile:
         """Raises FileChangedError if the file was written or truncated; takes microseconds."""
         if file_state(self.opened.fileno()) != self.state:
             raise FileChangedError(
-                f"{self.path} was changed while its weights were used; start again, and give a "
-                "file a new content by moving another one to its name."
+                f"{self.path} was changed while its weights were used; start again. To replace a "
+                "weight file, move the new one to its name instead of writing into it."
             )
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of one tensor come from, and what they become while they are loaded.
+    """Reads the values of one tensor, possibly dequantized or merged.
 
     Attributes:
-        dtype: What the values are read as.
-        shape: The shape that the network has.
-        read: Returns rows on the CPU, in any dtype; the caller copies them.
-        mapped: The part of the file that is read, for reading ahead.
-        file: The file.
+        dtype: The dtype of the values before conversion to the network's dtype.
+        shape: The shape of the network's tensor.
+        read: Returns rows on the CPU, in any dtype; the caller must copy them.
+        mapped_tensor: View of the stored bytes in the file, for prefetching.
+        file: None if the values are not read from a mapped file.
     """
 
     dtype: torch.dtype
@@ -83,26 +80,26 @@ class Source:
     file: MappedFile | None = None
 
     def read_ahead(self) -> None:
-        """Asks the system to read all of it from the disk soon, and does not wait."""
+        """Starts reading the tensor from disk into the page cache, without waiting."""
         if self.mapped is not None:
             host.read_ahead_mapped(self.mapped.data_ptr(), self.mapped.nbytes)
 
     def read_checked(self, rows: slice) -> Tensor:
-        """Returns rows, after `check`."""
+        """Checks the file and returns rows."""
         self.check()
         return self.read(rows)
 
     def check(self) -> None:
-        """Raises FileChangedError if its file is not what it was when it was mapped."""
+        """Raises FileChangedError if the file has changed since it was mapped."""
         if self.file is not None:
             self.file.check()
 
     def stays_mapped(self, tensor: Tensor) -> bool:
-        """Returns whether a CPU's tensor may be the mapped values themselves.
+        """Returns whether a tensor on a CPU may be a view of the mapped file.
 
-        They are then read as they are stored, and begin where products have the bits of a copy's.
-        The same tensors must give the same video from every file layout, and MKL's products of
-        one row in float32 depend on where a matrix begins. ADR 8 has the measurements.
+        The values must be stored in the final dtype and be aligned like a copy: MKL's products of
+        one row in float32 depend on the alignment of the matrix, and the same tensors must give
+        the same video from every file layout. ADR 8 has the measurements.
         """
         view = self.mapped
         return (
@@ -119,7 +116,7 @@ Sources = Mapping[str, Source]
 
 
 def joined(parts: Sequence[Source], shape: tuple[int, ...]) -> Source:
-    """Reads rows of several tensors as if they were one; they have equally many."""
+    """Concatenates sources with equally many rows along dim 0."""
     size = shape[0] // len(parts)
 
     def read(rows: slice) -> Tensor:
@@ -135,10 +132,10 @@ def joined(parts: Sequence[Source], shape: tuple[int, ...]) -> Source:
 
 
 def use_mapped(tensors: Iterable[tuple[Tensor, Source]]) -> list[Source]:
-    """Makes those tensors of a CPU views of the mapped files that are stored as they are used.
+    """Replaces tensors on a CPU by views of the mapped files, where dtype and alignment allow it.
 
     Returns:
-        Their sources.
+        The sources of the replaced tensors.
     """
     found = []
     for tensor, source in tensors:
@@ -149,11 +146,10 @@ def use_mapped(tensors: Iterable[tuple[Tensor, Source]]) -> list[Source]:
 
 
 def watch(network: nn.Module, used: Sequence[Source]) -> None:
-    """Reads mapped weights ahead, and looks at their files whenever the network is called.
+    """Prefetches mapped weights, and checks their files whenever the network is called.
 
-    They are read in the background, if there is memory for all of them. The files are looked at
-    before each call of the network or of a module directly inside it, which raises
-    FileChangedError where one is not what it was.
+    The weights are read from disk in the background if the memory suffices for all of them. Calling
+    the network or one of its children raises FileChangedError if a file has changed.
     """
     host.in_background(partial(_read_ahead, used))
     files = {source.file for source in used if source.file is not None}
@@ -163,7 +159,7 @@ def watch(network: nn.Module, used: Sequence[Source]) -> None:
 
 def _read_ahead(sources: Iterable[Source]) -> None:
     size = sum(source.mapped.nbytes for source in sources if source.mapped is not None)
-    if size <= (host.available_memory() or 0):  # otherwise the end would push out the beginning
+    if size <= (host.available_memory() or 0):  # else the last pages evict the first
         for source in sources:
             source.read_ahead()
 
@@ -174,7 +170,7 @@ def _check_files(files: Iterable[MappedFile], *_: object) -> None:
 
 
 def mapped_bytes(network: nn.Module, sources: Sources, prefix: str = "") -> int:
-    """Returns the bytes of a meta network that would stay mapped. prefix: of their names."""
+    """Returns the bytes of a meta network's tensors, of those with `prefix`, that stay mapped."""
     return sum(
         tensor.nbytes
         for name, tensor in tensors_of(network).items()
@@ -183,12 +179,12 @@ def mapped_bytes(network: nn.Module, sources: Sources, prefix: str = "") -> int:
 
 
 def is_own(tensor: Tensor) -> bool:
-    """Returns whether a tensor's memory is PyTorch's, and no mapped file's."""
+    """Returns whether a tensor's memory was allocated by PyTorch and is not a mapped file."""
     return tensor.untyped_storage().resizable()
 
 
 def own(network: N) -> N:
-    """Copies what is still in mapped files, so that the network may be changed; returns it."""
+    """Copies mapped tensors into memory, so that they may be written; returns the network."""
     for tensor in tensors_of(network).values():
         if not is_own(tensor):
             tensor.data = tensor.data.clone()

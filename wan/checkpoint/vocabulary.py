@@ -1,8 +1,8 @@
-"""Finds the tokenizer's vocabulary in a text encoder's own file, where it holds one.
+"""Reads the tokenizer's vocabulary that is embedded in a text encoder's weight file.
 
-ComfyUI's files hold a SentencePiece model as bytes (the tensor `spiece_model`), GGUF files the same
-in their metadata (llama.cpp's keys). Of SentencePiece's format, which is protobuf's, three fields
-are needed, so neither library is.
+ComfyUI's files contain a SentencePiece model as bytes (tensor `spiece_model`); GGUF files contain
+its vocabulary in their metadata (llama.cpp's keys). Three fields of SentencePiece's protobuf
+message are needed, so neither the sentencepiece nor the protobuf library is used.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from wan.settings.errors import InputError
 from wan.settings.values import shown
 
 _TENSOR = "spiece_model"
-_KEYS = {  # of a vocabulary of T5's kind, Unigram
+_KEYS = {  # llama.cpp's, for T5's Unigram vocabulary
     "pieces": "tokenizer.ggml.tokens",
     "scores": "tokenizer.ggml.scores",
     "types": "tokenizer.ggml.token_type",
     "charsmap": "tokenizer.ggml.precompiled_charsmap",
 }
-_SPECIAL = (3, 4)  # SentencePiece's types of pieces that a text may name as they are
+_SPECIAL = (3, 4)  # SentencePiece's types: control, user defined
 _UNIGRAM = 1
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a Unigram tokenizer consists of.
+    """A Unigram tokenizer's vocabulary.
 
     Attributes:
-        pieces: Text and score of each token, in the order of their ids.
-        special: Pieces that are found in a text before it is split.
-        charsmap: SentencePiece's compiled rules of how a text is normalised first.
+        vocab: Text and score of each token, by id.
+        special_tokens: Tokens that are matched in a text before it is split.
+        precompiled_charsmap: SentencePiece's compiled rules for normalizing a text.
     """
 
     pieces: list[tuple[str, float]]
@@ -46,7 +46,7 @@ class Vocabulary:
 
 
 def has_vocabulary(path: Path) -> bool:
-    """Returns whether a text encoder's file holds its tokenizer, by names alone."""
+    """Returns whether a text encoder's file contains its tokenizer, by tensor or metadata names."""
     if path.suffix == ".safetensors" and path.is_file():
         return _TENSOR in safetensors_places(path)
     if path.suffix == ".gguf":
@@ -55,7 +55,7 @@ def has_vocabulary(path: Path) -> bool:
 
 
 def vocabulary(path: Path) -> Vocabulary:
-    """Reads the vocabulary of a file that has one; InputError where it is damaged."""
+    """Reads the vocabulary embedded in a weight file; InputError if it is damaged."""
     try:
         return _in_gguf(path) if path.suffix == ".gguf" else _in_safetensors(path)
     except (ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
@@ -97,7 +97,7 @@ def _checked(pieces: list[tuple[str, float, int]], charsmap: bytes) -> Vocabular
         if not (isinstance(piece, str) and number and isinstance(kind, int)):
             raise ValueError(f"{shown(piece)} with the score {shown(score)}")
     if not isinstance(charsmap, bytes):
-        raise ValueError("its rules are no bytes")
+        raise ValueError("its normalization rules are no bytes")
     first = [piece for piece, _, _ in pieces[:3]]
     if first != ["<pad>", "</s>", "<unk>"]:
         raise ValueError(f"its first tokens are {first}, not T5's")
@@ -106,7 +106,7 @@ def _checked(pieces: list[tuple[str, float, int]], charsmap: bytes) -> Vocabular
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yields the numbers and values of a protobuf message's fields: ints, floats and bytes."""
+    """Yields (number, value) of a protobuf message's fields; values are int, float or bytes."""
     at = 0
 
     def varint() -> int:
