@@ -1,1 +1,1 @@
-"""What a run is told, as frozen and checked values. No torch."""
+"""Settings of a run as frozen dataclasses of checked values. Does not import torch."""

@@ -1,4 +1,4 @@
-"""How self-attention is computed: kernel, quantisation, sparsity, clock; and what contradicts."""
+"""Settings of self-attention: kernel, quantization, sparsity, NPU clock; and their checks."""
 
 from __future__ import annotations
 
@@ -24,90 +24,102 @@ def _ops_of(device_type: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Attention:
-    """What an attention layer does with one chunk of heads."""
+    """Settings of the attention kernel and of the operations around it."""
 
     attention_algo: str = loading(
         DEFAULT,
         choice(*dense_names("attention_algo")),
-        f"dense kernel of NPUs (default {DEFAULT})",
+        f"dense attention kernel on NPUs (default {DEFAULT})",
         diffusers=True,
         variables={"ALGO": {"0": "fused", "1": "laser"}},
     )
     attention_backend: str = loading(
         _AUTO,
         choice(_AUTO, *dense_names("attention_backend")),
-        f"dense kernel of CPUs and GPUs: default {_AUTO}, PyTorch's own "
-        f"{', '.join(n for n in dense_names('attention_backend') if DENSE[n].member is None)}, "
-        "or one of xfuser's",
+        f"dense attention kernel on CPUs and GPUs (default {_AUTO}: PyTorch chooses); of PyTorch: "
+        f"{', '.join(n for n in dense_names('attention_backend') if DENSE[n].member is None)}; "
+        "the other names are xfuser's",
         diffusers=True,
     )
     fa_quant: str = loading(
         "none",
         choice("fp8", "none"),
-        "fp8: attention in FP8 (default none)",
+        "fp8: compute attention in FP8 (default none: in the dtype of --precision)",
         diffusers=True,
         variables={"ALGO": {"3": "fp8"}},
     )
     quant_alltoall: bool = layout(
         False,
         switch,
-        "exchange FP8 tensors",
+        "quantize q, k and v to FP8 before the all-to-all: half the bytes (default false)",
         diffusers=True,
         variables={"QUANT_ALLTOALL": {"0": False, "1": True}},
     )
     use_rainfusion: bool = loading(
-        False, switch, "block-sparse attention after the first steps", diffusers=True
+        False,
+        switch,
+        "block-sparse attention (RainFusion) from --sparse_start_step on (default false)",
+        diffusers=True,
     )
     sparsity: float = loading(
         0.64,
         real(0, 1, below=True),
-        "share of blocks left out (0.64)",
+        "share of key blocks that RainFusion skips, 0 to below 1 (default 0.64)",
         needs="use_rainfusion",
         diffusers=True,
     )
     sparse_start_step: int | None = loading(
         None,
         integer(0, TRAIN_TIMESTEPS),
-        "first sparse step, from 0; default: a quarter of the steps",
+        "first step with RainFusion, counted from 0 (default: a quarter of the steps, rounded up)",
         needs="use_rainfusion",
         diffusers=True,
     )
     rainfusion_type: str = loading(
-        "v2", choice(*RAINFUSION), "default v2", needs="use_rainfusion", diffusers=True
+        "v2",
+        choice(*RAINFUSION),
+        "RainFusion kernel (default v2); v3 also works with --fa_quant fp8; v1 is not supported",
+        needs="use_rainfusion",
+        diffusers=True,
     )
     mask_refresh_interval: int = loading(
         1,
         integer(1, TRAIN_TIMESTEPS),
-        "steps that a mask is used for (1)",
+        "steps for which a RainFusion mask is reused (default 1: a new mask in each step)",
         needs="use_rainfusion",
         diffusers=True,
     )
     fused_ops: tuple[str, ...] = loading(
         ("auto",),
         some_of(*SMALL_OPS),
-        f"auto (default), none, or of CPUs and GPUs {','.join(_ops_of('cpu'))}, of NPUs "
-        f"{','.join(_ops_of('npu'))}",
+        "small operations to run as fused kernels: auto (default: all that the device has), none, "
+        f"or a list; CPUs and GPUs: {','.join(_ops_of('cpu'))}; "
+        f"NPUs: {','.join(_ops_of('npu'))}",
         variables={
             "ROPE_OPT": {"0": None, "1": ("rope",)},
             "FAST_LAYERNORM": {"0": None, "1": ("layer_norm",)},
         },
     )
     fa_freq_cap: int | None = layout(
-        None, _MHZ, "clock of an NPU during self-attention, MHz", diffusers=True
+        None, _MHZ, "NPU clock during self-attention, MHz (default: unchanged)", diffusers=True
     )
     fa_freq_restore: int = layout(
-        1650, _MHZ, "clock after it, MHz (1650)", needs="fa_freq_cap", diffusers=True
+        1650,
+        _MHZ,
+        "NPU clock after self-attention, MHz (default 1650)",
+        needs="fa_freq_cap",
+        diffusers=True,
     )
 
     @property
     def dense(self) -> Dense:
-        """The dense kernel that was asked for."""
+        """Row of the dense kernel that the flags select."""
         algorithm, backend = self.attention_algo, self.attention_backend
         return DENSE[algorithm if backend == _AUTO else backend]
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """What computes dense attention beside PyTorch, by names in registries."""
+        """Packages that the dense kernel needs in addition to PyTorch, by their PyPI names."""
         return () if self.dense.member is None else ("xfuser", *self.dense.install)
 
     @property
@@ -116,14 +128,15 @@ class Attention:
         return self.fa_quant == "fp8"
 
     def start_step(self, steps: int) -> int:
-        """The first sparse step, from 0, of this many sampling steps."""
+        """Returns the first sparse step, counted from 0, of a video with `steps` steps."""
         return -(-steps // 4) if self.sparse_start_step is None else self.sparse_start_step
 
     def row_multiple(self, ring_size: int) -> int:
-        """A rank's tokens are padded to a multiple of this.
+        """Returns the number of tokens to a multiple of which each rank's shard is padded.
 
-        So that blocks end where the rows do that a rank attends from: without a ring all of them,
-        unless tensors are quantised before they are exchanged.
+        Quantization blocks and mask blocks must not cross a shard's border. Without a ring, a rank
+        attends with the rows of all ranks at once, so that only tensors that are quantized before
+        the exchange need padding.
         """
         if self.quant_alltoall:
             return KV_ROWS
@@ -131,7 +144,7 @@ class Attention:
 
 
 def check(attention: Attention, execution: Execution) -> None:
-    """Raises InputError for settings that contradict each other."""
+    """Raises InputError for attention settings that contradict each other."""
     sparse, kind = attention.use_rainfusion, RAINFUSION[attention.rainfusion_type]
     if sparse and kind.absent:
         known = either([row.name for row in RAINFUSION.values() if row.make])
@@ -141,8 +154,8 @@ def check(attention: Attention, execution: Execution) -> None:
         raise InputError("`quant_alltoall`", None, "exchanges FP8 tensors", "add `fa_quant=fp8`")
     if attention.quant_alltoall and sparse:
         why = (
-            "quantises before the exchange, but `use_rainfusion` plans its masks on unquantised "
-            "tensors"
+            "quantizes before the exchange, but `use_rainfusion` computes its masks from "
+            "unquantized tensors"
         )
         raise InputError("`quant_alltoall`", None, why, "drop one of them")
     if attention.fp8 and sparse and not kind.has_fp8:
@@ -151,7 +164,7 @@ def check(attention: Attention, execution: Execution) -> None:
         raise InputError("`rainfusion_type`", kind.name, why, f"use {either(with_fp8)}")
     cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
     if cap is not None and cap > restore:
-        why = f"lies above the {restore} MHz that are restored afterwards"
+        why = f"is above the {restore} MHz that are restored afterwards"
         raise InputError("`fa_freq_cap`", cap, why, "lower it or give a higher `fa_freq_restore`")
     if attention.dense.name != DEFAULT:
         _check_dense(attention, execution)
@@ -168,47 +181,47 @@ def check(attention: Attention, execution: Execution) -> None:
 
 
 def _check_dense(attention: Attention, execution: Execution) -> None:
-    """Checks a dense kernel that is not the default, which excludes others and some dtypes."""
+    """Raises InputError where a dense kernel that is not the default contradicts other settings."""
     row = attention.dense
     why, remedy = "", "drop one of them"
     if attention.attention_algo != DEFAULT and attention.attention_backend != _AUTO:
         why = f"and `attention_algo={attention.attention_algo}` both name the dense kernel"
     elif attention.fp8:
-        other = "quantises by itself" if row.low_precision else "is another kernel"
+        other = "quantizes by itself" if row.low_precision else "is another kernel"
         why = f"{other} and excludes `fa_quant=fp8`"
     elif attention.use_rainfusion and attention.sparse_start_step == 0:
-        why = "is the kernel of dense steps, and with `sparse_start_step=0` there are none"
+        why = "computes the dense steps, and with `sparse_start_step=0` there are none"
     elif execution.precision not in (_AUTO, *row.precisions):
-        why = f"takes no `precision={execution.precision}`"
+        why = f"does not support `precision={execution.precision}`"
         remedy = f"use {either(row.precisions)}, or {_default(row)}"
     if why:
         raise InputError(row.asked, None, why, remedy)
 
 
 def _default(row: Dense) -> str:
-    """Returns the setting that asks for the device's own kernel, by the flag of another one."""
+    """Formats the setting that selects the default kernel, with the same flag as `kernel`."""
     return f"`{row.flag}={DEFAULT if row.flag == 'attention_algo' else _AUTO}`"
 
 
 def check_layout(attention: Attention, parallel: Parallel, head_dim: int) -> None:
-    """Raises InputError for what does not go with the ranks' layout or the network's heads."""
+    """Raises InputError for settings that the rank topology or the head size does not support."""
     if attention.quant_alltoall and parallel.ulysses_size == 1:
         why = "makes all-to-all exchanges smaller, and there are none with `ulysses_size=1`"
         raise InputError("`quant_alltoall`", None, why, "use a larger one or drop the flag")
     if attention.fp8 and head_dim & (head_dim - 1):
         why = (
-            "rotates each head by a Hadamard matrix, whose size is a power of two, but here a head "
-            f"has {head_dim} channels"
+            "rotates each head by a Hadamard matrix, whose size is a power of two, but the heads "
+            f"of this network have {head_dim} channels"
         )
         raise InputError("`fa_quant=fp8`", None, why, "drop it")
     most = attention.dense.max_head
     if most is not None and head_dim > most:
-        why = f"takes heads of at most {most} channels, not {head_dim}"
+        why = f"supports heads of at most {most} channels, not {head_dim}"
         raise InputError(attention.dense.asked, None, why, f"use {_default(attention.dense)}")
 
 
 def check_request(attention: Attention, parallel: Parallel, steps: int, tokens: int) -> None:
-    """Raises InputError for what has no effect, or no kernel, with a video's steps and tokens."""
+    """Raises InputError for settings without effect or kernel at a video's steps and tokens."""
     start, refresh = attention.start_step(steps), attention.mask_refresh_interval
     if attention.use_rainfusion and start >= steps:
         why = (
@@ -222,13 +235,13 @@ def check_request(attention: Attention, parallel: Parallel, steps: int, tokens: 
         raise InputError("`mask_refresh_interval`", refresh, why, remedy)
     row, ring = attention.dense, parallel.ring_size
     plan = TokenPlan(tokens, parallel.sequence_size, attention.row_multiple(ring))
-    rows = plan.shard_len * parallel.ulysses_size  # of a rank's call, after the exchange
-    last = tokens - (-(-tokens // rows) - 1) * rows  # of the last rank that has any
+    rows = plan.shard_len * parallel.ulysses_size  # query rows of a rank after the exchange
+    last = tokens - (-(-tokens // rows) - 1) * rows  # query rows of the last rank with any tokens
     fewest = max(last // parallel.mode.blocks, 1)
     if fewest < row.min_rows:
         why = (
-            f"needs {row.min_rows} rows of queries and keys in each call, and a rank with "
-            f"`ring_size={ring}` and `comm_type={parallel.comm_type}` has one of "
+            f"needs {row.min_rows} rows of queries and keys in each call, but a rank with "
+            f"`ring_size={ring}` and `comm_type={parallel.comm_type}` has a call of "
             f"{fewest} x {tokens}"
         )
         raise InputError(row.asked, None, why, f"use {_default(row)}")

@@ -1,6 +1,6 @@
-"""Settings of one run as a whole: its files, how a prompt is extended, what is planned or written.
+"""Settings of one run: input, weight and output files, prompt extension, planning.
 
-Fields are flags, see `wan.settings.fields`.
+Each field is a flag, see `wan.settings.fields`.
 """
 
 from __future__ import annotations
@@ -17,201 +17,263 @@ from wan.settings.recipes import NAMES as RECIPES
 from wan.settings.values import choice, integer, real, switch, switch_or
 
 LATENTS = switch_or("steps")
-"""Reads `save_latents`."""
+"""Reader of `save_latents`."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a video. The Python classes take them as keywords, in memory, too."""
+    """Image inputs. The Python classes also take images in memory under these keywords."""
 
     image: Path | None = option(
         None,
         values.path,
-        "image to start from (i2v: needed, ti2v: optional)",
+        "image to start from (i2v, s2v: needed; ti2v: optional; default none)",
         keyword="img",
         diffusers=True,
         common=True,
     )
-    last_image: Path | None = option(None, values.path, "image to end with (i2v)", diffusers=True)
+    last_image: Path | None = option(
+        None,
+        values.path,
+        "image to end with (flf2v: needed, i2v-A14B: optional; default none)",
+        diffusers=True,
+    )
 
 
 @dataclass(frozen=True)
 class Sounds:
-    """What a video of s2v-14B follows."""
+    """Audio and pose inputs of s2v-14B."""
 
     audio: Path | None = option(
-        None, values.path, "sound, or a video with one (s2v: needed)", keyword="audio_path"
+        None,
+        values.path,
+        "audio file, or video file with an audio track (s2v: needed; default none)",
+        keyword="audio_path",
     )
-    pose_video: Path | None = option(None, values.path, "video whose poses are taken over (s2v)")
+    pose_video: Path | None = option(
+        None, values.path, "video whose poses the character follows (s2v; default none)"
+    )
     audio_sync: bool = command(
-        False, switch, "cut the 3/16 s by which the picture leads the sound (s2v)", line=True
+        False,
+        switch,
+        "cut the first 3/16 s of the audio, by which officially the video runs ahead of it (s2v; "
+        "default false)",
+        line=True,
     )
 
 
 @dataclass(frozen=True)
 class Driving:
-    """What moves a character of animate-14B."""
+    """Preprocessed inputs of animate-14B."""
 
     src_root_path: Path | None = option(
-        None, values.path, "folder with src_pose.mp4, src_face.mp4, src_ref.png (animate: needed)"
+        None,
+        values.path,
+        "folder with src_pose.mp4, src_face.mp4 and src_ref.png (animate: needed; default none)",
     )
 
 
 @dataclass(frozen=True)
 class Controlled:
-    """What a video of VACE is made from."""
+    """Control inputs of VACE."""
 
     src_video: Path | None = option(
-        None, values.path, "video to change, or that controls the new one (vace)"
+        None,
+        values.path,
+        "control video, or video to edit (vace: this or --src_ref_images is needed; default none)",
     )
     src_mask: Path | None = option(
-        None, values.path, "video of what is made anew: white (vace)", needs="src_video"
+        None,
+        values.path,
+        "mask video: white is generated, black is kept (vace; default: all white)",
+        needs="src_video",
     )
     src_ref_images: tuple[str, ...] = option(
-        (), values.pictures, "pictures of what it shows, with commas between, or repeated (vace)"
+        (),
+        values.pictures,
+        "reference images, separated by commas or the flag repeated (vace; default none)",
     )
 
 
 @dataclass(frozen=True)
 class Files:
-    """The task, and the files that its networks are read from."""
+    """The task, and where its weights are."""
 
     task: str = command(
-        "t2v-A14B", choice(*PRESETS), "default t2v-A14B", keyword="class", common=True
+        "t2v-A14B",
+        choice(*PRESETS),
+        "task and model (default t2v-A14B)",
+        keyword="class",
+        common=True,
     )
     ckpt_dir: Path | None = command(
         None,
         values.path,
-        "checkpoint folder; default ./Wan2.2-..., else a demo",
+        "checkpoint folder (default ./Wan2.2-..., or demo)",
         decoding=True,
         keyword="checkpoint_dir",
         common=True,
     )
     quant_dit_path: Path | None = loading(
-        None, values.path, "folder of quantised DiT weights, used instead"
+        None, values.path, "folder of quantized DiT weights (default: those of --ckpt_dir)"
     )
     recipe: str = option(
-        "auto", choice(*RECIPES), "of a distilled model; default auto: by file names"
+        "auto",
+        choice(*RECIPES),
+        "sampling recipe of a distilled model or of SVI; auto (default): by file names; none: the "
+        "task's defaults",
     )
 
 
 @dataclass(frozen=True)
 class NetworkFiles:
-    """Files or folders of single networks, used instead of what the checkpoint folder holds."""
+    """Files or folders of single networks that replace those of the checkpoint folder."""
 
-    dit: Path | None = loading(None, values.path, "file or folder of the DiT, instead")
-    dit_high_noise: Path | None = loading(None, values.path, "likewise, of the high-noise expert")
-    dit_low_noise: Path | None = loading(None, values.path, "likewise, of the low-noise expert")
-    text_encoder: Path | None = loading(None, values.path, "likewise, of the text encoder")
-    vae: Path | None = loading(None, values.path, "likewise, of the VAE", decoding=True)
+    dit: Path | None = loading(
+        None, values.path, "file or folder of the DiT (default: in --ckpt_dir)"
+    )
+    dit_high_noise: Path | None = loading(
+        None, values.path, "file or folder of the high-noise expert (default: in --ckpt_dir)"
+    )
+    dit_low_noise: Path | None = loading(
+        None, values.path, "file or folder of the low-noise expert (default: in --ckpt_dir)"
+    )
+    text_encoder: Path | None = loading(
+        None, values.path, "file or folder of the text encoder (default: in --ckpt_dir)"
+    )
+    vae: Path | None = loading(
+        None, values.path, "file or folder of the VAE (default: in --ckpt_dir)", decoding=True
+    )
 
 
 @dataclass(frozen=True)
 class Loras:
-    """LoRA and difference files, by the network that they change."""
+    """LoRA and weight difference files."""
 
     lora: tuple[str, ...] = loading(
         (),
         values.files,
-        "LoRA for every expert, or for the one that its name says; repeatable",
+        "LoRA of all experts, or of the one in its file name; repeatable (default none)",
         common=True,
     )
     lora_high_noise: tuple[str, ...] = loading(
-        (), values.files, "likewise, into the high-noise expert"
+        (), values.files, "LoRA of the high-noise expert; repeatable (default none)"
     )
     lora_low_noise: tuple[str, ...] = loading(
-        (), values.files, "likewise, into the low-noise expert"
+        (), values.files, "LoRA of the low-noise expert; repeatable (default none)"
     )
     lora_dir: Path | None = loading(
-        None, values.path, "folder with {high,low}_noise_model.safetensors"
+        None,
+        values.path,
+        "folder with the LoRAs high_noise_model.safetensors and low_noise_model.safetensors "
+        "(default none)",
     )
     use_relighting_lora: bool = loading(
-        False, switch, "merge the checkpoint's relighting_lora.ckpt (animate)"
+        False,
+        switch,
+        "merge the checkpoint's relighting_lora.ckpt, which fits the character to the light of "
+        "the scene (animate; default false)",
     )
 
 
 @dataclass(frozen=True)
 class Start:
-    """What denoising starts from."""
+    """Latents to start denoising from."""
 
     fixed_latents: Path | None = command(
         None,
         values.path,
-        "start from the latents in this .safetensors file instead of noise from the seed",
+        "start from the latents in this .safetensors file (default: noise from --base_seed)",
     )
 
 
 @dataclass(frozen=True)
 class Planning:
-    """What is said of a run without running it."""
+    """The plan of a run: its exchanges and memory, estimated without running it."""
 
     plan: bool = command(
         False,
         switch,
-        "print exchanges and memory of the run, and do not run",
+        "print exchanges and memory, and exit (default false)",
         record=False,
         common=True,
     )
     device_memory: float | None = command(
         None,
         real(0, 1e6, above=True),
-        "GB (1e9 bytes) per device that the plan must fit; default: this machine's GPU",
+        "memory per device that the plan must fit, in GB of 1e9 bytes (default: that of --chip or "
+        "of this machine's GPU)",
         record=False,
         needs="plan",
     )
     nodes: int | None = command(
         None,
         integer(1, 4096),
-        "machines to compare layouts for: bytes inside and between them",
+        "number of machines; the plan compares topologies by the bytes sent inside and between "
+        "them (default: no comparison)",
         record=False,
         needs="plan",
     )
     link_gbs: tuple[float, float] | None = command(
         None,
         values.link_rates,
-        "GB/s that a rank sends inside a machine, and to another one, for `nodes`",
+        "bandwidth of a rank inside a machine and between machines in GB/s, for --nodes (default: "
+        "bytes without times)",
         record=False,
         needs="plan",
     )
     host_gbs: float | None = command(
         None,
         real(0, 1e6, above=True),
-        "GB/s from host memory to the device, for blocks that are copied (offload_model block)",
+        "bandwidth from host memory to the device in GB/s, for --offload_model block (default: "
+        "bytes without times)",
         record=False,
         needs="plan",
     )
     chip: str | None = command(
-        None, choice(*CHIPS), "the NPU model to plan for", record=False, needs="plan"
+        None,
+        choice(*CHIPS),
+        "NPU model to plan for (default: none, the plan is for --device)",
+        record=False,
+        needs="plan",
     )
 
 
 @dataclass(frozen=True)
 class PromptExtension:
-    """The language model that extends prompts."""
+    """Settings of the language model that extends prompts."""
 
-    use_prompt_extend: bool = command(False, switch, "let a language model write more")
+    use_prompt_extend: bool = command(
+        False, switch, "extend the prompt with a language model (default false)"
+    )
     prompt_extend_method: str = command(
         "local_qwen",
         choice("local_qwen", "dashscope"),
-        "default local_qwen",
+        "where the language model runs (default local_qwen); dashscope is Alibaba's web service",
         needs="use_prompt_extend",
     )
     prompt_extend_model: str | None = command(
-        None, values.text, "folder or name of the language model", needs="use_prompt_extend"
+        None,
+        values.text,
+        "folder or name of the language model (default: the method's and the task's)",
+        needs="use_prompt_extend",
     )
     prompt_extend_target_lang: str = command(
-        "zh", choice("zh", "en"), "default zh", needs="use_prompt_extend"
+        "zh",
+        choice("zh", "en"),
+        "language of the extended prompt (default zh)",
+        needs="use_prompt_extend",
     )
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is measured while a video is made."""
+    """Measurements during a run."""
 
     power: bool = command(
         False,
         switch,
-        "meter power, energy, clock and throttling of the run",
+        "measure the run's power, energy, clock and throttling (default false)",
         record=False,
         decoding=True,
     )
@@ -219,18 +281,27 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Many:
-    """The videos of a prompt file."""
+    """Settings of a run with many videos."""
 
     prompt_file: Path | None = command(
-        None, values.path, "a prompt or JSON object per line", record=False, common=True
+        None,
+        values.path,
+        "file with a prompt or JSON object per line (default none)",
+        record=False,
+        common=True,
     )
     skip_existing: bool = command(
-        False, switch, "leave out videos that are there already", record=False, needs="prompt_file"
+        False,
+        switch,
+        "skip videos whose files already exist (default false)",
+        record=False,
+        needs="prompt_file",
     )
     group_by_expert: bool = command(
         False,
         switch,
-        "all lines' steps of one expert, then of the other: each is loaded once",
+        "run the high-noise steps of all videos, then the low-noise steps: each expert is loaded "
+        "once (default false)",
         record=False,
         needs="prompt_file",
     )
@@ -238,12 +309,12 @@ class Many:
 
 @dataclass(frozen=True)
 class Output:
-    """The files of a run. The record and the latents have the video's name and other endings."""
+    """Output files of a run. Record and latents have the video's name with other suffixes."""
 
     save_file: Path = command(
         REQUIRED,
         values.path,
-        "path of the mp4; default: a name from task and prompt",
+        "path of the mp4 (default: named by task and prompt)",
         decoding=True,
         line=True,
         common=True,
@@ -251,66 +322,80 @@ class Output:
     fps: float = command(
         REQUIRED,
         real(1, 240),
-        "frames per second of the file",
+        "frames per second of the mp4 (default: the task's, 16, 24 or 30)",
         decoding=True,
         line=True,
         checkpoint=True,
     )
     save_latents: bool | Literal["steps"] = command(
-        False, LATENTS, "keep the denoised latents; steps: also those after each step", line=True
+        False,
+        LATENTS,
+        "save the denoised latents; steps: also those after each step (default false)",
+        line=True,
     )
     trace: Path | None = command(
-        None, values.path, "folder for a schedule trace (python -m wan.power)", record=False
+        None,
+        values.path,
+        "write a trace of exchanges and attention calls to this folder, for python -m wan.power "
+        "(default: no trace)",
+        record=False,
     )
     trace_steps: tuple[int, ...] | None = command(
         None,
         values.steps,
-        "which steps, from 0, as in 3,7-9; default: the second of each expert",
+        "steps to trace, counted from 0, such as 3,7-9 (default: the second step of each expert)",
         record=False,
         needs="trace",
     )
     trace_kernels: bool = command(
         False,
         switch,
-        "also run PyTorch's or the NPU's profiler in these steps, which slows them",
+        "run PyTorch's or the NPU's profiler in traced steps, which slows them (default false)",
         record=False,
         needs="trace",
     )
     log_level: str = command(
         "info",
         choice("info", "debug"),
-        "debug: also the order of exchanges and attention in the layers",
+        "log level (default info); debug: also the order of exchanges and attention in each layer",
         record=False,
     )
 
     @property
     def record(self) -> Path:
-        """The JSON record of the video."""
+        """File of the video's JSON record."""
         return self.save_file.with_suffix(".json")
 
     @property
     def latents(self) -> Path:
-        """Where denoised latents are kept."""
+        """File of the denoised latents."""
         return self.save_file.with_suffix(".latents.safetensors")
 
     @property
     def clips(self) -> Path:
-        """The folder of a long video's clips until it is whole."""
+        """Folder of a long video's clips until the video is complete."""
         return self.save_file.with_suffix(".clips")
 
     @property
     def steps(self) -> Path:
-        """The folder of the latents after each step."""
+        """Folder of the latents after each step."""
         return self.save_file.with_suffix(".steps")
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an earlier run has left: latents to decode, or a record to repeat."""
+    """Files of an earlier run: latents to decode, or a record to repeat."""
 
     decode_latents: Path | None = command(
-        None, values.path, "only decode this latents file", record=False, decoding=True
+        None,
+        values.path,
+        "only decode the latents in this file (default: generate a video)",
+        record=False,
+        decoding=True,
     )
     from_json: Path | None = command(
-        None, values.path, "repeat the run of this record, under a new name", record=False
+        None,
+        values.path,
+        "repeat the run of this JSON record under a new file name (default: none)",
+        record=False,
     )

@@ -1,9 +1,9 @@
-"""What each kind of device can do: one table. A run that asks for more is refused by name.
+"""Table of device capabilities, and the check of a run's settings against it.
 
-Sources for NPUs: mindiesd 3.1.0 (its device table, its operators' own checks, the kernel manifests
-and strings of its binaries), the operator reference of torch-npu, and the vendor's data sheets for
-memory. Facts about kernels that CANN itself brings (block-sparse attention, rotary) are these two
-packages' word; none was measured.
+Sources for NPUs: mindiesd 3.1.0 (its device table, its operators' checks, the kernel manifests and
+strings of its binaries), the operator reference of torch-npu, and the vendor's data sheets for
+memory. The limits of CANN's kernels (block-sparse attention, rotary) are taken from these two
+packages; none was measured.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from wan.settings.values import either
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One kind of device; of NPUs, one generation of chips.
+    """Capabilities of a CPU, of a GPU, or of one generation of NPUs.
 
-    Which kernels it has stands in `wan.settings.kernels`.
+    Its kernels are listed in `wan.settings.kernels`.
 
     Attributes:
-        type: torch's device type.
-        socs: Values of `torch_npu.npu.get_soc_version()`, both ends included.
-        memory: Bytes of one device, where all have the same.
-        precisions: Values of --precision it computes in. A Duo knows float16 only, which no run
-            uses: it is in the table to be refused by name.
-        methods_in: What q, k, v must be for FP8 and block-sparse attention and quantised weights.
-        sparse_precise: `inner_precise` of block-sparse attention; A5 takes 4 only.
-        clock: Whether --fa_freq_cap can set it.
+        type: PyTorch's device type.
+        socs: Range of `torch_npu.npu.get_soc_version()`, both ends included.
+        memory: Bytes of one device; None where devices of this kind differ.
+        precisions: Supported values of --precision. A Duo computes in float16 only, which no run
+            uses; it has a row so that the refusal names it.
+        methods_in: Precisions of q, k and v that FP8 and block-sparse attention accept, and of the
+            activations of quantized linear layers.
+        sparse_inner_precise: `inner_precise` of block-sparse attention; an A5 accepts 4 only.
+        clock: Whether --fa_freq_cap can set its clock.
         compile: Whether --compile works.
-        weights: Quantised linear layers: names of algorithms, or "integer" or "MX" for all of
-            such formats. The operators of MX formats exist on A5 only.
+        weights: Formats of quantized linear layers: names of algorithms, or "integer" or "MX" for
+            all such formats. The operators of MX formats exist on A5 only.
     """
 
     name: str
@@ -51,11 +52,11 @@ class Capabilities:
     weights: tuple[str, ...] = ("W8A8_DYNAMIC",)
 
     def has(self, row: KernelRow) -> bool:
-        """Whether it has a kernel."""
+        """Whether the device has this kernel."""
         return self.type in row.make and (self.type != "npu" or self.name in row.chips)
 
     def fused(self, attention: Attention, compiled: bool) -> tuple[str, ...]:
-        """Which small operations run as one kernel each; compiled blocks are fused anyway."""
+        """Returns the small operations to run as fused kernels; --compile fuses them by itself."""
         if attention.fused_ops != ("auto",):
             return attention.fused_ops
         return () if compiled else tuple(n for n, row in SMALL_OPS.items() if self.has(row))
@@ -82,15 +83,18 @@ DEVICES = {
     )
 }
 CHIPS = tuple(name for name, device in DEVICES.items() if device.type == "npu")
-"""NPU models that --chip names."""
+"""Choices of --chip."""
 
 
 def of_type(device: str, soc: int | None = None) -> Capabilities:
-    """The row of a torch device type ("cpu", "cuda", "npu").
+    """Returns the row of a PyTorch device type ("cpu", "cuda", "npu").
 
     Args:
-        device: The type.
-        soc: `get_soc_version()` of an NPU; InputError for one that mindiesd does not know.
+        device: The device type.
+        soc: `get_soc_version()` of an NPU.
+
+    Raises:
+        InputError: mindiesd does not support this NPU.
     """
     for row in DEVICES.values():
         if row.type == device and (soc is None or (row.socs and row.socs[0] <= soc <= row.socs[1])):
@@ -101,7 +105,7 @@ def of_type(device: str, soc: int | None = None) -> Capabilities:
 
 
 def candidates(device: str, chip: str | None = None) -> tuple[Capabilities, ...]:
-    """The rows that --device (and --chip) may mean."""
+    """Returns the rows that --device and --chip may refer to."""
     if chip is not None:
         return (DEVICES[chip],)
     return tuple(row for row in DEVICES.values() if device in ("auto", row.type))
@@ -114,16 +118,16 @@ def check(
     head_dim: int,
     weights: tuple[str, ...] = (),
 ) -> None:
-    """InputError where none of the devices can run such a DiT; it says what to use instead.
+    """Raises InputError where none of the devices supports these settings.
 
-    Of several devices, what the one that could do the most says.
+    The error is that of the device that meets the most requirements.
 
     Args:
-        rows: The devices that may be meant.
-        attention: What the flags ask for.
-        execution: What the flags ask for.
+        devices: Rows that --device may refer to.
+        attention: Attention settings.
+        execution: Device and precision settings.
         head_dim: Channels of one head.
-        weights: Algorithms of quantised linear layers.
+        weights: Algorithms of quantized linear layers.
     """
     found = [_refusal(row, attention, execution, head_dim, weights) for row in rows]
     refusals = [refusal for refusal in found if refusal is not None]
@@ -139,7 +143,7 @@ def _refusal(
     head_dim: int,
     weights: tuple[str, ...],
 ) -> tuple[int, InputError] | None:
-    """How many wishes the device meets, and what is wrong with the next or the last one."""
+    """Returns the first unmet requirement as an error, after the number of requirements met."""
     precision = execution.dit_precision_on(row.type)
     here = _an(row.name)
     if precision not in row.precisions:
@@ -152,7 +156,7 @@ def _refusal(
             needs = f"needs {_an(either(names))}; this device is" if names else "does not work on"
             return met, InputError(wish.what, None, f"{needs} {here}", wish.instead)
         if precision not in wish.precisions:
-            why = f"takes no {precision}, which a run on {here} would compute in"
+            why = f"does not support {precision}, in which a run on {here} computes"
             remedy = f"use `precision={either(wish.precisions)}`, or {wish.instead}"
             return met + 1, InputError(wish.what, None, why, remedy)
         if wish.method and precision not in row.methods_in:
@@ -163,14 +167,14 @@ def _refusal(
 
 @dataclass(frozen=True)
 class _Wish:
-    """Something that a run asks of its device.
+    """A capability that the settings of a run need from its device.
 
     Attributes:
-        what: The subject of a sentence.
-        met: Which devices can do it.
-        instead: What to do where they cannot.
-        method: The device's `methods_in` are the dtypes that it takes.
-        precisions: The dtypes that it takes on every device.
+        subject: Subject of the refusal: the setting in backticks.
+        is_met: Returns whether a device has the capability.
+        remedy: Suggestion for a device without it.
+        uses_methods_in: Whether the device's `methods_in` limit the precision.
+        precisions: Precisions supported on every device.
     """
 
     what: str
@@ -186,7 +190,7 @@ def _wishes(
     dense = attention.dense
     instead = f"use `attention_algo={DEFAULT}`"
     if dense.flag == "attention_backend":
-        instead = "use `attention_backend=auto` (`attention_algo` names an NPU's own kernels)"
+        instead = "use `attention_backend=auto` (`attention_algo` selects the kernels of NPUs)"
     yield _Wish(dense.asked, _having(dense), instead, precisions=dense.precisions)
     if attention.fp8:
         yield _Wish("`fa_quant=fp8`", _having(FP8), method=True)
@@ -209,14 +213,14 @@ def _wishes(
         yield _Wish("`fp8_weights=multiply`", lambda row: row.type != "npu", instead)
     offload = execution.offload_model
     if offload == "cpu":
-        instead = "use `offload_model=false`, which keeps all networks in its memory"
+        instead = "use `offload_model=false`, which keeps all networks in host memory"
         yield _Wish("`offload_model=cpu`", lambda row: row.type != "cpu", instead)
     if weights and not isinstance(offload, bool):
         what = f"`offload_model={offload}` with `quant_dit_path`"
-        # mindiesd lays its weights out in its own ways.
+        # mindiesd converts quantized weights to a layout that cannot be copied block by block.
         yield _Wish(what, lambda row: row.type != "npu", "use `offload_model=true`")
     for name in weights:
-        # Integers, or floating point with a scale for each small group (MX).
+        # Integers, or microscaling formats (MX): floating point with a scale for each small group.
         formats = {name, "MX" if "_MXFP" in name else "integer"}
         yield _Wish(
             f"`quant_dit_path` with {name} weights",

@@ -1,4 +1,4 @@
-"""The errors that a user sees as one sentence instead of a traceback, and the exit codes."""
+"""Errors that are reported as one sentence without a traceback, and the exit codes."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ _REFERENCE = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 @dataclass(frozen=True)
 class Words:
-    """How a front end writes a setting.
+    """How a front end (command line, Python, HTTP) writes a setting in messages.
 
     Attributes:
-        setting: Writes a setting from its name and its value, which is None where only the name
-            matters.
-        names: The front end's own names, where they differ from the flags'.
+        format_setting: Formats a setting from its name and its value; a value of None gives the
+            name alone.
+        names: Flag -> the front end's name of it, where the two differ.
     """
 
     setting: Callable[[str, str | None], str]
     names: Mapping[str, str] = field(default_factory=dict)
 
     def render(self, text: str) -> str:
-        """The text with every `name` and `name=value` in backticks written for this front end."""
+        """Replaces each `name` and `name=value` in backticks by the front end's form of it."""
 
         return _REFERENCE.sub(lambda found: self.write(found[1], found[2]), text)
 
     def write(self, name: str, value: str | None = None) -> str:
-        """A setting, from its flag's name, as this front end writes it."""
+        """Formats the setting of a flag for this front end."""
         return self.setting(self.names.get(name, name), value)
 
 
 KEYWORDS = Words(lambda name, value: name if value is None else f"{name}={value}")
-"""Settings as in a Python call, with the flags' names."""
+"""Settings as keyword arguments with the flags' names."""
 COMMAND_LINE = Words(lambda name, value: f"--{name}" if value is None else f"--{name} {value}")
 
 
 class EndedError(Exception):
-    """A video that all ranks have agreed to end between two steps.
+    """All ranks have agreed to end a video between two steps.
 
     Attributes:
-        code: "cancelled", or "ended" because of another rank.
+        code: "cancelled", or "ended" where another rank has failed.
     """
 
     def __init__(self, code: str) -> None:
@@ -55,17 +55,17 @@ class EndedError(Exception):
 
 
 class InputError(ValueError):
-    """Refused input: what it is about, its value, why it is refused, and what to do.
+    """Input is refused.
 
-    In every part a setting stands in backticks under its flag's name, `comm_type` or `comm_type=1`;
-    the front end that reports the error writes it in its own words. The parts form one sentence:
-    "WHAT VALUE WHY; REMEDY." The command line exits with code 2.
+    The message is one sentence: "WHAT VALUE WHY; REMEDY." Each part writes a setting in backticks
+    with the flag's name, `comm_type` or `comm_type=1`; the front end that reports the error
+    replaces it, for example by `--comm_type 1`. The command line exits with code 2.
 
     Args:
-        what: The subject of the sentence: a setting in backticks, a file, a noun.
-        value: The value that was given; None where the subject says enough.
-        why: The predicate: "has no effect with `ring_size=1`".
-        remedy: What to do: "drop it or use a larger ring".
+        what: Subject of the sentence: a setting in backticks, a file, a noun.
+        value: The refused value; None where the subject needs none.
+        why: Predicate: "has no effect with `ring_size=1`".
+        remedy: Suggestion: "drop it or use a larger ring".
 
     Example:
         >>> str(InputError("`ring_type`", "ring", "has no effect with `ring_size=1`", "drop it"))
@@ -81,7 +81,7 @@ class InputError(ValueError):
     def __str__(self) -> str:
         subject = _short(self.words.render(self.what))
         setting = re.fullmatch(r"`(\w+)`", self.what)
-        if self.value is not None and setting:  # a value's own backticks stay as they were typed
+        if self.value is not None and setting:  # backticks in a value stay as typed
             subject = self.words.write(setting[1], _short(str(self.value)))
         elif self.value is not None:
             subject = f"{subject} {_short(str(self.value))}"
@@ -93,7 +93,7 @@ class InputError(ValueError):
 
 
 def _short(text: str) -> str:
-    """The text without the middle of words of hundreds of characters, as paths may be."""
+    """Cuts the middle out of words of 400 or more characters, such as long paths."""
     return re.sub(
         r"\S{400,}", lambda word: f"{word[0][:60]}...{word[0][-20:]} ({len(word[0])} long)", text
     )
@@ -101,7 +101,7 @@ def _short(text: str) -> str:
 
 @contextmanager
 def spoken(words: Words) -> Iterator[None]:
-    """Refusals that leave this block are written in the words of a front end."""
+    """Formats the InputErrors that leave this block for a front end."""
     try:
         yield
     except InputError as error:
@@ -110,20 +110,20 @@ def spoken(words: Words) -> Iterator[None]:
 
 
 class WriteError(OSError):
-    """Says which file could not be written, why, and what to do. Exit code 1."""
+    """A file could not be written. Exit code 1."""
 
 
 class FileChangedError(OSError):
-    """Says which weight file was changed while a run used it, and what to do. Exit code 1."""
+    """A weight file was changed while a run used it. Exit code 1."""
 
 
 class NotFiniteError(ArithmeticError):
-    """Says after which step latents are NaN or infinite, of which no video can be made.
+    """The latents after a step contain NaN or infinity.
 
     All ranks have the same latents and raise it together. Exit code 1.
 
     Attributes:
-        latents: The latents after that step, float32 [Z,f,h,w].
+        latents: Latents after that step, float32 [Z,f,h,w].
     """
 
     def __init__(self, sentence: str, latents: Any) -> None:
@@ -132,14 +132,14 @@ class NotFiniteError(ArithmeticError):
 
 
 class Terminated(BaseException):
-    """SIGTERM has come. Raised where the main thread is, so that what is half written is removed.
+    """SIGTERM was received. Raised in the main thread, so that unfinished files are removed.
 
-    Like KeyboardInterrupt it is no Exception: nothing that handles errors should stop it.
+    Like KeyboardInterrupt it is no Exception, so that error handlers do not catch it.
     """
 
 
 def exit_code(error: BaseException) -> int:
-    """How a process ends: 2 refused, 130 interrupted, 143 terminated, 1 failed."""
+    """Returns the exit code of an error: 2 refused, 130 interrupted, 143 terminated, 1 failed."""
     if isinstance(error, InputError):
         return 2
     if isinstance(error, KeyboardInterrupt):
@@ -148,21 +148,21 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a file system had no space left, or none for this user."""
+    """Whether the error is a full disk or an exhausted disk quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether host or device had no memory left.
+    """Whether the error is exhausted host or device memory.
 
-    Python and accelerators have types for it. PyTorch's CPU code has none: its allocator and its
-    mapped files raise a plain RuntimeError. Both end with what the system says of ENOMEM, which is
-    looked for here, because it is libc's text and not one that a version of PyTorch may rephrase.
+    PyTorch's CPU allocator and its memory-mapped files raise a plain RuntimeError. Both messages
+    end with libc's text for ENOMEM, which is searched for here, because PyTorch may rephrase the
+    rest.
     """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):
-        torch = sys.modules.get("torch")  # not imported for this: there may be no memory for it
+        torch = sys.modules.get("torch")  # not imported here: there may be no memory for it
         of_a_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
         return of_a_device or os.strerror(errno.ENOMEM) in str(error)
     return isinstance(error, MemoryError)

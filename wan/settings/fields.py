@@ -1,8 +1,8 @@
-"""A flag is a field: `option` declares a setting once, for every front end.
+"""`option` declares a setting once, as a dataclass field, for all front ends.
 
 The settings of a subject are the fields of one frozen dataclass. The command line, `--help`, the
-Python classes, `wan.diffusers`, records, prompt files and the tables of the documents are made from
-them (`wan.settings.flags` gathers all).
+Python classes, `wan.diffusers`, records, prompt files and the tables of the documentation are
+derived from these fields (`wan.settings.flags` collects them).
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from wan.settings.values import Reader
 
 T = TypeVar("T")
 REQUIRED = dataclasses.MISSING
-"""The default of a setting that has none of its own, because the task's preset has it."""
+"""Default of a field whose default comes from the task's preset."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of a setting.
+    """Declaration of a setting.
 
     Attributes:
-        read: Reads and checks its value.
-        help: One line for `--help` and the documents; it says the default.
-        record: Whether the JSON record repeats it, which whatever changes the video needs.
-        needs: The setting without which it has no effect.
-        python: Which call of the Python classes takes it: "load" for the constructor, "video" for
+        reader: Parses and checks a value.
+        help: One line for `--help` and the documentation, with the unit and the default.
+        record: Whether the JSON record contains it; true for each setting that changes the video.
+        needs: Setting without which this one has no effect.
+        python: Call of the Python classes that accepts it: "load" for the constructor, "video" for
             `generate`, None for neither.
-        keyword: Its official name there, where that is another one.
-        diffusers: Its name in `wan.diffusers`, or in a call of diffusers' pipelines; None: it has
-            none.
-        alias: A shorter name of its flag, also in lines of a prompt file.
+        keyword: Official keyword in that call, where it differs from the flag.
+        diffusers: Name in `wan.diffusers`, or in a call of diffusers' pipelines; True: the flag's
+            name; None: not available there.
+        alias: Shorter name of the flag, also in lines of a prompt file.
         common: Whether `--help` without `all` lists it.
         line: Whether a line of a prompt file may set it.
-        decoding: Whether `--decode_latents` reads it.
+        decoding: Whether it has an effect with `--decode_latents`.
         checkpoint: Whether a checkpoint's generation_config.json may set it.
-        variables: The environment variables that stand for it: variable -> its values -> the
-            setting's, of which None leaves the setting as it is.
+        variables: Environment variable -> its value -> the setting's value; None leaves the setting
+            unchanged.
     """
 
     read: Reader
@@ -59,25 +59,30 @@ class Option:
 
 
 def option(default: Any, read: Reader, help: str, **more: Any) -> Any:
-    """A field of a dataclass that is a setting; `more`: further attributes of `Option`.
+    """Declares a dataclass field that is a setting.
 
-    A line of a prompt file may set what one call of `generate` takes, unless `more` says otherwise.
-    `diffusers=True` is the name of the field.
+    By default a line of a prompt file may set it where `generate` accepts it (python="video").
+
+    Args:
+        default: Default of the field.
+        reader: Parses and checks a value.
+        help: See `Option`.
+        attributes: Further attributes of `Option`.
     """
     more.setdefault("line", more.get("python", "video") == "video")
     return field(default=default, metadata={Option: Option(read, help, **more)})
 
 
 loading = partial(option, python="load")
-"""A setting that decides how networks are loaded and run."""
+"""Declares a setting of the constructor: how networks are loaded and run."""
 layout = partial(option, python="load", record=False)
-"""Likewise, where the video is the same with every value."""
+"""Declares a setting of the constructor that does not change the video."""
 command = partial(option, python=None)
-"""A setting of the command line alone."""
+"""Declares a setting of the command line only."""
 
 
 def options(kind: type) -> dict[str, Option]:
-    """The settings that a dataclass declares itself, without those that it inherits."""
+    """Returns the options that a dataclass declares, without inherited ones, by field name."""
     own, found = vars(kind).get("__annotations__", {}), {}
     for one in dataclasses.fields(kind):
         if one.name in own and Option in one.metadata:
@@ -89,6 +94,6 @@ def options(kind: type) -> dict[str, Option]:
 
 
 def fill(kind: Callable[..., T], values: Mapping[str, Any]) -> T:
-    """A dataclass whose fields are settings, from the values that are its own."""
+    """Builds a dataclass from the values that have the names of its fields; ignores the others."""
     names = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in names})

@@ -1,4 +1,4 @@
-"""All settings, gathered from the dataclasses whose fields they are, and read together."""
+"""All flags: the options of all settings dataclasses, and the checks of a set of flags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from wan.settings.step_cache import StepCache
 from wan.settings.values import switch
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "what to generate": (Request, Images, Sounds, Driving, Controlled),
+    "video": (Request, Images, Sounds, Driving, Controlled),
     "checkpoint": (Files, NetworkFiles, Loras),
     "sampling": (Sampling, Start),
     "device and memory": (Execution,),
@@ -41,35 +41,37 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "several processes (torchrun)": (Parallel,),
     "planning": (Planning,),
     "prompt extension": (PromptExtension,),
-    "evidence": (Evidence,),
-    "many videos": (Many,),
+    "measurement": (Evidence,),
+    "prompt file": (Many,),
     "output": (Output, Earlier),
 }
-"""Title of a group of flags -> the dataclasses whose fields they are."""
+"""Title of a group of flags -> the dataclasses that declare them."""
 FLAGS: dict[str, Option] = {
     name: one for kinds in GROUPS.values() for kind in kinds for name, one in options(kind).items()
 }
 
 
 ALIASES = {flag.alias: name for name, flag in FLAGS.items() if flag.alias is not None}
-"""Shorter name -> flag."""
+"""Alias -> flag."""
 _ONE = "give one of them"
 
 
 def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
-    """Checked values of raw ones.
+    """Parses and checks the values of settings.
 
     Args:
-        raw: Values under flags' names.
-        source: Makes a value's shown name from its key, "record.json: {}"; by default the key in
-            backticks.
+        raw: Flag or alias -> value as text or JSON.
+        source: Template of a setting's name in errors, such as "record.json: {}"; by default the
+            key in backticks.
 
     Raises:
-        InputError: A name is unknown, or its value is missing or not allowed.
+        InputError: A name is unknown, or a value is missing or not allowed.
     """
     twins = [alias for alias, key in ALIASES.items() if alias in raw and key in raw]
     if twins:
-        raise InputError(source.format(twins[0]), why=f"is {ALIASES[twins[0]]}, too", remedy=_ONE)
+        raise InputError(
+            source.format(twins[0]), why=f"is an alias of {ALIASES[twins[0]]}", remedy=_ONE
+        )
     raw = {ALIASES.get(key, key): value for key, value in raw.items()}
     for key in (key for key, value in raw.items() if value is None):
         raise InputError(source.format(key), why="has no value", remedy="give one or leave it out")
@@ -82,24 +84,24 @@ def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
 
 
 KEYWORDS = {name: flag.keyword for name, flag in FLAGS.items() if flag.keyword is not None}
-"""Flag -> keyword of the Python classes, where they differ."""
+"""Flag -> keyword of the Python classes, where the two differ."""
 
 
 PYTHON = Words(errors.KEYWORDS.setting, KEYWORDS)
-"""Of the Python classes."""
+"""Names of settings in messages of the Python classes."""
 DIFFUSERS = Words(
     errors.KEYWORDS.setting,
     {name: str(flag.diffusers) for name, flag in FLAGS.items() if flag.diffusers is not None},
 )
-"""Of `wan.diffusers`."""
+"""Names of settings in messages of `wan.diffusers`."""
 NEEDS = tuple(
     rules.needs(name, flag.needs) for name, flag in FLAGS.items() if flag.needs is not None
 )
-"""Of all settings of a call, also those of a record."""
+"""Rules for settings that need another one; they hold for all layers of a run together."""
 
 
 def for_loading(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked settings of a constructor; None, or False of what is no switch, is "not given"."""
+    """Checks the keywords of a constructor. None, or False for no switch, counts as not given."""
     unknown = [name for name in keywords if not is_for(name, "load")]
     if unknown:
         remedy = "give it to generate" if is_for(unknown[0], "video") else "remove it"
@@ -116,15 +118,15 @@ def for_loading(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_for(name: str, python: str) -> bool:
-    """Whether a call of the Python classes, "load" or "video", takes this setting."""
+    """Whether a call of the Python classes ("load" or "video") accepts this setting."""
     return name in FLAGS and FLAGS[name].python == python
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """InputError for settings of one call that exclude each other, whatever their values."""
+    """Raises InputError where a user sets two settings that exclude each other."""
     rules.check(rules.GIVEN, given)
 
 
 def check_needs(values: Mapping[str, Any]) -> None:
-    """InputError for a setting without the one that it belongs to."""
+    """Raises InputError for a setting without another one that it needs."""
     rules.check(NEEDS, values)

@@ -1,9 +1,8 @@
-"""Every kernel that a run can be told to use: one table, which needs no torch.
+"""Table of the kernels that flags can select. Does not import torch.
 
-A row says by which value of which flag its kernel is asked for, on which devices it exists, what it
-takes, and what makes it: the text "module:name" of something that is called with a
-`wan.kernels.base.Target`. The parser, `--help`, refusals, `--plan`, the records and the tests read
-these rows; a new kernel is its own file and a row here.
+A row names the flag value, the supported devices and limits of a kernel, and its factory as
+"module:name", which is called with a `wan.kernels.base.Target`. The parser, `--help`, refusals,
+`--plan`, records and tests use these rows; a new kernel is a new file and a row here.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _BOTH = ("bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
-    """A kernel that can be asked for by name.
+    """A kernel that a flag selects by name.
 
     Attributes:
-        name: A value of its flag.
-        make: Type of a device -> what makes the kernel there.
-        chips: The NPUs that have it, where `make` has one for NPUs.
+        name: Value of the flag.
+        factories: Device type -> factory, as "module:name".
+        chips: NPU models with this kernel, where `factories` has one for "npu".
     """
 
     name: str
@@ -37,20 +36,20 @@ class Dense(KernelRow):
     """A kernel of dense attention.
 
     Attributes:
-        flag: attention_algo for those of NPUs, attention_backend for those of CPUs and GPUs.
+        flag: attention_algo for kernels of NPUs, attention_backend for kernels of CPUs and GPUs.
         has_lse: Whether it returns the log-sum-exp, without which a ring gathers keys and values.
-            Of xfuser's, what is assumed where they cannot be tried (`--plan`).
-        precisions: What it can compute with.
-        min_rows: Fewest queries and keys of a call.
-        max_head: Most channels of a head.
-        low_precision: It quantises by itself.
-        strided: The devices on which it takes strided tensors as they are; elsewhere what has
-            arrived in one exchange is copied for it.
-        fused: The devices on which one exchange of q, k and v was measured to be no slower than
-            three.
-        member: Its name in xfuser's `AttentionBackendType`; None for kernels of our own.
-        modules: What must be importable beside xfuser.
-        install: The packages that bring these modules, by their names in registries and records.
+            For xfuser's kernels the value is an assumption of `--plan`; a run tries them.
+        precisions: Supported values of `--precision`.
+        min_rows: Smallest number of queries and keys of a call.
+        max_head_dim: Largest number of channels of a head.
+        low_precision: Whether it quantizes its inputs by itself.
+        strided_devices: Device types on which it accepts strided tensors; on others the result of
+            a fused exchange is copied into contiguous tensors.
+        fused_exchange_devices: Device types on which one fused exchange of q, k and v was measured
+            to be no slower than three.
+        xfuser_member: Name in xfuser's `AttentionBackendType`; None for kernels without xfuser.
+        modules: Modules that must be importable in addition to xfuser.
+        install: PyPI packages that contain these modules.
     """
 
     flag: str = "attention_backend"
@@ -67,19 +66,19 @@ class Dense(KernelRow):
 
     @property
     def asked(self) -> str:
-        """The setting that asks for it, for messages."""
+        """The setting that selects this kernel, in backticks."""
         return f"`{self.flag}={self.name}`"
 
 
 def _xfuser(member: str, *devices: str, **other: object) -> Dense:
-    """A function of xfuser's registry; of that only what is dense and takes q, k and v alone."""
+    """Makes the row of a dense kernel in xfuser's registry that needs only q, k and v."""
     make = dict.fromkeys(devices or ("cuda",), "wan.kernels.xfuser:kernel")
     usual: dict[str, object] = {"precisions": ("bf16",)}
     return Dense(name=member.lower(), make=make, member=member, **usual | other)  # type: ignore[arg-type]
 
 
 def _aiter(member: str, **other: object) -> Dense:
-    """A function for AMD's GPUs; of these, only AITER returns the log-sum-exp."""
+    """Makes the row of a kernel for AMD's GPUs; only AITER itself returns the log-sum-exp."""
     package = {"modules": ("aiter",), "install": ("amd-aiter",)}
     return _xfuser(member, has_lse=member == "AITER", **package, **other)
 
@@ -108,7 +107,7 @@ _DENSE = (
         name="laser",
         flag="attention_algo",
         make={"npu": "wan.kernels.npu.dense:LaserKernel"},
-        chips=("A2", "A3"),  # on others, and with fewer rows, mindiesd silently takes another
+        chips=("A2", "A3"),  # on others, and with fewer rows, mindiesd silently uses another
         has_lse=False,
         precisions=("bf16",),
         min_rows=LASER_ROWS,
@@ -123,7 +122,7 @@ _DENSE = (
     Dense(name="cudnn", make={"cuda": "wan.kernels.sdpa:by_cudnn"}, precisions=("bf16",)),
     _xfuser("SDPA_FLASH", "cpu", "cuda"),
     _xfuser("SDPA_EFFICIENT", "cpu", "cuda", precisions=_BOTH),
-    # Its second result is the softmax's weights.
+    # The second result is the attention weights, not the log-sum-exp.
     _xfuser("SDPA_MATH", "cpu", "cuda", precisions=_BOTH, has_lse=False),
     _xfuser("FLASH", modules=("flash_attn",), install=("flash-attn",)),
     _xfuser("FLASH_3", **_FLASH_3),
@@ -146,12 +145,12 @@ _DENSE = (
     _aiter("AITER_FLYDSL_FP8", **_LOW),
 )
 DENSE = {row.name: row for row in _DENSE}
-"""By name; the two flags share none."""
+"""Name -> row; the names of the two flags are disjoint."""
 DEFAULT = "fused"
 
 
 def dense_names(flag: str) -> tuple[str, ...]:
-    """The values of a flag that are kernels of dense attention."""
+    """Returns the names of the dense kernels that a flag selects."""
     return tuple(row.name for row in _DENSE if row.flag == flag)
 
 
@@ -160,9 +159,9 @@ class Fp8(KernelRow):
     """A kernel of FP8 attention.
 
     Attributes:
-        quantise: Type of a device -> what makes its operator of block quantisation; where there is
-            none, plain operations quantise.
-        heads: Channels of a head on an NPU; elsewhere any power of two.
+        quantizers: Device type -> factory of its block quantization operator; device types without
+            one quantize with plain PyTorch operations.
+        head_dims: Supported channels of a head on an NPU; elsewhere any power of two.
     """
 
     quantise: Mapping[str, str]
@@ -185,11 +184,11 @@ FP8 = Fp8(
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(KernelRow):
-    """A kernel of block-sparse attention, asked for by rainfusion_type.
+    """A kernel of block-sparse attention, selected by rainfusion_type.
 
     Attributes:
-        has_fp8: Whether it also takes quantised tensors.
-        absent: Why it is not supported; empty where it is.
+        has_fp8: Whether it also accepts FP8 tensors.
+        unsupported_reason: Why it is not supported; empty for a supported kernel.
     """
 
     has_fp8: bool = False
@@ -201,11 +200,11 @@ _NPU_SPARSE = "wan.kernels.npu.block_sparse"
 RAINFUSION = {
     row.name: row
     for row in (
-        Sparse(name="v1", make={}, absent="on NPUs it needs torch_atb, which mindiesd gave up"),
+        Sparse(name="v1", make={}, absent="on NPUs it needs torch_atb, which mindiesd dropped"),
         Sparse(
             name="v2",
             make={"cpu": _BY_TILES, "cuda": _BY_FLEX, "npu": f"{_NPU_SPARSE}:RainKernelV2"},
-            chips=("A2", "A3"),  # on A5 mindiesd turns v2 into v3
+            chips=("A2", "A3"),  # on A5 mindiesd replaces v2 by v3
         ),
         Sparse(
             name="v3",
@@ -218,10 +217,10 @@ RAINFUSION = {
 
 @dataclass(frozen=True, kw_only=True)
 class SmallOp(KernelRow):
-    """A kernel for operations of a block between its matrix products, asked for by fused_ops.
+    """A kernel for operations of a block between its matrix products, selected by fused_ops.
 
-    Of CPUs and GPUs its text names steps of `wan.modules.small_ops.BlockOps`, which are compiled;
-    of NPUs it names what adds the vendor's kernel to `wan.kernels.base.SmallOps`.
+    On CPUs and GPUs the factory text lists methods of `wan.modules.small_ops.BlockOps` to compile;
+    on NPUs it names a function that adds the vendor's kernel to `wan.kernels.base.SmallOps`.
     """
 
 
@@ -236,14 +235,14 @@ def _vendor(name: str, chips: tuple[str, ...] = NPUS) -> SmallOp:
 SMALL_OPS = {
     row.name: row
     for row in (
-        _vendor("rope", ("A2", "A3")),  # rotating neighbouring channels is documented for these
+        _vendor("rope", ("A2", "A3")),  # documented to rotate neighboring channels
         _vendor("rms_norm"),
         _vendor("layer_norm"),
-        _vendor("scale_shift"),  # after layer_norm, a part of which it replaces
+        _vendor("scale_shift"),  # must follow layer_norm, a part of which it replaces
         _compiled("modulated_norm", "_modulated_norm"),
         _compiled("norm_rope", "_norm_rope", "_rms_norm"),
         _compiled("add_norm", "_add_norm", "_add_modulated_norm", "_add"),
         _compiled("gelu", "_gelu"),
     )
 }
-"""In the order in which a vendor's kernels are put in place."""
+"""Name -> row, in the order in which the vendor's kernels are added."""

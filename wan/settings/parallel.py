@@ -1,4 +1,4 @@
-"""How several processes share one run: topology, attention mode, sharded weights. Integers only."""
+"""Settings of several processes: topology of the ranks, attention mode, sharded weights."""
 
 from __future__ import annotations
 
@@ -20,67 +20,96 @@ _SIZE = integer(1, 4096)
 
 @dataclass(frozen=True)
 class Parallel:
-    """A resolved topology: world_size = cfg_size x ring_size x ulysses_size; see `resolve`."""
+    """A topology, world_size = cfg_size x ring_size x ulysses_size; see `resolve_topology`."""
 
     world_size: int = 1
     cfg_size: int = layout(
-        1, choice(1, 2), "2: the guidance branches on two halves of the ranks", diffusers=True
+        1,
+        choice(1, 2),
+        "2: half of the ranks compute the conditional branch, half the unconditional (default 1)",
+        diffusers=True,
     )
     ring_size: int = layout(
-        1, _SIZE, "ranks that pass K/V round; default: what ulysses leaves", diffusers=True
+        1,
+        _SIZE,
+        "ranks of a ring, which pass keys and values on (default: the number of ranks divided by "
+        "the other sizes)",
+        diffusers=True,
     )
     ulysses_size: int = layout(
-        1, _SIZE, "ranks that exchange heads; default: as many as fit", diffusers=True, common=True
+        1,
+        _SIZE,
+        "ranks that exchange heads (default: all that fit)",
+        diffusers=True,
+        common=True,
     )
-    ring_type: str = layout("ring", choice(*RING_TYPES), "default ring", diffusers=True)
+    ring_type: str = layout(
+        "ring",
+        choice(*RING_TYPES),
+        "direction in which a ring passes keys and values; ring (default): one; bidirectional: "
+        "both",
+        diffusers=True,
+    )
     comm_type: int = layout(
         0,
         choice(*MODES),
-        ", ".join(f"{key}: {mode.name}" for key, mode in MODES.items()) + " (default 0)",
+        ", ".join(f"{key}: {mode.name}" for key, mode in MODES.items())
+        + " (attention mode of FA_Power_Cap; default 0)",
         diffusers="comm_type",
         common=True,
     )
     chunks: int | None = layout(
-        None, _SIZE, "most head chunks, to search for the best (published: 10)", diffusers=True
+        None,
+        _SIZE,
+        "maximum of head chunks of --comm_type 1, 2 and --fa_alltoall_overlap (default 10, as "
+        "published)",
+        diffusers=True,
     )
     fa_alltoall_overlap: bool = layout(
         False,
         switch,
-        "hide exchanges under attention (or OVERLAP=1)",
+        "overlap the all-to-all of a head chunk with the attention of another one (default false)",
         diffusers=True,
         variables={"OVERLAP": {"0": False, "1": True}},
     )
     exchange: str = layout(
         "auto",
         choice("auto", *EXCHANGES),
-        "q, k, v of a head chunk together (fused) or one by one; auto: what was measured (auto)",
+        "exchange of q, k and v of a head chunk; fused: one all-to-all; split: three; auto "
+        "(default): the one measured to be faster on this type of device",
         diffusers=True,
     )
-    t5_fsdp: bool = layout(False, switch, "shard the text encoder")
-    dit_fsdp: bool = layout(False, switch, "shard the DiT", common=True)
-    dist_timeout: float = layout(30.0, real(0, 10080, above=True), "minutes to wait for ranks (30)")
+    t5_fsdp: bool = layout(False, switch, "shard the text encoder over the ranks (default false)")
+    dit_fsdp: bool = layout(
+        False, switch, "shard the DiT over the ranks (default false)", common=True
+    )
+    dist_timeout: float = layout(
+        30.0,
+        real(0, 10080, above=True),
+        "minutes to wait for another rank before the run fails (default 30)",
+    )
 
     @property
     def mode(self) -> Mode:
-        """How attention is split into pieces."""
+        """The attention mode: head chunks, query blocks and their order."""
         return mode_of(self.comm_type, self.fa_alltoall_overlap, self.chunks)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(cfg, ring, ulysses), the axes of the ranks' mesh."""
+        """Sizes of the rank mesh: (cfg, ring, ulysses)."""
         return self.cfg_size, self.ring_size, self.ulysses_size
 
     @property
     def sequence_size(self) -> int:
-        """Ranks that share the tokens of one forward pass."""
+        """Number of ranks that share the tokens of one forward pass."""
         return self.ring_size * self.ulysses_size
 
 
 def legal(world: int, heads: int) -> Iterator[tuple[int, int, int]]:
-    """Every (cfg, ring, ulysses) that `world` ranks can form, the largest ulysses first.
+    """Yields each (cfg, ring, ulysses) that `world` ranks can form, the largest ulysses first.
 
-    A Ulysses group needs a head for each rank; where it does not divide the heads, some ranks have
-    one more than others.
+    A Ulysses group needs at least one head per rank. Where its size does not divide the number of
+    heads, some ranks have one head more than others.
     """
     for cfg in (1, 2):
         if world % cfg:
@@ -92,13 +121,13 @@ def legal(world: int, heads: int) -> Iterator[tuple[int, int, int]]:
 
 
 def ulysses_for(ranks: int, heads: int) -> int:
-    """How many of the ranks that share a sequence should exchange heads; the rest is the ring.
+    """Chooses the Ulysses size for the ranks that share a sequence.
 
-    The largest divisor of the ranks that also divides the heads; but all ranks, some with one head
-    more than others, where that would leave a ring of more than two or exchange nothing. No rank is
-    without a head.
+    It is the largest common divisor of ranks and heads. Where this would leave a ring of more than
+    two ranks, or no exchange at all, it is the number of ranks (if there are as many heads), and
+    some ranks have one head more than others.
 
-    >>> [ulysses_for(ranks, 40) for ranks in (2, 6, 7, 8, 12, 16)], ulysses_for(16, 12)
+    >>> [choose_ulysses_size(n, 40) for n in (2, 6, 7, 8, 12, 16)], choose_ulysses_size(16, 12)
     ([2, 6, 7, 8, 12, 8], 4)
     """
     even = max(u for u in range(1, ranks + 1) if ranks % u == 0 and heads % u == 0)
@@ -106,18 +135,18 @@ def ulysses_for(ranks: int, heads: int) -> int:
 
 
 def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel, tuple[str, ...]]:
-    """The topology for checked settings, and notices about what was chosen.
+    """Builds the topology from checked settings, with notices about the chosen sizes.
 
-    Sizes that are absent are chosen, see `ulysses_for`.
+    Sizes that are not set are chosen, see `choose_ulysses_size`.
 
     Args:
-        values: Checked settings under their flags' names; other subjects' are ignored.
-        world: Ranks that were started.
+        values: Flag -> checked value; settings of other subjects are ignored.
+        world: Number of ranks.
         heads: Attention heads of the network.
 
     Raises:
-        InputError: For sizes that do not fit, with sizes that would, and for flags that
-            contradict each other or have no effect.
+        InputError: Sizes do not fit the ranks or heads, or flags contradict each other or have no
+            effect.
     """
     cfg, ring, ulysses = (values.get(name) for name in SIZES)
     cfg = 1 if cfg is None else cfg
@@ -157,7 +186,13 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
 
 
 def spanning(parallel: Parallel, per_machine: int, heads: int) -> tuple[str, ...]:
-    """A notice where a Ulysses group has ranks on several machines of `per_machine` ranks each."""
+    """Returns a notice where a Ulysses group has ranks on several machines.
+
+    Args:
+        parallel: Topology.
+        per_machine: Ranks of each machine.
+        heads: Attention heads of the network.
+    """
     world, ulysses = parallel.world_size, parallel.ulysses_size
     if ulysses == 1 or per_machine >= world or per_machine % ulysses == 0:
         return ()
@@ -171,7 +206,11 @@ def spanning(parallel: Parallel, per_machine: int, heads: int) -> tuple[str, ...
 
 
 def check_guidance(parallel: Parallel, scales: tuple[float, float], heads: int) -> tuple[str, ...]:
-    """Notices; InputError where --cfg_size 2 has only one guidance branch to compute."""
+    """Checks --cfg_size 2 against the guidance scales and returns notices.
+
+    Raises:
+        InputError: Neither expert uses guidance, so that there is only one branch.
+    """
     if parallel.cfg_size == 1 or 1 not in scales:
         return ()
     if scales == (1, 1):
@@ -186,7 +225,7 @@ def check_guidance(parallel: Parallel, scales: tuple[float, float], heads: int) 
 
 
 def size_flags(cfg: int, ring: int, ulysses: int) -> str:
-    """The settings of a topology, in backticks."""
+    """Formats the sizes of a topology as settings in backticks."""
     parts = [f"`cfg_size={cfg}`"] if cfg != 1 else []
     return " ".join([*parts, f"`ring_size={ring}`", f"`ulysses_size={ulysses}`"])
 

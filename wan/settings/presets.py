@@ -1,4 +1,4 @@
-"""The tasks, one row each: sizes and sampling defaults of the published Wan checkpoints."""
+"""Table of the tasks: network sizes and sampling defaults of the published checkpoints."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ NEGATIVE_PROMPT = (
     "JPEG压缩残留，丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，"
     "形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
 )
-"""The official negative prompt: part of the model's recipe, needed for equal outputs."""
+"""The official negative prompt, which official outputs are generated with."""
 
 SHAKY = "镜头晃动，"
 CUTS = "镜头切换，"
-"""What the negative prompts of Wan2.1's image models begin with."""
+"""Prefixes of the negative prompts of Wan2.1's image-to-video models."""
 
 SPEAKING = (
     "画面模糊，最差质量，画面模糊，细节模糊不清，情绪激动剧烈，手快速抖动，字幕，丑陋的，残缺的，多余的手指，"
     "画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，"
     "三条腿，背景人很多，倒着走"
 )
-"""Likewise, of videos that follow a sound."""
+"""The official negative prompt of speech-to-video."""
 
 TRAIN_TIMESTEPS = 1000
-FACE_EVERY = 5  # blocks: behind the first of so many a face is attended to
-FACE_SIDE = 512  # pixels of the faces that move a character
-CONTROL_CHANNELS = 96  # of VACE: what is kept, what is changed (16 each), and the mask (64)
-MAX_POSITIONS = 1024  # rotary positions per axis the networks were built for
+FACE_EVERY = 5  # blocks per face adapter, which runs after the first of these blocks
+FACE_SIDE = 512  # pixels of a side of the face video
+CONTROL_CHANNELS = 96  # of VACE: kept and changed latents (16 each) and the mask (64)
+MAX_POSITIONS = 1024  # rotary positions per axis in the official networks
 
 SIZES = {
     f"{w}*{h}": (w, h)
@@ -37,23 +37,24 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One task. The defaults are those of Wan2.1's networks of 14B parameters.
+    """Network sizes and sampling defaults of one task; defaults are those of Wan2.1 14B.
 
     Attributes:
-        kind: "t2v", "i2v", "ti2v", "s2v", "animate" or "vace", by what conditions the video; each
-            has a class in `wan.api`.
-        folder: The name of the official checkpoint's folder.
-        experts: "high_noise" and "low_noise" where two networks share the steps, else "dit".
-        vae: The version of the VAE.
-        sample_guide_scale: (low noise, high noise). A single network takes the first.
-        boundary: The share of the training timesteps from which on the high-noise expert works.
+        kind: "t2v", "i2v", "ti2v", "s2v", "animate" or "vace"; each has a class in `wan.api`.
+        folder: Name of the official checkpoint folder.
+        experts: ("high_noise", "low_noise") for two networks, else ("dit",).
+        vae: Version of the VAE.
+        sample_guide_scale: (low noise, high noise); a single network uses the first.
+        boundary: Timestep / 1000 from which on the high-noise expert computes the step; None for a
+            single network.
         infer_frames: Frames of a clip of s2v.
-        images: How many images CLIP looks at.
-        small_shift: The `sample_shift` of 832*480 and 480*832, where it is another one.
-        diffusers_shift: `flow_shift` of the published scheduler of diffusers.
-        sharded: The published weights of a network are several files.
-        control_every: VACE has a control block behind the first of so many blocks.
-        tiny_head_dim: Channels of a head in a tiny checkpoint, which has the real number of heads.
+        num_clip_vision_images: Number of images that the CLIP vision encoder encodes.
+        sample_shift_480p: `sample_shift` at 832*480 and 480*832; None: `sample_shift`.
+        diffusers_shift: `flow_shift` of the published diffusers scheduler.
+        sharded: Whether the published weights of a network are several files.
+        vace_block_interval: VACE has one control block per this many blocks.
+        tiny_head_dim: Channels of a head in a randomly initialized checkpoint, which has the
+            official number of heads.
     """
 
     task: str
@@ -85,22 +86,22 @@ class Preset:
 
     @property
     def prompt(self) -> str:
-        """An example."""
+        """The default prompt, an example."""
         return EXAMPLE_PROMPTS[self.kind]
 
     @property
     def vae_stride(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of the video for one of the latents."""
+        """Frames, rows and columns of the video per latent."""
         return {"2.1": (4, 8, 8), "2.2": (4, 16, 16)}[self.vae]
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the VAE's latents, and of the networks' output."""
+        """Channels of the latents."""
         return {"2.1": 16, "2.2": 48}[self.vae]
 
     @property
     def size_multiple(self) -> int:
-        """Width and height must be multiples of one token's side in pixels."""
+        """Pixels of a token's side, of which width and height must be multiples."""
         return self.vae_stride[1] * self.patch_size[1]
 
 
@@ -248,14 +249,14 @@ PRESETS = {
 }
 
 ALIASES = {"t2v-14B": "t2v-A14B", "i2v-14B": "i2v-A14B"}
-"""Other names of the two-expert tasks. A folder with a single network makes them Wan2.1's."""
+"""Alias -> two-expert task. With a single-network checkpoint the alias is Wan2.1's task."""
 
 EXAMPLE_PROMPTS = {
     "t2v": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "
     "low golden light between the birches, the camera gliding alongside at eye level.",
     "i2v": "The scene comes gently to life: a soft breeze, drifting light, and a slow push-in of "
     "the camera while the subject turns towards the viewer.",
-    "animate": "视频中的人在做动作",  # officially the only one
+    "animate": "视频中的人在做动作",  # the official default
     "s2v": "A person speaks to the camera, the head and the shoulders moving lightly with the "
     "words, soft daylight from a window.",
     "vace": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "

@@ -1,6 +1,6 @@
-"""Recipes of models that sample in their own way, under the names of the flags that say the same.
+"""Recipes: the published sampling settings of distilled models and of SVI, as values of flags.
 
-Distilled models take few steps; SVI 2.0 Pro makes long videos, also together with one of those.
+Distilled models need few steps; SVI 2.0 Pro generates long videos, also with a few-step recipe.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LIGHTX2V: dict[str, Any] = {"sample_solver": "euler", "sample_steps": 4, "sampl
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model samples; without guidance, unless its values say otherwise.
+    """Sampling settings of a published model; guidance is off unless `values` sets it.
 
     Attributes:
-        values: Flags and what they are set to.
-        tasks: The tasks that it was published for.
-        weights: Matches the name of a checkpoint's folder, or of a weight file in it.
-        loras: Matches the name of a LoRA file with its two innermost folders.
-        beside: It goes below a recipe of few steps, where files of both are there.
+        values: Flag -> value.
+        tasks: Tasks for which the model was published.
+        weight_pattern: Pattern of the name of a checkpoint folder or of a weight file in it.
+        lora_pattern: Pattern of a LoRA file's name with its two innermost folders.
+        is_combinable: Whether it can be combined with a few-step recipe, whose values then win.
     """
 
     values: Mapping[str, Any]
@@ -44,7 +44,7 @@ RECIPES = {
         ("t2v-A14B", "i2v-A14B"),
         loras=r"Wan2\.2-Lightning|(T2V|I2V)-A14B-4steps-lora",
     ),
-    # lightx2v/Wan2.2-Distill-Models and -Loras: the first two of four steps are high-noise ones.
+    # lightx2v/Wan2.2-Distill-Models and -Loras: the first two of four steps are high-noise steps.
     "distill-4step": Recipe(
         {**_LIGHTX2V, "boundary_step": 2},
         ("t2v-A14B", "i2v-A14B"),
@@ -57,18 +57,18 @@ RECIPES = {
             "sample_solver": "dmd",
             "timesteps": (1000.0, 757.0, 522.0),
             "sample_steps": 3,
-            "sample_shift": 5.0,  # where the timesteps are taken back
+            "sample_shift": 5.0,  # in effect where a user replaces the timesteps
         },
         ("ti2v-5B",),
         r"FastWan2\.2-TI2V-5B",
     ),
-    # worstcoder/rcm-Wan, TurboWan: sigma_max by the task
+    # worstcoder/rcm-Wan, TurboWan: sigma_max depends on the task
     "rcm-4step": Recipe(
         {"sample_solver": "rcm", "sample_steps": 4},
         ("t2v-1.3B", "t2v-14B", "t2v-A14B", "i2v-A14B"),
         r"TurboWan2\.[12]|rCM[-_]Wan|Wan2\.[12].*rCM",
     ),
-    # vita-video-gen/svi-model: what its authors' command line sets
+    # vita-video-gen/svi-model: as in its authors' command line
     "svi-2-pro": Recipe(
         {
             "sample_solver": "euler",
@@ -92,22 +92,22 @@ SETS = (
     *("timesteps", "boundary_step", "ode", "sigma_max"),
     "chain",
 )
-"""What a recipe decides about."""
+"""Flags that a recipe may set."""
 
 
 def choose(
     asked: str, weights: Iterable[Path], loras: Iterable[Path], preset: Preset
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The recipes' names, and the settings that they make; the earlier name wins.
+    """Chooses recipes by file names, and returns their names and settings; earlier names win.
 
     Args:
-        asked: One of NAMES.
-        weights: The checkpoint's folder and files, of which the names count.
-        loras: LoRA files, of which the last three names count.
-        preset: The task.
+        recipe_name: One of RECIPE_NAMES.
+        weights: Paths of the checkpoint folder and its files.
+        loras: Paths of LoRA files.
+        preset: Task.
 
     Raises:
-        InputError: A recipe that is asked for by name was published for other tasks.
+        InputError: The named recipe was published for other tasks.
     """
     names: tuple[str, ...] = ()
     if asked == "auto":
@@ -135,10 +135,10 @@ def _is_meant(recipe: Recipe, own: list[str], added: list[str], preset: Preset) 
 
 
 def check_chain(chain: str | None, loras: Iterable[Path]) -> None:
-    """Refuses LoRAs of other versions of SVI, whose clips begin with something else.
+    """Refuses LoRAs of other versions of SVI, whose clips start from other latents.
 
     Raises:
-        InputError: A file's name is that of such a LoRA.
+        InputError: A file has the name of such a LoRA.
     """
     svi = RECIPES["svi-2-pro"].loras or ""
     for path in loras if chain is not None else ():
@@ -146,18 +146,18 @@ def check_chain(chain: str | None, loras: Iterable[Path]) -> None:
             raise InputError(
                 "`lora`",
                 path.name,
-                "is not SVI 2.0 Pro for Wan2.2's i2v-A14B, whose clips alone can be chained here",
+                "is not SVI 2.0 Pro for Wan2.2's i2v-A14B, the only version that `chain` supports",
                 "give both SVI_Wan2.2-I2V-A14B_..._v2.0_pro.safetensors",
             )
 
 
 def notices(names: Sequence[str], request: Request, loras: bool) -> tuple[str, ...]:
-    """What recipes have set, and what spoils a distilled model or a long video.
+    """Describes the settings of the recipes, and warns of settings that lower their quality.
 
     Args:
-        names: The recipes.
-        request: The video.
-        loras: Whether there is any LoRA.
+        names: Names of the recipes.
+        request: Video request.
+        has_loras: Whether any LoRA is loaded.
     """
     found = list(_about_clips(names, request, loras))
     if not names:
@@ -175,7 +175,7 @@ def notices(names: Sequence[str], request: Request, loras: bool) -> tuple[str, .
     )
     if request.guided and any(not RECIPES[name].beside for name in names):
         found.append(
-            f"`sample_guide_scale={scale}`: guidance blurs what a distilled model makes; use 1."
+            f"`sample_guide_scale={scale}`: guidance blurs the videos of a distilled model; use 1."
         )
     return tuple(found)
 
@@ -183,13 +183,14 @@ def notices(names: Sequence[str], request: Request, loras: bool) -> tuple[str, .
 def _about_clips(names: Sequence[str], request: Request, loras: bool) -> Iterator[str]:
     if request.chain == "frame" and (request.num_clip or 0) > 1:
         yield (
-            "Each clip begins with the last frame of the one before, which drifts after two to "
-            "four clips; SVI 2.0 Pro's LoRA pair was trained against it (docs/long_videos.md)."
+            "Each clip begins with the last frame of the previous clip, so that the video drifts "
+            "after two to four clips; SVI 2.0 Pro's LoRA pair was trained to prevent this "
+            "(docs/long_videos.md)."
         )
     if request.chain == "latent" and not loras:
         yield "`chain=latent` needs a network trained for it; without its LoRA clips fall apart."
     if "svi-2-pro" in names and request.frame_num != 81:
-        longer = ", and loses colour in longer ones" if request.frame_num > 81 else ""
+        longer = ", and loses color in longer ones" if request.frame_num > 81 else ""
         yield (
             f"`frame_num={request.frame_num}`: SVI 2.0 Pro was trained on clips of 81 frames"
             f"{longer}."
@@ -197,10 +198,10 @@ def _about_clips(names: Sequence[str], request: Request, loras: bool) -> Iterato
 
 
 def under(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Both together; what is given wins, and a part of a schedule takes back what is below it.
+    """Merges a user's settings over defaults, and drops the defaults that they supersede.
 
-    So `--sample_steps 8` means eight steps whatever timesteps a recipe or a record lists, and
-    `--prompt` one prompt whatever prompts of clips a record has.
+    `--sample_steps 8` supersedes the timesteps of a recipe or record, and `--prompt` the prompts of
+    clips in a record.
     """
     changed = {name for name, value in given.items() if below.get(name, ...) != value}
     taken_back = set()

@@ -1,6 +1,6 @@
-"""What to generate: one video, with every value resolved, and the sizes that follow from it.
+"""Parameters of one video with all defaults resolved, and its sizes in pixels, latents and tokens.
 
-Pixels, latents and tokens of a video, with the official rules for images. Pure Python.
+Contains the official rules that derive a video's size from an image. Pure Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How noise becomes a video. Pairs of numbers are (low noise, high noise)."""
+    """Sampling settings. Pairs of numbers are (low-noise expert, high-noise expert)."""
 
     sample_solver: str = option(
         "unipc",
@@ -38,7 +38,7 @@ class Sampling:
     sample_steps: int = option(
         REQUIRED,
         integer(1, TRAIN_TIMESTEPS),
-        "solver steps",
+        "number of sampling steps (default: the task's)",
         keyword="sampling_steps",
         diffusers="num_inference_steps",
         checkpoint=True,
@@ -47,28 +47,35 @@ class Sampling:
     sample_shift: float = option(
         REQUIRED,
         real(0.001, 1000),
-        "shift of the noise schedule",
+        "shift of the noise schedule; larger: more steps at high noise (default: the task's)",
         keyword="shift",
         diffusers="flow_shift",
         checkpoint=True,
     )
     timesteps: tuple[float, ...] | None = option(
-        None, readers.timesteps, "T1,T2,...: of each step of euler, dmd, rcm", diffusers=True
+        None,
+        readers.timesteps,
+        "timestep of each step, falling, above 0 to 1000, for euler, dmd and rcm (default: from "
+        "--sample_steps and --sample_shift)",
+        diffusers=True,
     )
     boundary_step: int | None = option(
         None,
         integer(0, TRAIN_TIMESTEPS),
-        "steps of the high-noise expert; default: by timestep",
+        "number of steps of the high-noise expert (default: by timestep)",
         diffusers="boundary_ratio",
     )
-    ode: bool = option(False, switch, "rcm adds no noise between its steps")
+    ode: bool = option(False, switch, "add no noise between the steps of rcm (default false)")
     sigma_max: float | None = option(
-        None, real(0, 1e6, above=True), "noise rcm begins with (t2v 80, i2v 200)"
+        None,
+        real(0, 1e6, above=True),
+        "noise-to-data ratio of the first step of rcm (default: t2v 80, i2v 200)",
     )
     sample_guide_scale: tuple[float, float] = option(
         REQUIRED,
         readers.guide_scale,
-        "one number, or LOW,HIGH; 1: no guidance",
+        "one number, or LOW,HIGH for the two experts: guidance scale; 1: no guidance (default: the "
+        "task's)",
         keyword="guide_scale",
         diffusers="guidance_scale",
         checkpoint=True,
@@ -77,7 +84,7 @@ class Sampling:
     base_seed: int = option(
         REQUIRED,
         integer(-(2**63), 2**63 - 1),
-        "negative (default): a random one",
+        "seed of the noise; negative: random (default -1)",
         keyword="seed",
         diffusers="generator",
         common=True,
@@ -85,37 +92,36 @@ class Sampling:
     noise_device: str = loading(
         "cpu",
         choice("cpu", "device"),
-        "cpu (default): same noise anywhere",
+        "where noise is drawn; cpu (default): a seed gives the same noise on every device",
         variables={"PRECISION": {"0": "device", "1": "cpu"}},
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Sampling):
-    """One video; `make_request` fills what the settings leave open.
+    """Parameters of one video; `make_video_params` builds them from settings and defaults.
 
     Attributes:
-        preset: The task.
-        size: (width, height); with an image only its area counts.
-        boundary: Share of the 1000 training timesteps from which on the high-noise expert works;
-            None for a single network.
-        image_size: (width, height) of the image to start from, as it is shown, or of the video that
-            VACE changes; None without one.
+        size: (width, height); with an image only its area has an effect.
+        boundary: Timestep / 1000 from which on the high-noise expert computes the step; None for a
+            single network.
+        image_size: (width, height) of the first image after EXIF rotation, or of VACE's source
+            video; None without one.
         infer_frames, num_clip, chain, clip_prompts, start_from_ref, refert_num, replace_flag: None
-            for videos that have no use for them.
-        fps: Frames a second that it was trained for.
-        source_frames: Frames of the video whose poses a character follows; None: as many as the
-            clips have.
-        references: How many pictures stand before the video (VACE), a latent frame each.
-        ends: Whether the video ends with a given image, too.
-        max_area: Pixels of a video with an image, where given instead of a size.
+            for tasks that do not use them.
+        fps: Frames per second of the task's training videos.
+        num_source_frames: Frames of Animate's pose video; None: the frames of all clips.
+        num_reference_images: Number of VACE's reference images, each one latent frame before the
+            latents of the video.
+        has_last_image: Whether the video also ends with an image.
+        max_area: Pixels of a frame of a video with an image; None: those of `size`.
     """
 
     preset: Preset
     prompt: str = option(
         REQUIRED,
         readers.text,
-        "default: an example",
+        "text prompt (default: an example)",
         keyword="input_prompt",
         diffusers=True,
         checkpoint=True,
@@ -124,7 +130,7 @@ class Request(Sampling):
     negative_prompt: str = option(
         REQUIRED,
         readers.text,
-        "default, also for '': the official one",
+        "default, or '': the official negative prompt",
         keyword="n_prompt",
         diffusers=True,
         checkpoint=True,
@@ -133,7 +139,7 @@ class Request(Sampling):
     size: Size = option(
         REQUIRED,
         readers.size,
-        "WIDTH*HEIGHT; with an image its area counts",
+        "in pixels; with an image only the area counts (default: the task's)",
         diffusers=True,
         checkpoint=True,
         common=True,
@@ -141,45 +147,48 @@ class Request(Sampling):
     frame_num: int = option(
         REQUIRED,
         readers.frame_num,
-        "frames, 4n+1",
+        "frames of the video or clip (default: the task's)",
         diffusers="num_frames",
         checkpoint=True,
         common=True,
     )
     infer_frames: int | None = option(
-        None, readers.clip_frames, "frames of a clip (s2v), 4n; default 80", checkpoint=True
+        None, readers.clip_frames, "frames of a clip, 4n (s2v; default 80)", checkpoint=True
     )
     num_clip: int | None = option(
         None,
         integer(1, 10_000),
-        "clips (i2v-A14B), or most clips (s2v, animate); default there: as the sound or poses need",
+        "number of clips (i2v-A14B; default 1); for s2v and animate the maximum (default: as long "
+        "as the audio or pose video)",
         keyword="num_repeat",
         alias="clips",
     )
     chain: str | None = option(
         None,
         choice("latent", "frame"),
-        "what a clip of i2v-A14B begins with: last latent (SVI 2.0 Pro) or last frame; default by "
-        "the LoRA",
+        "start of the next clip: last latent (SVI 2.0 Pro) or last frame of the previous clip "
+        "(i2v-A14B; default: latent with SVI's LoRA, else frame)",
         checkpoint=True,
     )
     clip_prompts: tuple[str, ...] | None = option(
-        None, readers.texts, "prompts of the clips, one each, instead of `prompt` (i2v-A14B)"
+        None, readers.texts, "a prompt for each clip (i2v-A14B; default: --prompt for all clips)"
     )
     start_from_ref: bool | None = option(
         None,
         switch,
-        "begin with the picture, and keep the first 3 frames (s2v)",
+        "start from the image instead of gray, and keep the first 3 frames (s2v; default false)",
         keyword="init_first_frame",
     )
     refert_num: int | None = option(
-        None, choice(1, 5), "last frames that the next clip begins with (animate); default 1"
+        None, choice(1, 5), "number of frames that consecutive clips share (animate; default 1)"
     )
-    replace_flag: bool | None = option(None, switch, "put the character into src_bg.mp4 (animate)")
+    replace_flag: bool | None = option(
+        None, switch, "put the character into src_bg.mp4 (animate; default false)"
+    )
     conditioning_scale: tuple[float, ...] | None = option(
         None,
         readers.factors,
-        "weight of the control, or one for each control block (vace); default 1",
+        "strength of the control, one number or one per control block (vace; default 1)",
         keyword="context_scale",
     )
     boundary: float | None
@@ -201,40 +210,40 @@ class Request(Sampling):
 
     @property
     def first_sigma(self) -> float:
-        """What rcm begins with: 80 of text, 200 of images are its authors' (TurboDiffusion)."""
+        """First noise-to-data ratio of rcm; the defaults are its authors' (TurboDiffusion)."""
         return self.sigma_max or (200.0 if self.preset.kind == "i2v" else 80.0)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What a network is told: the prompts and, with guidance, the negative one."""
+        """Prompts to encode: those of the clips and, with guidance, the negative prompt."""
         prompts = self.clip_prompts or (self.prompt,)
         return (*prompts, self.negative_prompt) if self.guided else prompts
 
     @property
     def guided(self) -> bool:
-        """Whether any step computes the unconditional branch too."""
+        """Whether any step also computes the unconditional branch."""
         return any(scale != 1 for scale in self.sample_guide_scale)
 
     @property
     def clips(self) -> bool:
-        """Whether the video is made clip by clip."""
+        """Whether the video is generated clip by clip."""
         return self.preset.kind in ("s2v", "animate") or self.chain is not None
 
     @property
     def again(self) -> int:
-        """Frames at the start of a later clip of a chain that the video has already.
+        """Frames at the start of a later clip that repeat the previous clip (`chain`).
 
-        Of a chain of latents these are the picture and the four frames of the latent.
+        For "latent" these are the image and the four frames of the last latent.
         """
         return {None: 0, "frame": 1, "latent": 5}[self.chain]
 
     def of_clip(self, clip: int) -> Request:
-        """What a clip of a chain is made by: its prompt, and a seed of its own (as SVI's)."""
+        """Returns the parameters of one clip of `chain`: its prompt, and its seed as in SVI."""
         prompt = self.clip_prompts[clip] if self.clip_prompts else self.prompt
         return replace(self, prompt=prompt, base_seed=(self.base_seed + 42 * clip) % 2**63)
 
     def clip_frames(self, clip: int) -> int:
-        """Frames of the video that a clip gives; the first or the last one may lose some."""
+        """Returns the number of video frames that a clip adds; the first or last may add fewer."""
         if self.chain is not None:
             return self.frame_num - (self.again if clip else 0)
         if self.infer_frames is None:
@@ -243,13 +252,13 @@ class Request(Sampling):
         return self.infer_frames - dropped
 
     def _frames_up_to(self, clip: int) -> int:
-        """Frames of the first clips of a character's video."""
+        """Returns the number of video frames in the first `clip` clips of Animate."""
         again = self.refert_num or 0
         made = again + clip * (self.frame_num - again) if clip else 0
         return made if self.source_frames is None else min(made, self.source_frames)
 
     def clip_tokens(self, clip: int) -> int:
-        """Tokens that self-attention sees: of the video, and of what stands behind it."""
+        """Returns the number of tokens in self-attention: video tokens and extra tokens."""
         behind = 0
         if self.preset.kind == "s2v":
             _, _, height, width = self.latent_shape
@@ -262,12 +271,12 @@ class Request(Sampling):
 
     @property
     def tokens(self) -> int:
-        """The most tokens that self-attention sees in any clip."""
+        """Largest number of tokens in self-attention of any clip."""
         return self.clip_tokens(0 if self.num_clip == 1 else 1)
 
     @property
     def video_size(self) -> Size:
-        """(width, height) of the video that comes out."""
+        """(width, height) of the generated video."""
         area = self.max_area or self.size[0] * self.size[1]
         if self.preset.kind == "s2v":
             return size_in_64(self.image_size or self.size, area)
@@ -282,8 +291,7 @@ class Request(Sampling):
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(channels, frames, height, width) of the latents of the video, or of a clip.
 
-        Those of a character begin with the latent frame of its picture, those of VACE with the
-        latent frames of its pictures.
+        The frames include those of the reference images of Animate (one) and VACE.
         """
         (width, height), (t, h, w) = self.video_size, self.preset.vae_stride
         pictures = 1 if self.preset.kind == "animate" else self.references
@@ -298,15 +306,13 @@ class Request(Sampling):
         return frames, height, width
 
     def _check_size(self) -> None:
-        """Width and height must be whole tokens, and no axis longer than the positions."""
+        """Raises InputError for a size of partial tokens or of more tokens than positions."""
         preset, (width, height) = self.preset, self.video_size
         multiple, size = preset.size_multiple, f"{width}*{height}"
         if width % multiple or height % multiple:
             sides = (max(multiple, round(n / multiple) * multiple) for n in (width, height))
             near = "*".join(map(str, sides))
-            why = (
-                f"is not in multiples of {multiple}, as width and height must be for {preset.task}"
-            )
+            why = f"is not a multiple of {multiple} in width and height, as {preset.task} requires"
             raise InputError("`size`", size, why, f"try {near}")
         for axis, tokens in zip(("frames", "height", "width"), self.grid, strict=True):
             if tokens > MAX_POSITIONS:
@@ -322,13 +328,13 @@ def make_request(
     values: Mapping[str, Any],
     image_size: Size | None = None,
 ) -> Request:
-    """The video for checked settings; what they leave open comes from the task's preset.
+    """Builds the parameters of a video from checked settings and the task's defaults.
 
     Args:
-        preset: The task.
-        values: Checked settings under their flags' names, and `boundary`, which a recipe or a
-            configuration has instead of the preset's; other subjects' are ignored.
-        image_size: As in `Request`.
+        preset: Task.
+        values: Flag -> checked value, and `boundary` of a recipe or configuration, which replaces
+            the preset's; settings of other subjects are ignored.
+        image_size: As in `VideoParams`.
     """
     names = {field.name for field in fields(Request)}
     chosen: dict[str, Any] = {
@@ -363,9 +369,9 @@ def make_request(
 
 
 def size_from_area(preset: Preset, image: Size, area: int) -> Size:
-    """The size of an i2v video: the image's aspect ratio at about `area` pixels.
+    """Computes the size of an i2v video: the image's aspect ratio at about `area` pixels.
 
-    Official rule: latent sides are floored to whole latents, then to whole tokens.
+    As in the official code, sides are floored to whole latents, then to whole tokens.
     """
     ratio = image[1] / image[0]
     stride, patch = preset.vae_stride[1], preset.patch_size[1]
@@ -375,7 +381,7 @@ def size_from_area(preset: Preset, image: Size, area: int) -> Size:
 
 
 def size_of_video(preset: Preset, video: Size, area: int) -> Size:
-    """The size of a VACE video: that of the one it is made from, in whole tokens, within `area`."""
+    """Computes the size of a VACE video: the source video's, in whole tokens, within `area`."""
     if video[0] * video[1] > area:
         return size_covered(preset, video, area)
     multiple = preset.size_multiple
@@ -383,10 +389,11 @@ def size_of_video(preset: Preset, video: Size, area: int) -> Size:
 
 
 def size_in_64(image: Size, area: int) -> Size:
-    """The size of an s2v video: the image scaled down to `area`, sides rounded up to 64s.
+    """Computes the size of an s2v video: the image scaled down to `area`, in multiples of 64.
 
-    Official rule: of a hundred scales, from the image's own (or the largest that could fit) down,
-    the first whose rounded sides fit; else the sides of that area, rounded down.
+    As in the official code, 100 scales are tried, from 1 (or the largest that could fit) down; the
+    first whose sides, rounded up, fit into `area` is taken. If none fits, the sides of a frame with
+    this area are rounded down.
     """
     width, height = image
     pixels, border, more = width * height, 63 * (width + height), 63 * 63 - area
@@ -409,10 +416,11 @@ def size_in_64(image: Size, area: int) -> Size:
 
 
 def size_covered(preset: Preset, image: Size, area: int) -> Size:
-    """The size of a ti2v video that an image is scaled to cover and cropped to.
+    """Computes the size of a ti2v video, which the image is scaled to cover and cropped to.
 
-    Official rule: whole tokens within `area`, either the width or the height fixed first; the
-    candidate closer to the image's aspect ratio wins, height first on a tie.
+    As in the official code, there are two candidates of whole tokens within `area`, one with the
+    height rounded first and one with the width; the one closer to the image's aspect ratio is
+    taken, on a tie the first.
     """
     multiple, ratio = preset.size_multiple, image[0] / image[1]
     ideal_width = math.sqrt(area * ratio)

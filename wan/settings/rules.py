@@ -1,7 +1,7 @@
-"""Which settings exclude, need or cancel each other: rows, checked by one loop.
+"""Tables of settings that exclude or need each other or have no effect together.
 
-A row's texts are templates of the facts it is checked with; settings stand in them in backticks, as
-in `wan.settings.errors.InputError`, so that every front end writes them in its own words.
+The texts of a rule are format templates of the checked values. They write settings in backticks, as
+in `wan.settings.errors.InputError`, so that each front end can format them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from wan.settings.errors import InputError
 
 Values = Mapping[str, Any]
-"""Settings under their flags' names, and what else rows ask about."""
+"""Flag -> value, and further values that conditions of rules use."""
 When = Callable[[Any], bool]
-"""A condition of a row; the facts are its argument's attributes."""
+"""A condition of a rule; the checked values are the attributes of its argument."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Rule:
     """A combination of settings that is refused.
 
     Attributes:
-        conditions: What must hold, each as `name` (it is set) or `name=value`.
-        why: The predicate of the sentence.
-        remedy: What to do.
-        when: What must hold besides.
-        subject: What the sentence is about; by default the setting of the first condition.
+        conditions: Conditions that must all hold: `name` (the setting is set) or `name=value`.
+        why: Predicate of the refusal.
+        remedy: Suggestion to the user.
+        when: Further condition.
+        subject: Subject of the refusal; by default the setting of the first condition.
     """
 
     conditions: tuple[str, ...]
@@ -39,11 +39,11 @@ class Rule:
 
     @property
     def what(self) -> str:
-        """The subject of the sentence."""
+        """Subject of the refusal: `subject`, or the setting of the first condition."""
         return self.subject or f"`{self.conditions[0]}`"
 
     def applies(self, facts: Values) -> bool:
-        """Whether the facts are such a combination."""
+        """Whether all conditions hold for these values."""
         return all(_holds(condition, facts) for condition in self.conditions) and (
             self.when is None or self.when(SimpleNamespace(**facts))
         )
@@ -58,12 +58,12 @@ def _holds(condition: str, facts: Values) -> bool:
 def conflict(
     one: str, other: str, why: str = "", remedy: str = "drop one of them", when: When | None = None
 ) -> Rule:
-    """Two settings that exclude each other."""
+    """Makes the rule that two settings exclude each other."""
     return Rule((one, other), why or f"does not work with `{other}`", remedy, when)
 
 
 def needs(one: str, other: str) -> Rule:
-    """A setting that another one must accompany."""
+    """Makes the rule that a setting has no effect without another one."""
     return Rule(
         (one,),
         f"has no effect without `{other}`",
@@ -73,7 +73,7 @@ def needs(one: str, other: str) -> Rule:
 
 
 def check(rows: Iterable[Rule], facts: Values) -> None:
-    """Raises InputError for the first row that applies to the facts."""
+    """Raises InputError for the first rule that applies to these values."""
     for rule in rows:
         if rule.applies(facts):
             what, why, remedy = (
@@ -86,39 +86,39 @@ GIVEN = (
     conflict(
         "attention_algo",
         "attention_backend",
-        "names the dense kernel of NPUs, and `attention_backend` that of GPUs",
+        "selects the dense kernel of NPUs, and `attention_backend` that of GPUs",
         "give one of them",
     ),
     *(
-        conflict("timesteps", name, "says all steps", f"drop it, or `{name}`")
+        conflict("timesteps", name, "already sets all steps", f"drop it, or `{name}`")
         for name in ("sample_shift", "sample_steps")
     ),
-    conflict("prompt", "clip_prompts", "is said by `clip_prompts`, too"),
+    conflict("prompt", "clip_prompts", "is replaced by `clip_prompts`"),
     conflict(
-        "use_prompt_extend", "clip_prompts", "writes one prompt, and `clip_prompts` are several"
+        "use_prompt_extend", "clip_prompts", "extends one prompt, and `clip_prompts` are several"
     ),
     conflict(
         "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
     ),
 )
-"""Of the settings that are given together in one call."""
+"""Rules for the settings of one call."""
 
 _CHUNKS = "`chunks={chunks}`"
 LAYOUT = (
     conflict(
         "comm_type",
         "fa_alltoall_overlap",
-        "puts exchanges between pieces of attention, and `fa_alltoall_overlap` hides them under "
-        "attention",
+        "runs exchanges between the attention of head chunks, and `fa_alltoall_overlap` runs them "
+        "during attention",
         "choose one",
         lambda s: s.comm_type > 0,
     ),
     Rule(
         ("comm_type",),
-        "works on exchanges between ranks",
+        "has an effect only on exchanges between ranks",
         "start with torchrun --nproc_per_node=2, or drop it",
         lambda s: s.comm_type > 0 and s.ulysses_size <= 1,
-        # The first sentence is that of the published guide.
+        # The first sentence is quoted from the published guide.
         "comm_type optimization requires ulysses_size > 1. `comm_type={comm_type}`",
     ),
     Rule(
@@ -154,11 +154,11 @@ LAYOUT = (
         for name, what in (
             ("dit_fsdp", "shards weights over several devices"),
             ("t5_fsdp", "shards weights over several devices"),
-            ("vae_parallel", "shares rows among ranks"),
+            ("vae_parallel", "splits the rows of frames over ranks"),
         )
     ),
     conflict(
-        "t5_fsdp", "t5_cpu", "shards the text encoder over devices, and `t5_cpu` has it on one"
+        "t5_fsdp", "t5_cpu", "shards the text encoder over devices, and `t5_cpu` runs it on the CPU"
     ),
     Rule(
         ("compile",),
@@ -169,7 +169,7 @@ LAYOUT = (
     conflict("compile", "fa_alltoall_overlap"),
     Rule(
         ("chunks",),
-        "divides the heads of `comm_type=1`, `comm_type=2` and `fa_alltoall_overlap`",
+        "has an effect only with `comm_type=1`, `comm_type=2` or `fa_alltoall_overlap`",
         "add one of them, or drop it",
         lambda s: not (s.comm_type or s.fa_alltoall_overlap),
         _CHUNKS,
@@ -183,7 +183,7 @@ LAYOUT = (
         _CHUNKS,
     ),
 )
-"""Of the ranks' layout; `given`: the names of the settings that were given."""
+"""Rules for the topology; the value `given` is the names of the settings that the user set."""
 
 _CONTROLLED = ("vace-1.3B", "vace-14B", "vace-A14B")
 _OFFLOADS: When = lambda s: not isinstance(s.offload_model, bool)  # noqa: E731
@@ -192,7 +192,7 @@ SETTINGS = (
     conflict(
         "convert_model_dtype",
         "precision=fp32",
-        "stores the DiT in bf16, and `precision=fp32` asks for fp32",
+        "stores the DiT in bf16, and `precision=fp32` computes in fp32",
     ),
     conflict(
         "vae_parallel",
@@ -206,7 +206,7 @@ SETTINGS = (
     *(
         Rule(
             (f"{name}={value}",),
-            f"cannot be: {why}",
+            f"is not possible: {why}",
             f"use `{name}=upcast`, or drop it",
             when,
         )
@@ -219,7 +219,7 @@ SETTINGS = (
         )
         for why, when in (
             ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
-            ("`quant_dit_path` brings other weights", lambda s: s.quantised),
+            ("`quant_dit_path` replaces these weights", lambda s: s.quantised),
             (
                 "NPUs have no FP8 weights",
                 lambda s, form=form: form == "FP8" and s.device == "npu",
@@ -238,17 +238,17 @@ SETTINGS = (
         for name, what, when in (
             ("dit_fsdp", "shards the DiT over the devices", _OFFLOADS),
             ("t5_fsdp", "shards the text encoder over the devices", _OFFLOADS),
-            ("compile", "needs weights in place", lambda s: s.offload_model == "block"),
+            ("compile", "needs weights at fixed addresses", lambda s: s.offload_model == "block"),
         )
     ),
     Rule(
         ("use_rainfusion",),
-        "masks the tokens of one video, and those of {task} are also of a picture",
+        "masks the tokens of a video, and {task} also has tokens of an image",
         "drop it",
         lambda s: s.task in ("s2v-14B", "animate-14B"),
     ),
 )
-"""Of what a pipeline is built for."""
+"""Rules for the settings of a pipeline."""
 
 GROUPING = (
     Rule(
@@ -264,11 +264,11 @@ GROUPING = (
     conflict(
         "group_by_expert",
         "step_cache",
-        "pauses videos, and `step_cache` keeps what one of them needs",
+        "interrupts videos, and `step_cache` has tensors of only one of them",
         when=lambda s: s.policy != "none",
     ),
 )
-"""Of many videos."""
+"""Rules for runs of many videos."""
 
 REQUEST = (
     needs("resident_blocks", "offload_model=block"),
@@ -279,13 +279,13 @@ REQUEST = (
         lambda s: s.control_blocks and s.scales not in (1, s.control_blocks),
     ),
 )
-"""Of what a pipeline is built for, with a video."""
+"""Rules for the settings of a pipeline together with those of a video."""
 
 _BOUNDARY_STEP = "`boundary_step={boundary_step}`"
 SCHEDULE = (
     Rule(
         ("timesteps",),
-        "has no effect on `sample_solver={sample_solver}`, whose steps come from `sample_shift`",
+        "has no effect on `sample_solver={sample_solver}`, which computes them from `sample_shift`",
         "use euler, dmd or rcm, or drop `timesteps`",
         lambda s: not s.solver.free,
     ),
@@ -306,7 +306,7 @@ SCHEDULE = (
     *(
         Rule(
             (name,),
-            "belongs to `sample_solver=rcm`, but it is {sample_solver}",
+            "has an effect only with `sample_solver=rcm`, but the solver is {sample_solver}",
             f"drop `{name}`",
             lambda s: s.sample_solver != "rcm",
         )
@@ -326,12 +326,12 @@ SCHEDULE = (
         _BOUNDARY_STEP,
     ),
 )
-"""Of one video's sampling."""
+"""Rules for the sampling of a video."""
 
 ENDS = (
     Rule(
         ("ends",),
-        "is not for the task {task}",
+        "is not supported by {task}",
         "use i2v-A14B or flf2v-14B, or drop it",
         lambda s: s.preset.kind != "i2v" or s.preset.images == 1,
         "`last_image`",
@@ -351,11 +351,11 @@ ENDS = (
         "The task {task}",
     ),
 )
-"""Of one video's images."""
+"""Rules for the images of a video."""
 
 
 def _of_tasks(name: str, *tasks: str) -> Rule:
-    """A setting that only these tasks have a use for."""
+    """Makes the rule that a setting has an effect only on these tasks."""
     remedy = f"drop it, or use {' or '.join(tasks)}"
     return Rule((name,), "has no effect on {task}", remedy, lambda s: s.task not in tasks)
 
@@ -375,21 +375,21 @@ CLIPS = (
     ),
     Rule(
         ("chain", "ends"),
-        "is not for a video of clips, of which each would end with it",
+        "does not work with several clips, because each of them would end with it",
         "drop it, or `num_clip`",
         None,
         "`last_image`",
     ),
     Rule(
         ("chain=latent",),
-        "is too short: 5 frames of a later clip are there already",
+        "is too short: 5 frames of a later clip repeat the previous clip",
         "give 9 or more, best 81",
         lambda s: s.frame_num < 9,
         "`frame_num={frame_num}`",
     ),
     Rule(
         ("chain=frame",),
-        "is too short for clips that begin with the last frame before",
+        "is too short for clips that begin with the last frame of the previous clip",
         "give 5 or more",
         lambda s: s.frame_num < 5 and s.num_clip > 1,
         "`frame_num={frame_num}`",
@@ -406,5 +406,5 @@ CLIPS = (
         "`refert_num={refert_num}`",
     ),
 )
-"""Of one video that is made clip by clip."""
+"""Rules for videos that are generated clip by clip, and for settings of single tasks."""
 ALL = (*GIVEN, *LAYOUT, *SETTINGS, *GROUPING, *REQUEST, *SCHEDULE, *ENDS, *CLIPS)

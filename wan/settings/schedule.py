@@ -1,8 +1,8 @@
-"""How self-attention is divided, as integers: modes, head chunks, query blocks, token shards.
+"""Attention modes of FA_Power_Cap: head chunks, query blocks, their order, and token shards.
 
-Nothing here needs torch, so that settings and the planner use it too. A mode of FA_Power_Cap is a
-row: into how many chunks of heads a call is divided, into how many blocks of queries each chunk,
-and in which order chunks are exchanged and attended to. A new mode is a new row of `MODES`.
+A mode sets the number of head chunks of an attention call, the number of query blocks of each
+chunk, and the order in which chunks are exchanged and computed. A new mode is a new row of `MODES`.
+Everything is computed with integers and without torch, so that settings and planner use it too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Grid = tuple[int, int, int]
 """Tokens along frame, height and width."""
 
 Action = tuple[str, int]
-"""(verb, chunk). start: send q, k, v; attend: receive and compute; finish: send the result back."""
+"""(action, chunk). start: send q, k, v; attend: receive and compute; finish: return the result."""
 
 Order = Callable[[int], Iterator[Action]]
-"""order(chunks): what happens to which chunk, one event after the other."""
+"""order(chunks): yields the actions of a call in their order."""
 
 
 def in_order(chunks: int) -> Iterator[Action]:
-    """Each chunk is exchanged, computed and sent back before the next: the device's rests."""
+    """Yields all actions of a chunk before those of the next; the device idles in exchanges."""
     for chunk in range(chunks):
         yield "start", chunk
         yield "attend", chunk
@@ -31,7 +31,7 @@ def in_order(chunks: int) -> Iterator[Action]:
 
 
 def pipelined(chunks: int) -> Iterator[Action]:
-    """Exchanges run while a neighbouring chunk is computed, one chunk ahead."""
+    """Yields an order in which each exchange runs during the attention of a neighboring chunk."""
     yield "start", 0
     for chunk in range(chunks):
         if chunk + 1 < chunks:
@@ -44,13 +44,13 @@ def pipelined(chunks: int) -> Iterator[Action]:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a call of the attention layer is divided.
+    """How a call of the attention layer is split into head chunks and query blocks.
 
     Attributes:
-        name: For logs and records.
-        chunks: Most head chunks of a call.
+        name: Name in logs and records.
+        chunks: Maximum of head chunks of a call.
         blocks: Query blocks of each chunk.
-        order: Of exchanges and attention.
+        order: Yields the actions of a call.
     """
 
     name: str
@@ -60,26 +60,31 @@ class Mode:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the order computes a chunk while an exchange of another one is under way."""
+        """Whether a chunk is computed during the exchange of another one."""
         of_two = [chunk for _, chunk in self.order(2)]
         return sum(a != b for a, b in pairwise(of_two)) > 1
 
 
 MODES = {  # by --comm_type
     0: Mode("baseline", chunks=1, blocks=1, order=in_order),
-    # As published: ten exchanges are enough rests for the device, and queries have two blocks.
+    # As published: the device idles in ten exchanges, and mode 2 splits queries into two blocks.
     1: Mode("InsertComm", chunks=10, blocks=1, order=in_order),
     2: Mode("BlockAttn", chunks=10, blocks=2, order=in_order),
 }
-# The opposite aim: exchanges are hidden under attention, and there are no rests.
+# The opposite aim: exchanges overlap with attention, and the device does not idle.
 OVERLAP = Mode("A2A/FA overlap", chunks=10, blocks=1, order=pipelined)
 
 
 def mode_of(comm_type: int, fa_alltoall_overlap: bool = False, chunks: int | None = None) -> Mode:
-    """The row that a run asks for, perhaps with another number of chunks.
+    """Returns the mode that these settings select.
+
+    Args:
+        comm_type: Key of `MODES`.
+        fa_alltoall_overlap: Selects `OVERLAP`.
+        chunks: Replaces the mode's maximum of head chunks.
 
     Raises:
-        ValueError: There is no such row, or chunks are given for one that has none.
+        ValueError: The mode does not exist, or `chunks` is set for a mode without chunks.
     """
     legal = list(MODES)
     if comm_type not in legal:
@@ -94,32 +99,32 @@ def mode_of(comm_type: int, fa_alltoall_overlap: bool = False, chunks: int | Non
 
 
 def near_even(total: int, parts: int) -> tuple[Range, ...]:
-    """`parts` consecutive ranges that cover range(total), sizes as equal as possible, larger first.
+    """Splits range(total) into consecutive ranges of nearly equal sizes, larger ones first.
 
-    >>> near_even(7, 3)
+    >>> split_evenly(7, 3)
     ((0, 3), (3, 5), (5, 7))
     """
-    size, extra = total // parts, total % parts  # divmod does not trace where total is symbolic
+    size, extra = total // parts, total % parts  # torch.compile cannot trace divmod
     borders = [i * size + min(i, extra) for i in range(parts + 1)]
     return tuple(zip(borders, borders[1:], strict=False))
 
 
 def heads_per_rank(heads: int, world: int) -> tuple[int, ...]:
-    """How many heads each rank attends with: as many as the others, or one more.
+    """Returns the number of heads of each rank; they differ by at most one.
 
-    >>> heads_per_rank(40, 6)
+    >>> count_heads_per_rank(40, 6)
     (7, 7, 7, 7, 6, 6)
     """
     return tuple(b - a for a, b in near_even(heads, world))
 
 
 def head_split(heads: int, world: int, most: int) -> tuple[tuple[int, ...], ...]:
-    """How many heads of each chunk of a call, `most` chunks at most, each rank attends with.
+    """Splits the heads of a call into chunks, and returns the heads of each rank in each chunk.
 
-    Every rank has as many chunks. Joining the chunks' results on the head axis, and in a chunk the
-    ranks', restores the order.
+    All ranks have the same number of chunks, at most `max_chunks`. Concatenating the ranks' results
+    in each chunk, then the chunks, restores the order of the heads.
 
-    >>> head_split(7, 3, 10)
+    >>> split_heads(7, 3, 10)
     ((2, 1, 1), (1, 1, 1))
     """
     of_rank = heads_per_rank(heads, world)
@@ -128,9 +133,9 @@ def head_split(heads: int, world: int, most: int) -> tuple[tuple[int, ...], ...]
 
 
 def head_ranges(heads: int, world: int, most: int) -> tuple[Range, ...]:
-    """The chunks of a call as ranges of global heads.
+    """Returns the chunks of a call as ranges of global heads.
 
-    >>> head_ranges(40, 8, 10)
+    >>> list_head_ranges(40, 8, 10)
     ((0, 8), (8, 16), (16, 24), (24, 32), (32, 40))
     """
     ends = list(accumulate(map(sum, head_split(heads, world, most))))
@@ -138,18 +143,19 @@ def head_ranges(heads: int, world: int, most: int) -> tuple[Range, ...]:
 
 
 def heads_per_chunk(heads: int, world: int, most: int, rank: int = 0) -> tuple[int, ...]:
-    """How many heads a rank holds of each chunk; the first rank has most.
+    """Returns the number of a rank's heads in each chunk; no rank has more than the first.
 
-    >>> heads_per_chunk(24, 2, 10)
+    >>> count_heads_per_chunk(24, 2, 10)
     (2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
     """
     return tuple(chunk[rank] for chunk in head_split(heads, world, most))
 
 
 def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:
-    """The query blocks of a call. Borders are rounded up to `multiple` (a quantiser's row block).
+    """Returns the query blocks of a call as ranges of rows.
 
-    Equal to `torch.tensor_split` at multiple 1; with a larger one, empty blocks are left out.
+    Borders are rounded up to `multiple`, the rows per quantization scale. With multiple 1 the
+    result is that of `torch.tensor_split`; with a larger one, empty blocks are omitted.
 
     >>> q_ranges(300, 2, 128)
     ((0, 256), (256, 300))
@@ -161,19 +167,19 @@ def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:
 
 
 def valid_rows(tokens: int, rank: int, rows: int) -> int:
-    """How many of `tokens` lie on a rank, where each rank in turn holds `rows`."""
+    """Returns how many of `tokens` a rank has where each rank has `rows` consecutive ones."""
     return min(max(tokens - rank * rows, 0), rows)
 
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Equal, consecutive shards of a sequence; what is missing at its end is padding.
+    """Split of a sequence into consecutive shards of equal length, with padding at its end.
 
     Attributes:
-        tokens: Real tokens.
-        ranks: How many share them.
-        multiple: A shard's length is a multiple of this (the row blocks of quantised exchanges and
-            sparse masks).
+        tokens: Tokens without padding.
+        ranks: Ranks that share the sequence.
+        multiple: The length of a shard is a multiple of this (rows per quantization scale or per
+            block of a sparse mask).
     """
 
     tokens: int
@@ -187,17 +193,21 @@ class TokenPlan:
 
     @property
     def padded(self) -> int:
-        """Length of the whole sequence with padding."""
+        """Length of the sequence with padding."""
         return self.shard_len * self.ranks
 
     def valid(self, rank: int) -> int:
-        """Real tokens of a rank; they come before its padding."""
+        """Returns the number of a rank's tokens without padding, which is at the end of a shard."""
         return valid_rows(self.tokens, rank, self.shard_len)
 
     def runs(self, lengths: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Lengths, within a rank's shard, of runs given by their whole lengths.
+        """Returns the length of each segment of the sequence within a rank's shard.
 
-        Padding belongs to the last run. Runs that the shard does not touch have length 0.
+        Padding belongs to the last segment. Segments outside the shard have length 0.
+
+        Args:
+            lengths: Lengths of consecutive segments over the sequence.
+            rank: Rank of the shard.
         """
         begin, end = rank * self.shard_len, (rank + 1) * self.shard_len
         borders = [sum(lengths[:i]) for i in range(len(lengths))] + [self.padded]

@@ -1,7 +1,6 @@
-"""Solvers: one table, without torch.
+"""Table of the solvers: their noise schedule and the class that computes their steps.
 
-A row says how the noise levels of a run follow from its settings, and names what takes the steps
-between them.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Solver:
-    """A solver that can be asked for by name.
+    """A solver, selected by its name.
 
     Attributes:
-        help: What it is, for `--help` and the documents.
-        make: The class that takes its steps, as "module:name": a scheduler of diffusers, or one
-            that is made of the levels and of a function that draws noise (`draws`).
-        options: What the scheduler's constructor takes, so that the network predicts a flow's
-            velocity.
-        draws: Whether new noise is added between steps.
-        start: The first sigma before the shift.
-        whole: Whether timesteps are truncated to whole numbers, as officially.
-        free: Whether it may step on any timesteps that are given.
+        help: Description for `--help` and the documentation.
+        factory: Class that computes the steps, as "module:name": a diffusers scheduler or, with
+            `adds_noise`, a class that is built from the sigmas and a function that samples noise.
+        scheduler_kwargs: Keyword arguments of the diffusers scheduler for flow prediction.
+        adds_noise: Whether new noise is added between steps.
+        start_sigma: First sigma before the shift.
+        truncates_timesteps: Whether timesteps are truncated to integers, as in the official code.
+        takes_any_timesteps: Whether --timesteps can replace its noise schedule.
     """
 
     help: str
@@ -38,7 +36,7 @@ class Solver:
 
 _FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
 SOLVERS = {
-    # UniPC starts just below 1, where training does, at the float32 value of 1 - 1/1000.
+    # UniPC starts at the float32 value of 1 - 1/1000, as training does.
     "unipc": Solver(
         "official, multistep (default)",
         "diffusers:UniPCMultistepScheduler",

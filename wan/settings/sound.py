@@ -1,4 +1,4 @@
-"""Facts of S2V that settings, files and networks share: of sound, of clips, of the network."""
+"""Constants of S2V: audio features, clips and network configuration."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 SAMPLE_RATE = 16_000  # what wav2vec2 was trained on
 CONVOLUTIONS = ((10, 5), *[(3, 2)] * 4, *[(2, 2)] * 2)  # of wav2vec2: kernel and stride
-FEATURE_RATE = 50  # wav2vec2's states per second
-ROW_RATE = 30  # frames per second that the features are brought to before rows are taken
-FPS = 16  # of the video, and of the rows of sound
-SOUND_LAYERS = 25  # hidden states of wav2vec2: the embedding's and those of 24 layers
+FEATURE_RATE = 50  # hidden states of wav2vec2 per second
+ROW_RATE = 30  # features per second after resampling
+FPS = 16  # frames, and audio features, per second of the video
+SOUND_LAYERS = 25  # hidden states of wav2vec2: of the embedding and of 24 layers
 
-MOTION_FRAMES = 73  # of the clip before that the next one looks at
-MOTION_LATENTS = 19  # their latent frames
-FIRST_DROPPED = 3  # frames that the first clip loses
+MOTION_FRAMES = 73  # last frames of the previous clip that condition the next one
+MOTION_LATENTS = 19  # latent frames of MOTION_FRAMES
+FIRST_DROPPED = 3  # frames that are dropped from the start of the first clip
 
 INJECT_LAYERS = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)  # of the published network
 STATED: dict[str, Any] = {
@@ -28,4 +28,4 @@ STATED: dict[str, Any] = {
     "enable_framepack": True,
     "framepack_drop_mode": "padd",
 }
-"""What the official class could be told, with the only value that a published network has."""
+"""Options of the official network class, with their values in the published network."""

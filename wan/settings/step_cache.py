@@ -1,6 +1,7 @@
-"""Step caches: the table of their policies, and a policy's parameters.
+"""Settings of step caches, and the table of their policies.
 
-A policy decides which steps of a run are computed and which reuse what an earlier step has left.
+A policy decides which steps compute a part of the network and which reuse the output of an earlier
+step.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from wan.settings.values import Reader, choice, either, integer, listed, path, r
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """A policy, as everything outside of its own file knows it.
+    """A policy, selected by `step_cache`.
 
     Attributes:
-        value: The value of `step_cache`. A colon is followed by the argument's name.
-        help: What the policy leaves out.
-        make: Module and class of the policy, a `wan.cache.policy.Policy`.
-        reads: The parameters that have an effect on it.
-        threshold: Its default of `step_cache_threshold`.
-        argument: Reads what follows the colon, from a setting's name and the text.
-        refuses: Settings that it does not work with.
+        value: Value of `step_cache`; a placeholder for an argument follows a colon.
+        help: Description of the skipped part, for the documentation.
+        factory: "module:class" of the policy, a `wan.cache.policy.Policy`.
+        parameters: Settings that have an effect on the policy.
+        default_threshold: Default of `step_cache_threshold`.
+        read_argument: Parses the argument, from the setting's name and the text after the colon.
+        conflicts: Rules for settings that the policy does not support.
     """
 
     value: str
@@ -46,7 +47,7 @@ class PolicyRow:
 
     @property
     def name(self) -> str:
-        """The value without an argument."""
+        """Value without the argument."""
         return self.value.partition(":")[0]
 
 
@@ -57,21 +58,21 @@ _ROWS = (
         "all blocks but the first, while the first one's residual changes little",
         make="wan.cache.first_block:FirstBlock",
         reads=_RESIDUAL,
-        threshold=0.08,  # ParaAttention's examples take 0.06 to 0.12, cache-dit takes 0.08
+        threshold=0.08,  # ParaAttention's examples use 0.06 to 0.12, cache-dit 0.08
     ),
     PolicyRow(
         "mag",
         "all blocks, by a curve of how residuals grow from step to step (MagCache)",
         make="wan.cache.mag:Mag",
         reads=(*_RESIDUAL, "step_cache_max_skip", "step_cache_retention", "step_cache_curve"),
-        threshold=0.04,  # its authors' for Wan2.2, as are max_skip 2 and retention 0.2
+        threshold=0.04,  # by its authors for Wan2.2, as are max_skip 2 and retention 0.2
     ),
     PolicyRow(
         "tea",
         "all blocks, by how much the time embedding changes (TeaCache)",
         make="wan.cache.tea:Tea",
         reads=(*_RESIDUAL, "step_cache_coefficients"),
-        threshold=0.2,  # its authors' for Wan2.1 T2V
+        threshold=0.2,  # by its authors for Wan2.1 T2V
     ),
     PolicyRow(
         "steps:LIST",
@@ -86,7 +87,7 @@ _ROWS = (
         make="wan.cache.attention:AttentionPolicy",
         reads=("attentioncache_ratio", "attentioncache_interval", "start_step", "end_step"),
         refuses=(
-            conflict("step_cache=attention", "compile", "skips a part of what `compile` compiles"),
+            conflict("step_cache=attention", "compile", "skips a part of the compiled blocks"),
         ),
     ),
     PolicyRow(
@@ -97,7 +98,7 @@ _ROWS = (
             conflict(
                 "step_cache=cfg",
                 "cfg_size=2",
-                "leaves out the unconditional branch, for which `cfg_size=2` has half of the ranks",
+                "skips the unconditional branch, which half of the ranks compute with `cfg_size=2`",
             ),
         ),
     ),
@@ -107,13 +108,13 @@ VALUES = ("none", *(row.value for row in _ROWS))
 
 
 def _readers(parameter: str) -> list[str]:
-    """The policies that read a parameter; empty where every policy does."""
+    """Returns the policies that a parameter has an effect on; empty for a parameter of all."""
     return [row.name for row in _ROWS if parameter in row.reads]
 
 
 @partial(Reader, metavar="POLICY")
 def policy(name: str, raw: Any) -> str:
-    """One of VALUES, with an argument for its placeholder."""
+    """Reads a policy: one of POLICY_VALUES, with an argument for the placeholder."""
     word, _, argument = raw.partition(":") if isinstance(raw, str) else ("", "", "")
     row = POLICIES.get(word)
     if row is not None and row.argument is not None and ":" in raw:
@@ -125,7 +126,7 @@ def policy(name: str, raw: Any) -> str:
 
 @partial(Reader, metavar="X,X,...")
 def coefficients(name: str, raw: Any) -> tuple[float, ...]:
-    """Finite numbers with commas between them, or a list."""
+    """Reads finite numbers, separated by commas or in a list."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     try:
         found = tuple(float(part) for part in parts)
@@ -133,7 +134,7 @@ def coefficients(name: str, raw: Any) -> tuple[float, ...]:
         found = ()
     if not found or not all(map(isfinite, found)):
         raise InputError(
-            f"{name} is {shown(raw)}; give numbers with commas between them, highest power first."
+            f"{name} is {shown(raw)}; give numbers separated by commas, highest power first."
         )
     return found
 
@@ -143,71 +144,104 @@ _STEP = integer(0, TRAIN_TIMESTEPS)
 
 @dataclass(frozen=True)
 class StepCache:
-    """A policy and its parameters; every policy has its own default where that is None."""
+    """A policy and its parameters; None selects the policy's default."""
 
     step_cache: str = loading(
-        "none", policy, f"{either(VALUES)} (default none)", diffusers="policy", common=True
+        "none",
+        policy,
+        f"reuse outputs of earlier steps: {either(VALUES)} (default none)",
+        diffusers="policy",
+        common=True,
     )
     step_cache_threshold: float | None = loading(
         None,
         real(0, 100),
-        f"what {', '.join(_readers('step_cache_threshold'))} compare with",
+        "estimated relative change below which a step is skipped, for "
+        f"{', '.join(_readers('step_cache_threshold'))}; a larger one skips more (default: the "
+        "value published for the policy, 0.04 to 0.2)",
         diffusers="threshold",
     )
     step_cache_warmup: int = loading(
         1,
         _STEP,
-        "first steps of each expert that are computed, as its last is (1)",
+        "number of first steps of each expert that are always computed (default 1)",
         diffusers="warmup",
     )
     step_cache_max_skip: int = loading(
-        2, _STEP, "most steps in a row that mag skips (2)", diffusers="max_skip"
+        2, _STEP, "maximum of consecutive steps that mag skips (default 2)", diffusers="max_skip"
     )
     step_cache_retention: float = loading(
-        0.2, real(0, 1), "share of steps that mag computes first (0.2)", diffusers="retention"
+        0.2,
+        real(0, 1),
+        "share of each expert's steps at its start that mag always computes (default 0.2)",
+        diffusers="retention",
     )
     step_cache_order: int = loading(
-        0, choice(0, 1), "1: extrapolate what is kept (default 0)", diffusers="order"
+        0,
+        choice(0, 1),
+        "0 (default): reuse the cached output; 1: extrapolate it linearly from two steps",
+        diffusers="order",
     )
     step_cache_curve: Path | None = loading(
-        None, path, "of mag; default: the checkpoint's or published", diffusers="curve"
+        None,
+        path,
+        "file of mag's curve (default: mag_curve.json of the checkpoint, else a published curve)",
+        diffusers="curve",
     )
     step_cache_coefficients: tuple[float, ...] | None = loading(
-        None, coefficients, "of tea, highest power first", diffusers="coefficients"
+        None,
+        coefficients,
+        "coefficients of tea's polynomial, highest power first (default: published for the task)",
+        diffusers="coefficients",
     )
     step_cache_force: bool = loading(
-        False, switch, "also with fewer than 8 steps", diffusers="force"
+        False,
+        switch,
+        "allow a step cache with fewer than 8 steps (default false)",
+        diffusers="force",
     )
     use_attentioncache: bool = loading(
-        False, switch, "--step_cache attention, as in the Ascend fork", diffusers=True
+        False,
+        switch,
+        "same as --step_cache attention, the Ascend fork's name (default false)",
+        diffusers=True,
     )
     attentioncache_ratio: float = loading(
-        1.2, real(0, 1000), "has no effect, as in the Ascend fork", diffusers=True
+        1.2, real(0, 1000), "no effect, as in the Ascend fork (default 1.2)", diffusers=True
     )
     attentioncache_interval: int = loading(
-        4, integer(1, TRAIN_TIMESTEPS), "steps between two (4)", diffusers=True
+        4,
+        integer(1, TRAIN_TIMESTEPS),
+        "compute self-attention in every Nth step between --start_step and --end_step (default 4)",
+        diffusers=True,
     )
     start_step: int = loading(
-        12, _STEP, "attention is computed up to this step (12)", diffusers=True
+        12,
+        _STEP,
+        "--step_cache attention skips nothing up to this step, counted from 0 (default 12)",
+        diffusers=True,
     )
     end_step: int | None = loading(
-        None, _STEP, "attention is computed behind this step (3 before the end)", diffusers=True
+        None,
+        _STEP,
+        "--step_cache attention skips nothing after this step (default: --sample_steps minus 3)",
+        diffusers=True,
     )
 
     @property
     def policy(self) -> str:
-        """The policy's name; "steps" for a list."""
+        """Name of the policy, without its argument."""
         return "attention" if self.use_attentioncache else self.step_cache.partition(":")[0]
 
     @property
     def argument(self) -> Any:
-        """What follows the colon of `step_cache`, as the policy's row reads it."""
+        """Parsed argument of `step_cache`; None for a policy without one."""
         read = POLICIES[self.policy].argument
         return None if read is None else read("`step_cache`", self.step_cache.partition(":")[2])
 
     @property
     def threshold(self) -> float:
-        """What the policy compares with."""
+        """`step_cache_threshold`, or the policy's default."""
         own = POLICIES[self.policy].threshold
         given = own if self.step_cache_threshold is None else self.step_cache_threshold
         assert given is not None
@@ -218,18 +252,18 @@ _DEFAULT = asdict(StepCache())
 
 
 def given(cache: StepCache) -> dict[str, Any]:
-    """The parameters that are not as by default."""
+    """Returns the parameters that differ from their defaults, by name."""
     return {name: value for name, value in asdict(cache).items() if value != _DEFAULT[name]}
 
 
 def is_read(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether a setting has an effect beside the others; True for other subjects' settings."""
+    """Whether a setting has an effect on the selected policy; True for other settings."""
     readers = _readers(name)
     return not readers or fill(StepCache, values).policy in readers
 
 
 def check(cache: StepCache, parallel: Parallel, execution: Execution) -> None:
-    """InputError for settings that contradict each other."""
+    """Raises InputError for step cache settings that contradict each other."""
     if cache.use_attentioncache and cache.step_cache not in ("none", "attention"):
         raise InputError(
             "`use_attentioncache`",
@@ -239,7 +273,7 @@ def check(cache: StepCache, parallel: Parallel, execution: Execution) -> None:
     for name in given(cache):
         readers = _readers(name)
         if readers and cache.policy not in readers:
-            why = f"has no effect on `step_cache={cache.policy}`; it belongs to "
+            why = f"has no effect on `step_cache={cache.policy}`; it is a parameter of "
             raise InputError(f"`{name}`", why=why + ", ".join(readers), remedy="drop it")
     if cache.policy != "none":
         facts = {**vars(parallel), **vars(execution), "step_cache": cache.policy}

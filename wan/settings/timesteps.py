@@ -1,6 +1,6 @@
-"""Which noise levels a run goes through, and which expert takes each; pure Python.
+"""Noise schedules: sigma, timestep and expert of each step. Pure Python.
 
-Legend: N steps. A level sigma is the share of noise; the model is told timesteps, 1000 sigma.
+Legend: N steps. sigma is the share of noise in the latents; the model gets timestep = 1000 sigma.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from wan.settings.request import Request
 from wan.settings.solvers import SOLVERS
 
 RCM_ANGLES = (1.5, 1.4, 1.0)
-"""TrigFlow times of rCM between the first level and 0; fewer steps take the first of them."""
+"""TrigFlow times of rCM between the first sigma and 0; N steps use the first N - 1."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The levels of a run.
+    """Noise schedule of a video.
 
     Attributes:
         sigmas: [N+1], falling, the last one 0.
-        timesteps: [N], what the model is told.
-        experts: [N], the network of each step.
+        timesteps: [N], inputs of the model.
+        experts: [N], names of the networks.
     """
 
     sigmas: tuple[float, ...]
@@ -32,12 +32,12 @@ class Schedule:
 
     @property
     def high_noise_steps(self) -> int:
-        """Of the high-noise expert."""
+        """Number of steps of the high-noise expert."""
         return self.experts.count("high_noise")
 
 
 def schedule(request: Request, steps: int | None = None) -> Schedule:
-    """The levels of a video; steps: replaces the request's own number of them."""
+    """Makes the noise schedule of a video; `steps` replaces the request's `sample_steps`."""
     solver = request.sample_solver
     count = request.sample_steps if steps is None else steps
     if request.timesteps is not None:
@@ -58,20 +58,20 @@ def schedule(request: Request, steps: int | None = None) -> Schedule:
 
 
 def sigmas(solver: str, steps: int, shift: float) -> list[float]:
-    """Shifted levels [N], bit by bit the official grids (the order of operations counts)."""
+    """Computes shifted sigmas [N] in the official order of operations, for bitwise equality."""
     start = SOLVERS[solver].start
     ratios = [place * (-start / steps) + start for place in range(steps)]
     return [shift * ratio / (1 + (shift - 1) * ratio) for ratio in ratios]
 
 
 def timesteps(solver: str, levels: list[float]) -> tuple[float, ...]:
-    """What the model is told at levels; the solver steps on the exact ones."""
+    """Computes the model's timesteps, truncated for some solvers; the solver uses exact sigmas."""
     told = [sigma * TRAIN_TIMESTEPS for sigma in levels]
     return tuple(map(int, told)) if SOLVERS[solver].whole else tuple(told)
 
 
 def expert_at(timestep: float, boundary: float | None) -> str:
-    """The network for a timestep; boundary: as in `Request`."""
+    """Returns the expert for a timestep; `boundary` is that of `VideoParams`."""
     if boundary is None:
         return "dit"
     return "high_noise" if timestep >= boundary * TRAIN_TIMESTEPS else "low_noise"

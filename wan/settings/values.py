@@ -1,4 +1,4 @@
-"""Readers of single values: raw text or JSON in, a checked Python value or an InputError out."""
+"""Readers of single values: they parse text or JSON into checked Python values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 from wan.settings.errors import InputError
 from wan.settings.presets import TRAIN_TIMESTEPS
 
-_MAX_SIDE = 1_000_000  # pixels; what a task takes is far less and is checked there
+_MAX_SIDE = 1_000_000  # pixels; the much lower limits of a task are checked in `VideoParams`
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How one value is read.
+    """Parses and checks one value.
 
     Attributes:
-        read: Gets the value's name as refusals write it (`frame_num` in backticks, or a file and
-            its key) and the raw value; returns the checked one or raises InputError.
-        choices: The words that are allowed, for `--help`; None where any text may be right.
-        metavar: Stands for the value in `--help`, where the choices are none or too many.
+        read: Called with the value's name in errors (`frame_num` in backticks, or a file and its
+            key) and the raw value; returns the checked value or raises InputError.
+        choices: Allowed words, for `--help`; None where there is no fixed set.
+        metavar: Placeholder of the value in `--help` where there are no or too many choices.
     """
 
     read: Callable[[str, Any], Any]
@@ -37,28 +37,25 @@ class Reader:
 
 
 def shown(raw: Any, form: Callable[[Any], str] = repr) -> str:
-    """A value, as form writes it, on one line and short enough for a sentence.
-
-    Plain words are not quoted.
-    """
+    """Formats a value on one line, short enough for a sentence; plain words are not quoted."""
     if isinstance(raw, str) and re.fullmatch(r"[\w.,:;*+/~@=-]{1,100}", raw):
         return raw
     try:
         line = " ".join(form(raw).split())
-    except ValueError:  # Python writes no whole number of more than 4300 digits
+    except ValueError:  # Python does not format integers of more than 4300 digits
         return "a number of thousands of digits"
     return line if len(line) <= 100 else f"{line[:60]}... ({len(line)} characters)"
 
 
 def either(words: Sequence[object]) -> str:
-    """`0, 1 or 2`."""
+    """Joins items to text such as `0, 1 or 2`."""
     *some, last = map(str, words)
     return f"{', '.join(some)} or {last}" if some else last
 
 
 @partial(Reader, metavar="TEXT")
 def text(name: str, raw: Any) -> str:
-    """Text that can be written in UTF-8."""
+    """Reads text that can be encoded in UTF-8."""
     if not isinstance(raw, str):
         raise InputError(name, shown(raw), "must be text")
     try:
@@ -70,7 +67,7 @@ def text(name: str, raw: Any) -> str:
 
 @partial(Reader, metavar="TEXT")
 def texts(name: str, raw: Any) -> tuple[str, ...]:
-    """A list of texts, or one text."""
+    """Reads a list of texts, or one text."""
     parts = raw if isinstance(raw, list | tuple) else [raw]
     found = tuple(text(name, part) for part in parts)
     if not all(part.strip() for part in found) or not found:
@@ -80,18 +77,18 @@ def texts(name: str, raw: Any) -> tuple[str, ...]:
 
 @partial(Reader, metavar="PATH")
 def path(name: str, raw: Any) -> Path:
-    """A path; `~` is the home folder."""
+    """Reads a path and expands `~`."""
     raw = str(raw) if isinstance(raw, Path) else raw
     if not text(name, raw).strip():
         raise InputError(name, why="is empty", remedy="give a path, or leave it out")
     if "\0" in raw:
         raise InputError(name, why="holds a NUL character", remedy="give a path without it")
-    return Path(os.path.expanduser(raw))  # Path's own fails for an unknown user
+    return Path(os.path.expanduser(raw))  # Path.expanduser raises for an unknown user
 
 
 @partial(Reader, metavar="FILE[=STRENGTH]")
 def files(name: str, raw: Any) -> tuple[str, ...]:
-    """Paths as text, perhaps with `=STRENGTH`; absolute, so that a record repeats them anywhere."""
+    """Reads paths with an optional `=STRENGTH`; makes them absolute, for the record."""
     parts = raw if isinstance(raw, list | tuple) else [raw]
     if not parts:
         remedy = "give FILE or FILE=STRENGTH, or leave it out"
@@ -101,9 +98,9 @@ def files(name: str, raw: Any) -> tuple[str, ...]:
 
 @partial(Reader, metavar="FILE[,FILE]")
 def pictures(name: str, raw: Any) -> tuple[str, ...]:
-    """Paths as text with commas between them, or a list of such; absolute, as `files`.
+    """Reads image paths, separated by commas or in a list; makes them absolute, for the record.
 
-    A file whose name has a comma in it is given by itself.
+    A text that is the path of an existing file is not split at its commas.
     """
     parts = raw if isinstance(raw, list | tuple) else [raw]
     found: list[Path] = []
@@ -117,7 +114,7 @@ def pictures(name: str, raw: Any) -> tuple[str, ...]:
 
 @partial(Reader, metavar="X[,X,...]")
 def factors(name: str, raw: Any) -> tuple[float, ...]:
-    """One number, or several with commas between them."""
+    """Reads one number, or several separated by commas."""
     raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
     parts = raw.split(",") if isinstance(raw, str) else raw
     parts = parts if isinstance(parts, list | tuple) else [parts]
@@ -128,7 +125,7 @@ def factors(name: str, raw: Any) -> tuple[float, ...]:
 
 
 def _switch(name: str, raw: Any) -> bool:
-    """Official boolean words: yes/true/t/y/1 and no/false/f/n/0, in any case."""
+    """Reads yes/true/t/y/1 or no/false/f/n/0 in any case, as the official command does."""
     word = shown(raw, str).lower()
     if word in ("yes", "true", "t", "y", "1"):
         return True
@@ -141,7 +138,7 @@ switch = Reader(_switch, ("true", "false"))
 
 
 def switch_or(*words: str) -> Reader:
-    """true or false, as `switch`, or one of these words."""
+    """Makes a reader of true, false or one of these words."""
 
     def read(name: str, raw: Any) -> bool | str:
         if raw in words:
@@ -156,7 +153,7 @@ def switch_or(*words: str) -> Reader:
 
 
 def choice(*allowed: str | int) -> Reader:
-    """One of these words or whole numbers."""
+    """Makes a reader of one of these words or integers."""
     known = {str(value): value for value in allowed}
 
     def read(name: str, raw: Any) -> str | int:
@@ -169,9 +166,9 @@ def choice(*allowed: str | int) -> Reader:
 
 
 def some_of(*allowed: str) -> Reader:
-    """Some of these words with commas between them, or a list of them.
+    """Makes a reader of some of these words, separated by commas or in a list.
 
-    "none" is an empty list, and "auto" stands alone.
+    "none" is the empty list; "auto" must be the only word.
     """
 
     def read(name: str, raw: Any) -> tuple[str, ...]:
@@ -191,7 +188,7 @@ def some_of(*allowed: str) -> Reader:
 
 
 def integer(minimum: int, maximum: int, metavar: str = "N") -> Reader:
-    """A whole number in [minimum, maximum]."""
+    """Makes a reader of an integer in [minimum, maximum]."""
 
     def read(name: str, raw: Any) -> int:
         try:
@@ -206,13 +203,13 @@ def integer(minimum: int, maximum: int, metavar: str = "N") -> Reader:
 
 
 def real(minimum: float, maximum: float, *, above: bool = False, below: bool = False) -> Reader:
-    """A finite number in [minimum, maximum].
+    """Makes a reader of a finite number in [minimum, maximum].
 
     Args:
-        minimum: The smallest value; with `above`, values must be larger.
-        maximum: The largest value; with `below`, values must be smaller.
-        above: Excludes minimum.
-        below: Excludes maximum.
+        minimum: Lower limit.
+        maximum: Upper limit.
+        exclude_min: Whether values must be larger than `minimum`.
+        exclude_max: Whether values must be smaller than `maximum`.
     """
     low = f"above {minimum:g}" if above else f"at least {minimum:g}"
     high = f"below {maximum:g}" if below else f"at most {maximum:g}"
@@ -237,7 +234,7 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
 
 @partial(Reader, metavar="T1,T2,...")
 def timesteps(name: str, raw: Any) -> tuple[float, ...]:
-    """`T1,T2,...`: the timestep that the model gets in each step."""
+    """Reads `T1,T2,...`, the timestep of each step."""
     raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
     parts = raw.split(",") if isinstance(raw, str) else raw
     one = real(0, 1000, above=True)
@@ -249,12 +246,12 @@ def timesteps(name: str, raw: Any) -> tuple[float, ...]:
 
 
 def listed(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers written as in `0-5,8,11`, each once and rising."""
+    """Parses step numbers such as `0-5,8,11` into a rising sequence without duplicates."""
     found: set[int] = set()
     for part in text.split(","):
         written = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
         if written is None:
-            remedy = "write them from 0, for example 0-5,8,11"
+            remedy = "give step numbers from 0, for example 0-5,8,11"
             raise InputError(name, why=f"has the steps {shown(text)}", remedy=remedy)
         low, high = int(written[1]), int(written[2] or written[1])
         if not low <= high < TRAIN_TIMESTEPS:
@@ -266,7 +263,7 @@ def listed(name: str, text: str) -> tuple[int, ...]:
 
 @partial(Reader, metavar="4N+1")
 def frame_num(name: str, raw: Any) -> int:
-    """A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
+    """Reads a frame count 4n+1; the VAE encodes the first frame, then each four, to one latent."""
     value = int(integer(1, 4093)(name, raw))
     below = (value - 1) // 4 * 4 + 1
     if value != below:
@@ -276,7 +273,7 @@ def frame_num(name: str, raw: Any) -> int:
 
 @partial(Reader, metavar="4N")
 def clip_frames(name: str, raw: Any) -> int:
-    """Frames of a clip, 4n: its latent frames stand behind those of the clip before."""
+    """Reads the frames of a clip of s2v, a multiple of 4."""
     value = int(integer(4, 4092)(name, raw))
     if value % 4:
         below = max(4, value // 4 * 4)
@@ -286,7 +283,7 @@ def clip_frames(name: str, raw: Any) -> int:
 
 @partial(Reader, metavar="W*H")
 def size(name: str, raw: Any) -> tuple[int, int]:
-    """`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
+    """Reads `W*H` or `WxH` in pixels, or [W, H] from JSON."""
     parts: Sequence[Any] = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
     try:
         width, height = (int(str(part)) for part in parts)
@@ -301,7 +298,7 @@ def size(name: str, raw: Any) -> tuple[int, int]:
 
 @partial(Reader, metavar="X[,X]")
 def guide_scale(name: str, raw: Any) -> tuple[float, float]:
-    """One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
+    """Reads one number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if not 1 <= len(parts) <= 2:
@@ -312,7 +309,7 @@ def guide_scale(name: str, raw: Any) -> tuple[float, float]:
 
 @partial(Reader, metavar="INSIDE,BETWEEN")
 def link_rates(name: str, raw: Any) -> tuple[float, float]:
-    """Two positive numbers."""
+    """Reads the bandwidths inside a machine and between machines, two positive numbers."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     if not isinstance(parts, list | tuple) or len(parts) != 2:
         raise InputError(name, shown(raw), "must be two numbers, INSIDE,BETWEEN")
@@ -322,5 +319,5 @@ def link_rates(name: str, raw: Any) -> tuple[float, float]:
 
 @partial(Reader, metavar="0-5,8")
 def steps(name: str, raw: Any) -> tuple[int, ...]:
-    """Sampling steps, as in `0-5,8,11`."""
+    """Reads sampling steps such as `0-5,8,11`."""
     return listed(name, text(name, raw))
