@@ -1,4 +1,4 @@
-"""The official configuration objects, made from the presets. User scripts read and edit them."""
+"""The official configuration objects, built from the presets; user scripts may edit them."""
 
 from __future__ import annotations
 
