@@ -1,1 +1,1 @@
-"""What a run records of itself, on request: readings of power, and the order in its layers."""
+"""Optional measurements of a run: power readings, and the order of exchanges and attention."""

@@ -1,6 +1,6 @@
-"""The power meter: a thread reads a device while it works, and the readings are summed up.
+"""The power meter: a thread samples a device's power during a run and aggregates the samples.
 
-Importing it imports no torch: the sources read the vendors' libraries and tools directly.
+Importing it imports no torch: power sources read the vendors' libraries and tools directly.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ if TYPE_CHECKING:
     from wan.device import Device
     from wan.distributed.mesh import Team
 
-PERIOD = 0.05  # seconds between two readings, where the source allows it
-MOST_RECORDED = 1 << 16  # rows of a series: 55 minutes at 50 ms
+PERIOD = 0.05  # seconds between two samples, unless the source is slower
+MOST_RECORDED = 1 << 16  # 55 minutes at 50 ms
 
 
 class MeterError(Exception):
-    """Says why there is no meter, or why it cannot be read now."""
+    """A power source is missing or cannot be read; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading. A value is None where the source does not have it."""
+    """One reading of a power source; values that the source does not have are None."""
 
     watts: float | None = None
-    joules: float | None = None  # of a counter, of which only differences count
+    joules: float | None = None  # value of a counter with an arbitrary origin
     mhz: float | None = None
-    reasons: frozenset[str] | None = None  # what lowers the clock
+    reasons: frozenset[str] | None = None  # names of the reasons for a lowered clock
     time: float = field(default_factory=time.monotonic)
 
 
 class PowerSource(Protocol):
-    """Where the readings of one device come from."""
+    """Reads power, energy and clock of one device."""
 
     name: str
-    device: str = ""  # as the vendor's tools name it
-    power_is: str = ""  # how `Sample.watts` is measured, for example as the mean of a second
-    period: float = 0.0  # fewest seconds between two readings
+    device: str = ""  # name in the vendor's tools
+    power_is: str = ""  # how `Sample.watts` is measured, such as the mean of a second
+    period: float = 0.0  # shortest time between two samples, seconds
     limit_w: float | None = None
     rated_mhz: float | None = None  # the device's highest clock
-    smoothing: dict[str, float] | None = None  # state of power smoothing, on devices that have it
-    cpu_elsewhere: float = 0.0  # seconds of CPU time that readings took in other processes
+    smoothing: dict[str, float] | None = None  # NVML power smoothing
+    cpu_elsewhere: float = 0.0  # CPU time of readings in child processes
 
     def read(self) -> Sample:
-        """Takes a reading; raises MeterError where it fails."""
+        """Takes a sample; raises MeterError if that fails."""
         ...
 
     def close(self) -> None:
-        """Gives back what was opened; most sources open nothing."""
+        """Releases the source's handles; most sources have none."""
         return
 
 
 class Absent(PowerSource):
-    """The source of a device that has no meter."""
+    """Power source of a device without a meter; `reason` explains why."""
 
     name = "none"
 
@@ -73,35 +73,35 @@ class Absent(PowerSource):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a meter measured from its start to its stop, or the meters of several devices."""
+    """Power, energy and clock of one device between two times, or of several devices."""
 
-    source: str = "none"  # the interface that was read
+    source: str = "none"  # NVML, npu-smi or RAPL
     device: str = ""
-    machine: str = ""  # an identifier that no other machine has
-    covers: str = ""  # the part of a run that was metered
-    why: str | None = None  # why nothing was measured; of several devices, why one was not
+    machine: str = ""  # unique identifier
+    covers: str = ""  # the measured part of a run
+    why: str | None = None  # why a device could not be measured
     power_is: str = ""
-    period: float = 0.0  # seconds between two readings that were aimed at
-    seconds: float = 0.0  # from the first reading to the last
+    period: float = 0.0  # requested seconds between two samples
+    seconds: float = 0.0  # from the first sample to the last
     samples: int = 0
     failed: int = 0  # readings that failed
-    mean_w: float | None = None  # of several devices, their sum
-    peak_w: float | None = None  # highest power of one device
-    joules: float | None = None  # of several devices, their sum
-    joules_by: str = ""  # how the energy was measured
+    mean_w: float | None = None  # summed over devices
+    peak_w: float | None = None  # of a single device
+    joules: float | None = None  # summed over devices
+    joules_by: str = ""  # "energy counter" or "integral of power"
     mean_mhz: float | None = None
     min_mhz: float | None = None
     rated_mhz: float | None = None
     limit_w: float | None = None
-    throttled: float | None = None  # share of time in which something lowered the clock
-    reasons: dict[str, float] = field(default_factory=dict)  # shares; several may hold at once
+    throttled: float | None = None  # share of time with a lowered clock
+    reasons: dict[str, float] = field(default_factory=dict)  # shares, may overlap
     smoothing: dict[str, float] | None = None
-    cpu_seconds: float = 0.0  # CPU time of metering, also in processes that it started
-    parts: tuple[Measured, ...] = ()  # of several devices, each
-    series: dict[str, list[Any]] | None = None  # of one device: columns of equal length, for JSON
+    cpu_seconds: float = 0.0  # CPU time of the meter and its child processes
+    parts: tuple[Measured, ...] = ()  # one per device, if several
+    series: dict[str, list[Any]] | None = None  # columns for JSON
 
     def record(self) -> dict[str, Any]:
-        """Returns the result for JSON, without the series."""
+        """Returns the JSON record, without the series."""
         if not self.samples:
             return {"source": self.source, "why": self.why}
         left_out = ("machine", "series", "parts", "reasons")
@@ -115,7 +115,7 @@ class Measured:
         return found | ({"devices": [one.record() for one in self.parts]} if self.parts else {})
 
     def line(self) -> str:
-        """Returns the line in the summary of a run that has made one video."""
+        """Returns the line for the run's summary; energy is per video."""
         if not self.samples:
             return f"Power: not available ({self.why})."
         together, of_one = (f" of {len(self.parts)} devices", " of one") if self.parts else ("", "")
@@ -144,13 +144,13 @@ class Measured:
 
 
 def sum_up(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Returns the fields of `Measured` that follow from the readings of one device.
+    """Computes the fields of `PowerMeasurement` from the samples of one device.
 
-    Between two readings, values are taken to run in straight lines; a mean is over the time in
-    which the value is known. An energy counter is believed more than the integral of power.
+    Values are interpolated linearly between samples, and means are weighted by time over the
+    samples that have the value. An energy counter is preferred to the integral of power.
 
     Args:
-        samples: At least one reading, with increasing times.
+        samples: At least one sample, with increasing times.
     """
     columns: dict[str, list[Any]] = {
         one.name: [getattr(sample, one.name) for sample in samples] for one in fields(Sample)
@@ -160,7 +160,7 @@ def sum_up(samples: Sequence[Sample]) -> dict[str, Any]:
     spans = [until - since for since, until in pairwise(times)]
     if seconds and None not in (counter[0], counter[-1]):
         joules = counter[-1] - counter[0]
-        if not any(columns["watts"]):  # power is that since the last reading
+        if not any(columns["watts"]):  # derive mean power since the previous sample
             gained = [b - a for a, b in pairwise(counter)]
             columns["watts"] = [None, *(j / s for j, s in zip(gained, spans, strict=True))]
     weights = [(before + after) / 2 for before, after in pairwise([0.0, *spans, 0.0])]
@@ -209,10 +209,10 @@ _IN_TURN: dict[str, Any] = {"seconds": sum, "cpu_seconds": sum}
 
 
 def combine(found: Sequence[Measured]) -> Measured:
-    """Returns what all ranks have measured, together.
+    """Combines the measurements of all ranks' devices.
 
-    A device that several ranks have metered (the CPU, a board of two NPUs) counts once, by the
-    longest of their measurements. Means are over the time of the devices that have the value.
+    A device that several ranks share (the CPU, a board of two NPUs) counts once, with its longest
+    measurement. Means are weighted by time over the devices that have the value.
     """
     longest: dict[tuple[str, ...], Measured] = {}
     for one in sorted(found, key=lambda one: one.seconds):
@@ -244,7 +244,7 @@ def combine(found: Sequence[Measured]) -> Measured:
 
 
 def in_turn(found: Sequence[Measured]) -> Measured:
-    """Returns what the same devices have measured in several spans of time, as if in one."""
+    """Concatenates measurements of the same devices over several time spans."""
     spans = [one for one in found if one.samples]
     if len(spans) < 2:
         return spans[0] if spans else found[0]
@@ -276,9 +276,9 @@ def in_turn(found: Sequence[Measured]) -> Measured:
 
 
 class Meter:
-    """Reads a source every `period` seconds, or as often as it allows, inside a `with` block.
+    """Samples a power source every `period` seconds in a thread, inside a `with` block.
 
-    A reading that fails is counted, and the next one is tried: the metered run goes on.
+    A slower source sets the period. Failed readings are counted and do not end the measured run.
     """
 
     def __init__(self, source: PowerSource, period: float = PERIOD) -> None:
@@ -290,7 +290,7 @@ class Meter:
         self._thread: threading.Thread | None = None
 
     def stop(self) -> Measured:
-        """Takes the last reading and returns what was measured; called again, the same."""
+        """Takes a last sample and returns the measurement; repeated calls return it again."""
         source = self.source
         if self._thread is not None:
             self._ended.set()
@@ -324,13 +324,13 @@ class Meter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.stop()
-        self._ended.set()  # a run that fails does not wait for a last reading
+        self._ended.set()  # a failed run does not wait for a last sample
 
     def _run(self) -> None:
         due = time.monotonic()
         while not self._ended.is_set():
             self._read()
-            late = time.monotonic() - due  # a slow reading leaves the next ones out
+            late = time.monotonic() - due  # a slow reading skips the samples it overran
             due += self.period * (late // self.period + 1)
             self._ended.wait(due - time.monotonic())
         self._read()
@@ -346,30 +346,31 @@ class Meter:
 
 
 class VideoMeter(Meter):
-    """Meters one video, from the text to the decoded frames, on all ranks' devices.
+    """Measures the power of one video, from text encoding to decoding, on all ranks' devices.
 
-    The main rank's device is metered to the end of decoding, the others' to that of denoising.
+    Rank 0's device is measured to the end of decoding, those of other ranks to the end of
+    denoising.
     """
 
     def __init__(self, device: Device, covers: str) -> None:
-        """Starts nothing yet; `covers` tells the user what is metered."""
+        """Opens the power source; `covers` names the measured part of the run for the user."""
         super().__init__(source_of(device))
         self._covers = covers
         self._others: list[Measured] = []
 
     def gather(self, team: Team) -> None:
-        """Brings all ranks' results to the main rank; every rank calls it, after denoising."""
+        """Gathers the measurements on rank 0; every rank calls this after denoising."""
         own = None if team.is_main else super().stop()
         self._covers += ", other ranks to the end of denoising"
         self._others = [found for found in team.gather(own) if found is not None]
 
     def stop(self) -> Measured:
-        """Returns all devices together, on the main rank."""
+        """Returns the combined measurement of all devices, on rank 0."""
         return replace(combine([super().stop(), *self._others]), covers=self._covers)
 
 
 def source_of(device: Device) -> PowerSource:
-    """Returns the source of a device's readings; `Absent`, with the reason, where it has none."""
+    """Opens a device's power source; returns `UnavailableSource` if it has none."""
     from wan.evidence.npu_smi import NpuSmi
     from wan.evidence.nvml import Nvml
     from wan.evidence.rapl import Rapl

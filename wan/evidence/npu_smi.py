@@ -1,10 +1,10 @@
 """Power and clock of an Ascend NPU, from the vendor's command `npu-smi`.
 
-In the tool's words a board ("NPU ID") carries one or two dies ("Chip ID") and a controller ("Mcu").
-On an A2 each die reports its power. On an A3 both dies report the power of their board; the table
-has it for the first die and "-" for the second. On a 300I Duo only the controller reports it, and
-the table has "NA". On an A5 a board is a die, and the outputs have no Chip ID. The parsers were
-checked with outputs of npu-smi 20.2 to 26.0.
+In the tool's output a board ("NPU ID") has one or two dies ("Chip ID") and a controller ("Mcu").
+A2: each die reports its power. A3: both dies report the power of their board; the table has it for
+the first die and "-" for the second. 300I Duo: only the controller reports power, and the table has
+"NA". A5: a board is one die, and the outputs have no Chip ID. The parsers were checked with outputs
+of npu-smi 20.2 to 26.0.
 """
 
 from __future__ import annotations
@@ -18,38 +18,36 @@ from typing import NamedTuple
 from wan.evidence.meter import MeterError, PowerSource, Sample
 
 BELOW_RATED = "clock below the rated one"
-_PATIENCE = 10.0  # seconds for one answer, which usually takes less than half a second
+_PATIENCE = 10.0  # a call usually takes less than half a second
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _HEADINGS = re.compile(r"^\| NPU +Name +\| Health +\| Power\(W\) ", re.MULTILINE)
-_DIE = (
-    re.compile(  # the two lines of a die: board | health | power, and die | bus | use of its cores
-        r"^\| (\d+) [^|]*\|[^|]*\| (\S+) [^|]*\|\n\| \d+ [^|]*\| (?:NA|[^|]*:[^|]*) *\|[^|]*\|$",
-        re.MULTILINE | re.ASCII,
-    )
+_DIE = re.compile(  # two lines per die: board | health | power, and die | bus | core usage
+    r"^\| (\d+) [^|]*\|[^|]*\| (\S+) [^|]*\|\n\| \d+ [^|]*\| (?:NA|[^|]*:[^|]*) *\|[^|]*\|$",
+    re.MULTILINE | re.ASCII,
 )
 
 
 class Place(NamedTuple):
-    """Where a die is."""
+    """Board and die number of an NPU."""
 
     board: int
     die: int
 
 
 class Reading(NamedTuple):
-    """What one output reports of a die, or of its board; a value that it lacks is None."""
+    """Power and clock of a die or its board; values missing from the output are None."""
 
     watts: float | None = None
     mhz: float | None = None
     rated_mhz: float | None = None
-    busy: bool | None = None  # the die's cores were in use
+    busy: bool | None = None  # AI core usage is above 0
 
 
 def places(text: str) -> dict[int, Place]:
-    """Parses `npu-smi info -m`: PyTorch's number of each die -> where it is.
+    """Parses `npu-smi info -m` into {PyTorch's device index: location}.
 
     Raises:
-        MeterError: The text holds no such table.
+        MeterError: The text has no such table.
     """
     names: list[str] = []
     found = {}
@@ -58,9 +56,9 @@ def places(text: str) -> dict[int, Place]:
         if not names and {"NPU ID", "Chip ID"} <= {*cells}:
             names = cells
         row = dict(zip(names, cells, strict=False))
-        logic = row.get("Chip Logic ID", row.get("NPU ID"))  # an A5 names it so
+        logic = row.get("Chip Logic ID", row.get("NPU ID"))  # A5
         board, die, index = (_whole(x) for x in (row.get("NPU ID"), row.get("Chip ID"), logic))
-        if board is not None and die is not None and index is not None:  # no controller
+        if board is not None and die is not None and index is not None:  # skips controllers
             found[index] = Place(board, die)
     if not found:
         raise MeterError(f"npu-smi info -m lists no NPU: {_begin(text)}")
@@ -68,10 +66,10 @@ def places(text: str) -> dict[int, Place]:
 
 
 def powers(text: str) -> dict[int, list[float | None]]:
-    """Parses `npu-smi info`: board -> what the table has as the power of each of its dies.
+    """Parses `npu-smi info` into {board: power of each die in watts, or None}.
 
     Raises:
-        MeterError: The text holds no such table.
+        MeterError: The text has no such table.
     """
     lines = "\n".join(_complete(text))
     headings = _HEADINGS.search(lines)
@@ -84,10 +82,10 @@ def powers(text: str) -> dict[int, list[float | None]]:
 
 
 def from_table(text: str, place: Place) -> Reading:
-    """Parses `npu-smi info`: the power of a die, or of its board where only that is reported.
+    """Parses the power of a die, or else of its board, from `npu-smi info`.
 
     Raises:
-        MeterError: As `powers`, and where the table has neither.
+        MeterError: The text has no such table, or the table has neither power.
     """
     dies = powers(text).get(place.board, [])
     watts = next((w for w in (*dies[place.die : place.die + 1], *dies) if w is not None), None)
@@ -99,10 +97,10 @@ def from_table(text: str, place: Place) -> Reading:
 def from_fields(text: str, place: Place) -> Reading:
     """Parses `npu-smi info -t common -i BOARD` or `-t power`: blocks of "name : value" lines.
 
-    A block is a die's, with its Chip ID as the first or the last line, or the controller's.
+    A die's block has its Chip ID in the first or the last line; the controller's has none.
 
     Raises:
-        MeterError: The text holds no power.
+        MeterError: The text has no power.
     """
     blocks: list[dict[str, str]] = [{}]
     for line in _complete(text):
@@ -113,7 +111,7 @@ def from_fields(text: str, place: Place) -> Reading:
             blocks.append({})
     own = next((block for block in blocks if _whole(block.get("Chip ID")) == place.die), None)
     boards = [block for block in blocks if "Chip ID" not in block and _watts(block) is not None]
-    if own is None:  # on an A5
+    if own is None:  # A5
         own = next((block for block in boards if "Chip Name" not in block), {})
     watts = next((w for block in (own, *boards) if (w := _watts(block)) is not None), None)
     if watts is None:
@@ -128,20 +126,20 @@ def from_fields(text: str, place: Place) -> Reading:
 
 
 class NpuSmi(PowerSource):
-    """Calls npu-smi once for each reading. Dies that report one power are one device."""
+    """Reads an NPU by one npu-smi call per sample; dies that share one power are one device."""
 
     name = "npu-smi"
     power_is = "the tool's latest value"
-    period = 1.0  # the tool refreshes no faster, and a call of it is a process
+    period = 1.0  # the tool refreshes no faster, and each call starts a process
 
     def __init__(self, index: int) -> None:
-        """Finds out which output of npu-smi has the power of an NPU.
+        """Finds the npu-smi query that reports the power of an NPU.
 
         Args:
-            index: The NPU's number among all of the machine.
+            index: Index among all NPUs of the machine, also invisible ones.
 
         Raises:
-            MeterError: npu-smi is not there, may not be used, or reports no power.
+            MeterError: npu-smi is missing, is not permitted, or reports no power.
         """
         self.cpu_elsewhere = 0.0
         found = places(self._answer("info", "-m"))
@@ -154,7 +152,7 @@ class NpuSmi(PowerSource):
             dies = powers(self._answer("info")).get(self._place.board, [])
         except MeterError:
             dies = []
-        if len(dies) > 1 and None not in dies:  # each has a power of its own
+        if len(dies) > 1 and None not in dies:  # power is measured per die
             self.device += f" die {self._place.die}"
         refusals = []
         ways: tuple[tuple[Callable[[str, Place], Reading], tuple[str, ...]], ...] = (
@@ -173,7 +171,7 @@ class NpuSmi(PowerSource):
     def read(self) -> Sample:
         found, reasons = self._reading(), None
         if found.mhz is not None and found.rated_mhz is not None and found.busy is not None:
-            lowered = found.busy and found.mhz < found.rated_mhz  # idle, a low clock is no loss
+            lowered = found.busy and found.mhz < found.rated_mhz  # idle is not throttling
             reasons = frozenset({BELOW_RATED} if lowered else ())
         return Sample(watts=found.watts, mhz=found.mhz, reasons=reasons)
 
@@ -181,7 +179,7 @@ class NpuSmi(PowerSource):
         return self._parse(self._answer(*self._arguments), self._place)
 
     def _answer(self, *arguments: str) -> str:
-        """Returns what npu-smi prints; raises MeterError where it cannot be called or fails."""
+        """Returns npu-smi's output; raises MeterError if it cannot be called or fails."""
         command = " ".join(["npu-smi", *arguments])
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:
@@ -214,18 +212,18 @@ class NpuSmi(PowerSource):
 
 
 def _complete(text: str) -> list[str]:
-    """Returns the lines that have their end: a value that is cut off would be another one."""
+    """Splits into stripped lines, without an unterminated last line: its value may be cut."""
     return [line.strip() for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _watts(block: Mapping[str, str]) -> float | None:
-    """Returns the power in a block; the rated power has another name and is not looked for."""
+    """Returns the measured power of a block in watts, not its rated power."""
     names = ("NPU Real-time Power(W)", "Power Dissipation(W)")
     return next((w for name in names if (w := _positive(block.get(name, ""))) is not None), None)
 
 
 def _positive(text: str) -> float | None:
-    """Returns a value above 0: virtual NPUs show 0 where they do not know it; others "-", "NA"."""
+    """Parses a number above 0; None for 0 (a virtual NPU's unknown value), "-" and "NA"."""
     return float(text) or None if _NUMBER.fullmatch(text) else None
 
 
@@ -234,6 +232,6 @@ def _whole(text: str | None) -> int | None:
 
 
 def _begin(text: str) -> str:
-    """Returns how an answer that cannot be used begins, for an error."""
+    """Quotes the first line of an unusable output, for an error message."""
     lines = [line.strip() for line in text.splitlines() if line.strip().strip("+-=|")]
     return f"it says {lines[0][:60]!r}" if lines else "it says nothing"

@@ -1,7 +1,7 @@
 """Power, energy and clock of an NVIDIA GPU, from nvidia-ml-py (NVML, the driver's library).
 
-Checked with nvidia-ml-py 12.535 to 13.615. Every user may read what is read here; locking the
-clock is mostly permitted to root only.
+Checked with nvidia-ml-py 12.535 to 13.615. Reading needs no permission; locking the clock usually
+needs root.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wan.evidence.meter import MeterError, PowerSource, Sample
 if TYPE_CHECKING:
     from wan.device import Device
 
-REASONS = {  # bits of the "clocks event reasons" with which something lowers the clock
+REASONS = {  # bit of the clocks event reasons -> reason for throttling
     0x004: "SW power cap",
     0x008: "HW slowdown",
     0x020: "SW thermal slowdown",
@@ -25,14 +25,14 @@ REASONS = {  # bits of the "clocks event reasons" with which something lowers th
     0x200: "board limit",
     0x400: "reliability",
 }
-"""Idle, clocks that the user has set, sync boost and display are not among them."""
-_UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
-_SMOOTHING = {  # fields that library versions before 12.570 do not know
+"""Idle, clocks set by the user, sync boost and display are not counted as throttling."""
+_UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t
+_SMOOTHING = {  # missing in nvidia-ml-py before 12.570
     "enabled": "ENABLED",
     "immediate_ramp_down": "IMM_RAMP_DOWN_ENABLED",
     "applied_floor": "APPLIED_TMP_FLOOR",
     "profile": "ACTIVE_PRESET_PROFILE",
-    "floor_percent": "PROFILE_PERCENT_TMP_FLOOR",  # this and the next ones are of that profile
+    "floor_percent": "PROFILE_PERCENT_TMP_FLOOR",  # these belong to the active profile
     "ramp_up_mw_per_s": "PROFILE_RAMP_UP_RATE",
     "ramp_down_mw_per_s": "PROFILE_RAMP_DOWN_RATE",
     "ramp_down_hysteresis_ms": "PROFILE_RAMP_DOWN_HYST_VAL",
@@ -40,7 +40,7 @@ _SMOOTHING = {  # fields that library versions before 12.570 do not know
 
 
 def _started() -> Any:
-    """Returns nvidia-ml-py, which has loaded the driver's library; else raises MeterError."""
+    """Imports and initializes nvidia-ml-py; raises MeterError if that fails."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -57,18 +57,18 @@ def _started() -> Any:
 
 
 class Nvml(PowerSource):
-    """Reads one GPU."""
+    """Reads power, energy and clock of one GPU."""
 
     name = "NVML"
 
     def __init__(self, uuid: str) -> None:
-        """Opens a GPU by its UUID: CUDA_VISIBLE_DEVICES renumbers, NVML does not.
+        """Opens a GPU by its UUID: CUDA_VISIBLE_DEVICES changes CUDA's indices, but not NVML's.
 
         Args:
-            uuid: The UUID, without a prefix.
+            uuid: The UUID, without the prefix "GPU-".
 
         Raises:
-            MeterError: There is no library, no driver, no such GPU, or nothing can be read.
+            MeterError: The library, the driver or the GPU is missing, or has no readings.
         """
         self._nvml, self.device = _started(), f"GPU-{uuid}"
         try:
@@ -104,7 +104,7 @@ class Nvml(PowerSource):
         }
         self._reads = {name: one for name, one in reads.items() if self._try(one) is not None}
         if not {"watts", "joules"} & {*self._reads}:
-            raise MeterError(f"{self.device} tells neither its power nor its energy")
+            raise MeterError(f"{self.device} reports neither its power nor its energy")
         limit_mw = self._try(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         self.limit_w = None if limit_mw is None else limit_mw / 1000
         self.rated_mhz = self._try(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
@@ -120,7 +120,7 @@ class Nvml(PowerSource):
         self._try(self._nvml.nvmlShutdown)
 
     def _field(self, *field: int) -> Any:
-        """Returns the value of a field, which has a number and perhaps a scope."""
+        """Returns the value of an NVML field, given by its ID and optionally a scope."""
         asked = [field if len(field) > 1 else field[0]]
         (value,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, asked)
         if value.nvmlReturn != self._nvml.NVML_SUCCESS:
@@ -128,14 +128,14 @@ class Nvml(PowerSource):
         return getattr(value.value, _UNION[value.valueType])
 
     def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns what a call returns; None where this GPU, driver or user does not have it."""
+        """Calls an NVML function; returns None if the GPU, driver or user does not support it."""
         try:
             return call(*arguments)
         except self._nvml.NVMLError:
             return None
 
     def _power_smoothing(self) -> dict[str, float] | None:
-        """Returns None before Blackwell, where it is not supported."""
+        """Returns the state of power smoothing; None on GPUs before Blackwell."""
         found: dict[str, float] = {}
         for name, constant in _SMOOTHING.items():
             field = [getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)]
@@ -148,14 +148,14 @@ class Nvml(PowerSource):
 
 
 class Lock:
-    """`with lock:` holds the clock at one frequency, and frees it afterwards, also at exit.
+    """Locks a GPU's clock inside a `with` block and unlocks it afterwards, also at exit.
 
-    What ends a process at once (SIGKILL, another rank's failure) leaves it locked:
-    `nvidia-smi -rgc` frees it.
+    A killed process (SIGKILL, another rank's failure) leaves the clock locked until
+    `nvidia-smi -rgc`.
     """
 
     def __init__(self, device: Device, mhz: float | None) -> None:
-        """Locks nothing yet; raises MeterError where there is nothing to lock."""
+        """Opens the GPU; raises MeterError if its clock cannot be locked."""
         if device.type != "cuda":
             raise MeterError("only clocks of NVIDIA GPUs are locked")
         if mhz is None:
@@ -179,5 +179,5 @@ class Lock:
         self._free()
 
     def _free(self) -> None:
-        with suppress(self._nvml.NVMLError):  # where the lock itself was not permitted
+        with suppress(self._nvml.NVMLError):  # fails if locking was not permitted either
             self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)

@@ -1,8 +1,8 @@
-"""The order of exchanges and attention in a layer: as planned, as recorded, and compared.
+"""The planned and the recorded order of all-to-alls and attention in a layer, and their comparison.
 
-The plan is derived from `wan.settings.schedule` and the sizes of a run alone, never from what ran.
-A trace is the file of one rank with the plan and what was recorded, in the JSON that Chrome and
-Perfetto show.
+The plan depends only on `wan.settings.attention_modes` and the sizes of a run, never on recorded
+events. A trace is one rank's file with its plan and events, in the JSON format of Chrome and
+Perfetto.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wan.settings.schedule import Mode, TokenPlan, head_ranges, mode_of, q_range
 from wan.trace import PLACES, Event, label
 
 Item = tuple[int, str]
-"""(head chunk, what happens), for example (0, "A2A q")."""
+"""(head chunk, operation), for example (0, "A2A q")."""
 _KINDS = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, type(None))}
 _LIMITS = {"layers": 10_000, "heads": 100_000, "chunks": 100_000, "multiple": 1 << 20}
 
@@ -35,26 +35,26 @@ def _in_range(name: str, value: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the order in the layers of a rank follows from; a part of every trace.
+    """Settings and sizes that determine the order in a rank's layers; stored in every trace.
 
     Attributes:
-        rank: Of all ranks, which are laid out as (cfg, ring, ulysses).
+        rank: Global rank; the mesh is (cfg, ring, ulysses).
         comm_type: A key of MODES.
-        overlap: --fa_alltoall_overlap, in place of it.
-        chunks: --chunks; None: the mode's own.
-        heads: Of the network.
-        layers: Of the network.
-        tokens: Of the video.
+        overlap: --fa_alltoall_overlap, which replaces `comm_type`.
+        chunks: --chunks; None for the mode's number of head chunks.
+        heads: Heads of the network.
+        layers: Layers of the network, without VACE control blocks.
+        tokens: Tokens of the video.
         multiple: A rank's tokens are padded to a multiple of this.
         sizes: (cfg, ring, ulysses).
         ring_type: "ring" or "bidirectional".
-        merges: The dense kernel returns the log-sum-exp, so that a ring merges partial results.
-        fp8: Attention is in FP8, where it is not sparse.
-        fp8_exchange: So are its exchanges, which then have scales.
-        sparse_from: The first step of RainFusion; None: never.
-        steps: Those that are traced, and the expert of each.
-        fused: q, k and v of a chunk, and their scales, are exchanged together.
-        control: Layers behind which a control block runs; those are layers, too, behind the others.
+        merges: The dense kernel returns the log-sum-exp, so that ring attention can merge blocks.
+        fp8: Attention runs in FP8 unless it is sparse.
+        fp8_exchange: All-to-alls send FP8 values and scales.
+        sparse_from: First step of RainFusion; None without RainFusion.
+        steps: Traced step -> its expert.
+        fused: One all-to-all sends q, k, v and scales of a head chunk.
+        control: Layers with a VACE control block; control blocks are numbered after all layers.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Plan:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Plan:
-        """The plan in a file; ValueError, TypeError or KeyError where that is none."""
+        """Parses a plan from JSON; raises ValueError, TypeError or KeyError if it is invalid."""
         steps = {int(step): str(expert) for step, expert in raw["steps"].items()}
         control = tuple(raw.get("control", ()))
         plan = cls(**{**raw, "sizes": tuple(raw["sizes"]), "steps": steps, "control": control})
@@ -116,20 +116,20 @@ class Plan:
 
     @property
     def valid(self) -> list[int]:
-        """Real tokens that each rank of the ring attends from and to."""
+        """Tokens without padding of each ring rank."""
         _, ring, ulysses = self.sizes
         rows = TokenPlan(self.tokens, ring * ulysses, self.multiple).shard_len * ulysses
         return [valid_rows(self.tokens, rank, rows) for rank in range(ring)]
 
     def method(self, step: int) -> str:
-        """How a step attends: "rainfusion", "fp8" or "dense"."""
+        """Returns the attention backend of a step: "rainfusion", "fp8" or "dense"."""
         if self.sparse_from is not None and step >= self.sparse_from:
             return "rainfusion"
         return "fp8" if self.fp8 else "dense"
 
 
 def expected(plan: Plan, step: int) -> list[Item]:
-    """What one layer does in a step, in this order."""
+    """Lists the planned operations of one layer in a step, in order."""
     chunks = head_ranges(plan.heads, plan.sizes[2], plan.mode.chunks)
     exchanges, method = plan.sizes[2] > 1, plan.method(step)
     parts = ("", " scale") if method == "fp8" and plan.fp8_exchange else ("",)
@@ -149,7 +149,7 @@ def expected(plan: Plan, step: int) -> list[Item]:
 
 
 def _attention(plan: Plan, method: str) -> Iterator[str]:
-    """A chunk between its exchanges: query blocks, each against the keys that there are."""
+    """Lists the operations of a head chunk between its all-to-alls, in order."""
     ring, valid = plan.sizes[1], plan.valid
     multiple = 1 if method == "dense" else Q_ROWS
     ranges = q_ranges(valid[plan.ring_rank], plan.mode.blocks, multiple)
@@ -169,7 +169,7 @@ def _attention(plan: Plan, method: str) -> Iterator[str]:
 
 
 def _at_hand(ring_type: str, rank: int, size: int) -> Iterator[list[int]]:
-    """Whose keys and values a rank attends to: at first, and after each hop."""
+    """Yields the ranks whose keys and values are local, at first and after each ring hop."""
     yield [rank]
     for hop in range(1, size):
         if ring_type == "ring":
@@ -182,7 +182,7 @@ _NAMES = {"a2a": "A2A {what}", "a2a wait": "wait {what}", "hop": "hop", "hop wai
 
 
 def found(events: Iterable[Event]) -> list[Item]:
-    """What the events of one layer say."""
+    """Converts the recorded events of one layer to order items."""
     items = []
     for event in events:
         facts = event.facts
@@ -203,12 +203,12 @@ def _chunk(facts: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the layers of a rank compare with the plan.
+    """Result of comparing a rank's layers with its plan.
 
     Attributes:
-        layers: Number of layers that were compared.
+        layers: Number of compared layers.
         skipped: Number of layers whose self-attention a step cache skipped.
-        difference: The first place where something else than planned was done; None: as planned.
+        difference: The first deviation from the plan; None if there is none.
     """
 
     layers: int
@@ -217,7 +217,7 @@ class Comparison:
 
 
 def by_forward(events: Iterable[Event]) -> dict[tuple[int, str], list[Event]]:
-    """The events of each forward pass, by step and guidance branch, in their order."""
+    """Groups events by forward pass: (step, guidance branch), keeping their order."""
     forwards: dict[tuple[int, str], list[Event]] = {}
     for event in events:
         step, branch = event.facts.get("step"), event.facts.get("branch")
@@ -227,7 +227,7 @@ def by_forward(events: Iterable[Event]) -> dict[tuple[int, str], list[Event]]:
 
 
 def by_layer(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """The events of each layer of a forward pass, in their order."""
+    """Groups the events of a forward pass by layer, keeping their order."""
     layers: dict[int, list[Event]] = {}
     for event in events:
         layer = event.facts.get("layer")
@@ -237,7 +237,7 @@ def by_layer(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 
 def compare(plan: Plan, events: Sequence[Event]) -> Comparison:
-    """Compares the events of a rank with its plan."""
+    """Compares the recorded events of a rank with its plan."""
     layers, skipped, difference = 0, 0, None
     forwards = by_forward(events)
     for step in plan.steps:
@@ -264,7 +264,7 @@ def compare(plan: Plan, events: Sequence[Event]) -> Comparison:
 
 
 def _left_out(events: Sequence[Event], plan: Plan) -> set[int]:
-    """The layers whose self-attention a step cache skipped in a forward pass."""
+    """Finds the layers whose self-attention a step cache skipped in a forward pass."""
     found: set[int] = set()
     for event in events:
         facts = event.facts
@@ -285,9 +285,9 @@ def _words(item: Item | None) -> str:
 
 
 def line(events: Iterable[Event]) -> str:
-    """The order in a layer, for a log: `0: A2A q k v, FA 0, A2A out | 1: ...`.
+    """Formats the order in a layer for the log: `0: A2A q k v, FA 0, A2A out | 1: ...`.
 
-    Waits are left out where an exchange is over when it has been called.
+    Waits are omitted if all exchanges are synchronous.
     """
     events = list(events)
     beside = any(event.facts.get("beside") for event in events)
@@ -303,12 +303,12 @@ def line(events: Iterable[Event]) -> str:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank recorded.
+    """The recorded events of one rank.
 
     Attributes:
-        plan: What the order in its layers follows from.
-        events: In the order in which they began.
-        about: The device, the clock, the kernel and what else a reader wants to know.
+        plan: The planned order.
+        events: Events sorted by begin.
+        metadata: Device, clock, kernel and ID of the run.
     """
 
     plan: Plan
@@ -327,9 +327,10 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def write(trace: Trace, folder: Path, zero: int) -> None:
-    """The file of a rank, under a temporary name until it is whole.
+    """Writes the trace file of a rank, under a temporary name until it is complete.
 
-    zero: the nanosecond that is time 0 on all ranks.
+    Args:
+        origin_ns: `perf_counter_ns` at time 0 of the trace, the same instant on all ranks.
     """
     rank = trace.plan.rank
     lane = {"pid": rank, "tid": 0}
@@ -359,20 +360,18 @@ def write(trace: Trace, folder: Path, zero: int) -> None:
 
 
 def read(folder: Path) -> list[Trace]:
-    """The traces of all ranks of a run, by rank.
+    """Reads the traces of all ranks of a run, sorted by rank.
 
     Raises:
-        InputError: The folder has none, or not all, or files that are no traces or of other runs.
+        InputError: The folder has no traces, lacks a rank, or has invalid files or other runs.
     """
     if not folder.is_dir():
-        raise InputError(str(folder), None, "is no folder", "give the one that `trace` named")
+        raise InputError(str(folder), None, "is not a folder", "give the folder of `trace`")
     ranks = sorted(
         int(match[1]) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))
     )
     if not ranks:
-        raise InputError(
-            str(folder), None, "holds no rank0.json", "give the folder that `trace` named"
-        )
+        raise InputError(str(folder), None, "has no rank0.json", "give the folder of `trace`")
     first = _read(file_of(folder, ranks[0]))
     lacking = sorted(set(range(first.plan.world)) - set(ranks))
     if lacking:
@@ -398,12 +397,12 @@ def _read(path: Path) -> Trace:
         raise InputError(str(path), None, f"cannot be read ({error.strerror})") from error
     except _DAMAGED as error:
         reason = f"{type(error).__name__}: {str(error)[:100]}"
-        why = f"is no whole trace of generate.py --trace ({reason})"
+        why = f"is not a complete trace of generate.py --trace ({reason})"
         raise InputError(str(path), None, why, "trace the run again") from error
 
 
 def _event(row: Mapping[str, Any]) -> Event:
-    """Nanoseconds again; ValueError for times that are none."""
+    """Parses an event, converting microseconds to nanoseconds; ValueError for invalid times."""
     begin, length = float(row["ts"]), float(row["dur"])
     facts = dict(row["args"])
     issued = float(facts.pop("issued"))

@@ -7,25 +7,25 @@ from pathlib import Path
 
 from wan.evidence.meter import MeterError, PowerSource, Sample
 
-_CLOCKS = 8  # cores whose clock is read, at most: each is a question to the hardware
+_CLOCKS = 8  # at most so many cores: each read queries the hardware
 
 
 class Rapl(PowerSource):
-    """Reads the sum of all packages, without memory; there are no reasons for a lowered clock.
+    """Reads the energy of all CPU packages, without memory; throttling is not reported.
 
-    A package's counter starts again from 0 after some minutes.
+    A package's energy counter wraps to 0 after some minutes.
     """
 
     name = "RAPL"
     power_is = "means between two readings"
 
     def __init__(self, sys: Path = Path("/sys")) -> None:
-        """Opens the files of a sysfs.
+        """Opens the counter files of all packages.
 
         Raises:
-            MeterError: There are no packages, or their energy may not be read.
+            MeterError: There are no packages, or their counters are not readable.
         """
-        zones = sorted((sys / "class/powercap").glob("intel-rapl:*"))  # AMD's have this name, too
+        zones = sorted((sys / "class/powercap").glob("intel-rapl:*"))  # also on AMD CPUs
         zones = [zone for zone in zones if _text(zone / "name").startswith("package")]
         if not zones:
             raise MeterError(f"no RAPL in {sys / 'class/powercap'}, as on most virtual machines")
@@ -55,7 +55,7 @@ class Rapl(PowerSource):
 
 
 class Attribute:
-    """A number in a file of the kernel, which stays open: opening costs more than reading."""
+    """A number in a sysfs file, which is kept open because opening costs more than reading."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What --trace and --log_level debug ask of a run: which steps are recorded, and what for."""
+"""Records steps of a run for --trace and --log_level debug."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def nth_steps(experts: tuple[str, ...], place: int) -> tuple[int, ...]:
-    """Of each expert's steps the one at this place, or the last before it."""
+    """Selects the step at `position` among each expert's steps, or the expert's last one."""
     found = []
     for _, group in groupby(enumerate(experts), key=lambda item: item[1]):
         steps = [step for step, _ in group]
@@ -42,15 +42,12 @@ def plan_of(
     device_type: str,
     rank: int = 0,
 ) -> Plan:
-    """What the order in a rank's layers follows from.
+    """Makes the plan of the order in a rank's layers.
 
     Args:
-        setup: Of the run.
-        request: The video.
-        steps: Those that are traced.
-        merges: The dense kernel returns the log-sum-exp.
-        device_type: Of the device that computes.
-        rank: Of all ranks.
+        steps: Traced steps.
+        returns_lse: The dense kernel returns the log-sum-exp.
+        rank: Global rank.
     """
     parallel, attention = setup.parallel, setup.attention
     experts, sparse = timesteps.schedule(request).experts, attention.use_rainfusion
@@ -62,7 +59,7 @@ def plan_of(
         chunks=parallel.chunks,
         heads=setup.checkpoint.heads,
         layers=setup.checkpoint.config["num_layers"],
-        tokens=request.clip_tokens(0),  # of the clip that is traced, where there are several
+        tokens=request.clip_tokens(0),  # of the traced clip
         multiple=attention.row_multiple(parallel.ring_size) if several else 1,
         sizes=parallel.sizes,
         ring_type=parallel.ring_type,
@@ -77,14 +74,13 @@ def plan_of(
 
 
 class Recording:
-    """The recorder of a run, and what becomes of what it records.
+    """Records a rank's events, logs their order and writes its trace file.
 
     Args:
-        plan: Of this rank; its steps are kept for a trace.
-        device: Of this rank.
-        printed: Steps whose order is printed.
-        team: The ranks, where they need a common time; all of them record the same steps then.
-        kernels: Where a profiler, which runs in each recorded step then, puts what it sees.
+        plan: This rank's plan; the events of its steps are stored for the trace.
+        logged_steps: Steps whose order is logged.
+        groups: If given, ranks synchronize their clocks; every rank must record the same steps.
+        profile_folder: Folder for a kernel profile of each recorded step; None without profiling.
     """
 
     def __init__(
@@ -108,13 +104,13 @@ class Recording:
         )
 
     def trace(self, **about: str) -> Trace:
-        """What was recorded; about: what else a reader wants to know."""
+        """Returns the trace of all stored events, with more metadata."""
         _, seconds = self._began or (0, 0.0)
         known = {"clock": self.recorder.clock.name, "run": f"{seconds:.6f}", "wan": wan.__version__}
         return Trace(self.plan, self.events, known | about)
 
     def write(self, folder: Path, about: Mapping[str, str]) -> None:
-        """The file of this rank. What cannot be written is said; the video goes on."""
+        """Writes this rank's trace file; a failure is logged and does not end the run."""
         zero, _ = self._began or (0, 0.0)
         try:
             order.write(self.trace(**about), folder, zero)
@@ -124,7 +120,7 @@ class Recording:
 
     @contextmanager
     def _around(self, step: int) -> Iterator[None]:
-        """Before the first recorded step the ranks settle on a common time."""
+        """Profiles a recorded step; before the first one, ranks synchronize their clocks."""
         if self._began is None:
             here = time.perf_counter_ns(), time.time()
             self._began = here if self._team is None else self._team.common_time()
@@ -135,7 +131,7 @@ class Recording:
             yield
 
     def _done(self, events: list[Event]) -> None:
-        """A recorded step has ended."""
+        """Stores and logs the events of a recorded step."""
         step = events[0].facts["step"]
         if step in self.plan.steps:
             self.events += events
