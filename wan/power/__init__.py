@@ -1,1 +1,1 @@
-"""What evidence shows of FA_Power_Cap: reports, comparisons of modes, predictions."""
+"""Evaluation of FA_Power_Cap: trace reports, comparisons of modes, predictions."""

@@ -1,4 +1,4 @@
-"""`python -m wan.power`: what FA_Power_Cap does on a machine, measured or predicted."""
+"""`python -m wan.power`: measures or predicts the effect of FA_Power_Cap on a machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from wan.cli import failures
 from wan.settings.errors import InputError, exit_code
 
 COMMANDS = {  # modules of wan.power, each with a main(argv)
-    "report": "what a schedule trace (--trace) shows: order, gaps, exposed communication",
-    "compare": "run generate.py's modes side by side and recommend one",
-    "predict": "whether chunking attention can help, before anything is run",
+    "report": "summarize schedule traces (--trace): order, gaps, exposed communication",
+    "compare": "measure the attention modes on this machine and recommend one",
+    "predict": "estimate without a run whether head chunks can help",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes are those of generate.py: 0 done, 1 failed, 2 refused."""
+    """Runs a command; exit codes as generate.py: 0 done, 1 failed, 2 refused."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         with failures.terminable(), failures.readable():

@@ -2,11 +2,12 @@
 
     torchrun --nproc_per_node=8 -m wan.power compare --out DIR -- ARGUMENTS OF generate.py
 
-It says first whether the networks fit, and keeps one expert in memory where both do not. After a
-warm-up of both experts every variant makes the same video in every round, in random order. Its time
-is divided by the time of the baseline in the same round, so that slow drifts of the machine cancel.
-Two controls show whether the rests help or the order of exchanges. A short traced run of each
-variant shows its order and the lengths of its rests.
+The comparison first checks whether the networks fit into memory, and keeps only one expert in
+memory if both do not. After a warm-up of both experts, every variant generates the same video in
+every round, in random order. Its time is divided by the baseline's time of the same round, so that
+slow drifts of the machine cancel. Two controls separate the effect of idle gaps ("rests") between
+head chunks from that of the order of exchanges. A short traced run of each variant records its
+order and the lengths of its gaps.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from wan.trace import Event
 if TYPE_CHECKING:
     from wan.distributed.mesh import Team
 
-PRESETS = {  # of the arguments behind --; what is given there comes after and wins
+PRESETS = {  # arguments of generate.py; those after -- override them
     "mlperf": [  # Inference v6.0, text to video
         *("--task", "t2v-A14B", "--size", "1280*720", "--frame_num", "81"),
         *("--sample_steps", "20", "--sample_guide_scale", "3.0,4.0", "--base_seed", "42"),
     ],
-    "published": [  # FA_Power_Cap's own figures: four NPUs, a LoRA of four steps
+    "published": [  # FA_Power_Cap's published figures: four NPUs, a four-step LoRA
         *("--task", "t2v-A14B", "--size", "1280*720", "--frame_num", "161", "--ulysses_size", "4"),
         *("--sample_steps", "4", "--sample_solver", "euler", "--sample_shift", "5"),
         *("--sample_guide_scale", "1", "--base_seed", "42"),
@@ -57,25 +58,25 @@ _DECIDED = (
     *("comm_type", "chunks", "fa_alltoall_overlap", "power", "trace", "plan", "compile"),
     *("decode_latents", "from_json", "use_prompt_extend", "prompt_file", "skip_existing"),
 )
-"""Flags of generate.py that a comparison sets itself, or that have no meaning in one."""
+"""Flags of generate.py that the comparison sets or does not support."""
 FEWEST = 5  # rounds
 _COMPARISON = json_kind("a comparison of wan.power", "machine", "recommended", "variants")
 _TITLE = "# Comparison of the modes of FA_Power_Cap"
 _REPORT = marked_kind("a report of wan.power compare", _TITLE.encode())
 _NETWORKS = {False: "all networks in memory", True: "one network at a time"}
-_RESAMPLES = 4000  # of the rounds, for an interval
+_RESAMPLES = 4000  # bootstrap resamples of the rounds
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of making the video that is compared.
+    """One compared configuration of the attention layer.
 
     Attributes:
-        name: For tables and files.
-        comm_type: A key of `schedule.MODES`.
-        chunks: Most head chunks of a call; None: the number of the mode.
-        rests: This is the control with the baseline's exchanges and rests between head chunks.
-        locked: This is the control with the baseline at a locked clock.
+        name: Name in tables and files.
+        comm_type: A key of `attention_modes.MODES`.
+        chunks: Maximum head chunks of a call; None for the mode's number.
+        adds_idle_gaps: The control with the baseline's exchanges and idle gaps between head chunks.
+        locks_clock: The control with the baseline at a locked clock.
     """
 
     name: str
@@ -90,41 +91,40 @@ class Variant:
 
     @property
     def slug(self) -> str:
-        """The name in files and folders."""
+        """The name as a file or folder name."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
 
     @property
     def flags(self) -> str:
-        """The flags of generate.py that choose this variant."""
+        """The flags of generate.py that select this variant."""
         more = "" if self.chunks is None else f" --chunks {self.chunks}"
         return f"--comm_type {self.comm_type}{more}"
 
 
 def variants(modes: Sequence[int], chunks: Sequence[int]) -> list[Variant]:
-    """The baseline, the modes, InsertComm with other numbers of chunks, and the controls."""
+    """Lists the baseline, the modes, InsertComm with other numbers of chunks, and the controls."""
     found = [Variant(MODES[mode].name, mode) for mode in sorted({0, *modes})]
     found += [Variant(f"InsertComm, {n} chunks", 1, n) for n in chunks]
-    if 1 in modes:  # whose rests the control has
+    if 1 in modes:  # the control has its gap lengths
         found.append(Variant("control: rests without exchanges", 0, rests=True))
     return [*found, Variant("control: baseline, locked clock", 0, locked=True)]
 
 
 @dataclass
 class Result:
-    """What was measured of a variant; lists have an element for each round.
+    """Measurements of a variant; lists have one element per round.
 
     Attributes:
-        variant: The variant.
-        seconds: Time of denoising.
+        seconds: Denoising time.
         steps: Seconds of each step.
-        power: Power of all ranks' devices together.
-        peak_memory: Bytes of the fullest device; None where they are not known.
-        schedule: What its traces show, in a sentence.
-        apart: Largest difference of the latents from the baseline's, by its largest value; None
-            before they are compared.
-        largest: Largest difference of a value of the video (0 to 255) from the baseline's; None
-            where the video was not decoded.
-        psnr: PSNR of the video to the baseline's, dB.
+        power: Combined measurement of all ranks' devices.
+        peak_memory: Bytes of the fullest device; None if not reported.
+        order_summary: Summary of its traces in one sentence.
+        latents_difference: Largest absolute difference of the latents from the baseline's, relative
+            to the baseline's largest value; None before the comparison.
+        max_pixel_difference: Largest difference of the video from the baseline's, in levels of 0
+            to 255; None if the video was not decoded.
+        psnr: PSNR of the video against the baseline's, dB.
     """
 
     variant: Variant
@@ -139,7 +139,7 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns an exit code, which is one of generate.py's."""
+    """Runs a comparison; returns an exit code of generate.py."""
     log.setup(env.rank() == 0)
     cut = [*argv, "--"].index("--")
     options, arguments = _options(argv[:cut]), list(argv[cut + 1 :])
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
             "has no exchanges to compare",
             "start torchrun --nproc_per_node=2 -m wan.power compare ..., a process for each device",
         )
-    options.keeps = "offload_model" not in given  # networks stay between the runs, if they fit
+    options.keeps = "offload_model" not in given  # load networks once if they fit
     if options.keeps:
         arguments += ["--offload_model", "true"]
     check_folder(options.out.absolute(), "--out", options.out)
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_outputs(out: Path) -> None:
-    """Refuses a folder in which a file that the comparison writes is not ours."""
+    """Refuses to overwrite files of other programs in the output folder."""
     kinds = {"comparison.json": _COMPARISON, "report.md": _REPORT, "gain.png": PLOT}
     for name, kind in kinds.items():
         check_output(out / name, kind, "--out")
@@ -180,23 +180,33 @@ def _check_outputs(out: Path) -> None:
 
 
 def _options(argv: Sequence[str]) -> Namespace:
-    """Returns the options of the comparison itself, which stand before "--"."""
+    """Parses the options of the comparison, which precede "--"."""
     parser = Parser(
         prog="wan.power compare",
         description=(__doc__ or "").splitlines()[0],
         usage="torchrun --nproc_per_node=N -m wan.power compare --out DIR [...] -- ARGUMENTS",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--repeats", default="5", metavar="N", help="rounds, from 5 (default)")
-    parser.add_argument("--modes", default="0,1,2", metavar="LIST", help="default 0,1,2")
-    parser.add_argument("--chunks", metavar="LIST", help="also InsertComm in so many head chunks")
-    parser.add_argument("--preset", choices=PRESETS, help="a published workload")
-    quick = "only 4 steps of each expert, of which 3 count"
+    parser.add_argument("--out", type=Path, required=True, help="output folder")
+    parser.add_argument(
+        "--repeats", default="5", metavar="N", help="number of rounds, at least 5 (default: 5)"
+    )
+    parser.add_argument(
+        "--modes", default="0,1,2", metavar="LIST", help="values of --comm_type (default: 0,1,2)"
+    )
+    parser.add_argument(
+        "--chunks", metavar="LIST", help="also run InsertComm with these numbers of head chunks"
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="preset arguments of a published workload"
+    )
+    quick = "run only 4 steps of each expert and time the last 3"
     parser.add_argument("--quick", action="store_true", help=quick)
-    plan = "say what fits devices of so many GB (1e9 bytes), and run nothing"
+    plan = "print what fits devices with so much memory (1 GB = 1e9 bytes); no run"
     parser.add_argument("--plan", metavar="GB", help=plan)
-    parser.add_argument("--order", default="0", metavar="SEED", help="of the random order")
+    parser.add_argument(
+        "--order", default="0", metavar="SEED", help="seed of the random order (default: 0)"
+    )
     options = parser.parse_args(argv)
 
     def each(read: Reader, name: str, listed: str) -> tuple[int, ...]:
@@ -218,8 +228,8 @@ def _compare(options: Namespace, run: Run, team: Team | None) -> int:
     from wan.power.rounds import Rounds
 
     attention, compared = run.setup.attention, options.variants
-    if attention.quant_alltoall or attention.use_rainfusion:  # which need a call's exchanges
-        logger.info("No run with rests alone: not with --quant_alltoall or --use_rainfusion.")
+    if attention.quant_alltoall or attention.use_rainfusion:  # not supported by the control
+        logger.info("No run with rests only: not with --quant_alltoall or --use_rainfusion.")
         compared = [variant for variant in compared if not variant.rests]
     if options.quick and run.setup.policy is not None:
         why = "takes single steps, and a step cache needs all of them"
@@ -236,7 +246,7 @@ def _compare(options: Namespace, run: Run, team: Team | None) -> int:
         rounds.measure(shuffled.sample(rounds.results, len(rounds.results)))
         took = ", ".join(f"{one.variant.name} {one.seconds[-1]:.2f} s" for one in rounds.results)
         logger.info("Round %d of %d (measured): %s.", number, options.repeats, took)
-        if team.is_main:  # finished rounds outlive a kill
+        if team.is_main:  # keeps finished rounds if the process is killed
             write(options, run, team.device.name(), rounds.results)
     rounds.close()
     if team.is_main:
@@ -247,21 +257,21 @@ def _compare(options: Namespace, run: Run, team: Team | None) -> int:
 
 
 def _fitted(options: Namespace, run: Run, team: Team) -> Run:
-    """Keeps all networks in memory if they fit, else one at a time; all ranks decide the same."""
+    """Keeps all networks in memory if they fit, else one at a time; the same on all ranks."""
     from wan.pipeline import memory
 
     kind, here = team.device.type, env.local_world_size()
     free = host.available_memory() if kind == "cpu" else team.device.free_memory()
     known = [one for one in team.gather(free) if one is not None]
     ways = [run.setup.execution.offload_model]
-    if options.keeps:  # a step cache's video must not pause between the experts
+    if options.keeps:  # a step cache needs a video's steps in sequence
         ways = [False, True] if run.setup.policy is None else [False]
     stage, need = "", 0
     for offload in ways:
         given: dict[str, Any] = {"device": kind, "offload_model": offload}
         stage, need = memory.fullest(run.setup, run.request, here, **given)
         if not known or need <= min(known):
-            where = "" if not known else f" of {min(known) / 1e9:.1f} GB that are free"
+            where = "" if not known else f" of {min(known) / 1e9:.1f} GB free"
             how = f"--offload_model {offload}"
             if isinstance(offload, bool):
                 how = _NETWORKS[offload]
@@ -273,7 +283,7 @@ def _fitted(options: Namespace, run: Run, team: Team) -> Run:
 
 
 def _show_plan(options: Namespace, run: Run) -> int:
-    """Prints what a comparison needs, and whether it fits."""
+    """Prints the memory that a comparison needs, and whether it fits."""
     from wan.pipeline import memory
 
     request, fits = run.request, False
@@ -287,7 +297,7 @@ def _show_plan(options: Namespace, run: Run) -> int:
         print(f"  {how}: {need / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB")
     count = options.repeats * len(options.variants)
     steps = "4 steps of each expert" if options.quick else "a whole video"
-    print(f"  at most {count} runs, each {steps}; how long that takes is said after the warm-up")
+    print(f"  at most {count} runs, each {steps}; the warm-up estimates their time")
     if not fits:
         raise InputError("The comparison", None, "does not fit", "use more ranks or --dit_fsdp")
     return 0
@@ -295,7 +305,7 @@ def _show_plan(options: Namespace, run: Run) -> int:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of a variant / time of the baseline: median over rounds, with its 95 % interval."""
+    """A variant's time divided by the baseline's: median over rounds with a 95 % interval."""
 
     median: float
     low: float
@@ -309,7 +319,7 @@ class Ratio:
 
 
 def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Ratio:
-    """Returns the ratio of equal rounds; the interval is that of a bootstrap over the rounds."""
+    """Computes the time ratio per round; the interval is bootstrapped over the rounds."""
     each = np.array(seconds) / np.array(baseline)
     draws = np.random.default_rng(0).integers(len(each), size=(_RESAMPLES, len(each)))
     low, high = np.percentile(np.median(each[draws], axis=1), [2.5, 97.5])
@@ -317,16 +327,16 @@ def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Ratio:
 
 
 def recommend(results: Sequence[Result]) -> tuple[Variant, str]:
-    """Returns the fastest mode whose whole interval lies below 1, else the baseline; and why.
+    """Returns the fastest mode whose interval is entirely below 1, else the baseline; and why.
 
     Of modes whose intervals overlap, the simpler one is recommended.
 
     Args:
-        results: What was measured, the baseline first.
+        results: Measurements of all variants, the baseline first.
     """
     baseline, *others = results
     if len(baseline.seconds) < FEWEST:
-        return baseline.variant, f"Fewer than {FEWEST} rounds have ended, which decide nothing."
+        return baseline.variant, f"Fewer than {FEWEST} rounds have ended, too few to decide."
     ratios = {one.variant: ratio(one.seconds, baseline.seconds) for one in others}
     modes = {variant: found for variant, found in ratios.items() if not variant.is_control}
     if not modes:
@@ -352,7 +362,7 @@ def recommend(results: Sequence[Result]) -> tuple[Variant, str]:
 
 
 def _no_gain(baseline: Sequence[Measured]) -> str:
-    """Returns why no mode is faster, as far as the baseline's clock shows it."""
+    """Explains from the baseline's clock why no mode is faster."""
     slower = "no mode is certainly faster than the baseline"
     shares = [one.throttled for one in baseline if one.throttled is not None]
     if not shares:
@@ -368,7 +378,7 @@ def _no_gain(baseline: Sequence[Measured]) -> str:
 
 
 def rests(events: Sequence[Event]) -> list[float]:
-    """Returns the seconds without attention between head chunks that follow in a layer."""
+    """Returns the gaps between attention of consecutive head chunks in a layer, in seconds."""
     found, last = [], None
     for event in events:
         if event.kind != "attention":
@@ -382,16 +392,16 @@ def rests(events: Sequence[Event]) -> list[float]:
 
 
 def schedule(folder: Path, variant: Variant) -> str:
-    """Returns what the traces of a variant show, in a sentence."""
+    """Summarizes the traces of a variant in one sentence."""
     try:
         ranks = order.read(folder)
-    except InputError as error:  # the ranks of another machine wrote theirs there
+    except InputError as error:  # other machines keep their ranks' traces
         return f"not available ({error})"
     events = [event for rank in ranks for event in rank.events]
     length, busy = (sum(e.length for e in events if e.kind == x) for x in ("step", "attention"))
     duty = f"attention {busy / length:.0%} of a step"
     if variant.rests:
-        return f"a control with InsertComm's rests, which follows no plan; {duty}"
+        return f"a control with InsertComm's rests, without a planned order; {duty}"
     gaps = [1e3 * gap for rank in ranks for gap in rests(rank.events)]
     between = f"rests in a layer {statistics.median(gaps):.3f} ms (median)" if gaps else "no rests"
     differences = (order.compare(rank.plan, rank.events).difference for rank in ranks)
@@ -401,13 +411,11 @@ def schedule(folder: Path, variant: Variant) -> str:
 def write(
     options: Namespace, run: Run, device: str, results: Sequence[Result]
 ) -> tuple[Variant, str]:
-    """Writes report.md and comparison.json; returns the recommendation.
+    """Writes report.md and comparison.json; returns the recommendation and its reason.
 
     Args:
-        options: Options of the comparison.
-        run: The video that was made.
         device: Name of the device.
-        results: What was measured so far, the baseline first.
+        results: Measurements so far, the baseline first.
     """
     chosen, reason = recommend(results)
     baseline, (cfg, ring, ulysses) = results[0], run.setup.parallel.sizes
@@ -454,12 +462,12 @@ Recommended: `{chosen.flags}`
 | Clock: mean MHz, throttled | Peak memory, GiB | Video: largest difference, PSNR |
 |---|---|---|---|---|---|---|
 {rows}
-Order of exchanges and attention in two traced steps beside the timed runs (`python -m wan.power \
+Order of exchanges and attention in two traced steps, which are not timed (`python -m wan.power \
 report {options.out}/traces/NAME` draws them):
 
 {orders}
 The folder also has the videos that were decoded, and comparison.json with every round's times \
-and readings. How to read this: docs/measuring_power.md.
+and readings. docs/measuring_power.md explains how to read it.
 """,
             encoding="utf-8",
         )
@@ -467,10 +475,10 @@ and readings. How to read this: docs/measuring_power.md.
 
 
 def draw_gains(results: Sequence[Result], folder: Path) -> bool:
-    """Draws each variant's gain with its interval and the line of no gain, into gain.png.
+    """Draws each variant's time ratio with its interval into gain.png.
 
     Returns:
-        Whether there is something to draw, and matplotlib is installed.
+        False if there is nothing to draw or matplotlib is not installed.
     """
     baseline, *others = results
     if not others or not baseline.seconds:
@@ -515,7 +523,7 @@ def _record(one: Result, against: Ratio | None) -> dict[str, Any]:
 
 
 def _cells(one: Result, against: Ratio | None) -> list[str]:
-    """Returns the row of a variant in the report."""
+    """Formats the table row of a variant for the report."""
 
     def medians(**forms: str) -> str:
         cells = []
@@ -526,7 +534,7 @@ def _cells(one: Result, against: Ratio | None) -> list[str]:
 
     middle, least, most = (of(one.seconds) for of in (statistics.median, min, max))
     video = (
-        "not compared yet" if one.apart is None else f"not decoded; latents {one.apart:.1e} apart"
+        "not compared yet" if one.apart is None else f"not decoded; latents off by {one.apart:.1e}"
     )
     if one.largest is not None:
         video = f"{one.largest}, " + ("the same" if not one.largest else f"{one.psnr:.1f} dB")

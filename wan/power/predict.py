@@ -1,12 +1,12 @@
-"""`python -m wan.power predict`: a model that explains one published row, and says no more.
+"""`python -m wan.power predict`: predicts the time of each attention mode with a power model.
 
-Its governor and five constants were fitted to three published times of one device, which others
-would reproduce as well; for another device the result is as good as the constants that are given.
-What a rank computes and sends follows from the network and the topology. The device draws
-P(kind, f) = ps + activity (pfa - ps) f^alpha; its governor follows a moving average of power, and
-when that reaches the limit, it lowers the clock f for some time.
+The governor and five constants were fitted to three published times of one device. Other models
+would fit these as well, and for another device the prediction is only as good as its constants.
+A rank's computation and communication follow from the network and the topology. The device draws
+P(kind, f) = ps + activity (pfa - ps) f^alpha; its governor tracks a moving average of power, and
+when the average reaches the limit, it lowers the clock f for some time.
 
-Powers are shares of the limit (TDP), clocks are shares of the rated clock.
+Powers are relative to the limit (TDP), clocks to the rated clock.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PUBLISHED_RUN: dict[str, Any] = {
     "sample_guide_scale": (1.0, 1.0),
     "ulysses_size": 4,
 }
-"""The run of the published row, which is predicted unless flags say otherwise."""
-PUBLISHED = {0: 108.35, 1: 90.36, 2: 90.34}  # seconds that its authors measured on four NPUs
+"""The run of the published row; the default prediction."""
+PUBLISHED = {0: 108.35, 1: 90.36, 2: 90.34}  # mode -> seconds measured by its authors on four NPUs
 RUN_FLAGS = (*PUBLISHED_RUN, "ring_size", "cfg_size")
 FITTED = "fitted to the published row"
-_EXACT_LAYERS = 400  # the second half of them stands for all further ones
+_EXACT_LAYERS = 400  # further layers are extrapolated from the second half
 _FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 
 
@@ -50,34 +50,34 @@ def _constant(default: float, unit: str, meaning: str, low: float, high: float, 
 
 @dataclass(frozen=True)
 class Constants:
-    """What the model's arithmetic does not know; a flag of the same name replaces each."""
+    """Device constants of the model; each has a flag of the same name."""
 
     tau: float = _constant(0.06, "s", "time constant of the average", 1e-3, 1e3, source=FITTED)
     f_low: float = _constant(0.55, "", "lowered clock", 0.05, 1, below=True, source=FITTED)
-    hold: float = _constant(0.25, "s", "how long it stays lowered", 1e-3, 1e3, source=FITTED)
-    pfa: float = _constant(1.05, "TDP", "attention's power", 0.01, 10, source=FITTED)
-    fixed: float = _constant(12.3, "s", "all but denoising", 0, 1e5, source=FITTED)
-    link_gbs: float = _constant(20, "GB/s", "what a rank sends", 1e-3, 1e5)
+    hold: float = _constant(0.25, "s", "duration of the lowered clock", 1e-3, 1e3, source=FITTED)
+    pfa: float = _constant(1.05, "TDP", "power of attention", 0.01, 10, source=FITTED)
+    fixed: float = _constant(12.3, "s", "time outside denoising", 0, 1e5, source=FITTED)
+    link_gbs: float = _constant(20, "GB/s", "send bandwidth of a rank", 1e-3, 1e5)
     ps: float = _constant(0.3, "TDP", "static power", 0, 1, below=True)
     alpha: float = _constant(3, "", "exponent of the clock in power", 1, 4)
     a_linear: float = _constant(0.75, "", "activity of other work", 0, 2)
-    a_comm: float = _constant(0.12, "", "activity of exchanges", 0, 2)
+    a_comm: float = _constant(0.12, "", "activity of all-to-alls", 0, 2)
     fa_tflops: float = _constant(310, "TFLOP/s", "attention at the rated clock", 1e-3, 1e5)
-    linear_tflops: float = _constant(320, "TFLOP/s", "other work likewise", 1e-3, 1e5)
-    exchange_us: float = _constant(30, "us", "latency of an exchange", 0, 1e6)
-    launch_us: float = _constant(10, "us", "idle before each attention call", 0, 1e6)
-    element_bytes: float = _constant(2, "bytes", "of an element that is sent", 0.5, 4)
+    linear_tflops: float = _constant(320, "TFLOP/s", "other work at the rated clock", 1e-3, 1e5)
+    exchange_us: float = _constant(30, "us", "latency of an all-to-all", 0, 1e6)
+    launch_us: float = _constant(10, "us", "idle time before each attention call", 0, 1e6)
+    element_bytes: float = _constant(2, "bytes", "size of a sent element", 0.5, 4)
 
     def __post_init__(self) -> None:
         if self.pfa <= self.ps:
             reason = f"is not above --ps {self.ps:g}"
             raise InputError("--pfa", self.pfa, reason, "give a larger one")
         if max(self.power(kind, self.f_low) for kind in ("fa", "linear", "comm")) >= 1:
-            reason = "is a clock at which the device is not below its limit"
+            reason = "keeps the device at or above its power limit"
             raise InputError("--f_low", self.f_low, reason, "give a lower one")
 
     def power(self, kind: str, clock: float) -> float:
-        """Power that the device draws while it does work of a kind at a clock."""
+        """Computes the device's power for a kind of work at a clock."""
         activity = {"fa": 1.0, "linear": self.a_linear, "comm": self.a_comm, "idle": 0.0}[kind]
         return self.ps + activity * (self.pfa - self.ps) * clock**self.alpha
 
@@ -87,13 +87,13 @@ _READERS = {one.name: one.metadata["read"] for one in fields(Constants)}
 
 @dataclass(frozen=True)
 class Workload:
-    """What the rank with the most work computes and sends in one layer."""
+    """Computation and communication of the busiest rank in one layer."""
 
     plan: TokenPlan
     config: Mapping[str, Any]
     ulysses: int
     ring: int
-    layers: int  # calls of a rank: layers x steps x guidance branches that it computes
+    layers: int  # layer calls of a rank: layers x steps x local guidance branches
 
     @classmethod
     def of(cls, run: Run) -> Workload:
@@ -107,13 +107,13 @@ class Workload:
 
     @property
     def local_heads(self) -> int:
-        """Heads that a rank attends with, which is the largest number of chunks."""
+        """Heads per rank in attention, which is the maximum number of head chunks."""
         return int(self.config["num_heads"]) // self.ulysses
 
     def layer(self, mode: Mode, chunks: int, by: Constants) -> list[tuple[str, float]]:
-        """The layer as (kind of work, seconds at the rated clock), in the order of the mode.
+        """Lists a layer's work as (kind, seconds at the rated clock), in the order of the mode.
 
-        One lane computes and one sends; what is sent while the first one computes costs no time.
+        Computation and communication overlap: only communication that is waited for is listed.
         """
         c, heads = self.config["dim"], self.config["num_heads"]
         rows = min(self.plan.tokens, self.plan.shard_len * self.ulysses)
@@ -131,7 +131,7 @@ class Workload:
             return elements * by.element_bytes / (by.link_gbs * 1e9) + by.exchange_us / 1e6
 
         for verb, chunk in mode.order(len(sizes)):
-            width = sizes[chunk] * c / heads  # channels of the chunk on one rank
+            width = sizes[chunk] * c / heads  # channels of the head chunk
             exchange = send(self.plan.shard_len * width * (self.ulysses - 1))
             if verb == "start":
                 arrived[chunk] = lane = max(lane, now) + 3 * exchange
@@ -154,7 +154,7 @@ class Workload:
 
 
 class Prediction(NamedTuple):
-    """One way to carry out the run: its seconds, and its mean power and throttled share."""
+    """Predicted seconds, mean power (TDP) and share of throttled time of one mode."""
 
     name: str
     chunks: int
@@ -164,11 +164,11 @@ class Prediction(NamedTuple):
 
 
 def denoise(layer: Sequence[tuple[str, float]], count: int, by: Constants) -> tuple[float, ...]:
-    """Seconds, energy (share of the limit x s) and throttled seconds of `count` equal layers.
+    """Simulates `count` equal layers; returns seconds, energy (TDP x s) and throttled seconds.
 
-    Between two events power is constant and its average an exponential, as in closed form.
+    Power is constant between two clock changes, so its moving average has a closed form.
     """
-    average, left = by.ps, 0.0  # left: seconds until the clock is raised again
+    average, left = by.ps, 0.0  # seconds until the clock is raised again
     seconds = energy = throttled = 0.0
     exact, half = min(count, _EXACT_LAYERS), (0.0, 0.0, 0.0)
     for index in range(exact):
@@ -202,7 +202,7 @@ def denoise(layer: Sequence[tuple[str, float]], count: int, by: Constants) -> tu
 
 
 def _cycle(kind: str, by: Constants) -> tuple[float, float, float]:
-    """Work, seconds and energy from one lowering of the clock to the next within this work."""
+    """Computes the work, seconds and energy between two clock reductions in work of one kind."""
     low, high = by.power(kind, by.f_low), by.power(kind, 1.0)
     raised = _reaches_limit(low + (1 - low) * math.exp(-by.hold / by.tau), high, by.tau)
     speed = by.f_low if kind in ("fa", "linear") else 1.0
@@ -210,21 +210,21 @@ def _cycle(kind: str, by: Constants) -> tuple[float, float, float]:
 
 
 def _reaches_limit(average: float, power: float, tau: float) -> float:
-    """Seconds of this power until the moving average is at the limit."""
+    """Computes the seconds at a power until its moving average reaches the limit."""
     if power <= 1:
         return math.inf
     return tau * math.log((power - average) / (power - 1)) if average < 1 else 0.0
 
 
 def predict(work: Workload, by: Constants, mode: Mode, chunks: int, name: str = "") -> Prediction:
-    """The run with one mode of attention and a limit of head chunks."""
+    """Predicts the run with one attention mode and at most `chunks` head chunks."""
     seconds, energy, throttled = denoise(work.layer(mode, chunks, by), work.layers, by)
     whole, chunks = seconds + by.fixed, min(chunks, work.local_heads)
     return Prediction(name or mode.name, chunks, whole, energy / seconds, throttled / seconds)
 
 
 def all_modes(work: Workload, by: Constants) -> list[Prediction]:
-    """Every mode, the overlap, and the baseline with its clock locked within the limit."""
+    """Predicts all modes, the overlap, and the baseline with a clock locked below the limit."""
     rows = {f"{key} {mode.name}": mode for key, mode in MODES.items()} | {OVERLAP.name: OVERLAP}
     found = [predict(work, by, mode, mode.chunks, name) for name, mode in rows.items()]
     if by.pfa > 1:
@@ -236,7 +236,7 @@ def all_modes(work: Workload, by: Constants) -> list[Prediction]:
 
 
 def sensitivity(work: Workload, by: Constants) -> dict[str, dict[str, float | None]]:
-    """Gain of mode 1 when one fitted constant is multiplied by a factor and the others stay."""
+    """Computes the gain of mode 1 with each fitted constant multiplied by each factor."""
 
     def gain(name: str, value: float) -> float | None:
         try:
@@ -254,11 +254,11 @@ def sensitivity(work: Workload, by: Constants) -> dict[str, dict[str, float | No
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the prediction for the flags in argv."""
+    """Prints the prediction for the given flags."""
     parser = Parser(
         prog="python -m wan.power predict", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
-    parser.description = "Predict the time of each mode of attention, without running anything."
+    parser.description = "Predict the time of each attention mode without running anything."
     for name in RUN_FLAGS:
         parser.add_argument(f"--{name}", metavar=name.upper(), help=FLAGS[name].help)
     for one in fields(Constants):
@@ -273,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
     basis = PUBLISHED_RUN if is_like else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
     run = resolve({**basis, **asked, "plan": True}, lambda *_: None, plan=True)
     if run.setup.parallel.ulysses_size == 1:
-        raise InputError("`ulysses_size`", 1, "exchanges nothing", "give a larger one")
+        raise InputError("`ulysses_size`", 1, "has no exchanges to predict", "give a larger one")
     by, work = Constants(**{n: given[n] for n in _READERS if n in given}), Workload.of(run)
     is_published = is_like and not asked.keys() - {"task"}
     print(*_lines(run, work, by, given.keys(), is_published), sep="\n", flush=True)
@@ -301,7 +301,7 @@ def _lines(
     by_chunks = [predict(work, by, MODES[1], n + 1) for n in range(work.local_heads)]
     best = min(by_chunks, key=lambda row: round(row.seconds, 1))
     saved = 1 - best.seconds / base.seconds
-    helps = "help" if saved >= 0.02 else "do not help"  # it can tell no smaller gain from none
+    helps = "help" if saved >= 0.02 else "do not help"  # smaller gains are within the model's error
     reason = "" if base.throttled else " The baseline is not throttled, so nothing can be saved."
     yield f"\nPredicted: head chunks {helps}, {saved:z.1%} with {best.chunks} of mode 1.{reason}"
     yield f"\nGain of mode 1 when a constant that was {FITTED} is multiplied by"
@@ -309,7 +309,7 @@ def _lines(
     for name, gains in varied.items():
         cells = ("-" if one is None else f"{one:z.1%}" for one in gains.values())
         yield f"{name:14}" + "".join(f"{cell:>9}" for cell in cells)
-    yield f"\nAll of this rests on a governor with hysteresis ({FITTED}) and these constants:"
+    yield f"\nThe prediction assumes a governor with hysteresis ({FITTED}) and these constants:"
     for one in fields(Constants):
         source = "command line" if one.name in given else one.metadata["source"]
         number = f"{getattr(by, one.name):g} {one.metadata['unit']}"

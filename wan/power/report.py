@@ -1,12 +1,13 @@
-"""`python -m wan.power report DIR [DIR ...]`: what schedule traces show.
+"""`python -m wan.power report DIR [DIR ...]`: summarizes schedule traces.
 
-For each folder of `generate.py --trace DIR` the report says whether every layer of every rank
-exchanged and attended in the planned order, and where the time went. Several folders, one for each
-mode, are set side by side. It writes report.json and timeline.png into the first folder, or into
---out. The exit code is 1 where an order is not the planned one.
+For each folder of `generate.py --trace DIR` the report compares the order of exchanges and
+attention in every layer of every rank with the plan, and lists the time of each part of a step.
+Several folders, such as one per mode, are compared in a table. The command writes report.json and
+timeline.png into the first folder, or into --out. The exit code is 1 if an order differs from its
+plan.
 
 Times are milliseconds on the clock of the trace. On an accelerator that is its compute stream, and
-a wait is as long as that stream stood still.
+the time of a wait is the time for which it blocks the stream.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from wan.settings.errors import InputError
 from wan.settings.schedule import heads_per_chunk
 from wan.trace import Event
 
-PARTS = {  # of a step -> kinds of ranges
+PARTS = {  # part of a step -> kinds of events
     "attention": ("attention",),
     "communication": ("pack", "a2a", "a2a wait", "copy", "hop", "hop wait", "gather"),
     "rotate, quantise": timeline.QUANTISES,
@@ -37,7 +38,7 @@ PARTS = {  # of a step -> kinds of ranges
     "feed-forward": ("feed-forward",),
 }
 EDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Milliseconds: borders of the bins of a histogram; the last bin is open."""
+"""Bin edges of gap histograms; the first and the last bin are open."""
 _PART = {kind: part for part, kinds in PARTS.items() for kind in kinds}
 _COUNTED = {"attention": "FA", "hop": "hops", "gather": "gathers"}
 _MS = 1e6  # nanoseconds
@@ -46,13 +47,12 @@ _REPORT = json_kind("a report of wan.power", "mode", "order", "plan", "ranks")
 
 @dataclass(frozen=True)
 class Gaps:
-    """Gaps from the end of an attention call to the beginning of the next one, milliseconds.
+    """Statistics of the gaps between consecutive attention calls, in milliseconds.
 
     Attributes:
-        count: Number of gaps.
-        median: 0 where there is none.
-        longest: Likewise.
-        histogram: Gaps below the first of EDGES, between each two, and from the last one on.
+        median: 0 without gaps.
+        longest: 0 without gaps.
+        histogram: Number of gaps in each bin of GAP_EDGES_MS.
     """
 
     count: int
@@ -69,19 +69,18 @@ class Gaps:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank did in its traced steps; times are sums over these steps, in milliseconds.
+    """Times of one rank, in milliseconds, summed over its traced steps.
 
     Attributes:
-        rank: Index of the rank.
-        order: Its order against the plan.
-        counts: Exchanges, scales, attention calls, hops and gathers of a layer; where layers
-            differ (sparse and dense steps), of the most frequent kind.
-        step: Length of the steps.
-        parts: Time of each of PARTS, and of all other work.
-        hidden: An upper bound of the time in which exchanges ran during attention.
+        order: Comparison of its order with the plan.
+        counts: Number of exchanges, scales, attention calls, hops and gathers per layer; the most
+            frequent counts if layers differ (sparse and dense steps).
+        step: Duration of the steps.
+        parts: Time of each of PARTS, and "other".
+        hidden: Upper bound of the communication time that overlaps attention.
         within: Gaps inside a layer.
         across: Gaps from one layer to the next.
-        layers: Step, branch, index, length, attention, calls and exchanges of each layer.
+        layers: One record per layer.
     """
 
     rank: int
@@ -96,21 +95,21 @@ class RankReport:
 
     @property
     def duty(self) -> float:
-        """Attention's share of the step."""
+        """Share of attention in the step time."""
         return self.parts["attention"] / self.step if self.step else 0.0
 
     @property
     def exposed(self) -> float:
-        """Communication that the step waits for."""
+        """Communication time that is not overlapped."""
         return self.parts["communication"]
 
 
 def analyse(trace: Trace) -> RankReport:
-    """The report of one rank."""
+    """Computes the report of one rank."""
     events = trace.events
     step = sum(event.length for event in events if event.kind == "step") / _MS
     parts, end = dict.fromkeys(PARTS, 0.0), 0
-    for event in events:  # a range inside one of another part belongs to that part
+    for event in events:  # nested events count as part of the outer one
         if event.kind in _PART and event.begin >= end:
             parts[_PART[event.kind]] += event.length / _MS
             end = event.end
@@ -159,7 +158,7 @@ def _layer(event: Event, inside: Sequence[Event]) -> dict[str, Any]:
 
 
 def _hidden(events: Sequence[Event], calls: Sequence[Event]) -> int:
-    """Nanoseconds in which an exchange was under way and attention was computed."""
+    """Computes the nanoseconds in which an exchange and attention overlapped."""
     edges = [(x, c, 0) for a, b in timeline.under_way(events) for x, c in ((a, 1), (b, -1))]
     edges += [(x, c, 1) for call in calls for x, c in ((call.begin, 1), (call.end, -1))]
     total, running, last = 0, [0, 0], 0
@@ -172,7 +171,7 @@ def _hidden(events: Sequence[Event], calls: Sequence[Event]) -> int:
 
 @dataclass(frozen=True)
 class RunReport:
-    """The traces of a run and the reports of its ranks. name: for tables and the picture."""
+    """Traces and rank reports of a run."""
 
     name: str
     traces: Sequence[Trace]
@@ -180,19 +179,19 @@ class RunReport:
 
     @property
     def order(self) -> str:
-        """ "as planned", or the first difference."""
+        """The first difference from the plan, or "as planned"."""
         found = (rank.order.difference for rank in self.ranks)
         return next((str(one) for one in found if one), "as planned")
 
     def mean(self, figure: Callable[[RankReport], float]) -> str:
-        """The mean over ranks of a time, for one step."""
+        """Formats a time per step, averaged over ranks, in milliseconds."""
         return _ms(fmean(map(figure, self.ranks)) / max(len(self.traces[0].plan.steps), 1))
 
 
 def main(argv: Sequence[str]) -> int:
     about = (__doc__ or "").partition("\n\n")[2]
     parser = Parser(prog="python -m wan.power report", description=about)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of --trace")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of --trace")
     parser.add_argument("--out", type=Path, help="folder for report.json and timeline.png")
     options = parser.parse_args(argv)
     same = len({folder.name for folder in options.folders}) < len(options.folders)
@@ -221,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _text(report: RunReport) -> Iterator[str]:
-    """A run for the terminal: its sizes, order, times and gaps."""
+    """Formats a run for the terminal: sizes, order, times and gaps."""
     trace, plan = report.traces[0], report.traces[0].plan
     cfg, ring, ulysses = plan.sizes
     chunks = heads_per_chunk(plan.heads, ulysses, plan.mode.chunks)
@@ -248,7 +247,7 @@ def _text(report: RunReport) -> Iterator[str]:
     skipped = sum(rank.order.skipped for rank in report.ranks)
     more = f", {skipped} skipped by a step cache" if skipped else ""
     yield f"  {layers} layers of {len(report.ranks)} ranks compared{more}"
-    yield "\nMilliseconds of a step (duty: attention's share; hidden: communication during it)"
+    yield "\nMilliseconds of a step (duty: attention's share; hidden: overlapped communication)"
     parts = [part for part in report.ranks[0].parts if any(r.parts[part] for r in report.ranks)]
     count = max(len(plan.steps), 1)
     rows = [("rank", "step", "duty", *parts, "hidden")]
@@ -287,7 +286,7 @@ def _side_by_side(reports: Sequence[RunReport]) -> Iterator[str]:
 
 
 def _record(report: RunReport) -> dict[str, Any]:
-    """All figures for JSON."""
+    """Returns the JSON record of a run."""
     trace = report.traces[0]
     return {
         "name": report.name,
@@ -303,12 +302,12 @@ def _record(report: RunReport) -> dict[str, Any]:
 
 
 def _ms(value: float) -> str:
-    """Three digits."""
+    """Formats milliseconds with three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows with columns as wide as they need; the first column is aligned to the left."""
+    """Formats rows as aligned columns, the first one left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *rest in rows:
         cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))

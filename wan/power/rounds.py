@@ -1,4 +1,4 @@
-"""The measured runs of a comparison: one pipeline, in which a run uses one variant's layer."""
+"""The measured runs of a comparison: one pipeline whose attention layer is switched per run."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from wan.settings.request import Request
 from wan.settings.schedule import MODES, heads_per_rank
 
 QUICK = 4
-"""Steps of each expert in a quick comparison, of which the first does not count."""
+"""Steps of each expert in a quick comparison; the first one is not measured."""
 
 
 class SideBySide:
-    """Self-attention of a block by the layer that `chosen` names; all ranks choose the same."""
+    """Self-attention that calls one of several layers, selected by name, the same on all ranks."""
 
     def __init__(self, layers: Mapping[str, SelfAttention], chosen: Callable[[], str]) -> None:
         self.layers, self.chosen = dict(layers), chosen
@@ -49,7 +49,7 @@ class SideBySide:
         return self.layers[self.chosen()](*qkv_BsND, **context)
 
     def begin(self, *x_heads_step: Any) -> Sending | None:
-        """As the chosen layer's, if it has one."""
+        """Starts a packed call of the selected layer; None if it does not support that."""
         layer = self.layers[self.chosen()]
         return layer.begin(*x_heads_step) if isinstance(layer, SendsWritten) else None
 
@@ -57,12 +57,10 @@ class SideBySide:
 def layer_of(
     variant: Variant, built: FAPowerCapAttention, group: Group = None
 ) -> FAPowerCapAttention:
-    """Returns the layer of a variant, with the kernel, ring and methods of one that exists.
+    """Makes the attention layer of a variant, with the kernel, ring and backends of `base_layer`.
 
     Args:
-        variant: What the layer belongs to.
-        built: The layer that exists.
-        group: The ranks that exchange heads; None: those of the layer that exists.
+        group: Ranks of the all-to-all; None for the group of `base_layer`.
     """
     return FAPowerCapAttention(
         comm_type=variant.comm_type,
@@ -79,16 +77,16 @@ def layer_of(
 
 
 class Rests:
-    """A control that has the rests of a chunked mode and the exchanges of the baseline.
+    """A control with the idle gaps of a chunked mode and the exchanges of the baseline.
 
-    It exchanges all heads first. Then it attends to one head chunk after the other, and the device
-    is idle between them. The results go back together. If this is as fast as the chunked mode, the
-    rests themselves help.
+    It exchanges all heads at once, attends to the head chunks one by one with the device idle
+    between them, and exchanges the whole result. If it is as fast as the chunked mode, the gain
+    comes from the idle gaps.
 
     Args:
-        built: The layer whose kernel, ring and group are used.
-        chunks: Most chunks of a call.
-        rest: Keeps the device idle for a while.
+        base_layer: Provides the kernel, ring and group.
+        max_chunks: Maximum head chunks of a call.
+        idle: Keeps the device idle for the length of a gap.
     """
 
     def __init__(self, built: FAPowerCapAttention, chunks: int, rest: Callable[[], None]) -> None:
@@ -97,7 +95,7 @@ class Rests:
         self._alone = layer_of(Variant("a head chunk", 0), built, ALONE)
 
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
-        """Takes and returns what `FAPowerCapAttention` does."""
+        """Computes attention; arguments and result as for `FAPowerCapAttention`."""
         heads = heads_per_rank(qkv_BsND[0].shape[2], self.world)
         qkv_BShD = [all_to_all_4D(x, 2, 1, self.group, heads) for x in qkv_BsND]
         parts: list[Tensor] = []
@@ -112,7 +110,7 @@ class Rests:
 
 
 class StepTimes(trace.Recorder):
-    """Measures whole steps only, so that nothing waits for the device inside a timed run."""
+    """Measures whole steps only, so that a timed run is not synchronized inside a step."""
 
     def __init__(self, clock: trace.Clock, count: int) -> None:
         super().__init__(range(count), clock, lambda _: None)
@@ -126,22 +124,20 @@ class StepTimes(trace.Recorder):
         self._ends.append((begin, self.clock.now()))
 
     def seconds(self) -> list[float]:
-        """Returns the length of each step; the device's work must have ended."""
+        """Returns the duration of each step; the device must be synchronized."""
         return [(end() - begin()) / 1e9 for begin, end in self._ends]
 
 
 class Rounds:
-    """Makes the runs; every rank calls every method, in the same order.
+    """Runs the rounds of a comparison; every rank calls every method, in the same order.
 
-    All variants take the steps of one expert before any takes those of the next, so that one expert
-    at a time has to be in memory, and is loaded once in a round.
+    All variants run the steps of one expert before those of the next, so that only one expert has
+    to be in memory, and is loaded once per round.
 
     Args:
-        run: The video that is made; its attention is the baseline's.
-        team: The ranks.
-        variants: What is compared, the baseline first.
-        out: Folder of the results.
-        quick: Only some steps of each expert are made.
+        run: The run of the baseline.
+        variants: Compared variants, the baseline first.
+        quick: Runs only QUICK_STEPS steps of each expert.
     """
 
     def __init__(
@@ -149,13 +145,13 @@ class Rounds:
     ) -> None:
         self._run, self._team, self._out = run, team, out
         self._experts = [*dict.fromkeys(timesteps.schedule(run.request).experts)]
-        if run.setup.policy is not None:  # a step cache holds one video, which must not pause
+        if run.setup.policy is not None:  # a step cache needs the steps of one video in sequence
             self._experts = self._experts[:1]
         self._phases = 1 if run.setup.policy is None else None
         self._timed = self._with_steps(QUICK) if quick else run.request
         self.results = [Result(variant) for variant in variants]
         self._latents: dict[Variant, Tensor] = {}
-        if team.is_main:  # of an earlier comparison, perhaps with more ranks
+        if team.is_main:  # traces of an earlier comparison, perhaps with more ranks
             for file in (out / "traces").glob("*/rank*.json"):
                 remove_output(file, TRACE)
         self._chosen, self._rest = variants[0].name, 0.0
@@ -166,7 +162,7 @@ class Rounds:
         self._inputs = Inputs(run.image, run.last_image, *texts)
 
     def _with_steps(self, count: int) -> Request:
-        """Returns the video with so many steps of each expert, or fewer if it has no more."""
+        """Returns video parameters with at most `max_steps` steps of each expert."""
         request = self._run.request
         experts = timesteps.schedule(request).experts
         names = [*dict.fromkeys(experts)]
@@ -190,16 +186,16 @@ class Rounds:
         return SideBySide(layers, lambda: self._chosen)
 
     def prepare(self) -> float:
-        """Warms up every layer with a step of each expert, and traces it; no time counts yet.
+        """Warms up and traces every variant with a step of each expert.
 
         Returns:
-            About how many seconds a timed run of one variant takes.
+            Estimated seconds of a timed run of one variant.
         """
         short, device = self._with_steps(1), self._team.device
         recordings = {
             result.variant: self._recording(result.variant, short)
             for result in self.results
-            if not result.variant.locked  # whose layer is the baseline's
+            if not result.variant.locked  # same layer as the baseline
         }
         warm, traced = (
             {variant: self._prepared(short) for variant in recordings} for _ in range(2)
@@ -225,7 +221,7 @@ class Rounds:
         for variant, recording in recordings.items():
             recording.write(self._traces(variant), about | {"variant": variant.name})
         self._lock_clock(short)
-        dist.barrier()  # all ranks have written their traces
+        dist.barrier()  # until all ranks have written their traces
         for result in self.results if self._team.is_main else ():
             if not result.variant.locked:
                 result.schedule = schedule(self._traces(result.variant), result.variant)
@@ -247,7 +243,7 @@ class Rounds:
         return self._out / "traces" / variant.slug
 
     def _lock_clock(self, short: Request) -> None:
-        """Prepares the control at the baseline's mean clock; drops it where a rank may not lock."""
+        """Prepares the control at the baseline's mean clock; drops it if a rank cannot lock."""
         device, why = self._team.device, ""
         self._chosen = self.results[0].variant.name
         video = self._prepared(short)
@@ -267,20 +263,20 @@ class Rounds:
             self.results = [result for result in self.results if not result.variant.locked]
 
     def _prepared(self, request: Request) -> Denoising:
-        """Returns a video before its first step, which waits in host memory."""
+        """Prepares a denoising loop and moves its tensors to host memory."""
         video = self._pipeline.prepared(request, self._inputs)
         video.rest()
         return video
 
     def _take(self, video: Denoising) -> Tensor:
-        """Takes the steps of the next expert; with a step cache all steps."""
+        """Runs the steps of the next expert, or all steps with a step cache."""
         return self._pipeline.advanced(video, self._phases)
 
     def measure(self, order: Sequence[Result]) -> None:
-        """Makes one round of metered runs.
+        """Runs and measures one round.
 
         Args:
-            order: In which each expert's steps of the variants follow each other.
+            order: Results to extend, in the order in which their variants run.
         """
         spans: dict[Variant, list[_Metered]] = {result.variant: [] for result in order}
         videos = {variant: self._prepared(self._timed) for variant in spans}
@@ -298,7 +294,7 @@ class Rounds:
             result.peak_memory = max([*peaks, result.peak_memory or 0]) if peaks else None
 
     def _span(self, variant: Variant, video: Denoising, expert: str) -> _Metered:
-        """Takes an expert's steps of a video with one variant."""
+        """Runs and measures the steps of one expert with one variant."""
         device, self._chosen = self._team.device, variant.name
         device.reset_peak_memory()
         video.to(device.torch_device)
@@ -312,7 +308,7 @@ class Rounds:
             seconds = time.perf_counter() - begun
         video.rest()
         steps = times.seconds()
-        if self._timed is not self._run.request:  # as long as all steps would take
+        if self._timed is not self._run.request:  # extrapolates to all steps
             count = timesteps.schedule(self._run.request).experts.count(expert)
             seconds = statistics.median(steps[1:] or steps) * count
         ranks = self._team.gather((seconds, meter.stop(), device.peak_memory()))
@@ -325,10 +321,9 @@ class Rounds:
         )
 
     def close(self) -> None:
-        """Compares the variants' latents and videos with the baseline's; writes the videos.
+        """Compares latents and videos with the baseline's, writes the videos, closes the groups.
 
-        A video whose latents are equal to the baseline's is not decoded. After a quick comparison
-        none is, and the latents alone are compared.
+        Videos with the baseline's latents are not decoded. A quick comparison decodes no video.
         """
         self._pipeline.experts.release()
         first, *others = self.results
@@ -348,7 +343,7 @@ class Rounds:
         self._team.close()
 
     def _decoded(self, result: Result) -> Tensor | None:
-        """Writes a video on the main rank, and returns its values from 0 to 255."""
+        """Decodes and writes a video on rank 0, and returns its values from 0 to 255."""
         frames = self._pipeline.decode(self._latents[result.variant])
         if frames is None:
             return None
@@ -361,7 +356,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class _Metered:
-    """An expert's steps of one run: seconds, those of each step, power, and fullest device."""
+    """Measurement of one expert's steps in a run; peak_memory is that of the fullest device."""
 
     seconds: float
     steps: list[float]
@@ -370,12 +365,12 @@ class _Metered:
 
 
 def _relative(x: Tensor, base: Tensor) -> float:
-    """Returns the largest difference by the largest value of the second."""
+    """Returns the largest difference, relative to the largest value of the baseline."""
     return float((x - base).abs().max() / base.abs().max())
 
 
 def _difference(levels: Tensor, base: Tensor) -> tuple[int | None, float]:
-    """Returns the largest difference of two videos and their PSNR, dB."""
+    """Returns the largest difference of two videos and their PSNR in dB."""
     difference = levels.sub(base).abs_()
     if not bool(difference.isfinite().all()):
         return None, float("nan")

@@ -1,4 +1,4 @@
-"""The timeline picture: one layer of each traced run, with lanes for exchanges and attention."""
+"""Draws one layer of each traced run as a timeline, with lanes for exchanges and attention."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PLOT_METADATA = {"Software": "wan.power"}
 PLOT = marked_kind("a plot of wan.power", b"Software\0wan.power")
 _MS = 1e6  # nanoseconds
 QUANTISES = ("quantise", "prepare", "mask")
-"""Kinds of ranges of methods that are not dense."""
+"""Event kinds of quantized and sparse attention."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One range in a lane. begin, length: milliseconds from the layer's beginning."""
+    """A bar in a lane; begin, relative to the layer, and length are milliseconds."""
 
     lane: str
     colour: str
@@ -31,7 +31,7 @@ class Bar:
 
 
 _LANES = ("exchange", "attention", "rotate, quantise", "other")
-_COLOURS = {  # Okabe and Ito's, which everybody can tell apart
+_COLOURS = {  # Okabe and Ito's colorblind-safe palette
     "all-to-all of q, k, v": "#E69F00",
     "all-to-all of the result": "#D55E00",
     "exchange under way": "#F6DFB0",
@@ -46,9 +46,9 @@ _COLOURS = {  # Okabe and Ito's, which everybody can tell apart
 
 
 def under_way(events: Iterable[Event]) -> list[tuple[int, int]]:
-    """When hops, and exchanges beside attention, were under way: (begin, end), nanoseconds.
+    """Finds the (begin, end) of asynchronous ring hops and all-to-alls, in nanoseconds.
 
-    That is from the end of their call to the beginning of the wait for them.
+    They last from the end of their call to the beginning of their wait.
     """
     found: list[tuple[int, int]] = []
     begun: dict[object, int] = {}
@@ -63,7 +63,7 @@ def under_way(events: Iterable[Event]) -> list[tuple[int, int]]:
 
 
 def by_layer(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
-    """The range of each layer, and what is recorded inside it, from events in order of begin."""
+    """Pairs each layer's event with the events inside it; events are sorted by begin."""
     found: list[tuple[Event, list[Event]]] = []
     for event in events:
         if event.kind == "layer":
@@ -74,9 +74,10 @@ def by_layer(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
 
 
 def layer_of(trace: Trace) -> tuple[Event, list[Event]]:
-    """A layer's own range and what is inside: of all that attend, the one of median length.
+    """Returns the event of the layer with attention of median duration, and the events inside it.
 
-    InputError where no layer attends.
+    Raises:
+        InputError: No layer computes attention.
     """
     layers = by_layer(trace.events)
     found = [pair for pair in layers if any(one.kind == "attention" for one in pair[1])]
@@ -86,7 +87,7 @@ def layer_of(trace: Trace) -> tuple[Event, list[Event]]:
 
 
 def bars(layer: Event, inside: Sequence[Event]) -> Iterator[Bar]:
-    """What is drawn of a layer."""
+    """Yields the bars of a layer."""
 
     def at(lane: str, colour: str, begin: int, end: int, label: str = "") -> Bar:
         return Bar(lane, colour, (begin - layer.begin) / _MS, (end - begin) / _MS, label)
@@ -114,11 +115,10 @@ def bars(layer: Event, inside: Sequence[Event]) -> Iterator[Bar]:
 
 
 def draw(runs: Sequence[tuple[str, Trace]], path: Path) -> None:
-    """Writes a PNG: a panel for each run, all over the same time.
+    """Draws a PNG with one panel per run; all panels have the same time axis.
 
     Args:
-        runs: The name of each and the trace of one of its ranks.
-        path: The image.
+        named_traces: The name of each run and the trace of one of its ranks.
 
     Raises:
         InputError: matplotlib is not installed, or a trace has no attention.
@@ -157,7 +157,11 @@ def _titles(axis: Any, name: str, trace: Trace, layer: Event, drawn: Sequence[Ba
 
 
 def _panel(axis: Any, drawn: Sequence[Bar], longest: float) -> None:
-    """longest: milliseconds of the axis; a bar that is too short for its label has none."""
+    """Draws the bars of a layer; bars too short for their label have none.
+
+    Args:
+        longest: Length of the time axis, milliseconds.
+    """
     lanes = [lane for lane in _LANES if any(bar.lane == lane for bar in drawn)]
     for bar in drawn:
         row = lanes.index(bar.lane)
