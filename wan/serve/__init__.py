@@ -1,6 +1,5 @@
-"""A resident model behind an HTTP interface: `python -m wan.serve`.
+"""HTTP server for video generation with a model that stays loaded: `python -m wan.serve`.
 
-One process, the front, speaks HTTP, keeps the journal and the files, and starts the ranks; it never
-joins a collective. The ranks are a group of torchrun that make one video after the other, as
-`--prompt_file` does.
+The front process handles HTTP, the journal and the files, and starts the ranks; it never joins a
+collective. The ranks are a torchrun group that generates one video after the other.
 """

@@ -1,4 +1,4 @@
-"""`python -m wan.serve [OPTIONS] -- FLAGS`: starts the front, and it the ranks."""
+"""Command line of the server: `python -m wan.serve [OPTIONS] -- FLAGS`."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _OF_ONE = {
     *options(Earlier),
     *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents"),
 }
-"""Flags that say nothing about how a model is loaded."""
-_EPILOG = """flags of generate.py that decide loading follow after "--":
+"""Flags of generate.py that belong to one video and do not affect how the model is loaded."""
+_EPILOG = """flags of generate.py that decide how the model is loaded follow after "--":
   python -m wan.serve --ranks 8 -- --ckpt_dir ./Wan2.2-T2V-A14B --ulysses_size 8 --comm_type 1
 """
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the service's own options, and the flags of generate.py."""
+    """Parses the service options; returns them and the flags of generate.py after `--`."""
     own, theirs = list(argv), []
     if "--" in own:
         place = own.index("--")
         own, theirs = own[:place], own[place + 1 :]
     parser = Parser(
         prog="python -m wan.serve",
-        description="Serve videos over HTTP with a model that stays loaded.",
+        description="Generate videos over HTTP with a model that stays loaded.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -62,36 +62,70 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     few, many = typed(integer(1, 10_000)), typed(integer(1, 1_000_000))
     days, gigabytes = typed(real(0, 36_500, above=True)), typed(real(0, 1e6, above=True))
     folder, words = typed(path), typed(text)
-    number("--host", type=words, default="127.0.0.1", help="address to listen to (127.0.0.1)")
-    number("--port", type=typed(integer(0, 65_535)), default=8000, help="port to listen to (8000)")
-    number("--ranks", type=few, default=1, help="processes that share each video (1)")
-    number("--nodes", type=few, default=1, help="machines that share these processes (1)")
+    number(
+        "--host",
+        type=words,
+        default="127.0.0.1",
+        help="address to listen on (default 127.0.0.1)",
+    )
+    number(
+        "--port",
+        type=typed(integer(0, 65_535)),
+        default=8000,
+        help="port to listen on, 0 for a free one (default 8000)",
+    )
+    number("--ranks", type=few, default=1, help="ranks that generate each video (default 1)")
+    number("--nodes", type=few, default=1, help="machines that run these ranks (default 1)")
     number(
         "--node_address",
         type=words,
-        help="HOST:PORT of this machine, where the other machines find it",
+        help="HOST:PORT of this machine, as the other machines reach it; with --nodes",
     )
-    number("--journal", type=folder, default=Path("videos"), help="folder of jobs (videos)")
     number(
-        "--name", type=words, default="", help="of this replica; it becomes a part of its jobs' ids"
+        "--journal",
+        type=folder,
+        default=Path("videos"),
+        help="folder for the journal and the videos (default videos)",
     )
-    number("--api_key", type=folder, help="file with the key that requests must bring")
+    number("--name", type=words, default="", help="name of this replica, part of its jobs' ids")
+    number("--api_key", type=folder, help="file with the API key that requests must send")
     number(
         "--host_name",
         type=words,
         action="append",
         default=[],
-        help="further name of this host; repeatable",
+        help="further host name that requests may use; repeatable",
     )
-    number("--queue", type=many, default=100, help="jobs that may wait (100)")
-    number("--together", type=few, default=8, help="jobs at most that share loads of experts (8)")
+    number("--queue", type=many, default=100, help="maximum of queued jobs (default 100)")
+    number(
+        "--together",
+        type=few,
+        default=8,
+        help="maximum of jobs that share each load of an expert (default 8)",
+    )
     texts = typed(integer(0, 1_000_000))
-    number("--kept_texts", type=texts, default=64, help="prompts whose embeddings are kept (64)")
-    number("--max_body", type=few, default=64, help="MB of a request (64)")
-    number("--max_frames", type=many, default=1000, help="frames of a video (1000)")
-    number("--max_megapixels", type=many, default=1000, help="of all frames of a video (1000)")
-    number("--keep_days", type=days, help="delete ended jobs after so many days")
-    number("--quota_gb", type=gigabytes, help="delete the oldest ended jobs above so many GB")
+    number(
+        "--kept_texts",
+        type=texts,
+        default=64,
+        help="prompts whose embeddings are cached in host memory (default 64)",
+    )
+    number("--max_body", type=few, default=64, help="MB of a request body at most (default 64)")
+    number(
+        "--max_frames", type=many, default=1000, help="frames of a video at most (default 1000)"
+    )
+    number(
+        "--max_megapixels",
+        type=many,
+        default=1000,
+        help="megapixels of all frames of a video at most (default 1000)",
+    )
+    number("--keep_days", type=days, help="days after which ended jobs are deleted (default never)")
+    number(
+        "--quota_gb",
+        type=gigabytes,
+        help="GB of all files above which the oldest ended jobs are deleted (default no limit)",
+    )
     found = parser.parse_args(own)
     if found.ranks % found.nodes:
         raise InputError(f"--ranks {found.ranks} must be a multiple of --nodes {found.nodes}")
@@ -105,7 +139,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _nodes(count: int, address: str | None) -> Nodes:
-    """Returns the machines of the ranks."""
+    """Returns the machines that run the ranks, from --nodes and --node_address."""
     from wan.serve.connections import Connections, open_sockets
     from wan.serve.group import ONE_NODE, Nodes
 
@@ -123,12 +157,12 @@ def _nodes(count: int, address: str | None) -> Nodes:
         why = "must be HOST:PORT of this machine, as the other machines reach it, with --nodes"
         raise InputError("--node_address", address, why)
     for one in open_sockets(host, 0, Connections(1), "--node_address"):
-        one.close()  # the host is known and is this machine, where ranks will be listened to
+        one.close()  # only checks that HOST is an address of this machine
     return nodes
 
 
 def _run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, Any]]:
-    """Returns the run that the ranks are started for, and its flags."""
+    """Resolves the flags of generate.py; returns the run and the settings that were given."""
     env.stand_for(ranks, nodes)
     given = flags.parse(argv)
     of_one = [name for name in given if name in _OF_ONE]
@@ -138,7 +172,7 @@ def _run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, An
 
 
 def _key(path: Path | None, host: str) -> str | None:
-    """Returns the API key."""
+    """Reads the API key; returns None where none is needed."""
     from wan.serve.app import is_local
 
     if path is None:
@@ -154,7 +188,7 @@ def _key(path: Path | None, host: str) -> str | None:
 
 
 def _limits(options: argparse.Namespace) -> Limits:
-    """Returns what the service takes."""
+    """Returns the limits of the service from its options."""
     from wan.serve.service import Limits
 
     return Limits(
@@ -171,7 +205,7 @@ def _limits(options: argparse.Namespace) -> Limits:
 def _listen(
     options: argparse.Namespace, connections: Connections
 ) -> tuple[list[LimitedSocket], BinaryIO]:
-    """Returns the sockets of the service and the lock of its folder, which is made last."""
+    """Binds the sockets and locks the journal folder, which is created after the sockets."""
     from wan.serve.connections import open_sockets
 
     journal: Path = options.journal
@@ -184,7 +218,7 @@ def _listen(
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Runs the service until it is told to stop; returns the exit code."""
+    """Runs the service until SIGINT or SIGTERM; returns the exit code."""
     options, theirs = _options(argv)
     try:
         from wan.serve import app, connections
@@ -218,7 +252,7 @@ def serve(argv: Sequence[str]) -> int:
         most_bytes=options.max_body * 1_000_000,
         is_busy=lambda: clients.is_busy,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has stopped
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn re-raises them after shutdown
         signal.signal(number, lambda *_: None)
     port = sockets[0].getsockname()[1]
     logger.info("Serving %s at http://%s:%d", service.model, options.host, port)
@@ -229,7 +263,7 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code, as that of `wan.cli.main.main`."""
+    """Runs the command line; returns the exit codes of `wan.cli.main.main`."""
     log.setup()
     try:
         return serve(sys.argv[1:] if argv is None else argv)

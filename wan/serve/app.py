@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's and vllm-omni's shape of videos, MLPerf's, health and metrics."""
+"""HTTP routes: the video APIs of OpenAI, vllm-omni and MLPerf, health, and metrics."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from wan.serve.service import Service, is_over
 from wan.settings.errors import InputError
 from wan.settings.values import integer, shown
 
-_DEPTH = 8  # levels of a body; an object with lists of references has four
-_TOO_DEEP = f"The body has values inside values; give at most {_DEPTH} levels."
-_POLL = 1.0  # seconds between two looks at a job that a client is told at least
-_RECORDING = 15.0  # seconds in which a deletion is written into the journal
+_DEPTH = 8  # nesting levels of a body; lists of image references need four
+_TOO_DEEP = f"The body is nested too deeply; give at most {_DEPTH} levels."
+_POLL = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
+_RECORDING = 15.0  # seconds to wait until a deletion is written to the journal
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
-    """Returns a job as OpenAI's interface shows a video, and what vllm-omni's adds."""
+    """Returns the OpenAI video object of a job, with the additional fields of vllm-omni."""
     progress = 100 if job.state == "completed" else int(99 * job.done / max(job.total, 1))
     prompts = job.settings.get("clip_prompts", ())
     found: dict[str, Any] = {
@@ -79,7 +79,7 @@ def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
 
 
 def _record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a video's record adds to its object; nothing where the record is damaged."""
+    """Returns the fields of a video object that come from its record; None where it is damaged."""
     found: dict[str, Any] = {"stage_durations": record.get("seconds"), "peak_memory_mb": None}
     try:
         memory = record.get("peak_memory_bytes", {})
@@ -94,13 +94,13 @@ def _record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Routes:
-    """What is answered to each request."""
+    """Handlers of all HTTP routes."""
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self._service, self._metrics = service, metrics
 
     def routes(self) -> list[Route]:
-        """Returns the routes of the interface."""
+        """Returns the Starlette routes."""
         one = "/v1/videos/{id}"
         return [
             Route("/", self.page),
@@ -167,7 +167,7 @@ class Routes:
             path, kind = await self._picture(job, variant), "image/jpeg"
         status = self._status_of(job, path)
         if not request.headers.get("range", "bytes=").lower().startswith("bytes="):
-            request.scope["headers"] = [  # RFC 9110: a unit that is not known is ignored
+            request.scope["headers"] = [  # RFC 9110: an unknown unit is ignored
                 header for header in request.scope["headers"] if header[0] != b"range"
             ]
         answer = FileResponse(
@@ -183,7 +183,11 @@ class Routes:
         return answer
 
     async def _picture(self, job: QueuedVideo, kind: str) -> Path:
-        """Returns a picture of a video, which may be deleted meanwhile or may be damaged."""
+        """Returns the path of a JPEG of a video.
+
+        Raises:
+            RefusedError: The video is damaged or was deleted meanwhile.
+        """
         try:
             return await asyncio.to_thread(
                 pictures.picture, self._service.video(job), kind, job.frames
@@ -193,7 +197,11 @@ class Routes:
             raise _lost("cannot be read") from error
 
     def _status_of(self, job: QueuedVideo, path: Path) -> os.stat_result:
-        """Returns the status of a file of a job, which somebody may have removed."""
+        """Returns the status of a file of a job.
+
+        Raises:
+            RefusedError: The job was deleted, or the file is missing.
+        """
         self._service.find(job.id)
         try:
             status = path.stat()
@@ -215,7 +223,7 @@ class Routes:
         return self._video(job)
 
     async def sync(self, request: Request) -> Response:
-        """Answers with the video; it is cancelled when its last client leaves."""
+        """Answers with the video; its job is cancelled when the last client disconnects."""
         job = await self._waited(request, *await self._created(request, await _body(request)))
         headers = {
             "X-Request-Id": job.id,
@@ -227,7 +235,7 @@ class Routes:
         return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
 
     async def generations(self, request: Request) -> Response:
-        """MLPerf's route: the answer has exactly two keys."""
+        """Answers MLPerf's request with exactly two keys."""
         body = await _body(request)
         form = body.pop("response_format", "video_bytes")
         if form not in ("video_path", "video_bytes"):
@@ -282,12 +290,14 @@ class Routes:
         return await self._service.create(asked, digest, *_repetition(request))
 
     async def _waited(self, request: Request, job: QueuedVideo, was_there: bool) -> QueuedVideo:
-        """Returns a job that is completed.
+        """Waits until a job is completed and returns its present state.
 
         Args:
-            request: The request that waits for it.
-            job: The job.
-            was_there: An earlier request has made it.
+            is_existing: An earlier request created the job.
+
+        Raises:
+            RefusedError: The job failed.
+            ClientDisconnect: The client has disconnected.
         """
         with self._service.waiters.wait(job, was_there) as leave:
             while True:
@@ -318,25 +328,25 @@ def _lost(why: str) -> RefusedError:
 
 
 def _is_known(request: Request, etag: str) -> bool:
-    """Returns whether a client has a file already, by RFC 9110's If-None-Match."""
+    """Returns whether an If-None-Match header (RFC 9110) matches an ETag."""
     tags = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
     return "*" in tags or etag in [tag.removeprefix("W/") for tag in tags]
 
 
 def _repetition(request: Request) -> tuple[str | None, bool]:
-    """Returns a request's Idempotency-Key, and whether its client says that it is a repetition."""
+    """Returns the Idempotency-Key, and whether the client marks the request as a retry."""
     retries = request.headers.get("x-stainless-retry-count", "0")
     is_repeated = retries.isdecimal() and retries.strip("0") != ""
     return request.headers.get("idempotency-key"), is_repeated
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """Returns the fields of a form or of a JSON object; files as bytes."""
+    """Reads the fields of a form or of a JSON object; files become bytes."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
         try:
             body = await _form_fields(request)
-        except ValueError as error:  # of an encoding, or of the form's reader
+        except ValueError as error:  # from decoding or from the form parser
             raise RefusedError(f"The form cannot be read ({shown(str(error))}).") from error
     else:
         body = _json_fields(await request.body() or b"{}")
@@ -345,15 +355,15 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _form_fields(request: Request) -> dict[str, Any]:
-    """Returns the fields of a form."""
+    """Reads the fields of a form."""
     found: dict[str, Any] = {}
     most = 8 + MOST_PICTURES
     async with request.form(
         max_files=most, max_fields=100, max_part_size=sys.maxsize
-    ) as form:  # `Guard` limits all parts together
+    ) as form:  # `Guard` limits the size of the body
         for key, value in form.multi_items():
             part = await value.read() if isinstance(value, UploadFile) else value
-            if (several := key.removesuffix("[]")) == PICTURES:  # the openai client's lists
+            if (several := key.removesuffix("[]")) == PICTURES:  # how the openai client sends lists
                 found.setdefault(several, []).append(part)
                 continue
             if key in found:
@@ -363,16 +373,16 @@ async def _form_fields(request: Request) -> dict[str, Any]:
 
 
 def _json_fields(content: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body."""
+    """Parses a body as a JSON object."""
 
     def refuse(word: str) -> NoReturn:
-        raise RefusedError(f"The body has a number that JSON does not know: {word}.")
+        raise RefusedError(f"The body has a number that is not valid JSON: {word}.")
 
     try:
         body = json.loads(content.decode(json.detect_encoding(content)), parse_constant=refuse)
     except RecursionError as error:
         raise RefusedError(_TOO_DEEP) from error
-    except ValueError as error:  # Python's words about too many digits are for programmers
+    except ValueError as error:  # Python's message about too many digits is for programmers
         why = "a number has too many digits" if "digits" in str(error) else shown(str(error))
         raise RefusedError(f"The body is no JSON object ({why}).") from error
     if not isinstance(body, dict):
@@ -381,7 +391,7 @@ def _json_fields(content: bytes) -> dict[str, Any]:
 
 
 def _check_values(body: Mapping[str, Any]) -> None:
-    """Refuses values that could not be written down: deep ones, and text with half a character."""
+    """Refuses values that JSON files cannot store: deep nesting and unpaired surrogates."""
     level: list[Any] = [body]
     for _ in range(_DEPTH):
         inner: list[Any] = []
@@ -391,7 +401,7 @@ def _check_values(body: Mapping[str, Any]) -> None:
                     value.encode()
                 except UnicodeEncodeError as error:
                     raise RefusedError(
-                        "The body has text that is no Unicode (half of a pair); send it in UTF-8."
+                        "The body has text with an unpaired surrogate; send it in UTF-8."
                     ) from error
             elif isinstance(value, dict):
                 inner += [*value, *value.values()]
@@ -403,7 +413,7 @@ def _check_values(body: Mapping[str, Any]) -> None:
 
 
 def _allowed_methods(request: Request) -> str:
-    """Returns the methods of a path, which may have several routes, as `Allow` lists them."""
+    """Returns the value of the `Allow` header: the methods of all routes of a path."""
     methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] != Match.NONE:
@@ -412,7 +422,7 @@ def _allowed_methods(request: Request) -> str:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    """Answers with OpenAI's form of an error."""
+    """Returns an error response in OpenAI's format."""
     headers: dict[str, str] = {}
     if isinstance(error, RefusedError):
         status, code, param, message = error.status, error.code, error.param, str(error)
@@ -433,7 +443,7 @@ def _refused(request: Request, error: Exception) -> Response:
     elif isinstance(error, MultiPartException):
         status, code, param, message, again = 400, "invalid_form", None, error.message, False
     else:
-        status, code, param, message, again = 500, "internal_error", None, "A defect.", False
+        status, code, param, message, again = 500, "internal_error", None, "Internal error.", False
     message = message.encode(errors="replace").decode()
     param = None if param is None else param.encode(errors="replace").decode()
     headers["x-should-retry"] = "true" if again else "false"
@@ -443,13 +453,13 @@ def _refused(request: Request, error: Exception) -> Response:
 
 
 def _leave(request: Request, _: Exception) -> Response:
-    """Answers a client that has left, which is no error and no line of the log."""
-    logger.debug("A client left %s.", request.url.path)
+    """Returns status 499 for a client that has disconnected; this is not logged as an error."""
+    logger.debug("A client disconnected from %s.", request.url.path)
     return Response(status_code=499)
 
 
 class Guard:
-    """Refuses foreign hosts and origins, wrong keys and bodies that are too large."""
+    """ASGI middleware that refuses unknown hosts and origins, wrong keys and large bodies."""
 
     def __init__(
         self,
@@ -462,11 +472,10 @@ class Guard:
         """Wraps an application.
 
         Args:
-            app: The application.
-            hosts: Names, without ports, under which the service may be asked for.
-            api_key: What `Authorization: Bearer` must say; None: nothing.
-            most_bytes: Of a body.
-            is_busy: Returns whether only health may be asked for.
+            hosts: Allowed values of the `Host` header, without ports.
+            api_key: Required token of `Authorization: Bearer`; None: no key is required.
+            most_bytes: Maximum size of a body.
+            is_busy: Returns whether only /health and /liveness are answered.
         """
         self._app, self._hosts, self._key, self._most = app, hosts, api_key, most_bytes
         self._is_busy = is_busy
@@ -502,7 +511,7 @@ class Guard:
         except FileNotFoundError:
             if not has_begun:
                 raise
-            logger.info("A file was deleted before it was sent.")  # uvicorn ends the connection
+            logger.info("A file was deleted before it was sent.")  # uvicorn closes the connection
 
     def _refusal(self, request: Request) -> RefusedError | None:
         host = request.headers.get("host", "")
@@ -511,12 +520,12 @@ class Guard:
             return RefusedError(message, 421)
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
-            return RefusedError("Pages of other sites may not ask this service.", 403)
+            return RefusedError("Pages of other sites may not use this service.", 403)
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18 or int(length) > self._most:
             return self._too_large()
         if request.url.path not in ("/health", "/liveness") and self._is_busy():
-            message = "Too many requests are worked on; try again."
+            message = "Too many requests are in progress; try again."
             return RefusedError(message, 503, "busy", wait=5)
         if self._key is not None and request.url.path not in ("/", "/health", "/liveness"):
             scheme, _, told = request.headers.get("authorization", "").partition(" ")
@@ -526,7 +535,7 @@ class Guard:
         return None
 
     def _too_large(self) -> RefusedError:
-        return RefusedError(f"The body is too large; {self._most} bytes are taken.", 413)
+        return RefusedError(f"The body is too large; {self._most} bytes are allowed.", 413)
 
 
 def _without_port(host: str) -> str:
@@ -543,7 +552,7 @@ def is_local(host: str) -> bool:
 
 
 def _end(service: asyncio.Task[None]) -> None:
-    """Ends the process where the service has failed, so that who watches it starts it again."""
+    """Ends the process if the service has failed, so that a supervisor can restart it."""
     if not service.cancelled() and service.exception() is not None:
         logger.error("The service has failed.", exc_info=service.exception())
         os.kill(os.getpid(), signal.SIGTERM)
@@ -559,16 +568,16 @@ def make(
     most_bytes: int = 64_000_000,
     is_busy: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """Returns the application.
+    """Returns the ASGI application.
 
     Args:
-        service: What it speaks for; it is started and stopped with the application.
-        metrics: What /metrics shows.
-        host: The address that is listened to.
-        names: Further names under which it may be asked for.
-        api_key: What requests must bring; None: nothing.
-        most_bytes: Of a request's body.
-        is_busy: Returns whether so many requests are worked on that only health may be asked for.
+        service: Started and stopped with the application.
+        metrics: Shown by /metrics.
+        host: The address that the server listens on.
+        names: Further allowed host names.
+        api_key: Required from requests; None: no key is required.
+        most_bytes: Maximum size of a request body.
+        is_busy: Returns whether only /health and /liveness are answered.
     """
 
     @asynccontextmanager

@@ -1,8 +1,8 @@
-"""Limits of connections: how many are open, and how long each may stay unfinished.
+"""Limits the number of connections and the time that each may stay unfinished.
 
-Every connection has a deadline that follows from what it does: for its request's headers, for the
-body at a least rate, for an answer that is not read. A connection whose job is worked on has none.
-When as many are open as may be, the one that is waited for longest makes room for a new one.
+Every connection has a deadline: for the headers of its request, for the body at a minimum rate, or
+for an answer that the client does not read. There is no deadline while a request is processed.
+When the maximum is reached, the connection that has been idle for longest is closed for a new one.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from wan.settings.errors import InputError
 HEADER_SECONDS = 10.0
 """Seconds from a connection, or from the first byte of a later request, to the headers' end."""
 IDLE_SECONDS = 5
-"""Seconds that a connection without a request is kept after an answer."""
+"""Seconds that a connection without a request stays open after an answer."""
 BODY_SECONDS = 20.0
-"""Seconds in which a body may come at any rate."""
+"""Seconds in which a body may arrive at any rate."""
 BODY_RATE = 1000
-"""Bytes per second that a body has to come with on average after that."""
+"""Minimum average rate of a body after that, in bytes per second."""
 BODY_PAUSE = 30.0
-"""Seconds without a byte of a body after which it is given up."""
+"""Seconds without a byte of the body after which the connection is closed."""
 UNREAD_SECONDS = 120.0
-"""Seconds in which a client may read nothing of an answer."""
+"""Seconds after which a connection is closed whose client reads nothing of an answer."""
 _MOST = 1000  # connections
-_RESERVE = 96  # file descriptors of the service itself: the journal, logs, ranks, temporary files
+_RESERVE = 96  # file descriptors for the journal, logs, ranks and temporary files
 _LEAST = 8  # connections
-_BURST = 32  # connections accepted before requests are read again
-_SWEEP = 1.0  # seconds between two looks at all deadlines
-_RETRY = 1.0  # seconds in which asyncio accepts nothing after it had no file descriptor
+_BURST = 32  # connections accepted in one turn of the event loop
+_SWEEP = 1.0  # seconds between two checks of all deadlines
+_RETRY = 1.0  # seconds that asyncio pauses accepting after it ran out of file descriptors
 _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ANSWER = "HTTP/1.1 {}\r\nconnection: close\r\ncontent-length: 0\r\n{}\r\n"
 _TOO_SLOW = _ANSWER.format("408 Request Timeout", "").encode()
@@ -55,7 +55,7 @@ _App = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 
 
 class RareMessages(logging.Filter):
-    """Lets a message that is no traceback pass once a minute."""
+    """Logging filter that passes each message without a traceback once a minute."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class RareMessages(logging.Filter):
         self._last: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether the message, without its arguments, is written."""
+        """Returns whether a record is logged; messages are compared without their arguments."""
         if record.exc_info:
             return True
         now, key = time.monotonic(), str(record.msg)
@@ -76,10 +76,10 @@ class RareMessages(logging.Filter):
 
 
 def _limit_messages() -> None:
-    """Makes libraries say once, or not at all, what any client can make them say often."""
+    """Limits log messages of libraries that any client can cause in large numbers."""
     logging.getLogger("uvicorn.error").addFilter(RareMessages())
-    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong is answered
-    logging.getLogger("asyncio").addFilter(  # `LimitedSocket` says it
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the client gets the error
+    logging.getLogger("asyncio").addFilter(  # `LimitedSocket` logs it
         lambda record: not str(record.msg).startswith("socket.accept() out of system resource")
     )
 
@@ -89,62 +89,58 @@ _log.addFilter(RareMessages())
 
 
 class Connection:
-    """What one client does, as far as its deadline follows from it.
-
-    Attributes:
-        transport: Of asyncio.
-    """
+    """State of one client connection, from which its deadline is computed."""
 
     def __init__(self, transport: asyncio.WriteTransport, seconds: float) -> None:
-        """Begins to wait for headers. seconds: how long they may take."""
+        """Starts the wait for headers. seconds: their time limit."""
         self.transport = transport
         now = time.monotonic()
-        self._begun, self._seconds = now, seconds  # of the present wait for headers or body
-        self._received, self._received_at = 0, now  # bytes of the body
-        self._unread, self._unread_at = 0, now  # bytes of answers; when they became fewer
+        self._begun, self._seconds = now, seconds  # of the current wait for headers or a body
+        self._received, self._received_at = 0, now  # bytes of the body; time of the last
+        self._unread, self._unread_at = 0, now  # unread bytes of answers; time of the last change
         self._requests, self._is_reading, self._is_idle = 0, False, False
         self._is_trusted = False
 
     def receive(self, count: int) -> None:
-        """Notes that bytes have come."""
+        """Counts received bytes."""
         self._received_at = time.monotonic()
         self._received += count
-        if self._is_idle:  # the first ones of another request
+        if self._is_idle:  # first bytes of another request
             self._is_idle = False
             self._begun, self._seconds = self._received_at, HEADER_SECONDS
 
     def begin_request(self, has_body: bool) -> None:
-        """Notes that headers are complete, and whether a body follows."""
+        """Marks the headers as complete. has_body: whether a body follows."""
         self._requests += 1
         self._is_reading, self._is_idle = has_body, False
         self._received, self._begun = 0, time.monotonic()
         self._received_at = self._begun
 
     def end_body(self) -> None:
-        """Notes that the body of the request is complete."""
+        """Marks the body of the request as complete."""
         self._is_reading = False
 
     def end_request(self) -> None:
-        """Notes that a request is answered."""
+        """Marks a request as answered."""
         self._requests -= 1
         if not self._requests:
             self._is_reading, self._is_idle = False, True
-            # uvicorn closes an idle connection; this counts where bytes come that are no request.
+            # uvicorn closes idle connections; this deadline is for bytes that form no request.
             self._begun, self._seconds = time.monotonic(), IDLE_SECONDS + 1
 
     def trust(self) -> None:
-        """Lets the connection stay open for as long as it likes."""
+        """Removes the deadline."""
         self._is_trusted = True
 
     def look(self) -> None:
-        """Notes how much of the answers the client has not read."""
+        """Updates the number of bytes that the client has not read."""
         unread = self.transport.get_write_buffer_size()
         if unread != self._unread or not unread:
             self._unread, self._unread_at = unread, time.monotonic()
 
     @property
     def waiting_since(self) -> float:
-        """Since when the service waits for the client, by `time.monotonic`; inf: it does not."""
+        """Start of the wait for the client, by `time.monotonic`; inf while there is no wait."""
         if self._is_trusted:
             return math.inf
         if self.transport.get_write_buffer_size():
@@ -155,7 +151,7 @@ class Connection:
 
     @property
     def deadline(self) -> float:
-        """When the connection has to be closed, by `time.monotonic`; inf: it may stay."""
+        """Time at which the connection is closed, by `time.monotonic`; inf: never."""
         since = self.waiting_since
         if since == math.inf:
             return math.inf
@@ -166,7 +162,7 @@ class Connection:
         return since + self._seconds
 
     def close(self, answer: bytes) -> None:
-        """Closes the connection. answer: what a client gets that has begun a request."""
+        """Closes the connection. answer: sent to a client that has started a request."""
         in_headers = not (self._requests or self._is_idle)
         has_begun = self._is_reading or (in_headers and self._received > 0)
         has_unread = self.transport.get_write_buffer_size() > 0
@@ -179,11 +175,11 @@ class Connections:
     """The open connections of one listener."""
 
     def __init__(self, most: int, seconds: float = HEADER_SECONDS) -> None:
-        """Begins without any.
+        """Starts without connections.
 
         Args:
-            most: How many may be open.
-            seconds: How long headers, or whatever shows who a client is, may take.
+            max_connections: Maximum number of open connections.
+            seconds: Time limit for the headers of a request, or for a rank's first line.
         """
         self.most, self._seconds = most, seconds
         self._sockets: WeakSet[socket.socket] = WeakSet()
@@ -192,30 +188,30 @@ class Connections:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many connections are open as may be."""
+        """Whether the maximum of open connections is reached."""
         return len(self._sockets) >= self.most
 
     @property
     def is_changing(self) -> bool:
-        """Whether sockets were just accepted, or are just being closed."""
+        """Whether some sockets were just accepted or are being closed."""
         return len(self._sockets) > len(self._known)
 
     @property
     def is_busy(self) -> bool:
-        """Whether connections that may not be closed leave little room for others."""
+        """Whether more than three quarters of the connections have requests in progress."""
         working = sum(one.waiting_since == math.inf for one in self._known)
         return working > 3 * self.most // 4
 
     def keep(self, accepted: socket.socket) -> None:
-        """Counts an accepted socket until `forget`."""
+        """Counts an accepted socket until `discard_socket`."""
         self._sockets.add(accepted)
 
     def forget(self, accepted: socket.socket) -> None:
-        """Counts a socket no more."""
+        """Removes a socket from the count."""
         self._sockets.discard(accepted)
 
     def add(self, transport: asyncio.WriteTransport) -> Connection:
-        """Returns the connection of a transport; it is closed when its deadline is over."""
+        """Adds the connection of a transport, which is closed when its deadline has passed."""
         connection = Connection(transport, self._seconds)
         self._known.add(connection)
         if not self._is_sweeping:
@@ -224,17 +220,17 @@ class Connections:
         return connection
 
     def remove(self, connection: Connection) -> None:
-        """Forgets a connection that is closed."""
+        """Removes a closed connection."""
         self._known.discard(connection)
 
     def make_room(self) -> bool:
-        """Closes the connection that is waited for longest; returns whether there was one."""
+        """Closes the connection that has been idle for longest; returns whether one was idle."""
         first = min(self._known, key=lambda one: one.waiting_since, default=None)
         if first is None or first.waiting_since == math.inf:
             return False
         _log.warning(
-            "%d connections are open, as many as may be; those that send or read nothing are "
-            "closed for new ones. A higher `ulimit -n` allows more.",
+            "The maximum of %d connections is open; idle ones are closed for new ones. A higher "
+            "`ulimit -n` allows more.",
             len(self._sockets),
         )
         self._known.discard(first)
@@ -242,7 +238,7 @@ class Connections:
         return True
 
     def _sweep(self) -> None:
-        """Closes the connections whose time is over, now and every second."""
+        """Closes the connections whose deadline has passed, now and every second."""
         now = time.monotonic()
         for connection in [*self._known]:
             connection.look()
@@ -254,7 +250,7 @@ class Connections:
             asyncio.get_running_loop().call_later(_SWEEP, self._sweep)
 
     def watch(self, app: _App) -> _App:
-        """Returns an ASGI application with which the requests of connections are noted."""
+        """Wraps an ASGI application so that connections track the state of their requests."""
 
         async def watched(scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
             connection = _CURRENT.get()
@@ -279,21 +275,21 @@ class Connections:
 
 
 _CURRENT: ContextVar[Connection | None] = ContextVar("connection", default=None)
-"""The connection whose bytes begin a request; the request's task has it, too."""
+"""The connection of a request; the task of the request inherits it."""
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 of uvicorn, of which a connection's deadline follows."""
+    """HTTP/1.1 protocol of uvicorn that reports bytes and requests to a `Connection`."""
 
     limits: ClassVar[Connections]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins the wait for headers."""
+        """Starts the wait for headers."""
         self._connection = self.limits.add(transport)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Notes the bytes before they are read."""
+        """Counts the bytes before they are parsed."""
         self._connection.receive(len(data))
         token = _CURRENT.set(self._connection)
         try:
@@ -302,13 +298,13 @@ class LimitedProtocol(H11Protocol):
             _CURRENT.reset(token)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
+        """Removes the connection."""
         self.limits.remove(self._connection)
         super().connection_lost(exc)
 
 
 class _AcceptedSocket(socket.socket):
-    """A socket that counts until it is closed."""
+    """An accepted socket that is counted until it is closed."""
 
     limits: Connections
 
@@ -318,17 +314,17 @@ class _AcceptedSocket(socket.socket):
 
 
 class LimitedSocket(socket.socket):
-    """A listening socket that accepts no more connections than may be open."""
+    """A listening socket that accepts connections up to a maximum."""
 
     limits: Connections
     _burst = 0
-    _resting = -math.inf  # until when nothing is accepted
+    _resting = -math.inf  # time until which nothing is accepted
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accepts a connection.
 
         Raises:
-            BlockingIOError: None is accepted now. asyncio asks again in the loop's next turn.
+            BlockingIOError: None can be accepted now; asyncio retries in its next turn.
         """
         if self._burst >= _BURST or time.monotonic() < self._resting:
             raise BlockingIOError
@@ -342,10 +338,10 @@ class LimitedSocket(socket.socket):
                 _log.warning("No connection can be accepted (%s).", error.strerror)
                 self._resting = time.monotonic() + _RETRY / 2
             raise
-        # What makes room, or may soon, is closed in a next turn; until then there are a few more.
+        # Connections close in a later turn; until then a few more than the maximum are open.
         limits = self.limits
         if limits.is_full and not limits.make_room() and not limits.is_changing:
-            _log.warning("%d requests are worked on; more are not taken.", limits.most)
+            _log.warning("%d requests are in progress; new ones are refused.", limits.most)
             plain.close()
             raise BlockingIOError
         accepted = _AcceptedSocket(plain.family, plain.type, plain.proto, plain.detach())
@@ -362,13 +358,13 @@ def make_server(app: _App, connections: Connections) -> uvicorn.Server:
 
     Args:
         app: The application.
-        connections: What limits its connections; `open_sockets` makes the sockets that it serves.
+        connections: Limits its connections; the sockets come from `open_sockets`.
     """
     config = uvicorn.Config(
         connections.watch(app),
         http=type("Protocol", (LimitedProtocol,), {"limits": connections}),
         ws="none",
-        loop="asyncio",  # which accepts by `LimitedSocket`
+        loop="asyncio",  # asyncio calls `LimitedSocket.accept`
         log_level=logging.WARNING,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=5,
@@ -379,7 +375,7 @@ def make_server(app: _App, connections: Connections) -> uvicorn.Server:
 
 
 def count_connections(ranks: int) -> int:
-    """Returns how many clients may be connected: each has a descriptor, and may have a file's."""
+    """Returns the maximum of connections: each needs a file descriptor, and one for a file."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY:
         return _MOST
@@ -389,30 +385,30 @@ def count_connections(ranks: int) -> int:
 def open_sockets(
     host: str, port: int, connections: Connections, setting: str = "`host`"
 ) -> list[LimitedSocket]:
-    """Binds a socket to each address of a host; they do not listen yet.
+    """Opens a listening socket on each address of a host.
 
     Args:
         host: A name or an address.
-        port: A number, or 0 for a free one.
-        connections: What limits the sockets.
-        setting: What names the host, for refusals.
+        port: 0 for a free port.
+        connections: Limits the accepted connections.
+        setting: Name of the host's setting in refusals.
 
     Raises:
-        InputError: The host is not known or not here, or the port is in use or not allowed.
+        InputError: The host is unknown or another machine, or the port is in use or not allowed.
     """
     try:
         found = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if host else 0
         )
     except (OSError, UnicodeError, ValueError) as error:
-        why = f"is no host that is known here ({getattr(error, 'strerror', None) or error})"
+        why = f"is not a known host ({getattr(error, 'strerror', None) or error})"
         raise InputError(setting, host, why, "give a name or an address of this machine") from None
     sockets: list[LimitedSocket] = []
     failed: OSError | None = None
     for family, kind, protocol, _, address in dict.fromkeys(found):
         try:
             one = LimitedSocket(family, kind, protocol)
-        except OSError as error:  # a kernel without IPv6
+        except OSError as error:  # kernel without IPv6
             failed = error
             continue
         one.limits = connections
@@ -421,7 +417,7 @@ def open_sockets(
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.bind(address)
-            one.listen()  # until then another service could bind the port, too
+            one.listen()  # before that, another service could bind the port
             sockets.append(one)
         except OSError as error:
             one.close()
@@ -437,11 +433,11 @@ def open_sockets(
 
 
 def _describe_bind(error: OSError, host: str, port: int, setting: str) -> InputError:
-    """Returns why an address cannot be listened to."""
+    """Returns the refusal for an address that cannot be bound."""
     if error.errno == errno.EADDRINUSE:
         return InputError(f"port {port} of {host}", None, "is in use", "give another port")
     if error.errno in (errno.EACCES, errno.EPERM):
         remedy = "give a port of 1024 or more"
         return InputError(f"port {port} of {host}", None, "is not allowed for this user", remedy)
-    why = f"cannot be listened to ({error.strerror})"
+    why = f"cannot be bound ({error.strerror})"
     return InputError(setting, host, why, "give an address of this machine")

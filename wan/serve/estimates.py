@@ -1,4 +1,4 @@
-"""Estimates how long jobs take, from those that were completed."""
+"""Estimates the duration of jobs from completed jobs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from wan.serve.journal import QueuedVideo
 
 
 class Estimates:
-    """The seconds that jobs take, from the last ones that were completed.
+    """Durations of the last completed jobs, and estimates from them.
 
     Attributes:
-        version: Counts the changes.
+        version: Incremented by every change.
     """
 
     def __init__(self, completed: Sequence[QueuedVideo]) -> None:
-        """Begins. completed: The last completed jobs, the newest first."""
+        """Adds the last completed jobs, given newest first."""
         self.version = 0
         self._shapes: dict[str, deque[float]] = {}  # shape -> seconds of its last jobs
         self._all: deque[tuple[float, float]] = deque(maxlen=20)  # work, seconds
@@ -25,7 +25,7 @@ class Estimates:
             self.add(job)
 
     def add(self, job: QueuedVideo) -> None:
-        """Counts a completed job."""
+        """Adds a completed job."""
         seconds = job.seconds or 0.0
         self._shapes.setdefault(job.shape, deque(maxlen=5)).append(seconds)
         if job.work:
@@ -33,10 +33,10 @@ class Estimates:
         self.version += 1
 
     def seconds(self, job: QueuedVideo) -> float | None:
-        """Returns about how long a job takes; None before any was completed.
+        """Returns the estimated seconds of a job; None before any job was completed.
 
-        A job of another shape than those before takes a constant part, such as loading, and one
-        that grows with its work: a line through the others.
+        Jobs of a known shape take the median of that shape. For another shape a line is fitted
+        through all samples: a constant part, such as loading, plus a part proportional to the work.
         """
         same = self._shapes.get(job.shape)
         if same:

@@ -1,4 +1,4 @@
-"""The folder of a service and those of its jobs: their names, and what no job needs any more."""
+"""The journal folder of a service and the folders of its jobs: checks, lock and cleanup."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from wan.output_files import OutputKind, check_folder, check_output, json_kind
 from wan.settings.errors import InputError
 
 NAME_LENGTH = 63
-"""Characters of a replica's name, as Kubernetes allows them."""
+"""Maximum length of a replica's name, as in Kubernetes."""
 JOB_ID = re.compile(r"video_[\w-]{1,100}", re.ASCII)
 UPLOAD = "upload-"
-"""What the names of a request's files begin with."""
-UPLOADED = OutputKind("a file of this request", lambda _: False)  # its folder is new
+"""Prefix of the names of uploaded files."""
+UPLOADED = OutputKind("a file of this request", lambda _: False)  # the folder is new
 _TEMPORARY = r"(\.\w+-\d+-)?"
 _OUR_FILES = re.compile(
     rf"{_TEMPORARY}(({UPLOAD}\w+|video[.-][^/]*)(/{_TEMPORARY}[\w.]+)?|(thumbnail|spritesheet)\.jpg)"
@@ -31,18 +31,18 @@ _OWN_FILES = (
     *("lock", "front.json", "ranks.log", "ranks.1.log", "reserve"),
     *(f"journal.sqlite{end}" for end in ("", "-wal", "-shm", "-journal")),
 )
-"""Files of the service in the folder of its journal."""
+"""Files of the service in the journal folder."""
 
 
 FRONT = json_kind("the address of a service", "host", "port", "secret")
-"""Where ranks find their service: front.json in its folder."""
+"""Kind of front.json, from which ranks read the address of the front."""
 
 
 def check_journal(folder: Path) -> None:
-    """Refuses a folder in which the service could not keep its jobs. Makes nothing.
+    """Checks that a folder can hold the journal and the jobs; writes nothing.
 
     Raises:
-        InputError: It is no folder, cannot be written, or has something else under a name of ours.
+        InputError: It is not a writable folder, or one of the service's file names is taken.
     """
     other = "give another folder"
     check_folder(folder.absolute(), "--journal", folder, other)
@@ -51,30 +51,30 @@ def check_journal(folder: Path) -> None:
         try:
             mode = path.lstat().st_mode
         except OSError:
-            continue  # it is not there
+            continue  # absent
         what = f"--journal {folder}"
         if stat.S_ISLNK(mode) and name != "jobs":
             raise InputError(what, None, f"has a symbolic link as its {name}", other)
         if not (path.is_dir() if name == "jobs" else stat.S_ISREG(mode)):
             kind = "folder" if name == "jobs" else "file"
-            raise InputError(what, None, f"has a {name} that is no {kind}", other)
+            raise InputError(what, None, f"has a {name} that is not a {kind}", other)
         if not os.access(path, os.R_OK | os.W_OK):
             raise InputError(what, None, f"has a {name} that cannot be written", other)
     check_output(folder / "front.json", FRONT, "--journal")
 
 
 def lock_journal(folder: Path) -> BinaryIO:
-    """Returns a file that keeps other services from a folder until it is closed.
+    """Locks a journal folder against other services until the returned file is closed.
 
     Raises:
-        InputError: Another service has it, or its file cannot be used.
+        InputError: Another service has the lock, or the file `lock` cannot be used.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         lock = os.fdopen(os.open(folder / "lock", flags, 0o644), "rb+", buffering=0)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        why = "belongs to a service that runs"
+        why = "is used by a running service"
         raise InputError(f"--journal {folder}", None, why, "give another folder") from error
     except OSError as error:
         why = f"cannot be locked ({error.strerror})"
@@ -83,35 +83,35 @@ def lock_journal(folder: Path) -> BinaryIO:
 
 
 def remove_files(folder: Path, keep: Callable[[str], bool] | None = None) -> None:
-    """Removes the files of a job's folder that the service and its ranks write.
+    """Removes the files that the service and its ranks have written to a job's folder.
 
     Other files stay. Links are removed, not followed.
 
     Args:
-        folder: The folder; it may be absent.
-        keep: Returns whether a path in the folder stays; None: the folder is removed, too, unless
-            somebody else's files are in it.
+        folder: May be absent.
+        keep: Returns whether a relative path stays; None: all files are removed, and the folder
+            with them unless it has other files.
     """
-    for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder comes before it
+    for path in sorted(folder.rglob("*"), reverse=True):  # content before its folder
         name = path.relative_to(folder).as_posix()
         if (keep is not None and keep(name)) or not _OUR_FILES.fullmatch(name):
             continue
         with suppress(OSError):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     if keep is None:
-        with suppress(OSError):  # it is not empty, or not there
+        with suppress(OSError):  # not empty, or absent
             folder.rmdir()
 
 
 def remove_orphans(jobs: Path, state_of: Callable[[str], str | None]) -> None:
-    """Removes the folders of deleted jobs, and unfinished ones that the journal has no job of.
+    """Removes the folders of deleted jobs and unfinished folders without a job in the journal.
 
-    A folder with any file that the service does not write is left. One with a finished video and
-    its record is left, too, from which its job can be taken up again.
+    An unfinished folder stays if it has a file that the service does not write. A folder with a
+    finished video and its record stays, so that its job can be restored.
 
     Args:
-        jobs: The folder of the folders.
-        state_of: Returns the state of a job by its id, also of a deleted one, or None.
+        jobs: The parent folder.
+        state_of: Returns the state of a job, also of a deleted one, by its id; None: no such job.
     """
     for folder in jobs.iterdir():
         if folder.is_symlink() or not folder.is_dir() or not JOB_ID.fullmatch(folder.name):

@@ -1,4 +1,4 @@
-"""The group of ranks: started, listened to, and started again when it has ended."""
+"""Starts the ranks with torchrun, exchanges messages with them, and restarts them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from wan.serve.connections import Connections, open_sockets
 from wan.serve.folders import FRONT
 from wan.serve.monitor import GroupMonitor
 
-_GRACE = 15.0  # seconds in which ranks that are told to stop, or have lost one of them, should end
-_RECOVERY = 15.0  # seconds in which ranks that seem to hang may go on
-_HELLO = 10.0  # seconds in which a rank that has connected shows that it knows the secret
-_STRANGERS = 32  # connections at most that have not
+_GRACE = 15.0  # seconds in which ranks should end after a stop command or the loss of a rank
+_RECOVERY = 15.0  # seconds in which ranks that seem to hang may recover
+_HELLO = 10.0  # seconds in which a new connection must send the secret
+_STRANGERS = 32  # maximum of connections without the secret
 _SHORTEST = 1.0  # seconds between two starts of a group
-_LONGEST = 60.0  # of one that does not come up
-_LOOK = 1.0  # seconds between two looks at whether ranks hang
-_LOG = 10_000_000  # bytes from which on the ranks' log is begun anew
+_LONGEST = 60.0  # the same after repeated failed starts
+_LOOK = 1.0  # seconds between two checks for hanging ranks
+_LOG = 10_000_000  # bytes from which a new ranks' log is started
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Nodes:
     """The machines of a group.
 
     Attributes:
-        count: How many there are.
-        host, port: Of the front's machine, where the others find it.
+        count: Number of machines.
+        host, port: Rendezvous address, on the front's machine.
     """
 
     count: int = 1
@@ -46,7 +46,7 @@ class Nodes:
     port: int = 0
 
     def torchrun(self, ranks: int) -> list[str]:
-        """Returns the arguments that start the ranks of the front's machine."""
+        """Returns the torchrun arguments for this machine's part of `ranks` ranks."""
         if self.count == 1:
             return ["--standalone", f"--nproc_per_node={ranks}"]
         own = [f"--nnodes={self.count}", "--node_rank=0", f"--nproc_per_node={ranks // self.count}"]
@@ -57,16 +57,15 @@ ONE_NODE = Nodes()
 
 
 class RankGroup:
-    """The ranks of the service.
+    """The ranks of the service, restarted whenever they have ended.
 
-    Those of other machines are started there, by torchrun in a loop; they find the front by the
-    file front.json in its folder, which all machines have to share.
+    Ranks on other machines are started there, by torchrun in a loop. They read the address of the
+    front from front.json in the journal folder, which all machines share.
 
     Attributes:
-        ready: All ranks of the present group wait for videos or make one.
-        restarts: How often a group was started after the first.
-        trouble: Why the last group has ended; None while a group is ready.
-        down_since: When the last group ended, by `time.monotonic`; None while one runs.
+        restarts: Number of restarts.
+        trouble: Why the last group ended, or why the present one seems to hang; else None.
+        down_since: End of the last group, by `time.monotonic`; None while a group runs.
     """
 
     def __init__(
@@ -79,16 +78,16 @@ class RankGroup:
         texts: int = 64,
         timeout: float = 1800.0,
     ) -> None:
-        """Starts nothing yet.
+        """Prepares the group; `run` starts it.
 
         Args:
             argv: Flags of generate.py for the ranks.
-            ranks: How many there are.
-            folder: For the ranks' log and the address of the front.
-            told: Gets what ranks say, and {"is": "ended", "reason": ...} when a group has ended.
-            nodes: The machines that they are on.
-            texts: How many prompts' embeddings they keep.
-            timeout: Seconds of --dist_timeout: how long they may make no progress.
+            ranks: Number of ranks on all machines.
+            folder: The journal folder, for the ranks' log and front.json.
+            on_message: Called with messages about jobs, with {"is": "ready"} when all ranks are
+                ready, and with {"is": "ended", "code": ..., "message": ...} after each group.
+            max_cached_prompts: Number of prompts whose embeddings the ranks cache.
+            timeout: Seconds that the ranks may make no progress, as --dist_timeout.
         """
         self._argv, self._ranks, self._folder, self._told = list(argv), ranks, folder, told
         self._nodes, self._texts = nodes, texts
@@ -102,14 +101,14 @@ class RankGroup:
         self._monitor = GroupMonitor(timeout)
         self._callers = Connections(ranks + _STRANGERS, _HELLO)
         self._came_up = False
-        self._suspected: float | None = None  # since when the group seems to hang
+        self._suspected: float | None = None  # start of a suspected hang
         self.trouble: str | None = None
         self.restarts = 0
         self.down_since: float | None = time.monotonic()
 
     @property
     def ready(self) -> bool:
-        """Whether videos can be made."""
+        """Whether all ranks are connected and responsive."""
         return len(self._ready) == self._ranks and self._suspected is None
 
     @property
@@ -119,13 +118,13 @@ class RankGroup:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Rank of this machine -> its process."""
+        """Process ids of the ranks on this machine, by rank."""
         return dict(self._pids)
 
     async def run(self) -> None:
-        """Keeps a group running until `stop` is called."""
+        """Runs groups of ranks, one after the other, until `stop` is called."""
         listening, *others = open_sockets(self._nodes.host, 0, self._callers)
-        for one in others:  # they have other ports, and ranks are told one
+        for one in others:  # of further addresses; ranks use one port
             one.close()
         port = listening.getsockname()[1]
         server = await asyncio.start_server(self._listen, sock=listening)
@@ -146,7 +145,7 @@ class RankGroup:
                 self.restarts += 1
 
     async def stop(self) -> None:
-        """Ends the ranks: those that wait at once, others before their next step."""
+        """Ends the ranks: idle ones at once, others before their next denoising step."""
         self._stopping = True
         self._say(do="stop")
         process = self._process
@@ -155,25 +154,25 @@ class RankGroup:
         with suppress(TimeoutError):
             async with asyncio.timeout(_GRACE):
                 await process.wait()
-        await self._end(process)  # also ranks that torchrun has left behind
+        await self._end(process)  # also ranks that torchrun did not end
 
     def make(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
-        """Has videos made, which all have to end before others are given.
+        """Sends a batch of jobs to the ranks; the next batch may follow when all have ended.
 
         Args:
-            jobs: For each its id "job", "settings", and the "file" that it is written to.
-            shapes: Of each job, equal where the steps take the same time.
+            jobs: For each job its id "job", its "settings", and the output "file".
+            shapes: Job id -> shape; steps of equal shapes take the same time.
         """
         self._monitor.begin_jobs(shapes)
         self._say(do="make", jobs=jobs)
 
     def cancel(self, job: str) -> None:
-        """Has a video ended before its next step."""
+        """Cancels a job before its next denoising step."""
         self._monitor.cancel(job)
         self._say(do="cancel", job=job)
 
     async def _one(self, address: Path) -> bool:
-        """Starts a group, waits for its end, and returns whether it had come up."""
+        """Starts a group and waits for its end; returns whether all ranks had become ready."""
         self._links, self._ready, self._reason, self._pids = {}, set(), None, {}
         self._came_up, self._suspected = False, None
         self._monitor.begin_group(time.monotonic())
@@ -205,31 +204,31 @@ class RankGroup:
         code, message = self._reason or ("ranks_lost", "The ranks have ended unexpectedly.")
         self.trouble = message
         if not self._stopping:
-            logger.error("The ranks have ended (%s); they are started again.", message)
+            logger.error("The ranks have ended (%s) and are restarted.", message)
         self._told({"is": "ended", "code": code, "message": message})
         return came_up
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kills a group that hangs and does not recover; `_one` sees its end."""
+        """Kills a group that hangs and does not recover."""
         while not self._stopping:
             await asyncio.sleep(_LOOK)
             now = time.monotonic()
             trouble = self._monitor.check(now)
             if trouble is None:
                 if self._suspected is not None:
-                    logger.warning("The ranks go on.")
+                    logger.warning("The ranks make progress again.")
                     self._suspected = self.trouble = None
                     if self.ready:
                         self._told({"is": "ready"})
                 continue
             self.trouble = trouble
             if self._suspected is None:
-                logger.error("%s They are killed in %.0f s unless they go on.", trouble, _RECOVERY)
+                logger.error("%s They are killed in %.0f s if this lasts.", trouble, _RECOVERY)
                 self._suspected = now
             elif now - self._suspected > _RECOVERY:
                 self._came_up, self._ready = len(self._ready) == self._ranks, set()
                 self._reason = "ranks_lost", trouble
-                self._kill(process, signal.SIGKILL)  # which also ends a stopped process
+                self._kill(process, signal.SIGKILL)  # SIGKILL also ends a suspended process
                 return
 
     def _kill(self, process: asyncio.subprocess.Process, number: signal.Signals) -> None:
@@ -239,12 +238,12 @@ class RankGroup:
             ranks |= _descendants(process.pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
-        for pid in ranks:  # torchrun gives ranks sessions of their own
+        for pid in ranks:  # torchrun starts each rank in a new session
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Ends every process of a group, which is a session of its own."""
+        """Ends every process of a group."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._kill(process, number)
             deadline = time.monotonic() + _GRACE
@@ -253,7 +252,7 @@ class RankGroup:
         await process.wait()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hears one rank until its connection ends."""
+        """Reads the messages of one rank until its connection closes."""
         connection = self._callers.add(writer.transport)
         rank = None
         try:
@@ -269,7 +268,7 @@ class RankGroup:
                         self._pids[rank] = int(told["pid"])
                     self._monitor.receive(rank, told, time.monotonic())
                     continue
-                if self._links.get(rank) is not writer:  # of a group that was ended
+                if self._links.get(rank) is not writer:  # a rank of an earlier group
                     break
                 self._hear(rank, json.loads(line))
         except (OSError, ValueError, asyncio.IncompleteReadError):
@@ -279,7 +278,7 @@ class RankGroup:
             writer.close()
 
     def _read_hello(self, line: bytes) -> dict[str, Any] | None:
-        """Returns the first line of a rank; None of a caller that does not know the secret."""
+        """Parses the first line of a connection; returns None if the secret is wrong."""
         try:
             told = json.loads(line)
             secret = str(told["secret"]).encode()
@@ -288,7 +287,7 @@ class RankGroup:
         return told if secrets.compare_digest(secret, self._secret.encode()) else None
 
     def _hear(self, rank: int, said: dict[str, Any]) -> None:
-        """Takes what a rank says after its first line."""
+        """Handles a message of a rank after its first line."""
         self._monitor.receive(rank, said, time.monotonic())
         if said["is"] == "ready":
             self._ready.add(rank)
@@ -308,7 +307,7 @@ class RankGroup:
 
 
 def _runs(pid: int) -> bool:
-    """Returns whether a process has not ended; a zombie has."""
+    """Returns whether a process is running; a zombie is not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -317,7 +316,7 @@ def _runs(pid: int) -> bool:
 
 
 def _descendants(pid: int) -> set[int]:
-    """Returns the processes that a process and its children have started."""
+    """Returns the process ids of all descendants of a process."""
     with suppress(OSError):
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
         children = {int(child) for child in text.split()}
@@ -326,7 +325,7 @@ def _descendants(pid: int) -> set[int]:
 
 
 def _log(path: Path) -> BinaryIO:
-    """Opens the ranks' log to write on; a long one is put aside."""
+    """Opens the ranks' log for appending; renames a long one first."""
     if path.exists() and path.stat().st_size > _LOG:
         path.replace(path.with_suffix(".1.log"))
     return path.open("ab")

@@ -1,4 +1,4 @@
-"""The journal of the jobs: in memory for all that reads, and on disk, where a restart finds it."""
+"""The journal of the jobs: read from memory, and written to disk for restarts."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from wan.settings.errors import InputError
 
 ENDS = ("completed", "failed", "deleted")
 ATTEMPTS = 2
-"""How often a job is begun before it fails because its ranks were lost."""
+"""Attempts after which a job fails whose ranks were lost."""
 PATIENCE = 5.0
-"""Seconds for which another program may lock the journal before new jobs are refused."""
+"""Seconds that another program may lock the journal before new jobs are refused."""
 LOOK = 2.0
-"""Seconds between two looks at whether the journal can be written."""
+"""Seconds between two checks of the journal file."""
 _DAY = 86400.0
-_LAST_WRITE = 5.0  # seconds in which the last changes are written when the service stops
+_LAST_WRITE = 5.0  # seconds to write the last changes when the service stops
 
 
 class Journal:
     """The jobs of a service.
 
-    All of them are in memory, which answers every question; ended ones as the bytes of their rows.
-    A change is made in memory at once and is written by a thread of its own, so that a slow or
-    locked disk never holds the event loop. A new job exists only once it is on disk.
+    All jobs are in memory; ended ones as the bytes of their rows. Changes are made in memory first
+    and written by a separate thread, so that a slow or locked disk never blocks the event loop. A
+    new job is queued only once it is on disk.
 
-    All methods but `has_room` and `wipe` belong to one thread, that of the event loop.
+    All methods except `has_room` and `vacuum` are called in the thread of the event loop.
 
     Attributes:
-        version: Counts the changes of the queue.
+        version: Incremented by every change of the queue.
         problem: Why changes cannot be written, as a sentence; None while they can.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the journal, or begins one.
+        """Opens or creates the journal.
 
         Raises:
-            InputError: It is damaged, cannot be written, or stays locked by another program.
+            InputError: The file is damaged, cannot be written, or stays locked by another program.
         """
         self.version = 0
         self.problem: str | None = None
@@ -55,10 +55,10 @@ class Journal:
         self._open: dict[str, QueuedVideo] = {}
         self._ended: dict[str, bytes] = {}
         self._deleted: dict[str, QueuedVideo] = {}
-        self._adding: dict[str, QueuedVideo] = {}  # new jobs that are not on disk yet
-        self._numbers: dict[str, int] = {}  # id -> the place of its row, also of deleted jobs
-        self._order: list[tuple[int, str]] = []  # number and id of jobs that are not deleted
-        self._ends: list[tuple[float, str]] = []  # time and id of ended ones, sorted
+        self._adding: dict[str, QueuedVideo] = {}  # new jobs, not yet on disk
+        self._numbers: dict[str, int] = {}  # id -> number of its row, also of deleted jobs
+        self._order: list[tuple[int, str]] = []  # row number and id of jobs that are not deleted
+        self._ends: list[tuple[float, str]] = []  # end time and id of ended jobs, sorted
         self._keys: dict[str, str] = {}
         self._digests: dict[str, list[str]] = {}  # of jobs without a key
         self._counts: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, "journal")
 
     def close(self) -> None:
-        """Writes the last changes and ends all writing."""
+        """Writes the last changes and closes the file."""
         deadline = time.monotonic() + _LAST_WRITE
         while self._unwritten:
             _, rows = self._take_changes()
@@ -91,11 +91,11 @@ class Journal:
         self._thread.shutdown()
 
     def has_room(self) -> bool:
-        """Returns whether new jobs can be written; sees to it that they can, if the disk allows."""
+        """Returns whether the disk has room for new jobs; reserves space for the journal."""
         return self._file.has_room()
 
     async def keep(self) -> None:
-        """Writes all changes until it is cancelled, and looks whether the file can be written."""
+        """Writes changes, and checks the file regularly, until the task is cancelled."""
         pause = 0.1
         while True:
             if await self._flush(looks=True):
@@ -112,8 +112,8 @@ class Journal:
         """Waits until all changes so far are on disk; returns whether they are.
 
         Args:
-            seconds: How long another program may lock the file; None: `PATIENCE`.
-            looks: Where nothing has changed, the file is looked at nevertheless.
+            seconds: Time limit for locks of other programs; None: `PATIENCE`.
+            check_file: Whether to check the file also if nothing has changed.
         """
         wait = PATIENCE if seconds is None else seconds
         deadline, pause = time.monotonic() + wait, 0.05
@@ -126,10 +126,10 @@ class Journal:
         return True
 
     async def add(self, job: QueuedVideo) -> None:
-        """Writes a new job, and only then has it in the queue.
+        """Writes a new job to disk, then adds it to the queue.
 
         Raises:
-            JournalError: It cannot be written; there is no such job.
+            JournalError: The job cannot be written and was not added.
         """
         self._adding[job.id] = job
         try:
@@ -140,16 +140,16 @@ class Journal:
             if job.id in self._open:
                 self.delete(job)
             elif self._adding.pop(job.id, None) is not None:
-                self._note(job.id)  # its row is removed, if it was written after all
+                self._note(job.id)  # removes its row if it was written after all
             raise
 
     def take_up(self, job: QueuedVideo) -> None:
-        """Has a job again that was made before and is not in the journal."""
+        """Adds a job of an earlier service that is missing in the journal."""
         self._enter(job)
         self._note(job.id)
 
     def change(self, job: QueuedVideo, **values: Any) -> None:
-        """Sets some of a job's values."""
+        """Sets fields of a job."""
         entry = self._find(job.id)
         if entry is not None:
             self._withdraw(entry)
@@ -161,7 +161,7 @@ class Journal:
             self._note(entry.id)
 
     def delete(self, job: QueuedVideo) -> None:
-        """Erases a job: its words, its key and its digest; id and times stay for a day."""
+        """Deletes a job; only its id and its times stay, for a day."""
         entry = self._find(job.id)
         if entry is None:
             return
@@ -181,16 +181,16 @@ class Journal:
         self._note(job.id)
 
     def wipe(self) -> None:
-        """Rewrites the file, where jobs were deleted since the last time.
+        """Rewrites the file if jobs were deleted since the last time.
 
-        SQLite zeroes what is deleted, but may leave copies of it in pages that it has split.
+        SQLite zeroes deleted content, but may leave copies of it in pages that it has split.
         """
         if self._has_residue:
             self._has_residue = False
             self._has_residue |= not self._thread.submit(self._file.wipe).result()
 
     def forget_deleted(self, has_files: Callable[[str], bool]) -> None:
-        """Removes the rows of jobs that were deleted more than a day ago and have no files."""
+        """Removes the rows of jobs without files that were deleted more than a day ago."""
         before = time.time() - _DAY
         for name, job in [*self._deleted.items()]:
             if (job.ended or 0.0) < before and not has_files(name):
@@ -199,25 +199,25 @@ class Journal:
                 self._note(name)
 
     def get(self, name: str) -> QueuedVideo | None:
-        """Returns a job that is not deleted."""
+        """Returns a job by its id; None if it is deleted or unknown."""
         return self._find(name)
 
     def state(self, name: str) -> str | None:
-        """Returns the state of a job, also of a deleted one; None if there never was one."""
+        """Returns the state of a job, also of a deleted one; None if it is unknown."""
         job = self._deleted.get(name) or self._find(name)
         return None if job is None else job.state
 
     def find_key(self, key: str) -> QueuedVideo | None:
-        """Returns the last job of an Idempotency-Key."""
+        """Returns the last job with an Idempotency-Key."""
         return self._find(self._keys.get(key, ""))
 
     def find_digest(self, digest: str, since: float) -> QueuedVideo | None:
-        """Returns the last job of the same body and without a key, if it was created since then."""
+        """Returns the last job without a key and with this digest, if created after `since`."""
         job = self._find(self._digests.get(digest, [""])[-1])
         return job if job is not None and job.created > since else None
 
     def page(self, after: str | None, limit: int, newest_first: bool) -> list[QueuedVideo]:
-        """Returns jobs by age, from the one that follows `after`, which may be deleted."""
+        """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one."""
         begin, end = 0, len(self._order)
         if after is not None:
             number = self._numbers.get(after)
@@ -232,12 +232,12 @@ class Journal:
         return [job for _, name in names if (job := self._find(name)) is not None]
 
     def in_state(self, *states: str) -> list[QueuedVideo]:
-        """Returns the queued or running jobs of some states in the order in which they are made."""
+        """Returns the queued or running jobs in some states, in the order of execution."""
         jobs = [job for job in self._open.values() if job.state in states]
         return sorted(jobs, key=lambda job: (-job.priority, self._numbers[job.id]))
 
     def last(self, count: int) -> list[QueuedVideo]:
-        """Returns the last completed jobs, the newest first."""
+        """Returns up to `count` completed jobs, newest first."""
         jobs: list[QueuedVideo] = []
         for _, name in reversed(self._ends):
             if len(jobs) == count:
@@ -248,24 +248,24 @@ class Journal:
         return jobs
 
     def ended_before(self, moment: float, count: int | None = None) -> list[QueuedVideo]:
-        """Returns jobs that ended earlier, the oldest end first. count: How many; None: all."""
+        """Returns up to `count` jobs that ended before a time, oldest first; None: all."""
         names = self._ends[: bisect_left(self._ends, (moment,))][:count]
         return [job for _, name in names if (job := self._find(name)) is not None]
 
     def counts(self) -> dict[str, int]:
-        """Returns how many jobs are in each state."""
+        """Returns the number of jobs in each state."""
         return dict(self._counts)
 
     def stored_bytes(self) -> int:
-        """Returns the bytes of the files of all jobs."""
+        """Returns the size of the files of all jobs in bytes."""
         return self._bytes
 
     def recover(self) -> list[QueuedVideo]:
-        """Queues again what ran when the front ended; returns what has failed now."""
+        """Requeues the jobs that ran when the front ended; returns those that fail instead."""
         failed = []
         for job in self.in_state("in_progress"):
             if job.attempt >= ATTEMPTS:
-                error = {"code": "interrupted", "message": "The service ended twice meanwhile."}
+                error = {"code": "interrupted", "message": "The job was interrupted twice."}
                 self.change(job, state="failed", error=error, ended=time.time())
                 failed.append(job)
             else:
@@ -275,13 +275,13 @@ class Journal:
     # Jobs in memory.
 
     def _load(self, rows: Iterable[Row]) -> None:
-        """Reads the rows of the file."""
+        """Adds the jobs of all rows of the file."""
         for row in rows:
             try:
                 job = read_row(row)
             except (ValueError, RecursionError) as error:
-                why = f"is damaged: a row is none of a job ({error})"
-                remedy = "move it away; finished videos are taken up again from their records"
+                why = f"is damaged: a row is not a job ({error})"
+                remedy = "move it away; finished videos are restored from their records"
                 raise InputError(str(self._path), None, why, remedy) from error
             if job.state != "deleted":
                 self._enter(job, row)
@@ -290,17 +290,17 @@ class Journal:
             self._numbers[job.id] = self._last_number
             self._deleted[job.id] = erase_words(job)
             self._counts["deleted"] += 1
-            self._has_residue = True  # an earlier version, or a kill, left it
+            self._has_residue = True  # left by an earlier version or a killed process
             if job.settings:
                 self._note(job.id)
 
     def _find(self, name: str) -> QueuedVideo | None:
-        """Returns a job that is not deleted: an open one itself, a copy of an ended one."""
+        """Returns an open job itself, or a copy of an ended one; None if deleted or unknown."""
         row = self._ended.get(name)
         return self._open.get(name) if row is None else read_row(marshal.loads(row))
 
     def _enter(self, job: QueuedVideo, row: Row | None = None) -> None:
-        """Has a job that is newer than all others. row: Its row, if it was made already."""
+        """Adds a job as the newest one. row: its row, if known."""
         self._last_number += 1
         self._numbers[job.id] = self._last_number
         self._order.append((self._last_number, job.id))
@@ -311,7 +311,7 @@ class Journal:
         self._place(job, row)
 
     def _place(self, job: QueuedVideo, row: Row | None = None) -> None:
-        """Has a job by its state, and counts it. row: Its row, if it was made already."""
+        """Adds a job to the index of its state. row: its row, if known."""
         if job.state in ENDS:
             self._ended[job.id] = marshal.dumps(make_row(job) if row is None else row)
             insort(self._ends, (job.ended or 0.0, job.id))
@@ -322,7 +322,7 @@ class Journal:
         self.version += 1
 
     def _withdraw(self, job: QueuedVideo) -> None:
-        """Takes back what `_place` did."""
+        """Removes a job from the index of its state."""
         if self._ended.pop(job.id, None) is not None:
             end = (job.ended or 0.0, job.id)
             del self._ends[bisect_left(self._ends, end)]
@@ -332,20 +332,20 @@ class Journal:
         self._bytes -= job.bytes
         self.version += 1
 
-    # What is written.
+    # Writing.
 
     def _note(self, name: str) -> None:
-        """Notes that a job's row has to be written."""
+        """Marks a job's row as unwritten."""
         self._unwritten[name] = None
         self._changed.set()
 
     def _take_changes(self) -> tuple[dict[str, None], list[tuple[str, Row | None]]]:
-        """Returns the ids that have to be written, of which none is left, and their rows."""
+        """Returns the unwritten ids and their rows, and clears the set of unwritten ids."""
         names, self._unwritten = self._unwritten, {}
         return names, [(name, self._row(name)) for name in names]
 
     def _row(self, name: str) -> Row | None:
-        """Returns the row of a job as it is now; None if there is no such job any more."""
+        """Returns the present row of a job; None if the job is removed."""
         row = self._ended.get(name)
         if row is not None:
             return tuple(marshal.loads(row))
@@ -353,17 +353,17 @@ class Journal:
         return None if job is None else make_row(job)
 
     def _all_rows(self) -> Iterator[Row]:
-        """Yields the rows of all jobs by age. The thread that writes calls it."""
+        """Yields the rows of all jobs by age; called in the writing thread."""
         for name in [*self._numbers, *self._adding]:
             row = self._row(name)
             if row is not None:
                 yield row
 
     async def _flush(self, looks: bool = False) -> bool:
-        """Tries once to write all changes; returns whether all of them are on disk.
+        """Tries once to write all changes; returns whether it succeeded.
 
         Args:
-            looks: Where nothing has changed, the file is looked at nevertheless.
+            check_file: Whether to check the file also if nothing has changed.
         """
         async with self._flushing:
             if not self._unwritten and not looks:
@@ -394,11 +394,10 @@ class Journal:
             return True
 
     def _fail(self, error: Exception, began: float) -> None:
-        """Notes that changes could not be written.
+        """Records a failed attempt to write.
 
         Args:
-            error: Why.
-            began: When that was tried, by `time.monotonic`.
+            started_at: Start of the attempt, by `time.monotonic`.
         """
         if not isinstance(error, JournalError):
             logger.error("The journal could not be written.", exc_info=error)
@@ -406,9 +405,9 @@ class Journal:
         if self._failing_since is None:
             self._failing_since = began
         self._is_locked = error.is_locked
-        is_short = time.monotonic() + BUSY - self._failing_since < PATIENCE  # after one more try
+        is_short = time.monotonic() + BUSY - self._failing_since < PATIENCE  # with one more try
         if error.is_locked and is_short:
             return
         if self.problem != str(error):
-            logger.error("%s Changes are kept in memory until it can.", error)
+            logger.error("%s Changes stay in memory until it can be written.", error)
         self.problem = str(error)

@@ -1,4 +1,4 @@
-"""The journal on disk: an SQLite file that is opened, checked, written, and written again whole."""
+"""The journal on disk: an SQLite file that is checked before each write and restored if lost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from wan.serve.rows import COLUMNS, Row
 from wan.settings.errors import InputError, is_disk_full
 
 BUSY = 1.0
-"""Seconds for which one attempt to write waits for a lock."""
-_START = 60.0  # seconds in which the start waits for a lock
+"""Seconds that one attempt to write waits for a lock."""
+_START = 60.0  # seconds that the start waits for a lock
 _ROOM = marked_kind("room that the journal keeps free", bytes(4096))
-_LEAST_FREE = 1_000_000  # bytes without which a job's own files cannot be written
-_RESERVE = 8_000_000  # bytes; SQLite writes up to half of it beside its file
+_LEAST_FREE = 1_000_000  # bytes that must be free for the files of a new job
+_RESERVE = 8_000_000  # bytes; SQLite needs up to half of it for its logs
 _CHECKPOINT = "PRAGMA wal_checkpoint({})"
 _TABLE = f"CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, {', '.join(COLUMNS[1:])})"
 _INSERT = f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
@@ -31,14 +31,14 @@ _UPSERT = f"{_INSERT} ON CONFLICT (id) DO UPDATE SET " + ", ".join(
     f"{name} = excluded.{name}" for name in COLUMNS[1:]
 )
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
-_REMEDY = "move it away; finished videos are taken up again from their records"
+_REMEDY = "move it away; finished videos are restored from their records"
 
 
 class JournalError(Exception):
-    """Says in a sentence why the journal cannot be written now.
+    """The journal cannot be written; the message is a sentence for users.
 
     Attributes:
-        is_locked: Another program has locked the file, which may end at any time.
+        is_locked: Another program has locked the file.
     """
 
     def __init__(self, sentence: str, is_locked: bool = False) -> None:
@@ -49,14 +49,14 @@ class JournalError(Exception):
 class JournalFile:
     """The file of the journal.
 
-    All methods wait for the disk. `write`, `wipe` and `close` are called by one thread at a time.
+    All methods block on the disk. `write`, `vacuum` and `close` are called by one thread at a time.
 
-    Every transaction writes a random number into the file (`user_version`). With it an earlier
-    copy, or another file, is told from what was written last.
+    Every transaction writes a random stamp into the file (`user_version`), which distinguishes the
+    last written version from an older copy or another file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens nothing yet. path: The file, whose folder exists."""
+        """Prepares the paths; `open` opens the file. path: in an existing folder."""
         self._path = path.absolute()
         self._logs = [self._path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm")]
         self._reserve = path.with_name("reserve")
@@ -64,14 +64,14 @@ class JournalFile:
         self._folder = _identify(self._path.parent)
         self._connection: sqlite3.Connection | None = None
         self._files: list[tuple[int, int] | None] = []  # identities of the file and its logs
-        self._content = (-1, -1)  # bytes of the file, and the time of its last change
+        self._content = (-1, -1)  # size and modification time of the file
         self._stamp = 0
 
     def open(self) -> None:
-        """Opens the file, or begins one.
+        """Opens or creates the file.
 
         Raises:
-            InputError: It is damaged, cannot be written, or stays locked by another program.
+            InputError: The file is damaged, cannot be written, or stays locked by another program.
         """
         deadline, is_told = time.monotonic() + _START, False
         while True:
@@ -92,7 +92,7 @@ class JournalFile:
             time.sleep(0.2)
 
     def read_rows(self) -> Iterator[Row]:
-        """Yields the rows of all jobs, the oldest first.
+        """Yields the rows of all jobs, oldest first.
 
         Raises:
             InputError: The file is damaged.
@@ -111,15 +111,15 @@ class JournalFile:
         read_all: Callable[[], Iterable[Row]],
         waits: bool = True,
     ) -> None:
-        """Writes rows, after a look at whether the file is still the same.
+        """Checks the file and writes rows to it.
 
-        A file that is gone, was exchanged or is damaged is written again whole. Where there is one
-        of its name, that is put aside.
+        A file that was removed, replaced or damaged is rewritten with all rows; the file that now
+        has its name is renamed first.
 
         Args:
-            rows: Ids and rows of jobs; a row of None is removed. There may be none.
+            rows: Ids and rows of jobs; None removes a row. May be empty.
             read_all: Returns the rows of all jobs, these included, in the order of the file.
-            waits: A lock of another program is waited for, for `BUSY` seconds.
+            wait_for_lock: Whether to wait up to `BUSY` seconds for a lock of another program.
 
         Raises:
             JournalError: The rows could not be written.
@@ -135,20 +135,20 @@ class JournalFile:
             raise _describe(error) from error
 
     def erase_log(self) -> bool:
-        """Writes the write-ahead log into the file and empties it, unless others use it.
+        """Writes the write-ahead log into the file and truncates it.
 
         Returns:
-            Whether it is empty.
+            Whether the log is empty; False if another program uses it.
         """
         return self._connection is not None and self._checkpoint("TRUNCATE")
 
     def wipe(self) -> bool:
-        """Rewrites the file without what deleted rows have left in pages that SQLite has split.
+        """Rewrites the file without remains of deleted rows in pages that SQLite has split.
 
         Returns:
-            Whether nothing is left.
+            Whether no remains are left.
         """
-        address = f"{self._path.as_uri()}?mode=rw"  # makes no new file
+        address = f"{self._path.as_uri()}?mode=rw"  # does not create a file
         try:
             if self._connection is None or self._find_damage() is not None:
                 return False
@@ -160,28 +160,28 @@ class JournalFile:
                 is_busy = other.execute(_CHECKPOINT.format("TRUNCATE")).fetchone()[0]
             self._remember()
             return not is_busy
-        except (sqlite3.Error, OSError, JournalError) as error:  # it is used, or the disk is full
+        except (sqlite3.Error, OSError, JournalError) as error:  # in use, or the disk is full
             logger.debug("The journal is rewritten later (%s).", error)
             return False
 
     def close(self) -> None:
-        """Ends all writing."""
+        """Closes the file."""
         self._disconnect()
 
     def has_room(self) -> bool:
-        """Returns whether new jobs can be written; sees to it that they can, if the disk allows."""
+        """Returns whether the disk has room for new jobs; writes the reserve file if missing."""
         with self._reserving:
             try:
                 if shutil.disk_usage(self._path.parent).free < _LEAST_FREE:
                     return False
                 if self._reserve.exists() or _identify(self._path.parent) != self._folder:
-                    return True  # `write` says what has become of the folder
+                    return True  # `write` reports a moved folder
                 with write_output(self._reserve, _ROOM) as temporary:
                     temporary.write_bytes(bytes(_RESERVE))
             except OSError as error:
                 if is_disk_full(error):
                     return False
-                logger.debug("No reserve was written (%s).", error)
+                logger.debug("The reserve file was not written (%s).", error)
             return True
 
     def _open(self) -> None:
@@ -214,17 +214,17 @@ class JournalFile:
         self._remember()
 
     def _refusal(self, error: Exception) -> InputError:
-        """Returns why the service cannot start with the file."""
+        """Returns the refusal of a file with which the service cannot start."""
         code = _code(error)
         if code is not None and code not in _DAMAGED:
-            remedy = "see to it that it can be written"
+            remedy = "make it writable"
             return InputError(str(self._path), None, f"cannot be used ({error})", remedy)
         if isinstance(error, OSError):
             return InputError(str(self._path), None, f"cannot be used ({error.strerror})")
         return InputError(str(self._path), None, f"is damaged ({error})", _REMEDY)
 
     def _connect(self) -> None:
-        """Connects to the file, which is begun where there is none."""
+        """Connects to the file, which SQLite creates if it is missing."""
         self._connection = sqlite3.connect(
             self._path, BUSY, isolation_level=None, check_same_thread=False
         )
@@ -238,17 +238,17 @@ class JournalFile:
         self._connection = None
 
     def _remember(self) -> None:
-        """Notes the identities of the files as they are after a write."""
+        """Stores the identities, size and modification time of the files after a write."""
         self._files = [_identify(path) for path in (self._path, *self._logs)]
         with suppress(OSError):
             now = self._path.stat()
             self._content = now.st_size, now.st_mtime_ns
 
     def _find_damage(self) -> str | None:
-        """Returns what has become of the file, as a predicate; None if it is as it was written.
+        """Checks the file; returns its damage as a predicate, None if there is none.
 
         Raises:
-            JournalError: Its folder is not there.
+            JournalError: The folder was moved or removed.
         """
         if _identify(self._path.parent) != self._folder:
             raise JournalError("The folder of the journal was moved or removed; put it back.")
@@ -261,7 +261,7 @@ class JournalFile:
         is_same = files == self._files and (now.st_size, now.st_mtime_ns) == self._content
         if self._connection is not None and is_same:
             return None
-        self._disconnect()  # which writes the log into the file, also a log that was removed
+        self._disconnect()  # writes the log into the file, also a removed log
         if not self._has_stamp():
             return "was changed or damaged by another program"
         self._connect()
@@ -270,7 +270,7 @@ class JournalFile:
         return None
 
     def _has_stamp(self) -> bool:
-        """Returns whether the file is sound and is what was written last."""
+        """Returns whether the file is valid and has the stamp of the last write."""
         address = f"{self._path.as_uri()}?mode=ro"
         try:
             with closing(sqlite3.connect(address, BUSY, uri=True)) as other:
@@ -278,16 +278,16 @@ class JournalFile:
                 (answer,) = other.execute("PRAGMA quick_check(1)").fetchone()
                 return bool(stamp == self._stamp and answer == "ok")
         except sqlite3.DatabaseError as error:
-            if _code(error) in (*_DAMAGED, sqlite3.SQLITE_IOERR):  # it was cut
+            if _code(error) in (*_DAMAGED, sqlite3.SQLITE_IOERR):  # truncated file
                 return False
             raise
 
     def _write_or_find_damage(self, rows: Sequence[tuple[str, Row | None]]) -> str | None:
-        """Writes rows; returns what has become of the file, None if it has them."""
+        """Writes rows; returns the damage of the file as a predicate, None if there is none."""
         try:
             if rows:
                 self._write(rows)
-                self._checkpoint("PASSIVE")  # all is in the one file, if its log is lost
+                self._checkpoint("PASSIVE")  # so that a lost log loses nothing
                 identity = _identify(self._path)
                 if self._files and identity != self._files[0]:
                     return "was removed or replaced"
@@ -298,17 +298,17 @@ class JournalFile:
         except sqlite3.DatabaseError as error:
             if _code(error) in _DAMAGED:
                 return f"is damaged ({error})"
-            self._content = -1, -1  # it is looked at before the next write
+            self._content = -1, -1  # forces a check before the next write
             raise
 
     def _lock(self) -> None:
-        """Takes the lock of those who write and gives it back."""
+        """Acquires and releases the write lock."""
         assert self._connection is not None
         self._connection.execute("BEGIN IMMEDIATE")
         self._connection.execute("ROLLBACK")
 
     def _write(self, rows: Sequence[tuple[str, Row | None]]) -> None:
-        """Writes rows in one transaction; on a full disk with the room of the reserve."""
+        """Writes rows in one transaction; on a full disk frees the reserve file and retries."""
         assert self._connection is not None
         try:
             self._transact(self._connection, rows)
@@ -321,7 +321,7 @@ class JournalFile:
     def _transact(
         self, connection: sqlite3.Connection, rows: Iterable[tuple[str, Row | None]]
     ) -> None:
-        """Writes rows and a new stamp."""
+        """Writes rows and a new stamp in one transaction."""
         stamp = random.SystemRandom().randrange(1, 1 << 31)
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -339,7 +339,7 @@ class JournalFile:
         self._stamp = stamp
 
     def _checkpoint(self, kind: str) -> bool:
-        """Writes the log into the file; returns False where another program prevents it."""
+        """Runs an SQLite checkpoint; returns False if another program prevents it."""
         assert self._connection is not None
         self._set_wait(0.0)
         try:
@@ -355,11 +355,11 @@ class JournalFile:
         self._connection.execute(f"PRAGMA busy_timeout={int(1000 * seconds)}")
 
     def _write_whole(self, rows: Iterable[Row], why: str) -> None:
-        """Writes all jobs into a new file, and puts aside what has its name.
+        """Writes all rows to a new file; renames a file that has the journal's name.
 
         Args:
             rows: The rows of all jobs.
-            why: What has become of the file, as a predicate.
+            why: The damage of the old file, as a predicate.
         """
         temporary = self._path.with_name(f".{process_name()}-{self._path.name}")
         temporary.unlink(missing_ok=True)
@@ -369,7 +369,7 @@ class JournalFile:
                 self._transact(new, ((row[0], row) for row in rows))
             aside = self._put_aside()
             self._disconnect()
-            for log in self._logs:  # one of the lost file would be read as that of the new one
+            for log in self._logs:  # SQLite would apply an old log to the new file
                 log.unlink(missing_ok=True)
             temporary.rename(self._path)
         finally:
@@ -377,11 +377,11 @@ class JournalFile:
         self._connect()
         self._lock()
         self._remember()
-        kept = f"; what was there is now {aside}" if aside else ""
+        kept = f"; the old file is now {aside}" if aside else ""
         logger.error("%s %s. It was written again from memory%s.", self._path, why, kept)
 
     def _put_aside(self) -> str | None:
-        """Gives what has the journal's name another one, and returns that."""
+        """Renames a file that has the journal's name; returns its new name, None without a file."""
         if not os.path.lexists(self._path):
             return None
         for number in count(1):
@@ -389,7 +389,7 @@ class JournalFile:
             if not os.path.lexists(aside):
                 break
         is_ours = self._files and _identify(self._path) == self._files[0]
-        for index, log in enumerate(self._logs, 1):  # a log belongs to its file
+        for index, log in enumerate(self._logs, 1):  # each log moves with its file
             if os.path.lexists(log) and (is_ours or _identify(log) != self._files[index]):
                 log.rename(aside.with_name(f"{aside.name}{log.name[len(self._path.name) :]}"))
         self._path.rename(aside)
@@ -397,7 +397,7 @@ class JournalFile:
 
 
 def _identify(path: Path) -> tuple[int, int] | None:
-    """Returns what no other file has; None where there is none."""
+    """Returns device and inode of a file; None if it does not exist."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -406,7 +406,10 @@ def _identify(path: Path) -> tuple[int, int] | None:
 
 
 def _code(error: BaseException) -> int | None:
-    """Returns SQLite's primary error code; SQLITE_CORRUPT of what is no row; None of others."""
+    """Returns the primary error code of SQLite; None for other errors.
+
+    Errors of the sqlite3 module without a code, as for invalid rows, count as SQLITE_CORRUPT.
+    """
     if not isinstance(error, sqlite3.Error):
         return None
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
@@ -418,7 +421,7 @@ def _is_locked(error: BaseException) -> bool:
 
 
 def _describe(error: Exception) -> JournalError:
-    """Returns why the journal cannot be written, without paths of this machine."""
+    """Returns a failed write as a `JournalError` whose message has no paths."""
     if _is_locked(error):
         return JournalError("The journal is locked by another program.", is_locked=True)
     if _code(error) == sqlite3.SQLITE_FULL or is_disk_full(error):

@@ -1,9 +1,10 @@
-"""The connection of a rank to the front: lines of JSON over a local socket.
+"""Connection of a rank to the front: lines of JSON over a TCP socket.
 
-The front says {"do": "make", ...}, {"do": "cancel", "job": ...} or {"do": "stop"} to rank 0. Ranks
-say {"is": "ready"}, {"is": "step", ...}, {"is": "done", ...}, {"is": "failed", ...}, and, from any
-rank, {"is": "alive", ...} every two seconds and {"is": "lost", ...} before it ends because of an
-error that the others cannot share.
+The front sends {"do": "make", ...}, {"do": "cancel", "job": ...} or {"do": "stop"} to rank 0.
+Every rank sends {"is": "hello", ...} first, {"is": "ready"} after loading, {"is": "step", ...}
+before each denoising step and after the last, {"is": "alive", ...} every two seconds, and
+{"is": "lost", ...} before it exits because of an error that ends the whole group. Rank 0 also sends
+{"is": "done", ...} and {"is": "failed", ...}.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from wan.settings.errors import InputError
 
 
 def told_by(file: Path) -> dict[str, Any]:
-    """Returns what the front says in its file: host, port, secret, flags, texts to keep.
+    """Reads front.json: host, port, secret, flags, and texts (the number of cached prompts).
 
     Raises:
-        InputError: The file is not there, or another one.
+        InputError: The file is missing or invalid.
     """
     try:
         found = json.loads(file.read_text())
@@ -42,20 +43,20 @@ def _away(front: str, error: Exception) -> InputError:
 
 
 class FrontLink:
-    """What a rank hears from the front, and says to it.
+    """Sends messages of a rank to the front and receives its commands.
 
     Attributes:
-        cancelled: The jobs that are not wanted any more.
-        over: No more videos are wanted: the front has said so, or has ended.
+        cancelled: Ids of cancelled jobs.
+        stop_event: Set when the front sends "stop" or closes the connection.
     """
 
     def __init__(self, front: Mapping[str, Any], rank: int, node: int) -> None:
-        """Connects.
+        """Connects to the front.
 
         Args:
-            front: What the front says of itself, as `told_by` returns it.
-            rank: Of this process.
-            node: Of the machine that it runs on; 0 is the front's.
+            front: The result of `read_front_file`.
+            rank: Rank of this process.
+            node: Node of this process; 0 is the machine of the front.
 
         Raises:
             InputError: The front does not answer.
@@ -74,20 +75,20 @@ class FrontLink:
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """Returns the next command, or None if none came for so long."""
+        """Returns the next command; None if there is none within `seconds`."""
         try:
             return self._commands.get(timeout=seconds)
         except queue.Empty:
             return None
 
     def say(self, what: str, **more: Any) -> None:
-        """Tells the front something; that it is gone is noticed where it is listened to."""
+        """Sends a message to the front. A closed connection is detected by the reader."""
         line = json.dumps({"is": what, **more}, ensure_ascii=False, default=str)
         with self._sending, suppress(OSError):
             self._socket.sendall(line.encode() + b"\n")
 
     def _send_heartbeats(self) -> None:
-        """Tells the front that this process runs, and whether its main thread has moved."""
+        """Sends heartbeats, with whether the main thread has moved since the last one."""
         before = None
         while not self.over.wait(HEARTBEAT):
             position = _main_position()
@@ -109,7 +110,7 @@ class FrontLink:
 
 
 def _main_position() -> list[tuple[int, int]]:
-    """Returns the instructions that the frames of the main thread are at."""
+    """Returns code object and instruction of each frame of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     position = []
     while frame is not None:

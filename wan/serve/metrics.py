@@ -1,4 +1,4 @@
-"""What /metrics shows, in Prometheus' format."""
+"""Prometheus metrics of the service."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10000)
 
 
 class Metrics:
-    """Counts what happens to jobs, and reads the rest when it is asked for."""
+    """Counts job events, and reads the state of the service on each request of /metrics."""
 
     def __init__(self) -> None:
         own: dict[str, Any] = {"registry": CollectorRegistry()}
         self._registry = own["registry"]
-        self._jobs = Counter("wan_jobs", "Jobs by their end, and created", ["event"], **own)
+        self._jobs = Counter("wan_jobs", "Created and ended jobs", ["event"], **own)
         self._failures = Counter("wan_failures", "Failed jobs by error code", ["code"], **own)
         self._restarts = Counter("wan_restarts", "Groups of ranks that have ended", **own)
         self._seconds = Histogram(
-            "wan_job_seconds", "From a job's start to its end", buckets=_SECONDS, **own
+            "wan_job_seconds", "Seconds from the start of a job to its end", buckets=_SECONDS, **own
         )
         self._waited = Histogram(
-            "wan_queue_seconds", "From a job's creation to its start", buckets=_SECONDS, **own
+            "wan_queue_seconds", "From the creation of a job to its start", buckets=_SECONDS, **own
         )
         self._stages = Histogram(
             "wan_stage_seconds", "Of a video, by stage", ["stage"], buckets=_SECONDS, **own
         )
         self._steps = Histogram(
-            "wan_step_seconds", "Denoising seconds by steps", buckets=_SECONDS, **own
+            "wan_step_seconds", "Mean seconds of a denoising step", buckets=_SECONDS, **own
         )
         self._texts = Counter(
-            "wan_texts", "Prompts and negative ones by their embeddings", ["from"], **own
+            "wan_texts", "Prompts and negative prompts by source of embeddings", ["from"], **own
         )
-        self._energy = Counter("wan_energy_joules", "Of all devices, for videos", **own)
+        self._energy = Counter("wan_energy_joules", "Joules of all devices for videos", **own)
         self._video_energy = Gauge("wan_joules_per_video", "Of the last metered video", **own)
-        self._watts = Gauge("wan_power_watts", "Mean of the last metered video", ["rank"], **own)
-        self._clock = Gauge("wan_clock_mhz", "Mean of the last metered video", ["rank"], **own)
+        self._watts = Gauge("wan_power_watts", "Mean of last metered video", ["rank"], **own)
+        self._clock = Gauge("wan_clock_mhz", "Mean of last metered video", ["rank"], **own)
         self._limited = Counter(
-            "wan_clock_limited_seconds", "Seconds in which a limit lowered a clock", **own
+            "wan_clock_limited_seconds", "Seconds with a clock throttled by a limit", **own
         )
         self._memory = Gauge(
-            "wan_peak_memory_bytes", "Of rank 0, of the last video", ["kind"], **own
+            "wan_peak_memory_bytes", "Peak memory of rank 0 for the last video", ["kind"], **own
         )
         self._queue = Gauge("wan_jobs_waiting", "Jobs in the queue", **own)
-        self._running = Gauge("wan_jobs_running", "Jobs that the ranks make", **own)
-        self._ahead = Gauge("wan_seconds_ahead", "Planned until the queue is empty", **own)
-        self._ready = Gauge("wan_ranks_ready", "1 while all ranks can make videos", **own)
-        self._stored = Gauge("wan_stored_bytes", "Of the files of all jobs", **own)
+        self._running = Gauge("wan_jobs_running", "Running jobs", **own)
+        self._ahead = Gauge("wan_seconds_ahead", "Estimate until the queue is empty", **own)
+        self._ready = Gauge("wan_ranks_ready", "1 while all ranks are ready", **own)
+        self._stored = Gauge("wan_stored_bytes", "Size of all jobs' files", **own)
 
     def seen(self, event: str, job: QueuedVideo | None, record: dict[str, Any]) -> None:
         """Counts an event: "created", "completed", "failed", "deleted" or "restart"."""
@@ -93,7 +93,7 @@ class Metrics:
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def _power(self, power: dict[str, Any]) -> None:
-        """Reads the power part of a record."""
+        """Adds the power measurements of a record."""
         joules = power.get("joules")
         if joules is not None:
             self._energy.inc(joules)

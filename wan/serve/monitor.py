@@ -1,8 +1,8 @@
-"""Detects ranks that hang: a process that is silent, or a video that makes no progress.
+"""Detects ranks that hang: a process without messages, or a video without progress.
 
-Each rank sends a heartbeat from a thread of its own. It says whether the main thread has moved
-since the last one, so that slow work (loading, a step of an hour on a CPU) is told from a main
-thread that waits for ever in one call.
+A separate thread of each rank sends heartbeats with whether the main thread has moved since the
+last one. This distinguishes slow work (loading, a step of an hour on a CPU) from a main thread that
+is blocked in one call.
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ from typing import Any
 HEARTBEAT = 2.0
 """Seconds between two heartbeats of a rank."""
 SILENCE = 30.0
-"""Seconds without any message after which a rank hangs; its GIL may be held while it loads."""
+"""Seconds without a message after which a rank counts as hanging; loading may hold the GIL."""
 FLOOR = 60.0
-"""Seconds that a main thread may stay in one call between two steps, however short they are."""
+"""Minimum of the computed time limits of a step, in seconds."""
 FACTOR = 10.0
-"""Of the longest step so far: seconds that one may take."""
+"""Time limit of a step in multiples of the longest step of its shape."""
 STARTING = 600.0
-"""Seconds at least that ranks may take to come up without a sign."""
-_TICK = 2 * HEARTBEAT  # a longer pause between two checks was one of this process
+"""Minimum time limit of a start without progress, in seconds."""
+_TICK = 2 * HEARTBEAT  # longest pause between two checks that counts; this process may be suspended
 
 
 class GroupMonitor:
-    """Measures the silence of ranks and the progress of their videos.
+    """Measures the time since each rank's last message and since the last progress.
 
-    All times are seconds of one clock. The longest step of each shape is kept from group to group.
+    All times are seconds of one clock. The longest step of each shape is kept across restarts.
     """
 
     def __init__(self, timeout: float) -> None:
-        """Starts with no rank. timeout: seconds of --dist_timeout."""
+        """Starts without ranks. timeout: seconds of --dist_timeout."""
         self._timeout = timeout
         self._longest: dict[str, float] = {}  # shape -> seconds
-        self._step_shape: str | None = None  # of the step that is being taken
+        self._step_shape: str | None = None  # of the current step
         self._step_begun: float | None = None
         self.begin_group(0.0)
 
     def begin_group(self, now: float) -> None:
-        """A group of ranks has started."""
-        self._silent: dict[int, float] = {}  # rank -> seconds
-        self._shapes: dict[str, str] = {}  # job that is made -> its shape
+        """Resets the state for a new group of ranks."""
+        self._silent: dict[int, float] = {}  # rank -> seconds since its last message
+        self._shapes: dict[str, str] = {}  # running job -> its shape
         self._cancelled: set[str] = set()
         self._is_ready = False
         self._checked = now
         self._restart_clocks()
 
     def end_start(self) -> None:
-        """All ranks are ready."""
+        """Marks all ranks as ready."""
         self._is_ready = True
 
     def begin_jobs(self, shapes: Mapping[str, str]) -> None:
-        """The ranks get jobs to make. shapes: of each job, equal where steps take the same time."""
+        """Starts jobs. shapes: job id -> shape; steps of equal shapes take the same time."""
         self._shapes, self._cancelled = dict(shapes), set()
         self._restart_clocks()
 
     def cancel(self, job: str) -> None:
-        """The ranks are told to end a job."""
+        """Marks a job as cancelled."""
         if job in self._shapes:
             self._cancelled.add(job)
             if self._all_cancelled():
                 self._still = self._stepless = 0.0
 
     def receive(self, rank: int, message: Mapping[str, Any], now: float) -> None:
-        """Counts a message of a rank."""
+        """Updates the state from a message of a rank."""
         self._silent[rank] = 0.0
         kind = message["is"]
         if kind != "alive" or message["moved"]:
@@ -76,7 +76,7 @@ class GroupMonitor:
             self._stepless = 0.0
 
     def check(self, now: float) -> str | None:
-        """Returns why the group hangs, or None; to be called about every second."""
+        """Returns why the group hangs, or None; called about once a second."""
         passed, self._checked = min(now - self._checked, _TICK), now
         for rank in self._silent:
             self._silent[rank] += passed
@@ -101,7 +101,7 @@ class GroupMonitor:
         self._step_shape = self._step_begun = None
 
     def _count_step(self, message: Mapping[str, Any], now: float) -> None:
-        """Measures the step that has ended, and begins the next one."""
+        """Records the duration of the step that ended, and starts the next one."""
         if self._step_shape is not None and self._step_begun is not None:
             longest = self._longest.get(self._step_shape, 0.0)
             self._longest[self._step_shape] = max(longest, now - self._step_begun)
@@ -113,22 +113,22 @@ class GroupMonitor:
         return bool(self._shapes) and self._cancelled >= self._shapes.keys()
 
     def _bound(self, shapes: Collection[str | None]) -> float | None:
-        """Returns the seconds that a step of some shapes may take; None if none was measured."""
+        """Returns the time limit of a step of some shapes; None if no step was measured."""
         known = [self._longest[one] for one in shapes if one in self._longest]
         return max(FLOOR, FACTOR * max(known)) if known else None
 
     def _limit(self) -> float:
-        """Returns how long all main threads may stand still."""
+        """Returns the time limit for all main threads without movement, in seconds."""
         if not self._is_ready:
             return max(self._timeout, STARTING)
-        if self._all_cancelled():  # nobody waits for the result
+        if self._all_cancelled():  # the result is not needed
             bound = self._bound({*self._shapes.values()}) or FLOOR
         else:
             bound = self._bound({self._step_shape}) or self._timeout
         return min(bound, self._timeout)
 
     def _longest_wait(self) -> float | None:
-        """Returns how long no step may be taken, although main threads move; None: for ever."""
+        """Returns the time limit for moving main threads without a step; None: no limit."""
         if self._all_cancelled():
             return self._timeout
         bound = self._bound({self._step_shape})

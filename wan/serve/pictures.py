@@ -1,4 +1,4 @@
-"""Pictures of a finished video: its first frame, and a sheet of several."""
+"""Makes a thumbnail and a sprite sheet of a finished video."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _DRAWING = threading.Lock()
 
 
 def picture(video: Path, kind: str, frames: int) -> Path:
-    """Returns the JPEG of a video, which is made when it is first asked for.
+    """Returns the path of a JPEG of a video; creates the file on the first call.
 
     Args:
-        video: An mp4.
-        kind: "thumbnail" for the first frame, "spritesheet" for several.
-        frames: Of the video.
+        video: An mp4 file.
+        kind: "thumbnail" for the first frame, "spritesheet" for several frames.
+        num_frames: Frames of the video.
 
     Raises:
-        OSError, ValueError: The video is deleted, or cannot be read.
+        OSError, ValueError: The video was deleted or cannot be read.
     """
     path = video.with_name(f"{kind}.jpg")
-    with _DRAWING:  # two requests for the same picture draw it once
+    with _DRAWING:  # concurrent requests create it once
         if not path.exists():
             _draw(video, path, kind, frames)
-        if not video.exists():  # it was deleted meanwhile, and its folder may have been made anew
+        if not video.exists():  # deleted meanwhile; the folder may exist again
             remove_files(video.parent, lambda name: name != path.name)
             with suppress(OSError):
                 video.parent.rmdir()

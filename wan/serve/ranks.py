@@ -1,10 +1,10 @@
-"""The ranks of the service: `wan.serve.group` starts this module with torchrun.
+"""Program of the ranks of the service, started by `wan.serve.group` with torchrun.
 
-Rank 0 hears from the front which videos come next and tells the others. Several of them take the
-steps of each expert together, so that its weights are read once. Before each denoising step
-all ranks agree by one byte whether the video goes on, so that a cancelled one, or one that a rank
-cannot go on with, ends on all of them. That holds for an error that a rank raised while no other
-one waited for it. After any other error the group ends, and the front starts a new one.
+Rank 0 receives commands from the front and broadcasts them. Several videos can run each expert's
+steps as a batch, so that its weights are loaded once. Before each denoising step all ranks exchange
+one byte, so that a video that is cancelled, or fails on one rank, ends on all ranks. This covers
+errors that a rank raises while no other rank waits for it. After any other error the group ends,
+and the front starts a new one.
 """
 
 from __future__ import annotations
@@ -52,29 +52,27 @@ _GO, _CANCEL, _FAIL = 0, 1, 2
 
 
 class SharedBoundary:
-    """Implements `wan.pipeline.denoise.Boundary` for one video.
+    """Implements `wan.pipeline.denoise.CancellationPoint` for one video.
 
     Attributes:
-        reached_together: All ranks have agreed to end the video.
+        ended_on_all_ranks: Whether all ranks have ended the video at the same step.
     """
 
     def __init__(self, control: Control, link: FrontLink, job: str, runs: int) -> None:
         """Prepares a video.
 
         Args:
-            control: The ranks' control group.
-            link: To the front.
-            job: The video's id.
-            runs: How many times all steps are taken, which is the number of clips.
+            job: The id of the job.
+            num_clips: Number of clips; each takes all steps.
         """
         self._control, self._link, self._job, self._runs = control, link, job, runs
         self._done = self._last = 0
         self.reached_together = False
 
     def reached(self, done: int, total: int) -> None:
-        """Agrees with the other ranks, and tells the front how far the video is."""
+        """Ends a cancelled video on all ranks; otherwise sends the progress to the front."""
         self.agree()
-        if done not in (0, self._last):  # a paused video comes to the same step twice
+        if done not in (0, self._last):  # a paused video repeats a step number
             self._done += 1
         self._last = done
         self._link.say(
@@ -82,7 +80,7 @@ class SharedBoundary:
         )
 
     def agree(self) -> None:
-        """Ends the video on all ranks if one of them has to; else it goes on on all of them."""
+        """Raises `EndedError` on all ranks if the video is cancelled or failed on any rank."""
         unwanted = self._job in self._link.cancelled or self._link.over.is_set()
         verdict = self._control.highest(_CANCEL if unwanted else _GO)
         if verdict != _GO:
@@ -91,7 +89,7 @@ class SharedBoundary:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Takes an error of this rank to the others, who are on their way to the next step."""
+        """Signals an error of this rank to the others, which wait at their next check."""
         try:
             yield
         except Exception:
@@ -102,13 +100,12 @@ class SharedBoundary:
 
 @dataclass(eq=False, kw_only=True)
 class Served(Job):
-    """The video of a request.
+    """A job that is being carried out.
 
     Attributes:
-        id: Its name in the interface.
-        video: What it is written from.
-        boundary: Where all ranks may end it.
-        reused: How many of its texts' embeddings were there, and the number of its texts.
+        id: The id of the job in the HTTP interface.
+        video: Runs, decodes and writes the video.
+        prompt_reuse: Number of prompts with cached embeddings, and number of all prompts.
     """
 
     id: str
@@ -118,7 +115,7 @@ class Served(Job):
 
 
 class Ranks:
-    """What every rank does: it waits for a video, makes it, and waits for the next one."""
+    """Main loop of a rank: receives commands and generates their videos."""
 
     def __init__(
         self,
@@ -131,11 +128,9 @@ class Ranks:
         """Prepares a rank.
 
         Args:
-            shared: The settings of all videos.
-            pipeline: Where the videos are made.
-            team: The ranks; None for one process.
-            link: To the front.
-            texts: How many prompts' embeddings stay in host memory from video to video.
+            shared: Settings of all videos.
+            team: None for one process.
+            max_cached_prompts: Number of prompts whose embeddings stay in host memory.
         """
         from wan.distributed.control import Control
 
@@ -145,10 +140,10 @@ class Ranks:
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
         self._most = texts
-        self._embeds: dict[str, Tensor] = {}  # of the last texts, the newest first
+        self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
 
     def serve(self) -> int:
-        """Makes videos until the front says stop, or is gone; returns the exit code."""
+        """Generates videos until the front sends "stop" or disconnects; returns the exit code."""
         self._link.say("ready")
         while True:
             command = self._link.next(HEARTBEAT) if self._is_main else None
@@ -161,7 +156,7 @@ class Ranks:
             self._make([served for served in found if served is not None])
 
     def _prepared(self, job: str, settings: dict[str, Any], file: str) -> Served | None:
-        """Returns a video that all ranks can make; tells why it cannot be made."""
+        """Resolves a job on all ranks; if one refuses it, reports the reason and returns None."""
         run, refused = None, None
         try:
             run = self._resolve(over(self._shared, read(settings))).saved_to(Path(file))
@@ -170,7 +165,7 @@ class Ranks:
         answers = self._control.gather((refused, None if run is None else _digest(run)))
         reasons = [reason for reason, _ in answers if reason is not None]
         if run is None or reasons or len({digest for _, digest in answers}) > 1:
-            reason = reasons[0] if reasons else "The ranks read different files; mend the copies."
+            reason = reasons[0] if reasons else "The ranks read different files; copy them again."
             self._tell("failed", job=job, code="invalid_request", message=reason)
             return None
         return Served(
@@ -183,14 +178,14 @@ class Ranks:
         )
 
     def _make(self, jobs: Sequence[Served]) -> None:
-        """Makes videos; raises what the other ranks cannot know of."""
+        """Generates videos; raises errors that end the group."""
 
         def make(job: Served, latents: Callable[[], Tensor]) -> Served:
             self._pipeline.device.reset_peak_memory()
             logger.info("%s", job.name)
             if len(jobs) == 1:
                 self._embed(jobs)
-            else:  # it may have waited for long since its last step
+            else:  # its last step may be long ago
                 job.boundary.agree()
             job.video.make(latents)
             return job
@@ -214,19 +209,19 @@ class Ranks:
         self._pipeline.kept = {text: self._embeds[text] for text in newest}
 
     def _failed(self, job: Served, error: Exception) -> None:
-        """Tells the front why a video has ended, if all ranks know that it has."""
+        """Reports a failed video to the front; raises errors that not all ranks have seen."""
         together = job.boundary.reached_together
         if not (together or job.video.alone or self._team is None):
             raise error
         code, message = _reason(error)
-        if together:  # whose rank's error it was
+        if together:  # the error of the rank that failed
             found = self._control.gather((code, message))
             code, message = next((one for one in found if one[0] != "ended"), (code, message))
         self._link.cancelled.discard(job.id)
         self._tell("failed", job=job.id, code=code, message=message)
 
     def _embed(self, jobs: Sequence[Served]) -> None:
-        """Embeds the texts of videos, and keeps those of the last ones."""
+        """Encodes the prompts of jobs, and keeps the embeddings of earlier prompts."""
         there = self._pipeline.kept
         for job in jobs:
             needed = job.request.texts
@@ -242,7 +237,7 @@ class Ranks:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Returns the code of an error, and what is said of it."""
+    """Returns the error code and the message for the user."""
     sentence = failures.describe(error) or f"{type(error).__name__}: {error}"
     if isinstance(error, EndedError):
         return error.code, str(error)
@@ -257,13 +252,13 @@ def _reason(error: BaseException) -> tuple[str, str]:
 
 
 def _digest(run: Run) -> str:
-    """Returns what is equal on all ranks if they are about to make the same video."""
+    """Returns a hash of the run, by which ranks detect that they would make different videos."""
     facts = json.dumps(run.facts(""), sort_keys=True, default=str)
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def _serve(front: Mapping[str, Any], run: Run, team: Team | None) -> int:
-    """The work of one rank."""
+    """Builds the pipeline of one rank and serves commands; returns the exit code."""
     main.load_torch()
     from wan import device as devices
     from wan.pipeline import build
@@ -287,10 +282,10 @@ def run(front: Path) -> int:
     """Runs one rank.
 
     Args:
-        front: The file in which the front says its address and the ranks' flags.
+        front: The file front.json.
 
     Returns:
-        The exit code, as that of `wan.cli.main.main`.
+        The exit codes of `wan.cli.main.main`.
     """
     try:
         with failures.terminable():

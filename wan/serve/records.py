@@ -1,4 +1,4 @@
-"""Takes up finished videos whose jobs the journal does not have, from their records."""
+"""Restores the jobs of finished videos that are missing in the journal from their records."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from wan.settings.flags import FLAGS, read
 
 
 def take_up(jobs: Path, journal: Journal) -> None:
-    """Has each finished video of a folder as a completed job in the journal.
+    """Adds the finished videos of a folder to the journal as completed jobs.
 
-    These are videos whose job the journal does not have, because the file is new or an earlier
-    one, and those that were finished when the service was killed, before the journal had it.
+    A job can be missing because the journal file is new or older, or unfinished because the
+    service was killed before it recorded the end.
 
     Args:
-        jobs: The folder of the jobs' folders.
-        journal: The journal.
+        jobs: The parent of the jobs' folders.
     """
     found = []
     for folder in jobs.iterdir():
@@ -45,12 +44,12 @@ def take_up(jobs: Path, journal: Journal) -> None:
         ends = {"state": "completed", "done": open_job.total, "ended": job.ended}
         journal.change(open_job, **ends, seconds=job.seconds, bytes=job.bytes)
     if found:
-        message = "%d finished videos were taken up from their records in %s."
+        message = "%d finished videos were restored from their records in %s."
         logger.warning(message, len(found), jobs)
 
 
 def read_job(folder: Path) -> QueuedVideo | None:
-    """Returns the completed job of a folder with a whole video and its record; None of others."""
+    """Returns the completed job of a folder; None unless it has a whole video and a record."""
     video, record = folder / "video.mp4", folder / "video.json"
     if not (is_output(video, VIDEO) and _is_whole(video) and is_output(record, RECORD)):
         return None
@@ -59,12 +58,12 @@ def read_job(folder: Path) -> QueuedVideo | None:
         job.bytes = sum(path.stat().st_size for path in folder.rglob("*"))
         return job
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError, OSError):
-        logger.debug("%s is no record that a job can be read from.", record, exc_info=True)
+        logger.debug("%s is not a record of a job.", record, exc_info=True)
         return None
 
 
 def _make_job(name: str, record: Mapping[str, Any]) -> QueuedVideo:
-    """Returns the job of a record; any exception if its values are none of ours."""
+    """Returns the job of a record; raises any exception if the record is invalid."""
     settings, video = record["settings"], record["video"]
     seconds = sum(_check(value) for value in record["seconds"].values())
     ended = datetime.fromisoformat(record["run"]["date"]).timestamp()
@@ -92,7 +91,7 @@ def _make_job(name: str, record: Mapping[str, Any]) -> QueuedVideo:
 
 
 def _check(value: Any, least: float = 0.0) -> float:
-    """Returns a finite number of at least `least`; ValueError of another one."""
+    """Returns a number; raises ValueError if it is not finite or below `minimum`."""
     number = float(value)
     if not least <= number < 1e12 or not math.isfinite(number):
         raise ValueError(f"{value} is out of range")
@@ -100,7 +99,7 @@ def _check(value: Any, least: float = 0.0) -> float:
 
 
 def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that a request may have; none of them is a path."""
+    """Returns the settings that a request may have, without paths."""
     selected: dict[str, Any] = {}
     for name, value in settings.items():
         is_path = name in PATHS or name in UPLOADS or name == FOLDER
@@ -117,13 +116,13 @@ def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_whole(video: Path) -> bool:
-    """Returns whether the atoms of an mp4 end where the file ends."""
+    """Returns whether the atoms of an mp4 end at the end of the file."""
     end, start = video.stat().st_size, 0
     with video.open("rb") as file:
         while start + 8 <= end:
             file.seek(start)
             size, kind = int.from_bytes(file.read(4)), file.read(4)
-            if size == 1:  # a length of 64 bits follows
+            if size == 1:  # a 64-bit length follows
                 size = int.from_bytes(file.read(8))
             if size < 8 or not kind.isalnum():
                 return False

@@ -1,4 +1,4 @@
-"""Matches a request that a client repeats with the job of the first one."""
+"""Matches retries of a request with the job of the first request."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from wan.serve.journal import Journal, QueuedVideo
 
 REPEAT_WINDOW = 600.0
-"""Seconds in which a request without a key that a client repeats gets the job that was made."""
-_MOST_REFUSED = 10_000  # refused requests that are remembered
+"""Seconds in which a retry without a key gets the job of the first request."""
+_MOST_REFUSED = 10_000  # number of stored refusals
 
 
 class RefusedError(Exception):
-    """A request that is answered with an error.
+    """A refused request, answered with an HTTP error.
 
     Attributes:
-        status: Of HTTP.
-        code: For programs.
-        param: The field that it is about.
-        wait: Seconds after which it may be repeated; None: it should not be.
+        status: HTTP status.
+        code: Error code for programs.
+        param: The field that caused the refusal.
+        wait: Seconds after which a retry makes sense; None: never.
     """
 
     def __init__(
@@ -39,27 +39,33 @@ class RefusedError(Exception):
 
 
 class Repeats:
-    """The requests of the last minutes, by key or digest."""
+    """Finds the jobs of earlier equal requests, by Idempotency-Key or digest."""
 
     def __init__(self, journal: Journal) -> None:
-        """Remembers no refusal yet. journal: Where the jobs are."""
+        """Starts without refusals. journal: has the jobs of earlier requests."""
         self._journal = journal
-        self._refused: dict[str, float] = {}  # digest of a request that was not taken -> when
+        self._refused: dict[str, float] = {}  # digest of a refused request -> time
 
     def refuse(self, digest: str) -> None:
-        """Notes that a request was refused."""
+        """Stores that a request was refused."""
         self._refused.pop(digest, None)
         self._refused[digest] = now = time.time()
-        for old, moment in [*islice(self._refused.items(), 2)]:  # the oldest come first
+        for old, moment in [*islice(self._refused.items(), 2)]:  # oldest first
             if moment < now - REPEAT_WINDOW or len(self._refused) > _MOST_REFUSED:
                 del self._refused[old]
 
     def find(self, digest: str, key: str | None, repeated: bool) -> QueuedVideo | None:
-        """Returns the job of an earlier request that this one repeats.
+        """Returns the job of the earlier request that this request retries, or None.
 
-        With a key it is that of the key. Without one it is that of the last request with this
-        digest, if it was accepted within minutes and no equal one was refused since then: what a
-        client repeats after a refusal was never accepted.
+        With a key, this is the job of the key. Without a key, it is the job of the last request
+        with this digest, if it was accepted within `REPEAT_WINDOW` and no equal request was refused
+        since: a retry after a refusal belongs to the refused request.
+
+        Args:
+            is_repeated: Whether the client marks the request as a retry.
+
+        Raises:
+            RefusedError: The key belongs to a different request.
         """
         if key:
             job = self._journal.find_key(key)
@@ -74,7 +80,7 @@ class Repeats:
 
 
 def digest_of(body: Mapping[str, Any]) -> str:
-    """Returns what is equal for requests with the same fields and files."""
+    """Returns a SHA-256 digest of the fields and files of a request."""
     found = hashlib.sha256()
     for name in sorted(body):
         value = body[name]

@@ -1,4 +1,4 @@
-"""A job of the service, and the row of the journal that it is stored as."""
+"""A job of the service, and its conversion to a row of the journal."""
 
 from __future__ import annotations
 
@@ -7,33 +7,30 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 Row = tuple[Any, ...]
-"""Values of the columns `COLUMNS`, of types that SQLite has."""
+"""Values of the columns `COLUMNS`, of SQLite types."""
 
 
 @dataclass(slots=True)
 class QueuedVideo:
-    """A job as the journal has it; times are seconds since 1970.
+    """A job of the journal; times are seconds since 1970.
 
     Attributes:
-        id: Its name in the interface.
-        settings: Raw values under flags' names, with the seed.
+        settings: Setting -> raw value, with the seed.
         state: queued, in_progress, completed, failed or deleted.
-        priority: Higher ones come first.
-        created, started, ended: Times; None before.
-        attempt: How often it was begun.
+        priority: Jobs of higher priority run first.
+        attempt: Number of started attempts.
         done, total: Denoising steps.
         error: {"code": ..., "message": ...} of a failed job.
         shape: Equal for jobs that take the same time.
         work: Tokens of the network times steps times branches.
-        seconds: What it took from its start to its end.
-        frames, fps, width, height: Of the video.
-        model: What made it.
+        seconds: Duration from start to end.
         guidance: Expert -> guidance scale.
-        remixed_from: The job whose settings it has.
-        digest: Of the request's body.
+        remixed_from: Id of the job whose settings were copied.
+        digest: SHA-256 of the request.
         key: The request's Idempotency-Key.
-        passed: How many later jobs have come before it.
-        bytes: Of its files.
+        passed: Number of later jobs that were started first.
+        names: Setting -> field name of the request.
+        bytes: Size of all files.
     """
 
     id: str
@@ -74,15 +71,15 @@ _DEFAULTS = {
 
 
 def make_row(job: QueuedVideo) -> Row:
-    """Returns the row of a job; text that UTF-8 cannot encode is escaped."""
+    """Returns the row of a job; escapes text that UTF-8 cannot encode."""
     return tuple(_stored(name, getattr(job, name)) for name in COLUMNS)
 
 
 def read_row(row: Row) -> QueuedVideo:
-    """Returns the job of a row; columns without a value, of earlier versions, have the default.
+    """Returns the job of a row; empty columns of earlier versions get the default.
 
     Raises:
-        ValueError: The row is none of a job.
+        ValueError: The row is not a job.
     """
     values = dict(zip(COLUMNS, row, strict=True))
     for name in _JSON:
@@ -98,9 +95,9 @@ def read_row(row: Row) -> QueuedVideo:
 
 
 def erase_words(job: QueuedVideo) -> QueuedVideo:
-    """Returns what the journal keeps of a deleted job: its id, its state and its times.
+    """Returns a deleted job with only its id, state and times.
 
-    The cursor of a list may be its id.
+    Its id may still be the cursor of a list.
     """
     return QueuedVideo(
         job.id, {}, "deleted", created=job.created, started=job.started, ended=job.ended
@@ -110,6 +107,6 @@ def erase_words(job: QueuedVideo) -> QueuedVideo:
 def _stored(name: str, value: Any) -> Any:
     if name in _JSON:
         value = json.dumps(value, ensure_ascii=False, default=str)
-    if isinstance(value, str):  # half of a surrogate pair would fail in every later write
+    if isinstance(value, str):  # an unpaired surrogate would fail in every later write
         return value.encode("utf-8", "backslashreplace").decode()
     return value

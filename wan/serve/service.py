@@ -1,4 +1,4 @@
-"""What becomes of a request: admitted, queued, made by the ranks, kept, deleted."""
+"""The job queue of the service: admits, schedules, stores and deletes jobs."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
 
-_ESTIMATED = 200  # completed jobs that the duration of others is estimated from
-_PASSED = 4  # later jobs of the running one's shape that may come before a job
+_ESTIMATED = 200  # completed jobs from which durations are estimated
+_PASSED = 4  # later jobs with the shape of the last one that may start before a job
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the service takes.
+    """Limits of the service.
 
     Attributes:
-        queue: Jobs that wait.
-        pixels: Of all frames of a video.
-        frames: Of a video.
-        prompt: Characters.
-        texts: Prompts whose embeddings stay in host memory.
-        together: Jobs that take the steps of each expert together, where that saves time.
-        keep_days: After so long an ended job and its files are deleted; None: never.
-        quota: Bytes of all jobs' files; the oldest ended ones are deleted first. None: no limit.
+        queue: Queued jobs.
+        pixels: Pixels of all frames of a video.
+        frames: Frames of a video.
+        prompt: Characters of a prompt.
+        cached_prompts: Prompts whose embeddings stay in host memory.
+        group_size: Jobs that are batched by expert.
+        keep_days: Days after which an ended job and its files are deleted; None: never.
+        quota: Bytes of all jobs' files; the oldest ended jobs are deleted first. None: no limit.
     """
 
     queue: int = 100
@@ -66,12 +66,12 @@ class Limits:
 
 
 class Service:
-    """The jobs of one group of ranks; all methods belong to one event loop.
+    """The jobs of one group of ranks; all methods are called in one event loop.
 
     Attributes:
-        run: What the ranks were started for.
-        model: Its name in the interface.
-        stopping: No request is taken any more.
+        run: The run that the ranks were started with.
+        model: Name of the model in the HTTP interface.
+        stopping: Whether the service is stopping and refuses requests.
     """
 
     def __init__(
@@ -86,18 +86,16 @@ class Service:
         limits: Limits = Limits(),
         seen: Callable[[str, QueuedVideo | None, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
-        """Opens the journal; starts nothing yet.
+        """Opens the journal and cleans the jobs' folders; `start` starts the ranks.
 
         Args:
             argv: Flags of generate.py.
-            given: The same, as `wan.cli.flags.parse` returns them.
-            run: The same, as `wan.cli.main.resolved` returns them.
-            folder: For the journal and the jobs' files.
-            ranks: How many there are.
-            nodes: The machines that they are on.
-            name: Of this replica, which its jobs' ids contain.
-            limits: What is taken.
-            seen: Is told of what happens, for metrics.
+            user_settings: The parsed flags.
+            run: The resolved flags.
+            folder: Folder of the journal and the jobs' files.
+            ranks: Number of ranks on all machines.
+            name: Name of this replica, part of its jobs' ids.
+            on_event: Called with each event, its job and its record, for metrics.
         """
         self.run, self.model, self.stopping = run, run.setup.preset.task, False
         self.limits, self._given, self._name, self._seen = limits, given, name, seen
@@ -112,7 +110,7 @@ class Service:
         self.waiters = Waiters(self._abandon)
         self._estimates = Estimates(self.journal.last(_ESTIMATED))
         self._ahead: tuple[object, dict[str, float], float] = (None, {}, 0.0)
-        self._last_shape, self._loading = "", 0.0  # seconds in which a video's weights are read
+        self._last_shape, self._loading = "", 0.0  # seconds to load the weights for one batch
         self._most = limits.together if can_group(run) else 1
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())
@@ -123,7 +121,7 @@ class Service:
             self._clear(job)
         remove_orphans(self._jobs, self.journal.state)
 
-    # What requests ask for.
+    # Requests.
 
     async def create(
         self, asked: Asked, digest: str, key: str | None = None, repeated: bool = False
@@ -131,16 +129,15 @@ class Service:
         """Admits a request and queues its job.
 
         Args:
-            asked: The request's fields.
-            digest: Of its body.
-            key: Its Idempotency-Key.
-            repeated: The client says that it sent the same before.
+            digest: Digest of the body.
+            key: The request's Idempotency-Key.
+            is_repeated: Whether the client marks the request as a retry.
 
         Returns:
-            The job, and whether it was there already.
+            The job, and whether an earlier request created it.
 
         Raises:
-            RefusedError: It is not taken.
+            RefusedError: The request is refused.
         """
         earlier = self._repeats.find(digest, key, repeated)
         if earlier is not None:
@@ -150,13 +147,13 @@ class Service:
     async def remix(
         self, name: str, prompt: str, key: str | None = None, repeated: bool = False
     ) -> QueuedVideo:
-        """Queues a job with another's settings, seed and files, and a new prompt for all clips.
+        """Queues a copy of a job with the same settings, seed and files and a new prompt.
 
         Args:
-            name: The other job's id.
-            prompt: The new prompt.
+            name: Id of the job to copy.
+            prompt: The new prompt, for all clips.
             key: The request's Idempotency-Key.
-            repeated: The client says that it sent the same before.
+            is_repeated: Whether the client marks the request as a retry.
         """
         digest = digest_of({"remix": name, "prompt": prompt})
         earlier = self._repeats.find(digest, key, repeated)
@@ -165,14 +162,14 @@ class Service:
         job = self.find(name)
         try:
             asked = await asyncio.to_thread(self._remixed, job, prompt)
-        except OSError as error:  # it is deleted meanwhile
+        except OSError as error:  # deleted meanwhile
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
         self.find(name)
         return (await self._admit_or_note(asked, digest, key, repeated, job.id))[0]
 
     def _remixed(self, job: QueuedVideo, prompt: str) -> Asked:
-        """Returns a job's settings, seed and files with another prompt."""
+        """Returns the request of a job with another prompt."""
         inside = self.folder(job)
         paths = {str(path.relative_to(inside)): path for path in inside.rglob("*")}
         files = {
@@ -193,7 +190,7 @@ class Service:
         repeated: bool,
         remixed_from: str | None = None,
     ) -> tuple[QueuedVideo, bool]:
-        """Admits a request, or notes that it was refused; returns as `create` does."""
+        """Admits a request and returns the result of `create`; stores a refusal."""
         try:
             return await self._admitted(asked, digest, key, repeated, remixed_from)
         except BaseException:
@@ -201,17 +198,17 @@ class Service:
             raise
 
     def _abandon(self, name: str) -> None:
-        """Deletes a job that nobody waits for any more, unless it is over."""
+        """Deletes a job without waiting clients, unless it has ended."""
         job = self.journal.get(name)
         if job is not None and not is_over(job) and not self.stopping:
             self.delete(self._running.get(name, job))
 
     def delete(self, job: QueuedVideo) -> None:
-        """Ends a job if it is not done, and removes its files and all that it says."""
+        """Deletes a job, its files and its texts; cancels it if it is running."""
         running = job.state == "in_progress"
         self.journal.delete(job)
         self.waiters.claim(job)
-        if running:  # the ranks still write there
+        if running:  # the ranks still write to its folder
             self.group.cancel(job.id)
         else:
             self._clear(job, all_files=True)
@@ -219,14 +216,14 @@ class Service:
         self._wake()
 
     def find(self, name: str) -> QueuedVideo:
-        """Returns a job by its id."""
+        """Returns a job by its id; refuses an unknown id."""
         job = self.journal.get(name) if JOB_ID.fullmatch(name) else None
         if job is None:
             raise RefusedError(f"There is no video {name[:100]!r}.", 404, "not_found", "video_id")
         return self._running.get(job.id, job)
 
     def folder(self, job: QueuedVideo) -> Path:
-        """Returns where the files of a job are."""
+        """Returns the folder of a job's files."""
         return self._jobs / job.id
 
     def file(self, job: QueuedVideo, name: str) -> Path:
@@ -238,7 +235,7 @@ class Service:
         return self.folder(job) / "video.mp4"
 
     def record(self, job: QueuedVideo) -> dict[str, Any]:
-        """Returns the record of a finished video; {} where it is gone or damaged."""
+        """Reads the record of a finished video; returns {} if it is missing or damaged."""
         try:
             return read_json(self.folder(job) / "video.json")
         except InputError as error:
@@ -246,15 +243,15 @@ class Service:
             return {}
 
     async def changed(self) -> None:
-        """Waits until something has happened to a job."""
+        """Waits for the next change of any job."""
         await self._changed.wait()
 
     def planned_seconds(self, job: QueuedVideo) -> float | None:
-        """Returns about how long a job takes, from those that were made; None before any was."""
+        """Returns the estimated duration of a job in seconds; None before any job was completed."""
         return self._estimates.seconds(job)
 
     def seconds_ahead(self, until: QueuedVideo | None = None) -> float:
-        """Returns about how long it is until a job begins, or until the queue is empty."""
+        """Returns the estimated seconds until a job starts; None: until the queue is empty."""
         now = time.time()
         running = [job for job in self._running.values() if job.state == "in_progress"]
         planned = sum(self.planned_seconds(job) or 0.0 for job in running)
@@ -264,9 +261,9 @@ class Service:
         return max(planned - (now - begun), 0.0) + waiting
 
     def _queue_seconds(self) -> tuple[dict[str, float], float]:
-        """Returns the seconds of the jobs before each queued one, and of all of them.
+        """Returns the estimated seconds before each queued job, by id, and of the whole queue.
 
-        They are added up again only when the queue or the estimates have changed.
+        The sums are cached until the queue or the estimates change.
         """
         version = (self.journal.version, self._estimates.version)
         if self._ahead[0] != version:
@@ -277,10 +274,10 @@ class Service:
             self._ahead = version, ahead, seconds
         return self._ahead[1:]
 
-    # The life of the service.
+    # Start, stop and ranks.
 
     async def start(self) -> None:
-        """Runs until it is cancelled; the ranks are started again whenever they have ended."""
+        """Runs the ranks, the cleaning of old jobs and the journal until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.group.run())
@@ -290,7 +287,7 @@ class Service:
             self.journal.close()
 
     async def stop(self) -> None:
-        """Ends the ranks; what they were making is queued again, like what waits."""
+        """Stops the ranks and requeues the running jobs."""
         self.stopping = True
         await self.group.stop()
         for job in self._running.values():
@@ -299,7 +296,7 @@ class Service:
                 self._clear(job)
 
     def _told(self, said: dict[str, Any]) -> None:
-        """Hears from the ranks."""
+        """Handles a message of the ranks."""
         what, job = said["is"], self._running.get(said.get("job", ""))
         if what == "ready":
             self._next()
@@ -317,7 +314,7 @@ class Service:
         self._wake()
 
     def _next(self) -> None:
-        """Has the ranks make the next jobs, if they wait."""
+        """Sends the next jobs to the ranks if they are idle."""
         if self._running or self.stopping or not self.group.ready:
             return
         waiting = self.journal.in_state("queued")
@@ -344,10 +341,10 @@ class Service:
         self.group.make(wanted, {job.id: job.shape for job in chosen})
 
     def _together(self, job: QueuedVideo, waiting: int) -> int:
-        """Returns how many jobs share the loading of weights, so that all wait least on average.
+        """Returns the group size that minimizes the mean waiting time.
 
-        Every n jobs take n times their own seconds and those of loading once, and each job ends
-        with the last of its n.
+        A group of n jobs takes n times the seconds of a job plus the loading time once, and all its
+        jobs end with the last one.
         """
         planned = self.planned_seconds(job)
         if planned is None:
@@ -365,15 +362,14 @@ class Service:
         return min(range(1, min(self._most, waiting) + 1), key=all_waits)
 
     def _done(self, job: QueuedVideo, texts: Sequence[int], seconds: float) -> None:
-        """The video is there.
+        """Marks a job as completed.
 
         Args:
-            job: Whose it is.
-            texts: How many embeddings were kept ones, and all.
-            seconds: What it takes by itself.
+            texts: Number of prompts with cached embeddings, and number of all prompts.
+            seconds: Duration of the job if run alone.
         """
         if job.state == "deleted" or not self.video(job).exists():
-            self._failed(job, "internal_error", "The video is not where it was written.")
+            self._failed(job, "internal_error", "The file of the video is missing.")
             return
         del self._running[job.id]
         stored = sum(path.stat().st_size for path in self.folder(job).rglob("*"))
@@ -395,7 +391,7 @@ class Service:
         self._next()
 
     def _lost(self, said: Mapping[str, Any]) -> None:
-        """The ranks have ended: what they made is queued again, once."""
+        """Requeues the running jobs after the ranks have ended, or fails them."""
         self._seen("restart", None, {})
         if self.stopping:
             return
@@ -422,10 +418,10 @@ class Service:
         repeated: bool,
         remixed_from: str | None,
     ) -> tuple[QueuedVideo, bool]:
-        """Writes the files and the job of a request that can be made.
+        """Writes the files of a request, resolves its run, and queues its job.
 
-        Other requests go on while files are written and checked. One with the same key may have
-        queued its job meanwhile, which is then the job of both.
+        Other requests are handled while the files are written and checked. If a retry with the same
+        key was queued meanwhile, its job is returned.
         """
         self._check_queue()
         wait = None if self.journal.problem is None else 0.0
@@ -475,12 +471,12 @@ class Service:
         return job, False
 
     def _check_queue(self) -> None:
-        """Refuses a request where none is taken now."""
+        """Refuses a request if the service stops or the queue is full."""
         if self.stopping:
-            raise RefusedError("The service stops.", 503, "stopping", wait=30)
+            raise RefusedError("The service is stopping.", 503, "stopping", wait=30)
         waiting = self.journal.counts().get("queued", 0)
         if waiting >= self.limits.queue:
-            message = f"{waiting} jobs wait already, and no more are taken; try later."
+            message = f"The queue is full with {waiting} jobs; try later."
             raise RefusedError(message, 429, "queue_full", wait=self.seconds_ahead() or 30)
 
     def _write(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
@@ -490,7 +486,7 @@ class Service:
                 temporary.write_bytes(content)
 
     def _checked(self, job: QueuedVideo) -> Run:
-        """Returns the run of a job, as rank 0 will find it."""
+        """Resolves the run of a job as the ranks will, and checks the limits."""
         with spoken(fields.words(job.names)):
             run = self._resolve(over(self._given, read(job.settings | self._uploads(job))))
         request = run.request
@@ -514,7 +510,7 @@ class Service:
         return RefusedError("The disk is full; delete videos.", 507, "disk_full", wait=60)
 
     def _refusal(self, error: InputError, job: QueuedVideo) -> RefusedError:
-        """Returns the answer to a request that cannot be made, without paths of this machine."""
+        """Returns the refusal of a request with field names for uploaded files' paths."""
         message = str(error)
         for name in self._uploads(job):
             path = str(self.file(job, name).absolute())
@@ -524,7 +520,7 @@ class Service:
         return RefusedError(message, param=param)
 
     def _uploads(self, job: QueuedVideo) -> dict[str, str | list[str]]:
-        """Returns the paths of a job's uploaded files: of a folder, a file, or several files."""
+        """Returns the paths of a job's uploads by setting: a folder, a file, or several files."""
         found: dict[str, str | list[str]] = {}
         for name in (*fields.UPLOADS, fields.FOLDER):
             path = self.file(job, name).absolute()
@@ -535,7 +531,7 @@ class Service:
         return found
 
     def _planned_memory(self, job: QueuedVideo) -> str:
-        """Returns what the planner says that a job needs."""
+        """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
         try:
             run = self._checked(job)
             sizes = memory.estimate(run.setup, run.request)
@@ -547,9 +543,10 @@ class Service:
             return ""
 
     def _clear(self, job: QueuedVideo, all_files: bool = False, goes_on: bool = True) -> None:
-        """Removes what an attempt has left, or all files of a job.
+        """Removes the files of an attempt, or all files of a job.
 
-        goes_on: The next attempt goes on after the clips of a long video.
+        Args:
+            keep_clips: Whether finished clips stay, with which the next attempt continues.
         """
 
         def keep(name: str) -> bool:
@@ -559,7 +556,7 @@ class Service:
         remove_files(self.folder(job), None if all_files else keep)
 
     async def _clean(self) -> None:
-        """Deletes old jobs, and the oldest ones when their files take too much."""
+        """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
         while True:
             if self.limits.keep_days is not None:
                 for job in self.journal.ended_before(time.time() - 86400 * self.limits.keep_days):
@@ -578,5 +575,5 @@ class Service:
 
 
 def is_over(job: QueuedVideo) -> bool:
-    """Returns whether nothing happens to a job any more."""
+    """Returns whether a job is completed, failed or deleted."""
     return job.state in ENDS

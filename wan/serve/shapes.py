@@ -1,4 +1,4 @@
-"""What is known of a job's video before it is made, and which jobs may be made together."""
+"""Sizes and shape of a job before it runs, and which jobs can be batched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wan.settings.errors import InputError
 
 
 def describe_job(job: QueuedVideo, run: Run) -> None:
-    """Notes what is known of a job's video before it is made."""
+    """Sets frames, fps, sizes, steps, guidance, shape and work of a job from its run."""
     request = run.request
     branches, clips = (2 if request.guided else 1), request.num_clip or 1
     job.frames = request.frame_num
@@ -27,17 +27,17 @@ def describe_job(job: QueuedVideo, run: Run) -> None:
 
 
 def may_share(job: QueuedVideo) -> bool:
-    """Returns whether a video may take the steps of each expert together with others.
+    """Returns whether a job may run in one batch with others, grouped by expert.
 
-    Long videos load their experts for each clip; and what was begun when the ranks were lost may
-    have been the cause.
+    Videos of several clips may not, since they load their experts for each clip. Neither may a
+    second attempt, since the job may have caused the loss of the ranks.
     """
     *_, clips = json.loads(job.shape)
     return job.attempt == 0 and clips == 1
 
 
 def can_group(run: Run) -> bool:
-    """Returns whether videos can take the steps of each expert together, and may gain by it."""
+    """Returns whether batches of videos can be grouped by expert in this run."""
     try:
         run.setup.check_grouping()
     except InputError:

@@ -1,4 +1,4 @@
-"""Counts the clients of synchronous routes, whose leaving may end a job."""
+"""Counts the waiting clients of synchronous routes; a job without clients is cancelled."""
 
 from __future__ import annotations
 
@@ -10,32 +10,27 @@ from dataclasses import dataclass
 from wan.serve.journal import QueuedVideo
 
 REJOIN = 10.0
-"""Seconds in which a client of a synchronous route may come back with its Idempotency-Key."""
+"""Seconds in which a disconnected client may retry with its Idempotency-Key."""
 
 
 @dataclass
 class _Count:
-    """The clients of synchronous routes that wait for a job whose id no client was given.
-
-    Attributes:
-        count: How many wait.
-        left: How many have left.
-    """
+    """Numbers of waiting and of disconnected clients of a job whose id no client knows."""
 
     count: int = 0
     left: int = 0
 
 
 class Waiters:
-    """The jobs that only clients of synchronous routes have asked for in this process."""
+    """Jobs that were requested only on synchronous routes."""
 
     def __init__(self, abandon: Callable[[str], None]) -> None:
-        """Counts nobody. abandon: Gets the id of a job that nobody waits for any more."""
+        """Starts without jobs. abandon: called with the id of a job without clients."""
         self._abandon = abandon
         self._jobs: dict[str, _Count] = {}
 
     def claim(self, job: QueuedVideo) -> None:
-        """Notes that a client was given a job's id: nobody's leaving deletes it."""
+        """Removes a job whose id a client knows, so that disconnects do not cancel it."""
         self._jobs.pop(job.id, None)
 
     @contextmanager
@@ -43,17 +38,16 @@ class Waiters:
         """Counts a client that waits for a job on a synchronous route.
 
         Args:
-            job: The job.
-            was_there: Another request has made it.
+            is_existing: An earlier request created the job.
 
         Yields:
-            A function to call when the client has left. The job is deleted where nobody else wants
-            it; one with a key after `REJOIN` seconds, in which its client may come back.
+            A function to call when the client has disconnected. The job is then cancelled if no
+            other client waits for it; a job with a key only after `REJOIN` seconds.
         """
         waiters = self._jobs.get(job.id)
         if not was_there:
             waiters = self._jobs[job.id] = _Count()
-        if waiters is None:  # some client knows the id
+        if waiters is None:  # a client knows the id
             yield lambda: None
             return
         waiters.count += 1
@@ -76,7 +70,7 @@ class Waiters:
                 self._jobs.pop(job.id, None)
 
     def _end_grace(self, name: str, waiters: _Count, left: int) -> None:
-        """Abandons a job that nobody waits for since a client has left."""
+        """Abandons a job if no client has joined since the disconnect."""
         if self._jobs.get(name) is not waiters or waiters.count or waiters.left != left:
             return
         del self._jobs[name]
