@@ -1,1 +1,1 @@
-"""The command line: flags and environment in, files out."""
+"""The command line of generate.py: parses flags, resolves the run, writes output files."""

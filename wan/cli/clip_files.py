@@ -1,11 +1,12 @@
-"""The clips of a long video on disk, from which a stopped run goes on and the video is joined.
+"""Stores the clips of a long video on disk, so that an interrupted run can be resumed.
 
-Beside `NAME.mp4`, the folder `NAME.clips` is kept until the video is whole, or for good with
-`--save_latents`: `0001.mp4` and `0001.safetensors`, which holds the state that the next clip begins
-with and is written last. A later call with more clips makes the ones that are missing.
+The folder `NAME.clips` of the video `NAME.mp4` has for each clip `0001.mp4` and, written last,
+`0001.safetensors` with the clip state, from which the next clip starts. The clips are joined to the
+video, and the folder is removed unless `--save_latents` is given. A later run with more clips
+generates only the missing ones.
 
-The metadata of a state names the settings and inputs of the run, and the digests of the clip's mp4,
-of the state itself and of the state before it. A clip with another digest is made again.
+The metadata of a clip state has the settings and input digests of the run, and the digests of the
+clip's mp4, of the state and of the previous state. A clip with other values is generated again.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ if TYPE_CHECKING:
 FOUR_DIGITS = "[0-9][0-9][0-9][0-9].safetensors"
 CLIP_STATE = safetensors_kind("a state of generate.py --num_clip", "settings")
 CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO, FOUR_DIGITS: CLIP_STATE}
-"""Pattern of a name in the folder of clips -> what a file of that name is."""
+"""File name pattern in the folder of clips -> kind of the file."""
 _FREE = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
-"""What may differ between the runs that make a video's clips."""
+"""Settings that may differ between the runs that generate the clips of one video."""
 
 
 class ClipFiles:
-    """The clips of a run, for the main rank."""
+    """The stored clips of a run; used on the main rank."""
 
     def __init__(self, run: Run) -> None:
-        """Prepares access to the folder of a run's clips; nothing is read yet."""
+        """Prepares access to a run's folder of clips; reads nothing."""
         self._run, self.folder = run, run.output.clips
 
     def count_done(self) -> int:
-        """Returns how many clips, from the first one, are there as this run would make them."""
+        """Returns the number of clips, from the first, that are stored and match this run."""
         count = self._run.request.num_clip or 0
         before = ""
         for index in range(count):
@@ -64,9 +65,10 @@ class ClipFiles:
         return count
 
     def _difference(self, index: int, before: str) -> str | None:
-        """Returns why a clip has to be made again, or None.
+        """Returns the reason why a clip must be generated again, or None.
 
-        before: The digest of the state of the clip before.
+        Args:
+            previous_digest: Digest of the previous clip's state; "" for the first clip.
         """
         state = self._state(index)
         made, digests = (safetensors_metadata(state, key) for key in ("settings", "digests"))
@@ -82,7 +84,7 @@ class ClipFiles:
         return None if found == digests else "was changed, or is of another run"
 
     def read_state(self, done: int) -> Tensor | None:
-        """Returns the state that the last of so many clips has handed to the next; None for 0."""
+        """Returns the state of the last of `num_clips_done` clips; None for 0."""
         return self._read_state(done - 1) if done else None
 
     def _read_state(self, index: int) -> Tensor:
@@ -93,15 +95,15 @@ class ClipFiles:
             return load_file(self._state(index))["end"]
         except (SafetensorError, LookupError, OSError):
             raise FileChangedError(
-                f"{self._state(index)} does not hold what the next clip begins with; remove it "
+                f"{self._state(index)} does not hold the state that the next clip needs; remove it "
                 "and start again."
             ) from None
 
     def write(self, index: int, clip: Clip) -> None:
-        """Writes a clip and then its state."""
+        """Writes a clip, then its state."""
         from safetensors.torch import save
 
-        assert clip.frames is not None and clip.end is not None, "the main rank has them"
+        assert clip.frames is not None and clip.end is not None, "the main rank has both"
         comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
         output = replace(self._run.output, save_file=self._clip(index))
         video.save_video(clip.frames, output, comment)
@@ -122,16 +124,16 @@ class ClipFiles:
         video.join(self.folder, names, path, comment)
 
     def remove(self) -> None:
-        """Removes the clips, and the folder where nothing else is in it."""
+        """Removes the clips, and the folder if it is then empty."""
         for path in sorted(self.folder.iterdir()):
             for pattern, kind in CLIP_KINDS.items():
                 if path.match(pattern):
                     remove_output(path, kind)
-        with suppress(OSError):  # somebody else's files stay, and the folder with them
+        with suppress(OSError):  # a folder with other files is kept
             self.folder.rmdir()
 
     def _settings(self, index: int) -> dict[str, Any]:
-        """Returns what decides what a clip shows, or how it is made."""
+        """Returns the settings and input digests that determine a clip's frames."""
         run, own = self._run, self._run.request.of_clip(index)
         found = {n: x for n, x in without_paths(run.settings).items() if n not in _FREE}
         found |= {f"the content of {name}": value for name, value in run.contents().items()}

@@ -1,9 +1,10 @@
 """Prompt extension: a language model adds the detail that a short prompt leaves out.
 
-"dashscope" asks Alibaba's service and falls back to the original prompt, with a warning, when it
-does not answer. "local_qwen" runs a transformers model on this machine and refuses when it cannot.
-The model gets one system text per purpose and language, a short user message and perhaps a small
-image. Torch, transformers and dashscope are imported where used, so that this module loads at once.
+"dashscope" calls Alibaba's service and falls back to the original prompt, with a warning, if the
+service does not answer. "local_qwen" runs a transformers model on this machine, and raises
+InputError if that is not possible. The model gets a system text per purpose and language, a short
+user message and optionally a small image. Torch, transformers and dashscope are imported only when
+used.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ LOCAL_MODELS = {
 
 _MAX_NEW_TOKENS = 512
 _TRIES = 4
-_PAUSE_S = 1.0  # times the number of failed tries: an overloaded service needs time
-_TIMEOUT_S = 60  # of one try; the other ranks wait as long as --dist_timeout, 30 minutes
-_MAX_AREA = 512 * 512  # of an image that is sent: enough to describe it, and few tokens
+_PAUSE_S = 1.0  # times the number of failed tries, for an overloaded service
+_TIMEOUT_S = 60  # of one try; the other ranks wait for --dist_timeout, 30 minutes
+_MAX_AREA = 512 * 512  # of the image: enough detail, few tokens
 _TASK = {
     ("t2v", "en"): """\
 You turn a short request into a prompt for a text-to-video model.
@@ -116,13 +117,13 @@ _REQUEST = {
     "en": ("Request: {}", "Write the prompt for this picture."),
     "zh": ("需求：{}", "请为这张图片写提示词。"),
 }
-"""Texts by the purpose of the prompt (an empty one is described from its image) and the language of
-the answer, which does not depend on the language of the prompt."""
+"""User messages with and without a prompt, by the language of the answer, which does not depend on
+the language of the prompt."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A system and a user message, perhaps with an RGB image of at most `_MAX_AREA` pixels."""
+    """A system and a user message, optionally with an RGB image of at most `_MAX_AREA` pixels."""
 
     system: str
     user: str
@@ -130,18 +131,17 @@ class Question:
 
 
 class _NoAnswerError(Exception):
-    """The model was asked in the right way but gave no text."""
+    """The model gave no text, although the request was valid."""
 
 
 def check(settings: PromptExtension, has_image: bool) -> None:
-    """Refuses, without importing anything heavy, what is bound to fail later.
+    """Checks that prompt extension can run, without importing heavy packages.
 
-    Logs which model will be fetched, where one has to be.
+    Logs the model that will be downloaded, if any.
 
     Raises:
-        InputError: For a package that is not installed, a missing DASH_API_KEY, a malformed
-            DASH_API_URL, a model folder that is missing or has no config.json, and a model hub
-            that does not answer.
+        InputError: A package is not installed, DASH_API_KEY is missing, DASH_API_URL is malformed,
+            a model folder is missing or has no config.json, or the model hub does not answer.
     """
     method, model = settings.prompt_extend_method, settings.prompt_extend_model
     if model is not None and not model.strip():
@@ -166,22 +166,20 @@ def extended(
     seed: int,
     device: str,
 ) -> str:
-    """Rewrites a prompt.
+    """Rewrites a prompt with a language model.
 
     Args:
-        settings: The language model.
-        prompt: The short one.
         task_kind: "t2v", "i2v" (needs an image) or "ti2v".
-        image: Of any size and mode; calls for a vision model.
-        seed: The same seed gives the same text with local_qwen; the global random state is
-            left alone.
-        device: Where a local model runs.
+        image: An image of any size and mode; needs a vision model.
+        seed: With local_qwen the same seed gives the same text. The global random state does not
+            change.
+        device: Device of a local model.
 
     Returns:
-        The model's text, stripped; the prompt itself, with a warning, where it gives none.
+        The model's text, stripped; the prompt, with a warning, if the model gives none.
 
     Raises:
-        InputError: For a missing image or prompt, and for a local model that cannot be used.
+        InputError: The image or the prompt is missing, or a local model cannot be used.
     """
     model = settings.prompt_extend_model
     question = _question(prompt, task_kind, image, settings.prompt_extend_target_lang)
@@ -195,8 +193,8 @@ def extended(
 
 
 def _check_local(model: str | None, has_image: bool) -> None:
-    """Checks that a local model is a folder of one, or is in the cache or on the model hub."""
-    if model is not None and model not in LOCAL_MODELS:  # a folder, or the hub's name of a model
+    """Checks that a local model is a folder, in the cache, or on the model hub."""
+    if model is not None and model not in LOCAL_MODELS:  # a folder or a hub id
         folder = Path(os.path.expanduser(model))
         if not folder.exists() and model.startswith((".", "/", "~")):
             raise InputError(
@@ -217,23 +215,23 @@ def _check_local(model: str | None, has_image: bool) -> None:
         if huggingface_hub.try_to_load_from_cache(source, "config.json"):
             return
         logger.info("Prompt extension fetches %s from the model hub.", source)
-        # When the model is loaded, the hub's own clients would try for half a minute.
+        # Fail early: transformers would retry for half a minute.
         huggingface_hub.HfApi().model_info(source, timeout=10)
-    except Exception as error:  # no name of the hub's, no network, ...: it cannot be had
+    except Exception as error:  # unknown hub id, no network, ...
         raise InputError(
             f"The prompt extension model {source} is not on this machine, and the model hub does "
-            "not give it; give the local folder of an Instruct model with `prompt_extend_model`."
+            "not provide it; give the local folder of an Instruct model with `prompt_extend_model`."
         ) from error
 
 
 def _source(model: str | None, has_image: bool) -> str:
-    """Returns the folder or the hub's name of a local model."""
+    """Returns the folder or the hub id of a local model."""
     name = model or ("QwenVL2.5_7B" if has_image else "Qwen2.5_14B")
     return LOCAL_MODELS.get(name, os.path.expanduser(name))
 
 
 def _question(prompt: str, task_kind: str, image: Image | None, lang: str) -> Question:
-    """Returns what the model is asked about a prompt and its image, which may have any size."""
+    """Returns the messages for a prompt and its image, which may have any size."""
     prompt = prompt.strip()
     if task_kind == "i2v" and image is None:
         raise InputError("Prompt extension for i2v got no image; give one with `image`.")
@@ -247,7 +245,7 @@ def _question(prompt: str, task_kind: str, image: Image | None, lang: str) -> Qu
         scale = math.sqrt(_MAX_AREA / (width * height))
         image = image.convert("RGB")
         if scale < 1:
-            # Rounded down to stay below the limit; the last minimum is for images one pixel wide.
+            # Rounded down to stay within the limit; the last min is for images one pixel wide.
             width = min(max(1, int(width * scale)), _MAX_AREA)
             height = min(max(1, int(height * scale)), _MAX_AREA // width)
             from PIL.Image import Resampling
@@ -257,19 +255,19 @@ def _question(prompt: str, task_kind: str, image: Image | None, lang: str) -> Qu
     if not prompt:
         return Question(f"{_TASK['describe', lang]}\n{_RULES[lang]}", describe, image)
     purpose = "t2v" if image is None or task_kind == "t2v" else "i2v"
-    # The prompt never stands alone: the dashscope client uploads a text that is the name of a local
-    # file, and the label tells the model where the material begins.
+    # The label before the prompt marks it as material, and keeps the dashscope client from
+    # uploading a local file whose name equals the prompt.
     system = f"{_TASK[purpose, lang]}\n{_KEEP[lang]}{_RULES[lang]}"
     return Question(system, request.format(prompt), image)
 
 
 def _messages(system: Any, user: Any) -> list[dict[str, Any]]:
-    """Returns a chat of two messages, whose contents each library wants in its own form."""
+    """Returns a chat of two messages; the form of their contents depends on the library."""
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
 def _dash_access() -> dict[str, str]:
-    """Returns the arguments of a service call that say who is asking, and where."""
+    """Returns the API key and address of the service from the environment."""
     key, url = os.environ.get("DASH_API_KEY", ""), os.environ.get("DASH_API_URL", "")
     if not key:
         raise InputError(
@@ -284,12 +282,12 @@ def _dash_access() -> dict[str, str]:
 
 
 def _ask_dashscope(question: Question, model: str | None, seed: int) -> str:
-    """Tries four times; raises _NoAnswerError with the last reason if none gave a text."""
+    """Calls the service up to `_TRIES` times; raises _NoAnswerError with the last reason."""
     from dashscope.common.error import DashScopeException
 
     model = model or ("qwen-plus" if question.image is None else "qwen-vl-max")
-    # The client's own errors, the network's (OSError), a reply that is no JSON (ValueError), and a
-    # reply without the fields that the client or we look up (the others).
+    # Errors of the client and the network (OSError), a reply that is not JSON (ValueError), and a
+    # reply with missing fields (the others).
     failures = (DashScopeException, OSError, ValueError, TypeError, LookupError, AttributeError)
     reason = ""
     for failed in range(_TRIES):
@@ -307,21 +305,21 @@ def _ask_dashscope(question: Question, model: str | None, seed: int) -> str:
 def _call_dashscope(question: Question, model: str, seed: int) -> str:
     import dashscope
 
-    # Not every version of the service takes our seeds of up to 63 bits; 31 are always fine.
+    # Some versions of the service reject seeds of more than 31 bits.
     options = {**_dash_access(), "seed": seed % 2**31, "request_timeout": _TIMEOUT_S}
     if question.image is None:
         chat = _messages(question.system, question.user)
         reply = dashscope.Generation.call(model, messages=chat, result_format="message", **options)
     else:
         file = io.BytesIO()
-        question.image.save(file, "PNG")  # at most 0.8 MB, far below the service's limit
+        question.image.save(file, "PNG")  # at most 0.8 MB, within the service's limit
         uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
         chat = _messages([{"text": question.system}], [{"image": uri}, {"text": question.user}])
         reply = dashscope.MultiModalConversation.call(model, messages=chat, **options)
     if reply.status_code != 200:
         raise _NoAnswerError(f"status {reply.status_code}, {reply.code}: {reply.message}")
     content = reply.output.choices[0].message.content
-    # The vision service answers in parts, the text service with a plain string.
+    # The vision service returns a list of parts, the text service a string.
     return _nonempty(content if isinstance(content, str) else "".join(x["text"] for x in content))
 
 
@@ -332,12 +330,12 @@ def _nonempty(text: str) -> str:
 
 
 def _ask_local(question: Question, model: str | None, seed: int, device: str) -> str:
-    """Returns one answer; the model has left the memory of host and device by then."""
+    """Returns the answer of a local model, and releases the model from host and device."""
     import torch
 
     place = torch.device(device)
     text = _generate(question, _source(model, question.image is not None), seed, place)
-    gc.collect()  # the model is unreachable now, but reference cycles keep it until collected
+    gc.collect()  # reference cycles keep the model alive
     if place.type != "cpu":
         torch.get_device_module(place).empty_cache()
     return _nonempty(text)
@@ -349,7 +347,7 @@ def _generate(question: Question, source: str, seed: int, place: Any) -> str:
     model, processor, vision = _load(source, question.image is not None)
     system: Any = question.system
     user: Any = question.user
-    if vision:  # its processor takes lists of parts, a text model's tokenizer plain text
+    if vision:  # a processor takes lists of parts, a text model's tokenizer plain text
         shown = [] if question.image is None else [{"type": "image", "image": question.image}]
         system = [{"type": "text", "text": question.system}]
         user = [*shown, {"type": "text", "text": question.user}]
@@ -370,10 +368,10 @@ def _generate(question: Question, source: str, seed: int, place: Any) -> str:
 
 
 def _load(source: str, needs_vision: bool) -> tuple[Any, Any, bool]:
-    """Returns a model on the CPU, its processor (a text model's tokenizer), and whether it can see.
+    """Returns a model on the CPU, its processor or tokenizer, and whether it is a vision model.
 
     Raises:
-        InputError: A part cannot be loaded, or is not fit for the question.
+        InputError: A part cannot be loaded, or does not support the question.
     """
     import transformers as tf
     from safetensors import SafetensorError
@@ -382,7 +380,7 @@ def _load(source: str, needs_vision: bool) -> tuple[Any, Any, bool]:
         vision = hasattr(tf.AutoConfig.from_pretrained(source), "vision_config")
         if needs_vision and not vision:
             raise ValueError("it is a text model, and there is an image")
-        # Small parts first: what they lack shows before gigabytes are read.
+        # Small parts first, to fail before gigabytes are read.
         processor = (tf.AutoProcessor if vision else tf.AutoTokenizer).from_pretrained(source)
         if not getattr(processor, "chat_template", None):
             raise ValueError("it has no chat template, so it is no Instruct model")

@@ -1,4 +1,4 @@
-"""How a failed run ends: which errors are told in one sentence, and what SIGTERM does."""
+"""Handles failures: sentences for errors, SIGTERM, and a closed stdout."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from wan.settings.errors import (
 )
 
 DECODING = "while the video was decoded"
-"""The note that an error of this stage carries."""
+"""Exception note of errors during decoding."""
 
 
 def describe(error: BaseException) -> str | None:
-    """Returns one sentence for an error that a user can act on; None for a defect of ours."""
+    """Returns a sentence for an error that a user can act on; None for other errors."""
     if isinstance(error, InputError):
         error.words = env.words()
     if isinstance(error, InputError | WriteError | FileChangedError | NotFiniteError):
@@ -39,8 +39,8 @@ def describe(error: BaseException) -> str | None:
     if is_out_of_memory(error):
         remedy = "choose a smaller --size or --frame_num, or use --offload_model block"
         if DECODING in getattr(error, "__notes__", ()):
-            remedy = "decode the kept latents with --vae_tiling, or on a machine with more memory"
-        return f"Out of memory; {remedy}; --plan says what a run needs."
+            remedy = "decode the saved latents with --vae_tiling, or on a machine with more memory"
+        return f"Out of memory; {remedy}; --plan reports what a run needs."
     if is_disk_full(error):
         name = getattr(error, "filename", None)
         where = "" if name is None else f" where {name} is written"
@@ -50,7 +50,7 @@ def describe(error: BaseException) -> str | None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM raise `Terminated` in this block, if that runs in the main thread."""
+    """Makes SIGTERM raise `Terminated` inside the block, if it runs in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -67,16 +67,16 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Ends this block quietly when the reader of our output has left early, as `| head` does."""
+    """Ends the block without an error when the reader of stdout closes it, as `| head` does."""
     try:
         yield
-        if sys.stdout is not None:  # it may have been closed: `>&-`
+        if sys.stdout is not None:  # None after `>&-`
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
 def say(text: str, command: str = "generate.py") -> None:
-    """Writes one line to stderr, which begins with the command's name."""
-    sys.stderr.write(f"{command}: {' '.join(text.split())}\n")  # at once: several ranks may speak
+    """Writes one line to stderr, prefixed with the command's name."""
+    sys.stderr.write(f"{command}: {' '.join(text.split())}\n")  # one write: several ranks may print
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The command line: a parser made from the fields of the settings, and what is refused by name.
+"""Parses the command line with a parser that is built from the options of `wan.settings`.
 
-A flag that is not given has no value here, so that values can be layered: flags win over a JSON
-record, that over the checkpoint's generation_config.json, that over the task's presets.
+A flag that is not given has no value, so that values can be merged in layers: flags override a
+JSON record, which overrides the checkpoint's generation_config.json and the task's preset.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from wan.settings.flags import FLAGS, GROUPS, check_given, check_needs, read
 from wan.settings.values import switch
 
 _TTS = (
-    "speech is not made here; make it with CosyVoice or another program, and give the file with "
+    "there is no speech synthesis here; use CosyVoice or another program, and give the file with "
     "`audio`"
 )
 REFUSED = {
     "tp_size": "tensor parallelism is not supported; run without it",
     **dict.fromkeys(("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"), _TTS),
 }
-"""Flags of the official code and the Ascend fork that are not supported, and what to do instead."""
+"""Unsupported flags of the official code and the Ascend fork -> remedy."""
 
-_COMPLAINTS = (  # argparse's words -> ours
+_COMPLAINTS = (  # pattern of argparse's message -> message
     (r"argument (--\S+): ignored explicit argument .*", r"\1 takes no value."),
     (r"argument (--\S+): expected .*", r"\1 needs a value; --help lists the flags."),
     (r"argument (--\S+): (.* must be .*)", r"\1 \2."),
     (r"unrecognized arguments: (.*)", r"\1 belongs to no flag; --help lists the flags."),
 )
-_ELSEWHERE = {  # names that other tools have
+_ELSEWHERE = {  # name of a flag in other tools -> flag
     **{flag.keyword: name for name, flag in FLAGS.items() if flag.keyword},
     **{flag.diffusers: name for name, flag in FLAGS.items() if isinstance(flag.diffusers, str)},
     **dict.fromkeys(("steps", "infer_steps", "num_steps"), "sample_steps"),
@@ -55,12 +55,12 @@ _EXAMPLES = """three commands:
   %(prog)s --task i2v-A14B --ckpt_dir ./Wan2.2-I2V-A14B --image cat.jpg --plan
   torchrun --nproc_per_node=8 generate.py --ckpt_dir ./Wan2.2-T2V-A14B --dit_fsdp --comm_type 1
 
-A switch alone is true; "--power false" takes back what a record or a variable says.
+A switch without a value is true; "--power false" turns off what a record or a variable turns on.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises InputError instead of printing its usage and ending the process."""
+    """Raises InputError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         unknown = re.fullmatch(r"unrecognized arguments: --([^\s=]+).*", message, re.DOTALL)
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 @spoken(COMMAND_LINE)
 def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the flags that were given, as checked values.
+    """Parses the flags of a command line and returns their checked values.
 
     Raises:
         InputError: A flag is unknown, is not supported, or has a value that is not allowed.
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _parser(everything: bool = True) -> Parser:
-    """Returns the parser of all flags; its help lists `everything`, or only the common ones."""
+    """Returns the parser of all flags, whose help lists all or only the common ones."""
     program = Path(sys.argv[0]).name
     result = Parser(
         prog=_PROGRAMS.get(program, "python generate.py"),
@@ -112,7 +112,7 @@ def _parser(everything: bool = True) -> Parser:
         argument_default=argparse.SUPPRESS,
         add_help=False,
     )
-    some = result.add_argument_group("flags of every day (--help all: all of them)")
+    some = result.add_argument_group("common flags (--help all lists every flag)")
     for title, kinds in GROUPS.items():
         group = result.add_argument_group(title) if everything else some
         for name, flag in (item for kind in kinds for item in options(kind).items()):
@@ -125,7 +125,7 @@ def _parser(everything: bool = True) -> Parser:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Writes a switch without its two values."""
+    """Prints a switch without its two values."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=min(100, shutil.get_terminal_size()[0]))
@@ -138,12 +138,12 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 _SWITCH = "{true,false}"
 _SWITCHES = (switch, OFFLOAD, LATENTS)
-"""Alone they are true; false takes back a record or variable."""
+"""Readers of options that are true without a value; false overrides a record or variable."""
 _PROGRAMS = {"__main__.py": "python -m wan", "wan-generate": "wan-generate"}
 
 
 def _argument(name: str, flag: Option) -> dict[str, Any]:
-    """Returns what argparse is told of a flag; `Option.read` reads its value later."""
+    """Returns the keywords of `add_argument` for a flag, whose value `Option.read` reads later."""
     choices = flag.read.choices
     listed = "{" + ",".join(choices or ()) + "}"
     shown = flag.read.metavar if choices is None or len(listed) > 120 else listed

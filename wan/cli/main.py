@@ -1,4 +1,4 @@
-"""The command line: parse, resolve, launch, generate."""
+"""The command line: parses, resolves, launches and generates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wan.distributed.start import Once, Prepared
 
 Work = Callable[[Run, "Team | None"], int]
-"""It carries out a run and returns the exit code."""
+"""Executes a run and returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,16 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks or isinstance(error, InputError):
             failures.say(sentence)
         return exit_code(error)
-    return 0  # who read our output has left
+    return 0  # stdout was closed
 
 
 def carry_out(argv: Sequence[str], work: Work, inputs: bool = True) -> int:
-    """Carries out what a command line asks for, in one process or on the ranks of torchrun.
+    """Resolves and executes a command line, in one process or on the ranks of torchrun.
 
     Args:
         argv: The command line without the program's name.
-        work: Gets the run, and the ranks that share it.
-        inputs: As for `wan.run.resolve`.
+        work: Executes the run, with the parallel groups or None.
+        require_inputs: As for `wan.run.resolve_run`.
     """
     if env.world_size() > 1:
         return _launch(argv, work, inputs)
@@ -68,7 +68,7 @@ def carry_out(argv: Sequence[str], work: Work, inputs: bool = True) -> int:
 
 @host.memory_sampled()
 def generate(run: Run, team: Team | None = None) -> int:
-    """Makes the videos of a run; of several ranks, the main one writes them.
+    """Generates the videos of a run; the main rank writes them.
 
     Returns:
         The exit code: 1 if a line of a prompt file failed, else 0.
@@ -102,12 +102,12 @@ def resolved(
     plan: bool = False,
     inputs: bool = True,
 ) -> Run:
-    """Returns the run of a command line.
+    """Resolves a command line to a run.
 
     Args:
         argv: The command line without the program's name.
-        once: Calls a function on one rank of each machine.
-        plan, inputs: As for `wan.run.resolve`.
+        run_once: Calls a function on one rank of each machine.
+        plan, require_inputs: As for `wan.run.resolve_run`.
     """
     with usable_paths():
         given = flags.parse(argv)
@@ -126,7 +126,7 @@ def resolved(
 
 
 def _plan(argv: Sequence[str]) -> int:
-    """Prints what a run would take; under torchrun the main rank speaks for all."""
+    """Prints the plan of a run; under torchrun on the main rank only."""
     if env.rank() > 0:
         return 0
     run = resolved(argv, plan=True)
@@ -138,7 +138,7 @@ def _plan(argv: Sequence[str]) -> int:
 
 
 def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
-    """Carries out a command line as one rank of several."""
+    """Executes a command line as one of several ranks."""
     load_torch()
     from wan import device as devices
     from wan.distributed import start
@@ -148,7 +148,7 @@ def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
         device = devices.resolve(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.can)
         facts = run.facts(device.type) | {"the version of wan": wan.__version__}
-        if run.setup.attention.attention_backend != "auto":  # ranks that differ might deadlock
+        if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
             from wan.pipeline import build
 
             facts["what computes attention"] = build.dense_kernel(run.setup, device)
@@ -165,7 +165,7 @@ def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
 
 
 def make_demo(once: Once, task: str, folder: Path) -> None:
-    """Makes a random checkpoint on one rank of each machine, for which the others wait."""
+    """Writes a randomly initialised checkpoint on one rank of each machine; the others wait."""
     load_torch()
     from wan.pipeline.tiny import make_checkpoint
 
@@ -174,14 +174,14 @@ def make_demo(once: Once, task: str, folder: Path) -> None:
         try:
             make_checkpoint(task, folder)
         except (OSError, InputError):
-            if not folder.is_dir():  # otherwise another run has just made the same one
+            if not folder.is_dir():  # otherwise another run has just written it
                 raise
 
     once(make)
 
 
 def load_torch() -> None:
-    """Imports torch, which loads torch-npu if that is installed, and fails if CANN then is not."""
+    """Imports torch; raises InputError if it loads torch-npu and CANN is missing."""
     try:
         import torch  # noqa: F401
     except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""The videos of a `--prompt_file`: what is logged about them, and which failures end the run.
+"""Generates the videos of a `--prompt_file`, logs them, and handles failures of single lines.
 
-With one process a line that fails is reported and the others go on. With several ranks that holds
-from the end of a video's decoding, when the main rank alone works on it; an earlier failure ends
-all ranks, and the same command with `--skip_existing` goes on.
+With one process a line that fails is reported and the next ones are generated. With several ranks
+the same is true of failures on the main rank after decoding; an earlier failure ends all ranks, and
+the same command with `--skip_existing` resumes the run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class LineJob(Job):
     """The video of one line.
 
     Attributes:
-        line: The name of the line.
-        video: The video with its files.
-        error: Why it has failed.
+        line: Name of the line.
+        error: Reason of a failure; "" without one.
     """
 
     line: str
@@ -49,7 +48,7 @@ class LineJob(Job):
 
 
 def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
-    """Makes the videos of all lines and returns whether a line failed; every rank calls this."""
+    """Generates the videos of all lines, on all ranks; returns whether a line failed."""
     is_main = team is None or team.is_main
     refused = {line.name: line.error for line in run.lines if line.error}
     for name, error in refused.items() if is_main else ():
@@ -57,7 +56,7 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
     good = [line for line in run.lines if line.name not in refused]
     there = [one.name for one in good if is_main and run.skip_existing and _is_there(one)]
     chosen = {line.name for line in good} - {*there}
-    if team is not None:  # the main rank alone looks at the folder
+    if team is not None:  # only the main rank reads the folder
         chosen = team.value_from_main(chosen)
     videos = {
         line.name: Video(line.run, pipeline, team)
@@ -112,7 +111,7 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
 
 
 def _is_there(line: Line) -> bool:
-    """Returns whether the video of a line is there, made with the line's settings."""
+    """Returns whether a line's video exists and was generated with the line's settings."""
     assert line.run is not None
     output = line.run.output
     if not output.save_file.exists():
@@ -120,9 +119,9 @@ def _is_there(line: Line) -> bool:
     try:
         made = read_json(output.record)["settings"]
     except (InputError, KeyError):
-        return True  # nothing is known of it
+        return True  # it has no record to compare with
     asked = json.loads(json.dumps(line.run.settings, default=str))
-    unknown = {name for name, value in asked.items() if value == "auto"}  # until it runs
+    unknown = {name for name, value in asked.items() if value == "auto"}  # until the run
     free = unknown | {"save_file"} | ({"base_seed"} if line.draws else set())
     changed = [n for n in asked if n not in free and asked[n] != made.get(n)]
     changed += [n for n in made if n not in asked and n not in free]
@@ -139,7 +138,7 @@ def _sum_up(
     jobs: Sequence[LineJob],
     made: Sequence[LineJob],
 ) -> None:
-    """Logs and writes what became of the lines, and the seconds that sharing one load saved."""
+    """Logs and writes the outcome of all lines, and the seconds saved by loading once."""
     failed = {job.line: job.error for job in jobs if job.failed}
     reached = {job.line for job in made} | failed.keys()
     left = [job.line for job in jobs if job.line not in reached]
@@ -152,7 +151,7 @@ def _sum_up(
         text += f". {statistics.median(job.seconds for job in made):.1f} s each (median)"
     if len(made) > 1:
         first, *others = (job.stages.get("loading", 0.0) for job in made)
-        saved = max(len(others) * first - sum(others), 0.0)  # the first one has loaded everything
+        saved = max(len(others) * first - sum(others), 0.0)  # the first one loads all networks
         text += f"; loading took {first:.1f} s of the first and saved the others {saved:.1f} s"
     bad = bool(refused or failed or left)
     logger.log(logging.ERROR if bad else logging.INFO, "%s.", text)

@@ -1,4 +1,4 @@
-"""Checks output paths before the work, and says after a failure where the latents are."""
+"""Checks output paths before a run, and logs the path of the latents after a failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wan.settings.errors import InputError
 
 @contextmanager
 def usable_paths() -> Iterator[None]:
-    """Refuses a path that the system itself refuses: too long, not permitted, a broken disk."""
+    """Turns the system's errors for a path (too long, not permitted, I/O) into InputError."""
     try:
         yield
     except OSError as error:
@@ -39,10 +39,10 @@ def usable_paths() -> Iterator[None]:
 
 
 def check_current_folder() -> None:
-    """Checks, on rank 0, that a video without a name of its own can be written here.
+    """Checks, on rank 0, that a video without `save_file` can be written to the current folder.
 
     Raises:
-        InputError: The current folder is not there any more, or cannot be written.
+        InputError: The current folder does not exist any more, or is not writable.
     """
     try:
         folder = Path.cwd()
@@ -58,8 +58,8 @@ def check_video_path(path: Path) -> None:
     """Checks, on rank 0, that a video and its record can be written.
 
     Raises:
-        InputError: The path does not end in .mp4, its folder cannot be made, or what is there is
-            no earlier output of generate.py.
+        InputError: The path does not end in .mp4, its folder cannot be created, or an existing file
+            is not an output of generate.py.
     """
     if env.rank() != 0:
         return
@@ -79,7 +79,7 @@ def check_outputs(run: Run) -> None:
     """Checks, on rank 0, all files and folders that are named after the video.
 
     Raises:
-        InputError: One of them cannot be written, or is not ours.
+        InputError: A path cannot be written, or is not an output of generate.py.
     """
     output = run.output
     check_video_path(output.save_file)
@@ -94,19 +94,18 @@ def check_outputs(run: Run) -> None:
 
 
 def check_trace(output: Output, compiled: bool, steps: int) -> None:
-    """Checks that what `trace` and `log_level=debug` ask for exists and can be written.
+    """Checks `trace` and `log_level=debug`: no compiled blocks, valid steps, writable files.
 
     Args:
-        output: The output settings.
         compiled: Whether blocks are compiled.
         steps: The number of sampling steps.
 
     Raises:
-        InputError: It does not exist, or cannot be written.
+        InputError: A step does not exist, a file cannot be written, or blocks are compiled.
     """
     asked = {"`trace`": output.trace is not None, "`log_level=debug`": output.log_level == "debug"}
     for setting in (setting for setting, given in asked.items() if given and compiled):
-        why = "does not work with `compile`, whose graphs have no ranges inside"
+        why = "does not work with `compile`, whose graphs contain no spans"
         raise InputError(setting, None, why, "drop one of them")
     if output.trace_steps is not None and max(output.trace_steps) >= steps:
         why = f"names step {max(output.trace_steps)}, but there are {steps} (`sample_steps`)"
@@ -120,7 +119,7 @@ def check_trace(output: Output, compiled: bool, steps: int) -> None:
 
 @contextmanager
 def latents_survive(path: Path | None) -> Iterator[None]:
-    """Says where the denoised latents are when decoding or writing fails."""
+    """Logs the path of the denoised latents when decoding or writing fails."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Command lines of all programs: checked values, refused outputs, one-line refusals."""
+"""Helpers for the programs' command lines: argument types, output paths, error lines."""
 
 from __future__ import annotations
 
@@ -15,22 +15,19 @@ from wan.settings.values import Reader, path
 
 
 def typed(read: Reader) -> Callable[[str], Any]:
-    """Returns a reader as the `type` of an argparse option, so that it refuses wrong values."""
+    """Returns a reader as the `type` of an argparse option."""
 
     def value(raw: str) -> Any:
         try:
             return read("", raw)
-        except InputError as error:  # argparse writes the option's name before it
+        except InputError as error:  # argparse prefixes the option's name
             raise argparse.ArgumentTypeError(str(error).rstrip(".").lstrip()) from error
 
     return value
 
 
 def output_path(kind: OutputKind) -> Callable[[str], Path]:
-    """Returns the `type` of an option that names an output file.
-
-    A file that `write_output` would not replace is refused before the work.
-    """
+    """Returns the `type` of an option for an output file, which checks the path."""
 
     def read(name: str, raw: Any) -> Path:
         file: Path = path(name, raw)
@@ -41,11 +38,11 @@ def output_path(kind: OutputKind) -> Callable[[str], Path]:
 
 
 def run_program(main: Callable[[], int | None], name: str | None = None) -> int:
-    """Runs a program and returns its exit code; an error that a user can act on is one line.
+    """Runs a program and returns its exit code; prints one line for an error a user can act on.
 
     Args:
         main: The program.
-        name: Its name before the error; None: the name of the file that was started.
+        name: Prefix of the error line; None: the file name of the program.
     """
     try:
         return main() or 0

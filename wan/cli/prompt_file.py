@@ -1,9 +1,9 @@
-"""--prompt_file: one video per line, all of one load.
+"""Resolves a --prompt_file: one video per line, with networks that are loaded once.
 
-A line that starts with `{` is JSON, its keys the flags' names of what a single video is (`seed` for
-`base_seed`, `seeds` for a list of them, one video each; `prompt` may list those of the clips of one
-long video); a line that starts with `# ` is a comment;
-any other line is a prompt. What a line leaves open is as on the command line.
+A line that starts with `{` is a JSON object of settings of one video, by flag name; `seed` is
+`base_seed`, `seeds` is a list of seeds with one video each, and `prompt` may be a list of prompts
+for the clips of a long video. A line that starts with `# ` is a comment. Any other line is a
+prompt. The settings of the command line apply to all lines.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SLUG = 40
 
 
 def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Run]) -> Run:
-    """Returns the run of a command line with --prompt_file; a bad line is refused alone.
+    """Resolves a command line with --prompt_file; an invalid line does not affect the others.
 
     Args:
-        given: The flags; `save_file` is a folder.
-        resolve: Makes a run of flags.
+        user_settings: The flags; `save_file` is a folder.
+        resolve_settings: Resolves the settings of one video to a run.
 
     Raises:
-        InputError: The file cannot be read, has no lines or too many, or every line is refused.
+        InputError: The file cannot be read, has no lines or too many, or every line is invalid.
     """
     path, folder = given["prompt_file"], given.get("save_file", Path())
     for name in _NOT_WITH:
@@ -56,7 +56,7 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
         seeds: list[int | None] = [None]
         try:
             values, seeds = _values(text)
-        except Exception as error:  # whatever it is concerns this line alone
+        except Exception as error:  # refuse this line only
             found.append(_refused(number, error))
             continue
         for seed in seeds:
@@ -78,7 +78,7 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
             if given_too:
                 raise InputError(f"`{flag}` is about whole videos; drop it or `group_by_expert`.")
     drawn = [line.run.request.base_seed for line in found if line.run and line.draws]
-    first = first.with_seed(drawn[0]) if drawn else first  # the ranks agree on the first one's
+    first = first.with_seed(drawn[0]) if drawn else first  # its seed is broadcast to all ranks
     skips = given.get("skip_existing", False)
     summary = folder / f"{path.stem}.summary.json"
     if env.rank() == 0:
@@ -123,23 +123,23 @@ def _line(
     asked = over(shared, values)
     run, error = resolve(asked).saved_to(path), ""
     if name is None:
-        start = run.request.prompt[: 4 * _SLUG]  # of a long prompt
+        start = run.request.prompt[: 4 * _SLUG]
         slug = re.sub(r"[^\w-]+", "_", start.lower()).strip("_")
         while len(slug.encode()) > _SLUG:
             slug = slug[:-1]
         run = run.saved_to(folder / f"{number:03d}_{slug.strip('_')}{end}.mp4")
     try:
         check_outputs(run)
-    except InputError as reason:  # on the main rank, which alone looks: the others know the run
+    except InputError as reason:  # on the main rank only: the others keep the run
         error = str(failures.describe(reason))
     draws = asked.get("base_seed", -1) < 0 and "from_json" not in asked
     return Line(number, run, error, draws, seed)
 
 
 def over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a line, which wins, over those of all lines."""
+    """Returns the settings of all lines, overridden by those of a line."""
     schedule = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
-    below = {*schedule} if "timesteps" in own else set()  # the line's own replace them all
+    below = {*schedule} if "timesteps" in own else set()  # timesteps replace them all
     below |= {"clip_prompts"} if "prompt" in own else set()
     return {name: value for name, value in shared.items() if name not in below} | {**own}
 
@@ -149,7 +149,7 @@ def _refused(number: int, error: Exception) -> Line:
 
 
 def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
-    """Returns the settings of a line and its seeds, or [None] if it is one video."""
+    """Parses a line; returns its settings and its `seeds`, or [None] without `seeds`."""
     if not text.startswith("{"):
         return {"prompt": text}, [None]
     try:
@@ -157,10 +157,10 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"it is no JSON object ({error}).") from error
     if len({"seed", "base_seed", "seeds"} & raw.keys()) > 1:
-        raise InputError("seed, base_seed and seeds say the same; give one of them.")
+        raise InputError("seed, base_seed and seeds exclude each other; give one.")
     for name in raw:
         if name in FLAGS and not FLAGS[name].line:
-            raise InputError(f"{name} holds for all lines; give `{name}` on the command line.")
+            raise InputError(f"{name} applies to all lines; give `{name}` on the command line.")
     seeds: list[int | None] = [None]
     whole = FLAGS["base_seed"].read
     if (listed := raw.get("seeds")) is not None:
@@ -171,7 +171,7 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
                 "seeds", shown(listed, json.dumps), "must be a list of different whole numbers"
             )
     seed = {} if raw.get("seed") is None else {"base_seed": whole("seed", raw.pop("seed"))}
-    if isinstance(raw.get("prompt"), list):  # of the clips
+    if isinstance(raw.get("prompt"), list):  # prompts of the clips
         raw = {"clip_prompts" if name == "prompt" else name: value for name, value in raw.items()}
     values = read(raw, "{}") | seed
     check_given(values)
@@ -179,12 +179,12 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
 
 
 def _without_twins(found: list[Line]) -> list[Line]:
-    """Refuses a line that would write over the video or the record of an earlier one."""
+    """Refuses a line that would overwrite the video or record of an earlier one."""
     taken: dict[Path, str] = {}
     for place, line in enumerate(found):
         if line.run is None or line.error:
             continue
-        path = Path(os.path.realpath(line.run.output.record))  # of its record, too
+        path = Path(os.path.realpath(line.run.output.record))  # unique for the video and its record
         if path in taken:
             name = line.run.output.save_file
             error = f"{name} is the video of line {taken[path]} already; give another save_file."

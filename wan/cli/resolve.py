@@ -1,7 +1,7 @@
-"""From the command line to a run: settings in layers, and what only the command line checks.
+"""Resolves a command line to a run: merges layers of settings and checks output paths.
 
-A flag wins over the record of an earlier run, that over a variable that stands for a flag, that
-over a recipe, that over the checkpoint's generation_config.json, that over the task's preset.
+Layers, the first one wins: flags, the record of an earlier run, environment variables, a recipe,
+the checkpoint's generation_config.json, the task's preset.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def resolve(
     describe: DescribeFolder = layout.describe,
     inputs: bool = True,
 ) -> Run:
-    """Returns the run that the given flags ask for.
+    """Resolves flags to a checked run.
 
     Args:
-        given: As `wan.cli.flags.parse` returns them.
-        make_demo, plan, describe, inputs: As for `wan.run.resolve`.
+        user_settings: The flags, from `wan.cli.flags.parse_flags`.
+        make_demo, plan, describe_folder, require_inputs: As for `wan.run.resolve_run`.
 
     Raises:
-        InputError: Something is wrong; it says what in one sentence.
+        InputError: A setting is invalid, or settings do not fit together.
     """
     with spoken(env.words()), usable_paths():
         values = layered(given)
@@ -47,7 +47,7 @@ def resolve(
         if "save_file" in values and not plan:
             check_video_path(values["save_file"])
         found = run.resolve(values, make_demo, plan, describe, inputs)
-        if found.extension is not None and env.rank() == 0:  # which alone runs the model
+        if found.extension is not None and env.rank() == 0:  # rank 0 runs the language model
             from wan.cli import extend_prompt
 
             extend_prompt.check(found.extension, found.image is not None)
@@ -55,7 +55,7 @@ def resolve(
             found.setup.check_plan()
         elif found.decode_latents is None:
             memory.check(found.setup, found.request, env.local_world_size())
-        else:  # an image's aspect ratio is in the latents only
+        else:  # an image's aspect ratio follows from the latents
             _, _, height, width = latents_shape(found.decode_latents)
             _, rows, columns = found.request.preset.vae_stride
             request = replace(found.request, size=(width * columns, height * rows))
@@ -67,13 +67,13 @@ def resolve(
 
 
 def layered(flags: Values) -> dict[str, Any]:
-    """Returns the given flags over an earlier run's record over environment variables.
+    """Returns the flags, merged over an earlier run's record and environment variables.
 
-    Where a flag turns a switch off, or names another step cache, the settings of the lower layers
-    that belong to the former one are left out.
+    If a flag turns a switch off, or names another step cache, the dependent settings of the lower
+    layers are dropped.
     """
     below = {**env.aliases(), **_recorded(flags)}
-    if "recipe" in flags:  # it is asked for anew, and sets what the earlier run had set
+    if "recipe" in flags:  # it sets them again
         below = {name: value for name, value in below.items() if name not in recipes.SETS}
     values = recipes.under(flags, below)
     for name in below.keys() & values.keys() - flags.keys():
@@ -84,7 +84,7 @@ def layered(flags: Values) -> dict[str, Any]:
 
 
 def _recorded(flags: Values) -> dict[str, Any]:
-    """Returns the settings of the run that --from_json repeats or --decode_latents continues."""
+    """Reads the settings of the run that --from_json repeats or --decode_latents continues."""
     if "from_json" in flags and "decode_latents" in flags:
         raise InputError("`from_json`", why="excludes `decode_latents`", remedy="give one of them")
     if "plan" in flags and "decode_latents" in flags:
@@ -93,7 +93,7 @@ def _recorded(flags: Values) -> dict[str, Any]:
     if "from_json" in flags:
         path = flags["from_json"]
         settings = read_json(path).get("settings")
-        if isinstance(settings, dict):  # the repeat gets a name of its own: nothing is overwritten
+        if isinstance(settings, dict):  # a new name: nothing is overwritten
             settings = {key: value for key, value in settings.items() if key != "save_file"}
     elif "decode_latents" in flags:
         for name in flags:
@@ -103,7 +103,7 @@ def _recorded(flags: Values) -> dict[str, Any]:
         path = flags["decode_latents"]
         latents_shape(path)
         settings = safetensors_metadata(path, "settings")
-        if isinstance(settings, dict):  # the file's name may be used, but not where it would write
+        if isinstance(settings, dict):  # the recorded name, but in the folder of the latents
             name = PureWindowsPath(str(settings.get("save_file", ""))).name or path.stem
             names = numbered((path.parent / name).with_suffix(".mp4"))
             free = next(n for n in names if not (n.exists() or n.with_suffix(".json").exists()))

@@ -1,4 +1,4 @@
-"""One video of the command line, once it is known what is to be made."""
+"""Generates one video of the command line from its resolved run."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 
 class Video:
-    """One video of the command line: denoised, kept, decoded, written, and summed up.
+    """One video of the command line: denoises, saves latents, decodes, writes and logs a summary.
 
     Attributes:
-        run: What is asked for.
-        latents_file: Where the denoised latents are on disk, if they are.
-        alone: The main rank does what is left without the other ranks.
+        run: The resolved run of the video.
+        latents_file: Path of the denoised latents, once they are on disk.
+        is_main_only: Whether only the main rank still works on the video.
     """
 
     def __init__(
@@ -65,13 +65,11 @@ class Video:
         team: Team | None,
         part: Callable[[], None] | None = None,
     ) -> None:
-        """Prepares a video on every rank; nothing is computed yet.
+        """Prepares a video on every rank; computes nothing.
 
         Args:
-            run: What is asked for.
-            pipeline: Where it is made.
-            team: The ranks; None for one process.
-            part: It is called on every rank when the main rank needs the others no more.
+            groups: The parallel groups; None for one process.
+            on_main_only: Called on every rank when only the main rank still works on the video.
         """
         self.run, self._pipeline, self._team, self._part = run, pipeline, team, part
         self.latents_file, self.alone = run.decode_latents, False
@@ -79,11 +77,11 @@ class Video:
         self._replaced = _identity(run.output.save_file)
 
     def make(self, denoise: Callable[[], Tensor] | None = None) -> None:
-        """Makes the video and its record.
+        """Generates the video and its record.
 
         Args:
-            denoise: Returns the latents, which it has passed to `keep`; None: they are computed
-                here, or read where the run has `decode_latents`.
+            denoise: Returns the latents, after passing them to `keep_latents`. By default they are
+                computed here, or read from `decode_latents`.
         """
         run, pipeline = self.run, self._pipeline
         meter: AbstractContextManager[VideoMeter | None] = nullcontext()
@@ -111,14 +109,14 @@ class Video:
             self._write(latents, metered)
 
     def inputs(self) -> Inputs:
-        """Returns what the video is made from besides its request; every rank has it."""
+        """Returns the pipeline's inputs; on the main rank with a callback that saves each step."""
         inputs = self.run.inputs()
         if self.run.output.save_latents == "steps" and self._is_main:
             return replace(inputs, stepped=self._keep_step)
         return inputs
 
     def _keep_step(self, done: int, latents: Tensor) -> None:
-        """Writes the latents after a step; a run whose disk is full goes on without."""
+        """Writes the latents after a step; logs an error if that fails."""
         folder = self.run.output.steps
         try:
             folder.mkdir(exist_ok=True)
@@ -127,11 +125,11 @@ class Video:
             video.save_latents(latents, folder / f"{done:04}.safetensors", self.run.settings)
         except OSError as error:
             logger.error(
-                "The latents after step %d are not kept (%s).", done, error.strerror or error
+                "The latents after step %d are not saved (%s).", done, error.strerror or error
             )
 
     def extend_prompt(self) -> None:
-        """Extends the prompt on the main rank, if that is asked for; the record repeats it."""
+        """Extends the prompt on the main rank, if enabled, and broadcasts it."""
         run, prompt = self.run, self.run.request.prompt
         if run.extension is None or run.decode_latents is not None:
             return
@@ -147,7 +145,7 @@ class Video:
         self.run = run.with_prompt(prompt)
 
     def keep(self, latents: Tensor) -> None:
-        """Writes the latents on the main rank, before anything after the long part can fail."""
+        """Writes the latents to disk on the main rank, before decoding can fail."""
         if not self._is_main:
             return
         self.latents_file = _first_written(
@@ -172,7 +170,7 @@ class Video:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Records what `--trace` and `--log_level debug` ask for."""
+        """Records the spans for `--trace` and `--log_level debug`."""
         run, pipeline, folder = self.run, self._pipeline, self.run.output.trace
         if folder is None and not run.verbose:
             yield
@@ -198,7 +196,7 @@ class Video:
             logger.info("Trace: %s  (python -m wan.power report %s)", folder, shown)
 
     def _write(self, latents: Tensor, meter: VideoMeter | None) -> None:
-        """Decodes, and on the main rank writes the video, its record and the summary."""
+        """Decodes the latents; on the main rank writes the video and its record, logs a summary."""
         part = partial(self._part_ways, meter)
         if not self._is_main:
             self._pipeline.stream(latents, NoFrames(), part)
@@ -213,7 +211,7 @@ class Video:
         self._remove_left_over()
 
     def _part_ways(self, meter: VideoMeter | None) -> None:
-        """Lets the other ranks go; every rank calls this."""
+        """Releases the ranks other than the main one; called on every rank."""
         if self._team is not None and meter is not None:
             meter.gather(self._team)
         self.alone = True
@@ -221,7 +219,7 @@ class Video:
             self._part()
 
     def _comment(self) -> str:
-        """What the mp4 says of itself."""
+        """Returns the mp4's comment, JSON of the seed and some settings."""
         about = {
             "wan": wan.__version__,
             "task": self.run.request.preset.task,
@@ -232,7 +230,7 @@ class Video:
         return json.dumps(about, ensure_ascii=False, default=str)
 
     def _write_chain(self, meter: VideoMeter | None) -> None:
-        """Makes the clips that are not there yet, writes each of them, and joins all."""
+        """Generates the clips that are not stored yet, writes each to a file, and joins all."""
         run, files = self.run, ClipFiles(self.run)
         request, count = run.request, run.request.num_clip or 0
         done = files.count_done() if self._is_main else 0
@@ -252,7 +250,7 @@ class Video:
                     if self._is_main and index:
                         logger.error(
                             "%d of %d clips are kept in %s; the same command with --base_seed %d "
-                            "goes on after them.",
+                            "continues after them.",
                             *(index, count, files.folder, request.base_seed),
                         )
                     raise
@@ -275,7 +273,7 @@ class Video:
         self._remove_left_over()
 
     def _write_clips(self, meter: VideoMeter | None) -> None:
-        """Makes a video of clips; on the main rank writes each of them when it is done."""
+        """Generates a video in clips; the main rank writes each clip when it is finished."""
         run, pipeline = self.run, self._pipeline
         request, made = run.request, pipeline.clips(run.request, run.inputs())
         count = request.num_clip or 0
@@ -317,7 +315,7 @@ class Video:
         self._remove_left_over()
 
     def _keep_clips(self, encoder: video.Mp4Encoder, done: int, count: int) -> None:
-        """Keeps the clips before a failure under a name of their own, with their sound."""
+        """Saves the clips before a failure to a separate file, with audio."""
         path = self.run.output.save_file
         _, height, width = encoder.size
         frames = sum(map(self.run.request.clip_frames, range(done)))
@@ -335,7 +333,7 @@ class Video:
         self._place(self._with_sound(temporary))
 
     def _with_sound(self, silent: Path) -> Path:
-        """Puts the sound into a finished mp4, if any; where that fails, the mp4 stays silent."""
+        """Adds the audio, if any, to a finished mp4; logs an error if that fails."""
         run = self.run
         if run.sound is None:
             return silent
@@ -350,7 +348,7 @@ class Video:
         return silent
 
     def _place(self, temporary: Path) -> None:
-        """Names the complete video; a file that came there since the start of the run is kept."""
+        """Renames the complete video; keeps a file that appeared there during the run."""
         path = self.run.output.save_file
         if self._replaced is not None and _identity(path) == self._replaced:
             replace_output(temporary, path, VIDEO)
@@ -361,10 +359,10 @@ class Video:
             self.run = self.run.saved_to(name)
 
     def _remove_left_over(self) -> None:
-        """Removes what killed runs of this video have left in its folder.
+        """Removes temporary files of killed runs of this video from its folder.
 
-        A hidden file with the name of a process that has ended is ours whatever it holds, since it
-        may be incomplete; latents have to be ours by their content, too.
+        Hidden files are recognised by the name of an ended process alone, since they may be
+        incomplete; latents also by their content.
         """
         path = self.run.output.save_file.absolute()
         stem, owner = re.escape(path.stem), r"([\w]+-\d+)"
@@ -381,7 +379,7 @@ class Video:
             logger.info("Removed %s, which a run that was killed had left.", found)
 
     def _put_latents_away(self) -> None:
-        """Keeps the latents under the video's name if that is asked for; else removes them."""
+        """Stores the latents under the video's name with `save_latents`; removes them otherwise."""
         path, output = self.latents_file, self.run.output
         if path is None:
             return
@@ -394,12 +392,12 @@ class Video:
             logger.error("The latents stay in %s (%s).", path, error.strerror or error)
 
     def _save_record(self, size: tuple[int, int, int], power: Measured | None) -> Path | None:
-        """Writes the JSON record; to the temporary folder where it cannot stand by the video."""
+        """Writes the JSON record, to the temporary folder if the video's folder is not writable."""
         run, pipeline = self.run, self._pipeline
         execution, device = run.setup.execution, pipeline.device
         count, height, width = size
         precision, packages = execution.precision_on(device.type), run.setup.attention.packages
-        stored_bf16 = execution.convert_model_dtype  # says itself what the DiT computes in
+        stored_bf16 = execution.convert_model_dtype  # determines the DiT's dtype
         record = {
             "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
             "seed": run.request.base_seed,
@@ -456,11 +454,11 @@ class Video:
 
 
 _IN_THE_VIDEO = ("prompt", "size", "frame_num", "sample_solver", "sample_steps", "sample_shift")
-"""Settings that the comment of an mp4 repeats; the record has all of them."""
+"""Settings in the comment of an mp4; the record has all settings."""
 
 
 class NoFrames:
-    """Implements `wan.pipeline.vae.Sink` on ranks that get no frames."""
+    """Implements `wan.pipeline.vae.Sink` on ranks that receive no frames."""
 
     def begin(self, size: tuple[int, int, int]) -> None: ...
 
@@ -468,7 +466,7 @@ class NoFrames:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Returns what tells whether a file is still the same; None if there is no file."""
+    """Returns the inode and modification time of a file; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -477,13 +475,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _unfinished(output: Output, suffix: str) -> tuple[Path, Path]:
-    """Returns names that no other run has: beside the video, and in the temporary folder."""
+    """Returns paths unique to this run, in the video's folder and in the temporary folder."""
     beside = output.save_file.with_suffix(f".{process_name()}{suffix}")
     return beside, Path(tempfile.gettempdir()) / beside.name
 
 
 def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: str) -> Path | None:
-    """Returns the first of these paths that could be written; None, and logs why, if none could."""
+    """Writes to the first writable path and returns it; logs failures; None if all fail."""
     for path in paths:
         try:
             write(path)
