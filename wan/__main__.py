@@ -6,7 +6,7 @@ import sys
 
 
 def run() -> int:
-    """`wan.cli.main.main`; also who interrupts its import is answered in one sentence."""
+    """Runs `wan.cli.main.main`; prints one sentence if its import is interrupted."""
     try:
         from wan.cli.main import main
     except KeyboardInterrupt:

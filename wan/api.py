@@ -3,12 +3,12 @@
     from wan import WanT2V
     video = WanT2V("t2v-A14B", "./Wan2.2-T2V-A14B").generate("a cat", size=(832, 480))
 
-The constructor takes what decides how networks are loaded and run, `generate` what one video is;
-besides the official keywords both take the command line's (`wan.settings.fields.Option.python`).
-What differs from the official classes: networks are loaded when first needed; with
+The constructor takes settings for loading and running the networks, `generate` those of one video.
+Both take the official keywords and those of the command line (`wan.settings.fields.Option.python`).
+Differences from the official classes: networks are loaded when first needed. With
 `offload_model=True`, the official default, every network is released after its stage and read again
-by the next call: give False to keep what fits, "cpu" to keep it in host memory, "block" to run what
-does not fit (docs/memory.md). `generate_many` makes many videos.
+by the next call. False keeps the networks that fit, "cpu" keeps them in host memory, and "block"
+runs networks that do not fit (docs/memory.md). `generate_many` generates many videos.
 """
 
 from __future__ import annotations
@@ -50,37 +50,37 @@ class WanT2V(Generator):
         output_type: str = "pt",
         **settings: Any,
     ) -> Tensor | None:
-        """Makes one video.
+        """Generates one video.
 
         Args:
-            input_prompt: What to show.
+            input_prompt: Description of the video.
             size: (width, height) in pixels.
             frame_num: 4n+1.
-            shift: Of the noise schedule.
+            shift: Shift of the noise schedule.
             sample_solver: "unipc" or "dpm++".
-            sampling_steps: Solver steps.
+            sampling_steps: Number of solver steps.
             guide_scale: One number or (low noise, high noise).
-            n_prompt: Negative prompt; "": the config's.
-            seed: Negative or None: a random one.
+            n_prompt: Negative prompt; "": the default of the config.
+            seed: Seed of the noise; negative or None: random.
             offload_model: True releases each network after its stage; False, "cpu", "block": as
                 --offload_model.
-            prompt_embeds: [length, text_dim], used instead of the prompt.
-            negative_prompt_embeds: Likewise.
-            output_type: "pt": the video; "latent": what the VAE would decode.
-            **settings: Flags of a video without a keyword here, by their names (docs/cli.md).
+            prompt_embeds: Prompt embeddings [length, text_dim], used instead of the prompt.
+            negative_prompt_embeds: Embeddings [length, text_dim] of the negative prompt.
+            output_type: "pt": the video; "latent": its latents.
+            **settings: Other command-line flags of a video, by their names (docs/cli.md).
 
         Returns:
-            The video, float32 [3,F,H,W] in [-1, 1], or the latents [Z,f,h,w]. Of several ranks
-            only the first one gets the video, the others None.
+            The video, float32 [3,F,H,W] in [-1, 1], or the latents [Z,f,h,w]. With several ranks
+            only rank 0 returns the video, the others None.
 
         Raises:
-            InputError: A ValueError, for values that do not fit.
+            InputError: A ValueError: a value is invalid.
         """
         return self._generate(locals())
 
 
 class WanI2V(Generator):
-    """Image to video: i2v-A14B, and of Wan2.1 i2v-14B and flf2v-14B; the folder decides."""
+    """Image to video: i2v-A14B, Wan2.1's i2v-14B and flf2v-14B, depending on the checkpoint."""
 
     kind = "i2v"
 
@@ -106,24 +106,23 @@ class WanI2V(Generator):
         output_type: str = "pt",
         **settings: Any,
     ) -> Tensor | None:
-        """Makes one video that begins with an image; see `WanT2V.generate`.
+        """Generates one video that starts from an image; see `WanT2V.generate`.
 
         Args:
-            input_prompt: What is to happen.
-            img: A PIL image, a path, a uint8 array [H,W,3] or a tensor; see
-                `wan.pipeline.images.from_value`.
+            input_prompt: Description of the motion.
+            img: First frame: a PIL image, a path, a uint8 array [H,W,3] or a tensor.
             max_area: Pixels of a frame; the image's aspect ratio is kept.
-            last_image: What the video ends with (i2v-A14B, flf2v-14B); like `img`.
-            num_repeat: Clips of a long video (i2v-A14B; docs/long_videos.md); with output_type
-                "latent" their latents come one after the other.
-            motion_latent: The last latent [Z,1,h,w] of a clip that this video continues, which then
-                lacks the frames that the clip has already (`chain="latent"`).
+            last_image: Last frame (i2v-A14B, flf2v-14B); like `img`.
+            num_repeat: Number of clips of a long video (i2v-A14B; docs/long_videos.md); with
+                output_type "latent" their latents are concatenated.
+            motion_latent: Last latent [Z,1,h,w] of the clip that this video continues
+                (`chain="latent"`); the frames that both share are not repeated.
         """
         return self._generate(locals())
 
 
 class WanS2V(Generator):
-    """Sound, a picture and text to video: s2v-14B."""
+    """Audio, a reference image and text to video: s2v-14B."""
 
     kind = "s2v"
 
@@ -154,33 +153,33 @@ class WanS2V(Generator):
         output_type: str = "pt",
         **settings: Any,
     ) -> Tensor | None:
-        """Makes one video of clips that follow a sound; see `WanT2V.generate`.
+        """Generates one video, in clips, that is driven by audio; see `WanT2V.generate`.
 
         Args:
-            input_prompt: What is to happen.
-            ref_image_path: The picture; like `img` of `WanI2V.generate`.
-            audio_path: A sound, or a video with one; it is not put into what is returned.
-            enable_tts, tts_prompt_audio, tts_prompt_text, tts_text: Refused: speech is not made
-                here.
-            num_repeat: Most clips; None: as many as the sound needs.
-            pose_video: A video whose poses are taken over.
-            max_area: Pixels of a frame; the picture's aspect ratio is nearly kept.
+            input_prompt: Description of the video.
+            ref_image_path: Reference image; like `img` of `WanI2V.generate`.
+            audio_path: An audio file, or a video with audio. The returned video has no audio.
+            enable_tts, tts_prompt_audio, tts_prompt_text, tts_text: Refused, as there is no speech
+                synthesis here.
+            num_repeat: Maximum number of clips; None: as many as the audio needs.
+            pose_video: A video with the poses to follow.
+            max_area: Pixels of a frame; the image's aspect ratio is approximately kept.
             infer_frames: Frames of a clip, 4n.
-            init_first_frame: Begin with the picture.
-            output_type: "latent": the latents of all clips one after the other.
+            init_first_frame: Start the video with the reference image.
+            output_type: "latent": the latents of all clips, concatenated.
         """
         return self._generate(self._named(locals()))
 
     def _named(self, call: dict[str, Any]) -> dict[str, Any]:
         for name in ("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"):
             if call.pop(name):
-                why = "is not available: speech is not made here"
-                raise InputError(name, None, why, "make it elsewhere and give it as audio_path")
+                why = "is not available: there is no speech synthesis here"
+                raise InputError(name, None, why, "give a recording as audio_path")
         return {**call, "img": call.pop("ref_image_path")}
 
 
 class WanAnimate(Generator):
-    """A character that moves as a video does, or is put into it: animate-14B."""
+    """Moves a character as in a video, or puts it into the video: animate-14B."""
 
     kind = "animate"
 
@@ -204,17 +203,17 @@ class WanAnimate(Generator):
         output_type: str = "pt",
         **settings: Any,
     ) -> Tensor | None:
-        """Makes one video of clips; see `WanT2V.generate`.
+        """Generates one video, in clips; see `WanT2V.generate`.
 
         Args:
-            src_root_path: A folder of the preprocessing, with src_pose.mp4, src_face.mp4 and
-                src_ref.png; to replace somebody also src_bg.mp4 and src_mask.mp4.
-            replace_flag: Put the character into src_bg.mp4.
+            src_root_path: Output folder of the official preprocessing, with src_pose.mp4,
+                src_face.mp4 and src_ref.png; for replacement also src_bg.mp4 and src_mask.mp4.
+            replace_flag: Replace the person in src_bg.mp4 with the character.
             clip_len: Frames of a clip, 4n+1.
-            refert_num: Last frames that the next clip begins with, 1 or 5.
-            input_prompt: What happens; "": the official one.
-            output_type: "latent": the latents of all clips one after the other; each clip's begin
-                with those of the picture.
+            refert_num: Overlap frames of consecutive clips, 1 or 5.
+            input_prompt: Description of the video; "": the official default.
+            output_type: "latent": the latents of all clips, concatenated; those of each clip start
+                with the reference image's.
         """
         return self._generate(self._named(locals()))
 
@@ -224,7 +223,7 @@ class WanAnimate(Generator):
 
 
 class WanVace(Generator):
-    """A video, a mask, pictures and text to video: vace-1.3B, vace-14B and vace-A14B."""
+    """Video, mask, reference images and text to video: vace-1.3B, vace-14B and vace-A14B."""
 
     kind = "vace"
 
@@ -250,22 +249,22 @@ class WanVace(Generator):
         output_type: str = "pt",
         **settings: Any,
     ) -> Tensor | None:
-        """Makes one video; see `WanT2V.generate`.
+        """Generates one video; see `WanT2V.generate`.
 
         Args:
-            input_prompt: What to show.
-            src_video: A video that is changed, or that controls the new one.
-            src_mask: A video that is white where something new is made; as large and as long.
-            src_ref_images: A picture, or a list of them; each like `img` of `WanI2V.generate`.
-            size: (width, height) in pixels; with `src_video` its area counts.
-            frame_num: 4n+1; by default at most as many as `src_video` has.
-            context_scale: The weight of the control, or one for each control block.
+            input_prompt: Description of the video.
+            src_video: A video to edit, or a control video (depth, pose, ...).
+            src_mask: A mask video of the same size and length, white where pixels are generated.
+            src_ref_images: A reference image or a list; each like `img` of `WanI2V.generate`.
+            size: (width, height) in pixels; with `src_video` only its area is used.
+            frame_num: 4n+1; by default at most the number of frames of `src_video`.
+            context_scale: Strength of the control, one number or one per control block.
         """
         return self._generate(locals())
 
 
 class WanTI2V(Generator):
-    """Text, with or without a first image, to video: ti2v-5B."""
+    """Text, and optionally a first image, to video: ti2v-5B."""
 
     kind = "ti2v"
 
@@ -289,5 +288,5 @@ class WanTI2V(Generator):
         output_type: str = "pt",
         **settings: Any,
     ) -> Tensor | None:
-        """Makes one video of `size`, or with `img`'s aspect ratio; see `WanI2V.generate`."""
+        """Generates one video of `size`, or with `img`'s aspect ratio; see `WanI2V.generate`."""
         return self._generate(locals())

@@ -1,6 +1,6 @@
-"""The one interface to CPUs and accelerators.
+"""Interface to CPUs and accelerators.
 
-Vendors' functions are called only here and in `wan.kernels`.
+Vendor-specific functions are called only here and in `wan.kernels`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from wan.settings.errors import InputError
 
 @dataclass(frozen=True)
 class Device:
-    """A device and what the rest of the code asks of it.
+    """A CPU or an accelerator.
 
     Attributes:
         torch_device: The device of PyTorch; "meta" in a plan.
-        can: Its row of the table of devices, also in a plan.
+        capabilities: Row of the device table; in a plan that of the planned device.
     """
 
     torch_device: torch.device
@@ -40,7 +40,7 @@ class Device:
 
     @property
     def _accelerator(self) -> Any:
-        """torch.cuda or torch.npu, which offer the same functions; None for the CPU."""
+        """torch.cuda or torch.npu, which have the same functions; None for the CPU."""
         return None if self.type == "cpu" else torch.get_device_module(self.torch_device)
 
     def synchronize(self) -> None:
@@ -48,26 +48,26 @@ class Device:
             self._accelerator.synchronize(self.torch_device)
 
     def idle(self, seconds: float) -> None:
-        """Wait until the device has finished its work, and then leave it idle for so long."""
+        """Waits until the device has finished its work, then leaves it idle for some seconds."""
         self.synchronize()
         if self._accelerator is None:
             time.sleep(seconds)
             return
         end = time.perf_counter() + seconds
-        while time.perf_counter() < end:  # a sleeping host would wake up too late
+        while time.perf_counter() < end:  # time.sleep can wake up too late
             pass
 
     def empty_cache(self) -> None:
-        """Give memory that was freed back to the system, which allocators keep for later."""
+        """Releases memory that the allocator caches to the system."""
         if self._accelerator is None:
             host.trim_heap()
         else:
             self._accelerator.empty_cache()
 
     def free_memory(self) -> int | None:
-        """Bytes that this process may still allocate; None where the system does not report it.
+        """Returns the bytes that this process can still allocate; None if unknown.
 
-        The ranks of a machine share the CPU's memory, so that each has an equal part of it.
+        On the CPU it is the machine's available memory divided by the ranks on the machine.
         """
         if self._accelerator is None:
             free = host.available_memory()
@@ -81,20 +81,20 @@ class Device:
             self._accelerator.reset_peak_memory_stats(self.torch_device)
 
     def peak_memory(self) -> int | None:
-        """Return the highest memory allocated on the accelerator in bytes; None on the CPU."""
+        """Returns the peak of allocated accelerator memory in bytes; None on the CPU."""
         if self._accelerator is None:
             return None
         return self._accelerator.max_memory_allocated(self.torch_device)
 
     def clock(self) -> trace.Clock:
-        """A clock for the begin and end of work on this device."""
+        """Returns a clock that measures when work on this device begins and ends."""
         if self._accelerator is None:
             return trace.HostClock()
         return EventClock(self._accelerator, self.torch_device)
 
     @contextmanager
     def profiled(self, path: Path) -> Iterator[None]:
-        """Profile the block with PyTorch's or the NPU's profiler and write its trace to a file."""
+        """Profiles the block with PyTorch's or the NPU's profiler and writes its trace."""
         if self.type == "npu":
             import torch_npu
 
@@ -109,7 +109,7 @@ class Device:
             running.export_chrome_trace(str(temporary))
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """A named range in the trace of the profiler that runs."""
+        """Returns a context that is a named range in the running profiler's trace."""
         return torch.profiler.record_function(name)
 
     def name(self) -> str:
@@ -118,7 +118,7 @@ class Device:
         return self._accelerator.get_device_name(self.torch_device)
 
     def uuid(self) -> str:
-        """The UUID of a GPU, by which NVML finds it whatever CUDA_VISIBLE_DEVICES shows."""
+        """Returns a GPU's UUID, by which NVML finds it despite CUDA_VISIBLE_DEVICES."""
         return str(self._accelerator.get_device_properties(self.torch_device).uuid)
 
 
@@ -131,7 +131,7 @@ class EventClock:
         self._accelerator, self._device = accelerator, device
 
     def start(self) -> None:
-        """Synchronise, so that the first event happens at the host's present time."""
+        """Synchronizes, so that the first event has the host's current time."""
         self._accelerator.synchronize(self._device)
         self._zero, self._host = self._event(), time.perf_counter_ns()
 
@@ -149,7 +149,7 @@ class EventClock:
 
 
 class CopyStream:
-    """A stream of an accelerator that copies while another stream computes.
+    """An accelerator stream for copies that overlap with computation on the current stream.
 
     Events order the two streams; the host never waits.
     """
@@ -159,44 +159,44 @@ class CopyStream:
         self._stream = self._module.Stream(device=device)
 
     def event(self) -> Any:
-        """An event, which may be recorded repeatedly."""
+        """Returns a new event, which can be recorded repeatedly."""
         return self._module.Event()
 
     def computed(self, event: Any) -> None:
-        """Record an event that comes when the computing stream has finished its present work."""
+        """Records an event on the compute stream, after its queued work."""
         event.record(self._module.current_stream())
 
     def copy(self, target: Tensor, parts: Iterable[tuple[slice, Tensor]], after: Any) -> None:
-        """Copy each tensor into its slice of the target, after an event of the computing stream."""
+        """Copies each tensor into its slice of the target, after an event of the compute stream."""
         self._stream.wait_event(after)
         with self._module.stream(self._stream):
             for rows, source in parts:
                 target[rows].copy_(source, non_blocking=True)
 
     def copied(self, event: Any) -> None:
-        """Record an event that comes when all present copies are finished."""
+        """Records an event on this stream, after all queued copies."""
         event.record(self._stream)
 
     def compute_after(self, event: Any) -> None:
-        """Make all later work of the computing stream wait for an event."""
+        """Makes later work on the compute stream wait for an event."""
         self._module.current_stream().wait_event(event)
 
     def uses(self, memory: Tensor) -> None:
-        """Keep memory from being reused, after it is freed, while a copy may still write to it."""
+        """Delays the reuse of freed memory until this stream's copies have finished."""
         memory.record_stream(self._stream)
 
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Runs what a thread computes on a stream of its own, after what is queued on the default one.
+    """Runs a thread's work on a separate stream, after the work queued on the default stream.
 
-    On leaving, that work is done. A CPU has no streams.
+    Synchronizes the stream at the end. No effect on a CPU.
     """
     if device.type == "cpu":
         yield
         return
     module: Any = torch.get_device_module(device)
-    module.set_device(device)  # of this thread
+    module.set_device(device)  # the current device is per thread
     stream = module.Stream(device=device)
     stream.wait_stream(module.default_stream(device))
     try:
@@ -207,15 +207,15 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def resolve(wish: str, index: int = 0) -> Device:
-    """Return the device that a run uses.
+    """Returns the device of a run.
 
     Args:
-        wish: "cpu", "cuda", "npu", or "auto": CUDA, else an NPU that PyTorch sees (torch-npu
-            registers itself), else the CPU.
-        index: Of the accelerator on this machine.
+        device_type: "cpu", "cuda", "npu", or "auto": CUDA, else an NPU if torch-npu is installed,
+            else the CPU.
+        index: Index of the accelerator on this machine.
 
     Raises:
-        InputError: For a device that is not there, and for "auto" where PyTorch does not see an
+        InputError: The device does not exist, or it is "auto" and PyTorch cannot use an
             accelerator of this machine.
     """
     if wish == "auto":
@@ -242,16 +242,16 @@ _VISIBLE = {
 
 
 def hidden_accelerator(folder: Path = Path("/dev")) -> InputError | None:
-    """Return the refusal of a run whose accelerator PyTorch does not see.
+    """Returns an error if this machine has an accelerator that PyTorch cannot use.
 
-    Without this refusal, large models would run on the CPU for hours, unasked, and with several
-    ranks they would need more memory than the machine has.
+    Otherwise large models would run on the CPU for hours, and with several ranks they could need
+    more memory than the machine has.
 
     Args:
-        folder: Where drivers put their devices.
+        folder: Folder of device files.
 
     Returns:
-        The error; None where there is no accelerator, or the environment hides it.
+        The error; None without an accelerator, or if an environment variable hides it.
     """
     for pattern, variable in _VISIBLE.items():
         found = sorted(path.name for path in folder.glob(pattern))
@@ -294,9 +294,9 @@ def _npu(index: int) -> Device:
             "it, or use `device=cpu`",
         )
     _check_index("NPU", index, npu.device_count())
-    # Before the first use of a device: the import tells CANN where mindiesd's operators are.
+    # Before the first use of a device: the import registers mindiesd's operators with CANN.
     _import_mindiesd()
-    # After the import, which allows internal formats: weights in them would not be plain rows.
+    # After the import, which allows internal formats: weights must stay in row-major layout.
     npu.config.allow_internal_format = False
     npu.set_compile_mode(jit_compile=False)
     npu.set_device(index)
@@ -304,7 +304,7 @@ def _npu(index: int) -> Device:
 
 
 def _torch_npu() -> Any:
-    """Return torch.npu; raise InputError if torch-npu is not installed or does not find CANN."""
+    """Returns torch.npu; raises InputError without torch-npu or CANN."""
     try:
         import torch_npu
     except ModuleNotFoundError as error:
@@ -321,9 +321,9 @@ def _torch_npu() -> Any:
 
 def _import_mindiesd() -> None:
     try:
-        with warnings.catch_warnings():  # about Triton kernels for other models
+        with warnings.catch_warnings():  # on Triton kernels of other models
             warnings.simplefilter("ignore", UserWarning)
-            import mindiesd  # noqa: F401  (imported for what it registers)
+            import mindiesd  # noqa: F401  (registers operators)
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
     except (ImportError, OSError, RuntimeError) as error:

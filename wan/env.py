@@ -14,8 +14,8 @@ from wan.settings.values import either
 _REFUSED: dict[str, tuple[str | None, str]] = {
     "USE_SUB_HEAD": (
         "0",
-        "but groups of heads are a mode here; unset it and use `comm_type=1`, which works head by "
-        "head",
+        "but groups of heads are an attention mode here; unset it and use `comm_type=1`, which "
+        "works head by head",
     ),
     "MINDIE_SD_FA_TYPE": (
         None,
@@ -23,7 +23,7 @@ _REFUSED: dict[str, tuple[str | None, str]] = {
         "`attention_algo`",
     ),
 }
-"""For each variable that is refused: its value without an effect, and what to do instead."""
+"""Variable -> its value without effect, and the rest of the sentence that refuses others."""
 
 
 _COUNTS, _INDICES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")
@@ -35,7 +35,7 @@ def world_size(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of this process among all that torchrun started; 0 without torchrun."""
+    """Returns the rank of this process; 0 without torchrun."""
     found, world = _index("RANK", environ), world_size(environ)
     if found >= world:
         raise InputError(
@@ -46,7 +46,7 @@ def rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of this process on its machine, which is also the index of its device."""
+    """Returns the rank on this machine, which is also the index of the device."""
     return _index("LOCAL_RANK", environ)
 
 
@@ -56,27 +56,27 @@ def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def node(environ: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of this machine among those whose torchrun made one group."""
+    """Returns the rank of this machine among those of the job."""
     return _count("GROUP_RANK", 0, environ)
 
 
 def stand_for(ranks: int, nodes: int = 1, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets this process, which is no rank, check settings as rank 0 of so many on some machines."""
+    """Sets torchrun's variables as for rank 0, for a process that only checks settings."""
     if ranks > 1:
         counts = dict(zip(_COUNTS, (str(ranks), str(ranks // nodes)), strict=True))
         environ.update(counts | dict.fromkeys(_INDICES, "0"))
 
 
 def for_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment in which such a process starts the ranks."""
+    """Returns the environment without the variables of `simulate_ranks`, for starting the ranks."""
     return {name: value for name, value in environ.items() if name not in (*_COUNTS, *_INDICES)}
 
 
 def refused(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuses variables that ask for something which is not supported.
+    """Checks that no unsupported environment variable is set.
 
     Raises:
-        InputError: Such a variable is set.
+        InputError: One is set.
     """
     for name, (harmless, instead) in _REFUSED.items():
         if environ.get(name, harmless) != harmless:
@@ -84,19 +84,19 @@ def refused(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns the settings that the variables of the Ascend adaptation of Wan2.2 stand for.
+    """Returns the settings that environment variables of the Ascend adaptation of Wan2.2 set.
 
     Raises:
-        InputError: A variable has another value than the adaptation's, or is refused.
+        InputError: A variable is unsupported, or has a value that the adaptation does not have.
     """
     refused(environ)
     found: dict[str, Any] = {}
-    read: dict[str, list[str]] = {}  # variable -> values that it may have
+    read: dict[str, list[str]] = {}  # by variable
     for flag, option in FLAGS.items():
         for name, meanings in option.variables.items():
             read.setdefault(name, []).extend(meanings)
             value = meanings.get(environ.get(name, ""))
-            if value is not None:  # two variables name fused operations, which add up
+            if value is not None:  # two variables add fused operations
                 found[flag] = (*found.get(flag, ()), *value) if isinstance(value, tuple) else value
     for name, allowed in read.items():
         if environ.get(name, allowed[0]) not in allowed:
@@ -111,9 +111,9 @@ def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def words(environ: Mapping[str, str] = os.environ) -> Words:
-    """Returns the command line's words, which also name the variable that may have set a setting.
+    """Returns how the command line writes settings, with the variable that may have set each.
 
-    The variable is left out where a sentence gives the setting a value that is not the variable's.
+    The variable is omitted where a message has another value of the setting than the variable's.
     """
 
     def setting(name: str, value: str | None) -> str:
@@ -128,14 +128,14 @@ def words(environ: Mapping[str, str] = os.environ) -> Words:
 
 
 def _says(meaning: Any, value: str) -> bool:
-    """Returns whether a variable's setting is, or contains, the value that a sentence writes."""
+    """Returns whether a variable's setting equals or contains a value in a message."""
     if isinstance(meaning, tuple):
         return any(part in meaning for part in value.split(","))
     return str(meaning).lower() == value.lower()
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Returns the folder in which random demo checkpoints are made."""
+    """Returns the folder of randomly initialised demo checkpoints."""
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "wan"
 

@@ -1,4 +1,4 @@
-"""`python -m wan.gallery FOLDER`: one page that shows the videos of a prompt file's folder."""
+"""`python -m wan.gallery FOLDER`: writes an HTML page with the videos of a prompt file's folder."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def gallery(folder: Path, out: Path | None = None) -> Path:
     """Writes the page and returns its path.
 
     Args:
-        folder: It holds videos with their records.
-        out: The page; None: index.html in the folder.
+        folder: Folder of videos and their records.
+        out: Path of the page; None: index.html in the folder.
 
     Raises:
-        InputError: There is no such folder, or no video with a record in it.
+        InputError: The folder does not exist, or has no video with a record.
     """
     if not folder.is_dir():
         raise InputError(str(folder), why="is no folder", remedy="give that of a prompt file")
@@ -70,7 +70,7 @@ def gallery(folder: Path, out: Path | None = None) -> Path:
 
 
 def _card(video: Path, link: Path) -> str:
-    """Returns what is shown of one video."""
+    """Returns the HTML of one video."""
     record = read_json(video.with_suffix(".json"))
     shown, settings, seconds, power = (
         _values(record, name) for name in ("video", "settings", "seconds", "power")
@@ -89,20 +89,20 @@ def _card(video: Path, link: Path) -> str:
 
 
 def _values(record: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns an object in a record, or an empty one where the record has none."""
+    """Returns an object of a record; {} if it is missing."""
     found = record.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def _failed(summary: Path) -> list[str]:
-    """Returns a sentence for each line of a prompt file of which there is no video."""
+    """Returns a sentence for each refused or failed line of a prompt file."""
     found = read_json(summary)
     lines = _values(found, "refused") | _values(found, "failed")
     return [f"Line {name}: {error}" for name, error in lines.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0, or 2 where it is refused."""
+    """Runs the command line; returns 0, or 2 for a refusal."""
     parser = Parser(prog="python -m wan.gallery", description=(__doc__ or "").strip())
     parser.add_argument("folder", type=typed(values.path), help="folder of a prompt file's videos")
     parser.add_argument("--out", type=output_path(PAGE), help="the page; default FOLDER/index.html")

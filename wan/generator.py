@@ -1,4 +1,4 @@
-"""The official Python classes share this: the checkpoint, the pipeline, the calls for videos."""
+"""Base class of the official Python classes: checkpoint, pipeline and calls of `generate`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class DefaultFloat(float):
-    """A default of `generate` that can be told from the same number where it is given."""
+    """A default of `generate`, distinguishable from the same number passed by the caller."""
 
 
 class DefaultInt(int):
@@ -63,13 +63,17 @@ class DefaultStr(str):
 
 @dataclass(eq=False, kw_only=True)
 class VideoCall(Job):
-    """A checked call of `generate`, whose output_type is "pt" or "latent"."""
+    """A checked call of `generate`.
+
+    Attributes:
+        output_type: "pt" or "latent".
+    """
 
     output_type: str
 
 
 class Generator:
-    """One checkpoint, ready for requests. Its folder decides among the tasks of its kind."""
+    """Generates videos with one checkpoint, whose networks determine the task of its kind."""
 
     kind: str
     generate: Any
@@ -88,31 +92,30 @@ class Generator:
         convert_model_dtype: bool = False,
         **settings: Any,
     ) -> None:
-        """Looks into the checkpoint and composes the pipeline; reads no weights.
+        """Reads the checkpoint's headers and builds the pipeline; loads no weights.
 
         Args:
-            config: From WAN_CONFIGS, perhaps edited, or its name there. boundary,
+            config: An entry of WAN_CONFIGS, edited or not, or its name. boundary,
                 sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer, vae_checkpoint) and
-                float32 as t5_dtype or param_dtype count; the networks' sizes come from the
+                float32 as t5_dtype or param_dtype are used; the networks' sizes come from the
                 checkpoint.
-            checkpoint_dir: A folder of any layout that --ckpt_dir takes.
-            device_id: Which accelerator; has no effect on CPUs.
-            rank: Taken from the process group, whatever is given.
+            checkpoint_dir: A folder in any layout that --ckpt_dir accepts.
+            device_id: Index of the accelerator; no effect on CPUs.
+            rank: No effect: the rank comes from the process group.
             t5_fsdp: As --t5_fsdp.
             dit_fsdp: As --dit_fsdp.
-            use_sp: The ranks of torch.distributed, which the caller has initialised, share each
-                video. `generate` is then called on every rank and returns the video on the first
-                one, None on the others (latents on all).
+            use_sp: Distribute each video over the ranks of torch.distributed, which the caller has
+                initialised. `generate` is called on every rank and returns the video on rank 0,
+                None on the others (latents on all).
             t5_cpu: As --t5_cpu.
-            init_on_cpu: Has no effect: networks go straight to their device.
+            init_on_cpu: No effect: networks are loaded directly to their device.
             convert_model_dtype: As --convert_model_dtype.
-            **settings: Flags of the command line, without dashes, that decide how networks are
-                loaded and run: ulysses_size, comm_type, fa_quant, compile, ... None: not given.
-                Environment variables that stand for flags have no effect; what is refused
-                there is refused here.
+            **settings: Command-line flags, without dashes, for loading and running networks:
+                ulysses_size, comm_type, fa_quant, compile, ... None means unset. Environment
+                variables that set flags have no effect; unsupported ones are refused.
 
         Raises:
-            InputError: A ValueError, for folders and settings that do not fit.
+            InputError: A ValueError: the folder or a setting is invalid.
         """
         with spoken(PYTHON):
             env.refused()
@@ -121,7 +124,7 @@ class Generator:
             values = for_loading({**settings, **flags, "convert_model_dtype": convert_model_dtype})
             if "precision" not in values and self.config.param_dtype == torch.float32:
                 values["precision"] = "fp32"
-            integer(0, 10**6)("`rank`", rank)  # else it has no effect, as documented
+            integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
             chosen = fill(NetworkFiles, values)
             own = [preset for preset in PRESETS.values() if preset.kind == self.kind]
             checkpoint = _described(checkpoint_dir, chosen, tuple(own))
@@ -149,9 +152,9 @@ class Generator:
             self._pipeline = build.pipeline(self._setup, device, self._team, t5_dtype=t5_dtype)
 
     def __getattr__(self, name: str) -> WanModel:
-        """Returns the official attribute low_noise_model, high_noise_model or model: a network.
+        """Returns the network of an official attribute: low_noise_model, high_noise_model, model.
 
-        Tools may change it in place, because a network that was asked for stays in memory.
+        The network stays in memory, so that a caller may modify it in place.
         """
         expert = _NETWORKS.get(name)
         if expert is None or expert not in self._setup.checkpoint.experts:
@@ -160,10 +163,10 @@ class Generator:
 
     @property
     def step_cache(self) -> dict[str, Any] | None:
-        """What the step cache did in the last video, as the record says it; None without a policy.
+        """The step cache's entry of the last video's record; None without a policy.
 
-        It is {"policy": ..., "computed": {"cond": [...], "uncond": [...]}} with the steps of each
-        branch that were computed.
+        {"policy": ..., "computed": {"cond": [...], "uncond": [...]}} lists the computed steps of
+        each branch.
         """
         return self._pipeline.caches.record()
 
@@ -175,21 +178,21 @@ class Generator:
         offload_model: Offload = True,
         **shared: Any,
     ) -> Iterator[Tensor | None]:
-        """Makes a video of each call, in order, with the networks and texts of one load.
+        """Generates a video for each call, in order, and loads every network only once.
 
         All calls are checked before this returns. An error ends the iteration.
 
         Args:
-            calls: Each a prompt, or arguments of `generate`.
+            calls: Prompts, or mappings with arguments of `generate`.
             group_by_expert: As --group_by_expert.
             offload_model: As for `generate`, for all calls.
-            **shared: Arguments of all calls; a call's own win.
+            **shared: Arguments of all calls; those of a call override them.
 
         Returns:
-            What `generate` returns for each call, as soon as it is made; by all ranks.
+            An iterator over the results of `generate`, to be consumed on all ranks.
 
         Raises:
-            InputError: A ValueError, for values that do not fit.
+            InputError: A ValueError: a value is invalid.
         """
         with spoken(PYTHON):
             offload = OFFLOAD("`offload_model`", offload_model)
@@ -203,7 +206,7 @@ class Generator:
         return self._made(asked, offload, grouped)
 
     def _generate(self, call: dict[str, Any]) -> Tensor | None:
-        """Makes one video from the arguments of `generate`."""
+        """Generates one video from the arguments of `generate`."""
         with spoken(PYTHON):
             offload = OFFLOAD("`offload_model`", call["offload_model"])
             asked = self._asked(call, self._with_offload(offload))
@@ -211,27 +214,27 @@ class Generator:
         return made
 
     def _bound(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns all arguments of `generate` in a call of `generate_many`."""
+        """Returns all arguments of `generate`, defaults included, for a call of `generate_many`."""
         if not isinstance(call, str | Mapping):
             raise InputError(f"A call is {shown(call)}; give a prompt, or arguments of generate.")
         own = {"input_prompt": call} if isinstance(call, str) else call
         if "offload_model" in own:
-            raise InputError("offload_model holds for all calls; give it beside them.")
+            raise InputError("offload_model applies to all calls; give it to generate_many.")
         try:
             bound = inspect.signature(self.generate).bind(**{**shared, **own})
         except TypeError as error:
-            raise InputError(f"A call is not one of generate: {error}.") from error
+            raise InputError(f"A call does not fit generate: {error}.") from error
         bound.apply_defaults()
         return self._named(bound.arguments)
 
     def _named(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of `generate` under the names that all classes share."""
+        """Returns the arguments of `generate` by the names that are common to all classes."""
         return call
 
     def _made(
         self, calls: Sequence[VideoCall], offload: Offload, grouped: bool
     ) -> Iterator[Tensor | None]:
-        """Makes the videos, some of them ahead; between two the caller may call `generate`."""
+        """Yields the video of each call; `generate` may be called between two videos."""
         pipeline = self._pipeline
 
         def make(call: VideoCall, latents: Callable[[], Tensor]) -> Tensor | None:
@@ -248,7 +251,7 @@ class Generator:
                 raise
 
     def _joined(self, call: VideoCall) -> Tensor | None:
-        """Makes a video of clips."""
+        """Generates the clips of a long video and concatenates them along the frames."""
         done = [*self._pipeline.clips(call.request, call.inputs)]
         if call.output_type == "latent":
             return torch.cat([clip.latents for clip in done], dim=1)
@@ -256,15 +259,15 @@ class Generator:
         return torch.cat(frames, dim=1) if frames else None
 
     def _asked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
-        """Checks a call, which all ranks have to make alike, and gives all of them one seed."""
+        """Checks that a call is valid and equal on all ranks, and broadcasts the seed of rank 0."""
         asked = self._agreed(lambda: self._checked(call, setup), _facts)
-        if self._team is not None:  # ranks that drew different seeds would mix their noise
+        if self._team is not None:  # a random seed differs between ranks
             seed = self._team.value_from_main(asked.request.base_seed)
             asked.request = replace(asked.request, base_seed=seed)
         return asked
 
     def _model_facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Returns what has to be equal on all ranks that share a model."""
+        """Returns the settings and digests of the model that must be equal on all ranks."""
         setup, loras = self._setup, self._setup.loras.items()
         parts = (setup.attention, setup.parallel, setup.execution, setup.cache)
         facts = {name: str(value) for part in parts for name, value in vars(part).items()}
@@ -275,14 +278,14 @@ class Generator:
         return {f"`{name}`": {"value": value} for name, value in facts.items()}
 
     def _agreed(self, prepare: Callable[[], T], facts: Callable[[T], dict[str, Any]]) -> T:
-        """Returns what this rank has prepared, where all ranks have prepared the same.
+        """Returns the result of `prepare`, after comparing it between all ranks.
 
         Args:
-            prepare: Makes it.
-            facts: Says what has to be equal on all ranks, as for `wan.distributed.start.Prepared`.
+            prepare: Checks the input of this rank; raises InputError for a refusal.
+            collect_invariants: Returns the values of a result that must be equal on all ranks.
 
         Raises:
-            InputError: A rank was refused, or differs; all ranks raise it.
+            InputError: A rank refused its input, or its values differ; raised on all ranks.
         """
         if self._team is None:
             return prepare()
@@ -316,14 +319,14 @@ class Generator:
         return VideoCall("A call", request, inputs, output_type=output_type)
 
     def _with_offload(self, offload: Offload) -> Setup:
-        """Returns the setup of one call, which is refused if it does not fit the constructor's."""
+        """Returns the setup with a call's `offload_model`, checked for the device."""
         execution = replace(self._setup.execution, offload_model=offload)
         setup = replace(self._setup, execution=execution)
         setup.check_device(self._pipeline.device.can)
         return setup
 
     def _request(self, call: dict[str, Any], setup: Setup) -> tuple[Request, Inputs]:
-        """Returns the video that a call asks for, and its images and sound."""
+        """Returns a call's parameters and inputs."""
         unknown = [name for name in call["settings"] if not is_for(name, "video")]
         if unknown:
             raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
@@ -351,7 +354,7 @@ class Generator:
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
-        # What `generate` has by default goes below a recipe; Wan2.1's image models have presets.
+        # A recipe overrides the defaults of `generate`; Wan2.1's image models have presets.
         absent = {
             n for n in values if isinstance(named.get(n), DefaultFloat | DefaultInt | DefaultStr)
         }
@@ -383,9 +386,9 @@ class Generator:
 
 
 def _facts(call: VideoCall) -> dict[str, Any]:
-    """Returns what has to be equal on all ranks that make a video together."""
+    """Returns the values of a call that must be equal on all ranks."""
     facts: dict[str, Any] = {name: str(value) for name, value in vars(call.request).items()}
-    del facts["base_seed"]  # all take that of rank 0
+    del facts["base_seed"]  # broadcast from rank 0 later
     facts |= call.inputs.digests() | {"output_type": call.output_type}
     return {f"`{name}`": {"value": value} for name, value in facts.items()}
 
@@ -404,7 +407,7 @@ def _config(config: Any) -> Any:
 
 
 def _warn_of_other_task(config: Any, preset: Preset) -> None:
-    """Logs that a folder's networks are not as many as the named task has."""
+    """Logs a warning if the folder has another number of networks than the config's task."""
     named = str(getattr(config, "__name__", "")).rpartition(" ")[2]
     if named in PRESETS and len(PRESETS[named].experts) != len(preset.experts):
         held = "two experts" if len(preset.experts) == 2 else "one network"
@@ -422,7 +425,7 @@ def _described(folder: Any, chosen: NetworkFiles, presets: tuple[Preset, ...]) -
 def _with_files(checkpoint: Checkpoint, config: Any, chosen: NetworkFiles) -> Checkpoint:
     """Returns the checkpoint with the files that the config names, if the folder has them.
 
-    Those that are chosen one by one are left.
+    Files given explicitly (`vae`, `text_encoder`, `tokenizer`) are not replaced.
     """
     assert checkpoint.folder is not None
     named = {
@@ -438,14 +441,14 @@ def _world(use_sp: bool) -> int:
     world = mesh.running() if use_sp else 1
     if use_sp and world == 1:
         raise InputError(
-            "use_sp shares a video among ranks, but torch.distributed is not initialised for "
+            "use_sp distributes a video over ranks, but torch.distributed is not initialised for "
             "several; start with torchrun and call init_process_group first."
         )
     return world
 
 
 def _pictures(value: Any) -> tuple[Any, ...]:
-    """Returns the pictures of VACE: one, a list of them, or paths as on the command line."""
+    """Returns the reference images of VACE from one image, a list of images, or paths."""
     if value is None:
         return ()
     several = [*value] if isinstance(value, list | tuple) else [value]

@@ -1,7 +1,4 @@
-"""What this machine gives a process: memory, CPU cores, the system's file cache.
-
-Importing it imports no torch.
-"""
+"""Memory, CPU cores and file cache of this machine. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_PIECE = 1 << 20  # bytes; of one request to read ahead, Linux serves a few hundred kB to some MB
+_PIECE = 1 << 20  # per request: Linux reads only some 100 kB to a few MB of a request ahead
 
 
 @dataclass
 class PeakMemory:
-    """The highest memory of this process so far, in bytes.
+    """Peak memory of this process so far, in bytes.
 
     Attributes:
-        resident: All of it, also pages of mapped files, as the system counts it.
-        anonymous: What was allocated, of samples every 10 ms; None where Linux does not say it.
-        mapped: Pages of files and memory shared with other processes, as above.
+        resident: Resident set size, pages of memory-mapped files included.
+        anonymous: Allocated memory, sampled every 10 ms; None on other systems than Linux.
+        mapped: Memory-mapped file pages and shared memory, sampled every 10 ms.
     """
 
     resident: int
@@ -37,11 +34,11 @@ class PeakMemory:
     mapped: int | None
 
     def record(self) -> dict[str, int | None]:
-        """Returns the values as a record has them."""
+        """Returns the values under the keys of a record."""
         return {"host": self.resident, "host_anonymous": self.anonymous, "host_mapped": self.mapped}
 
     def line(self) -> str:
-        """Describes the values in one line."""
+        """Formats the values in GiB, in one line."""
         found = f"host {self.resident / 2**30:.2f} GiB"
         if self.anonymous is None or self.mapped is None:
             return found
@@ -51,12 +48,12 @@ class PeakMemory:
         return f"{found} ({parts})"
 
 
-_SAMPLED = [0, 0]  # the highest anonymous and mapped bytes of all samples
+_SAMPLED = [0, 0]  # highest anonymous and mapped bytes of all samples
 _STATM = Path("/proc/self/statm")
 
 
 def peak_memory() -> PeakMemory:
-    """Returns the highest memory so far; both kinds apart while `memory_sampled` runs."""
+    """Returns the peak memory so far; its parts are sampled in blocks of `sample_peak_memory`."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = peak if sys.platform == "darwin" else peak * 1024
     if not _STATM.exists():
@@ -66,14 +63,14 @@ def peak_memory() -> PeakMemory:
 
 
 def _sample() -> None:
-    """Notes what is resident now; Linux keeps a highest value of both kinds together only."""
+    """Updates the peaks of both kinds of memory; Linux itself only has the peak of their sum."""
     resident, shared = (int(pages) * mmap.PAGESIZE for pages in _STATM.read_text().split()[1:3])
     _SAMPLED[:] = max(_SAMPLED[0], resident - shared), max(_SAMPLED[1], shared)
 
 
 @contextmanager
 def memory_sampled() -> Iterator[None]:
-    """Follows, while the block runs, how much memory of each kind this process has."""
+    """Samples the anonymous and mapped memory of this process while the block runs."""
     over = threading.Event()
 
     def follow() -> None:
@@ -92,18 +89,18 @@ def memory_sampled() -> Iterator[None]:
 
 
 def cores() -> int:
-    """CPU cores of this process's share, at least one: those it may use, by its machine's ranks."""
+    """Returns the usable CPU cores divided by the ranks on this machine, at least 1."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max((usable or 1) // ranks(), 1)
 
 
 def ranks() -> int:
-    """Processes of the run on this machine."""
+    """Returns the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def cpu() -> str:
-    """The processor's model name, where Linux tells it."""
+    """Returns the CPU's model name in /proc/cpuinfo, or else the platform's."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -111,14 +108,18 @@ def cpu() -> str:
 
 
 def hides(variable: str) -> bool:
-    """Whether a vendor's variable, such as CUDA_VISIBLE_DEVICES, is set to no device."""
+    """Returns whether a variable such as CUDA_VISIBLE_DEVICES hides all devices."""
     return os.environ.get(variable, "0").strip() in ("", "-1")
 
 
 def renumbered(variable: str, index: int) -> int | None:
-    """The machine's number of this process's device `index`, which a vendor's variable renumbers.
+    """Returns the machine-wide index of this process's device `index`.
 
-    None where the variable does not hold numbers.
+    Args:
+        variable: Variable that selects and renumbers devices, such as CUDA_VISIBLE_DEVICES.
+
+    Returns:
+        The index; None if the variable does not hold numbers.
     """
     numbers = os.environ.get(variable)
     try:
@@ -128,7 +129,7 @@ def renumbered(variable: str, index: int) -> int | None:
 
 
 def machine() -> str:
-    """Equal for all processes on this machine, also in containers; on Linux no other has it."""
+    """Returns an ID of this machine: the boot ID, which containers share, or else the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -137,10 +138,10 @@ def machine() -> str:
 
 @contextmanager
 def on_own_cores() -> Iterator[None]:
-    """PyTorch on the CPU uses this process's share of the cores.
+    """Sets PyTorch's CPU threads to this rank's share of the cores while the block runs.
 
-    For what a rank computes on the CPU beside an accelerator; torchrun allows each rank one thread.
-    Without a launcher PyTorch uses all cores, or what its user has said.
+    torchrun limits each rank to one thread, too few for the parts that run on the CPU. Without a
+    launcher the number of threads stays as it is.
     """
     import torch
 
@@ -154,15 +155,15 @@ def on_own_cores() -> Iterator[None]:
 
 
 def in_background(work: Callable[[], object]) -> None:
-    """Starts a thread for work that nothing waits for and that the end of the process ends."""
+    """Runs a function in a daemon thread."""
     threading.Thread(target=work, daemon=True).start()
 
 
 def read_ahead(files: Iterable[Path]) -> None:
-    """Have the system read files into its cache; returns when it has been asked for all of them.
+    """Starts reading files into the system's page cache; returns before they are read.
 
-    No memory of the process is taken. Nothing is asked for where the files are larger than what is
-    free: their end would push out their beginning.
+    Files larger in total than the available memory are not read ahead, since their end would evict
+    their beginning.
     """
     paths = list(files)
     sizes = [path.stat().st_size for path in paths]
@@ -178,9 +179,9 @@ _MADV_WILLNEED = 3  # on Linux and macOS
 
 
 def read_ahead_mapped(address: int, size: int) -> None:
-    """As `read_ahead`, for a part of a mapped file; what is not asked for is read when it is used.
+    """Starts reading a part of a memory-mapped file into the page cache.
 
-    Without an effect where the system has no madvise.
+    No effect on systems without madvise.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
@@ -192,10 +193,7 @@ def read_ahead_mapped(address: int, size: int) -> None:
 
 
 def trim_heap() -> None:
-    """Gives memory that was freed back to the system, which glibc keeps for later allocations.
-
-    Without an effect where the C library is another one.
-    """
+    """Returns freed heap memory to the system; no effect with other C libraries than glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -206,9 +204,13 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes Linux has available, and no more than this process's control groups leave.
+    """Returns the available memory in bytes, within the limits of this process's control groups.
 
-    root: where proc and sys are. None on other systems.
+    Args:
+        root: Parent of proc and sys.
+
+    Returns:
+        The bytes; None on other systems than Linux.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -221,14 +223,14 @@ def available_memory(root: Path = Path("/")) -> int | None:
             continue
         top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
         folder = top / path.strip("/")
-        for group in (folder, *folder.parents):  # in a container, only the top may be there
+        for group in (folder, *folder.parents):  # a container may have the top only
             if group.is_relative_to(top):
                 found += _left(group, *(_V1 if controllers else _V2))
     return min(found, default=None)
 
 
 def _left(group: Path, limit: str, usage: str, cached: str) -> list[int]:
-    """What a control group leaves; its page cache makes room. Empty: no limit, or not there."""
+    """Returns [limit - usage + reclaimable page cache] of a control group; [] without a limit."""
     try:
         most, used = (int((group / name).read_text()) for name in (limit, usage))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -238,7 +240,7 @@ def _left(group: Path, limit: str, usage: str, cached: str) -> list[int]:
 
 
 def has_bfloat16() -> bool:
-    """Whether this CPU says that it has instructions for bfloat16 products (AMX, AVX-512, Arm)."""
+    """Returns whether this CPU has bfloat16 matrix or dot-product instructions (Linux)."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Messages, progress bars and stage times; only the main rank speaks."""
+"""Log messages, progress bars and stage times; ranks other than 0 log errors only."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from typing import Any
 logger = logging.getLogger("wan")
 _SILENT = ContextVar("silent", default=False)
 logger.addFilter(lambda record: record.levelno >= logging.WARNING or not _SILENT.get())
-_HIDDEN = threading.Event()  # prompts stay out of the log
+_HIDDEN = threading.Event()
 
 
 class _Handler(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Who reads our output may leave early (`| head`); that is no failure."""
+        """Ignores that the reader of stdout has closed it (`| head`)."""
         if not isinstance(sys.exception(), BrokenPipeError):
             super().handleError(record)
 
 
 def setup(main_rank: bool = True) -> None:
-    """Send messages to stdout: INFO and up on the main rank, errors only on the others."""
+    """Sends messages to stdout: INFO and above on the main rank, errors only on the others."""
     handler = _Handler(sys.stdout)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
     logger.handlers = [handler]
@@ -38,14 +38,14 @@ def setup(main_rank: bool = True) -> None:
 
 
 def set_level(name: str) -> None:
-    """ "info" or "debug": what the main rank says."""
+    """Sets the main rank's log level: "info" or "debug"."""
     if logger.isEnabledFor(logging.INFO):
         logger.setLevel(name.upper())
 
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Drops the messages below WARNING and the progress bars of this thread, of no other one."""
+    """Drops this thread's progress bars and messages below WARNING while the block runs."""
     before = _SILENT.set(True)
     try:
         yield
@@ -54,19 +54,19 @@ def silence() -> Iterator[None]:
 
 
 def hide_prompts() -> None:
-    """Keeps prompts out of the log of this process, whose users can delete them elsewhere."""
+    """Keeps prompts out of this process's log."""
     _HIDDEN.set()
 
 
 def format_prompt(text: str) -> str:
-    """Returns a prompt as the log shows it."""
+    """Returns a prompt, or only its length after `hide_prompts`."""
     return f"({len(text)} characters)" if _HIDDEN.is_set() else text
 
 
 def progress(total: int | None, description: str, unit: str) -> Any:
-    """A tqdm bar on the main rank, silent elsewhere and where nobody set up logging (API use).
+    """Returns a tqdm bar, disabled on other ranks and without `set_up_logging` (Python API).
 
-    Without a terminal it is a line of the log twice a minute, and whenever it is refreshed.
+    Without a terminal it writes a log line twice a minute and at each refresh.
     """
     from tqdm import tqdm
 
@@ -86,7 +86,7 @@ def progress(total: int | None, description: str, unit: str) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """Writes seconds as a reader would say them: "3 h 5 min", "4 min", "20 s"."""
+    """Formats seconds as "3 h 5 min", "4 min" or "20 s"."""
     minutes, hours = round(seconds / 60), round(seconds / 60) // 60
     if hours:
         return f"{hours} h {minutes % 60} min"
@@ -94,7 +94,7 @@ def duration(seconds: float) -> str:
 
 
 class _Lines:
-    """A file that writes a bar's lines into the log, for a terminal that is none."""
+    """File-like object that writes a progress bar's lines to the log."""
 
     def write(self, text: str) -> None:
         if text.strip():
@@ -104,17 +104,19 @@ class _Lines:
 
 
 class Stages:
-    """Seconds spent per named stage of a run; a stage inside another is not counted twice.
+    """Measures the seconds of each named stage of a run.
 
-    Those of a thread are added, so that stages that overlap are longer together than the run.
+    A nested stage's time is not counted in the outer stage. Stages in several threads may overlap,
+    so that their sum can exceed the time of the run.
 
-    synchronize: waits for the device, so that a stage's time holds all of its work.
+    Args:
+        synchronize: Waits for the device at the end of each stage.
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         self.seconds: dict[str, float] = {}
         self._synchronize = synchronize
-        self._running = threading.local()  # seconds of the stages inside a thread's present one
+        self._running = threading.local()  # per thread: seconds of nested stages
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -130,9 +132,11 @@ class Stages:
 
 
 def versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
-    """Of Python and of the packages that a video depends on, for its record.
+    """Returns the versions of Python and packages for a record.
 
-    device_type: torch's. packages: what computes attention beside PyTorch.
+    Args:
+        device_type: As in PyTorch.
+        packages: Additional packages, with attention kernels.
     """
     names = ["torch", "diffusers", "transformers", "safetensors", "imageio-ffmpeg", "ftfy"]
     names += ["torch-npu", "mindiesd"] if device_type == "npu" else []
@@ -142,7 +146,7 @@ def versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the clone that this package runs from; None outside of one."""
+    """Returns the commit of the Git clone that this package runs from; None outside of one."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
@@ -156,10 +160,13 @@ def commit() -> str | None:
 
 
 def _cudnn() -> str:
-    """As PyTorch writes it (91600: 9.16.0); its kernels differ, and not by PyTorch's version."""
+    """Returns cuDNN's version as PyTorch has it: 91600 is 9.16.0.
+
+    One version of PyTorch runs with several of cuDNN, whose kernels differ.
+    """
     import torch
 
-    version = None if torch.version.hip else torch.backends.cudnn.version()  # there MIOpen's
+    version = None if torch.version.hip else torch.backends.cudnn.version()  # MIOpen's with HIP
     return str(version or "not available")
 
 

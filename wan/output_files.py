@@ -1,8 +1,8 @@
-"""Writes, replaces and removes output files: whole or not at all, and none that are not ours.
+"""Writes, replaces and removes output files atomically.
 
-All programs of this repository write their results with these functions. What is there already is
-replaced or removed only where its content shows an earlier output of the same kind, or where it is
-empty. Symbolic links, devices and pipes are refused.
+All programs of this repository write their results with these functions. An existing file is
+replaced or removed only if it is empty or its content is recognised as an earlier output of the
+same kind. Symbolic links, devices and pipes are refused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 from wan.settings.errors import InputError, WriteError
 
-_MAX_JSON = 512 << 20  # bytes; traces of many steps have some 100 MB
-_HEAD = 4096  # bytes, in which a text or a picture carries its mark
+_MAX_JSON = 512 << 20  # bytes; traces of many steps can exceed 100 MB
+_HEAD = 4096  # bytes in which a text or picture has its marker
 _MAX_INDEX = 64 << 20  # bytes of an mp4's moov atom or of a safetensors header
-_MARKS = ('{"wan": ', '{"task": ')  # how the comment of an mp4 begins; the second one up to 0.4.0
+_MARKS = ('{"wan": ', '{"task": ')  # of mp4 comments; the second one up to version 0.4.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class OutputKind:
 
     Attributes:
         name: The kind with its article, for sentences: "a record of generate.py".
-        matches: Returns whether the content of a regular file is of this kind. It may raise
-            OSError or ValueError for a file that is not.
+        matches: Returns whether a regular file's content is of this kind; may raise OSError or
+            ValueError if not.
     """
 
     name: str
@@ -45,7 +45,7 @@ class OutputKind:
 
 
 def json_kind(name: str, *keys: str) -> OutputKind:
-    """A JSON object that has all these keys, or a list of such objects."""
+    """Returns the kind of a JSON object with all these keys, or of a list of such objects."""
 
     def matches(path: Path) -> bool:
         if path.stat().st_size > _MAX_JSON:
@@ -58,7 +58,7 @@ def json_kind(name: str, *keys: str) -> OutputKind:
 
 
 def marked_kind(name: str, mark: bytes) -> OutputKind:
-    """A file that has these bytes in its first 4096."""
+    """Returns the kind of a file with these bytes among its first 4096."""
 
     def matches(path: Path) -> bool:
         with path.open("rb") as file:
@@ -68,7 +68,7 @@ def marked_kind(name: str, mark: bytes) -> OutputKind:
 
 
 def safetensors_kind(name: str, *keys: str) -> OutputKind:
-    """A safetensors file whose metadata has all these keys."""
+    """Returns the kind of a safetensors file whose metadata has all these keys."""
 
     def matches(path: Path) -> bool:
         with path.open("rb") as file:
@@ -81,7 +81,7 @@ def safetensors_kind(name: str, *keys: str) -> OutputKind:
 
 
 def _is_own_video(path: Path) -> bool:
-    """Whether the comment of an mp4 begins as ours do."""
+    """Returns whether an mp4's comment begins like those of generate.py."""
     index = _mp4_index(path)
     _, _, item = index.partition(b"\xa9cmt")
     # The item's one atom: its length, "data", a type and a language, and the text.
@@ -89,7 +89,7 @@ def _is_own_video(path: Path) -> bool:
 
 
 def _mp4_index(path: Path) -> bytes:
-    """Returns the content of the moov atom of an mp4; b"" where there is none."""
+    """Returns the content of an mp4's moov atom; b"" without one."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         start = 0
@@ -115,7 +115,7 @@ SUMMARY = json_kind("a summary of generate.py --prompt_file", "made", "there alr
 
 
 def is_output(path: Path, kind: OutputKind) -> bool:
-    """Returns whether a path is a regular file, no link, and an earlier output of a kind."""
+    """Returns whether a path is a regular file (no link) of an output kind."""
     try:
         return stat.S_ISREG(path.lstat().st_mode) and kind.matches(path)
     except (OSError, ValueError, RecursionError, struct.error):
@@ -123,10 +123,10 @@ def is_output(path: Path, kind: OutputKind) -> bool:
 
 
 def _conflict(path: Path, kind: OutputKind) -> str | None:
-    """Returns why a path cannot be written, as a predicate; None where it can."""
+    """Returns the reason why a path cannot be written, as a predicate; None if it can."""
     try:
         found = path.lstat()
-    except (FileNotFoundError, NotADirectoryError):  # `check_folder` looks at the folders
+    except (FileNotFoundError, NotADirectoryError):  # `check_folder` checks the folders
         return None
     except OSError as error:
         return f"cannot be used ({error.strerror})"
@@ -142,16 +142,14 @@ def _conflict(path: Path, kind: OutputKind) -> str | None:
 
 
 def check_output(path: Path, kind: OutputKind, setting: str) -> None:
-    """Refuses a path that `write_output` could not write, before the work.
+    """Checks that `write_output` can write a path.
 
     Args:
-        path: The file.
-        kind: What it would become.
-        setting: What names the path, for the refusal.
+        setting: Name of the path in the error message.
 
     Raises:
-        InputError: The path is a link, a folder, a special file or a file that is not ours, or its
-            folder cannot be made.
+        InputError: The path is a link, a folder, a special file or a file of another kind, or its
+            folder cannot be created.
     """
     why = _conflict(path, kind)
     if why is not None:
@@ -161,16 +159,15 @@ def check_output(path: Path, kind: OutputKind, setting: str) -> None:
 
 
 def check_output_folder(folder: Path, kinds: dict[str, OutputKind], setting: str) -> None:
-    """Refuses a folder that is not ours, whose name follows from another output's.
+    """Checks that a folder of output files is absent, empty, or holds earlier outputs.
 
     Args:
-        folder: The folder; it may be absent or empty.
-        kinds: Pattern of a name, with `*` and `?` -> what a file of that name is.
-        setting: What decides the name, for the refusal.
+        kinds: File name pattern (`*`, `?`) -> kind of the files that match it.
+        setting: Name of the folder in the error message.
 
     Raises:
-        InputError: The path is a link or a file, a file that would be written is not ours, or
-            there are files and none of them is ours.
+        InputError: The path is a link or a file, a file that matches a pattern is of another kind,
+            or the folder has files and none matches.
     """
     remedy = "give another name, or move it away"
     if folder.is_symlink():
@@ -195,13 +192,15 @@ def check_output_folder(folder: Path, kinds: dict[str, OutputKind], setting: str
 def check_folder(
     folder: Path, setting: str, path: Path, remedy: str = "choose another one"
 ) -> None:
-    """Refuses a folder in which no file can be written.
+    """Checks that files can be written in a folder.
 
     Args:
-        folder: The folder; of one that does not exist, the first one above it that does counts.
-        setting: What names the path, for the refusal.
-        path: What was given.
-        remedy: What to do.
+        folder: The folder. If it does not exist, its first existing parent is checked.
+        setting: Name of the path in the error message.
+        path: The path in the error message.
+
+    Raises:
+        InputError: A file cannot be created there, or a missing folder's name is too long.
     """
     missing = []
     while not os.path.lexists(folder):
@@ -212,7 +211,7 @@ def check_folder(
         longest = os.pathconf(folder, "PC_NAME_MAX")
         if any(len(os.fsencode(name)) > longest for name in missing):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-        # Permission bits alone do not tell, nor does being root; a link may lead nowhere.
+        # Permission bits do not suffice (read-only file systems, ACLs); a link may be broken.
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     except OSError as error:
         why = f"cannot be written: {folder} is not a writable folder ({error.strerror})"
@@ -226,23 +225,22 @@ def write_output(
 ) -> Iterator[Path]:
     """Yields a temporary name that becomes `path` when the block ends without an error.
 
-    The name is absolute, hidden and ends as `path` does; missing folders are made. If the block
-    ends otherwise, Ctrl-C included, no file stays behind and `path` is what it was before.
+    The name is absolute and hidden and has the suffix of `path`; missing folders are created. After
+    an error, Ctrl-C included, the temporary file is removed and `path` is unchanged.
 
     Args:
-        path: The file.
-        kind: What it becomes; `check_output` refuses the same paths before the work.
-        place: Gives the complete file its name in another way, from the temporary one.
+        kind: Kind of the file; `check_output` checks in advance whether `path` can be replaced.
+        finalize: Moves the complete temporary file to its final name, by default to `path`.
 
     Raises:
-        WriteError: What is there is not ours.
+        WriteError: `path` exists and is of another kind.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{process_name()}-{path.name}")
-    with suppress(FileNotFoundError):  # of a killed process of the same number
+    with suppress(FileNotFoundError):  # of a killed process with the same PID
         temporary.unlink()
-    # What is made anew cannot be a link that somebody has put there.
+    # O_EXCL: an existing link of that name is not followed.
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
         yield temporary
@@ -255,7 +253,7 @@ def write_output(
 
 
 def replace_output(temporary: Path, path: Path, kind: OutputKind) -> None:
-    """Gives a complete temporary file its name; WriteError where another file has it."""
+    """Renames a complete temporary file; raises WriteError if another kind of file has the name."""
     why = _conflict(path, kind)
     if why is not None:
         raise WriteError(f"{path} could not be written: it {why}; move it away.")
@@ -263,9 +261,9 @@ def replace_output(temporary: Path, path: Path, kind: OutputKind) -> None:
 
 
 def place_new(temporary: Path, path: Path) -> Path:
-    """Gives a complete temporary file a name that no file has, and returns it.
+    """Renames a complete temporary file to a name that does not exist, and returns that name.
 
-    It is `path`, or the first free one of `numbered`.
+    It is `path`, or the first free one of `iterate_numbered_paths`.
     """
     for name in numbered(path):
         try:
@@ -282,7 +280,7 @@ def place_new(temporary: Path, path: Path) -> Path:
 
 
 def remove_output(path: Path, kind: OutputKind) -> bool:
-    """Removes an earlier output of a kind; leaves any other file, and returns whether it did."""
+    """Removes a file if it is of an output kind, and returns whether it did."""
     if not is_output(path, kind):
         return False
     path.unlink(missing_ok=True)
@@ -290,7 +288,7 @@ def remove_output(path: Path, kind: OutputKind) -> bool:
 
 
 def numbered(path: Path) -> Iterator[Path]:
-    """Yields a file's name, then those with -2, -3 and so on behind its stem."""
+    """Yields a path, then the same with -2, -3, ... appended to its stem."""
     yield path
     for number in count(2):
         yield path.with_stem(f"{path.stem}-{number}")
@@ -322,18 +320,18 @@ def write_folder(path: Path) -> Iterator[Path]:
 
 
 def process_name() -> str:
-    """Names this process in temporary files, also where several machines share a folder."""
+    """Returns `host-pid`, which is unique among machines that share a folder."""
     host = re.sub(r"\W+", "_", platform.node())[:30]
     return f"{host or 'host'}-{os.getpid()}"
 
 
 def is_temporary(path: Path) -> bool:
-    """Returns whether a name is that of a temporary file of any process."""
+    """Returns whether a path is a temporary file of any process."""
     return re.match(r"\.\w+-\d+-", path.name) is not None
 
 
 def is_left_over(name: str) -> bool:
-    """Returns whether a process of this machine that `process_name` named has ended."""
+    """Returns whether a process of this machine, named by `make_process_name`, has ended."""
     host, _, process = name.rpartition("-")
     if not process.isdecimal() or host != process_name().rpartition("-")[0]:
         return False

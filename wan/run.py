@@ -1,7 +1,6 @@
-"""From settings to a run: the one road of the command line, `--plan` and the Python classes.
+"""Resolves settings to a run, for the command line, `--plan` and the Python classes.
 
-All settings are checked here, before torch is imported: what a run cannot do is refused before any
-weight is read.
+All settings are checked here, before torch is imported and before any weight is read.
 """
 
 from __future__ import annotations
@@ -61,29 +60,28 @@ if TYPE_CHECKING:
     from wan.pipeline.pipeline import Inputs
     from wan.pipeline.sources import ControlSources
 
-MAX_RANKS = 4096  # that --plan plans for
-_DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained, in the repository
+MAX_RANKS = 4096  # of a --plan
+_DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained checkpoints
 DescribeFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
-"""As `wan.checkpoint.layout.describe`."""
+"""Reads the description of a checkpoint folder."""
 PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]
-"""Absolute in records; may differ between ranks."""
+"""Settings that are paths: absolute in records, and possibly different between ranks."""
 INPUTS = [
     name
     for name, flag in FLAGS.items()
     if name in ("fixed_latents", "decode_latents")
     or (flag.line and flag.read in (read_path, read_pictures) and name not in options(Output))
 ]
-"""Settings that name the files a video is made from."""
+"""Settings that name the input files of a video."""
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that a video is made from.
+    """An input file of a video.
 
     Attributes:
-        setting: The setting that names it, or its folder.
-        path: The file.
-        sha256: The digest of its content, in hexadecimal.
+        setting: The setting that names the file or its folder.
+        sha256: Hexadecimal digest of the content.
     """
 
     setting: str
@@ -93,14 +91,14 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a prompt file, which asks for a video.
+    """A video of a prompt file.
 
     Attributes:
-        number: In the file, from 1.
-        seed: Which of the line's `seeds` it is; None where it has one video.
-        run: What it asks for; None where that is refused on all ranks.
-        error: Why there is no video of it.
-        draws: Its seed is drawn.
+        number: Line number, from 1.
+        seed: One of the line's `seeds`; None for a line with one video.
+        run: The resolved run; None if the line was refused on all ranks.
+        error: Reason why the video is not generated; "" if it is.
+        draws_seed: Whether the seed is random.
     """
 
     number: int
@@ -111,11 +109,11 @@ class Line:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The line's name in messages."""
         return f"{self.number}" if self.seed is None else f"{self.number} (seed {self.seed})"
 
     def with_seed(self, seed: int) -> Line:
-        """The line with what was drawn for all lines; its own seed follows from its number."""
+        """Returns the line with a seed derived from the random seed of the file and its number."""
         if self.run is None or not self.draws:
             return self
         return replace(self, run=self.run.with_seed((seed + self.number) % 2**63))
@@ -123,31 +121,27 @@ class Line:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the command line, checked.
+    """A checked run of the command line: one video, or the videos of a prompt file.
 
     Attributes:
-        setup: What the pipeline is built for.
-        request: The video.
-        output: Where results go.
-        image: The image to start from.
-        last_image: The image to end with.
-        sound: The sound to follow.
-        pose: The video whose poses are taken over.
-        driving: What moves a character.
-        sources: What a video of VACE is made from.
-        input_files: All files that the video is made from.
-        extension: How the prompt is extended.
-        decode_latents: The latents that are only decoded.
-        fixed_latents: The latents that denoising starts from.
-        planning: What `plan` says more.
-        device_memory: Bytes of a device that the plan is compared with.
-        power: The run is metered.
-        settings: For the JSON record: what `--from_json` repeats the run from.
-        notices: Lines that the user should see before the work.
-        lines: Of a prompt file; the rest then is that of the first line that can be carried out.
-        summary: Where what became of the lines is written; None without a prompt file.
-        skip_existing: Videos that are there already are left out.
-        group_by_expert: All lines' steps of an expert come before the next one's.
+        setup: Checkpoint and settings of the pipeline.
+        image: First frame.
+        last_image: Last frame.
+        audio: Audio of an s2v video.
+        pose_video: Pose video of an s2v video.
+        animate_inputs: Pose, face, background and mask videos of Animate.
+        vace_inputs: Source video, mask and reference images of VACE.
+        decode_latents: Latents file that is only decoded.
+        fixed_latents: Latents file that denoising starts from.
+        plan_options: Optional parts of the report of `plan`.
+        device_memory: Device memory in bytes that the plan is compared with.
+        power: Whether power is measured.
+        settings: Settings of the JSON record, from which `--from_json` repeats the run.
+        notices: Log lines before the run.
+        lines: Lines of a prompt file. The other attributes are those of its first valid line.
+        summary: Path of the summary of a prompt file; None without one.
+        skip_existing: Whether existing videos are skipped.
+        group_by_expert: Whether all lines run the steps of an expert before those of the next one.
     """
 
     setup: Setup
@@ -175,34 +169,34 @@ class Run:
 
     @property
     def verbose(self) -> bool:
-        """Whether the run says what happens in the layers."""
+        """Whether the run logs the operations in each layer."""
         return self.output.log_level == "debug"
 
     @property
     def boundary(self) -> float | None:
-        """The share of the training timesteps from which on the high-noise expert works, if any."""
+        """Fraction of the training timesteps above which the high-noise expert is used."""
         return self.request.boundary if self.decode_latents is None else None
 
     def with_seed(self, seed: int) -> Run:
-        """The run with another seed, also in its record; lines of a file have their own."""
+        """Returns the run, and its record, with another seed, or with one seed per line."""
         if self.lines:
             return replace(self, lines=tuple(line.with_seed(seed) for line in self.lines))
         request = replace(self.request, base_seed=seed)
         return replace(self, request=request, settings=self.settings | {"base_seed": seed})
 
     def with_prompt(self, prompt: str) -> Run:
-        """The run with the extended prompt, which its record repeats without extending again."""
+        """Returns the run with the extended prompt; its record does not extend the prompt again."""
         kept = {n: v for n, v in self.settings.items() if n not in options(PromptExtension)}
         settings = kept | {"prompt": prompt, "use_prompt_extend": False}
         return replace(self, request=replace(self.request, prompt=prompt), settings=settings)
 
     def saved_to(self, path: Path) -> Run:
-        """The run with another name of its video."""
+        """Returns the run with another output path."""
         settings = self.settings | {"save_file": str(path.absolute())}
         return replace(self, output=replace(self.output, save_file=path), settings=settings)
 
     def inputs(self) -> Inputs:
-        """What the pipeline makes the video from besides the request."""
+        """Returns the pipeline's inputs; loads `fixed_latents`."""
         from wan.pipeline.pipeline import Inputs  # imports torch
         from wan.pipeline.video import load_latents
 
@@ -217,12 +211,13 @@ class Run:
         )
 
     def facts(self, device: str) -> dict[str, Any]:
-        """What has to be equal on all ranks, under the names a user knows.
+        """Returns the values that must be equal on all ranks, by their names in messages.
 
-        What tells a user nothing, such as a hash, stands in a dictionary.
+        Values that mean nothing to a user (hashes) are wrapped in a dict, so that they are
+        compared but not printed.
 
         Args:
-            device: The type of the rank's device.
+            device: Type of this rank's device.
         """
         setup = self.setup
         parts = (setup.attention, setup.parallel, setup.execution, self.output)
@@ -239,7 +234,7 @@ class Run:
         found["the video's size"] = self.request.video_size
         for line in self.lines:
             asked: Any = None
-            if line.run is not None:  # a few bytes stand for the settings of a line
+            if line.run is not None:  # a short hash, as a file has up to 10,000 lines
                 content = [file.sha256 for file in line.run.input_files]
                 shared = without_paths(line.run.settings) | {"content of its files": content}
                 text = json.dumps(shared, sort_keys=True, default=str)
@@ -249,7 +244,7 @@ class Run:
         return found | {"the device": device}
 
     def contents(self) -> dict[str, Any]:
-        """Digests of all files that decide what the video shows, by what names them."""
+        """Returns digests of the weights and input files, by the setting that names them."""
         setup, files = self.setup, self.setup.quantised
         found: dict[str, Any] = {
             "--ckpt_dir": fingerprint(setup.checkpoint.files()),
@@ -267,7 +262,7 @@ class Run:
 
 
 def without_paths(settings: Values) -> dict[str, Any]:
-    """Returns settings without paths, which may differ between ranks, and without the seed."""
+    """Returns settings without the seed and without paths, which may differ between ranks."""
     own = (*PATHS, *options(Loras), "src_ref_images", "base_seed")
     return {name: value for name, value in settings.items() if name not in own}
 
@@ -279,19 +274,20 @@ def resolve(
     describe: DescribeFolder = describe,
     inputs: bool = True,
 ) -> Run:
-    """The run that settings ask for.
+    """Resolves settings to a run and checks them.
 
     Args:
-        values: The settings; defaults that a checkpoint brings and the task's preset fill the rest.
-        make_demo: make_demo(task, folder) writes a randomly initialised checkpoint; called only
-            where no checkpoint is given and none has been made yet.
-        plan: The run is only planned: its ranks need not exist, nothing is written, and without a
-            checkpoint the task's published sizes hold.
-        describe: Describes a checkpoint; many runs of one checkpoint may remember it.
-        inputs: An image, a sound or poses that the task needs have to be given.
+        values: The settings. Missing ones come from the checkpoint's generation_config.json and
+            the task's preset.
+        make_demo: make_demo(task, folder) writes a randomly initialised checkpoint. It is called
+            only if no checkpoint is given and the demo checkpoint does not exist yet.
+        plan: Only plan the run: its ranks need not exist, nothing is written, and without a
+            checkpoint the published sizes of the task are used.
+        describe_folder: Reads a checkpoint's description; may cache it for many runs.
+        require_inputs: Refuse a run without an image, audio or poses that its task needs.
 
     Raises:
-        InputError: For everything that is wrong, in one sentence.
+        InputError: A setting is invalid, or settings do not fit together.
     """
     task: str = values.get("task", "t2v-A14B")
     preset = PRESETS[ALIASES.get(task, task)]
@@ -312,7 +308,7 @@ def resolve(
     meant = tuple(PRESETS[name] for name in (task, ALIASES.get(task)) if name in PRESETS)
     if is_demo and (plan or not folder.is_dir()):
         checkpoint = published(preset)
-        if not plan:  # what can be refused is refused before anything is written
+        if not plan:  # refuse before the checkpoint is written
             _decide(values, {}, preset, checkpoint, world, size)
             make_demo(preset.task, folder)
             checkpoint = describe(folder, chosen, meant)
@@ -357,7 +353,7 @@ def resolve(
 
 
 def _input_files(values: Values, moving: DrivingVideos | None) -> tuple[InputFile, ...]:
-    """Lists the files that a video is made from, with the digests of their contents."""
+    """Lists the input files of a video with the digests of their contents."""
     found: list[InputFile] = []
     for name in ("decode_latents",) if "decode_latents" in values else INPUTS:
         paths = values.get(name, ())
@@ -376,7 +372,7 @@ def _counted(
     moving: DrivingVideos | None,
     sources: ControlSources | None,
 ) -> dict[str, Any]:
-    """Counts what follows from what a video is made from: clips, frames, pictures."""
+    """Returns the numbers of clips, frames and reference images that follow from the inputs."""
     if preset.infer_frames is not None:
         return clips(values, preset, sound, defaults)
     if preset.kind == "animate":
@@ -392,7 +388,7 @@ def _decide(
     world: int,
     image_size: tuple[int, int] | None,
 ) -> tuple[Setup, Request, tuple[str, ...]]:
-    """What a pipeline is built for, the video, and notices about both."""
+    """Returns the pipeline's setup, the parameters of the video, and notices."""
     if "decode_latents" not in values:
         setup, notices = make_setup(values, preset, checkpoint, world)
         request, more = ask(setup, values, image_size, defaults)
@@ -408,7 +404,7 @@ def _decide(
     t, h, w = preset.vae_stride
     stored = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
     for name in stored.keys() & values.keys():
-        of_image = name == "size" and {"image", "src_video"} & {*values}  # whose ratio decides
+        of_image = name == "size" and {"image", "src_video"} & {*values}  # sets the aspect ratio
         if values[name] != stored[name] and not of_image:
             why = f"holds latents whose {name} is {stored[name]}, and its settings say "
             why, remedy = f"{why}{values[name]}", "take the file as generate.py wrote it"
@@ -426,13 +422,11 @@ def _decide(
 def make_setup(
     values: Values, preset: Preset, checkpoint: Checkpoint, world: int
 ) -> tuple[Setup, tuple[str, ...]]:
-    """What a pipeline is built for, and notices.
+    """Returns the setup of a pipeline, and notices.
 
     Args:
-        values: Settings; those of other subjects are ignored.
-        preset: The task.
-        checkpoint: A checkpoint of the task.
-        world: How many ranks share each video.
+        values: Settings; those that do not concern the setup are ignored.
+        world_size: Ranks per video.
     """
     execution, chip = fill(Execution, values), values.get("chip")
     if chip is not None:
@@ -466,16 +460,15 @@ def ask(
     image_size: tuple[int, int] | None = None,
     defaults: Values | None = None,
 ) -> tuple[Request, tuple[str, ...]]:
-    """The video that settings ask of a setup, and notices.
+    """Returns the parameters of a video, and notices.
 
-    A recipe, named or recognised by its files, goes below the settings, and defaults below the
-    recipe.
+    Settings override a recipe, which is named or recognised by file names; the recipe overrides
+    the defaults.
 
     Args:
-        setup: What the pipeline is built for.
-        values: Settings; those of other subjects are ignored.
-        image_size: (width, height) of the image to start from.
-        defaults: Settings that the checkpoint brings.
+        values: Settings; those that do not concern the video are ignored.
+        image_size: (width, height) of the first image.
+        defaults: Settings of the checkpoint's generation_config.json.
     """
     checkpoint, name = setup.checkpoint, values.get("recipe", "auto")
     weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
@@ -493,7 +486,7 @@ def ask(
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Sampling defaults that a checkpoint brings in its generation_config.json."""
+    """Reads the sampling defaults in a checkpoint's generation_config.json, if it has one."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}
@@ -506,9 +499,10 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def generated_name(task: str, request: Request) -> str:
-    """`task_WxH_start-of-prompt_seed_time.mp4`, safe as a file name on every system.
+    """Returns `task_WxH_start-of-prompt_seed_time.mp4`.
 
-    The official name keeps `*`, quotes and line breaks; here letters, digits, `-` and `.` stay.
+    Only letters, digits, `_`, `-` and `.` of the prompt are used, so that the name is valid on
+    every file system.
     """
     words = re.sub(r"[^\w.-]+", "_", request.prompt[:200]).strip("_.")
     while len(words.encode("utf-8")) > 50:
@@ -520,12 +514,12 @@ def generated_name(task: str, request: Request) -> str:
 
 
 def _record(values: Values, setup: Setup, request: Request, output: Output) -> dict[str, Any]:
-    """All settings under their flags' names, enough to repeat the video."""
+    """Returns all settings that are needed to repeat the video, by flag name."""
     found: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
     found |= step_cache.given(setup.cache) | {"step_cache": setup.cache.step_cache}
-    found |= {**values, **vars(request), **vars(output)}  # latents keep how they were made
+    found |= {**values, **vars(request), **vars(output)}  # saved latents keep their settings
     if request.infer_frames is not None:
-        del found["frame_num"]  # which follows from it
+        del found["frame_num"]  # derived from infer_frames
     found |= {name: str(Path(found[name]).absolute()) for name in PATHS if found.get(name)}
     return {
         name: found[name]
@@ -537,7 +531,10 @@ def _record(values: Values, setup: Setup, request: Request, output: Output) -> d
 
 
 def _checkpoint_folder(values: Values, preset: Preset, chosen: NetworkFiles) -> tuple[Path, bool]:
-    """The checkpoint folder, and whether it is a demo's; without one, that of a chosen DiT."""
+    """Returns the checkpoint folder and whether it is a demo checkpoint.
+
+    Without `ckpt_dir` it is the official folder name, the folder of a given DiT, or a demo.
+    """
     if "ckpt_dir" in values:
         return values["ckpt_dir"], False
     official = Path(preset.folder)
@@ -551,7 +548,7 @@ def _checkpoint_folder(values: Values, preset: Preset, chosen: NetworkFiles) -> 
 
 
 def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, Image | None]:
-    """Reads the images to start from and to end with."""
+    """Reads the first and the last image."""
     if "image" in values and preset.kind == "animate":
         remedy = "drop it; the picture is src_ref.png in `src_root_path`"
         raise InputError("`task`", preset.task, "takes no `image`", remedy)
@@ -575,7 +572,7 @@ def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, I
 
 
 def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:
-    """Lines about the checkpoint, the video's size and a video that is there already."""
+    """Returns notices about a demo checkpoint, an untrained size and an existing output file."""
     lines, preset = [], request.preset
     if demo is not None:
         expect = "It is randomly initialised, so the video is noise; it shows that everything runs."

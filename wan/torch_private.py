@@ -1,6 +1,6 @@
-"""The private functions of PyTorch that `wan` uses; each states why no public one is enough.
+"""Private functions of PyTorch, each with the reason why no public one suffices.
 
-Checked with the range of torch in `requirements.txt`; a variant says which versions need it.
+Tested with the range of torch in `requirements.txt`; variants name the versions that need them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ def all_to_all_in_graph(
     leaving: list[int] | None,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """`dist.all_to_all_single` as an operation that returns what it received.
+    """Runs `dist.all_to_all_single` and returns the received tensor.
 
-    The public function writes into a buffer, which a compiled graph turns into one more copy.
-    arriving, leaving: rows from and to each rank; None: equal parts.
+    The public function writes into a buffer, which costs one more copy in a compiled graph.
+
+    Args:
+        output_split_sizes: Rows from each rank; None: equal parts.
+        input_split_sizes: Rows to each rank; None: equal parts.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None, "there is a default group"
@@ -42,15 +45,15 @@ def all_to_all_in_graph(
 
 
 def all_gather(received: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
-    """`dist.all_gather_single`, which earlier versions know as `all_gather_into_tensor`."""
+    """Runs `dist.all_gather_single`, in earlier versions `all_gather_into_tensor`."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, send, group)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set a group's timeout; up to 2.13 no public function does it.
+    """Sets a group's timeout; up to 2.13 there is no public function.
 
-    DeviceMesh makes groups with PyTorch's default timeout.
+    DeviceMesh creates groups with PyTorch's default timeout.
     """
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timeout, group)
@@ -59,10 +62,10 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def device_mesh(
     device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...], options: Any = None
 ) -> DeviceMesh:
-    """`init_device_mesh`, with a backend's options for the groups of all axes.
+    """Runs `init_device_mesh` with a backend's options for the groups of all axes.
 
-    2.8 has no public argument for the options. Up to 2.9 a mesh finds the joined axes of an equal
-    mesh made before it, the groups of which may have ended.
+    2.8 has no public argument for the options. Up to 2.9 a mesh reuses the flattened axes of an
+    earlier equal mesh, whose groups may have been destroyed.
     """
     earlier: Any = torch.distributed.device_mesh._mesh_resources
     if torch.__version__ < "2.9":
@@ -79,10 +82,9 @@ def device_mesh(
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Join all axes of a mesh into one of this name.
+    """Flattens all axes of a mesh into one of this name.
 
-    No public function makes a group along several axes, and FSDP would not know a group that was
-    made without the mesh.
+    No public function creates a group along several axes, and FSDP needs a group of the mesh.
     """
     return mesh._flatten(name)
 
@@ -90,14 +92,14 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def flash_attention_on_cpu(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp [B,N,S], which the public function does not return."""
+    """Returns attention and its log-sum-exp [B,N,S], which the public function lacks."""
     return _aten._scaled_dot_product_flash_attention_for_cpu(q_BNSD, k_BNSD, v_BNSD, attn_mask=bias)
 
 
 def flash_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same on CUDA for dtypes of 16 bits and compute capability 8.0 or higher."""
+    """Returns attention and log-sum-exp for 16-bit dtypes, compute capability 8.0 or higher."""
     found = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BNSD, v_BNSD, scale=scale)
     return found[0], found[1]
 
@@ -105,7 +107,7 @@ def flash_attention_on_cuda(
 def efficient_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same on every CUDA device and for every dtype."""
+    """Returns attention and log-sum-exp on every CUDA device, for every dtype."""
     found = _aten._scaled_dot_product_efficient_attention(
         q_BNSD, k_BNSD, v_BNSD, None, True, scale=scale
     )
@@ -115,7 +117,7 @@ def efficient_attention_on_cuda(
 def cudnn_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same with cuDNN on NVIDIA's GPUs, 16 bits, compute capability 8.0 or higher."""
+    """Returns cuDNN's attention and log-sum-exp, 16 bits, compute capability 8.0 or higher."""
     found = _aten._scaled_dot_product_cudnn_attention(
         q_BNSD, k_BNSD, v_BNSD, None, True, 0.0, False, False, scale=scale
     )
@@ -123,48 +125,45 @@ def cudnn_attention_on_cuda(
 
 
 def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
-    """The product of int8 matrices in int32, [L,O]; that of the public function is in int8."""
+    """Returns an int8 matrix product [L,O] in int32; the public function returns int8."""
     return torch._int_mm(a_LI, b_IO)
 
 
 def fp8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
-    """The product of FP8 matrices in float32, [L,O]; the public function came with torch 2.10."""
+    """Returns an FP8 matrix product [L,O] in float32; public only since torch 2.10."""
     one = torch.ones((), device=a_LI.device)
     return torch._scaled_mm(a_LI, b_IO, scale_a=one, scale_b=one, out_dtype=torch.float32)
 
 
 def gelu_in_place(x: Tensor) -> Tensor:
-    """Apply GELU in its tanh form to x itself; the public function always makes a new tensor."""
+    """Applies GELU (tanh) in place; the public function allocates a new tensor."""
     return _aten.gelu_(x, approximate="tanh")
 
 
 def set_up_compiler() -> None:
-    """Set the compiler up for a few small functions.
+    """Configures Inductor for a few small functions.
 
-    No rank starts a pool of compiler processes, and vector instructions are not tried out. The
-    public settings are environment variables, which are read when torch is imported.
+    No rank starts a pool of compiler processes, and vector instructions are not probed. The public
+    settings are environment variables, which are read when torch is imported.
     """
     from torch._inductor import config
 
     config.compile_threads = 1
-    config.cpp.vec_isa_ok = True  # g++ knows AVX: the trials take longer than the functions
+    config.cpp.vec_isa_ok = True  # g++ supports AVX; probing takes longer than compiling
 
 
 def recompiling(limit: int) -> AbstractContextManager[None]:
-    """Allow so many compiled shapes of a function; PyTorch 2.8 lacks the public setting."""
+    """Limits the compiled shapes per function; PyTorch 2.8 lacks the public setting."""
     return torch._dynamo.config.patch(recompile_limit=limit)
 
 
 def times_changed(x: Tensor) -> int:
-    """Return how often a tensor was written in place; inference mode does not count, so 0.
-
-    No public attribute has this number.
-    """
+    """Returns a tensor's in-place version counter, which is not public; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
 
 
 def fake_process_group(rank: int, ranks: int) -> None:
-    """Make a default group that sends nothing, for a plan; no public backend takes meta tensors."""
+    """Initializes a default group without communication; no public backend takes meta tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not hasattr(dist.Backend, "PLANNED"):
@@ -177,12 +176,12 @@ def fake_process_group(rank: int, ranks: int) -> None:
 
 @contextmanager
 def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
-    """Make a network from the meta device ready to run on tensors without data.
+    """Prepares a network on the meta device for running on tensors without data.
 
-    FSDP refuses meta tensors, the public ones without data, and takes PyTorch's private fake ones.
+    FSDP accepts no meta tensors, only PyTorch's private fake tensors.
 
     Yields:
-        What follows the tensors that the network's calls make.
+        A tracker of the tensors that the network allocates.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -194,20 +193,20 @@ def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
 
 
 def weight_bytes(network: nn.Module) -> int:
-    """Return the bytes of this rank's parameters and buffers."""
+    """Returns the bytes of this rank's parameters and buffers."""
     return sum(x.nbytes for x in _own(network))
 
 
 def _own(network: nn.Module) -> list[Tensor]:
-    """Return this rank's tensors; the public `DTensor.to_local` would need a slow import."""
+    """Returns this rank's parameters and buffers; `DTensor.to_local` would need a slow import."""
     tensors = [*network.parameters(), *network.buffers()]
     return [getattr(x, "_local_tensor", x) for x in tensors]
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation returns, also an exchange of meta tensors, for which 2.8 has no kernels.
+    """Calls an operation; collectives on meta tensors, which 2.8 lacks, run the CPU kernel.
 
-    The kernel for the CPU asks the group, and that of a plan sends nothing.
+    The CPU kernel calls the group, and the fake group of a plan does not communicate.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if func.namespace != "c10d" or has_kernel(func.name(), "Meta"):
@@ -217,35 +216,35 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class WithoutData(TorchFunctionMode):
-    """Replaces, for a plan, the functions that PyTorch cannot run on tensors without data."""
+    """Replaces functions that PyTorch cannot run on tensors without data."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             q, mask = given["query"], given.get("attn_mask")
-            if q.is_meta:  # on meta tensors the public function makes all scores
+            if q.is_meta:  # the public function would allocate all scores
                 bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(q.dtype)
                 return flash_attention_on_cpu(q, given["key"], given["value"], bias)[0]
-        if func is Tensor.__bool__:  # transformers asks a prompt's mask whether nothing is padded
+        if func is Tensor.__bool__:  # transformers tests a mask for padding
             return False
         return func(*args, **(kwargs or {}))
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of living tensor storages by the module that made them.
+    """Counts the bytes of live tensor storages by the module that allocated them.
 
-    Weak references follow the storages, so that it does not matter which thread frees them; the
-    public memory profiler covers the calling thread only.
+    Weak references track the storages whichever thread frees them; the public memory profiler
+    covers the calling thread only.
 
     Attributes:
-        device: Type of the tensors that count.
-        held: What lives now.
-        peak: What lived when the most did.
-        sent: The operations between ranks in self-attention: c10d's name, bytes of the tensor.
+        device: Type of the tensors that are counted.
+        live_bytes: Live bytes by label.
+        peak_bytes: The same at the time of the highest total.
+        sent_operations: Collectives in self-attention: name in c10d, bytes of the tensor.
     """
 
     def __init__(self, device: str, *, resized: bool = False) -> None:
-        """resized: Whether storages change their size while they live, as those of FSDP do."""
+        """resizes: Whether storages are resized, as FSDP does."""
         super().__init__()
         self.device, self._resized = device, resized
         self.held, self.peak = Counter[str](), Counter[str]()
@@ -255,11 +254,11 @@ class Live(TorchDispatchMode):
         self._sizes: dict[int, tuple[str, int]] = {}
 
     def leave_out(self, given: Iterable[Tensor]) -> None:
-        """Do not count the storages of these tensors, for example weights."""
+        """Excludes the storages of tensors, for example weights, from the count."""
         self._known |= {x.untyped_storage()._cdata: x for x in given}
 
     def watch(self, module: nn.Module, part: str) -> None:
-        """Count what the module's calls make under a name, without what FSDP gathers for them."""
+        """Counts a module's allocations under a label, without the weights that FSDP gathers."""
 
         def called(*_: Any) -> None:
             self._within[-1] = part
@@ -288,7 +287,7 @@ class Live(TorchDispatchMode):
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known or not storage.resizable():  # of a mapped file or of NumPy
+        if key in self._known or not storage.resizable():  # memory-mapped or NumPy's
             return
 
         def freed(_: Any) -> None:

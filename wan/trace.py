@@ -1,11 +1,11 @@
-"""Named ranges of a sampling step, on request: its exchanges, kernels, products and decisions.
+"""Records named spans of a sampling step: exchanges, kernels, matrix products and decisions.
 
-Code says what it does by `with trace.span("a2a", x, what="q"):`. While nothing records, which is
-nearly always, that is one comparison and a shared context manager that does nothing. A `Recorder`
-is installed around a run and records the steps that it wants. Its clock is the host's or, on
-accelerators, events on the stream, which are read when the step has ended: nothing waits inside it.
+Instrumented code is `with trace.record_span("a2a", x, what="q"):`. Without an active recorder that
+is one comparison and a shared null context. `use_recorder` installs a `Recorder` for a run, which
+records some of its steps. Its clock is the host's or, on accelerators, events on the stream, which
+are read after the step, so that the step is not synchronized.
 
-Importing it imports no torch.
+Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Facts = dict[str, object]
-"""What is known of a range, as JSON has it; a callable is called when the step has ended."""
+"""JSON attributes of a span; a callable is evaluated after the step."""
 Later = Callable[[], int]
-"""A point in time, nanoseconds of `time.perf_counter_ns`; known when the step has ended."""
+"""Returns a time in nanoseconds of `time.perf_counter_ns`; to be called after the step."""
 
 _NOTHING = nullcontext()
 PLACES = ("step", "expert", "branch", "layer", "chunk", "block")
-"""Facts that also hold for the ranges inside."""
+"""Attributes that nested spans inherit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A range that has ended.
+    """A finished span.
 
     Attributes:
-        kind: What was done.
-        facts: Where and with what, `PLACES` among them.
-        begin: Nanoseconds of the clock.
-        end: Likewise.
-        issued: When the host came to it; `begin` where the host's clock counts.
+        kind: Name of the operation.
+        attributes: Its attributes, with the inherited ones (`CONTEXT_KEYS`).
+        begin: Nanoseconds of the recorder's clock.
+        end: Nanoseconds of the recorder's clock.
+        issued: Host time in nanoseconds at which the span was entered.
     """
 
     kind: str
@@ -49,31 +49,31 @@ class Event:
 
     @property
     def length(self) -> int:
-        """Nanoseconds."""
+        """Duration in nanoseconds."""
         return self.end - self.begin
 
 
 class Clock(Protocol):
-    """When things happen, on the host or on a device."""
+    """Measures times on the host or on a device."""
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """Name of the clock in reports."""
         ...
 
     def start(self) -> None:
-        """A recorded step begins; this may wait for the device."""
+        """Starts a recorded step; may synchronize the device."""
         ...
 
     def now(self) -> Later: ...
 
     def stop(self) -> None:
-        """The step has been given to the device; waits for its end."""
+        """Ends a recorded step; waits until the device has finished it."""
         ...
 
 
 class HostClock:
-    """Implements `Clock` where a call returns when it is done."""
+    """Implements `Clock` for devices without asynchronous execution."""
 
     name = "host clock"
 
@@ -87,14 +87,13 @@ class HostClock:
 
 
 class Recorder:
-    """Records the ranges of some steps.
+    """Records the spans of some steps.
 
     Args:
-        steps: Which ones.
-        clock: Says when.
-        done: Gets the events of a step, in the order in which they began, when it has ended.
-        around: around(step) is entered around a recorded step.
-        ranges: ranges(name) is entered in every range, for a profiler that runs meanwhile.
+        steps: Indices of the recorded steps.
+        on_step_end: Called after each recorded step with its events in the order of their begin.
+        step_context: step_context(step) is entered around each recorded step.
+        profiler_range: profiler_range(name) is entered in every span, for a running profiler.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Recorder:
 
     @contextmanager
     def step(self, index: int, expert: str) -> Iterator[None]:
-        """Records what happens inside."""
+        """Records the spans of a step inside the block."""
         global _active
         with self._around(index):
             self.clock.start()
@@ -126,11 +125,11 @@ class Recorder:
         self._done([one.event() for one in self._spans])
 
     def shown(self, name: str) -> AbstractContextManager[object]:
-        """The same range for a profiler."""
+        """Returns a profiler's range for a span."""
         return _NOTHING if self._ranges is None else self._ranges(name)
 
     def enter(self, places: Facts, begun: _Span | None = None) -> Facts:
-        """A range begins, or only its places hold; returns what holds outside."""
+        """Pushes inherited attributes and appends a span, if any; returns the outer attributes."""
         outside = self._places[-1]
         self._places.append({**outside, **places})
         if begun is not None:
@@ -142,7 +141,7 @@ class Recorder:
 
 
 class _Span:
-    """A range while it is recorded."""
+    """A span that is being recorded."""
 
     __slots__ = ("_begin", "_end", "_facts", "_issued", "_kind", "_range", "_recorder")
 
@@ -168,13 +167,13 @@ class _Span:
 
 
 def label(kind: str, facts: Facts) -> str:
-    """What a viewer writes on a range: `a2a q`, `layer 3`."""
+    """Returns a span's label in a trace viewer: `a2a q`, `layer 3`."""
     known = {"step", "branch", "layer"} & {kind} | {"what", "decision"}
     return " ".join([kind, *(str(facts[name]) for name in sorted(known) if name in facts)])
 
 
 class _Surroundings:
-    """Facts that hold inside, without a range of their own."""
+    """Attributes that the spans inside inherit, without a span."""
 
     def __init__(self, recorder: Recorder, facts: Facts) -> None:
         self._recorder, self._facts = recorder, facts
@@ -186,13 +185,13 @@ class _Surroundings:
         self._recorder.leave()
 
 
-_installed: Recorder | None = None  # waits for its steps
-_active: Recorder | None = None  # is in one
+_installed: Recorder | None = None  # records its steps
+_active: Recorder | None = None  # inside a recorded step
 
 
 @contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
-    """Inside, this recorder is asked at every step; None: nothing is recorded."""
+    """Installs a recorder for the steps inside the block; None records nothing."""
     global _installed
     outside, _installed = _installed, recorder
     try:
@@ -202,7 +201,7 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 
 
 def step(index: int, expert: str) -> AbstractContextManager[None]:
-    """A sampling step, from the first forward pass to the solver's result."""
+    """Records a sampling step: forward passes and solver step."""
     if _installed is None or index not in _installed.steps:
         return _NOTHING
     return _installed.step(index, expert)
@@ -211,7 +210,7 @@ def step(index: int, expert: str) -> AbstractContextManager[None]:
 def span(
     kind: str, tensor: Tensor | None = None, /, **facts: object
 ) -> AbstractContextManager[None]:
-    """A range. tensor: what is sent or computed with; its bytes, shape and dtype are noted."""
+    """Records a span; a tensor adds its bytes, shape and dtype to the attributes."""
     if _active is None:
         return _NOTHING
     if tensor is not None:
@@ -221,11 +220,11 @@ def span(
 
 
 def place(**facts: object) -> AbstractContextManager[None]:
-    """Some of `PLACES`, which hold for all ranges inside."""
+    """Adds some of `CONTEXT_KEYS` to all spans inside the block."""
     return _NOTHING if _active is None else _Surroundings(_active, facts)
 
 
 def mark(kind: str, **facts: object) -> None:
-    """A point in time: something was decided."""
+    """Records an instantaneous event, such as a decision of the step cache."""
     with span(kind, **facts):
         pass
