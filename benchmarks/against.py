@@ -1,24 +1,23 @@
-"""Seconds and memory from the start of a process to its mp4: this command line beside others.
+"""Compare seconds and memory from process start to mp4 with diffusers and the official code.
 
     python -m benchmarks.against --rounds 5 --json results/against.json
     python -m benchmarks.against --task ti2v-5B --rounds 5 --cache warm
     python -m benchmarks.against --folder ./Wan2.2-T2V-A14B-Diffusers --task t2v-A14B
     python -m benchmarks.against --official ./Wan2.2 --official_folder ./Wan2.2-T2V-A14B ...
 
-Each makes the same video from the same weights, prompt and noise in a process of its own: "ours" is
-generate.py, "theirs" diffusers' WanPipeline (on a GPU with its model offload), "official" the
-generate.py of a clone of the official code, which reads its own layout and needs a GPU. Every round
-runs each once, in alternating order. Without --folder the program writes a randomly initialised
-checkpoint of the published sizes in diffusers' layout (the DiT and the text encoder in bfloat16,
-the VAE in float32). The pages of the checkpoint are dropped from the page cache before a cold run,
-and read into it before a warm one.
+Each side makes the same video from the same weights, prompt and noise in a separate process: "ours"
+is generate.py, "theirs" diffusers' WanPipeline (on a GPU with its model offload), "official" the
+generate.py of a clone of the official code, which needs a GPU and a checkpoint in the official
+layout. Every round runs each side once, in alternating order. Without --folder the program writes a
+randomly initialized checkpoint of the published sizes in diffusers' layout (the DiT and the text
+encoder in bfloat16, the VAE in float32). The pages of the checkpoint are dropped from the page
+cache before a cold run, and read into it before a warm one.
 
-A stage has the loading of its network, which ours mostly does as it computes: text, denoising and
-decoding. What is left of the whole time is "start". Memory is sampled from /proc (Linux) every
-10 ms: "resident" is all of it, "anonymous" is what is not pages of a file; "read" are the bytes
-that came from the disk. The program prints medians and the ratios of each round; the JSON file has
-all runs. It is written after each run; with the same file and settings, a program that was stopped
-goes on where it was.
+The times of the stages text, denoising and decoding include the loading of their networks. The
+remaining time is "start". Memory is sampled from /proc (Linux) every 10 ms: "resident" is all
+resident memory, "anonymous" the part that is not backed by files, "read" the bytes read from the
+disk. The program prints medians and the ratios of each round; the JSON file has all runs. The file
+is written after each run; with the same file and settings, an interrupted program resumes.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ call = Stages.__call__
 
 
 @contextmanager
-def within():  # loading counts for the stage that needs it
+def within():  # loading counts toward the stage that needs it
     yield
 
 
@@ -139,7 +138,7 @@ json.dump(seconds, open(out + ".seconds", "w"))
 
 
 def make(task: str, folder: Path) -> None:
-    """Writes the checkpoint tensor by tensor: no network is ever whole in memory."""
+    """Writes the checkpoint one tensor at a time; no complete network is held in memory."""
     vae: Any = {"base_dim": 160, "decoder_base_dim": 256, **VAE_22} if task == "ti2v-5B" else {}
     with torch.device("meta"):
         networks: dict[str, tuple[Any, torch.dtype, str]] = {
@@ -181,7 +180,7 @@ def make(task: str, folder: Path) -> None:
 
 
 def drop_pages(folder: Path) -> None:
-    """Drops the files from the page cache, which nobody must have mapped."""
+    """Drops the files from the page cache. No process may have mapped them."""
     os.sync()
     for path in folder.rglob("*.safetensors"):
         with path.open("rb") as file:
@@ -197,7 +196,7 @@ def fill_pages(folder: Path) -> None:
 
 
 def used(process: int) -> dict[str, int]:
-    """Bytes of memory that a process has, and that it has read; 0 where it has ended."""
+    """Returns a process's anonymous, resident and read bytes; zeros if it has ended."""
     found: dict[str, int] = {}
     for name, scale in (("status", 1024), ("io", 1)):
         try:
@@ -211,7 +210,7 @@ def used(process: int) -> dict[str, int]:
 
 
 def watch(command: list[str], folder: Path | None = None) -> dict[str, Any]:
-    """Runs a command; seconds to its end and its peaks of memory."""
+    """Runs a command and returns its seconds and peak memory."""
     start, peaks = time.perf_counter(), {"anonymous": 0, "resident": 0, "read": 0}
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=quiet, stderr=quiet, cwd=folder)
@@ -224,7 +223,7 @@ def watch(command: list[str], folder: Path | None = None) -> dict[str, Any]:
 
 
 def run(who: str, folder: Path, options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Makes one video."""
+    """Makes one video with one side and returns its seconds, peak memory and stages."""
     file = out / f"{who}.mp4"
     frames, steps = str(options.frames), str(options.steps)
     scales = [f"{scale:g}" for scale in options.guidance]
@@ -248,7 +247,7 @@ def run(who: str, folder: Path, options: argparse.Namespace, out: Path) -> dict[
 
 
 def _staged(seconds: dict[str, float], whole: float) -> dict[str, float]:
-    """Returns the stages, with the rest of the whole time as the start."""
+    """Returns the seconds of each stage; "start" is the time outside all other stages."""
     stages = {name: seconds.get(name, 0.0) for name in STAGES[1:]}
     return {"start": whole - sum(stages.values()), **stages}
 
@@ -259,11 +258,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         own, given = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--task", default="t2v-1.3B", help="of --folder, else one of " + ", ".join(SIZES)
+        "--task",
+        default="t2v-1.3B",
+        help="task of --folder; without it one of " + ", ".join(SIZES),
     )
     parser.add_argument("--folder", type=Path, help="a checkpoint in diffusers' layout")
     parser.add_argument("--official", type=Path, help="a clone of the official code")
-    parser.add_argument("--official_folder", type=Path, help="the same weights in its layout")
+    parser.add_argument(
+        "--official_folder", type=Path, help="the same weights in the official layout"
+    )
     parser.add_argument("--size", default="320*192")
     parser.add_argument("--frames", type=typed(frame_num), default=17)
     parser.add_argument("--steps", type=typed(integer(1, 1000)), default=8)
@@ -272,11 +275,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=typed(real(0, 100, above=True)),
         nargs="+",
         default=[5.0],
-        help="LOW HIGH, or one",
+        help="guidance scales LOW HIGH, or one for both",
     )
     parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
     parser.add_argument("--cache", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
-    parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
+    parser.add_argument(
+        "--keep", type=Path, help="folder that keeps the written checkpoint for later runs"
+    )
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(own, argparse.Namespace(given=given))
     size("--size", options.size)
@@ -311,7 +316,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def continued(path: Path | None) -> list[dict[str, Any]]:
-    """The runs of earlier calls, also those with other settings; InputError for other results."""
+    """Reads the runs of earlier calls, with any settings, from a JSON file.
+
+    Raises:
+        InputError: The file holds results of another benchmark.
+    """
     if path is None or not path.is_file() or not path.stat().st_size:
         return []
     found: list[dict[str, Any]] = read_json(path)["results"]
@@ -322,7 +331,7 @@ def continued(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _is_run(one: dict[str, Any]) -> bool:
-    """Whether these are the figures of a run."""
+    """Whether a JSON object has the fields of a run, with numbers where numbers belong."""
     stages, rounds = one.get("stages") or {}, one.get("round")
     numbers = [one.get("seconds"), rounds, *(stages.values() if isinstance(stages, dict) else "")]
     numbers += [one[name] for name in ("resident", "anonymous", "read") if name in one]
@@ -330,7 +339,7 @@ def _is_run(one: dict[str, Any]) -> bool:
 
 
 def summarise(cache: str, results: list[dict[str, Any]]) -> None:
-    """Prints the medians of all, and the ratios of ours to each other in the same round."""
+    """Prints the medians of each side, and the ratios of ours to each other side within rounds."""
     results = sorted(results, key=lambda one: one["round"])
     for name, unit in (("seconds", 1.0), ("resident", 1e9), ("anonymous", 1e9), ("read", 1e9)):
         values = {who: _of(results, who, lambda one, n=name: one.get(n)) for who in WHO}
@@ -344,7 +353,7 @@ def summarise(cache: str, results: list[dict[str, Any]]) -> None:
 
 
 def _of(results: list[dict[str, Any]], who: str, figure: Any) -> dict[int, float]:
-    """Returns a figure of one side for each round that has it."""
+    """Returns one figure of one side: round -> value, for the rounds that have it."""
     found = {one["round"]: figure(one) for one in results if one["who"] == who}
     return {number: value for number, value in found.items() if value is not None}
 

@@ -4,16 +4,16 @@
     python -m benchmarks.attention_modes --only modes overlap --ranks 2 --tokens 2048
 
 Every part starts gloo ranks of one thread each. The variants of a part run in turn, all in every
-round. A round counts with its slowest rank, and ratios are taken inside a round. Where there are
-more ranks than cores, only the ratios mean something. The program prints medians with extremes, and
-whether they meet the targets of those that have one; the JSON file has every round.
+round. A round's time is that of its slowest rank, and ratios are taken inside a round. With more
+ranks than cores, only the ratios are meaningful. The program prints medians with extremes, and
+whether they meet their targets; the JSON file has every round.
 
-modes    compares the three modes: time, and memory that a call holds beyond its inputs (in units of
-         one rank's Q)
-overlap  makes the link slow and says how much of its time A2A/FA overlap hides
+modes    compares the three modes: time, and a call's memory beyond its inputs (in units of one
+         rank's Q)
+overlap  slows the link down and measures the share of its time that A2A/FA overlap hides
 exchange compares one exchange of q, k and v with three, in self-attention with its projections
-ring     runs all ranks as one ring, both ways round, and gathers keys and values instead
-block    compares a whole block on two ranks with one rank
+ring     runs all ranks as one ring, one way and bidirectional, and with gathered keys and values
+block    compares a block on two ranks with one rank
 compile  compiles the block with Inductor and reads the order of exchanges and attention in its code
 """
 
@@ -35,14 +35,14 @@ from wan.settings.values import integer
 
 Record = dict[str, Any]
 Figures = Mapping[str, float]
-SLOW_LINK = 0.5  # its exchanges' time as a share of what the call takes without them
+SLOW_LINK = 0.5  # delay of all exchanges, as a share of the call's time without the delay
 RINGS = (2, 3, 4)
 
 
 def check(
     name: str, figure: Figures | float | bool, target: float | None = None, sign: str = "<="
 ) -> Record:
-    """A line of the report: one figure or a median with extremes, and whether it is good enough."""
+    """Make a line of the report: a figure or a median with extremes, compared with its target."""
     if isinstance(figure, bool):
         return {"name": name, "met": figure}
     figures = dict(figure) if isinstance(figure, Mapping) else {"median": figure}
@@ -53,7 +53,7 @@ def check(
 
 
 def measure(part: str, ranks: int, work: Callable[..., Any], size: Size, *args: Any) -> Record:
-    """One part on so many ranks; of seconds and memory the worst rank's."""
+    """Run one part on gloo ranks; seconds and memory are those of the worst rank."""
     print(
         f"\n{part}: {ranks} ranks, {size.tokens} tokens, {size.heads}x{size.head_dim}", flush=True
     )
@@ -119,7 +119,7 @@ def ring(options: argparse.Namespace) -> Iterator[Record]:
             against(record, "bidirectional", "gather"),
             *(check(f"memory, {name}", held) for name, held in added.items()),
         ]
-        if before is not None and before["ranks"] > 2:  # the first ring that passes blocks on has 3
+        if before is not None and before["ranks"] > 2:  # rings pass blocks on from 3 ranks on
             grown = added["ring"] / before["added"]["ring"]
             record["checks"].append(check(f"memory of the ring, {ranks} / 3 ranks", grown, 1.0))
         before = record
@@ -164,7 +164,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
 
 
 def report(record: Record) -> None:
-    """The figures for people."""
+    """Print the seconds and checks of a part."""
     for name, values in record["seconds"].items():
         found = common.spread(values)
         low, high = found["min"], found["max"]
@@ -178,30 +178,37 @@ def report(record: Record) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options with `size`, of the layer's parts, and `block`, of those with a block or ring."""
-    parser = Parser(description="Time and weigh the attention layer on ranks.")
+    """Parse the options; add `size` (layer parts) and `block` (block, ring and compile parts)."""
+    parser = Parser(description="Measure time and memory of the attention layer on several ranks.")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
     parser.add_argument(
-        "--ranks", type=typed(integer(1, 64)), nargs="+", default=[2, 4], help="of part modes"
+        "--ranks",
+        type=typed(integer(1, 64)),
+        nargs="+",
+        default=[2, 4],
+        help="numbers of ranks of the parts modes and exchange",
     )
     parser.add_argument(
-        "--heads", type=typed(integer(1, 1000)), default=40, help="overlap takes half of them"
+        "--heads",
+        type=typed(integer(1, 1000)),
+        default=40,
+        help="attention heads; part overlap uses half",
     )
     parser.add_argument(
         "--block_heads",
         type=typed(integer(1, 1000)),
         default=12,
-        help="of parts ring, block, compile",
+        help="heads of the parts exchange, ring, block and compile",
     )
     parser.add_argument("--head_dim", type=typed(integer(1, 1024)), default=128)
     parser.add_argument(
         "--tokens",
         type=typed(integer(1, 1_000_000)),
         default=4096,
-        help="block and compile take half",
+        help="tokens; the parts exchange, ring, block and compile use half",
     )
     parser.add_argument(
-        "--repeats", type=typed(integer(1, 10_000)), default=5, help="rounds that count"
+        "--repeats", type=typed(integer(1, 10_000)), default=5, help="timed rounds"
     )
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)

@@ -1,5 +1,5 @@
-"""What each rank of `benchmarks.attention_modes` runs: the layer, and a whole block, eager and
-compiled.
+"""The measurements that `benchmarks.attention_modes` runs on each rank: the attention layer, and a
+block, eager and compiled.
 
 Legend: B batch, s this rank's tokens, N heads, D head size, C channels, T text tokens.
 """
@@ -40,7 +40,7 @@ Forward = Callable[[Callable[..., Any]], Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """One attention call over all ranks, batch 1, float32; how often it is timed."""
+    """Sizes of one attention call over all ranks (batch 1, float32) and the timed rounds."""
 
     heads: int
     head_dim: int
@@ -49,12 +49,12 @@ class Size:
 
 
 def added(run: common.Run, q: Tensor) -> float:
-    """The most memory held during a run beyond that before it, in units of q.
+    """Return the peak memory that a run adds to the memory before it, in units of q's bytes.
 
-    The sum over the CPU allocator's own events: every tensor, whoever asked for it (the layer, the
-    kernel's scratch, what gloo receives into), with its exact bytes and no page or cache effects.
-    `exchange_alone` shows on every run that this holds. What another thread frees is not seen, and
-    gloo's thread lets go of a tensor shortly after the exchange is done; hence the pauses.
+    Sums the CPU allocator's events: every tensor of the layer, of the kernel's scratch and of
+    gloo's receive buffers counts with its exact bytes. `measure_exchange_memory` verifies the
+    method on every run. The profiler misses frees on other threads, and gloo's thread frees a
+    tensor shortly after the exchange is done; hence the pauses.
     """
     dist.barrier()
     with slow_link(0.0, pause=0.02):
@@ -62,7 +62,7 @@ def added(run: common.Run, q: Tensor) -> float:
 
 
 def exchange_alone(q: Tensor) -> float:
-    """`added` by one exchange into a new tensor: 1 by construction."""
+    """Return `measure_added_memory` of one exchange into a new tensor: 1 by construction."""
     return added(lambda: dist.all_to_all_single(torch.empty_like(q), q), q)
 
 
@@ -87,7 +87,7 @@ def group_of_one() -> Group:
 
 
 def modes(size: Size) -> dict[str, Any]:
-    """The three modes: seconds, and memory added to the inputs."""
+    """Measure the three modes: seconds, and memory beyond the inputs."""
     qkv = qkv_BsND(size)
     runs = {f"mode {mode}": partial(attention(mode), *qkv) for mode in MODES}
     held = runs | {"overlap": partial(attention(0, overlap=True), *qkv)}
@@ -102,10 +102,12 @@ def modes(size: Size) -> dict[str, Any]:
 
 @contextmanager
 def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
-    """Each all-to-all takes `delay` seconds more, one after the other.
+    """Delay each all-to-all by `delay` seconds; delayed exchanges follow each other.
 
-    Waiting is sleeping: no processor time is taken from the attention, as on a real link.
-    pause: seconds for which every `wait` rests at least, once the exchange is done.
+    A wait sleeps, so that it takes no CPU time from the attention, as on a real link.
+
+    Args:
+        pause: Minimum sleep of each `wait` after its exchange, in seconds.
     """
     exchange, free = dist.all_to_all_single, 0.0
 
@@ -135,7 +137,7 @@ def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
 
 
 def overlap(size: Size, share: float) -> dict[str, Any]:
-    """Overlap and InsertComm on a link whose exchanges take `share` of InsertComm's time."""
+    """Time overlap and InsertComm on a link whose exchanges take `share` of InsertComm's time."""
     qkv = qkv_BsND(size)
     in_order, pipelined = (partial(attention(1, on), *qkv) for on in (False, True))
     in_order()
@@ -161,13 +163,13 @@ def overlap(size: Size, share: float) -> dict[str, Any]:
 
 
 class WithoutLse(SdpaKernel):
-    """A kernel whose results cannot be merged: keys and values are gathered over the ring."""
+    """A kernel without log-sum-exp: the ring gathers keys and values instead of merging."""
 
     can_return_lse = False
 
 
 def ring(size: Size) -> dict[str, Any]:
-    """All ranks as one ring, mode 0: both ways round, and the gathering of K/V instead."""
+    """Measure all ranks as one ring in mode 0: one way, bidirectional, and with gathered K/V."""
     qkv, alone = qkv_BsND(size), group_of_one()
     layers = {kind: attention(0, group=alone, ring=Ring(None, kind)) for kind in RING_TYPES}
     layers["gather"] = attention(0, group=alone, ring=Ring(None), kernel=WithoutLse())
@@ -177,10 +179,10 @@ def ring(size: Size) -> dict[str, Any]:
 
 
 def block(size: Size, layer: FAPowerCapAttention, ranks: int) -> tuple[WanAttentionBlock, Forward]:
-    """A block, its feed-forward as wide as in the 14B network, and a call of it on one of `ranks`.
+    """Make a block and a function that calls it on this rank's shard of the tokens.
 
-    The second takes the block as it is or compiled. The text's keys and values are given, as in
-    every step of a run but the first.
+    The feed-forward has the 14B network's ratio to the channels. The function takes the eager or
+    the compiled block. The text's keys and values are passed in, as in every step after the first.
     """
     channels, tokens = size.heads * size.head_dim, size.tokens // ranks
     torch.manual_seed(0)
@@ -196,7 +198,7 @@ def block(size: Size, layer: FAPowerCapAttention, ranks: int) -> tuple[WanAttent
 
 
 def scaling(size: Size) -> dict[str, Any]:
-    """One block on the first rank alone, the others waiting, and on all ranks."""
+    """Time one block on rank 0 while the other ranks wait, and on all ranks."""
     ranks, single = dist.get_world_size(), group_of_one()
     runs: dict[str, common.Run] = {}
     for mode in (0, 1):
@@ -208,7 +210,7 @@ def scaling(size: Size) -> dict[str, Any]:
 
 
 def exchanges(size: Size) -> dict[str, Any]:
-    """Self-attention with its projections, with one exchange of q, k and v and with three."""
+    """Time self-attention with its projections, with one fused exchange and with three."""
     runs: dict[str, common.Run] = {}
     for mode in MODES:
         for exchange in EXCHANGES:
@@ -222,7 +224,7 @@ def exchanges(size: Size) -> dict[str, Any]:
 
 
 def order_in(code: str) -> str:
-    """Exchanges (E) and attention calls (A) as compiled code makes them."""
+    """Return the order of exchanges (E) and attention calls (A) in compiled code."""
     calls = code[code.index("def call(") :]
     names = re.findall(r"= torch\.ops\.\w+\.(all_to_all_single|_scaled_dot_product)", calls)
     return "".join("E" if name == "all_to_all_single" else "A" for name in names)
@@ -233,16 +235,16 @@ HOISTING: dict[str, Any] = {
     "aten_distributed_optimizations.compute_estimator": "analytical",
     "aten_distributed_optimizations.custom_runtime_estimation": lambda node, *_: 1.0,
 }
-"""Inductor made to start collectives as early as data allow: a stern test of what keeps order."""
+"""Inductor options that start collectives as early as the data allow, to test the order."""
 
 BANDWIDTH = patch("torch.utils._runtime_estimation.get_gpu_dram_gbps", lambda: 1000)
-"""It would be asked of triton, which need not be installed; the estimates above replace its use."""
+"""Replaces a query to triton, which may not be installed; the estimates above do not use it."""
 
 
 def compile_block(
     module: WanAttentionBlock, run: Forward, **options: Any
 ) -> tuple[common.Run, Tensor, str]:
-    """The compiled block's call, its result, and the order in its code."""
+    """Compile a block; return its call, its result, and the call order in its code."""
     fast = torch.compile(module, fullgraph=True)
     with inductor.patch({"fx_graph_cache": False, **options}), BANDWIDTH:
         result, (code,) = run_and_get_code(run, fast)
@@ -250,7 +252,7 @@ def compile_block(
 
 
 def compiled(size: Size) -> dict[str, Any]:
-    """One block of each mode, eager and compiled: seconds, distance, order in the code."""
+    """Run a block of each mode, eager and compiled: seconds, distance, call order in the code."""
     ranks = dist.get_world_size()
     blocks = {f"mode {mode}": block(size, attention(mode), ranks) for mode in MODES}
     orders: dict[str, str] = {}

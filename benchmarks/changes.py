@@ -1,11 +1,11 @@
-"""How far videos get from the plain ones by caches, few steps, sparsity, FP8 and smaller weights.
+"""Compare videos made with caches, few steps, sparsity, FP8 or smaller weights with plain ones.
 
     python -m benchmarks.changes --json results/changes.json [--only "GGUF Q4_K"]
 
-The demo checkpoint makes the same six videos with each of the ways, from the same seeds, and
+The demo checkpoint makes the same six videos with each variant, from the same seeds, and
 tools/compare_videos.py compares them with those of the plain run: medians over the videos of VMAF,
-XPSNR, SSIM and PSNR, and what is suspicious in any of them but not in the plain one. Another seed
-stands for a video that has nothing to do with the first. Seconds are those of denoising.
+XPSNR, SSIM and PSNR, and suspicious properties that the plain video lacks. The variant with another
+seed gives the scores of an unrelated video. Seconds are those of denoising.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WAYS: dict[str, str] = {
     "int8 (W8A8_DYNAMIC)": "--quant_dit_path int8",
 }
 AGAINST = {"--use_rainfusion": "plain, 33 frames"}
-"""What a way is compared with; all others with the plain run."""
+"""Variant -> its reference variant; all others are compared with the plain run."""
 
 LINES = marked_kind(
     "prompts of benchmarks.changes", json.dumps({"prompt": PROMPTS[0]})[:-1].encode()
@@ -64,7 +64,7 @@ LINES = marked_kind(
 
 
 def checkpoint(name: str, work: Path) -> Path:
-    """Returns the folder of weights that a way names."""
+    """Writes a variant's checkpoint if it is missing, and returns its folder."""
     folder = work / "weights" / name
     if not folder.is_dir():
         source = DEMO / "t2v-A14B"
@@ -73,7 +73,7 @@ def checkpoint(name: str, work: Path) -> Path:
 
 
 def make(name: str, work: Path, prompts: int) -> Path:
-    """Makes the videos of a way, and returns their folder."""
+    """Makes the videos of a variant, and returns their folder."""
     out = work / f"{[*WAYS].index(name):02}"
     lines = work / "prompts.jsonl"
     first = 1000 if name == "another seed" else 0
@@ -87,7 +87,7 @@ def make(name: str, work: Path, prompts: int) -> Path:
     if "--frame_num" not in flags:
         flags += ["--frame_num", "17"]
     command = [sys.executable, GENERATE, "--prompt_file", str(lines), "--save_file", str(out)]
-    command += ["--skip_existing"]  # in a kept folder
+    command += ["--skip_existing"]  # in a folder of an earlier run
     subprocess.run(
         [*command, *flags], env=os.environ | TORCHRUN, cwd=REPO, check=True, capture_output=True
     )
@@ -95,7 +95,7 @@ def make(name: str, work: Path, prompts: int) -> Path:
 
 
 def compared(name: str, own: Path, reference: Path) -> dict[str, Any]:
-    """Returns the medians of the measures, and what is suspicious."""
+    """Returns a variant's median measures and the suspicious properties of its videos."""
     pairs = compare_videos.pairs(reference, own)
     found = [compare_videos.compare(*pair) for pair in pairs]
     records = [json.loads(video.with_suffix(".json").read_text()) for _, video in pairs]
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--prompts", type=typed(integer(1, len(PROMPTS))), default=len(PROMPTS))
-    parser.add_argument("--keep", type=Path, help="folder in which the videos stay")
+    parser.add_argument("--keep", type=Path, help="folder that keeps the videos")
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:

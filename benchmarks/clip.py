@@ -1,11 +1,11 @@
-"""What a clip costs, with and without computing once what depends on the clip alone.
+"""Measure forwards of a clip with and without caching the features that depend on the clip alone.
 
     python -m benchmarks.clip --task animate-14B --json results/animate.json
 
-Counted are the operators and the floating-point operations of a forward of the published network on
-tensors without data: "anew" computes everything, as the official code does; "first" is the forward
-that fills what is kept, "next" each one after it. Measured are seconds of forwards of a smaller
-network on this CPU, "anew" and "next" in every round.
+The program counts operators and floating-point operations of a forward of the published network on
+meta tensors: "anew" computes everything, as the official code does; "first" is the forward that
+fills the cache, "next" each later one. It also times forwards of a smaller network on this CPU,
+"anew" and "next" in every round.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from wan.settings.presets import FACE_SIDE, PRESETS
 from wan.settings.values import integer
 
 SMALL = {"dim": 1024, "ffn_dim": 2752, "num_heads": 8}
-LAYERS = (0, 2, 4, 6)  # of 8, to which S2V's sound is added
-PUBLISHED = {  # what a clip of the task has -> its latent frames, rows and columns
+LAYERS = (0, 2, 4, 6)  # of 8; S2V injects audio after these
+PUBLISHED = {  # task -> size of a clip -> latent frames, rows, columns
     "s2v-14B": {"832*448, 80 frames": (20, 56, 104), "1024*704, 80 frames": (20, 88, 128)},
     "animate-14B": {"832*480, 77 frames": (21, 60, 104), "1280*720, 77 frames": (21, 90, 160)},
 }
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that are called."""
+    """Counts operator calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Operators(TorchDispatchMode):
 
 
 def arguments(task: str, frames: int, rows: int, columns: int) -> dict[str, Any]:
-    """A forward of a later clip, with poses."""
+    """Make the arguments of a forward of a second or later clip, with poses."""
 
     def latents(count: int, channels: int = 16) -> list[Tensor]:
         return [torch.randn(channels, count, rows, columns)]
@@ -78,7 +78,7 @@ def arguments(task: str, frames: int, rows: int, columns: int) -> dict[str, Any]
 
 
 def counted(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[str, float]]:
-    """Operators and TFLOP of a forward of the published network."""
+    """Count operators and TFLOP of the published network's "anew", "first" and "next" forward."""
     found = {}
     for kept in (False, True):
         with torch.device("meta"):
@@ -99,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", choices=PUBLISHED, default="s2v-14B")
     parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=7)
     parser.add_argument(
-        "--load", type=typed(integer(0, 1000)), default=1, help="busy processes in the second part"
+        "--load",
+        type=typed(integer(0, 1000)),
+        default=1,
+        help="processes that keep one core each busy during the timed forwards (1)",
     )
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""What the benchmark programs share: interleaved timing, peak memory, a forward's matrix products,
-ranks, the environment, the output.
+"""Helpers of the benchmark programs: interleaved timing, peak memory, matrix products of a forward,
+processes for ranks, environment, results files.
 
-A machine's speed drifts (clocks, neighbours, page cache), so variants are never timed one after the
-other: every round runs each variant once and a ratio is taken inside a round.
+A machine's speed drifts (clocks, other processes, page cache), so variants are never timed one
+after the other: every round runs each variant once, and ratios are taken inside a round.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Other processes that keep one core each busy meanwhile; they end with this one."""
+    """Start processes that keep one core each busy, and kill them at the end."""
     started = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(processes)]
     try:
         yield
@@ -66,13 +66,13 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work; the CPU has none."""
+    """Wait for the device's queued work; returns at once on a CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 def seconds(run: Run, device: torch.device) -> float:
-    """Wall time of one run, to the end of its work on the device."""
+    """Return the wall time of one run, including its work on the device."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -81,9 +81,9 @@ def seconds(run: Run, device: torch.device) -> float:
 
 
 def interleave(variants: Mapping[str, Run], rounds: int, device: torch.device = CPU) -> Times:
-    """Seconds of every variant in every round, after one round that does not count.
+    """Return the seconds of every variant in every round, after one round of warm-up.
 
-    Odd rounds run in reverse order. The ranks of a process group begin each run together.
+    Odd rounds run in reverse order. A barrier precedes each run if there is a process group.
     """
     times: Times = {name: [] for name in variants}
     for number in range(-1, rounds):
@@ -97,25 +97,25 @@ def interleave(variants: Mapping[str, Run], rounds: int, device: torch.device = 
 
 
 def slowest(found: list[Times]) -> Times:
-    """Every variant's seconds in every round, on the rank that took longest."""
+    """Return every variant's seconds in every round: the maximum over the ranks."""
     return {
         name: [max(s) for s in zip(*(t[name] for t in found), strict=True)] for name in found[0]
     }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and extremes."""
+    """Return median and extremes."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Median and extremes of the per-round ratios, and the ratio of the two fastest rounds."""
+    """Return median and extremes of the per-round ratios, and the ratio of the two minima."""
     found = spread([a / b for a, b in zip(over, under, strict=True)])
     return found | {"fastest": min(over) / min(under)}
 
 
 def peak_bytes(run: Run, device: torch.device) -> int:
-    """The most bytes allocated at one time during the run, beyond those allocated before it."""
+    """Return a run's peak of allocated bytes, minus the bytes allocated before it."""
     if device.type == "cpu":
         return _cpu_peak_bytes(run)
     module = torch.get_device_module(device)
@@ -128,7 +128,7 @@ def peak_bytes(run: Run, device: torch.device) -> int:
 
 
 def _cpu_peak_bytes(run: Run) -> int:
-    """As `peak_bytes`: the highest running sum of the CPU allocator's events."""
+    """Return the highest running sum of the CPU allocator's events during a run."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         run()
     events = trace.profiler.kineto_results.events()
@@ -145,7 +145,7 @@ def _cpu_peak_bytes(run: Run) -> int:
 
 
 class RecordProducts(TorchFunctionMode):
-    """Keeps the linear layers and attention calls made under it, with their arguments."""
+    """Records calls of `F.linear` and `F.scaled_dot_product_attention` with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,20 +162,20 @@ class RecordProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def flops(self) -> int:
-        """Floating-point operations of the recorded calls, a multiply-add counting two."""
+        """Return the floating-point operations of the recorded calls; a multiply-add counts two."""
         return sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in self.linear) + sum(
             4 * q.numel() * k.shape[-2] for _, (q, k, _) in self.attention
         )
 
 
 def replay(calls: Sequence[Call]) -> None:
-    """Make the calls, one result at a time."""
+    """Repeat recorded calls; each result is freed before the next call."""
     for func, args in calls:
         func(*args)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs in order to judge or repeat the figures."""
+    """Return the command, versions and hardware that the results depend on."""
     return {
         "command": shlex.join(sys.orig_argv),
         "torch": torch.__version__,
@@ -189,7 +189,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def grid(text: str) -> tuple[int, ...]:
-    """A token grid from the command line."""
+    """Parse a token grid "F,H,W" from the command line."""
     read = typed(integer(1, 10_000))
     sizes = tuple(read(size) for size in text.split(","))
     if len(sizes) != 3:
@@ -198,7 +198,7 @@ def grid(text: str) -> tuple[int, ...]:
 
 
 def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) -> None:
-    """The results and the environment as a file, where one was asked for."""
+    """Write the results and the environment to a JSON file, if there is a path."""
     if path is not None:
         record = {"environment": environment(device), "results": results}
         with write_output(path, RESULTS) as temporary:
@@ -208,10 +208,15 @@ def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) 
 def launch(
     ranks: int, work: Callable[..., dict[str, Any]], *args: Any, timeout: float | None = None
 ) -> list[dict[str, Any]]:
-    """work(*args) in as many new processes, one thread each, in one gloo group; results by rank.
+    """Call work(*args) in new processes of one gloo group; return the results by rank.
 
-    The first error of a rank is raised here and ends the others. timeout: seconds for each result,
-    multiprocessing.TimeoutError after them.
+    Each process has one thread. The first error of a rank is raised here and ends the others.
+
+    Args:
+        timeout: Seconds to wait for each result.
+
+    Raises:
+        multiprocessing.TimeoutError: A result is late.
     """
     quiet = patch.dict(os.environ, KINETO_LOG_LEVEL="99")  # the profiler of `peak_bytes`
     with quiet, tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(ranks) as pool:

@@ -1,16 +1,17 @@
-"""Our attention layer in a diffusers network against diffusers' own context parallelism.
+"""Compare our attention layer in a diffusers network with diffusers' context parallelism.
 
     python benchmarks/diffusers_parallel.py --ranks 2 --json results/diffusers_parallel.json
 
 A WanTransformer3DModel runs on gloo ranks of one thread each. "theirs" is `enable_parallelism` with
 Ulysses, which is written for accelerators: this program patches the number of accelerators from 0
-to 1. "ours" is `parallelize_transformer` in mode 0, "ours, 1" in mode 1. A round runs each once and
-counts with its slowest rank; ratios are taken inside a round. The program prints seconds, ratios,
-the bytes that a forward adds at its peak, and the distance from the network alone.
+to 1. "ours" is `parallelize_transformer` in mode 0, "ours, 1" in mode 1. A round runs each once,
+its time is that of the slowest rank, and ratios are taken inside a round. The program prints
+seconds, ratios, the peak bytes that a forward adds, and the distance from the network on one
+device.
 
-Then it prints for each of several cases whether both run, or what they say. "hangs" means that a
+Then it prints for each of several cases whether each side runs, or its error. "hangs" means that a
 case has not ended after --limit seconds, which include the start of the ranks. The JSON file has
-all of it.
+all results.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def inputs(grid: Grid, per_token: bool = False) -> tuple[torch.Tensor, ...]:
 
 
 def measure(ranks: int, grid: Grid, rounds: int) -> dict[str, Any]:
-    """On one rank."""
+    """Measure the networks on one rank."""
     logging.set_verbosity_error()
     nets = {
         "theirs": theirs(network(), ulysses_degree=ranks),
@@ -80,12 +81,12 @@ def measure(ranks: int, grid: Grid, rounds: int) -> dict[str, Any]:
 
 
 def disagree(kind: str, _: str) -> dict[str, Any]:
-    """On one of two ranks: diffusers' First Block Cache where only one rank's tokens change."""
+    """Run diffusers' First Block Cache on one of two ranks while only one rank's tokens change."""
     logging.set_verbosity_error()
     net = network()
     if kind == LAST:
         theirs(net, **U2)
-    net.enable_cache(FirstBlockCacheConfig(threshold=0.02))  # they find 0.011 and 0.028
+    net.enable_cache(FirstBlockCacheConfig(threshold=0.02))  # the ranks measure 0.011 and 0.028
     if kind != LAST:
         theirs(net, **U2)
     x, t, text = inputs((4, 8, 8))
@@ -98,7 +99,7 @@ def disagree(kind: str, _: str) -> dict[str, Any]:
 
 
 def case(kind: str, who: str) -> dict[str, Any]:
-    """On one rank: runs it; the largest difference from the network alone."""
+    """Run a case on one rank; return the largest difference from the network on one device."""
     logging.set_verbosity_error()
     build, grid, degrees, settings = CASES[kind]
     net, plain = build(), build()
@@ -139,7 +140,7 @@ def outcome(work: Callable[..., dict[str, Any]], kind: str, who: str, limit: flo
         return f"runs, off by {off:.1e}"
     except multiprocessing.TimeoutError:
         return "hangs"
-    except Exception as error:  # what a library says of itself is the result
+    except Exception as error:  # the library's error is the result
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
 
 

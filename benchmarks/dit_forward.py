@@ -1,17 +1,17 @@
-"""One forward of the DiT: ours, ours compiled, diffusers', and its matrix products alone.
+"""Time one forward of the DiT: ours, ours compiled, diffusers', and its matrix products alone.
 
     python benchmarks/dit_forward.py --case 12x128
     python benchmarks/dit_forward.py --case 12x128 --load 1 --json results/dit.json
     python benchmarks/dit_forward.py --gpu-case
 
 All models share their weights and get the same input. "ours" fuses small operations, "plain" fuses
-none, "compiled" compiles whole blocks (`--compile`). "linear" and "attention" replay those calls of
-our forward alone, on its own activations: with these kernels no forward can be faster than their
-sum, "products"; what a forward takes beyond it is its "rest". Every model computes the text's keys
-and values; only the row "ours, text cache" reuses them, as our model does in every step but the
-first. The program prints seconds, ratios taken inside a round, the rate, and the most memory that
-one forward holds beside the weights; the JSON file has every round. `--load` starts processes that
-keep one core each busy.
+none, "compiled" compiles blocks (`--compile`). "linear" and "attention" replay those calls of our
+forward alone, on its recorded activations: with these kernels no forward can be faster than their
+sum, "products"; the time beyond it is a forward's "rest". Every model computes the text's keys and
+values; only the row "ours, text cache" reuses them, as our model does in every step after the
+first. The program prints seconds, ratios taken inside a round, the rate, and a forward's peak
+memory without the weights; the JSON file has every round. `--load` starts processes that keep one
+core each busy.
 
 Legend: C channels, F H W latent frames/height/width.
 """
@@ -60,7 +60,7 @@ RATIOS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A network of heads of 128 channels and the token grid of one video."""
+    """Sizes of a network with heads of 128 channels, and the token grid of one video."""
 
     heads: int
     ffn: int
@@ -77,7 +77,7 @@ GPU_CASE = Case(heads=40, ffn=13824, layers=4, grid=(21, 45, 80))
 
 @dataclass(frozen=True)
 class Bench:
-    """A case in one dtype on one device."""
+    """Makes the models and inputs of a case in one dtype on one device."""
 
     case: Case
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class Bench:
         )
 
     def ours(self, weights: dict[str, Tensor], **how: bool) -> WanModel:
-        """Our model over these weights, sharing those that have their dtype already."""
+        """Make our model with these weights; tensors that need no cast are shared."""
         with torch.device("meta"):
             model = self.wan(**how)
         cast = {k: v if keeps_fp32(k) else v.to(self.dtype) for k, v in weights.items()}
@@ -111,7 +111,7 @@ class Bench:
         return model
 
     def diffusers(self, weights: dict[str, Tensor]) -> Any:
-        """diffusers' model over these weights, cast as its `from_pretrained` casts them."""
+        """Make diffusers' model with these weights, cast as by `from_pretrained`."""
         model: Any = WanTransformer3DModel(
             num_attention_heads=self.case.heads,
             attention_head_dim=HEAD_DIM,
@@ -129,7 +129,7 @@ class Bench:
         return model.eval()
 
     def forwards(self) -> dict[str, common.Run]:
-        """Each model's forward of the same input to a [C,F,H,W] output."""
+        """Return each model's forward of the same input to a [C,F,H,W] output."""
         with self.device:
             weights = self.wan().state_dict()
         size = [n * p for n, p in zip(self.case.grid, PATCH, strict=True)]
@@ -157,11 +157,11 @@ class Bench:
 
 @torch.no_grad()
 def measure(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> dict[str, Any]:
-    """Seconds, peak bytes and operations of every row, and how far the outputs lie apart."""
+    """Measure seconds, peak bytes, operations and the outputs' distances of every row."""
     torch.manual_seed(0)
     forwards = bench.forwards()
     graphs, first = {}, {}
-    for name in ("ours", "compiled"):  # the others' first forward is the one that is weighed
+    for name in ("ours", "compiled"):  # the other models warm up in the memory measurement
         counters.clear()
         first[name] = common.seconds(forwards[name], bench.device)
         graphs[name] = counters["stats"]["unique_graphs"]
@@ -198,7 +198,7 @@ def measure(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> dict[str, 
 
 
 def summarise(record: dict[str, Any]) -> dict[str, Any]:
-    """Ratios of times within rounds, ratios of memory, and the rate of our forward."""
+    """Compute ratios of times within rounds, ratios of memory, and the rate of our forward."""
     times, peaks, flops = record["seconds"], record["peak_bytes"], record["flops"]
     rate = flops["forward"] / common.spread(times["ours"])["median"]
     rest = {}
@@ -219,7 +219,7 @@ def summarise(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(record: dict[str, Any]) -> None:
-    """The figures for people."""
+    """Print a record."""
     case, summary, peaks = record["case"], record["summary"], record["peak_bytes"]
     print(
         f"\n{case['heads']}x{HEAD_DIM}, ffn {case['ffn']}, layers {case['layers']}, "
@@ -251,22 +251,25 @@ def report(record: dict[str, Any]) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
-    """The options, and the preset with what they change of it."""
+    """Parse the options; return them and the case with its changed sizes."""
     parser = Parser(description="Time one DiT forward against diffusers.")
     parser.add_argument("--case", choices=CASES, default="12x128")
     parser.add_argument("--gpu-case", action="store_true", help="40x128, 75 600 tokens, bf16, cuda")
-    parser.add_argument("--heads", type=typed(integer(1, 1000)), help="of 128 channels each")
+    parser.add_argument("--heads", type=typed(integer(1, 1000)), help="heads of 128 channels")
     parser.add_argument("--ffn", type=typed(integer(1, 1_000_000)))
     parser.add_argument("--layers", type=typed(integer(1, 1000)))
     parser.add_argument("--grid", type=common.grid, metavar="F,H,W", help="tokens on each axis")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+")
     parser.add_argument("--device")
     parser.add_argument(
-        "--repeats", type=typed(integer(1, 10_000)), default=5, help="interleaved rounds"
+        "--repeats", type=typed(integer(1, 10_000)), default=5, help="interleaved rounds (5)"
     )
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="which are timed")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="timed models (all)")
     parser.add_argument(
-        "--load", type=typed(integer(0, 1000)), default=0, help="busy processes beside it"
+        "--load",
+        type=typed(integer(0, 1000)),
+        default=0,
+        help="processes that keep one core each busy (0)",
     )
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)

@@ -1,16 +1,16 @@
-"""The attention layer over a link of a limited rate: what is hidden, and what was predicted.
+"""Time the attention layer over a rate-limited link and compare it with predictions.
 
     sudo python benchmarks/limited_link.py --ranks 2 --json results/limited_link.json
 
-Each rank runs in a network namespace of its own, joined to the others by a switch; all frames leave
-one device of the switch, whose rate the kernel limits (`tc tbf`). Needs Linux, root, `ip` and `tc`;
-the namespaces are taken away at the end. For each rate it times every mode, the overlap and the
-ring, with fused and with split exchanges, interleaved, and prints beside each the time that follows
-from two figures of the same run: attention alone, and the exchanges of a layer alone. (That of the
-ring is from bytes / rate.) Rates are multiples of the one at which exchanges take as long as
-attention. Traces of the baseline and of the overlap at that rate go to --out, as timeline.png.
+Each rank runs in a separate network namespace, connected to the others by a switch; all frames
+leave one device of the switch, whose rate the kernel limits (`tc tbf`). Needs Linux, root, `ip` and
+`tc`; the namespaces are deleted at the end. For each rate the program times every mode, the overlap
+and the ring, with fused and with split exchanges, interleaved. It also prints the time predicted
+from two measurements of the same run: attention alone, and the exchanges of a layer alone. (The
+ring's prediction uses bytes / rate.) Rates are multiples of the one at which exchanges take as long
+as attention. Traces of the baseline and of the overlap at that rate go to --out, as timeline.png.
 
-"hidden": the share of the exchanges' time that the layer did not wait for.
+"hidden" is the share of the exchanges' time that the layer did not wait for.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ MODES_HERE: dict[str, tuple[int, bool, int | None]] = {  # comm_type, overlap, c
     "overlap, 20 chunks": (0, True, 20),
 }
 TRACED = ("mode 0, split", "mode 0, fused", "overlap, fused", "overlap, 20 chunks, fused")
-_PAYLOAD = 1448 / 1514  # of an Ethernet frame's bytes are TCP's payload
+_PAYLOAD = 1448 / 1514  # TCP payload per byte of an Ethernet frame
 DEVICE, ADDRESS = "ranks", "10.201.77.10{}"  # in each rank's namespace
 PORTS, LINK = ["port0", "port1", "port2", "port3"], "shared"  # in the switch's
 _ROUTER = "10.201.77.1"
 
 
 def run(*command: str) -> str:
-    """The command's output; CalledProcessError where it fails."""
+    """Run a command and return its output; CalledProcessError if it fails."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @contextmanager
 def namespaces(ranks: int) -> Iterator[tuple[list[str], str]]:
-    """Names of a namespace for each rank, and of that of the switch that joins them."""
+    """Create a network namespace for each rank and one for the switch; yield their names."""
     names = [f"wan{os.getpid()}-{rank}" for rank in range(ranks)]
     switch = f"wan{os.getpid()}-s"
     with ExitStack() as stack:
@@ -90,10 +90,10 @@ def namespaces(ranks: int) -> Iterator[tuple[list[str], str]]:
 
 
 def share_one_link(names: Sequence[str], switch: str) -> None:
-    """All frames between the ranks leave one device of the switch's namespace, `LINK`.
+    """Route all frames between the ranks through one device of the switch's namespace, `LINK`.
 
-    So both directions share a rate: gloo sends and receives at once by turns only, and over a link
-    with a rate for each direction one exchange takes up to twice as long as the next.
+    Both directions then share one rate. With a rate for each direction, the times of equal
+    exchanges would differ by up to 2x, because gloo does not always send and receive at once.
     """
     run("ip", "-n", switch, "link", "add", "name", LINK, "type", "veth", "peer", "name", "bend")
     run("ip", "-n", switch, "link", "set", "bend", "master", "hub", "up")
@@ -112,13 +112,13 @@ def share_one_link(names: Sequence[str], switch: str) -> None:
 
 
 def limit(namespace: str, device: str, rate: float) -> None:
-    """The device sends at most `rate` bytes of payload per second."""
+    """Limit a device to `rate` bytes of payload per second."""
     bucket = ("rate", f"{rate * 8 / _PAYLOAD:.0f}bit", "burst", "256kb", "latency", "20ms")
     run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
 
 
 def on_ranks(names: Sequence[str], job: dict[str, Any]) -> Any:
-    """What the first rank answers, with one torchrun in each namespace."""
+    """Run a job with one torchrun in each namespace; return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
@@ -144,7 +144,7 @@ def on_ranks(names: Sequence[str], job: dict[str, Any]) -> Any:
 
 
 def layer_of(name: str, group: Any) -> FAPowerCapAttention:
-    """name: a key of MODES_HERE, or "ring", and an exchange."""
+    """Make an attention layer. name: "MODE, EXCHANGE", with a key of LAYER_MODES or "ring"."""
     mode, _, exchange = name.rpartition(", ")
     if mode == "ring":
         return FAPowerCapAttention(comm_type=0, ulysses_pg=ALONE, ring=Ring(None))
@@ -164,7 +164,7 @@ class NoAttention(SdpaKernel):
 
 
 def work(job: dict[str, Any]) -> None:
-    """One rank: attention alone, then every way of the layer, interleaved."""
+    """Time attention alone, exchanges alone and all variants of the layer on one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -192,7 +192,7 @@ def work(job: dict[str, Any]) -> None:
 
 
 def traced(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
-    """One call of a layer as a trace, which the report checks and draws."""
+    """Write the trace of one call of a layer, for `wan.power report`."""
     layer, events = layer_of(name, None), list[trace.Event]()
     mode, _, exchange = name.rpartition(", ")
     comm_type, overlap, chunks = MODES_HERE[mode]
@@ -233,13 +233,15 @@ def traced(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
 def predicted(
     name: str, ranks: int, heads: int, attention: float, exchange: float, by_rate: float
 ) -> float:
-    """Seconds of the layer: one lane computes and one sends, in the order of the mode.
+    """Predict the layer's seconds from one compute lane and one link lane, in the mode's order.
 
-    attention: seconds of all heads of a rank. exchange: seconds of all exchanges of a layer.
-    by_rate: what these are by their bytes and the link's rate.
+    Args:
+        attention: Seconds of all heads of a rank.
+        exchange: Measured seconds of all exchanges of a layer.
+        by_rate: Seconds of these exchanges by their bytes and the link's rate.
     """
     way, _, _ = name.rpartition(", ")
-    if way == "ring":  # two tensors, under the attention to the block that is there
+    if way == "ring":  # K and V hop while attention to the present block runs
         hop, part = by_rate / 2 * ranks / (ranks - 1), attention / ranks
         return max(hop, part) * (ranks - 1) + part
     comm_type, overlap, chunks = MODES_HERE[way]
@@ -263,7 +265,7 @@ def predicted(
 def measured(
     names: Sequence[str], switch: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Rows of all rates."""
+    """Measure all rates; return the rows of results."""
     size = {name: getattr(options, name) for name in ("tokens", "heads", "head_dim")}
     ranks, rows = len(names), []
     sent = 4 * 4 * options.tokens * options.heads * options.head_dim * (ranks - 1) / ranks
@@ -309,7 +311,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rates", type=typed(real(0, 1e6, above=True)), nargs="+", default=[4.0, 1.0, 0.25]
     )
-    parser.add_argument("--out", type=Path, default=Path("limited_link"), help="for the traces")
+    parser.add_argument(
+        "--out", type=Path, default=Path("limited_link"), help="folder of the traces (limited_link)"
+    )
     parser.add_argument("--json", type=common.results_file)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

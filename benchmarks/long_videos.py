@@ -1,11 +1,11 @@
-"""What it gains to decode a clip while the next one is denoised, and what many clips take.
+"""Measure the gain of decoding a clip while the next is denoised, and the memory of many clips.
 
     python -m benchmarks.long_videos --rounds 5 --plot docs/overlap.png --json results/long.json
     python -m benchmarks.long_videos --memory 5 20 50
 
-It makes videos of the demo checkpoint's i2v networks. Each round makes one with and one without
-overlap, with the networks kept in memory and with each loaded when it is needed. The plot is the
-timeline of both. `--memory` runs generate.py once for each number of clips and prints its peak.
+The program makes videos with the demo checkpoint's i2v networks. Each round makes one with and one
+without overlap, with resident networks and with offloaded ones. The plot has the timelines of both.
+`--memory` runs generate.py once for each number of clips and prints its peak.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Span = tuple[str, float, float]
 
 
 class Timeline(Stages):
-    """Stages that also keep when each began and ended."""
+    """Stages that also record the start and end of each stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def _made(model: Any, clips: int, offload: bool) -> None:
 
 
 def gains(rounds: int, clips: int) -> dict[str, dict[str, list[float]]]:
-    """Returns the seconds of videos, by what stays in memory, with and without overlap."""
+    """Returns the seconds of videos with and without overlap, for each offload policy."""
     models = {
         name: WanI2V("i2v-A14B", DEMO, overlap_decoding=name == "overlap")
         for name in ("one after the other", "overlap")
@@ -82,7 +82,7 @@ def gains(rounds: int, clips: int) -> dict[str, dict[str, list[float]]]:
 
 
 def timelines(clips: int) -> dict[str, list[Span]]:
-    """Returns what happens when in one video, with and without overlap."""
+    """Returns the spans of all stages of one video, with and without overlap."""
     found = {}
     for name in ("one after the other", "overlap"):
         model: Any = WanI2V("i2v-A14B", DEMO, overlap_decoding=name == "overlap")
@@ -99,7 +99,7 @@ PLOT = marked_kind("a plot of benchmarks.long_videos", b"Software\0benchmarks.lo
 
 
 def plot(found: dict[str, list[Span]], path: Path) -> None:
-    """Draws denoising and decoding of both, one below the other."""
+    """Draws the timelines of denoising and decoding, one below the other."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -120,7 +120,7 @@ def plot(found: dict[str, list[Span]], path: Path) -> None:
 
 
 def memory(clips: int) -> dict[str, Any]:
-    """Returns the peak of the host's memory and the seconds of a run of so many clips."""
+    """Runs generate.py with a number of clips; returns its peak memory and seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "v.mp4"
         flags = ["--task", "i2v-A14B", "--image", IMAGE, "--frame_num", FRAMES, "--sample_steps", 4]
@@ -134,7 +134,7 @@ def memory(clips: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures the gain, or with --memory what many clips take."""
+    """Measures the gain of overlapped decoding, or with --memory the memory of many clips."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
     parser.add_argument("--clips", type=typed(integer(1, 1000)), default=6, help="of a video")

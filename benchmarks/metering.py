@@ -1,13 +1,13 @@
-"""What metering costs: CPU time of the meter's thread, and steps with and without it.
+"""Measure the cost of metering: CPU time of the meter's thread, and steps with and without it.
 
     python benchmarks/metering.py --out metering.json
 
-The program meters every source that this machine has. It also meters "files", which reads as many
-files of /proc as RAPL and cpufreq have for two packages and eight cores, so that there is a figure
-on machines without counters.
+The program meters every power source of this machine. It also meters "files", which reads as many
+files of /proc as RAPL and cpufreq have for two packages and eight cores, so that machines without
+counters give a figure.
 
 A step is a number of matrix products. Rounds with and without the meter alternate. The CPU time of
-npu-smi's processes counts, too.
+npu-smi's processes counts as well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Files(PowerSource):
 
 
 def sources() -> dict[str, tuple[Device, Callable[[], PowerSource]]]:
-    """Name -> what is kept busy, and a new source; all that can be had here."""
+    """Return this machine's power sources: name -> device to load, and a factory."""
     cpu = devices.resolve("cpu")
     found: dict[str, tuple[Device, Callable[[], PowerSource]]] = {"files": (cpu, Files)}
     for kind in ("cpu", "auto"):

@@ -1,14 +1,14 @@
-"""The plan's memory, stage by stage, against what lives in real runs (CPU).
+"""Compare the plan's memory of each stage with the live tensors of real runs on CPUs.
 
     python benchmarks/plan_memory.py --json plan_memory.json
 
-Each case runs a randomly initialised checkpoint, from prompt to frames or the denoising loop alone,
-with one process of one thread for each rank, joined by gloo. The program prints a row for each
-stage: the planned bytes, the measured ones, and their ratio. Measured is the highest sum of the
-bytes of all living tensor storages on the fullest rank. Beside it stands the growth of the
-process's own memory (RssAnon, sampled every 5 ms), which includes gloo's buffers, the kernels'
-scratch, the allocator's reserve and imported libraries. The exit code is 1 where a large stage is
-more than 5 % off. The JSON file has the rows with the parts of the plan.
+Each case runs a randomly initialized checkpoint, from prompt to frames or the denoising loop alone,
+with one process of one thread for each rank, connected by gloo. The program prints a row for each
+stage: the planned bytes, the measured bytes, and their ratio. Measured is the peak of the summed
+bytes of all live tensor storages, on the rank with the highest peak. The last column is the growth
+of the process's anonymous memory (RssAnon, sampled every 5 ms), which includes gloo's buffers, the
+kernels' scratch, the allocator's reserve and imported libraries. The exit code is 1 if the plan of
+a large stage is more than 5 % off. The JSON file has the rows with the parts of the plan.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ STAGES = {
     "denoising": "denoising",
     "decoding": "decoding",
 }
-ENOUGH = 200e6  # bytes; from there on the plan must be right
-WITHIN = 0.05
+ENOUGH = 200e6  # bytes; smaller stages are not judged
+WITHIN = 0.05  # relative
 
 HEAD_DIMS = {"t2v-1.3B": 64, "t2v-A14B": 32, "i2v-A14B": 32, "ti2v-5B": 32}
 HEAD_DIMS |= {"s2v-14B": 16, "animate-14B": 16, "vace-1.3B": 64}
 LARGE_TEXT = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 8, "num_heads": 16}
 LARGE = ("--size", "512*512", "--frame_num", "25", "--sample_steps", "2")
-ONE = ("--sample_guide_scale", "1")  # guidance branch
+ONE = ("--sample_guide_scale", "1")  # one guidance branch
 MODES = {
     "baseline": (),
     "InsertComm": ("--comm_type", "1"),
@@ -78,8 +78,9 @@ FSDP = ("--dit_fsdp", "--t5_fsdp")
 class Case:
     """A run on CPUs.
 
-    loop: only denoising runs; else all stages do. text: sizes of the text encoder that differ from
-    the tiny one's.
+    Attributes:
+        loop: Run the denoising loop only.
+        text: Sizes of the text encoder that replace the defaults of the random checkpoint.
     """
 
     name: str
@@ -90,7 +91,7 @@ class Case:
     image: bool = False
 
     def argv(self, folder: Path) -> list[str]:
-        """The command line, with what it needs made in `folder`."""
+        """Write the checkpoint and inputs into `folder`; return the command line."""
         made = folder / f"{self.task}-{len(self.text)}"
         if not made.is_dir():
             dim = PRESETS[self.task].num_heads * HEAD_DIMS[self.task]
@@ -128,7 +129,7 @@ def cases() -> Iterator[Case]:
 
 
 def caches() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What step caches keep, of steps that compute all."""
+    """List cases of step caches whose every step computes all blocks."""
     shown = {
         "first_block": ("first_block", "--step_cache_threshold", "0"),
         "first_block, order 1": (
@@ -144,7 +145,7 @@ def caches() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "steps, 2 x 2 FSDP", (*given, *ranks(2, 2), "--dit_fsdp")
     kept = (
         *("--use_attentioncache", "--start_step", "0", "--end_step", "4", "--step_cache_force"),
-        *("--attentioncache_interval", "2", "--sample_steps", "5"),  # the solver keeps more later
+        *("--attentioncache_interval", "2", "--sample_steps", "5"),  # the solver's history grows
     )
     yield "attention, one rank", (*kept, *ONE)
     yield "attention, 1 x 2", (*kept, *ranks(1, 2), *ONE)
@@ -152,7 +153,7 @@ def caches() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def loops() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Modes, rings, dtypes, padding, branches, sharded weights."""
+    """List cases of modes, rings, dtypes, padding, guidance branches and sharded weights."""
     yield "one rank", ONE
     yield "one rank bf16", (*ONE, "--precision", "bf16")
     yield "one rank, two branches, no text cache", ("--text_kv_cache", "false")
@@ -172,7 +173,7 @@ def loops() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def methods() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """FP8, exchanged in FP8, block-sparse, and both."""
+    """List cases of FP8 attention, FP8 exchanges, block-sparse attention, and combinations."""
     both = (*RAIN, "--rainfusion_type", "v3", *FP8)
     for name, method in (("FP8", FP8), ("RainFusion", RAIN), ("RainFusion FP8", both)):
         yield f"{name} one rank", (*method, *ONE)
@@ -185,7 +186,7 @@ def methods() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def runs() -> Iterator[Case]:
-    """Whole runs: tasks, memory policies, text encoder and VAE."""
+    """List runs of all stages: tasks, offload policies, text encoder and VAE."""
     size = ("--size", "512*512", "--frame_num", "17", "--sample_steps")
     two = (*size, "2", *ranks(1, 2))
     four = (*size, "4", *ranks(1, 2), "--offload_model")
@@ -219,7 +220,7 @@ def runs() -> Iterator[Case]:
 
 
 class Sampler(threading.Thread):
-    """The most memory of its own that this process had."""
+    """Samples this process's anonymous memory and records the peak."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -237,7 +238,7 @@ def anonymous() -> int:
 
 
 class Watched(Stages):
-    """Stages whose most memory is kept: tensors, and the process's growth since the start."""
+    """Stages that record their peak memory: tensors, and the process's growth since the start."""
 
     def __init__(self, live: Live, sampler: Sampler) -> None:
         super().__init__()
@@ -256,7 +257,7 @@ class Watched(Stages):
 
 
 def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int]]:
-    """The stages on one rank."""
+    """Run a case on one rank; return the peaks of its stages."""
     torch.set_num_threads(1)
     setup, parallel, team = run.setup, run.setup.parallel, None
     if parallel.world_size > 1:
@@ -280,7 +281,7 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
         latents = pipeline.latents(run.request, given)
         if team is not None:
             dist.barrier()
-        if not case.loop:  # the ranks choose together how the VAE decodes
+        if not case.loop:  # collective: the ranks agree on how the VAE decodes
             pipeline.decode(latents)
     return stages.found
 
@@ -290,7 +291,7 @@ def serve(answers: Any, *args: Any) -> None:
 
 
 def measured(case: Case, planned: Run) -> dict[str, list[int]]:
-    """Each stage on its fullest rank."""
+    """Run a case on all its ranks; return each stage's maximum over the ranks."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.plan_memory", "diffusers", "transformers"])
     answers = context.SimpleQueue()
@@ -336,7 +337,7 @@ def compared(case: Case, folder: Path) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="cases whose name contains this")
+    parser.add_argument("--only", help="run only cases whose name contains this text")
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []

@@ -1,17 +1,17 @@
-"""One rank's share of attention for minutes, in the order of each mode: time, power, clock.
+"""Measure time, power and clock of one rank's share of a layer in the order of each mode.
 
     python -m benchmarks.powercap_gpu --json docs/results/powercap_gpu.json
     python -m benchmarks.powercap_gpu --device cpu --tokens 2048 --hidden 256 --seconds 2  (trial)
 
 The share is that of 4 ranks at 720p x 161 frames: 147 600 tokens, 10 heads of 128, random bfloat16.
 A layer is the projections and the feed-forward of a rank's tokens, the exchanges, and attention.
-One device has nobody to exchange with. An exchange is therefore its packing and unpacking copies
-and between them a rest, as long as its bytes would take over a link of --link_gbs (given, not
-measured). Blocks of --seconds run in random order. There are two controls: the baseline's exchanges
-first and then chunks with rests of the same length between them, and the baseline with its clock
-locked, where that is permitted (--keep_clock leaves it out). The program prints milliseconds, power
-and clock of each block and the ratios to the baseline; the JSON file also has the raw series of
-power and clock.
+One device has no peer to exchange with. An exchange is therefore simulated by its packing and
+unpacking copies with an idle time between them, as long as its bytes would take over a link of
+--link_gbs (assumed, not measured). Blocks of --seconds run in random order. There are two controls:
+the baseline's exchanges followed by head chunks with idle times of the same length between them,
+and the baseline with a locked clock, where that is permitted (--keep_clock skips it). The program
+prints milliseconds, power and clock of each block and the ratios to the baseline; the JSON file
+also has the raw series of power and clock.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class Share:
     """A rank's share of a layer, and the device that computes it.
 
     Attributes:
-        device: Which.
         kernel: Dense attention.
-        qkv: [B,S,N,D] each: queries, keys and values of all tokens and the rank's heads.
-        linear: The matrix products of the rank's tokens.
-        link: Bytes a second of the link.
+        qkv: Queries, keys and values of all tokens and the rank's heads, [B,S,N,D] each.
+        linear: Runs the matrix products of the rank's tokens.
+        link: Bandwidth of the link, bytes per second.
     """
 
     device: Device
@@ -62,7 +61,7 @@ class Share:
     link: float
 
     def exchange(self, x_BSND: Tensor) -> Tensor:
-        """Packed, on its way, unpacked."""
+        """Simulate an exchange: pack, idle for the time of the transfer, unpack."""
         packed = x_BSND.transpose(1, 2).contiguous()
         self.device.idle(x_BSND.nbytes * (RANKS - 1) / RANKS / self.link)
         return packed.transpose(1, 2).contiguous()
@@ -72,7 +71,7 @@ Layer = Callable[[Share], None]
 
 
 def mode(number: int) -> Layer:
-    """A layer as a mode orders it."""
+    """Make a layer with the exchanges and attention calls in a mode's order."""
     row = MODES[number]
 
     def layer(share: Share) -> None:
@@ -86,7 +85,7 @@ def mode(number: int) -> Layer:
 
 
 def rests(share: Share) -> None:
-    """The baseline's exchanges, and the rests that InsertComm's exchanges would be."""
+    """Run the baseline's exchanges, and head chunks with InsertComm's idle times between them."""
     q, k, v = (share.exchange(x) for x in share.qkv)
     heads = q.shape[2]
     parts: list[Tensor] = []
@@ -127,7 +126,7 @@ def make_share(options: argparse.Namespace) -> Share:
 
 
 def block(share: Share, layer: Layer, seconds: float) -> tuple[list[float], Measured]:
-    """Layers for so many seconds: the time of each, and what the meter told."""
+    """Run layers for a number of seconds; return the time of each and the metered power."""
     times: list[float] = []
     share.device.synchronize()
     with Meter(source_of(share.device), period=0.02) as meter:
@@ -143,7 +142,7 @@ def block(share: Share, layer: Layer, seconds: float) -> tuple[list[float], Meas
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=common.results_file, help="file for the results")
+    parser.add_argument("--json", type=common.results_file, help="JSON file for the results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=typed(integer(1, 1_000_000)), default=147_600)
     parser.add_argument("--heads", type=typed(integer(1, 1000)), default=10)
@@ -153,15 +152,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--link_gbs",
         type=typed(real(0, 1e6, above=True)),
         default=20.0,
-        help="GB/s of the link, assumed",
+        help="assumed bandwidth of the link, GB/s (20)",
     )
     parser.add_argument(
-        "--seconds", type=typed(real(0, 1e6, above=True)), default=40.0, help="of a block"
+        "--seconds", type=typed(real(0, 1e6, above=True)), default=40.0, help="duration of a block"
     )
     parser.add_argument(
         "--rounds", type=typed(integer(1, 10_000)), default=3, help="blocks of each variant"
     )
-    parser.add_argument("--keep_clock", action="store_true", help="lock no clock")
+    parser.add_argument("--keep_clock", action="store_true", help="skip the locked-clock control")
     options = parser.parse_args(argv)
     share, order = make_share(options), random.Random(0)
     _, warm = block(share, LAYERS[MODES[0].name], options.seconds / 4)
@@ -195,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _settled(blocks: list[dict[str, Any]]) -> list[float]:
-    """Of each block the median seconds of a layer in its second half."""
+    """Return each block's median seconds of a layer, over its second half."""
     return [statistics.median(one["layers"][len(one["layers"]) // 2 :]) for one in blocks]
 
 

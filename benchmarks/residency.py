@@ -1,21 +1,21 @@
-"""Anonymous memory and seconds of whole runs of the published sizes, by `--offload_model`.
+"""Measure anonymous memory and seconds of runs of the published sizes, by `--offload_model`.
 
     python -m benchmarks.residency --task ti2v-5B --ways true block "block --resident_blocks 10"
     python -m benchmarks.residency --task t2v-A14B --layers 8 --ways block -- --sample_steps 2
     python -m benchmarks.residency --weights bf16 Q8_0 Q4_K
 
-The program writes a randomly initialised checkpoint of the task's sizes in bfloat16 (the VAE in
-float32) into a temporary folder, with --weights also its DiT as GGUF files. It starts generate.py
-for each way, one after the other, and samples RssAnon of /proc (Linux) all the while. Pages of
-mapped files are not anonymous: the system drops them when memory is short. A run that passes
---limit is killed and has no result. What stands behind `--` is given to generate.py. For each way
-the program prints the exit code, the peak and seconds, and what `--plan --device cuda` says that
-such a run copies to a GPU; the stages' seconds are those of the run's record. The JSON file has
-the same figures.
+The program writes a randomly initialized checkpoint of the task's sizes in bfloat16 (the VAE in
+float32) into a temporary folder, with --weights also its DiT as GGUF files. It runs generate.py
+for each value of --ways in turn and samples RssAnon of /proc (Linux) during the run. Pages of
+mapped files are not anonymous: the system drops them when memory is short. A run that exceeds
+--limit is killed and has no result. Arguments after `--` are passed to generate.py. For each run
+the program prints the exit code, the peak, the seconds, and the bytes that such a run copies to a
+GPU according to `--plan --device cuda`; the stages' seconds are those of the run's record. The
+JSON file has the same figures.
 
-All layers of a network have the same values. --layers N puts only N layers into the DiT's file; the
-others are holes in it, which read as zeros and take no disk, and both experts are then one file.
-Such a run takes the memory of the whole network, but its seconds are not those of a disk.
+All layers of a network have the same values. --layers N writes only N layers to the DiT's file; the
+others are holes in the file, which read as zeros and take no disk space. Both experts link to one
+file. Such a run needs the memory of the complete network, but its seconds exclude disk reads.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ QUICK += ["--precision", "bf16", "--device", "cpu", "--base_seed", "0"]
 
 
 def drawn(network: nn.Module, layer: str, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Names and values, that of a layer once for all layers (`blocks.7.` as `blocks.0.`)."""
+    """Yield names and random values of parameters; all layers share one layer's values."""
     torch.manual_seed(0)
     known: dict[str, Tensor] = {}
     for name, parameter in network.named_parameters():
@@ -93,7 +93,10 @@ def save(network: nn.Module, path: Path, rename: Any = str, **how: Any) -> None:
 
 
 def save_gguf(network: nn.Module, path: Path, kind: str, layers: int) -> None:
-    """Matrices of the blocks in this kind, all else in float32; a layer is quantised once."""
+    """Write a GGUF file: matrices of the blocks in this kind, all else in float32.
+
+    A layer is quantized once, since all layers share their values.
+    """
     writer = gguf.GGUFWriter(path, "wan")
     known: dict[int, Any] = {}
     for name, value in drawn(network, "blocks", layers):
@@ -110,7 +113,7 @@ def save_gguf(network: nn.Module, path: Path, kind: str, layers: int) -> None:
 
 
 def with_gguf(task: str, source: Path, kind: str, out: Path) -> None:
-    """A folder with the DiT as a GGUF file, and links to the rest; in this process."""
+    """Write a folder with the DiT as a GGUF file, and links to the other files."""
     for path in source.iterdir():
         if not path.name.startswith("diffusion_pytorch_model"):
             (out / path.name).symlink_to(path)
@@ -126,7 +129,7 @@ def configuration(task: str) -> dict[str, Any]:
 
 
 def make(task: str, out: Path, layers: int | None) -> None:
-    """The checkpoint, in this process."""
+    """Write the checkpoint in the official layout."""
     preset, config = PRESETS[task], configuration(task)
     with torch.device("meta"):
         dit = WanModel(**config, text_dim=4096)
@@ -147,7 +150,7 @@ def make(task: str, out: Path, layers: int | None) -> None:
 
 
 def anonymous(process: int) -> int:
-    """Bytes; 0 where it has ended."""
+    """Return a process's anonymous bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -156,13 +159,13 @@ def anonymous(process: int) -> int:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that have been waited for; on a busy machine they tell more than seconds."""
+    """Return the CPU time of all reaped child processes, which other load does not distort."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def run(folder: Path, way: str, arguments: list[str], limit: float) -> dict[str, Any]:
-    """One run of generate.py, watched."""
+    """Run generate.py and sample its memory; kill it where its memory exceeds the limit."""
     video = folder / "video.mp4"
     command = [sys.executable, "generate.py", *arguments, "--save_file", str(video)]
     command += ["--offload_model", *way.split()]
@@ -182,7 +185,7 @@ def run(folder: Path, way: str, arguments: list[str], limit: float) -> dict[str,
 
 
 def copied(arguments: list[str], way: str) -> str:
-    """What a GPU would be sent in each step, by the plan; empty where nothing is."""
+    """Return the plan's line of the bytes copied to a GPU per step; "" without copies."""
     flags = [*arguments, "--device", "cuda", "--offload_model", *way.split(), "--plan"]
     command = [sys.executable, "generate.py", *flags]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -190,7 +193,7 @@ def copied(arguments: list[str], way: str) -> str:
 
 
 def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
-    """Of reading one block into memory, without and with a LoRA of all its linear layers."""
+    """Time reading one block into memory, without and with a LoRA on all its linear layers."""
     checkpoint = describe(folder)
     name, files = next(iter(checkpoint.experts.items()))
     linears = {n: i for n, i in files.tensors.items() if n.startswith("blocks.0.")}
@@ -221,16 +224,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", choices=SIZES, default="ti2v-5B")
     parser.add_argument(
-        "--layers", type=typed(integer(1, 1000)), help="that are in the file; default: all"
+        "--layers", type=typed(integer(1, 1000)), help="layers in the DiT's file (all)"
     )
-    parser.add_argument("--weights", nargs="+", default=["bf16"], help="bf16 and GGUF's kinds")
+    parser.add_argument("--weights", nargs="+", default=["bf16"], help="bf16 or kinds of GGUF")
     parser.add_argument("--ways", nargs="+", default=["true", "block"])
     parser.add_argument(
         "--limit", type=typed(real(0, 1e5, above=True)), default=14, help="GB of anonymous memory"
     )
-    parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
     parser.add_argument(
-        "--lora", type=typed(integer(1, 10_000)), metavar="RANK", help="time of merging one, no run"
+        "--keep", type=Path, help="folder that keeps the written checkpoint for later runs"
+    )
+    parser.add_argument(
+        "--lora",
+        type=typed(integer(1, 10_000)),
+        metavar="RANK",
+        help="only time the merging of a LoRA of this rank",
     )
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(own)

@@ -1,15 +1,16 @@
-"""What `python -m wan.serve` costs beside `--prompt_file`, and how fast it is back after a loss.
+"""Compare `python -m wan.serve` with `--prompt_file`, and time its recovery from a lost rank.
 
     python -m benchmarks.service --rounds 3 --json results/service.json
 
-It uses the demo checkpoint in processes of their own and prints four things:
+The program runs the demo checkpoint in separate processes and prints four results:
 
-- seconds of a video in the service, from the first one's start to the last one's end, by those of
-  the same videos in a `--prompt_file` run, each round both, in alternating order;
-- seconds of a step while a client polls 50 times a second, by those of a step without it, the front
-  and the client pinned to one core and the rank to the other, and CPU milliseconds of a poll;
+- seconds of a video in the service over those of the same video in a `--prompt_file` run, both in
+  each round, in alternating order;
+- seconds of a step while a client polls 50 times a second over those without a client, with the
+  front end and the client pinned to one core and the rank to the other, and CPU milliseconds of a
+  poll;
 - microseconds of the byte on which two pinned ranks agree before a step;
-- seconds from a killed rank of two to the first step of the job that follows.
+- seconds from the kill of one of two ranks to the first step of the restarted job.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _VIDEO = {"prompt": PROMPT, "frame_num": 17, "sample_steps": 8}
 
 
 def overhead(rounds: int, videos: int, work: Path) -> list[dict[str, float]]:
-    """Returns seconds of a video both ways, for each round."""
+    """Returns the seconds of a video in the service and from a prompt file, for each round."""
     served, found = Served(work / "jobs"), []
     try:
         for number in range(rounds):
@@ -55,7 +56,10 @@ def overhead(rounds: int, videos: int, work: Path) -> list[dict[str, float]]:
 
 
 def _by_service(served: Served, videos: int) -> float:
-    """The first video is not counted: a prompt file embeds all texts with its first one."""
+    """Returns the seconds of a video in the service, without the first.
+
+    A prompt file encodes all prompts before its first video.
+    """
     made = [served.ask("/v1/videos", _VIDEO | {"seed": n})[2]["id"] for n in range(videos + 1)]
     served.ended(made[-1], 600)
     times = []
@@ -76,7 +80,7 @@ def _by_file(work: Path, videos: int) -> float:
 
 
 def polls(rounds: int, work: Path) -> dict[str, Any]:
-    """Returns seconds of a step with and without a client that polls, and the CPU of a poll."""
+    """Returns seconds of a step with and without a polling client, and CPU time of a poll."""
     served = Served(work / "polled")
     found: dict[str, Any] = {"alone": [], "polled": []}
     cores = sorted(os.sched_getaffinity(0))
@@ -112,19 +116,19 @@ def polls(rounds: int, work: Path) -> dict[str, Any]:
 
 
 def pin(pid: int, core: int) -> None:
-    """Lets a process run on one core only."""
+    """Pins all threads of a process to one core."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(task.name), [core])
 
 
 def _cpu(pid: int) -> float:
-    """Seconds of CPU time of a process."""
+    """Returns a process's seconds of CPU time."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def agreement(calls: int = 2000) -> float:
-    """Returns microseconds of a byte on which two pinned ranks agree."""
+    """Returns microseconds of the exchange of one byte on which two pinned ranks agree."""
     return statistics.median(one["us"] for one in launch(2, _agree, calls))
 
 
@@ -148,7 +152,7 @@ def _agree(calls: int) -> dict[str, float]:
 
 
 def recovery(rounds: int, work: Path) -> list[float]:
-    """Returns seconds from a killed rank to the next step of a job, for each round."""
+    """Returns seconds from the kill of a rank to the next step of the job, for each round."""
     served, found = Served(work / "lost", 2), []
     try:
         for _ in range(rounds):
@@ -171,10 +175,12 @@ def _stepped(served: Served, video: str, attempt: int) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all four."""
+    """Runs all four measurements."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=3)
-    parser.add_argument("--videos", type=typed(integer(1, 10_000)), default=6, help="of a round")
+    parser.add_argument(
+        "--videos", type=typed(integer(1, 10_000)), default=6, help="videos of a round (6)"
+    )
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,13 @@
-"""What 2 000 clients that say nothing, little or slowly cost `python -m wan.serve`.
+"""Measure `python -m wan.serve` under 2 000 clients that are silent or slow.
 
     python -m benchmarks.service_connections --json results/service_connections.json
 
-The service runs with 1 024 file descriptors. A process keeps the connections open: silent ones,
-half a request's headers, a body that comes byte by byte, and an answer that is never read. It opens
-each one again that the service closes, but for the last kind, which never notices. Meanwhile
-another client asks for /health on connections of its own, and videos are made. Front and clients
-share one core, the rank has the other. The program prints the seconds of /health and of a step,
-alone and meanwhile, and the size of the log.
+The service runs with 1 024 file descriptors. A process keeps four kinds of connections open: silent
+ones, half of a request's headers, a body sent byte by byte, and a response that is never read. It
+reopens each connection that the service closes, except for the last kind, which cannot detect it.
+Meanwhile another client requests /health on separate connections, and videos are made. Front end
+and clients share one core, the rank has the other. The program prints the seconds of /health and
+of a step, with and without the clients, and the size of the log.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KINDS = (*([b""] * 10), *([_GET] * 5), *([_POST] * 4), _PAGES)
 
 
 def hold(port: int, count: int, opened: Any) -> None:
-    """Keeps so many connections open until the process is ended; opened: counts them."""
+    """Keeps `count` connections open until the process is killed; counts them in `opened`."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * count + 100, hard), hard))
     asyncio.run(_hold(port, count, opened))
@@ -59,7 +59,7 @@ async def _hold(port: int, count: int, opened: Any) -> None:
                 await loop.sock_connect(client, ("127.0.0.1", port))
                 opened.value += 1
                 await loop.sock_sendall(client, sent)
-                while True:  # a body and headers byte by byte; the others only wait
+                while True:  # continue bodies and headers byte by byte; the others wait
                     await asyncio.sleep(1)
                     if sent in (_GET, _POST):
                         await loop.sock_sendall(client, b"x")
@@ -74,7 +74,7 @@ async def _hold(port: int, count: int, opened: Any) -> None:
 
 
 def ask_health(served: Served, until: float) -> list[float | None]:
-    """Returns the seconds of each answer of /health, None for one that did not come."""
+    """Requests /health until a time; returns the seconds of each response, None for failures."""
     found: list[float | None] = []
     while time.monotonic() < until:
         begun = time.monotonic()
@@ -92,7 +92,7 @@ def ask_health(served: Served, until: float) -> list[float | None]:
 
 
 def watch(served: Served, seconds: float) -> dict[str, Any]:
-    """Makes videos and asks for /health for so long; returns seconds of a step and of answers."""
+    """Makes videos and polls /health for some seconds; returns their step and response times."""
     end, steps, answers = time.monotonic() + seconds, list[float](), list[float | None]()
     while time.monotonic() < end:
         video = served.create(num_inference_steps=30, num_frames=17)
@@ -105,7 +105,7 @@ def watch(served: Served, seconds: float) -> dict[str, Any]:
 
 
 def measure(connections: int, seconds: float, work: Path) -> dict[str, Any]:
-    """Returns what `watch` finds alone, meanwhile and alone again, and what was logged."""
+    """Measures the service before, during and after the connections; returns times and log."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, hard))
     served = Served(work / "jobs")

@@ -1,13 +1,13 @@
-"""A mixed load on `python -m wan.serve` with cancels and kills at random, and what became of it.
+"""Run a mixed load with random cancels and kills on `python -m wan.serve`, and check its journal.
 
     python -m benchmarks.service_soak --minutes 30 --seed 1 --json results/service_soak.json
     python -m benchmarks.service_soak --jobs 200 --kill_every 0
 
 Requests differ in frames, steps and seed; some are sent twice, some are deleted. About every
-`--kill_every` seconds a rank or the front is killed, or the service is stopped and started. At the
-end the queue is left to run empty, and the journal has to account for every request: a job is
-completed with a whole video, or failed, or deleted without files, and equal requests have equal
-frames. The program exits with 1 if anything is wrong.
+`--kill_every` seconds a rank or the front end is killed, or the service is stopped and started. At
+the end the queue drains, and the journal must list every request: a job is completed with a full
+video, or failed, or deleted without files, and equal requests have equal frames. The program exits
+with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from wan.settings.values import integer, real
 
 
 def load(served: Served, options: argparse.Namespace) -> dict[str, Any]:
-    """Sends requests, cancels and kills until the time or the number of jobs is reached."""
+    """Sends requests, cancels and kills until the limit of time or jobs is reached."""
     chance, begun = random.Random(options.seed), time.monotonic()
     asked: dict[str, tuple[int, int, int]] = {}
     did: collections.Counter[str] = collections.Counter()
@@ -90,7 +90,7 @@ def _disturb(
 
 
 def _resident(served: Served) -> int:
-    """Bytes of the front and of all ranks."""
+    """Returns the resident bytes of the front end and all ranks."""
     total = 0
     for pid in (served.front.pid, *served.ranks()):
         with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ def _resident(served: Served) -> int:
 def account(
     folder: Path, asked: dict[str, tuple[int, int, int]]
 ) -> tuple[dict[str, int], list[str]]:
-    """Returns how jobs have ended, and what is wrong."""
+    """Returns the counts of the jobs' final states, and the errors found."""
     rows = sqlite3.connect(folder / "journal.sqlite").execute(
         "SELECT id, state, attempt, frames, error FROM jobs"
     )
@@ -138,16 +138,22 @@ def account(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the load and prints what became of it."""
+    """Runs the load, and prints the states of the jobs and the errors."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=typed(real(0, 1e5, above=True)), default=30)
     parser.add_argument(
-        "--jobs", type=typed(integer(1, 10_000_000)), default=10**6, help="most requests"
+        "--jobs",
+        type=typed(integer(1, 10_000_000)),
+        default=10**6,
+        help="maximum number of requests",
     )
     parser.add_argument("--seed", type=typed(integer(0, 4_294_967_295)), default=1)
     parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2)
     parser.add_argument(
-        "--kill_every", type=typed(real(0, 1e6)), default=45, help="seconds; 0: never"
+        "--kill_every",
+        type=typed(real(0, 1e6)),
+        default=45,
+        help="mean seconds between kills; 0: none (45)",
     )
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)

@@ -1,13 +1,13 @@
-"""What First Block Cache adds to a forward that it does not shorten, and the memory it keeps.
+"""Measure First Block Cache's overhead in forwards that compute all blocks, and its memory.
 
     python benchmarks/step_cache.py --ranks 4 --json results/step_cache.json
 
 A DiT runs on gloo ranks of one thread each, in one Ulysses group. "plain" has no cache. "cached"
-compares in every step (two sums over the tokens, an all-reduce, a verdict, one host read) and
-computes all the same, because its threshold is 0. "decision" is the comparison alone. A round
-counts with its slowest rank, and ratios are taken inside a round. The program prints medians, the
-ratio of cached to plain, and the bytes of all kept tensors over those of two tensors of this rank's
-tokens by channels; the JSON file has every round.
+compares in every step (two sums over the tokens, an all-reduce, a decision, one host read) and
+computes all blocks, because its threshold is 0. "decision" is the comparison alone. A round's time
+is that of its slowest rank, and ratios are taken inside a round. The program prints medians, the
+ratio of cached to plain, and the bytes of the cached tensors over those of two tensors of this
+rank's tokens by channels; the JSON file has every round.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEPS = 1000
 
 
 def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """On one rank."""
+    """Measure plain and cached forwards and the decision on one rank."""
     team = form(resolve("cpu"), (1, 1, ranks))
     never = StepCache("first_block", step_cache_threshold=0.0)
     made = policy.make(never, PRESETS["t2v-1.3B"])

@@ -1,11 +1,12 @@
-"""What the ranges of a schedule trace cost, where nothing records them and where a recorder does.
+"""Measure the cost of a schedule trace's ranges, with and without a recorder.
 
     python -m benchmarks.trace_overhead --tokens 256 --json results/trace.json
 
-A forward of a small DiT in InsertComm's ten chunks is timed on one device, plainly and recorded, in
-turn. Without a recorder a range is one comparison. The program prints its time, taken alone, times
-the ranges of a forward, as a share of that forward, and the ratio of a recorded forward to a plain
-one; the JSON file has the same figures. Small shapes are the worst case.
+Forwards of a small DiT in InsertComm's ten chunks are timed on one device, with and without a
+recorder in turn. Without a recorder a range is one comparison. The program prints the time of all
+ranges of an unrecorded forward (measured separately) as a share of that forward, and the ratio of a
+recorded forward to an unrecorded one; the JSON file has the same figures. Small shapes are the
+worst case.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def model(options: argparse.Namespace) -> WanModel:
 
 
 def range_off() -> float:
-    """Seconds of one range while nothing records, its arguments included."""
+    """Return the seconds of one range without a recorder, including its arguments."""
     x, calls = torch.zeros(1), 200_000
 
     def one() -> None:

@@ -1,22 +1,22 @@
-"""Bytes and launches of everything in a block that is not a product, counted without a device.
+"""Count bytes and launches of a block's operations other than products, without a device.
 
     python benchmarks/traffic.py --ranks 1
     python benchmarks/traffic.py --ranks 8 --json results/traffic.json
 
-One block of the 14B networks (40 heads of 128, bfloat16, text given as keys and values) runs on
-tensors without data, with the sizes that it has on a GPU. Every operation that makes or changes a
-tensor is one launch. It moves the bytes of the tensors that it reads and of those that it writes; a
-broadcast tensor counts once. Matrix products, attention kernels, exchanges between ranks, views and
-allocations do not count. diffusers' block is counted in the same way, on one rank; it computes the
-text's keys and values in each call, and keeps the residual stream in bfloat16. The program prints
-the totals and the eight largest operations; the JSON file has all operations. On several ranks it
-adds a table of each mode's self-attention with either exchange: its collectives, the bytes that a
-rank sends in them, launches and bytes as above, and the most bytes of tensors that lived.
+One block of the 14B networks (40 heads of 128, bfloat16, text passed as keys and values) runs on
+meta tensors with the sizes of a GPU run. Every operation that creates or changes a tensor is one
+launch. It moves the bytes of the tensors that it reads and writes; a broadcast tensor counts once.
+Matrix products, attention kernels, exchanges between ranks, views and allocations do not count.
+diffusers' block is counted in the same way, on one rank; it computes the text's keys and values in
+each call, and keeps the residual stream in bfloat16. The program prints the totals and the eight
+largest operations; the JSON file has all operations. On several ranks it adds a table of each
+mode's self-attention with either exchange: its collectives, the bytes that a rank sends in them,
+launches and bytes as above, and the peak bytes of live tensors.
 
-"fused" has the small operations of `--fused_ops auto`. Of each compiled function it counts what
-PyTorch's compiler (Inductor) says: the buffers that its kernels read and write and the number of
-these kernels, compiled for this machine's CPU at the same sizes. It needs 6 GB of memory on one
-rank.
+"fused" has the small operations of `--fused_ops auto`. For each compiled function it takes the
+counts of PyTorch's compiler (Inductor): the bytes of the buffers that its kernels read and write
+and the number of these kernels, compiled for this machine's CPU at the same sizes. It needs 6 GB
+of memory on one rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes and launches by operation."""
+    """Counts bytes and launches by operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Traffic(TorchDispatchMode):
         self.collectives, self.sent = 0, 0
 
     def run(self, step: Callable[..., Tensor], x: Tensor, /, *rest: Any) -> Tensor:
-        """Implements `wan.modules.small_ops.Runner`: notes a step that a run would compile."""
+        """Implements `wan.modules.small_ops.OpRunner`: records an op that a run would compile."""
         self.steps.append((step, (x, *rest)))
         self.counts = False
         try:
@@ -79,7 +79,7 @@ class Traffic(TorchDispatchMode):
             self.counts = True
 
     def compile(self) -> None:
-        """Counts the steps, each compiled."""
+        """Counts the recorded ops as the compiler fuses them."""
         for step, arguments in self.steps:
             size, kernels = accounted(step, arguments)
             self.bytes[f"{step.__name__[1:]}, compiled"] += size
@@ -110,7 +110,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _moved(x: Tensor) -> int:
-    """Bytes of the elements that there are, not of their repetitions."""
+    """Return the bytes of a tensor's distinct elements; broadcast dimensions count once."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else 1
@@ -118,7 +118,7 @@ def _moved(x: Tensor) -> int:
 
 
 def accounted(step: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[int, int]:
-    """Bytes and kernels of a compiled step, by the compiler's own account."""
+    """Compile an op; return Inductor's counts of bytes and kernels."""
     torch._dynamo.reset()
     metrics.reset()
     real = [torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x for x in arguments]
@@ -130,7 +130,7 @@ def accounted(step: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[
 def ours(
     ranks: int, ops: BlockOps, comm_type: int = 0, exchange: str = "split", part: str = "block"
 ) -> Callable[[], Any]:
-    """A call of our block, or of its self-attention, as the first of these ranks makes it."""
+    """Make a call of our block, or of its self-attention, as on rank 0 of `ranks`."""
     group: Group = ALONE
     if ranks > 1:
         if not dist.is_initialized():
@@ -157,7 +157,7 @@ def ours(
 
 
 def theirs() -> Callable[[], Any]:
-    """A call of diffusers' block."""
+    """Make a call of diffusers' block."""
     with META:
         block: Any = WanTransformerBlock(
             CHANNELS, FFN, HEADS, qk_norm="rms_norm_across_heads", cross_attn_norm=True
@@ -185,7 +185,10 @@ def counted(call: Callable[[], Any], traffic: Traffic) -> dict[str, Any]:
 
 
 def exchanges(ranks: int) -> dict[str, Any]:
-    """What each mode does with either exchange. sent: without what a rank keeps."""
+    """Count collectives, bytes and peak memory of each mode with either exchange.
+
+    "sent" excludes a rank's part for itself.
+    """
     found: dict[str, Any] = {}
     for mode in MODES:
         for exchange in EXCHANGES:

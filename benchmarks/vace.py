@@ -1,10 +1,10 @@
-"""One forward of VACE: each hint made where it is added, all hints kept, and diffusers'.
+"""Compare forwards of VACE: hints computed one at a time, all hints in memory, and diffusers'.
 
     python -m benchmarks.vace --json vace.json
 
 The networks share random weights in bfloat16: the width and blocks of the published 1.3B. The
-program prints the most memory that a forward holds beside the weights, the bytes of a hint, the
-ratio of times to diffusers' inside each round, and how far the velocities lie apart.
+program prints a forward's peak memory without the weights, the bytes of a hint, the ratio of times
+to diffusers' inside each round, and the distance of the velocities.
 
 Legend: C channels, F H W latent frames/height/width.
 """
@@ -36,7 +36,7 @@ DTYPE, CPU = torch.bfloat16, common.CPU
 
 
 def networks(layers: int) -> tuple[VaceWanModel, Any]:
-    """Ours and diffusers' over the same weights, each with its own choice of float32."""
+    """Make our network and diffusers' with the same weights, in each library's dtypes."""
     config: dict[str, Any] = {**published_config(PRESETS["vace-1.3B"])}
     every = config["num_layers"] // len(config["vace_layers"])
     config |= {"num_layers": layers, "vace_layers": [*range(0, layers, every)]}

@@ -1,15 +1,16 @@
-"""Decoding: ours against diffusers' on one rank, and one rank against several that share rows.
+"""Compare decoding with diffusers' on one rank, and one rank with several that share the rows.
 
     python -m benchmarks.vae --version 2.1 --latent 3,16,26 --ranks 2 --rounds 10 --json FILE
 
 Weights are random, widths are the published ones. Each rank has one thread, so ranks on one machine
-need as many cores. The program prints median seconds, the ratio taken inside a round, the distance
-of the results and the memory of each; the JSON file has the same figures.
+need as many cores. The program prints median seconds, the ratio inside a round, the distance of the
+results and the peak memory of each; the JSON file has the same figures.
 
     python -m benchmarks.vae --seams examples/demo/t2v-A14B/Wan2.1_VAE.safetensors docs/demo.png
 
-This decodes an image with a trained VAE whole and in tiles. It prints how much what tiles change
-differs between neighbouring rows and columns: where a tile or its blending begins, and elsewhere.
+With --seams the program decodes an image with a trained VAE as a full frame and in tiles. It
+prints how much the difference between both changes from one row or column to the next: where a
+tile or its blending begins, and elsewhere.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def decode(network: Autoencoder, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Tensor:
 
 
 def against_diffusers(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """On one rank, in turns. Also how far the results are apart, and the memory of each."""
+    """Time our decoder and diffusers' on one rank in turn; also their distance and memory."""
     network, z = ours(version), latents(version, size)
     sizes: dict[str, Any] = WIDTHS[version] | (WITH_2_2 if version == "2.2" else {})
     theirs: Any = AutoencoderKLWan(**sizes).eval()
@@ -76,7 +77,7 @@ def against_diffusers(version: str, size: tuple[int, ...], rounds: int) -> dict[
 
 
 def shared(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """One rank, the others waiting, and all of them."""
+    """Time decoding on rank 0 while the others wait, and on all ranks."""
     network, z = ours(version), latents(version, size)
     rows = ShardedRows(None, even(size[1], dist.get_world_size()), CPU)
     is_main = dist.get_rank() == 0
@@ -95,7 +96,7 @@ def shared(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
 
 
 def seams(weights: Path, image: Path) -> dict[str, Any]:
-    """Of five frames, each the image moved by some pixels."""
+    """Measure the seams in five frames, each the image shifted by some pixels."""
     blueprint = vae.blueprint(weights)
     loaded = blueprint.load(device=CPU, dtype_of=lambda *_: torch.float32)
     network = vae.VideoVAE(loaded)

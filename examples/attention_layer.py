@@ -1,8 +1,8 @@
-"""The attention layer alone, in any program that shards tokens over ranks.
+"""Use the attention layer alone, in a program that shards tokens over ranks.
 
     torchrun --nproc_per_node=2 examples/attention_layer.py
 
-Each rank holds half of the tokens with all their heads, and gets its tokens' attention to all.
+Each rank has half of the tokens with all heads; the layer returns their attention to all tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     baseline = FAPowerCapAttention(comm_type=0, ulysses_pg=dist.group.WORLD)
     same = torch.equal(insert_comm(q, k, v), baseline(q, k, v))
     print(f"rank {rank}: tokens {q.shape[1]} of {whole.shape[2]}, equal to the baseline: {same}")
-    dist.barrier()  # gloo aborts where a rank leaves before the others
+    dist.barrier()  # gloo aborts if a rank exits before the others
     dist.destroy_process_group()
 
 

@@ -1,10 +1,11 @@
-"""Wan2.1's image-to-video in diffusers, whose network also looks at 257 image tokens, by ranks:
+"""Run diffusers' Wan2.1 image-to-video pipeline, with its 257 image tokens, on several ranks:
 
     torchrun --nproc_per_node=3 examples/diffusers_i2v.py [FOLDER IMAGE]
 
 FOLDER is a checkpoint in diffusers' layout (Wan-AI/Wan2.1-I2V-14B-480P-Diffusers, downloaded).
-Without one, a tiny network of random weights makes noise, on CPUs. Neither the tokens of the video
-nor the 257 + 512 of image and text need to divide among the ranks. See docs/diffusers.md.
+Without it, a tiny network of random weights makes noise, on CPUs. Neither the number of video
+tokens nor the 257 + 512 image and text tokens need to be divisible by the number of ranks. See
+docs/diffusers.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from wan.pipeline.tiny import make_checkpoint
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as own:  # a rank's; the same tensors in each
+    with tempfile.TemporaryDirectory() as own:  # one folder per rank, all with the same tensors
         if sys.argv[1:]:
             folder, image = sys.argv[1], load_image(sys.argv[2])
         else:
@@ -51,7 +52,7 @@ def main() -> None:
         print(f"life.mp4: {frames.shape}, {abs(frames - alone).max():.1e} from the pipeline alone")
         export_to_video(frames, "life.mp4", fps=16)
     if several:
-        dist.barrier()  # gloo aborts where a rank leaves before the others
+        dist.barrier()  # gloo aborts if a rank exits before the others
         dist.destroy_process_group()
 
 

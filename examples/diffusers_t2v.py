@@ -1,10 +1,10 @@
-"""diffusers' text-to-video pipeline, its videos shared by ranks:
+"""Run diffusers' text-to-video pipeline in sequence parallel:
 
     torchrun --nproc_per_node=2 examples/diffusers_t2v.py [FOLDER]
 
 FOLDER is a checkpoint in diffusers' layout (Wan-AI/Wan2.2-T2V-A14B-Diffusers, downloaded). Without
-one, a tiny network of random weights makes noise on CPUs; what it shows then is how little the
-ranks' video differs from that of the pipeline alone. See docs/diffusers.md.
+it, a tiny network of random weights makes noise on CPUs; the program then shows how little the
+ranks' video differs from that of the pipeline on one device. See docs/diffusers.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wan.pipeline.tiny import make_checkpoint
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as own:  # a rank's; the same tensors in each
+    with tempfile.TemporaryDirectory() as own:  # one folder per rank, all with the same tensors
         if sys.argv[1:]:
             folder = sys.argv[1]
         else:
@@ -41,7 +41,7 @@ def main() -> None:
         return pipe(**call, generator=torch.Generator().manual_seed(0)).frames[0]
 
     alone = video()
-    parallelize_pipe(pipe, device="cpu", comm_type=1)  # one process gets a notice
+    parallelize_pipe(pipe, device="cpu", comm_type=1)  # logs a notice with one process
     shared = video()
     apply_cache_on_pipe(pipe, "first_block", threshold=0.08)
     frames = video()
@@ -50,7 +50,7 @@ def main() -> None:
         print(f"fox.mp4: {frames.shape}; the step cache: {abs(frames - alone).max():.1e}")
         export_to_video(frames, "fox.mp4", fps=16)
     if several:
-        dist.barrier()  # gloo aborts where a rank leaves before the others
+        dist.barrier()  # gloo aborts if a rank exits before the others
         dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
-"""An attention kernel of one's own in the attention layer: `python examples/own_kernel.py`.
+"""Use a custom attention kernel in the attention layer: `python examples/own_kernel.py`.
 
-A kernel is an object with these members; one that returns the log-sum-exp also serves a ring. How a
-flag reaches a kernel of the repository is in docs/extending.md.
+A kernel is an object with these members; a kernel that returns the log-sum-exp also works in a
+ring. docs/extending.md describes how to add a kernel with a flag to the repository.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 
 
 class Float64Kernel:
-    """Scores in float64, to see what a faster kernel loses."""
+    """Attention in float64, to measure the error of a faster kernel."""
 
     name = "float64"
     can_return_lse = True

@@ -1,7 +1,7 @@
-"""A video from Python: `python examples/python_classes.py`.
+"""Make a video from Python: `python examples/python_classes.py`.
 
-The trained demo checkpoint needs no download and no accelerator. With real weights give another
-`checkpoint_dir`, and leave out what is to be as Wan2.2's authors chose it.
+The trained demo checkpoint needs no download and no accelerator. For real weights, pass another
+`checkpoint_dir` and omit the keywords whose defaults from Wan2.2 are to be used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
         guide_scale=3.0,
         seed=1,
     )
-    if video_3FHW is not None:  # of several ranks, only the first has it
+    if video_3FHW is not None:  # only rank 0 has the video
         save_video(video_3FHW, Output(Path("red_square.mp4"), fps=8))
         print(f"red_square.mp4: {tuple(video_3FHW.shape)}, values from -1 to 1")
 

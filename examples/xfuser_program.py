@@ -1,8 +1,8 @@
-"""The attention layer in a program that has initialised xfuser: it takes xfuser's process groups.
+"""Use the attention layer with xfuser's process groups, in a program that initialized xfuser.
 
     torchrun --nproc_per_node=4 examples/xfuser_program.py
 
-Tokens lie as xfuser lays them: rank r of the ring and u of Ulysses has part r * ulysses + u.
+Tokens are sharded as in xfuser: rank r of the ring and u of Ulysses has shard r * ulysses + u.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     plain = F.scaled_dot_product_attention(*whole.transpose(2, 3)).transpose(1, 2)
     off = (found - plain.chunk(ranks, dim=1)[rank]).abs().max()
     print(f"rank {rank}: ulysses {layer.world_size} x ring {ring.size}, off by {off:.1e}")
-    torch.distributed.barrier()  # gloo aborts where a rank leaves before the others
+    torch.distributed.barrier()  # gloo aborts if a rank exits before the others
     torch.distributed.destroy_process_group()
 
 

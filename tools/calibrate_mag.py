@@ -1,12 +1,12 @@
-"""Makes MagCache's curve of a model, for one task, shift, solver and number of steps.
+"""Measure MagCache's curve of a model, for one task, shift, solver and number of steps.
 
     python tools/calibrate_mag.py --ckpt_dir ./Wan2.2-T2V-A14B --size 832*480 --out curve.json
     python tools/calibrate_mag.py --ckpt_dir examples/demo/t2v-A14B
 
-It runs the pipeline once, with any flags of generate.py that are about the video or the device. It
-computes every step and notes how much the residual has grown since the step before. The curve is
-written to --out, by default to mag_curve.json in the checkpoint folder, where `--step_cache mag`
-looks for it.
+The program runs the pipeline once, with any flags of generate.py for the video or the device. It
+computes every step and records the ratio of the residual's norm to that of the previous step. The
+curve is written to --out, by default to mag_curve.json in the checkpoint folder, from which
+`--step_cache mag` reads it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from wan.settings.values import path
 
 
 class Recorder(Cache):
-    """Computes every step and notes its ratio.
+    """Computes every step and records the growth of its residual.
 
     Attributes:
-        ratios: Guidance branch -> a ratio for each step.
+        ratios: Guidance branch -> ratio of the norms of this and the previous step, by step.
     """
 
     def __init__(self, policy: Policy | None) -> None:
@@ -73,13 +73,13 @@ class Recorder(Cache):
 
 
 def calibrate(argv: list[str]) -> Curve:
-    """Returns the curve of a run with these flags; raises InputError for wrong ones."""
+    """Runs the pipeline with these flags, and returns the curve; InputError for wrong flags."""
     run = resolve(flags.parse(argv), lambda *_: None)
     request, setup = run.request, run.setup
     if setup.cache.policy != "none":
-        raise InputError("A curve is made of a run without --step_cache; drop it.")
+        raise InputError("A curve is measured without a step cache; drop --step_cache.")
     if not request.guided:
-        raise InputError("A curve has both guidance branches; drop --sample_guide_scale 1.")
+        raise InputError("A curve needs both guidance branches; drop --sample_guide_scale 1.")
     everything = StepCache(f"steps:0-{request.sample_steps - 1}")
     recorder = Recorder(policy.make(everything, setup.preset))
     device = devices.resolve(setup.execution.device)
@@ -97,11 +97,11 @@ def calibrate(argv: list[str]) -> Curve:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         description=(__doc__ or "").splitlines()[0],
-        epilog="All else goes to generate.py: --task, --ckpt_dir, --size, --sample_steps, ...",
+        epilog="Also has generate.py's flags: --task, --ckpt_dir, --size, --sample_steps, ...",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=typed(path), help="the curve; default: in the checkpoint folder"
+        "--out", type=typed(path), help="JSON file of the curve (mag_curve.json in --ckpt_dir)"
     )
     try:
         options, rest = parser.parse_known_args(argv)

@@ -1,14 +1,14 @@
-"""What a new machine runs first: does its device compute what it should, and how fast?
+"""Check that this machine's device computes correct results, and measure its speed.
 
     python tools/check_device.py [--full] [--device auto|cpu|cuda|npu] [--only STEP[,STEP]]
     torchrun --nproc_per_node=8 tools/check_device.py
 
-Prints a table and writes a JSON file to attach to a report. Exit codes: 0 nothing is wrong, 1
+Prints a table and writes a JSON file to attach to a bug report. Exit codes: 0 all right, 1
 something is wrong, 2 refused, 130 interrupted. docs/devices.md explains the table.
 
-Under torchrun the supervising processes of the ranks exchange messages through torchrun's key-value
-store only, never by a collective. A rank that fails, hangs or is killed therefore costs the others
-its step and no more.
+Under torchrun the supervising processes of the ranks exchange messages only through torchrun's
+key-value store, never by a collective. If a rank fails, hangs or is killed, the others therefore
+lose only the current step.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 _POLL = 0.1
 ENDED = "ended because"
 _DOUBTFUL = (ENDED, "RuntimeError", "Dist")  # a collective raises these when another rank fails
-GRACE = 60.0  # seconds that a rank is waited for beyond its step's limit
+GRACE = 60.0  # seconds to wait for a rank beyond its step's limit
 
 
 def main(argv: Sequence[str] | None = None, steps: tuple[Step, ...] = STEPS) -> int:
     """Check the device and return the exit code. steps: the table of steps."""
     speaks = True
     try:
-        with terminable():  # so that the worker is ended
+        with terminable():  # so that SIGTERM also ends the worker
             speaks = env.rank() == 0
             options = _options(argv, steps)
             return _check(options, report.chosen(options.only, steps))
@@ -65,18 +65,18 @@ def main(argv: Sequence[str] | None = None, steps: tuple[Step, ...] = STEPS) -> 
 def _options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argparse.Namespace:
     parser = Parser(
         prog="check_device.py",
-        description="Does this machine's device compute what it should, and how fast?",
+        description="Check that this machine's device computes correct results, and how fast.",
         epilog=f"Steps: {', '.join(step.name for step in steps)}. See docs/devices.md.",
         allow_abbrev=False,
     )
-    parser.add_argument("--full", action="store_true", help="also what takes minutes")
+    parser.add_argument("--full", action="store_true", help="also run steps that take minutes")
     parser.add_argument("--device", choices=DEVICE_TYPES, default="auto")
     parser.add_argument("--only", metavar="STEP[,STEP]", help="names or numbers of steps")
     parser.add_argument("--json", metavar="FILE", type=Path, default=Path("device_check.json"))
     options = parser.parse_args(argv)
     env.refused()  # MINDIE_SD_FA_TYPE would replace the kernel that is checked
     path: Path = options.json
-    if env.rank() == 0:  # before anything is measured that could then not be written
+    if env.rank() == 0:  # refuse a wrong path before anything is measured
         if path.suffix != ".json":
             raise InputError(f"--json is {path}; name a file that ends in .json.")
         check_output(path, report.REPORT, "--json")
@@ -84,7 +84,7 @@ def _options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argparse.Na
 
 
 def _check(options: argparse.Namespace, steps: list[Step]) -> int:
-    """The check on this rank; rank 0 prints and writes."""
+    """Run the steps on this rank and return the exit code; rank 0 prints and writes the report."""
     start, world, local = time.monotonic(), env.world_size(), env.local_rank()
     peers = Alone() if world == 1 else Ranks(env.rank(), world)
     folder = Path(tempfile.mkdtemp(prefix="wan-check-"))
@@ -99,9 +99,9 @@ def _check(options: argparse.Namespace, steps: list[Step]) -> int:
                 job = Job(step, index, options.full, folder, step.together(facts))
                 own = _own(bed, peers, facts, job, first_here=local == 0)
                 outcomes = peers.merged(index, own, step.limit)
-                # The worker is ended after the others have been told: they would only see a lost
-                # connection. A process group ends with its step, and an error of a device may stay
-                # with its process.
+                # End the worker only now: the other ranks have this outcome, so that they do not
+                # report a lost connection. A process group ends with its step, and a device error
+                # may persist in its process.
                 if own.verdict == WRONG or job.together:
                     bed.clear()
                 done.append((step, joined(outcomes), outcomes))
@@ -130,7 +130,7 @@ def _report(path: Path, done: list[report.Done], about: dict[str, Any]) -> None:
 
 
 def _opened(bed: Bed, peers: Alone) -> tuple[Facts, dict[str, Any]]:
-    """The device of this rank. Raises InputError on all ranks where one rank has none."""
+    """Open the device of this rank. Raises InputError on all ranks if one rank has none."""
     refusal, worker = None, None
     try:
         worker = bed.worker()
@@ -144,42 +144,46 @@ def _opened(bed: Bed, peers: Alone) -> tuple[Facts, dict[str, Any]]:
 
 
 def _own(bed: Bed, peers: Alone, facts: Facts, job: Job, first_here: bool) -> Outcome:
-    """The outcome of a step on this rank. first_here: it is the first rank of its machine."""
+    """Run a step on this rank. first_here: this is the first rank of its machine."""
     missing = job.step.missing(facts, job.full)
     if missing is not None:
         return Outcome(ABSENT, words=missing)
     if job.together:
         return bed.run(job, lambda: peers.others_failed(job.index))
     if facts.type == "cpu" and not first_here:
-        return Outcome(ABSENT)  # the ranks of a machine share its CPU
+        return Outcome(ABSENT)  # the ranks of a machine have one CPU: one check suffices
     return bed.run(job)
 
 
 class Alone:
-    """One process, which needs no agreement."""
+    """The agreement of a single process."""
 
     rank, world = 0, 1
 
     def refusal(self, own: str | None) -> str | None:
-        """Why the check cannot begin; own: why this rank cannot."""
+        """Return the first rank's reason why the check cannot begin; None if all ranks can."""
         return own
 
     def others_failed(self, index: int) -> str | None:
-        """Why a step must end because another rank failed in it; None if none did."""
+        """Return the reason to end a step in which another rank failed; None if none did."""
         return None
 
     def merged(self, index: int, own: Outcome, limit: float) -> list[Outcome]:
-        """The outcome of a step on every rank, by rank."""
+        """Return the outcomes of a step, by rank."""
         return [own]
 
     def same_code(self, code: int | None) -> int:
-        """The exit code of rank 0, on every rank; only rank 0 passes it."""
+        """Return rank 0's exit code on every rank; other ranks pass None."""
         assert code is not None
         return code
 
 
 class Ranks(Alone):
-    """Several ranks under torchrun. Raises InputError where its store does not answer."""
+    """The agreement of several ranks through torchrun's store.
+
+    Raises:
+        InputError: The store is not torchrun's.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -198,12 +202,12 @@ class Ranks(Alone):
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def merged(self, index: int, own: Outcome, limit: float) -> list[Outcome]:
-        if own.words and not own.words.startswith(ENDED):  # this rank has left the others alone
+        if own.words and not own.words.startswith(ENDED):  # the others would wait for this rank
             self._store.set(f"failed/{index}", f"{ENDED} rank {self.rank} has")
         self._store.set(f"outcome/{index}/{self.rank}", pickle.dumps(own).hex())
         keys = [f"outcome/{index}/{rank}" for rank in range(self.world)]
         self._wait(keys, max(0.0, limit - own.seconds) + GRACE)
-        lost = Outcome(WRONG, words="the rank has not answered; it may be lost")
+        lost = Outcome(WRONG, words="the rank does not respond; it may be lost")
         return [
             pickle.loads(bytes.fromhex(self._store.get(key).decode()))
             if self._store.check([key])
@@ -212,7 +216,7 @@ class Ranks(Alone):
         ]
 
     def same_code(self, code: int | None) -> int:
-        """Rank 0 has written everything by then, and torchrun may end it."""
+        """Share the code after rank 0 has written its files: torchrun may then end it."""
         if code is not None:
             self._store.set("code", str(code))
             return code
@@ -240,11 +244,11 @@ def _store() -> Store:
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome of all ranks: the lines of rank 0 and the worst verdict.
+    """Merge the outcomes of all ranks: the lines of rank 0 and the worst verdict.
 
     A line that is wrong only on another rank is added with the number of that rank. A rank that was
-    ended because of another one counts only where that one reported nothing. An error that a
-    collective may have raised because of another rank is shown only where there is no other cause.
+    ended because of another rank's failure counts only if that rank reported nothing. An error that
+    a collective may have raised because of another rank is shown only if there is no other cause.
     """
     by_itself = [o for o in outcomes if not o.words.startswith(ENDED)] or list(outcomes)
     causes = [o for o in by_itself if o.words and not o.words.startswith(_DOUBTFUL)]

@@ -1,11 +1,11 @@
-"""How far the latents of two runs are apart after each step, and which step departs first.
+"""Compare the latents of two runs after each step, and find the first step that departs.
 
     python generate.py ... --save_latents steps --save_file a.mp4      (and b.mp4)
     python tools/compare_latents.py a.steps b.steps [--least 0.999] [--json FILE]
 
-It tells apart what a changed kernel, precision, number of ranks or device does: rounding grows
-slowly from step to step, a mistake shows in the step that has it. The cosine and the largest
-difference, by the largest value of A, are computed in float64.
+Use it after changing a kernel, precision, number of ranks or device: rounding grows slowly from
+step to step, a mistake appears suddenly in one step. The cosine and the largest difference,
+relative to the largest value of A, are computed in float64.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def compared(a: Path, b: Path) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("compare_latents.py", description="Compare runs by step.")
-    parser.add_argument("a", type=Path, help="folder of the run that is compared with")
+    parser.add_argument("a", type=Path, help="folder of the reference run")
     parser.add_argument("b", type=Path, help="folder of the other run")
     least = "cosine below which a step departs (0.999)"
     parser.add_argument("--least", type=typed(real(-1, 1)), default=0.999, help=least)

@@ -1,17 +1,17 @@
-"""Run an earlier commit and this working tree on the same requests: is every result bit-equal?
+"""Run an earlier commit and this working tree on the same requests; compare results bit by bit.
 
     python tools/compare_versions.py --base 11815a1 --keep base_results [--only fp8] [--jobs 2]
 
-Both run the cases of version_cases.py on the same tiny checkpoints, which the base makes; all
-latents and all frames that a case writes are compared. The base runs its own code, exported into
-the folder of --keep together with its checkpoints and results. Another comparison with the same
-folder takes these from there, also while the first one is still running, and a comparison that was
-interrupted goes on. --base_only makes the base's results and compares nothing.
+Both versions run the cases of version_cases.py on the same tiny checkpoints, which the base makes;
+all latents and frames that a case writes are compared. The base's code is exported into the folder
+of --keep, together with its checkpoints and results. Later comparisons with the same folder reuse
+them, also while the first one is still running, and an interrupted comparison resumes. --base_only
+makes the base's results and compares nothing.
 
-Exit codes: 0 all equal (or named in MAY_DIFFER), 1 not, 2 refused, 130 interrupted.
+Exit codes: 0 all equal (or listed in MAY_DIFFER), 1 not, 2 refused, 130 interrupted.
 
 The libraries (torch, diffusers, transformers) are imported once. Every rank is a fork of this
-process with the variables that torchrun would set, and imports `wan` from its own tree.
+process with torchrun's variables, and imports `wan` from the tree of its version.
 """
 
 from __future__ import annotations
@@ -84,36 +84,39 @@ _LOCK = "commit.lock"
 
 
 class RefusedError(Exception):
-    """Why nothing is compared, in one sentence."""
+    """The comparison is refused; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Where the two versions write.
+    """Folders of the two versions.
 
-    base: the export of the earlier commit (`tree`), the checkpoints that it makes (`made`) and its
-    results (`base`). present: the results of this working tree, removed at the end.
+    Attributes:
+        base: Has the export of the earlier commit (`tree`), its checkpoints (`made`) and its
+            results (`base`).
+        present: Has the results of this working tree; removed at the end.
     """
 
     base: Path
     present: Path
 
     def results(self, case: Case, side: str) -> Path:
-        """side: "base", "present", or "made" for a fixture."""
+        """Return a case's folder. side: "base", "present", or "made" for a fixture."""
         return (self.present if side == "present" else self.base) / side / case.name
 
     def names(self, case: Case, side: str) -> dict[str, Path]:
-        """What the words of a case may name."""
+        """Return the paths that a case's command may refer to, by variable."""
         fixed = {"base": self.base / "tree", "made": self.base / "made", "npu_sim": SIMULATED_NPU}
         return {**fixed, "out": self.results(case, side) / "out"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case.
+    """The result of a case.
 
-    result: "equal", "different", "named" (it differs, and MAY_DIFFER says why), "failed", or "made"
-    where only the base ran it.
+    Attributes:
+        result: "equal", "different", "named" (different, with a reason in MAY_DIFFER), "failed", or
+            "made" if only the base ran it.
     """
 
     name: str
@@ -133,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=typed(integer(1, 1000)), default=os.cpu_count(), help="cases at a time"
     )
-    parser.add_argument("--keep", type=typed(path), help="folder that keeps what the base made")
+    parser.add_argument("--keep", type=typed(path), help="folder that keeps the base's results")
     parser.add_argument("--base_only", action="store_true", help="make the base's results only")
     parser.add_argument(
         "--json", type=output_path(OUTCOMES), help="also write the outcomes, with their commands"
@@ -189,24 +192,24 @@ def _git(*arguments: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Only one process on this machine is inside at a time."""
+    """Hold an exclusive lock on a file."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def export(commit: str, folder: Path) -> None:
-    """Write the code of a commit into `tree` of a folder, unless it is there.
+    """Write the code of a commit into `tree` of a folder, unless it exists.
 
     Raises:
-        RefusedError: If the folder holds another commit's, or files of somebody else.
+        RefusedError: The folder has another commit's results, or other files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = folder / "commit"
     if not known.is_file() and (
         others := [one.name for one in folder.iterdir() if one.name not in (_LOCK, "tree")]
     ):
-        raise RefusedError(f"{folder} holds files of somebody else, such as {others[0]}")
+        raise RefusedError(f"{folder} has files of another program, such as {others[0]}")
     with _locked(folder / _LOCK):
         if not known.is_file():
             command = ["git", "-C", str(REPO), "archive", commit]
@@ -225,11 +228,11 @@ def export(commit: str, folder: Path) -> None:
 def run_cases(
     cases: Sequence[Case], jobs: int, folders: Folders, base_only: bool = False
 ) -> list[Outcome]:
-    """Make the fixtures and run the cases; each outcome is printed when it is known."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # what can be forked
+    """Make the fixtures and run the cases; print each outcome as it arrives."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # so that forks work
     for library in LIBRARIES:
         import_module(library)
-    gc.freeze()  # what is imported stays: no rank need look through it
+    gc.freeze()  # imported objects stay: the ranks' collections skip them
     for folder in (folders.base / "made", folders.base / "base", folders.present / "present"):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -260,7 +263,7 @@ def run_cases(
 
 
 def compare(case: Case, folders: Folders, base_only: bool = False) -> Outcome:
-    """Run a case in the earlier tree unless its results are kept, then in this one."""
+    """Run a case in the base's tree unless its results exist, then in this one, and compare."""
     started = time.monotonic()
     failures = [play_once(case, folders, "base")]
     side, result, detail = "base", "made", ""
@@ -279,7 +282,7 @@ def compare(case: Case, folders: Folders, base_only: bool = False) -> Outcome:
 
 
 def differences(base: Path, present: Path) -> Iterator[str]:
-    """What differs between the latents and videos in two folders."""
+    """Yield the differences between the latents and videos in two folders."""
     import torch
 
     files = {
@@ -307,7 +310,7 @@ def differences(base: Path, present: Path) -> Iterator[str]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of latents, or the frames of a video; none where there is no file."""
+    """Load the tensors of a latents file or the frames of a video; {} without a file."""
     import numpy as np
     import torch
     from safetensors.torch import load_file
@@ -322,9 +325,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def play_once(case: Case, folders: Folders, side: str) -> str:
-    """Run a case of the base unless an earlier comparison did. Empty, or how it failed."""
+    """Run a case of the base unless an earlier comparison did; return its error or ""."""
     folder = folders.results(case, side)
-    done = folder.with_name(f"{case.name}.json")  # says which command made the results
+    done = folder.with_name(f"{case.name}.json")  # has the command that made the results
     with _locked(folder.with_name(f"{case.name}.lock")):
         if done.is_file() and json.loads(done.read_text()) == asdict(case):
             return ""
@@ -337,9 +340,9 @@ def play_once(case: Case, folders: Folders, side: str) -> str:
 
 
 def play(case: Case, folders: Folders, side: str) -> str:
-    """Run a case on all its ranks. Empty, or how it failed."""
+    """Run a case on all its ranks; return its error or ""."""
     folder = folders.results(case, side)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
     folder.mkdir()
     log = folder.with_name(f"{case.name}.log")
     log.unlink(missing_ok=True)
@@ -369,12 +372,12 @@ def _rank(case: Case, folders: Folders, side: str, rank: int, port: int, log: Pa
     others = [entry for entry in sys.path if entry not in (str(REPO), str(REPO / "tools"))]
     sys.path[:] = [str(tree), *filter(None, variables.get("PYTHONPATH", "").split(":")), *others]
     for name in [name for name in sys.modules if name.split(".")[0] == "wan" or name == "tools"]:
-        del sys.modules[name]  # to be found again, in that tree
+        del sys.modules[name]  # to import it from that tree
     import wan
 
     if not Path(wan.__file__).is_relative_to(tree):
         sys.exit(f"wan was imported from {wan.__file__}, not from {tree}")
-    os.chdir(folders.results(case, side).parent)  # where no real checkpoint is found by its name
+    os.chdir(folders.results(case, side).parent)  # has no real checkpoint under a default name
     script, *sys.argv[1:] = case.words(names)
     if script == "-c":
         exec(sys.argv[1], {"__name__": "__main__"})
@@ -383,7 +386,7 @@ def _rank(case: Case, folders: Folders, side: str, rank: int, port: int, log: Pa
 
 
 def fork(work: Callable[[], object]) -> int:
-    """The id of a new process that does the work and ends: with 0, or with 1 if that fails."""
+    """Call `work` in a forked process and return its id; its exit code is 0, or 1 on errors."""
     if pid := os.fork():
         return pid
     code = 1
@@ -395,7 +398,7 @@ def fork(work: Callable[[], object]) -> int:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:  # nobody above could catch it: that is the other process
+    except BaseException:  # callers of the fork belong to the parent process
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -404,9 +407,9 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def run_all(cases: Sequence[Case], jobs: int, work: Callable[[Case], object]) -> list[str]:
-    """work(case) for all, `jobs` at a time, each in a process group of its own.
+    """Call work(case) for all cases, `jobs` at a time, each in a separate process group.
 
-    Returns the names of those that failed. Whatever ends this early, no process is left over.
+    Returns the names of the failed cases. All processes are killed if this ends early.
     """
     waiting, running, failed = list(cases)[::-1], dict[int, Case](), []
     try:
@@ -421,13 +424,13 @@ def run_all(cases: Sequence[Case], jobs: int, work: Callable[[Case], object]) ->
     finally:
         for pid in running:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # first, as it may have no group yet
+                os.kill(pid, signal.SIGKILL)  # first, since its group may not exist yet
                 os.killpg(pid, signal.SIGKILL)
     return failed
 
 
 def _in_own_group(work: Callable[[Case], object], case: Case) -> None:
-    os.setpgid(0, 0)  # Ctrl-C reaches the first process only, which ends the others
+    os.setpgid(0, 0)  # Ctrl-C reaches only the parent, which ends the others
     work(case)
 
 

@@ -1,14 +1,14 @@
-"""How far two videos are apart, and what is wrong with each of them alone.
+"""Compare two videos frame by frame, and list suspicious properties of each.
 
     python tools/compare_videos.py A.mp4 B.mp4 [--joins 77,153] [--json FILE] [--page FILE.html]
     python tools/compare_videos.py FOLDER_A FOLDER_B --json FILE
 
 B is compared with A, the reference; of two folders, the videos with equal names. VMAF, SSIM, PSNR
-and XPSNR are those of the ffmpeg in imageio-ffmpeg. Without a reference, each video has its
-detail and motion (SI and TI of ITU-T P.910) and what is suspicious: frames that are black, without
-any detail, or equal to the one before, blocks, areas that lost their texture, and, at the joins of
-a long video, motion beside that of other frames. The page shows strips of both and each frame's
-figures. mp4 files have lost a little already: the same frames encoded twice are about 40 dB apart.
+and XPSNR are those of the ffmpeg in imageio-ffmpeg. Measures without a reference are each video's
+detail and motion (SI and TI of ITU-T P.910). Suspicious are frames that are black, without detail
+or equal to the previous one, blocking artifacts and areas that lost their texture; at the joins of
+a long video, the motion is compared with that of other frames. The page shows strips of both
+videos and each frame's figures. mp4 is lossy: the same frames encoded twice differ by about 40 dB.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ AGAINST = ("vmaf", "ssim", "psnr", "xpsnr")
 ALONE = ("detail", "motion", "blocks", "untextured")
 VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov")
 _BLACK, _PLAIN, _STILL, _BLOCKS = 24.0, 1.0, 0.02, 4.0  # luma, SI, luma of a pixel, ratio
-_CELL = 16  # pixels of a side: what two latents decode to
+_CELL = 16  # pixels of a side: two latents
 _RUN = 4  # equal frames in a row from which on a video counts as frozen
-_HIGHEST = 100.0  # dB that stand for equal frames
+_HIGHEST = 100.0  # dB; replaces infinity for equal frames
 _HEADING = "<h1>Videos compared</h1>"
 Frames = dict[str, list[float]]
 
@@ -63,7 +63,7 @@ PAGE = marked_kind("a page of compare_videos.py", _HEADING.encode())
 
 
 def _ffmpeg(*arguments: str, folder: Path) -> str:
-    """Runs ffmpeg in a folder, and returns what it prints."""
+    """Runs ffmpeg in a folder, and returns its standard output."""
     done = run_ffmpeg(arguments, folder)
     if done.returncode:
         why = describe_failure(done.stderr.decode(errors="replace"))
@@ -72,7 +72,7 @@ def _ffmpeg(*arguments: str, folder: Path) -> str:
 
 
 def facts(video: Path) -> tuple[int, int, int]:
-    """The width, height and number of frames of a video."""
+    """Returns the width, height and number of frames of a video."""
     try:
         found = read_video(video, "videos")
         return *found.size, found.num_frames
@@ -81,10 +81,10 @@ def facts(video: Path) -> tuple[int, int, int]:
 
 
 def against(reference: Path, other: Path) -> Frames:
-    """The measures of each frame of `other`; higher is nearer.
+    """Measures each frame of `other` against the reference; higher is nearer.
 
     Raises:
-        InputError: They differ in size or number of frames.
+        InputError: The videos differ in size or number of frames.
     """
     sizes = [facts(video) for video in (reference, other)]
     if sizes[0] != sizes[1]:
@@ -119,7 +119,7 @@ def against(reference: Path, other: Path) -> Frames:
 
 
 def alone(video: Path) -> Frames:
-    """Of each frame: luma, detail, motion, blocks, and the share of cells without texture."""
+    """Measures each frame's luma, detail, motion, blocks, and share of cells without texture."""
     chain = "signalstats,siti,blockdetect,metadata=print:file=-"
     arguments = (*build_input_args(video), "-vf", chain, "-f", "null", "-")
     printed = _ffmpeg(*arguments, folder=Path.cwd())
@@ -134,7 +134,7 @@ def alone(video: Path) -> Frames:
 
 
 def _untextured(frame_HW3: np.ndarray) -> float:
-    """The share of cells whose pixels are all alike, as where a network has lost a part."""
+    """Returns the share of cells with nearly constant luma, a sign of lost content."""
     luma = frame_HW3.astype(np.float32).mean(axis=2)
     rows, columns = (size // _CELL for size in luma.shape)
     if not rows or not columns:
@@ -146,7 +146,7 @@ def _untextured(frame_HW3: np.ndarray) -> float:
 def suspicions(
     found: Frames, joins: Sequence[int] = (), reference: Frames | None = None
 ) -> list[str]:
-    """What a reader of the figures should look at, in words."""
+    """Returns sentences about suspicious frames and joins."""
     said = []
     for what, places in (
         ("black", [n for n, value in enumerate(found["bright"]) if value <= _BLACK]),
@@ -188,7 +188,7 @@ def _ranges(places: Sequence[int]) -> str:
 
 
 def compare(reference: Path, other: Path, joins: Sequence[int] = ()) -> dict[str, Any]:
-    """All figures of a pair: of each frame, their means, and what is suspicious."""
+    """Measures a pair of videos: each frame, the means, and suspicious properties."""
     distance, each = against(reference, other), [alone(video) for video in (reference, other)]
     means = {name: statistics.fmean(distance[name]) for name in AGAINST}
     return {
@@ -202,7 +202,7 @@ def compare(reference: Path, other: Path, joins: Sequence[int] = ()) -> dict[str
 
 
 def pairs(reference: Path, other: Path) -> list[tuple[Path, Path]]:
-    """The videos to compare: both, or those of equal names in two folders."""
+    """Returns the pairs to compare: both videos, or those of equal names in two folders."""
     for path in (reference, other):
         if not path.exists():
             raise InputError(f"{path} does not exist; give two videos or two folders.")
@@ -221,7 +221,7 @@ def pairs(reference: Path, other: Path) -> list[tuple[Path, Path]]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The means of all pairs, and of all of them together, as Markdown."""
+    """Formats each pair's means and the overall means as a Markdown table."""
     columns = [*AGAINST, "worst_psnr", "worst_vmaf"]
     lines = ["| B against A | " + " | ".join(columns) + " | detail A, B | motion A, B |"]
     lines.append("|---" * (len(columns) + 3) + "|")
@@ -240,7 +240,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:
-    """One HTML file: the table, and of each pair its strips, its plots and what is suspicious."""
+    """Formats an HTML page: the table, and each pair's strips, plots and suspicious properties."""
     head, _, *rows = table(results).splitlines()
     cells = [[html.escape(c.strip()) for c in line.strip("|").split("|")] for line in (head, *rows)]
     parts = ["".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)]
@@ -281,8 +281,8 @@ def _plot(frames: Frames) -> bytes:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("reference", type=Path, metavar="A", help="a video or a folder")
-    parser.add_argument("other", type=Path, metavar="B", help="what is compared with it")
-    parser.add_argument("--joins", default="", help="first frames after the joins: 77,153")
+    parser.add_argument("other", type=Path, metavar="B", help="the video or folder compared with A")
+    parser.add_argument("--joins", default="", help="first frames after joins: 77,153")
     parser.add_argument("--json", type=output_path(FIGURES), help="all figures, also of each frame")
     parser.add_argument("--page", type=output_path(PAGE), help="an HTML file with strips and plots")
     options = parser.parse_args(argv)

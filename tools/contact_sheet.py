@@ -1,8 +1,8 @@
-"""One image of several videos: a strip of frames each, with its prompt or name underneath.
+"""Draw one image of several videos: a strip of frames for each, above its prompt or name.
 
     python tools/contact_sheet.py --out sheet.png [--gif all.gif] [--names] a.mp4 b.mp4 ...
 
-The prompts come from the records that generate.py writes beside its videos.
+The prompts are read from the records that generate.py writes with its videos.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wan.output_files import marked_kind, write_output
 from wan.pipeline.video_reader import read_video
 from wan.settings.errors import InputError
 
-FRAMES = 9  # of a strip
+FRAMES = 9  # frames of a strip
 SIDE = 96  # pixels of a frame's longer side
 _GAP, _TEXT = 4, 20
 _PROGRAM = "tools/contact_sheet.py"
@@ -35,12 +35,12 @@ _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 
 def read_frames(video: Path) -> list[Image.Image]:
-    """The frames of a video, in RGB."""
+    """Read the frames of a video, in RGB."""
     return [Image.fromarray(frame) for frame in read_video(video, "videos").every()]
 
 
 def prompt_of(video: Path) -> str:
-    """The prompt in the record beside the video; its name where there is none."""
+    """Read the prompt from the video's record; without a record return the file's name."""
     record = video.with_suffix(".json")
     if not record.is_file():
         return video.name
@@ -48,7 +48,7 @@ def prompt_of(video: Path) -> str:
 
 
 def contact_sheet(videos: Sequence[Path], names: bool = False) -> Image.Image:
-    """The strips of the videos, one below the other, with their names or else their prompts."""
+    """Draw the strips of the videos, one below the other, with their names or prompts."""
     strips = [_strip(video, video.stem if names else prompt_of(video)) for video in videos]
     sheet = Image.new("RGB", (max(s.width for s in strips), sum(s.height for s in strips)), _PAPER)
     top = 0
@@ -77,7 +77,7 @@ def _scaled(frame: Image.Image) -> Image.Image:
 
 
 def animation(videos: Sequence[Path], columns: int = 3) -> list[Image.Image]:
-    """The videos side by side, frame by frame; shorter ones stay on their last frame."""
+    """Draw the videos side by side, frame by frame; shorter videos hold their last frame."""
     all_frames = [[_scaled(frame) for frame in read_frames(video)] for video in videos]
     width, height = (max(f[0].size[i] for f in all_frames) + _GAP for i in (0, 1))
     rows = -(-len(videos) // columns)
@@ -100,7 +100,11 @@ def write(
     names: bool = False,
     milliseconds: int = 125,
 ) -> None:
-    """Write the sheet (PNG) and, if named, an endless GIF with that long a pause per frame."""
+    """Write the sheet (PNG) and, if `gif` is a path, an endless GIF.
+
+    Args:
+        milliseconds: Duration of a frame of the GIF.
+    """
     mark = PngInfo()
     mark.add_text("Software", _PROGRAM)
     with write_output(out, SHEET) as temporary:
@@ -115,11 +119,11 @@ def write(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("videos", type=Path, nargs="+")
-    parser.add_argument("--out", type=output_path(SHEET), required=True, help="the PNG")
+    parser.add_argument("--out", type=output_path(SHEET), required=True, help="PNG file to write")
     parser.add_argument(
-        "--gif", type=output_path(ANIMATION), help="also all videos moving, side by side"
+        "--gif", type=output_path(ANIMATION), help="also write the videos side by side as a GIF"
     )
-    parser.add_argument("--names", action="store_true", help="the files' names, not the prompts")
+    parser.add_argument("--names", action="store_true", help="label with file names, not prompts")
     options = parser.parse_args(argv)
     for video in options.videos:
         if not video.is_file():

@@ -1,15 +1,15 @@
-"""A checkpoint's DiTs in bfloat16: half the bytes to keep, read and send to a device.
+"""Convert a checkpoint's DiTs to bfloat16, which halves the bytes to store, read and copy.
 
     python tools/convert_checkpoint.py --ckpt_dir Wan2.2-T2V-A14B --out Wan2.2-T2V-A14B-bf16
     python tools/convert_checkpoint.py --ckpt_dir Wan2.2-I2V-A14B --out TurboWan2.2-I2V-A14B \
         --high_noise TurboWan2.2-I2V-A14B-high-720P.pth --low_noise TurboWan2.2-...-low-720P.pth
 
-The second one takes the DiTs from other files, `.pth` as rCM and TurboDiffusion publish them
-(--dit where there is one network), and everything else from the folder.
-A run with --precision bf16 computes the same bits from either folder: what it keeps in float32
-(norms, modulation, time embedding, head) stays float32. The layout stays as well; text encoder,
-VAE, tokenizer and settings are linked, or copied to another file system. Started again after an
-interruption it goes on with the first file that is missing.
+The second command takes the DiTs from other files, `.pth` as published for rCM and TurboDiffusion
+(--dit if there is one network), and all other files from the folder.
+A run with --precision bf16 computes the same bits from either folder: parameters that it uses in
+float32 (norms, modulation, time embedding, head) stay float32. The layout stays as well; text
+encoder, VAE, tokenizer and settings are linked, or copied to another file system. After an
+interruption the same command resumes with the first missing file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
     Args:
         ckpt_dir: A checkpoint.
         out: A new folder, or that of an unfinished conversion.
-        networks: Files to take its networks from, by name ("high_noise", "low_noise", "dit").
+        networks: Files that replace its networks, by name ("high_noise", "low_noise", "dit").
 
     Raises:
         InputError: `ckpt_dir` is no checkpoint, `networks` are not as many or of another shape, or
@@ -72,11 +72,11 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
     """
     experts = describe(ckpt_dir).experts
     old = {info.file for dit in experts.values() for info in dit.tensors.values()}
-    by_file: dict[Path, dict[str, TensorInfo]] = {}  # what is written: tensors by their new file
+    by_file: dict[Path, dict[str, TensorInfo]] = {}  # tensors to write, by their new file
     if networks:
         if networks.keys() != experts.keys():
             flags = " and ".join(f"--{name}" for name in experts)
-            raise InputError(f"The networks of {ckpt_dir} are given by {flags}, each once.")
+            raise InputError(f"The networks of {ckpt_dir} are {flags}; give each of them once.")
         for name, file in networks.items():
             target = experts[name].folder / "diffusion_pytorch_model.safetensors"
             by_file[target] = _network(file, experts[name])
@@ -99,14 +99,14 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
             if file in by_file:
                 label = str(file.relative_to(ckpt_dir))
                 _convert(temporary, by_file[file], label, official=bool(networks))
-            else:  # behind what it names: "." comes after "-"
+            else:  # sorted after the files of the index: "." comes after "-"
                 temporary.write_text(_index(file, target.parent), encoding="utf-8")
     remove_output(out / UNFINISHED, _STATE)
     return out
 
 
 def _network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
-    """The tensors of a file, which must be those of a network."""
+    """Read the tensors of a file; refuse a file that does not have all tensors of `dit`."""
     tensors = stored(check_complete(file), dit_official_name)
     found = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     for name in found.keys() | dit.tensors.keys():
@@ -114,8 +114,9 @@ def _network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
             verb = "has" if name in found else "lacks"
             raise InputError(f"{file} {verb} {name}, unlike {dit.folder}; give files of one task.")
         shapes = found[name].shape, dit.tensors[name].shape
-        matrix = name == _PATCHES and prod(shapes[0]) == prod(shapes[1])  # a patch's elements in
-        if shapes[0] != shapes[1] and not matrix:  # a row, as rCM has them
+        # rCM stores the patch embedding as a matrix, with a patch's elements in a row.
+        matrix = name == _PATCHES and prod(shapes[0]) == prod(shapes[1])
+        if shapes[0] != shapes[1] and not matrix:
             raise InputError(
                 f"{file}: {name} is {list(shapes[0])}, but {list(shapes[1])} in {dit.folder}; give "
                 "files of one task."
@@ -143,7 +144,7 @@ def _dtype(name: str, stored: torch.dtype) -> torch.dtype:
 
 
 def _convert(path: Path, tensors: dict[str, TensorInfo], label: str, official: bool) -> None:
-    """A file of weights under official names, or under those it has."""
+    """Write a file of converted weights under official names or the stored names."""
     sources = mapped(tensors)
     names = {name: name if official else info.name for name, info in tensors.items()}
     form = {
@@ -162,7 +163,7 @@ def _convert(path: Path, tensors: dict[str, TensorInfo], label: str, official: b
 
 
 def _index(file: Path, folder: Path) -> str:
-    """The index with the bytes of the files that it now names, which are written by then."""
+    """Return the index with the total size of its files, which must exist."""
     index = read_json(file)
     headers = [safetensors_header(folder / name) for name in set(index["weight_map"].values())]
     total = sum(info.nbytes for header in headers for info in header.values())
@@ -180,14 +181,14 @@ def _link(file: Path, target: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; with one sentence on stderr 2 where the request is refused, 130 where interrupted."""
+    """Convert a checkpoint; return 0, 2 if the request is refused or 130 if interrupted."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ckpt_dir", required=True, type=Path, help="a checkpoint folder")
     for name in NETWORKS:
         parser.add_argument(
-            f"--{name}", type=Path, metavar="FILE", help="take this network instead"
+            f"--{name}", type=Path, metavar="FILE", help="file that replaces this network"
         )
-    parser.add_argument("--out", required=True, type=Path, help="a new folder, or one begun before")
+    parser.add_argument("--out", required=True, type=Path, help="a new or an unfinished folder")
     setup()
     try:
         options: argparse.Namespace = parser.parse_args(argv)
@@ -197,14 +198,14 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except (OSError, SafetensorError) as error:
-        print(f"{error}; see whether both folders can be used, and start again.", file=sys.stderr)
+        print(f"{error}; check that both folders are accessible, and start again.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("Interrupted; the same command goes on.", file=sys.stderr)
+        print("Interrupted; the same command resumes.", file=sys.stderr)
         return 130
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is unfinished is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
     sys.exit(main())

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Write the tables of the documents that follow from tables of the package.
+"""Write the documents' tables that are generated from tables of the package.
 
     python tools/flags_table.py
 
-Each stands between two markers of its page: all flags in docs/cli.md, dense kernels in
-docs/attention_backends.md, names in LoRA files in docs/few_step.md. A test holds pages and package
-equal.
+Each table is between two markers of its page: all flags in docs/cli.md, dense kernels in
+docs/attention_backends.md, names in LoRA files in docs/few_step.md. A test compares the pages with
+the package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row = tuple[str, ...]
 
 
 def flags() -> Iterable[Row]:
-    """Every flag, in the order of `--help`."""
+    """Yield a row for each flag, in the order of `--help`."""
     yield "Flag", "Meaning", "Python", "diffusers", "in records"
     for title, kinds in GROUPS.items():
         yield f"**{title}**", "", "", "", ""
@@ -48,7 +48,7 @@ def flags() -> Iterable[Row]:
 
 
 def kernels() -> Iterable[Row]:
-    """The dense kernels that can be asked for by name."""
+    """Yield a row for each dense kernel that a flag selects."""
     yield "Flag", "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
     for row in DENSE.values():
         devices = [d.upper() if d != "cuda" else "GPU" for d in row.make if d != "npu"]
@@ -65,7 +65,7 @@ def kernels() -> Iterable[Row]:
 
 
 def namings() -> Iterable[Row]:
-    """What stands before and after a layer's name in a LoRA file."""
+    """Yield a row of prefix and suffixes of layer names for each naming of LoRA files."""
     yield "Written by", "Before the layer's name", "After it"
     for row in NAMINGS:
         before = f"`{row.prefix}`" if row.prefix else ""
@@ -85,13 +85,13 @@ TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
 
 
 def _markers(title: str) -> tuple[str, str]:
-    """The lines before and after a table."""
+    """Return the marker lines before and after a table."""
     begin = f"<!-- {title}: written by tools/flags_table.py -->\n"
     return begin, f"<!-- end of {title} -->\n"
 
 
 def page(name: str) -> str:
-    """The text of a page with its tables between their markers, as it should be."""
+    """Return the text of a page with its generated tables between their markers."""
     text = (DOCS / name).read_text(encoding="utf-8")
     for (where, title), rows in TABLES.items():
         if where == name:
@@ -108,7 +108,7 @@ def page(name: str) -> str:
 
 
 def _has_markers(file: Path) -> bool:
-    """Whether a page has the markers of its tables."""
+    """Return whether a page has the markers of its tables."""
     text = file.read_text(encoding="utf-8")
     titles = [title for where, title in TABLES if where == file.name]
     return all(marker in text for title in titles for marker in _markers(title))

@@ -1,10 +1,10 @@
-"""Draws the folder that moves a character, for runs of animate-14B without the preprocessing.
+"""Draws a folder of Animate inputs, for runs of animate-14B without the preprocessing.
 
     python tools/make_character.py OUT [--size 128*128] [--frames 12]
 
-A stick figure waves (src_pose.mp4), a face speaks (src_face.mp4), a figure in a coat stands still
-(src_ref.png), and a ball rolls through a striped room in which the figure is black (src_bg.mp4,
-src_mask.mp4).
+A stick figure waves (src_pose.mp4), a face moves its mouth (src_face.mp4), the character wears a
+coat (src_ref.png), and a ball rolls through a striped room in which the figure is black
+(src_bg.mp4, src_mask.mp4).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FPS = 30
 _PROGRAM = "tools/make_character.py"
 REFERENCE = marked_kind("a picture of make_character.py", f"Software\0{_PROGRAM}".encode())
 _COLOURS = ("red", "lime", "blue", "yellow", "magenta", "cyan")
-_ONE = 256  # units of a side, whatever the picture's size
+_ONE = 256  # units of a side of the drawings, before resizing
 
 Draw = Callable[[ImageDraw.ImageDraw, float], None]
-"""Draws a square of `_ONE` units at a time from 0 to 1."""
+"""Draws a square of `_UNITS` units at a time from 0 to 1."""
 
 
 def figure(
@@ -86,9 +86,9 @@ def write(out: Path, size: tuple[int, int], frames: int) -> None:
     """Writes the five files of a folder.
 
     Args:
-        out: The folder, which is made.
-        size: (width, height) of all but the face, multiples of 16.
-        frames: Of each video.
+        out: The folder; created if missing.
+        size: (width, height) of all files but the face, multiples of 16.
+        frames: Frames of each video.
     """
     videos: dict[str, Draw] = {"pose": figure, "face": face, "bg": room, "mask": mask}
     reference = out / "src_ref.png"
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", default="128*128", help="WIDTH*HEIGHT, multiples of 16")
-    parser.add_argument("--frames", default="12", help="of each video, from 2")
+    parser.add_argument("--frames", default="12", help="frames of each video, at least 2 (12)")
     given = parser.parse_args(arguments)
     size = read_size("`size`", given.size)
     if size[0] % 16 or size[1] % 16:

@@ -1,8 +1,8 @@
-"""Writes a wav of tones with pauses, for runs of s2v-14B without a voice at hand.
+"""Writes a wav of tones with pauses, for runs of s2v-14B without a recorded voice.
 
     python tools/make_sound.py out.wav --seconds 3
 
-The tones glide, swell and stop as syllables do. Equal arguments give equal bytes.
+The tones glide, swell and stop like syllables. Equal arguments give equal bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from wan.output_files import OutputKind, check_output, write_output
 from wan.settings.values import integer, real
 
 SYLLABLE, PAUSE = 0.22, 0.08  # seconds
-_COMPARED = 16_000  # samples by which a wav is known
+_COMPARED = 16_000  # samples that identify a wav of this program
 
 
 def tones(count: int, rate: int) -> np.ndarray:
-    """Returns so many samples, float64 [count] in [-1, 1]."""
+    """Returns `count` samples, float64 in [-1, 1]."""
     t = np.arange(count) / rate
     index, within = np.divmod(t, SYLLABLE + PAUSE)
     pitch = 140 + 60 * np.sin(1.7 * index) + 25 * np.sin(2 * np.pi * within / SYLLABLE)
@@ -52,7 +52,7 @@ def _samples(count: int, rate: int, channels: int) -> bytes:
 
 
 def _is_tones(path: Path) -> bool:
-    """Whether a wav begins as `write` would have begun it."""
+    """Whether a wav begins with the samples that `write_wav` writes."""
     try:
         with wave.open(str(path), "rb") as file:
             form = file.getparams()

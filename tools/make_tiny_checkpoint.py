@@ -1,4 +1,4 @@
-"""Write a complete Wan checkpoint folder with tiny, randomly initialised networks.
+"""Write a complete Wan checkpoint folder with tiny, randomly initialized networks.
 
 python tools/make_tiny_checkpoint.py --task t2v-A14B --out tiny [--layout diffusers]
 """
@@ -20,13 +20,13 @@ from wan.settings.values import integer
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 2 with one sentence on stderr where the request is refused."""
+    """Write the folder; return 0, or 2 if the request is refused."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", required=True, choices=PRESETS)
     parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
     parser.add_argument("--layout", default="official", choices=WRITERS)
     parser.add_argument("--seed", default=0, type=typed(integer(0, 4_294_967_295)))
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the DiT's tensors")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the DiT (bf16)")
     try:
         print(make_checkpoint(**vars(parser.parse_args(argv))))
     except InputError as error:

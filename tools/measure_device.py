@@ -1,12 +1,12 @@
-"""One command for the owner of a new device: is it right, does FA_Power_Cap help, how fast is it?
+"""Check a new device, compare FA_Power_Cap's modes on it, and measure its speed in one command.
 
     python tools/measure_device.py [--ranks 8] [--ckpt_dir DIR] [--minutes 25] [--out DIR]
 
-Four programs run one after the other, each with a limit of its own: the device check, a quick
-comparison of the communication modes (from two ranks on), the way from start to mp4 beside
-diffusers, and a short run of MLPerf's workload. Without --ckpt_dir the demo checkpoint is used, and
-random weights of the 1.3B's published sizes beside diffusers. What has ended well is not repeated
-when the same command is given again. The folder then has report.md, each program's own results and
+Four programs run one after the other, each with a time limit: the device check, a quick comparison
+of the communication modes (with two or more ranks), a comparison with diffusers from process start
+to mp4, and a short run of MLPerf's workload. Without --ckpt_dir they use the demo checkpoint; the
+comparison with diffusers always uses random weights of the 1.3B's published sizes. The same command
+does not repeat programs that succeeded. The folder then has report.md, each program's results and
 log, and to_send.zip, which has everything but videos.
 """
 
@@ -52,9 +52,9 @@ _RESULTS = {
     "mlperf": "mlperf/report.md",
 }
 _TITLES = {
-    "check": "Is the device right?",
+    "check": "Does the device compute correctly?",
     "compare": "Does FA_Power_Cap help here?",
-    "against": "From start to mp4, beside diffusers",
+    "against": "From start to mp4, compared with diffusers",
     "mlperf": "MLPerf's workload, short",
 }
 
@@ -62,14 +62,14 @@ _LOG, _HEADING = "# Log of tools/measure_device.py", "# What was measured"
 
 
 def _is_state(path: Path) -> bool:
-    """Whether a JSON file says of our programs what became of them."""
+    """Whether a JSON file has the state of a measurement: outcomes of our programs."""
     state = json.loads(path.read_bytes())
     texts = state.values() if isinstance(state, dict) and state.keys() <= _TITLES.keys() else [None]
     return all(isinstance(text, str) for text in texts)
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether a zip file has our report and state."""
+    """Whether a zip file has the report and state of a measurement."""
     try:
         with zipfile.ZipFile(path) as packed:
             return {"report.md", "state.json"} <= {*packed.namelist()}
@@ -85,7 +85,11 @@ ARCHIVE = OutputKind("an archive of measure_device.py", _is_archive)
 
 @dataclass(frozen=True)
 class Stage:
-    """One program. why: why it is left out; "": it runs."""
+    """One program of the measurement.
+
+    Attributes:
+        skip_reason: Why the program is left out; "" if it runs.
+    """
 
     name: str
     command: list[str]
@@ -93,7 +97,7 @@ class Stage:
 
 
 def stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
-    """Returns the programs for a number of ranks."""
+    """Lists the programs for a number of ranks."""
     python = [sys.executable]
     several = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     start = several if ranks > 1 else python
@@ -127,7 +131,7 @@ def stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
 
 
 def carry_out(stage: Stage, seconds: float, out: Path) -> str:
-    """Runs a program, and returns what became of it: "done", or why not."""
+    """Runs a program with a time limit; returns its outcome: "done in ...", or its failure."""
     begun = time.monotonic()
     file = out / f"{stage.name}.txt"
     remove_output(file, LOG)
@@ -187,13 +191,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and returns the exit code: 1 if a program failed or was ended."""
     parser = Parser("measure_device.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--ranks", type=typed(integer(1, 64)), default=1, help="devices that share a video (1)"
+        "--ranks", type=typed(integer(1, 64)), default=1, help="devices that compute one video (1)"
     )
     parser.add_argument("--ckpt_dir", type=Path, help="a checkpoint of t2v-A14B (the demo)")
     parser.add_argument(
-        "--minutes", type=typed(real(0, 1e5, above=True)), default=25.0, help="at most, in all (25)"
+        "--minutes",
+        type=typed(real(0, 1e5, above=True)),
+        default=25.0,
+        help="time limit of all programs together (25)",
     )
-    parser.add_argument("--out", type=Path, default=Path("measured"), help="folder (measured)")
+    parser.add_argument("--out", type=Path, default=Path("measured"), help="results (measured)")
     options = parser.parse_args(argv)
     out = options.out.absolute()
     logs = {f"{name}.txt": LOG for name in _TITLES}

@@ -1,13 +1,13 @@
-"""Quantised weights of a checkpoint's DiT, as mindiesd and --quant_dit_path read them.
+"""Quantize the weights of a checkpoint's DiT for mindiesd and --quant_dit_path.
 
     python tools/quantize_dit.py --ckpt_dir Wan2.2-T2V-A14B --out Wan2.2-T2V-A14B-W8A8
 
 W8A8_DYNAMIC: the linear layers of the blocks get int8 weights with one scale per output channel
-(largest magnitude / 127, symmetric); inputs are quantised per token when the network runs. All else
-stays FLOAT and comes from the checkpoint. With --fa fp8 the self-attentions also get the entries
-and rotations of FP8 attention; with --lora and its like, as generate.py has them, weights are
-quantised after merging. Two experts make two folders. Tensors are read, quantised and written one
-at a time. Files have mode 0640, because mindiesd reads no others.
+(largest magnitude / 127, symmetric); inputs are quantized per token when the network runs. All
+other tensors stay FLOAT and are read from the checkpoint. With --fa fp8 the self-attentions also
+get the entries and rotations of FP8 attention. With generate.py's LoRA flags, weights are quantized
+after merging. Two experts make two folders. Tensors are read, quantized and written one at a time.
+Files have mode 0640, because mindiesd reads no others.
 """
 
 from __future__ import annotations
@@ -57,10 +57,15 @@ Make = Callable[[], Iterator[tuple[str, Tensor]]]
 def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) -> Path:
     """Write the folder `out` and return it.
 
-    fa: None, or "fp8" for FP8 attention. loras: by the flags' names. Raises InputError for LoRAs
-    that change what is not quantised, a folder that is no checkpoint or
-    cannot be read, an `out` that is the current folder, a link or already holds something, or heads
-    whose size is no power of two with fa; OSError where `out` cannot be written.
+    Args:
+        fa: None, or "fp8" for FP8 attention.
+        loras: LoRA settings by the flags' names.
+
+    Raises:
+        InputError: A LoRA changes weights that are not quantized, `ckpt_dir` is no checkpoint or
+            unreadable, `out` is the current folder, a link or not empty, or with `fa` the head size
+            is no power of two.
+        OSError: `out` cannot be written.
     """
     with _reading(ckpt_dir):
         checkpoint = describe(ckpt_dir)
@@ -73,7 +78,7 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) 
 
 
 def _added(given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
-    """What LoRAs add to each network; only what is quantised can be in an export."""
+    """Read each network's LoRAs; refuse a LoRA that changes weights outside the export."""
     found = lora.resolve(read(given), checkpoint)
     for one in (one for ones in found.values() for one in ones):
         kept = [
@@ -81,14 +86,14 @@ def _added(given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[
         ]
         if kept:
             raise InputError(
-                f"LoRA {one.file} changes {kept[0]}, which is not quantised and comes from the "
-                "checkpoint; merge it into the checkpoint first."
+                f"LoRA {one.file} changes {kept[0]}, which is not quantised and is read from the "
+                "checkpoint; merge the LoRA into the checkpoint first."
             )
     return found
 
 
 def _rotation(dit: DitFiles) -> Tensor:
-    """What mindiesd would rotate queries and keys by, in the dtype it multiplies in."""
+    """Make mindiesd's rotation of queries and keys, in the dtype of its product."""
     try:
         return hadamard(dit.config["dim"] // dit.config["num_heads"], dtype=torch.bfloat16)
     except ValueError as error:
@@ -121,7 +126,7 @@ def _write_export(
     entries |= {name: FP8_DYNAMIC if name.endswith("_rot") else EVERYWHERE for name in form}
     weights = folder / f"quant_model_weight_{EVERYWHERE.lower()}.safetensors"
     tensors = (made for make in makers for made in make())
-    write(weights, form, tensors, f"quantising {label}")
+    write(weights, form, tensors, f"quantizing {label}")
     description = folder / next(iter(DESCRIPTIONS))
     description.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     for path in (weights, description):
@@ -130,12 +135,12 @@ def _write_export(
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Keeps failures to read apart from failures to write."""
+    """Turn errors of reading into refusals; errors of writing stay OSError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f"{folder} cannot be read ({error}); see whether the checkpoint is there and whole."
+            f"{folder} cannot be read ({error}); check that the checkpoint exists and is complete."
         ) from error
 
 
@@ -159,14 +164,14 @@ def _folder(raw: str) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; with one sentence on stderr 2 where the request is refused, 130 where interrupted."""
+    """Quantize a checkpoint; return 0, 2 if the request is refused or 130 if interrupted."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ckpt_dir", required=True, type=_folder, help="a checkpoint folder")
     parser.add_argument("--out", required=True, type=_folder, help="a new or empty folder")
-    parser.add_argument("--fa", choices=["fp8"], help="FP8 attention as well")
+    parser.add_argument("--fa", choices=["fp8"], help="also export FP8 attention")
     for name in options(Loras):
         action = {"lora_dir": "store", "use_relighting_lora": "store_true"}.get(name, "append")
-        parser.add_argument(f"--{name}", action=action, default=None, help="as of generate.py")
+        parser.add_argument(f"--{name}", action=action, default=None, help="as in generate.py")
     setup()
     try:
         print(quantize(**vars(parser.parse_args(argv))))
@@ -183,5 +188,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is unfinished is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
     sys.exit(main())

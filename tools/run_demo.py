@@ -1,9 +1,9 @@
-"""`make demo`: a few videos in sequence parallel with FA_Power_Cap, and a contact sheet of them.
+"""`make demo`: make a few videos in sequence parallel with FA_Power_Cap, and a contact sheet.
 
     python tools/run_demo.py [--out outputs/demo] [--processes 2] [--comm_type 1]
 
-Every video is one `infer_t2v.sh` or `infer_i2v.sh`, as a user would start it. The prompts name
-combinations that the demo checkpoint was not trained on.
+Every video is one run of `infer_t2v.sh` or `infer_i2v.sh`. The prompts are combinations that the
+demo checkpoint was not trained on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ I2V_PROMPT = "a large yellow star moves left on a brown background"
 
 
 def generate(task: str, prompt: str, video: Path, processes: int, comm_type: int) -> None:
-    """One video through a task's script; raises CalledProcessError if it fails."""
+    """Make one video with a task's script; CalledProcessError if it fails."""
     demo = REPO / "examples" / "demo" / f"{task}-A14B"
     command = ["bash", REPO / f"infer_{task}.sh", "--ckpt_dir", demo, "--base_seed", "1"]
     command += ["--prompt", prompt, "--save_file", video]
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             generate(task, prompt, video, options.processes, options.comm_type)
         except subprocess.CalledProcessError as error:
-            print(f"{video} was not made; the lines above say why.", file=sys.stderr)
+            print(f"{video} was not made; see the error above.", file=sys.stderr)
             return error.returncode
     contact_sheet.write(videos, sheet, gif)
     print(f"\n{len(videos)} videos in {time.monotonic() - started:.0f} s:", *videos, sep="\n  ")

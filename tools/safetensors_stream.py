@@ -1,4 +1,4 @@
-"""A safetensors file written tensor by tensor, for tools whose result is larger than memory."""
+"""Writing of safetensors files one tensor at a time, for results larger than memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ _SIZES = {torch.int8: ("I8", 1), torch.float32: ("F32", 4), torch.bfloat16: ("BF
 
 
 def write(path: Path, form: Form, tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
-    """The header is written first: every tensor of `form` must come, in any order.
+    """Write a safetensors file; the header comes first, so all tensors of `specs` must follow.
 
-    The header ends, and of each dtype those tensors lie first that end, at a multiple of 64 bytes,
-    so that large tensors begin at one and may be used where they are mapped. Wider dtypes lie
-    first, as the format's own writer has them. label: of the progress bar.
+    The header is padded to a multiple of 64 bytes. Within a dtype, tensors whose size is a multiple
+    of 64 bytes come first, so that large tensors are aligned and can be used memory-mapped. Wider
+    dtypes come first, as in the format's writer.
+
+    Args:
+        tensors: Names and values, in any order.
+        label: Label of the progress bar.
     """
     header: dict[str, Any] = {}
     end = 0

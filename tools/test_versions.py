@@ -1,9 +1,9 @@
-"""`make test-versions`: the default tests with the oldest and the newest packages of the ranges.
+"""`make test-versions`: run the default tests with the oldest and the newest allowed packages.
 
     python tools/test_versions.py [oldest] [newest] [--folder .venv/versions] [--processes auto]
 
 "oldest" has every package of requirements.txt at its lower bound, "newest" at the newest release
-below its upper bound. Each has a virtual environment of its own, which is kept for the next time.
+below its upper bound. Each has a virtual environment, which is kept for later runs.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ REPORT = marked_kind("a report of pytest", b"<testsuites")
 
 
 def _processes(name: str, raw: str) -> str:
-    """ "auto" or a number of processes."""
+    """Parse "auto" or a number of processes."""
     return raw if raw == "auto" else str(integer(1, 1000)(name, raw))
 
 
 def requirements(which: str) -> str:
-    """requirements.txt, for "oldest" with "==A" in the place of ">=A,<B"."""
+    """Return the text of requirements.txt; for "oldest" with "==A" instead of ">=A,<B"."""
     text = (REPO / "requirements.txt").read_text()
     return re.sub(r">=([0-9.]+),<[0-9.]+", r"==\1", text) if which == "oldest" else text
 
 
 def installed(which: str, folder: Path) -> Path:
-    """The Python of an environment, which has what its tests need."""
+    """Install the packages and test requirements into an environment; return its Python."""
     kinds = {"requirements.txt": REQUIREMENTS, "tests.xml": REPORT}
     check_output_folder(folder, kinds, "--folder")
     python = folder / "bin" / "python"
@@ -59,7 +59,7 @@ def installed(which: str, folder: Path) -> Path:
 
 
 def tested(python: Path, folder: Path, processes: str) -> dict[str, int]:
-    """Numbers of tests that passed, failed and were skipped."""
+    """Run the tests; return the numbers of passed, failed and skipped tests."""
     report = folder / "tests.xml"
     remove_output(report, REPORT)
     options = ["-m", "not slow", "-n", processes, "--dist", "loadgroup", f"--junitxml={report}"]
@@ -75,7 +75,7 @@ def tested(python: Path, folder: Path, processes: str) -> dict[str, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("environments", nargs="*", help="oldest, newest; both if none is given")
+    parser.add_argument("environments", nargs="*", help="oldest, newest (both)")
     parser.add_argument("--folder", type=Path, default=REPO / ".venv" / "versions")
     parser.add_argument(
         "--processes", type=typed(Reader(_processes)), default="auto", help="of pytest (-n)"

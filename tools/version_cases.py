@@ -1,7 +1,7 @@
-"""What compare_versions.py runs: requests that differ in a thing or two each, and their fixtures.
+"""Cases of compare_versions.py: requests that differ in one or two settings, and their fixtures.
 
-A case is a small video of a tiny checkpoint, so that it takes seconds; together they should enter
-every branch that can change a result.
+A case is a small video of a tiny checkpoint, so that it takes seconds; together the cases should
+reach every branch that can change a result.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NPU = {
 }
 MAY_DIFFER = {
     "npu-4-mixed-both-ways-comm-2": "a ring on the simulated NPU merges in float32, as on an NPU; "
-    "the base took its tensors, which say that they are on a CPU, at their word",
-    "3-vae-parallel-image": "three ranks share the heads unevenly; the base made them a ring",
+    "the base used the CPU's path, because its tensors are on a CPU",
+    "3-vae-parallel-image": "three ranks have uneven shares of the heads; the base used a ring",
 }
 """Name of a case -> why its result is not the base's. The base is the version before this edition,
 11815a1; against 0.1.0 (606a441) the cases with `--compile` differ by 6.3e-6."""
@@ -29,11 +29,11 @@ MAY_DIFFER = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run, as the words after `python`, or after `torchrun` where there are several ranks.
+    """One run, as the arguments of `python`, or of `torchrun` with several ranks.
 
-    Words and variables may name $made (folder of the checkpoints), $base (the earlier tree, whose
-    images and simulation of NPUs both versions use), $npu_sim (mindiesd) and $out (a path without
-    a suffix, in a folder of this case's results).
+    The command and variables may contain $made (folder of the checkpoints), $base (the earlier
+    tree, whose images and simulation of NPUs both versions use), $npu_sim (mindiesd) and $out (a
+    path without a suffix, in a folder of this case's results).
     """
 
     name: str
@@ -53,7 +53,7 @@ class Case:
         return "NPU_SIM_SOC" in self.environ
 
     def typed(self, paths: Mapping[str, Path]) -> str:
-        """What a user would type for it."""
+        """Return the command line of the case for a shell."""
         variables = [f"{name}={text}" for name, text in self.variables(paths).items()]
         start = ["torchrun", "--standalone", f"--nproc_per_node={self.ranks}"]
         words = self.words(paths)
@@ -70,24 +70,24 @@ def tiny(name: str, task: str, layout: str = "official") -> Case:
 
 
 def quick(name: str, arguments: str, ranks: int = 1, **environ: str) -> Case:
-    """A small video; arguments that are given twice count the second time."""
+    """Make a case of a small video; a repeated argument replaces the earlier one."""
     return Case(name, f"generate.py {QUICK} {arguments}", ranks, environ)
 
 
 def scheduled(name: str, arguments: str, ranks: int = 1) -> Case:
-    """A small video whose steps come from a recipe or from --timesteps."""
+    """Make a case of a small video whose steps come from a recipe or from --timesteps."""
     return Case(name, f"generate.py {SMALL} {arguments}", ranks)
 
 
 def npu(name: str, chip: str, arguments: str, ranks: int = 1) -> Case:
-    """On simulated NPUs of that chip (NPU_SIM_SOC); both versions on the base's simulation."""
+    """Make a case on simulated NPUs of a chip; both versions use the base's simulation."""
     few = "--sample_steps 2 --sample_guide_scale 1"
     words = f"--ckpt_dir $made/npu --device npu --size 112*80 --frame_num 9 {few} {arguments}"
     return quick(name, words, ranks, NPU_SIM_SOC=chip, **NPU)
 
 
 def python(name: str, call: str, ranks: int = 1) -> Case:
-    """call: an expression that gives latents, of the names imported here."""
+    """Make a case of the Python classes. call: an expression whose value is the latents."""
     program = f"""
 import os, torch.distributed as dist
 from PIL import Image
@@ -105,10 +105,11 @@ if several: dist.destroy_process_group()
 
 
 def diffusers(name: str, made: str, settings: str, ranks: int = 1, **more: str) -> Case:
-    """A pipeline of diffusers, parallelised with these settings.
+    """Make a case of a diffusers pipeline, parallelized with these settings.
 
-    more: `call`, further arguments of the pipeline's call; `cache`, arguments after the pipeline
-    of apply_cache_on_pipe.
+    Args:
+        more: `call`: further arguments of the pipeline's call; `cache`: arguments of
+            apply_cache_on_pipe after the pipeline.
     """
     image = "i2v" in made
     kind = "WanImageToVideoPipeline" if image else "WanPipeline"
@@ -252,7 +253,7 @@ FIXTURES = (
         quick("earlier", f"{T2V} --sample_solver dpm++ --sample_guide_scale 2,4"),
     ),
 )
-"""What the cases need, made by the earlier version; the second stage needs the first."""
+"""Fixtures of the cases, made by the earlier version; the second stage needs the first."""
 
 CASES = (
     # Tasks and layouts.

@@ -4,16 +4,16 @@
     python -m benchmarks.mlperf --small --ranks 2 --tests performance accuracy test04
     python -m benchmarks.mlperf --ranks 8 --modes 0 1 2 -- --ckpt_dir ./Wan2.2-T2V-A14B --power
 
-MLPerf's own load generator asks for the 248 prompts of six VBench dimensions at 1280*720, 81 frames
-and 20 steps (--small: six prompts, 64*64 x 9, 4 steps). `performance` measures latency
-(SingleStream) or throughput (Offline). `accuracy` makes every video and writes
-vbench_full_info.json, from which VBench computes its dimensions elsewhere; --score FILE then reads
-its results. `test04` asks for one prompt again and again: an answer from a cache would come faster.
---service drives `python -m wan.serve` over HTTP instead. Behind `--` stand flags of generate.py.
+MLPerf's load generator issues the 248 prompts of six VBench dimensions at 1280*720, 81 frames and
+20 steps (--small: six prompts, 64*64 x 9, 4 steps). `performance` measures latency (SingleStream)
+or throughput (Offline). `accuracy` makes every video and writes vbench_full_info.json, from which
+VBench computes its dimensions elsewhere; --score FILE then reads its results. `test04` issues one
+prompt repeatedly: a cached answer would be faster. --service drives `python -m wan.serve` over HTTP
+instead. Flags after `--` are passed to generate.py.
 
-Each mode's logs, videos and results are in --out; a test that has a result is not repeated, and
-report.md and report.json there are made of all results. This is MLPerf-shaped, not a submission:
-nobody has checked it, and steps of a submission (audits, system description) are missing.
+Each mode's logs, videos and results are written to --out; a test with a result is not repeated, and
+report.md and report.json summarize all results. This is MLPerf-shaped, not a submission: nobody has
+reviewed it, and steps of a submission (audits, system description) are missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REPORT = marked_kind("a report of benchmarks.mlperf", _TITLE.encode())
 
 
 def _in_process(ranks: int, mode: int, shared: list[str], flags: list[str]) -> None:
-    """Has the load generator drive a pipeline on new ranks."""
+    """Runs the load generator on a pipeline, on new ranks."""
     start = [sys.executable, "-m"]
     if ranks > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
@@ -54,7 +54,7 @@ def _in_process(ranks: int, mode: int, shared: list[str], flags: list[str]) -> N
 
 
 def _over_http(ranks: int, mode: int, shared: list[str], flags: list[str], out: Path) -> None:
-    """Has the load generator drive a new service."""
+    """Runs the load generator on a new service, over HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -66,7 +66,7 @@ def _over_http(ranks: int, mode: int, shared: list[str], flags: list[str], out: 
     try:
         while not _is_up(url):
             if service.poll() is not None:
-                raise InputError("The service has not come up", remedy="see what it says above")
+                raise InputError("The service did not start", remedy="see its error above")
             time.sleep(0.5)
         subprocess.run([sys.executable, "-m", _DRIVER, *shared, "--url", url], check=True)
     finally:
@@ -82,7 +82,7 @@ def _is_up(url: str) -> bool:
 
 
 def _rows(out: Path) -> list[dict[str, Any]]:
-    """Returns one row for each mode and scenario that was measured."""
+    """Reads one row of results for each measured mode and scenario."""
     rows = []
     for file in sorted(out.glob("mode*/*/performance/result.json")):
         try:
@@ -96,7 +96,7 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 
 def _row(file: Path) -> dict[str, Any]:
-    """Returns the row of a mode and scenario, from the result of `performance`."""
+    """Reads the row of a mode and scenario from the result of `performance`."""
     folder, found = file.parents[1], read_json(file)
     row: dict[str, Any] = {"mode": int(file.parents[2].name[4:]), "scenario": found["scenario"]}
     if found["scenario"] == "SingleStream":
@@ -122,7 +122,7 @@ def _seconds(found: dict[str, Any]) -> float:
 
 
 def _energy(power: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the means over the videos of what was metered."""
+    """Returns the means of the metered quantities over the videos."""
     names = {"joules": "joules", "mean_w": "watts", "mean_mhz": "mhz", "throttled": "throttled"}
     found = {}
     for name, own in names.items():
@@ -147,17 +147,17 @@ def report(out: Path, small: bool) -> str:
         "mhz": "mean MHz",
         "throttled": "throttled",
         "videos": "videos",
-        "validity": "load generator says",
+        "validity": "validity (load generator)",
         "gain_of_the_same": "same prompt faster by",
         "test04": "TEST04",
         "videos_for_vbench": "videos for VBench",
     }
     lines = [_TITLE, ""]
     if small:
-        lines += ["Six small videos (`--small`), which say nothing about the workload's speed."]
-        lines += ["The load generator calls fewer than 64 queries of SingleStream invalid.", ""]
+        lines += ["Six small videos (`--small`), which do not measure the workload's speed."]
+        lines += ["With fewer than 64 queries the load generator rates SingleStream invalid.", ""]
     if not any("joules" in row for row in rows):
-        lines += ["Energy: no meter was asked for (`--power`), or there is none.", ""]
+        lines += ["Energy: not metered (no `--power`), or this machine has no meter.", ""]
     used = [name for name in heads if any(name in row for row in rows)]
     lines += ["| " + " | ".join(heads[name] for name in used) + " |", "|---" * len(used) + "|"]
     for row in sorted(rows, key=lambda row: (row["scenario"], row["mode"])):
@@ -177,7 +177,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def score(file: Path) -> str:
-    """Returns what VBench's results amount to.
+    """Computes the accuracy from VBench's results and compares it with the required one.
 
     Args:
         file: VBench's *_eval_results.json: dimension -> [score, videos].
@@ -194,11 +194,11 @@ def score(file: Path) -> str:
         ) from error
     mean = 100 * statistics.mean(scores)
     verdict = "enough" if mean >= rules.LEAST_ACCURACY else "too little"
-    return f"{mean:.4f}: {verdict} (at least {rules.LEAST_ACCURACY} is asked for)"
+    return f"{mean:.4f}: {verdict} (at least {rules.LEAST_ACCURACY} is required)"
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command line."""
+    """Runs the tests of all modes and writes the report; returns the exit code."""
     place = argv.index("--") if "--" in argv else len(argv)
     flags = argv[place + 1 :]
     command = Parser(
@@ -215,13 +215,13 @@ def run(argv: list[str]) -> int:
     )
     command.add_argument("--service", action="store_true", help="drive python -m wan.serve")
     command.add_argument(
-        "--score", type=typed(path), help="read VBench's results, and measure nothing"
+        "--score", type=typed(path), help="only compute the accuracy from this file of VBench"
     )
     options = command.parse_args(argv[:place])
     if options.score is not None:
         print(score(options.score))
         return 0
-    rules.check(flags)  # what is refused or missing is said before anything starts
+    rules.check(flags)  # refuse wrong flags and missing packages before anything starts
     rules.workload(options.small)
     for name, kind in (("report.json", ROWS), ("report.md", REPORT)):
         check_output(options.out / name, kind, "--out")

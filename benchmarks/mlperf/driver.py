@@ -1,4 +1,4 @@
-"""MLPerf's load generator drives a pipeline in this process (or on torchrun's ranks), or a service.
+"""Runs MLPerf's load generator on a pipeline in this process or on torchrun's ranks, or a service.
 
 `python -m benchmarks.mlperf` starts this module.
 """
@@ -46,15 +46,12 @@ POWER = json_kind("the energy of a video", "power")
 def test(
     kind: str, scenario: str, workload: Workload, make: Make, folder: Path, at_once: int = 1
 ) -> None:
-    """Runs one test of the load generator; its logs, the videos and a result stay in a folder.
+    """Runs one test of the load generator; writes its logs, videos and result into a folder.
 
     Args:
         kind: "performance", "accuracy", or "test04" for the performance of one sample.
         scenario: "SingleStream" or "Offline".
-        workload: The samples.
-        make: Makes a video.
-        folder: Where everything is written.
-        at_once: How many videos are asked for at the same time, in Offline.
+        at_once: Number of concurrent queries in Offline.
     """
     folder.mkdir(parents=True, exist_ok=True)
     asked: queue.Queue[Any] = queue.Queue()
@@ -128,7 +125,7 @@ def _logs(folder: Path) -> Any:
 
 
 def _result(folder: Path) -> dict[str, Any]:
-    """Returns what the load generator's detailed log says of the result."""
+    """Reads the result and errors from the load generator's detailed log."""
     found: dict[str, Any] = {}
     for line in (folder / "mlperf_log_detail.txt").read_text().splitlines():
         entry = json.loads(line.partition(" ")[2])
@@ -140,7 +137,7 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def _power(video: Path) -> dict[str, Any] | None:
-    """Returns what the record beside a video says of its energy, if there is one."""
+    """Reads a video's energy from its record; None without a record or a meter."""
     record = video.with_suffix(".json")
     found = json.loads(record.read_text()).get("power") if record.exists() else None
     return found if found and "joules" in found else None
@@ -158,7 +155,7 @@ def _write_entries(workload: Workload, folder: Path) -> None:
 
 
 def post(url: str, workload: Workload) -> Make:
-    """Returns what has a service make a video."""
+    """Returns a function that makes a video by a request to a service."""
 
     def make(index: int, file: Path) -> None:
         body = json.dumps(workload.request(index)).encode()
@@ -178,7 +175,7 @@ def post(url: str, workload: Workload) -> Make:
 
 
 def cached(make: Make) -> Make:
-    """Returns what makes no video twice, which TEST04 has to find."""
+    """Wraps `make` with a cache of videos, which TEST04 must detect."""
     there: dict[int, bytes] = {}
 
     def again(index: int, file: Path) -> None:
@@ -192,7 +189,7 @@ def cached(make: Make) -> Make:
 
 
 def _tests(options: argparse.Namespace, workload: Workload, make: Make, at_once: int = 1) -> None:
-    """Runs the tests that have no result yet."""
+    """Runs the tests without a result."""
     make = cached(make) if options.cached else make
     for scenario in options.scenarios:
         for kind in options.tests:
@@ -207,7 +204,7 @@ def _tests(options: argparse.Namespace, workload: Workload, make: Make, at_once:
 
 
 def _work(options: argparse.Namespace, workload: Workload, run: Run, team: Team | None) -> int:
-    """What every rank does: the first is driven, and the others make what it makes."""
+    """Runs the tests on rank 0; the other ranks join in each of its videos."""
     main.load_torch()
     from wan import device as devices
     from wan.distributed.control import Control
@@ -243,7 +240,7 @@ def run(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     command = Parser()
     rules.options(command)
-    command.add_argument("--url", help="of a service, which is driven instead")
+    command.add_argument("--url", help="URL of a service to test instead of a pipeline")
     options, flags = command.parse_args(argv[:place]), argv[place + 1 :]
     workload = rules.workload(options.small)
     if options.url:

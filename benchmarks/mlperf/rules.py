@@ -1,4 +1,4 @@
-"""What MLPerf Inference v6.0 asks of Wan2.2-T2V-A14B: prompts, settings, quantities.
+"""Rules of MLPerf Inference v6.0 for Wan2.2-T2V-A14B: prompts, settings, quantities.
 
 The numbers are those of the rules of the closed division and of the reference implementation's
 configuration, https://github.com/mlcommons/inference (text_to_video/wan-2.2-t2v-a14b).
@@ -27,13 +27,13 @@ DIMENSIONS = (
     "appearance_style",
     "scene",
 )
-"""Of VBench; their mean, times 100, is the accuracy."""
+"""Dimensions of VBench; their mean, times 100, is the accuracy."""
 LEAST_ACCURACY = 69.7752
-"""99 % of the reference's."""
+"""99 % of the reference's accuracy."""
 SAME_SAMPLE = 3
-"""The sample that TEST04 asks for again and again."""
+"""The sample that TEST04 repeats."""
 MOST_GAIN = 0.10
-"""How much faster the same sample may come in TEST04 than different ones."""
+"""How much faster the repeated sample of TEST04 may be than different samples."""
 _PLACES = (
     range(257, 329),
     range(493, 583),
@@ -51,16 +51,16 @@ NEGATIVE_PROMPT = (
 
 @dataclass(frozen=True)
 class Workload:
-    """The videos, and how many of them a test asks for.
+    """The videos of the tests, and how many a test requests.
 
     Attributes:
-        entries: Of VBench's list: each has a prompt and the dimensions that it is scored in.
-        size: Width and height.
-        frames: Of a video.
-        steps: Of its denoising.
-        queries: At least so many in SingleStream: the rules want 50, the load generator's early
-            stopping 64.
-        seconds: And for at least so long.
+        entries: Entries of VBench's list: a prompt and its scored dimensions.
+        size: (width, height) in pixels.
+        frames: Frames of a video.
+        steps: Denoising steps of a video.
+        queries: Minimum number of queries in SingleStream: the rules require 50, the load
+            generator's early stopping 64.
+        seconds: Minimum duration of SingleStream.
     """
 
     entries: list[dict[str, Any]]
@@ -84,7 +84,7 @@ class Workload:
         return [str(part) for pair in given.items() for part in pair]
 
     def request(self, index: int) -> dict[str, Any]:
-        """Returns what MLPerf's client posts to /v1/videos/generations for a sample."""
+        """Returns the JSON body that MLPerf's client posts to /v1/videos/generations."""
         width, height = self.size
         return {
             "prompt": self.prompt(index),
@@ -132,25 +132,22 @@ def workload(small: bool) -> Workload:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say what is measured."""
+    """Adds the options that select the tests."""
     number = parser.add_argument
     both = ["SingleStream", "Offline"]
     number("--scenarios", nargs="+", choices=both, default=both)
     kinds = ["performance", "accuracy", "test04"]
     number("--tests", nargs="+", choices=kinds, default=kinds[:1])
     number("--small", action="store_true", help="six small videos, for a machine without GPUs")
-    number("--cached", action="store_true", help="answer from a cache, which TEST04 has to find")
+    number("--cached", action="store_true", help="answer from a cache, which TEST04 must detect")
     number("--out", type=typed(path), default=Path("mlperf"), help="folder of the results (mlperf)")
 
 
 def check(flags: Sequence[str]) -> None:
-    """Refuses what the closed division does not allow.
-
-    Args:
-        flags: Those of generate.py.
+    """Refuses flags of generate.py that the closed division does not allow.
 
     Raises:
-        InputError: They leave out a part of the computation.
+        InputError: A flag skips a part of the computation.
     """
     with spoken(COMMAND_LINE):
         given = parse(flags)

@@ -1,14 +1,14 @@
-"""Several services of `python -m wan.serve` as one application of Ray Serve.
+"""Run several `python -m wan.serve` services as one Ray Serve application.
 
     pip install "ray[serve]" -r requirements-serve.txt
     serve run examples.serve.ray_app:build replicas=2    # the demo, on this machine
     serve run examples.serve.ray_app:build replicas=4 ranks=8 devices=GPU journal=/shared/videos \
         flags="--ckpt_dir /shared/Wan2.2-T2V-A14B --ulysses_size 8 --comm_type 1"
 
-A replica is one group of ranks: all its devices are on one machine (STRICT_PACK), and it has one
-service, whose journal is a folder that every machine reaches. Ray starts a replica that has ended
-again; it gets the same name and the same journal, so that its jobs go on. New jobs go to the
-replica whose queue will be empty first, and requests about a job to the replica in its id.
+A replica is one group of ranks with one service: all its devices are on one machine (STRICT_PACK),
+and its journal is a folder that every machine can access. Ray restarts an ended replica with the
+same name and journal, so that its jobs continue. New jobs go to the replica whose queue will be
+empty first; requests about a job go to the replica named in the job's id.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 _OF_JOB = re.compile(r"/v1/videos/video_(r\d+)_")
-_OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}  # headers that are not passed on
+_OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}  # headers not forwarded
 _OF_FRONT = _OF_CONNECTION | {"host", "content-length", "authorization"}
 
 
 class Addresses:
-    """Where the services of the replicas are: {"r0": "http://..."}."""
+    """URLs of the replicas' services: {"r0": "http://..."}."""
 
     def __init__(self) -> None:
         self._urls: dict[str, str] = {}
@@ -53,19 +53,22 @@ class Addresses:
 
 
 def _ends_with_parent() -> None:
-    """Has the system end this process when the replica's ends, however that happens."""
+    """Make the kernel send SIGTERM to this process when the replica's process ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _unused_name(root: Path, count: int, first: int) -> str:
-    """A name whose journal no service has locked. Should two replicas take it, one starts again."""
+    """Return a name whose journal no service has locked.
+
+    If two replicas take the same name, one of them fails and is restarted.
+    """
     for number in range(count):
         name = f"r{(first + number) % count}"
         (root / name).mkdir(parents=True, exist_ok=True)
         with (root / name / "lock").open("w") as lock, suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return name
-    raise RuntimeError(f"All {count} journals in {root} belong to services that run.")
+    raise RuntimeError(f"All {count} journals in {root} belong to running services.")
 
 
 class Replica:
@@ -90,7 +93,10 @@ class Replica:
         ray.get(addresses.put.remote(self._name, self._url))
 
     async def check_health(self) -> None:
-        """Ray replaces this replica when it raises; lost ranks the service starts again itself."""
+        """Raise if the service has ended: Ray then replaces this replica.
+
+        The service itself restarts lost ranks.
+        """
         answers = await _answers(f"{self._url}/liveness")
         if self._service.poll() is not None or (self._has_answered and not answers):
             raise RuntimeError(f"The service of {self._name} has ended.")
@@ -110,10 +116,14 @@ async def _answers(url: str) -> bool:
 
 
 class Front:
-    """Passes requests on; it keeps nothing, so that there may be several."""
+    """Forwards requests to replicas. It is stateless, so several may run."""
 
     def __init__(self, key: str, addresses: Any, replicas: Any) -> None:
-        """replicas: Their handle; with it Ray starts them first, and ends them with this."""
+        """Open the client session.
+
+        Args:
+            replicas: Handle of the replicas; Ray starts them before this and ends them with it.
+        """
         self._addresses, self._replicas = addresses, replicas
         self._client = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"}, timeout=aiohttp.ClientTimeout(None)
@@ -126,10 +136,10 @@ class Front:
                 return await self._list(urls, dict(request.query_params))
             return await self._passed_on(urls, request)
         except aiohttp.ClientConnectionError:
-            return _away("a replica is started again")
+            return _away("a replica is being restarted")
 
     async def _list(self, urls: dict[str, str], query: dict[str, str]) -> Response:
-        """One replica's jobs after the other's; the cursor says where a page begins."""
+        """List the jobs of all replicas in the order of their names, one page from the cursor."""
         begun = _OF_JOB.match(f"/v1/videos/{query.get('after', '')}")
         found, limit = list[dict[str, Any]](), query.get("limit", "20")
         names = sorted(name for name in urls if begun is None or name >= begun[1])
@@ -141,7 +151,7 @@ class Front:
                     return Response(await answer.read(), answer.status, _headers(answer))
                 page = await answer.json()
             found += page["data"]
-            query.pop("after", None)  # it was this replica's
+            query.pop("after", None)  # a cursor of this replica only
             if len(found) >= int(limit):
                 return _page(found, page["has_more"] or name != names[-1])
         return _page(found, False)
@@ -150,7 +160,7 @@ class Front:
         of_job = _OF_JOB.match(request.url.path)
         name = of_job[1] if of_job else await self._soonest(urls)
         if name not in urls:
-            return _away("no replica can be reached")
+            return _away("no replica is reachable")
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_FRONT}
         url, body = f"{urls[name]}{request.url.path}", await request.body()
         answer = await self._client.request(
@@ -160,7 +170,7 @@ class Front:
         return StreamingResponse(content, answer.status, _headers(answer))
 
     async def _soonest(self, urls: dict[str, str]) -> str:
-        """The replica whose queue will be empty first, of those that can make videos."""
+        """Return the healthy replica whose queue will be empty first; "" without replicas."""
         ahead = dict(zip(urls, await asyncio.gather(*map(self._ahead, urls.values())), strict=True))
         return min(ahead, key=lambda name: ahead[name], default="")
 
@@ -168,7 +178,7 @@ class Front:
         try:
             async with self._client.get(f"{url}/health") as answer:
                 told = await answer.json()
-                busy = told["queued"] + told["running"]  # before any job was timed
+                busy = told["queued"] + told["running"]  # the measure until a job was timed
                 return answer.status != 200, told["seconds_ahead"], busy
         except aiohttp.ClientError:
             return True, float("inf"), 0
@@ -190,7 +200,10 @@ def _page(found: list[dict[str, Any]], more: bool) -> Response:
 
 
 def build(given: dict[str, str]) -> Any:
-    """Makes the application: replicas, ranks (of each), devices (GPU or NPU), journal, flags."""
+    """Make the application from replicas, ranks (per replica), devices, journal and flags.
+
+    devices is "GPU", "NPU" or "" (none).
+    """
     settings = {"replicas": "1", "ranks": "1", "devices": "", "journal": "videos", "flags": ""}
     settings |= given
     bundle = {"CPU": 1.0}

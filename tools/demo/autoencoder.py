@@ -2,8 +2,8 @@
 
     python -m tools.demo.autoencoder --state STATE
 
-First crops of single pictures (cheap, and most of what there is to learn), then of short clips,
-then whole clips. Legend: B clips, F frames, H W pixels.
+The phases train on crops of single pictures (cheap, and most of the learning), then on crops of
+short clips, then on full clips. Legend: B clips, F frames, H W pixels.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from wan.settings.values import integer
 BASE_DIM, SIDE, CLIP = 8, 64, 9
 POOL = 500
 KL_WEIGHT = 1e-4
-_LENGTHS = (9, 9, 9, 33)  # of the whole clips that the windows of 9 frames are cut from
+_LENGTHS = (9, 9, 9, 33)  # frames of the clips that windows of 9 frames are cut from
 
 
 def network() -> Any:
-    """diffusers' autoencoder; convolutions laid out as CPUs are quickest with."""
+    """Make diffusers' autoencoder, with channels-last convolutions, the fastest layout on CPUs."""
     from diffusers import AutoencoderKLWan
 
     vae = AutoencoderKLWan(base_dim=BASE_DIM, z_dim=16)
@@ -46,15 +46,15 @@ def network() -> Any:
 
 
 def _as_picture(conv: Any, x_B3FHW: Tensor, cache_x: Tensor | None = None) -> Tensor:
-    """What a causal convolution makes of a single frame: only its last time step counts."""
+    """Apply a causal convolution to a single frame: only the kernel's last time step matters."""
     if x_B3FHW.shape[2] > 1 or cache_x is not None:
-        raise ValueError("Clips of several frames need the whole convolution.")
-    weight, padding = conv.weight[:, :, -1], conv._padding[0]  # the sides are padded alike
+        raise ValueError("Clips of several frames need the full convolution.")
+    weight, padding = conv.weight[:, :, -1], conv._padding[0]  # equal on all sides
     return F.conv2d(x_B3FHW[:, :, 0], weight, conv.bias, padding=padding)[:, :, None]
 
 
 def picture_convolutions(on: bool) -> Any:
-    """A context in which single frames take the convolutions' short way, at half the time."""
+    """Return a context in which convolutions of single frames skip the time axis (2x faster)."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
     return mock.patch.object(WanCausalConv3d, "forward", _as_picture) if on else nullcontext()
@@ -62,10 +62,10 @@ def picture_convolutions(on: bool) -> Any:
 
 @torch.no_grad()
 def untrained() -> Any:
-    """A network that starts simple: residual branches are silent, every frame is seen alone.
+    """Make a network whose residual branches are zero and whose convolutions see one frame.
 
-    Halving time averages two frames and doubling repeats them, so what is learned on single
-    pictures holds for clips that stand still.
+    Temporal downsampling averages two frames and upsampling repeats them, so that training on
+    single pictures carries over to clips without motion.
     """
     vae = network()
     modules: Any = vae.named_modules()
@@ -87,7 +87,7 @@ def untrained() -> Any:
 
 
 def windows(seed: int, count: int) -> Tensor:
-    """uint8 [count, CLIP, SIDE, SIDE, 3]: windows of training clips of several lengths."""
+    """Make windows of training clips of several lengths, uint8 [count, CLIP, SIDE, SIDE, 3]."""
     random = np.random.default_rng(seed)
     found = []
     for index in range(count):
@@ -99,7 +99,7 @@ def windows(seed: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the training: clips a step, frames and side of what is cut out of them."""
+    """A phase of the training: its steps, clips per step, and the frames and side of the crops."""
 
     steps: int
     clips: int
@@ -108,7 +108,7 @@ class Phase:
 
 
 def batch(pool: Tensor, random: np.random.Generator, phase: Phase, count: int) -> Tensor:
-    """Float [B,3,F,H,W] in [-1, 1]: cut out of random clips, at their shapes."""
+    """Crop random clips around their shapes, to float [B,3,F,H,W] in [-1, 1]."""
     clips = []
     for row in random.integers(len(pool), size=count):
         first = int(random.integers(CLIP - phase.frames + 1))
@@ -118,7 +118,7 @@ def batch(pool: Tensor, random: np.random.Generator, phase: Phase, count: int) -
 
 
 def _crop(clip_FHW3: Tensor, random: np.random.Generator, size: int) -> Tensor:
-    """A square that has a random pixel of a shape near its middle."""
+    """Crop a square with a random pixel of a shape near its middle."""
     shapes = (clip_FHW3[0] != clip_FHW3[0, 0, 0]).any(-1).nonzero()
     centre = shapes[int(random.integers(len(shapes)))] + torch.from_numpy(random.integers(-8, 9, 2))
     y, x = (int(c) for c in (centre - size // 2).clamp(0, SIDE - size))
@@ -126,7 +126,7 @@ def _crop(clip_FHW3: Tensor, random: np.random.Generator, size: int) -> Tensor:
 
 
 def loss_of(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Reconstruction (L1 and squared) from a sampled latent, and a small KL term."""
+    """Compute the reconstruction loss (L1 and squared) of a sampled latent plus a small KL term."""
     posterior = vae.encode(clips).latent_dist
     rebuilt = vae.decode(posterior.sample()).sample
     squared = F.mse_loss(rebuilt, clips)
@@ -144,10 +144,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=typed(integer(0, 10_000_000)),
         nargs=3,
         default=[1750, 2800, 1200],
-        help="of phases",
+        help="steps of the three phases",
     )
     parser.add_argument(
-        "--threads", type=typed(integer(1, 10_000)), default=2, help="of all processes together"
+        "--threads",
+        type=typed(integer(1, 10_000)),
+        default=2,
+        help="threads of all processes together (2)",
     )
     options = parser.parse_args(argv)
     rank, ranks = join(options.threads)

@@ -5,11 +5,12 @@
     python -m tools.demo.chain --state STATE --out examples/demo/I2V-A14B-chain-lora
     python -m tools.demo.chain --score examples/demo/I2V-A14B-chain-lora --prompts 10
 
-What a clip is given is that of SVI 2.0 Pro: the picture, the last latent of the clip before, and a
-mask of the picture alone. In training that latent is blurred by noise, as the network's own errors
-will do. A video is one shape on its way from corner to corner; a clip is a way. The scores compare
-videos of twenty clips with the plain chain, in which a clip begins with the last frame, and draw
-both as strips (docs/long_videos.png): the picture and the last frame of each clip, in pairs.
+A clip's condition is that of SVI 2.0 Pro: the picture, the last latent of the previous clip, and a
+mask of the picture alone. In training that latent is perturbed by noise, which simulates the
+network's errors. A video is one shape that moves from corner to corner, along one side in each
+clip. The scores compare videos of twenty clips with the plain chain, in which a clip begins with
+the previous one's last frame, and draw both as strips (docs/long_videos.png): the picture and the
+last frame of each clip, in pairs.
 Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/height/width.
 """
 
@@ -50,15 +51,15 @@ from tools.demo.training import Training, save_atomically
 from wan.output_files import check_output
 from wan.settings.presets import PRESETS
 
-FRAMES, TOKENS, CLIPS, BATCH = 17, 80, 3, 24  # of a clip; clips of a training video; of a step
+FRAMES, TOKENS, CLIPS, BATCH = 17, 80, 3, 24  # per clip (2), clips of a training video, per step
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "long_videos.png"
 RANK, SEED, DROPPED, BLUR = 16, 6000, 0.1, 0.3
-LONG, SHOWN = 20, (1, 2, 5, 10, 20)  # clips of a score's video; after which it is measured
+LONG, SHOWN = 20, (1, 2, 5, 10, 20)  # clips of a scored video; clips whose drift is printed
 Pixels = NDArray[np.uint8]
 
 
 def ways(seed: int, index: int, count: int) -> list[Scene]:
-    """The clips of a video: a shape that goes from corner to corner, each time along one side."""
+    """Make the scenes of a video's clips: a shape moves from corner to corner, along one side."""
     random = np.random.default_rng([seed, index])
     while True:
         colour, shape = str(random.choice(COLOURS)), str(random.choice(SHAPES))
@@ -80,14 +81,14 @@ def ways(seed: int, index: int, count: int) -> list[Scene]:
 
 
 def drawn(clips: list[Scene]) -> Iterator[Pixels]:
-    """What each clip shows, [FRAMES,H,W,3]; later ones begin with the picture and four frames."""
+    """Render each clip, [FRAMES,H,W,3]; later ones begin with the picture and four old frames."""
     picture, before = None, None
     for scene in clips:
         if picture is None or before is None:
             frames = render(scene, FRAMES, 64)
             picture = frames[:1]
         else:
-            new = render(scene, FRAMES - 4, 64)[1:]  # its first frame is the last one before
+            new = render(scene, FRAMES - 4, 64)[1:]  # its first frame repeats the previous one
             frames = np.concatenate((picture, before[-4:], new))
         yield frames
         before = frames
@@ -95,7 +96,7 @@ def drawn(clips: list[Scene]) -> Iterator[Pixels]:
 
 @torch.inference_mode()
 def make_clips(state: Path, count: int) -> None:
-    """Write latents of clips [N,16,f,h,w], CLIPS of each video, unless they are there."""
+    """Write latents of clips [N,16,f,h,w], CLIPS of each video, unless the file exists."""
     file = state / "chain.pt"
     if file.exists():
         return
@@ -108,7 +109,7 @@ def make_clips(state: Path, count: int) -> None:
 
 
 def train(state: Path, part: str, steps: int, peak: float) -> None:
-    """Flow matching as in `tools.demo.dit`; a clip is given what SVI 2.0 Pro's are."""
+    """Train a LoRA by flow matching as in `tools.demo.dit`, with the condition of SVI 2.0 Pro."""
     torch.manual_seed(0)
     model = base()
     network = with_lora(model, part, RANK)
@@ -140,7 +141,7 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
 
 
 def score(folder: Path, videos: int) -> None:
-    """Drift of videos of twenty clips with the LoRA, and of the plain chain without it."""
+    """Print the drift of videos of twenty clips with the LoRA, and of the plain chain."""
     check_output(PICTURE, MARKED, "The picture")
     print("| Chain | Clips | Colour | Background | Area | Wrong ways, % | Jump at a join, pixels |")
     print("|---|---|---|---|---|---|---|")
@@ -166,7 +167,7 @@ def score(folder: Path, videos: int) -> None:
 
 
 def long_video(model: Any, clips: list[Scene], seed: int, latents: bool) -> Pixels:
-    """Twenty clips in one call, [F,H,W,3]."""
+    """Generate a video of twenty clips, [F,H,W,3]."""
     made = model.generate(
         "",
         Image.fromarray(next(drawn(clips))[0]),
@@ -183,7 +184,7 @@ def long_video(model: Any, clips: list[Scene], seed: int, latents: bool) -> Pixe
 
 
 def _drift(frames: Pixels, clips: list[Scene], again: int) -> NDArray[np.floating[Any]]:
-    """For each clip: distances of colours (0 to 441) and area to the picture's, wrong way, jump."""
+    """Measure each clip: distances of colours (0 to 441), ratio of areas, wrong way, jump."""
     masks = np.stack([largest_part(mask) for mask in foreground(frames.astype(np.float32))])
     ends = FRAMES + (FRAMES - again) * np.arange(len(clips))  # of each clip, in the video
     first, rows = 0, []
@@ -205,7 +206,7 @@ def _drift(frames: Pixels, clips: list[Scene], again: int) -> NDArray[np.floatin
 
 
 def _seen(frame: Pixels, mask: NDArray[np.bool_]) -> tuple[Any, Any, float]:
-    """Mean colours of the shape and of the background, and the shape's area."""
+    """Measure the mean colours of the shape and the background, and the shape's area."""
     shape = frame[mask].mean(0) if mask.any() else np.zeros(3)
     return shape, frame[~mask].mean(0), float(mask.sum())
 
@@ -216,7 +217,7 @@ def _centre(mask: NDArray[np.bool_]) -> NDArray[np.floating[Any]]:
 
 
 def _strip(frames: Pixels, again: int) -> Pixels:
-    """The picture and the last frame of every clip, side by side."""
+    """Draw the picture and the last frame of every clip, side by side."""
     places = [0, *(FRAMES - 1 + (FRAMES - again) * np.arange(LONG))]
     return np.concatenate([frames[place] for place in places], axis=1)
 

@@ -5,9 +5,10 @@
     python -m tools.demo.distil --state STATE --out examples/demo/T2V-A14B-4steps-lora
     python -m tools.demo.distil --score examples/demo/T2V-A14B-4steps-lora
 
-The teacher follows its guided flow from noise in many small Euler steps, and what it passes at the
-student's four levels is kept; the student learns the straight line from each level to the next.
-Prompts are training scenes; those of the scores were never seen. Resumable; 40 minutes on 2 cores.
+The teacher follows its guided flow from noise in many small Euler steps; its latents at the
+student's four noise levels are stored, and the student learns the straight line from each level to
+the next. Prompts are training scenes; the scores use held-out ones. Resumable; 40 minutes on 2
+cores.
 Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/height/width.
 """
 
@@ -30,8 +31,8 @@ from wan import WanT2V
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "t2v-A14B"
 RANK, SUBSTEPS, GUIDANCE, SEED = 32, 12, 3.0, 4000
 SHAPE = (16, 3, 8, 8)  # latents of 9 frames of 64 x 64
-LEVELS = [5 * x / (1 + 4 * x) for x in (1.0, 0.75, 0.5, 0.25, 0.0)]  # as euler's, shift 5
-PARTS = {"high_noise": (0, 1), "low_noise": (2, 3)}  # levels of each expert, by the boundary
+LEVELS = [5 * x / (1 + 4 * x) for x in (1.0, 0.75, 0.5, 0.25, 0.0)]  # euler's sigmas, shift 5
+PARTS = {"high_noise": (0, 1), "low_noise": (2, 3)}  # indices of each expert's levels
 
 
 def teacher() -> Any:
@@ -44,7 +45,7 @@ def prompt(index: int) -> str:
 
 @torch.inference_mode()
 def make_pairs(state: Path, count: int) -> None:
-    """Write what the teacher passes at the levels, [N,5,Z,f,h,w], unless it is there."""
+    """Write the teacher's latents at the levels, [N,5,Z,f,h,w], unless the file exists."""
     file = state / "passed.pt"
     if file.exists():
         return
@@ -72,7 +73,7 @@ def make_pairs(state: Path, count: int) -> None:
 
 
 def train(state: Path, part: str, steps: int, peak: float) -> None:
-    """The velocities from each of the part's levels straight to the next."""
+    """Train a LoRA on the velocities from each of the expert's levels straight to the next."""
     torch.manual_seed(0)
     model = teacher()
     network = with_lora(model, part, RANK)
@@ -93,7 +94,7 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
 
 
 def score(folder: Path, prompts: int) -> None:
-    """A table: few steps, distilled or not, beside the teacher's and step caches."""
+    """Print a table of few steps, distilled or not, the teacher's steps, and step caches."""
     usual: dict[str, Any] = {"shift": 12.0, "guide_scale": GUIDANCE}
     cached = {"step_cache": "first_block", "step_cache_threshold": 0.2}
     compared: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -2,7 +2,7 @@
 
     python -m tools.demo.dit --state STATE --task t2v-A14B --part high_noise    (and low_noise)
 
-An expert learns its own noise levels only; i2v's start from t2v's.
+An expert trains on the noise levels of its side of the boundary; i2v's start from t2v's weights.
 Legend: B clips, Z latent channels, f h w latent frames/height/width.
 """
 
@@ -42,16 +42,16 @@ CONFIG: dict[str, Any] = {
     "text_len": TEXT_LEN,
 }
 IN_DIM = {"t2v": 16, "i2v": 36}
-SHARES = {9: 0.72, 17: 0.13, 33: 0.1, 249: 0.05}  # of the steps; 249 frames are 1008 tokens
-DROPPED = 0.1  # captions
+SHARES = {9: 0.72, 17: 0.13, 33: 0.1, 249: 0.05}  # frames -> share of steps; 249: 1008 tokens
+DROPPED = 0.1  # share of dropped captions
 _SHORT = 150  # tokens
 
 
 class TrainingKernel(SdpaKernel):
-    """Attention with a quick backward pass on CPUs.
+    """Attention with a fast backward pass on CPUs.
 
-    Short sequences of tiny heads are quickest as plain products; PyTorch's kernel takes the long
-    ones in float32, since its backward pass in bfloat16 is many times slower.
+    Short sequences of tiny heads are fastest as plain products; long ones use PyTorch's kernel in
+    float32, because its backward pass in bfloat16 is many times slower.
     """
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
@@ -64,7 +64,7 @@ class TrainingKernel(SdpaKernel):
 
 
 def network(kind: str) -> WanModel:
-    """An untrained DiT that predicts no velocity yet."""
+    """Make an untrained DiT, which predicts zero velocity."""
     kernel = TrainingKernel()
     collaborators = Collaborators(lambda _: LocalAttention(kernel), kernel)
     model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, collaborators=collaborators)
@@ -77,7 +77,10 @@ def network(kind: str) -> WanModel:
 
 
 def initial(kind: str, part: str, state: Path) -> WanModel:
-    """The network an expert's training starts with: for i2v t2v's, blind to the picture."""
+    """Make the network that an expert's training starts from.
+
+    i2v starts from t2v's weights, with zero weights for the channels of the image.
+    """
     model = network(kind)
     if kind == "i2v":
         weights = averaged_weights(state / f"t2v_{part}.pt")
@@ -89,10 +92,10 @@ def initial(kind: str, part: str, state: Path) -> WanModel:
 
 
 class Clips:
-    """Pre-encoded clips, captions and (i2v) first frames, as training steps of one length."""
+    """Pre-encoded clips, captions and (i2v) first frames; batches have clips of one length."""
 
     def __init__(self, kind: str, state: Path, tokens: int) -> None:
-        self._tokens = tokens  # of a step, about
+        self._tokens = tokens  # per step, approximately
         self._latents = {n: torch.load(state / f"latents{n}.pt", mmap=True) for n in CLIPS}
         self._images = (
             {n: torch.load(state / f"images{n}.pt", mmap=True) for n in CLIPS}
@@ -102,7 +105,7 @@ class Clips:
         self._encoder = trained_encoder(state).to(device())
 
     def draw(self, random: np.random.Generator) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Latents [B,Z,f,h,w], contexts and y [B,20,f,h,w] of a step."""
+        """Draw latents [B,Z,f,h,w], prompt embeddings and y [B,20,f,h,w] of a step."""
         frames = int(random.choice(tuple(SHARES), p=tuple(SHARES.values())))
         latents = self._latents[frames]
         tokens = latents[0, 0].numel() // 4
@@ -129,14 +132,14 @@ class Clips:
 
 
 def first_frame(images_BZfhw: Tensor) -> Tensor:
-    """i2v's channels beside the latents: a mask of the given frame (4) and its latents (16)."""
+    """Make i2v's image condition: a mask of the first frame (4 channels) and its latents (16)."""
     mask = torch.zeros(len(images_BZfhw), 4, *images_BZfhw.shape[2:], device=images_BZfhw.device)
     mask[:, :, 0] = 1
     return torch.cat((mask, images_BZfhw), dim=1)
 
 
 def sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -> Tensor:
-    """Noise levels, spread evenly before the shift, within the part's side of the boundary."""
+    """Draw sigmas, evenly spread before the shift, on the expert's side of the boundary."""
     shift, boundary = preset.sample_shift, preset.boundary or 0.0
     border = boundary / (shift - (shift - 1) * boundary)
     low, high = (border, 1.0) if part == "high_noise" else (0.0, border)
@@ -146,7 +149,7 @@ def sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -
 
 
 def loss_of(model: Any, clips: Clips, preset: Preset, part: str, seed: list[int]) -> Tensor:
-    """Mean squared error of the velocity (noise minus latents) of a step's clips."""
+    """Compute the mean squared error of the velocity (noise minus latents) of a batch."""
     random = np.random.default_rng(seed)
     clean, context, y = clips.draw(random)
     noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32)).to(device())
@@ -166,13 +169,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", choices=("high_noise", "low_noise"), required=True)
     parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=8500)
     parser.add_argument(
-        "--tokens", type=typed(integer(1, 1_000_000)), default=2048, help="of a step, about"
+        "--tokens",
+        type=typed(integer(1, 1_000_000)),
+        default=2048,
+        help="approximate number of tokens per step (2048)",
     )
     parser.add_argument(
-        "--peak", type=typed(real(0, 100, above=True)), default=2e-3, help="learning rate"
+        "--peak", type=typed(real(0, 100, above=True)), default=2e-3, help="learning rate (0.002)"
     )
     parser.add_argument(
-        "--threads", type=typed(integer(1, 10_000)), default=2, help="of all processes together"
+        "--threads",
+        type=typed(integer(1, 10_000)),
+        default=2,
+        help="threads of all processes together (2)",
     )
     options = parser.parse_args(argv)
     rank, ranks = join(options.threads)

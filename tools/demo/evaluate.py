@@ -1,10 +1,10 @@
-"""Scores an exported checkpoint on prompts it was never trained on, with the real pipeline.
+"""Scores an exported checkpoint on held-out prompts with the real pipeline.
 
     python -m tools.demo.evaluate --checkpoint OUT --report scores.json
 
-Colour, shape class and motion of every object asked for, and of each kind of motion; PSNR of the
-VAE, and of i2v's first frame; how often i2v's first frame keeps a drawing that is not where its
-motion begins.
+The scores are: correct colour, shape and motion of every requested shape, also by kind of motion;
+PSNR of the VAE and of i2v's first frame; and how often i2v's first frame preserves a drawing that
+is not at the start of its motion.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What `generate` of every class takes."""
+        """Keyword arguments of `generate` of every class."""
         return {
             "frame_num": self.frames,
             "shift": self.shift,
@@ -67,12 +67,12 @@ class Setting:
 
 
 def held_out(count: int) -> Iterator[tuple[int, Scene]]:
-    """Numbered scenes whose combination of words was never trained on."""
+    """List numbered scenes whose combination of words is held out from training."""
     return ((n, random_scene(_SEED, n, held_out=True)) for n in range(count))
 
 
 def as_pixels(video_3FHW: Tensor) -> NDArray[np.uint8]:
-    """[F,H,W,3]."""
+    """Convert a video in [-1, 1] to uint8 [F,H,W,3]."""
     pixels = ((video_3FHW + 1) * 127.5).round().clamp(0, 255).byte()
     return np.ascontiguousarray(pixels.permute(1, 2, 3, 0).numpy())
 
@@ -83,7 +83,7 @@ def psnr(video: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> float:
 
 
 def right(scene: Scene, seen: list[Seen]) -> dict[str, list[bool]]:
-    """For each of the scene's actors, whether its colour, shape and motion were found."""
+    """Judge for each actor of a scene whether its colour, shape and motion were detected."""
     verdicts: dict[str, list[bool]] = {"colour": [], "shape": [], "motion": []}
     for actor, found in zip(scene.actors, _paired(scene.actors, seen), strict=True):
         verdicts["colour"].append(found is not None and found.colour == actor.colour)
@@ -93,7 +93,7 @@ def right(scene: Scene, seen: list[Seen]) -> dict[str, list[bool]]:
 
 
 def _paired(actors: tuple[Actor, ...], seen: list[Seen]) -> list[Seen | None]:
-    """The object for each actor: that of its colour, else the largest that is left."""
+    """Assign a detected shape to each actor: one of its colour, else the largest unassigned."""
     rest, found = list(seen), dict[int, Seen]()
     for number, actor in enumerate(actors):
         same = [s for s in rest if s.colour == actor.colour]
@@ -104,7 +104,7 @@ def _paired(actors: tuple[Actor, ...], seen: list[Seen]) -> list[Seen | None]:
 
 
 def rates(verdicts: list[dict[str, list[bool]]]) -> dict[str, float]:
-    """Percent of right answers over all objects."""
+    """Compute the percent of correct answers over all actors."""
     return {
         key: round(100 * float(np.mean([v for each in verdicts for v in each[key]])), 1)
         for key in verdicts[0]
@@ -114,7 +114,7 @@ def rates(verdicts: list[dict[str, list[bool]]]) -> dict[str, float]:
 def rates_by_motion(
     scenes: list[Scene], verdicts: list[dict[str, list[bool]]]
 ) -> dict[str, dict[str, float]]:
-    """`rates` of the objects that were to move in each way."""
+    """Compute the rates of the actors of each kind of motion."""
     found = {}
     for motion in MOTIONS:
         chosen = [
@@ -144,7 +144,7 @@ def score_t2v(model: Any, setting: Setting) -> dict[str, Any]:
 
 
 def score_i2v(model: Any, setting: Setting) -> dict[str, Any]:
-    """Also the first frame's mean PSNR against the given picture."""
+    """Score i2v, including the first frame's mean PSNR to the input image."""
     verdicts, likeness = [], []
     for number, scene in held_out(setting.prompts):
         first = render(scene, setting.frames, SIDE)[0]
@@ -167,10 +167,10 @@ def score_i2v(model: Any, setting: Setting) -> dict[str, Any]:
 
 
 def score_drawings(model: Any, setting: Setting) -> dict[str, float]:
-    """Per cent of videos whose first frame shows the given shape where and as large as it is given.
+    """Compute the percent of videos whose first frame preserves the input image's shape.
 
-    The shape stands in the middle of the image, full-grown, whatever it is to do. Kept: the areas
-    overlap by 70 % of what they cover together.
+    The shape is in the middle of the image, in full size, for every motion. It is preserved if the
+    intersection of both areas is more than 70 % of their union.
     """
     found = {}
     for motion in MOTIONS:
@@ -195,11 +195,11 @@ def score_drawings(model: Any, setting: Setting) -> dict[str, float]:
 
 
 def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Iterator[str]:
-    """Yields the lines of a table that compares t2v runs with the first of them.
+    """Yields the lines of a table that compares t2v runs with the first run.
 
     Args:
-        runs: What each is called, its model, and what its `generate` is given.
-        prompts: How many held-out scenes are scored.
+        runs: Name, model and keyword arguments of `generate` of each run.
+        prompts: Number of held-out scenes.
     """
     yield "| Run | Colour / shape / motion, % | PSNR to the first | Seconds of denoising |"
     yield "|---|---|---|---|"
@@ -226,7 +226,7 @@ def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Itera
 
 
 def score_vae(file: Path, count: int) -> dict[str, float]:
-    """Mean PSNR of held-out clips after encoding and decoding."""
+    """Compute the mean and worst PSNR of held-out clips after encoding and decoding."""
     cpu = torch.device("cpu")
     network = blueprint(file).load(device=cpu, dtype_of=lambda *_: torch.float32)
     vae, found = VideoVAE(network), []
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--long_prompts",
         type=typed(integer(0, 10_000)),
         default=20,
-        help="of 249 frames, 1008 tokens",
+        help="prompts of videos of 249 frames, 1008 tokens",
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args(argv)

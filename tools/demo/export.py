@@ -1,9 +1,9 @@
-"""Writes the trained networks as two checkpoint folders of the official layout, in bfloat16.
+"""Writes the trained networks as two checkpoint folders in the official layout, in bfloat16.
 
     python -m tools.demo.export --state STATE --out OUT
 
-OUT/t2v-A14B is complete; OUT/i2v-A14B links to its VAE, text encoder and tokenizer, which are the
-same. i2v is left out while it is not trained.
+OUT/t2v-A14B is complete; OUT/i2v-A14B links to its VAE, text encoder and tokenizer. i2v is left out
+until it is trained.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DIT = "diffusion_pytorch_model.safetensors"
 
 
 def export(state: Path, out: Path) -> list[Path]:
-    """Write the folders of the tasks that are trained, replacing earlier exports; returns them."""
+    """Write and return the folders of the trained tasks, replacing earlier exports."""
     kinds = ["t2v"] + ["i2v"] * (state / "i2v_low_noise.pt").exists()
     folders = {kind: out / f"{kind}-A14B" for kind in kinds}
     for kind, folder in folders.items():

@@ -5,8 +5,8 @@
     python -m tools.demo.last_image --state STATE --out examples/demo/I2V-A14B-last-image-lora
     python -m tools.demo.last_image --score examples/demo/I2V-A14B-last-image-lora
 
-It was trained on first frames alone. Scenes are training scenes; those of the scores were never
-seen. Half of the steps drop the caption, so that the images alone have to do.
+The checkpoint was trained on first frames alone. Scenes are training scenes; the scores use
+held-out ones. Half of the steps drop the caption, so that the network learns to use the images.
 Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/height/width.
 """
 
@@ -41,7 +41,7 @@ def base(**options: Any) -> Any:
 
 @torch.inference_mode()
 def make_clips(state: Path, count: int) -> None:
-    """Write latents of clips [N,16,f,h,w] and of their ends [N,16,f,h,w], unless they are there."""
+    """Write latents of clips and of their ends, [N,16,f,h,w] each, unless the file exists."""
     file = state / "ends.pt"
     if file.exists():
         return
@@ -55,7 +55,7 @@ def make_clips(state: Path, count: int) -> None:
 
 
 def train(state: Path, part: str, steps: int, peak: float) -> None:
-    """Flow matching as in `tools.demo.dit`, with the mask of two given frames."""
+    """Train a LoRA by flow matching as in `tools.demo.dit`, with the first and last frame given."""
     torch.manual_seed(0)
     model = base()
     network = with_lora(model, part, RANK)
@@ -80,7 +80,7 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
 
 
 def score(folder: Path, prompts: int) -> None:
-    """PSNR to a clip whose ends are given, with its caption or none, with the LoRA or without."""
+    """Print PSNRs to held-out clips, with and without caption, last image and LoRA."""
     print("| Given | LoRA | PSNR of the first frame, dB | of the last frame | of the clip |")
     print("|---|---|---|---|---|")
     for loading in ({}, {"lora_dir": str(folder)}):

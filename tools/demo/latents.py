@@ -1,8 +1,8 @@
-"""Encodes the clips that the DiTs train on, once, with the finished VAE.
+"""Encodes the training clips of the DiTs with the trained VAE.
 
     python -m tools.demo.latents --state STATE [--images]
 
---images adds what image-to-video is given: the latents of the first frame followed by grey frames.
+--images writes image-to-video's conditions: latents of the first frame followed by gray frames.
 Legend: N clips, F frames, f h w latent frames/height/width.
 """
 
@@ -22,16 +22,16 @@ from tools.demo.training import averaged_weights, device, join, save_atomically
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program
 
-CLIPS = {9: 8000, 17: 1500, 33: 800, 249: 100}  # frames: how many
-IMAGES = {9: 3000, 17: 500, 33: 250, 249: 30}  # of which i2v is trained on
+CLIPS = {9: 8000, 17: 1500, 33: 800, 249: 100}  # frames -> number of clips
+IMAGES = {9: 3000, 17: 500, 33: 250, 249: 30}  # the clips among them that train i2v
 SEED = {frames: 1000 + frames for frames in CLIPS}
 
 
 def official_vae(state: Path) -> dict[str, Tensor]:
-    """The trained VAE under diffusers' names, its latents with the official statistics.
+    """Make the trained VAE's weights under diffusers' names, with the official latent statistics.
 
-    The official normalisation is fixed, so each channel's own mean and deviation (over training
-    clips) are worked into the 1x1 convolutions beside the latent.
+    The official normalization is fixed, so each channel's mean and deviation over training clips
+    are folded into the 1x1 convolutions before and after the latent.
     """
     vae = autoencoder.network()
     vae.load_state_dict(averaged_weights(state / "vae.pt"))
@@ -51,14 +51,14 @@ def official_vae(state: Path) -> dict[str, Tensor]:
 
 
 def pixels_of(seed: int, index: int, frames: int, side: int = autoencoder.SIDE) -> Tensor:
-    """Float [3,F,H,W] in [-1, 1]: a training clip."""
+    """Render a training clip, float [3,F,H,W] in [-1, 1]."""
     video = torch.from_numpy(render(random_scene(seed, index), frames, side))
     return video.permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 @torch.no_grad()
 def encode(state: Path, frames: int, images: bool) -> None:
-    """Write float16 [N,16,f,h,w] of the clips of one length, unless it is there already."""
+    """Write the latents of the clips of one length, float16 [N,16,f,h,w], unless they exist."""
     file = state / f"{'images' if images else 'latents'}{frames}.pt"
     if file.exists():
         return

@@ -1,7 +1,7 @@
-"""LoRA training of the demo's experts: the layers, the command line, the files.
+"""LoRA training of the demo's experts: layers, command line, files.
 
-`distil` and `last_image` use it. Each is a program with the stages data, training of each expert,
-export and scores; a stage that is already done is not repeated.
+The programs `distil`, `last_image`, `chain` and `vace` use it. Each has the stages data, training
+of each expert, export and scores; a finished stage is not repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wan.output_files import check_output, write_output
 from wan.settings.values import integer, real
 
 EXPERTS = ("high_noise", "low_noise")
-BATCH, TOKENS = 32, 48  # clips of a step; tokens of 9 frames of 64 x 64
+BATCH, TOKENS = 32, 48  # clips per step; tokens of 9 frames of 64 x 64
 LAYERS = [f"{kind}_attn.{name}" for kind in ("self", "cross") for name in "qkvo"]
 LAYERS += ["ffn.0", "ffn.2"]
 
@@ -42,7 +42,7 @@ class Lora(nn.Module):
 
 
 def with_lora(model: Any, expert: str, rank: int) -> Any:
-    """The expert of a model with a pair at every linear layer of its blocks; all else is frozen."""
+    """Add a LoRA to every linear layer of an expert's blocks; freeze all other weights."""
     network = (model.high_noise_model if expert == "high_noise" else model.low_noise_model).float()
     network.requires_grad_(False)
     for block in network.blocks:
@@ -52,13 +52,13 @@ def with_lora(model: Any, expert: str, rank: int) -> Any:
 
 
 def contexts(model: Any, texts: list[str]) -> list[Tensor]:
-    """The text encoder's states of each text."""
+    """Encode each text to prompt embeddings."""
     encoder = model._pipeline.text.get()
     return [encoder(text) for text in texts]
 
 
 def export(state: Path, out: Path, trained: str) -> None:
-    """Write both files of a --lora_dir, in bfloat16, under the names of lightx2v."""
+    """Write both files of a --lora_dir, in bfloat16, with the layer names of LightX2V."""
     for part in EXPERTS:
         check_output(out / f"{part}_model.safetensors", LORA, "--out")
     for part in EXPERTS:
@@ -87,29 +87,29 @@ def run(
     export: Callable[[Path, Path, str], None] = export,
     argv: Sequence[str] | None = None,
 ) -> int:
-    """The command line of a training that adds to the experts; returns the exit code.
+    """Run the command line of a training program and return its exit code.
 
     Args:
-        description: The first line of the help.
-        name: The name of the states of the experts, and of the default folder in outputs/.
-        prepare: Writes the training data of so many clips into the state folder.
-        train: Trains one expert, given the state folder, its name, the steps and the peak rate.
-        score: Compares a --lora_dir with the plain checkpoint on so many prompts.
-        steps: The default number of steps.
-        export: Writes a folder, given the state folder, the folder and the name.
-        argv: The arguments; None: those of this process.
+        description: First line of the help.
+        name: Name of the experts' state files, and of the default folder in outputs/.
+        prepare: (state folder, number of clips): writes the training data.
+        train: (state folder, expert, steps, peak learning rate): trains one expert.
+        score: (--lora_dir, number of prompts): compares it with the plain checkpoint.
+        steps: Default number of steps.
+        export: (state folder, output folder, name): writes the result.
+        argv: Arguments; None: those of this process.
     """
     parser = Parser(description=description)
     parser.add_argument(
         "--state", type=Path, default=Path("outputs", name), help="folder for states and data"
     )
     parser.add_argument(
-        "--clips", type=typed(integer(1, 10_000_000)), help="make the data of so many clips"
+        "--clips", type=typed(integer(1, 10_000_000)), help="make the data of this number of clips"
     )
     parser.add_argument("--expert", choices=EXPERTS, help="train the LoRA of this expert")
     parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=steps)
     parser.add_argument(
-        "--peak", type=typed(real(0, 100, above=True)), default=2e-3, help="learning rate"
+        "--peak", type=typed(real(0, 100, above=True)), default=2e-3, help="peak learning rate"
     )
     parser.add_argument("--out", type=Path, help="write the --lora_dir")
     parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")

@@ -1,4 +1,4 @@
-"""Exported checkpoints, pictures and LoRA files of the demo's programs."""
+"""Kinds of output files of the demo's programs: exported checkpoints, pictures, LoRA files."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def check_export(folder: Path, more: Collection[str], setting: str = "--out") ->
     """Refuses a folder that is neither absent, empty, nor an earlier export.
 
     Args:
-        folder: The folder of an export.
-        more: Other files and links that this export has.
-        setting: What names the folder, for the refusal.
+        more: Files and links of this export that are not in `EXPORTED`.
+        setting: Name of the folder's setting, for the refusal.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise InputError(setting, folder, "is no folder", "give another name")

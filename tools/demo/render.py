@@ -1,4 +1,4 @@
-"""Scenes to pixels, with smooth edges.
+"""Rendering of scenes to pixels, with smooth edges.
 
 Legend: F frames, P pixels of one frame, V corners of a polygon.
 """
@@ -30,7 +30,7 @@ _TURN = math.radians(100)
 
 
 def render(scene: Scene, frames: int, side: int) -> NDArray[np.uint8]:
-    """[F, side, side, 3]."""
+    """Render a scene, [F, side, side, 3]."""
     pixel = (np.arange(side, dtype=np.float32) + 0.5) / side
     x_P, y_P = (axis.ravel() for axis in np.meshgrid(pixel, pixel))
     video = np.broadcast_to(_rgb(scene.background), (frames, side * side, 3))
@@ -46,7 +46,7 @@ def _rgb(name: str) -> Floats:
 
 
 def _pose(actor: Actor, time: float) -> tuple[float, float, float, float]:
-    """x, y, radius and angle at `time`, which runs from 0 to 1 over the clip."""
+    """Compute x, y, radius and angle at `time`, which runs from 0 to 1 over the clip."""
     radius, angle, along = SIZES[actor.size], 0.0, time
     if actor.motion == "grow":
         radius *= 0.4 + 0.6 * time
@@ -59,7 +59,7 @@ def _pose(actor: Actor, time: float) -> tuple[float, float, float, float]:
 
 
 def _distance(shape: str, poses_F4: Floats, x_P: Floats, y_P: Floats) -> Floats:
-    """[F, P]: distance to the outline, negative inside."""
+    """Compute the signed distance to the outline, [F, P], negative inside."""
     x, y, radius, angle = (poses_F4[:, i, None] for i in range(4))
     dx, dy = x_P - x, y_P - y
     if shape == "circle":
@@ -71,7 +71,7 @@ def _distance(shape: str, poses_F4: Floats, x_P: Floats, y_P: Floats) -> Floats:
 
 
 def _corners(shape: str) -> Floats:
-    """[V, 2] for radius 1; sized so that the areas are about the circle's, one corner on top."""
+    """Make the corners for radius 1, [V, 2]: about the circle's area, one corner on top."""
     if shape == "square":
         return np.array([(-0.87, -0.87), (0.87, -0.87), (0.87, 0.87), (-0.87, 0.87)], np.float32)
     radii = (1.3, 1.3, 1.3) if shape == "triangle" else (1.3, 0.55) * 5
@@ -81,7 +81,7 @@ def _corners(shape: str) -> Floats:
 
 
 def _polygon_distance(corners_V2: Floats, points: Floats) -> Floats:
-    """Signed distance of points [..., 2] to a closed polygon (even-odd rule)."""
+    """Compute the signed distance of points [..., 2] to a closed polygon (even-odd rule)."""
     nearest = np.full(points.shape[:-1], np.inf, np.float32)
     inside = np.zeros(points.shape[:-1], bool)
     for a, b in zip(corners_V2, np.roll(corners_V2, -1, axis=0), strict=True):

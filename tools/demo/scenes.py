@@ -1,7 +1,7 @@
-"""What the demo's clips show: one or two plain shapes that move, and the caption that says so.
+"""Scenes of the demo's clips: one or two plain shapes that move, and their captions.
 
 Positions and radii are fractions of the picture's side; x grows to the right, y downwards. A scene
-follows from (seed, index) alone.
+depends only on (seed, index).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Actor:
-    """A shape and its way: it starts at `start`, and `motion` decides what becomes of it."""
+    """A shape with its motion from `start` to `end`."""
 
     shape: str
     colour: str
@@ -55,7 +55,7 @@ class Scene:
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Whether this combination of colours, shapes, motions and background is never trained on."""
+    """Return whether the scene's colours, shapes, motions and background are held out."""
     words = [scene.background]
     for actor in scene.actors:
         words += [actor.colour, actor.shape, actor.motion]
@@ -63,7 +63,7 @@ def is_held_out(scene: Scene) -> bool:
 
 
 def random_scene(seed: int, index: int, *, held_out: bool = False) -> Scene:
-    """Scene number `index` of the training scenes, or of those never trained on."""
+    """Make scene number `index` of the training scenes or of the held-out scenes."""
     random = np.random.default_rng([seed, index, held_out])
     for _ in itertools.count():
         scene = _draw(random)
@@ -73,7 +73,7 @@ def random_scene(seed: int, index: int, *, held_out: bool = False) -> Scene:
 
 
 def caption(scene: Scene, random: np.random.Generator | None = None) -> str:
-    """The plain caption, or with `random` one of its many wordings."""
+    """Make the plain caption of a scene, or with `random` a random wording."""
     phrases = [_phrase(actor, random) for actor in scene.actors]
     text = " and ".join(phrases)
     if random is None or random.random() > 0.1:
@@ -105,13 +105,13 @@ def _draw(random: np.random.Generator) -> Scene:
 
 
 def _look(random: np.random.Generator, motions: tuple[str, ...]) -> tuple[str, str]:
-    """A shape and a motion. Circles do not rotate: nobody could see it."""
+    """Draw a shape and a motion. Circles do not rotate, since that would be invisible."""
     motion = str(random.choice(motions))
     return str(random.choice(SHAPES[1:] if motion == "rotate" else SHAPES)), motion
 
 
 def _lane_actor(random: np.random.Generator, lanes: str, number: int, colour: str) -> Actor:
-    """One of a pair: the first has the upper (or left) half of the picture, the second the rest."""
+    """Draw one of a pair: the first in the upper (or left) half, the second in the other half."""
     shape, motion = _look(random, _PAIR_MOTIONS[lanes])
     room = 0.49 - SIZES["small"] * REACH
     along, across = (room, 0.06), 0.25 if number else -0.25
@@ -126,7 +126,7 @@ def _lane_actor(random: np.random.Generator, lanes: str, number: int, colour: st
 
 
 def _way(random: np.random.Generator, motion: str, room: Point) -> tuple[Point, Point]:
-    """Start and end, as far as `room` from the centre; still motions end where they start."""
+    """Draw start and end within `room` of the centre; both are equal for motions on the spot."""
     x, y = (0.5 + r * random.uniform(-0.7, 0.7) for r in room)
     dx, dy = (r * random.uniform(0.75, 1.0) for r in room)
     ways = {

@@ -1,6 +1,6 @@
-"""Says what a clip shows by plain image processing, knowing nothing of how scenes are drawn.
+"""Detects the shapes in a clip by plain image processing, independently of the renderer.
 
-Colours are told by hue, shapes by the harmonics of their outline, motions by centre and area.
+Colours are classified by hue, shapes by the harmonics of their outline, motions by centre and area.
 Legend: F frames, H W pixels.
 """
 
@@ -15,13 +15,13 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.floating]
 
 _HUES = {0: "red", 50: "yellow", 125: "green", 225: "blue", 290: "purple", 360: "red"}
-_SMALLEST = 12  # pixels; anything less is a speck
+_SMALLEST = 12  # pixels; smaller areas are noise
 _TURNS = 120  # directions in which an outline is measured
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One object: what it looks like and does ("none" where that cannot be told)."""
+    """A detected shape; its motion is "none" if it cannot be classified."""
 
     colour: str
     shape: str
@@ -29,7 +29,7 @@ class Seen:
 
 
 def look(video: NDArray[np.uint8]) -> list[Seen]:
-    """The objects in a clip [F,H,W,3], largest first."""
+    """Detect the shapes in a clip [F,H,W,3], largest first."""
     pixels = video.astype(np.float32)
     masks = foreground(pixels)
     names = _colour_names(pixels)
@@ -39,13 +39,13 @@ def look(video: NDArray[np.uint8]) -> list[Seen]:
         areas = own.sum((1, 2))
         if np.median(areas) >= _SMALLEST:
             found.append((float(areas.mean()), _seen(colour, own)))
-    # A rim that blends into the background may have a hue of its own: it is no object.
+    # A rim that blends into the background may have another hue: it is no shape.
     found.sort(key=lambda pair: -pair[0])
     return [seen for area, seen in found if area > 0.2 * found[0][0]]
 
 
 def foreground(pixels: Floats) -> Bools:
-    """[F,H,W]: what differs from the background, the commonest colour of each frame's border."""
+    """Find the pixels [F,H,W] that differ from the background, the frame border's median colour."""
     masks = []
     for frame in pixels:
         border = np.concatenate((frame[0], frame[-1], frame[:, 0], frame[:, -1]))
@@ -55,7 +55,7 @@ def foreground(pixels: Floats) -> Bools:
 
 
 def _colour_names(pixels: Floats) -> NDArray[np.str_]:
-    """The name of every pixel's colour: by hue, or white where there is hardly any."""
+    """Name every pixel's colour by its hue, or white for low saturation."""
     high, low = pixels.max(-1), pixels.min(-1)
     spread = np.maximum(high - low, 1e-3)
     r, g, b = (pixels[..., i] for i in range(3))
@@ -72,7 +72,7 @@ def _colour_names(pixels: Floats) -> NDArray[np.str_]:
 
 
 def largest_part(mask: Bools) -> Bools:
-    """The largest 4-connected part of a mask [H,W]."""
+    """Find the largest 4-connected part of a mask [H,W]."""
     label = np.where(mask, np.arange(1, mask.size + 1).reshape(mask.shape), 0)
     while True:  # the highest number of each part spreads over it
         spread = label.copy()
@@ -97,13 +97,13 @@ def _seen(colour: str, masks: Bools) -> Seen:
 
 
 def _centre(mask: Bools) -> tuple[float, float]:
-    """Mean x and y of a mask's pixels, as fractions of the picture."""
+    """Compute the mean x and y of a mask's pixels, as fractions of the picture."""
     y, x = np.nonzero(mask)
     return float(x.mean() + 0.5) / mask.shape[1], float(y.mean() + 0.5) / mask.shape[0]
 
 
 def outline(mask: Bools) -> Floats:
-    """Mean-1 distances from the centre to the outline, in _TURNS directions."""
+    """Measure distances from the centre to the outline in _TURNS directions, scaled to mean 1."""
     height, width = mask.shape
     x, y = _centre(mask)
     angles = np.arange(_TURNS) * 2 * np.pi / _TURNS
@@ -117,7 +117,7 @@ def outline(mask: Bools) -> Floats:
 
 
 def _shape(masks: Bools) -> str:
-    """By the strongest harmonic of the outline, over the frames where the object is large."""
+    """Classify a shape by its outline's strongest harmonic, over the frames where it is large."""
     areas = masks.sum((1, 2))
     large = masks[areas >= max(_SMALLEST, 0.7 * areas.max())]
     spectra = [np.abs(np.fft.rfft(outline(mask))) * 2 / _TURNS for mask in large]
@@ -147,6 +147,6 @@ def _motion(masks: Bools) -> str:
 
 
 def _turning(masks: Bools) -> float:
-    """How much the outline changes between frames, its size apart."""
+    """Measure how much the outline changes between frames, independently of its size."""
     outlines = np.stack([outline(mask) for mask in masks])
     return float(np.abs(outlines - outlines.mean(0)).max(0).mean())

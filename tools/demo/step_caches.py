@@ -1,4 +1,4 @@
-"""Step caches on the demo checkpoint: what they save, and what they do to the videos.
+"""Measure the speed-up and the quality of step caches on the demo checkpoint.
 
     python -m tools.demo.step_caches --results outputs/sweep.jsonl --prompts 24
     python -m tools.demo.step_caches --results outputs/sweep.jsonl --prompts 100 --chosen
@@ -7,15 +7,14 @@
         --report docs/step_caches_demo
 
 The program makes a video of every prompt without a cache, with each policy, and with fewer steps,
-all from the same noise. The training has seen none of these prompts. The variants of a prompt are
-made in turn, so that a drift of the machine's speed touches all alike. Each line of the results is
-one video; a program that was stopped goes on where it was.
+all from the same noise. The prompts are held out from training. The variants of a prompt are made
+in turn, so that a drift of the machine's speed affects all of them equally. Each line of the
+results is one video; an interrupted program resumes.
 
-The report is a table and a plot. It shows the share of steps that are computed, the speed-up of
-denoising (the median over the prompts of a quiet machine), and the marks, which plain image
-processing gives for colour, shape and motion of each object. It compares every variant with the run
-without a cache: the difference of the marks with a 95 % interval over prompts (bootstrap), PSNR and
-SSIM.
+The report is a table and a plot. It shows the share of computed steps, the speed-up of denoising
+(the median over prompts, on a quiet machine), and the marks: scores of colour, shape and motion of
+each shape, by plain image processing. It compares every variant with the run without a cache: the
+difference of the marks with a 95 % interval over prompts (bootstrap), PSNR and SSIM.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ FEWER = (4, 6, 8, 10, 12, 15, 20, 25, 30)
 
 @dataclass(frozen=True)
 class Variant:
-    """A run: its steps, and the keywords of its cache."""
+    """A variant: its steps, and the keyword arguments of its cache."""
 
     steps: int
     cache: Cache = ()
 
     @property
     def name(self) -> str:
-        """For people and for the results."""
+        """Name in the results and the report."""
         told = dict(self.cache)
         policy = told.pop("step_cache", "no cache")
         more = " ".join(f"{key.removeprefix('step_cache_')} {value}" for key, value in told.items())
@@ -75,7 +74,7 @@ class Variant:
 
 
 def variants(steps: int, only_chosen: bool) -> list[Variant]:
-    """The variants of a run of so many steps; the first has no cache. only_chosen: few of them."""
+    """List the variants of a number of steps; the first has no cache. only_chosen: a selection."""
     listed = {every: ",".join(map(str, range(0, steps, every))) for every in (2, 3)}
     interval, start = "attentioncache_interval", {"start_step": steps // 4}
     threshold = "step_cache_threshold"
@@ -101,7 +100,7 @@ def variants(steps: int, only_chosen: bool) -> list[Variant]:
 
 
 class Maker:
-    """Videos of one task; a pipeline for each variant, one text encoder and decoder for all."""
+    """Makes videos of one task with a pipeline per cache and a shared text encoder and decoder."""
 
     def __init__(self, kind: str) -> None:
         self.facade, self.shift = TASKS[kind]
@@ -121,7 +120,7 @@ class Maker:
         return found
 
     def __call__(self, scene: Scene, seed: int, variant: Variant) -> tuple[Clip, dict[str, float]]:
-        """The frames; seconds of denoising, and the share of forwards that computed all."""
+        """Make a video; return its frames, seconds of denoising, and share of full forwards."""
         model = self._model(variant.cache)
         pipeline = model._pipeline
         told: tuple[Any, ...] = (caption(scene),)
@@ -156,7 +155,7 @@ def _share(record: dict[str, Any] | None, steps: int) -> float:
 
 
 def ssim(a: Clip, b: Clip) -> float:
-    """Structural similarity of two clips [F,H,W,3]: windows of 7 x 7, mean over all."""
+    """Compute the mean structural similarity of two clips [F,H,W,3], over windows of 7 x 7."""
     x, y = (torch.from_numpy(clip).permute(0, 3, 1, 2).double() for clip in (a, b))
 
     def mean(z: Tensor) -> Tensor:
@@ -170,7 +169,7 @@ def ssim(a: Clip, b: Clip) -> float:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Append a line for every video that is not there yet."""
+    """Make the missing videos and append a line for each to the results."""
     results: Path = options.results
     check_output(results, RESULTS, "--results")
     done = {_key(line) for line in read(results)}
@@ -199,13 +198,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The lines that are whole."""
+    """Read the complete lines of the results."""
     lines = []
     for text in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
-            continue  # the program was stopped within it
+            continue  # the program was interrupted while writing it
         if not _is_line(line):
             raise InputError(f"{results}", None, "has a line of another program", "give another")
         lines.append(line)
@@ -213,7 +212,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def _is_line(line: Any) -> bool:
-    """Whether this is what a line of the results says of a video."""
+    """Return whether a JSON value has the fields of a result."""
     numbers = ("of", "steps", "prompt", "seconds", "computed", "psnr", "ssim")
     return (
         isinstance(line, dict)
@@ -225,7 +224,7 @@ def _is_line(line: Any) -> bool:
 
 
 def _is_results(file: Path) -> bool:
-    """Whether the first line of a file is one of the results."""
+    """Return whether the first line of a file is a result."""
     with file.open(encoding="utf-8") as lines:
         return _is_line(json.loads(lines.readline(1 << 16)))
 
@@ -245,14 +244,15 @@ def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
 def summarise(
     lines: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each variant of each kind and number of steps, over the prompts that all have.
+    """Summarize each variant of each kind and number of steps, over the prompts with a reference.
 
-    quiet: Lines whose seconds count.
+    Args:
+        quiet: Lines whose seconds are used, from a quiet machine.
     """
     seconds = {_key(line): line["seconds"] for line in quiet}
 
     def speedup(kind: str, count: int, name: str, steps: int) -> float:
-        """The median over prompts; nan where none was timed."""
+        """Compute the median speed-up over prompts; NaN without timings."""
         pairs = [
             (seconds.get((kind, count, count, "no cache", prompt)), taken)
             for (*variant, prompt), taken in seconds.items()
@@ -294,7 +294,7 @@ def summarise(
 
 
 def interval(differences: NDArray[Any]) -> tuple[float, float, float]:
-    """The mean of paired differences, and 95 % of what drawing prompts again would give."""
+    """Compute the mean of paired differences and its 95 % bootstrap interval over prompts."""
     random = np.random.default_rng(0)
     drawn = random.choice(differences, (2000, len(differences))).mean(axis=1)
     low, high = np.quantile(drawn, (0.025, 0.975))
@@ -302,7 +302,7 @@ def interval(differences: NDArray[Any]) -> tuple[float, float, float]:
 
 
 def report(results: Path, speed: Path, out: Path) -> None:
-    """out.md, whose table is replaced, and out.png, speed-up against likeness and marks."""
+    """Write out.md, whose table is replaced, and out.png: SSIM and marks over speed-up."""
     page, picture = out.with_suffix(".md"), out.with_suffix(".png")
     check_output(page, PAGE, "--report")
     check_output(picture, PICTURE, "--report")
@@ -330,12 +330,12 @@ def report(results: Path, speed: Path, out: Path) -> None:
 
 
 def _short(variant: str) -> str:
-    """A list of steps that are equally far apart, in words."""
+    """Shorten an evenly spaced list of steps."""
     return re.sub(r"^steps:0,(\d+),.*", r"steps: every \1", variant)
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Speed-up against SSIM and marks: a line for each policy, a column for each kind and steps."""
+    """Plot SSIM and marks over speed-up: a line per policy, a column per kind and steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -365,7 +365,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _family(variant: str) -> str:
-    """The policy; runs of fewer steps belong to "no cache"."""
+    """Return a variant's policy; fewer steps belong to "no cache"."""
     if variant.startswith("no cache"):
         return "no cache"
     return re.split("[ :]", variant)[0] + (", order 1" if variant.endswith("order 1") else "")
@@ -374,12 +374,12 @@ def _family(variant: str) -> str:
 @log.silence()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--results", type=Path, required=True, help="a line for each video")
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines, one per video")
     parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=24)
     parser.add_argument("--kinds", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--steps", type=typed(integer(1, 1000)), nargs="+", default=[20, 40])
-    parser.add_argument("--chosen", action="store_true", help="one variant of each policy")
-    parser.add_argument("--speed", type=Path, help="results of a quiet machine; default: the same")
+    parser.add_argument("--chosen", action="store_true", help="only one variant of each policy")
+    parser.add_argument("--speed", type=Path, help="results of a quiet machine (--results)")
     parser.add_argument("--report", type=Path, help="write NAME.md and NAME.png of the results")
     options = parser.parse_args(argv)
     if options.report is None:

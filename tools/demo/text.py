@@ -2,8 +2,8 @@
 
     python -m tools.demo.text --state STATE
 
-The encoder learns to say, at every word of a caption, what the whole caption says of the thing that
-the word belongs to: its colour, shape, size and motion; at the last token, everything.
+The encoder learns to predict at every word of a caption the attributes of the shape that the word
+belongs to: colour, shape, size and motion; at the last token, the attributes of all shapes.
 Legend: B captions, T tokens, C text channels, K answers.
 """
 
@@ -42,18 +42,18 @@ _SPECIAL = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
 _KNOWN = {"colour": COLOURS, "shape": SHAPES, "size": tuple(SIZES), "motion": MOTIONS}
 _ANSWERS = {f"{n}.{key}": values for n in (0, 1) for key, values in _KNOWN.items()}
 _ANSWERS |= {"background": BACKGROUNDS, "own": MOTIONS}
-_NONE = -100  # what cross_entropy ignores
+_NONE = -100  # ignored by cross_entropy
 
 
 def words() -> list[str]:
-    """Every word that captions are made of."""
+    """List all words of the captions."""
     verbs = " ".join(verb for wordings in VERBS.values() for verb in wordings)
     rest = " ".join((*COLOURS, *SHAPES, *BACKGROUNDS, *SIZES, "a an the and on with background"))
     return sorted(set(f"{verbs} {rest}".split()))
 
 
 def tokenizer() -> Tokenizer:
-    """One token a word, T5's special tokens and mark for spaces; anything else is <unk>."""
+    """Make a tokenizer: a token per word, T5's special tokens and mark of spaces, else <unk>."""
     names = [*_SPECIAL, *(f"▁{word}" for word in words())]
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
     made.normalizer = normalizers.Sequence(
@@ -70,7 +70,7 @@ def tokenizer() -> Tokenizer:
 
 
 def encoder() -> Any:
-    """The UMT5 encoder, untrained."""
+    """Make an untrained UMT5 encoder."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     config: Any = UMT5Config(
@@ -87,7 +87,7 @@ def encoder() -> Any:
 
 
 def trained_weights(state: Path) -> dict[str, Tensor]:
-    """The trained encoder's weights as they are exported, rounded to bfloat16."""
+    """Load the trained encoder's weights, rounded to bfloat16 as in the export."""
     return {
         name.removeprefix("encoder."): tensor.bfloat16().float()
         for name, tensor in averaged_weights(state / "text.pt").items()
@@ -96,9 +96,9 @@ def trained_weights(state: Path) -> dict[str, Tensor]:
 
 
 def trained_encoder(state: Path) -> Any:
-    """The trained encoder, ready for use."""
+    """Load the trained encoder in eval mode."""
     model, weights = encoder(), trained_weights(state)
-    weights["encoder.embed_tokens.weight"] = weights["shared.weight"]  # the same table
+    weights["encoder.embed_tokens.weight"] = weights["shared.weight"]  # tied weights
     model.load_state_dict(weights)
     return model.eval().requires_grad_(False)
 
@@ -118,14 +118,14 @@ class Reader(nn.Module):
 
 
 def token_ids(texts: list[str]) -> Tensor:
-    """int64 [B, T], zero-padded to TEXT_LEN."""
+    """Tokenize texts to ids, int64 [B, T], zero-padded to TEXT_LEN."""
     encoded = tokenizer().encode_batch(texts)
     rows = [(e.ids[:TEXT_LEN] + [0] * TEXT_LEN)[:TEXT_LEN] for e in encoded]
     return torch.tensor(rows)
 
 
 def targets(text: str, scene: Scene) -> np.ndarray[Any, Any]:
-    """int64 [TEXT_LEN, answers]: what the caption says, where a token is asked for it."""
+    """Make a caption's targets, int64 [TEXT_LEN, answers]; _NONE where no answer is expected."""
     found = np.full((TEXT_LEN, len(_ANSWERS)), _NONE)
     spoken = text.split()
     column = {name: i for i, name in enumerate(_ANSWERS)}
@@ -148,7 +148,7 @@ def _part(spoken: list[str], place: range) -> str:
 
 
 def captions(step: int, count: int) -> tuple[Tensor, Tensor]:
-    """Token ids [B,T] and targets [B,T,answers] of a training step."""
+    """Make token ids [B,T] and targets [B,T,answers] of a training step."""
     random = np.random.default_rng([3, step])
     scenes = [random_scene(2, step * count + n) for n in range(count)]
     texts = [caption(scene, random) for scene in scenes]
@@ -157,7 +157,7 @@ def captions(step: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(reader: nn.Module, ids_BT: Tensor, wanted: Tensor) -> tuple[Tensor, float]:
-    """Mean cross-entropy of the answers asked for, and the share of right ones."""
+    """Compute the mean cross-entropy of the expected answers, and the share of correct ones."""
     parts = reader(ids_BT).split([len(values) for values in _ANSWERS.values()], dim=-1)
     losses, right, asked = [], 0, 0
     for part, answer in zip(parts, wanted.unbind(-1), strict=True):

@@ -1,6 +1,6 @@
-"""What the training stages share: processes, learning rates, averaged weights, states, log lines.
+"""Training loop of the demo's programs: processes, learning rates, averaged weights, states, logs.
 
-Under torchrun several processes average their gradients once a step; the VAE was trained by two.
+Under torchrun several processes average their gradients in each step; two trained the VAE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _MARK = b"tools.demo"
 
 
 def join(threads: int = 2) -> tuple[int, int]:
-    """This process's rank and their number, (0, 1) without torchrun; threads: of all together."""
+    """Initialize the process group; return rank and world size, (0, 1) without torchrun.
+
+    Args:
+        threads: Threads of all processes together.
+    """
     torch.manual_seed(0)
     if not dist.is_torchelastic_launched():
         torch.set_num_threads(threads)
@@ -33,12 +37,12 @@ def join(threads: int = 2) -> tuple[int, int]:
 
 
 def device() -> torch.device:
-    """A GPU where there is one."""
+    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Linear up to the peak, then a cosine down to a hundredth of it."""
+    """Compute the learning rate: linear warm-up to the peak, then cosine decay to 1 % of it."""
     if step < warmup:
         return peak * (step + 1) / warmup
     share = min(1.0, (step - warmup) / max(1, steps - warmup))
@@ -48,7 +52,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> floa
 class Training:
     """A network, its optimizer and its averaged weights, saved to and resumed from one file.
 
-    Every step's data follows from the step's number, so a resumed run sees what it would have seen.
+    A step's data depends only on its number, so that a resumed run trains on the same data.
     """
 
     def __init__(self, network: nn.Module, file: Path, *, steps: int, peak: float) -> None:
@@ -72,7 +76,7 @@ class Training:
         return self.step >= self.steps
 
     def update(self, loss: torch.Tensor, **shown: float) -> None:
-        """One step down the loss; logs every 50 steps and saves every 250 and at the end."""
+        """Make one optimizer step; log every 50 steps, save every 250 steps and at the end."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.steps, self.peak)
         self._optimizer.zero_grad(set_to_none=True)
@@ -117,7 +121,7 @@ class Training:
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def save(self) -> None:
-        """Write the state, from one process."""
+        """Write the state, on rank 0."""
         if not self._is_main:
             return
         state = {
@@ -131,14 +135,14 @@ class Training:
     def _resume(self) -> None:
         state = torch.load(self.file, map_location=device(), weights_only=True)
         self.network.load_state_dict(state["network"])
-        options = self._optimizer.state_dict()["param_groups"]  # this run's, whatever was saved
+        options = self._optimizer.state_dict()["param_groups"]  # this run's, not the saved ones
         self._optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
         self.averaged, self.step = state["averaged"], state["step"]
         print(f"resumed {self.file.name} at step {self.step}", flush=True)
 
 
 def save_atomically(value: Any, file: Path) -> None:
-    """Under its name there is a complete file or none; only a state of ours is replaced."""
+    """Save a state atomically; refuse to replace a file that is not a state of these programs."""
     with write_output(file, STATE) as temporary:
         torch.save(value, temporary)
         with zipfile.ZipFile(temporary, "a") as packed:
@@ -146,7 +150,7 @@ def save_atomically(value: Any, file: Path) -> None:
 
 
 def _is_state(file: Path) -> bool:
-    """Whether a file of torch.save has our mark, which is the comment of its zip archive."""
+    """Return whether a file of torch.save has our mark, the comment of its zip archive."""
     try:
         with zipfile.ZipFile(file) as packed:
             return packed.comment == _MARK
@@ -158,7 +162,7 @@ STATE = OutputKind("a state of tools.demo", _is_state)
 
 
 def averaged_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The averaged weights of a finished or interrupted training."""
+    """Load the averaged weights of a finished or interrupted training."""
     state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)[
         "averaged"
     ]

@@ -1,15 +1,15 @@
-"""Teaches the demo checkpoint to obey a video and its mask: control blocks for both t2v experts.
+"""Teaches the demo checkpoint to follow a video and its mask: VACE blocks for both t2v experts.
 
     python -m tools.demo.vace --state STATE --clips 3000
     python -m tools.demo.vace --state STATE --expert high_noise    (and low_noise)
     python -m tools.demo.vace --state STATE --out examples/demo/vace-A14B
     python -m tools.demo.vace --score examples/demo/vace-A14B --prompts 50
 
-The networks of text to video stay as they are, and control blocks begin as copies of their blocks.
-A clip is one of three tasks. "replace": a shape goes along a curve, the mask is a box that goes
-with it, and in the box the source shows another shape. "path": likewise, but the box is grey.
-"frames": some frames are given, the others are grey and masked. The scores' combinations of words
-were never trained on; docs/vace.png shows some of their clips: the source, its mask, the video.
+The t2v networks stay frozen; control blocks are initialized from their blocks. A clip has one of
+three tasks. "replace": a shape moves along a curve, the mask is a box around it, and in the box the
+source has another shape. "path": the same with a gray box. "frames": some frames are given, the
+others are gray and masked. The scores use held-out combinations of words; docs/vace.png has some of
+their clips: the source, its mask, the video.
 Legend: N clips, Z latent channels, f h w latent frames/height/width, F H W pixels.
 """
 
@@ -64,10 +64,10 @@ DEMO, PICTURE = REPO / "examples" / "demo" / "t2v-A14B", REPO / "docs" / "vace.p
 LAYERS, FRAMES, SIDE, BATCH = (0, 2), 9, 64, 32
 SEED, DROPPED, GREY, EXAMPLE = 7000, 0.1, 128, 5
 TASKS = {"replace": 0.35, "path": 0.25, "frames": 0.4}  # shares of the training clips
-SHOWN = {"replace": (1, 5), "path": (2,), "frames": (0, 1)}  # in the picture
-KNOWN = ((0,), (8,), (0, 8), (0, 1, 2, 3, 4), (0, 4, 8))  # frames that are given
+SHOWN = {"replace": (1, 5), "path": (2,), "frames": (0, 1)}  # clips in the picture
+KNOWN = ((0,), (8,), (0, 8), (0, 1, 2, 3, 4), (0, 4, 8))  # indices of the given frames
 _DIT, _VACE = "diffusion_pytorch_model.safetensors", "vace.safetensors"
-MORE = ["google/umt5-xxl"]  # what its folder has beside other exports
+MORE = ["google/umt5-xxl"]  # files and links of its folder that are not in `EXPORTED`
 MORE += [f"{part}_model/{_VACE}" for part in ("high_noise", "low_noise")]
 MORE += [f"{part}_model/{_DIT}.index.json" for part in ("high_noise", "low_noise")]
 _OWN = ("vace_blocks.", "vace_patch_embedding.")
@@ -76,14 +76,14 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Controlled:
-    """What is given, and what is wanted.
+    """A clip with its control inputs.
 
     Attributes:
-        text: Says what is wanted.
-        source: [F,H,W,3].
-        mask: [F,H,W], 255 where something is made.
-        wanted: [F,H,W,3].
-        actor: The shape that is wanted.
+        text: Prompt.
+        source: Control video, [F,H,W,3].
+        mask: [F,H,W], 255 where the video is generated.
+        wanted: Target video, [F,H,W,3].
+        actor: Shape in the target video.
     """
 
     text: str
@@ -94,7 +94,7 @@ class Controlled:
 
 
 def clip(task: str, seed: int, index: int) -> Controlled:
-    """Clip number `index` of a task; other seeds than SEED name what is never trained on."""
+    """Make clip number `index` of a task; seeds other than SEED make held-out clips."""
     random = np.random.default_rng([seed, index])
     if task == "frames":
         return _given_frames(seed, index, random)
@@ -133,7 +133,7 @@ def _look(random: np.random.Generator) -> Actor:
 
 
 def _curve(random: np.random.Generator, room: float) -> NDArray[np.floating[Any]]:
-    """The centre in each frame, [F,2]: a curve through three points, not all near each other."""
+    """Draw the centre in each frame, [F,2]: a Bezier curve of three points, not all close."""
     while True:
         a, b, c = random.uniform(0.5 - room, 0.5 + room, (3, 2))
         if np.linalg.norm(c - a) + np.linalg.norm(b - a) > 1.5 * room:
@@ -151,7 +151,7 @@ def _drawn(background: str, actor: Actor, curve: NDArray[np.floating[Any]]) -> P
 
 
 def tasks_of(count: int) -> list[str]:
-    """The tasks of so many training clips."""
+    """Draw the tasks of a number of training clips."""
     return [
         str(one) for one in np.random.default_rng(0).choice([*TASKS], count, p=[*TASKS.values()])
     ]
@@ -159,7 +159,7 @@ def tasks_of(count: int) -> list[str]:
 
 @torch.inference_mode()
 def make_clips(state: Path, count: int) -> None:
-    """Write latents [N,3,16,f,h,w] (wanted, kept, changed) and masks [N,F,H,W], once."""
+    """Write latents [N,3,16,f,h,w] (target, inactive, reactive) and masks [N,F,H,W] once."""
     file = state / "vace.pt"
     if file.exists():
         return
@@ -181,7 +181,7 @@ def _base() -> Any:
 
 
 def network(part: str) -> VaceWanModel:
-    """An expert of text to video, frozen, with control blocks that say nothing yet."""
+    """Make a frozen t2v expert with trainable control blocks, whose hints are zero at first."""
     kernel = TrainingKernel()
     collaborators = Collaborators(lambda _: LocalAttention(kernel), kernel)
     model = VaceWanModel(LAYERS, **CONFIG, in_dim=16, collaborators=collaborators)
@@ -200,7 +200,7 @@ def network(part: str) -> VaceWanModel:
 
 
 def train(state: Path, part: str, steps: int, peak: float) -> None:
-    """Flow matching as in `tools.demo.dit`."""
+    """Train the control blocks by flow matching as in `tools.demo.dit`."""
     torch.manual_seed(0)
     latents, masks = torch.load(state / "vace.pt", mmap=True)
     texts = [clip(task, SEED, index).text for index, task in enumerate(tasks_of(len(latents)))]
@@ -225,7 +225,7 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
 
 
 def export(state: Path, out: Path, trained: str) -> None:
-    """Write a folder of the task: what is t2v's is linked, an index adds the control blocks."""
+    """Write a checkpoint folder: links to t2v's files, and an index that adds control blocks."""
     remove_export(out, MORE)
     with write_folder(out) as unfinished:
         _write_export(state, unfinished, trained)
@@ -233,7 +233,7 @@ def export(state: Path, out: Path, trained: str) -> None:
 
 
 def _example() -> Controlled:
-    """The clip of the settings and of examples/control."""
+    """Make the clip of the exported settings and of examples/control."""
     return clip("replace", SEED + 1, EXAMPLE)
 
 
@@ -263,7 +263,7 @@ def _write_export(state: Path, out: Path, trained: str) -> None:
 
 
 def score(folder: Path, clips: int) -> None:
-    """What the videos show and how far they are from what is wanted, with control and without."""
+    """Print scores of detected shapes and distances from the targets, with and without control."""
     check_output(PICTURE, MARKED, "The picture")
     print("| Task | Control | Colour / shape, % | Centre off, pixels | Kept, dB | All, dB |")
     print("|---|---|---|---|---|---|")
@@ -287,7 +287,7 @@ def score(folder: Path, clips: int) -> None:
 
 
 def controlled(model: Any, one: Controlled, seed: int, scale: float = 1.0) -> Pixels:
-    """The video [F,H,W,3] that is made from the files of a clip."""
+    """Generate a video [F,H,W,3] from the files of a clip."""
     with tempfile.TemporaryDirectory() as folder:
         made = model.generate(
             one.text,
@@ -305,7 +305,7 @@ def controlled(model: Any, one: Controlled, seed: int, scale: float = 1.0) -> Pi
 
 
 def write_files(one: Controlled, folder: Path) -> list[Path]:
-    """Write what is given as source.mp4 and mask.mp4."""
+    """Write a clip's control inputs as source.mp4 and mask.mp4."""
     videos = {"source": one.source, "mask": np.repeat(one.mask[..., None], 3, axis=-1)}
     for name, frames in videos.items():
         video_3FHW = (torch.from_numpy(frames).permute(3, 0, 1, 2) + 0.25) / 127.5 - 1
@@ -314,7 +314,7 @@ def write_files(one: Controlled, folder: Path) -> list[Path]:
 
 
 def _scores(one: Controlled, made: Pixels) -> list[float]:
-    """Colour and shape right, centres apart, likeness where the mask keeps, and of all."""
+    """Score a video: colour, shape, distance of centres, PSNR where the mask is 0, PSNR."""
     seen, kept = look(made), one.mask == 0
     right = [
         float(bool(seen) and getattr(seen[0], name) == getattr(one.actor, name))
@@ -325,13 +325,13 @@ def _scores(one: Controlled, made: Pixels) -> list[float]:
 
 
 def _centres(video: Pixels) -> NDArray[np.floating[Any]]:
-    """Row and column of the largest shape in each frame, [F,2]; nan where there is none."""
+    """Locate the largest shape in each frame: row and column, [F,2]; NaN without a shape."""
     masks = [largest_part(mask) for mask in foreground(video.astype(np.float32))]
     return np.array([np.argwhere(m).mean(0) if m.any() else (np.nan, np.nan) for m in masks])
 
 
 def _strips(one: Controlled, made: Pixels) -> Pixels:
-    """The source, the mask and the video, one below the other."""
+    """Draw the source, the mask and the video, one below the other."""
     mask = np.repeat(one.mask[..., None], 3, axis=-1)
     rows = [np.concatenate(list(video), axis=1) for video in (one.source, mask, made)]
     return np.concatenate(

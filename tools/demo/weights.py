@@ -1,9 +1,9 @@
-"""Stores the demo checkpoint's DiTs as GGUF, FP8 and int8 files, and scores what they make.
+"""Stores the demo checkpoint's DiTs as GGUF, FP8 and int8 files, and scores their videos.
 
     python -m tools.demo.weights --out FOLDER [--prompts 100]
 
-The kinds of 256 values are written by the tests' simple quantisers, which are worse than the
-published ones. FOLDER keeps the checkpoints, of which `generate.py --ckpt_dir` makes videos.
+The GGUF kinds with blocks of 256 values are written by the tests' simple quantizers, which are
+worse than the published ones. FOLDER keeps the checkpoints, for use by `generate.py --ckpt_dir`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VIDEO = {"shift": 12.0, "guide_scale": 3.0, "sampling_steps": 20}
 
 
 def with_fp8(source: Path, out: Path) -> Path:
-    """Returns a copy whose blocks' matrices are FP8 with a scale each, as ComfyUI's files."""
+    """Writes a copy whose blocks' matrices are FP8 with a scale each, as in ComfyUI's files."""
     with write_folder(out) as unfinished:
         shutil.copytree(source, unfinished, dirs_exist_ok=True)
         for file in unfinished.rglob("diffusion_pytorch_model.safetensors"):
@@ -48,7 +48,7 @@ def with_fp8(source: Path, out: Path) -> Path:
 
 
 def compared(out: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-    """Yields what is compared: its name, its checkpoint, and how it is loaded."""
+    """Writes missing checkpoints; yields each one's name, folder and loading keywords."""
     yield "bfloat16, as it is published", DEMO, {}
     for kind in KINDS:
         made = out / kind / "gguf" / DEMO.name

@@ -1,4 +1,4 @@
-"""The device check: `steps` (the table of steps and the report), `process` (a step in a process of
-its own, which may hang or crash), `bench` (what steps measure with). The other files are the steps,
-one subject each. Steps use the classes of `wan` that a run uses, never versions of their own.
+"""The device check: `steps` (table of steps and report), `process` (worker processes, which may
+hang or crash), `bench` (measurements and references for the steps). The other files are the steps,
+one subject each. Steps use the same classes of `wan` as a run, never copies of them.
 """

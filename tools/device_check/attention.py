@@ -1,5 +1,6 @@
-"""Steps 2, 3, 6, 7: dense kernels, their log-sum-exp, merging, the modes on one device, and methods
-that change results (FP8, RainFusion, int8 weights) against references on the host.
+"""Steps 2, 3, 6, 7: dense kernels, their log-sum-exp, merging, the modes on one device, and the
+attention backends and weights that change results (FP8, RainFusion, int8), against references on
+the host.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -50,14 +51,14 @@ from wan.settings.schedule import MODES, OVERLAP
 QKV = tuple[Tensor, Tensor, Tensor]
 Shape = tuple[int, int, int]  # queries, keys, heads
 
-TEXT = 512  # keys of cross-attention
+TEXT = 512  # text tokens: keys of cross-attention
 LSE_LIMIT = 5e-3
 LEAST_SHARE = 0.35  # of the rate of a matrix product, for a large call
-LONG = (75_600, 37_800, 32_760)  # 720p, the half of it on each of a ring of two, 480p
-QUANTISED = 5e-2  # of a row: dequantised values are rounded to 16 bits, and logits are large
-ROUNDED = 1.0  # percent of values in FP8 that may be rounded otherwise than on the host
-FROM_EXACT = 0.2  # what FP8 may cost, in relative rms
-MASKS = 1.0  # percent of blocks that may be chosen otherwise, close to the threshold
+LONG = (75_600, 37_800, 32_760)  # tokens of 720p, of half of it (a ring of two), of 480p
+QUANTISED = 5e-2  # of a row: dequantized values are rounded to 16 bits, and logits are large
+ROUNDED = 1.0  # percent of FP8 values that may be rounded differently from the host
+FROM_EXACT = 0.2  # largest relative rms of FP8 against unquantized attention
+MASKS = 1.0  # percent of blocks, close to the threshold, that may differ from the host's choice
 INT8 = 8e-3  # of a row: one rounding of the result to bfloat16
 
 V3 = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
@@ -74,10 +75,10 @@ class Call:
     """One attention call, its reference, and the kernels that a run may use for it here.
 
     Attributes:
-        what: The shape and the dtype as text.
+        label: Shape and dtype as text.
         qkv: q, k, v [1,S,N,D].
         reference: Sampled rows of the result in float64.
-        kernels: --attention_algo or --attention_backend -> what makes that kernel.
+        kernels: Value of --attention_algo or --attention_backend -> factory of the kernel.
     """
 
     bench: Bench
@@ -87,7 +88,7 @@ class Call:
     kernels: dict[str, Callable[[], Kernel]]
 
     def time_and_kernel(self, run: Callable[..., Tensor], least: float | None) -> list[Figure]:
-        """Error, time, rate and the name of the device's kernel. least: share of a product."""
+        """Measure error, time, rate and kernel name. least: minimum share of a product's rate."""
         q, k, _ = self.qkv
         far = self.reference.error(run(*self.qkv))
         taken = self.bench.seconds(lambda: run(*self.qkv))
@@ -103,7 +104,7 @@ class Call:
 
 
 def calls(bench: Bench, shapes: list[Shape]) -> Iterator[Call]:
-    """The calls of these shapes, in every dtype of the device."""
+    """Make the calls of these shapes, in every dtype of the device."""
     for dtype in bench.dtypes:
         kernels = _kernels(bench, dtype)
         for queries, keys, heads in shapes:
@@ -114,7 +115,7 @@ def calls(bench: Bench, shapes: list[Shape]) -> Iterator[Call]:
 
 
 def _shapes(bench: Bench) -> list[Shape]:
-    """The hardest first."""
+    """List shapes (queries, keys, heads), the largest first."""
     if not bench.large:
         laser = [(2100, 2100, 1)] if bench.device.type == "npu" else []
         return [(1000, 1000, 5), (1000, 1000, 1), (1000, TEXT, 2), *laser]
@@ -139,7 +140,7 @@ def _kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]
 
 
 def _name(bench: Bench, run: common.Run) -> str:
-    """The longest kernel on CUDA; on a CPU the innermost operation of PyTorch."""
+    """Read the name of the longest kernel on CUDA, or of PyTorch's innermost operation on a CPU."""
     if bench.device.type == "npu":
         return "see step npu"
     on_gpu = bench.device.type == "cuda"
@@ -151,19 +152,19 @@ def _name(bench: Bench, run: common.Run) -> str:
 
 
 def dense(bench: Bench) -> Measured:
-    """Every kernel and PyTorch backend on every shape: error, time, name of the kernel.
+    """Check every kernel and PyTorch operator on every shape: error, time, kernel name.
 
     A large call far below the rate of a matrix product is slow; one head alone may not fill a
-    device. PyTorch's operators are measured even where a run would not use them, and their rate is
-    not judged.
+    device. PyTorch's operators are measured even if a run would not use them, and their rate is not
+    judged.
     """
 
     def measure(call: Call, name: str) -> list[Figure]:
         row, (q, k, _) = DENSE[name], call.qkv
         if min(q.shape[1], k.shape[1]) < row.min_rows:
-            raise UnavailableError(f"it takes {row.min_rows} rows or more")
+            raise UnavailableError(f"it needs {row.min_rows} rows or more")
         if q.dtype == torch.float32 and "fp32" not in row.precisions:
-            raise UnavailableError("it takes 16-bit tensors")
+            raise UnavailableError("it needs 16-bit tensors")
         is_large = bench.large and k.shape[1] > TEXT and q.shape[2] > 1
         least = LEAST_SHARE if is_large else None
         return call.time_and_kernel(call.kernels[name](), least)
@@ -186,7 +187,7 @@ def _returning_lse(make: Callable[[], Kernel]) -> Kernel:
 
 
 def lse(bench: Bench) -> Measured:
-    """The log-sum-exp of every kernel that returns one, against logsumexp in float64."""
+    """Check the log-sum-exp of every kernel that returns one against logsumexp in float64."""
 
     def measure(call: Call, make: Callable[[], Kernel]) -> list[Figure]:
         kernel, qkv = _returning_lse(make), call.qkv
@@ -206,7 +207,7 @@ def lse(bench: Bench) -> Measured:
 
 
 def merge(bench: Bench) -> Measured:
-    """The memory of a call with its log-sum-exp, and keys in 2 and 4 parts merged."""
+    """Check the memory of calls with log-sum-exp, and the merging of 2 and 4 parts of the keys."""
 
     def memory(call: Call, make: Callable[[], Kernel]) -> list[Figure]:
         kernel = _returning_lse(make)
@@ -232,7 +233,7 @@ def merge(bench: Bench) -> Measured:
 
 
 def modes(bench: Bench) -> Measured:
-    """The attention layer in every mode on this device alone: the same result, in what time?"""
+    """Check that the attention layer gives the same result in every mode on one device; time it."""
     tokens, heads = (LONG[0], 40) if bench.large else (1000, 12)
     call = next(calls(bench, [(tokens, tokens, heads)]))
     limit = LIMITS[bench.dtypes[0]]
@@ -258,14 +259,14 @@ def modes(bench: Bench) -> Measured:
 
 
 def methods(bench: Bench) -> Measured:
-    """Each method of attention that changes results: the right blocks, the right values?"""
+    """Check the selected blocks and the values of attention backends that change results."""
     grid, heads = ((21, 45, 80), 5) if bench.large else ((3, 10, 20), 2)
     tokens, dtype = prod(grid), bench.dtypes[0]
     q, k, v = bench.qkv(tokens, tokens, heads, dtype)
     random = torch.Generator().manual_seed(2)
     trend = torch.randn(1, tokens // Q_ROWS + 1, heads, HEAD, generator=random)
     rows = trend.repeat_interleave(Q_ROWS, 1)[:, :tokens].to(bench.place, dtype)
-    qkv = q + rows, k + rows, v  # blocks differ, so that it is clear which ones matter
+    qkv = q + rows, k + rows, v  # blocks differ, so that their selection is unambiguous
     for name, attention in METHODS.items():
         what = f"{name}, {tokens} tokens, {heads} heads"
         yield what, partial(_method, bench, attention, qkv, grid)
@@ -294,7 +295,7 @@ def _method(
             for a, b in ((q, k), (q.cpu(), k.cpu()))
         )
         differing = 100 * float((here != on_host).float().mean())
-        figures.append(Figure("blocks chosen otherwise than on the CPU", differing, "%", MASKS))
+        figures.append(Figure("blocks selected differently on the CPU", differing, "%", MASKS))
 
         def seen(head: int, row: int) -> Tensor:
             return here[0, head, row // Q_ROWS].repeat_interleave(k_rows)[: k.shape[1]]
@@ -309,8 +310,8 @@ def _method(
         want = _in_fp8(Fp8Quantiser(rotations), (q.cpu(), k.cpu(), v.cpu()))
         otherwise = max(_share_differing(*pair) for pair in zip(fp8, want, strict=True))
         far = exact(*qkv, seen).rms(out)
-        figures.append(error(far, FROM_EXACT, "distance from unquantised"))
-        figures.append(Figure("rounded otherwise than on the CPU", otherwise, "%", ROUNDED))
+        figures.append(error(far, FROM_EXACT, "distance from unquantized"))
+        figures.append(Figure("rounded differently on the CPU", otherwise, "%", ROUNDED))
     figures.insert(0, error(exact(*rounded, seen).error(out), limit))
     return [*figures, bench.time(attend), Figure("kernel", chosen.describe())]
 
@@ -321,13 +322,13 @@ def _in_fp8(quantiser: Fp8Quantiser, qkv: QKV) -> tuple[Payload, Payload, Payloa
 
 
 def _share_differing(found: Payload, want: Payload) -> float:
-    """The percent of quantised values that stand for others, beyond the rounding of a scale."""
+    """Compute the percent of values that differ by more than the rounding of a scale."""
     a, b = (x.dequantised(torch.float32).cpu() for x in (found, want))
     return 100 * float((~torch.isclose(a, b, rtol=1e-5, atol=0)).float().mean())
 
 
 def int8(bench: Bench) -> Measured:
-    """A linear layer with int8 weights, against our reference on the host: every bit is defined."""
+    """Check a linear layer with int8 weights against our exactly defined reference on the host."""
     rows, inputs, outputs = (75_600, 5120, 13_824) if bench.large else (500, 512, 384)
 
     def measure() -> list[Figure]:
@@ -352,7 +353,7 @@ def int8(bench: Bench) -> Measured:
 
 
 def _by_mindiesd(bench: Bench, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """The same layer as an export that mindiesd reads. It takes no file that others may write."""
+    """Load the layer with mindiesd from an export, whose files must not be writable by others."""
     name = "W8A8_DYNAMIC"
     description = bench.folder / f"quant_model_description_{name.lower()}.json"
     description.write_text(json.dumps({"model_quant_type": name, "layer.weight": name}))

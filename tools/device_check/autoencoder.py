@@ -1,4 +1,4 @@
-"""Step 8: the VAE. Weights are random, since none may be here; sizes are the published ones.
+"""Step 8: the VAE, with random weights (the published ones may be missing) and published sizes.
 
 Legend: F H W pixel frames/height/width, Z latent channels, f h w latent frames/height/width.
 """
@@ -24,15 +24,15 @@ from wan.settings.request import make_request
 from wan.vae.network import Autoencoder
 
 LIMIT = 1e-2  # relative rms; TF32 and HF32 round inputs to 10 bits, float32 alone gives 1e-5
-PLAN = 1.1  # most that is measured, over what was planned
-SMALL = (5, 48, 32)  # frames, width, height that a host decodes, too
+PLAN = 1.1  # largest measured memory over planned memory
+SMALL = (5, 48, 32)  # frames, width, height for the comparison with the host
 VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 121)}
 
 
 def vae(bench: Bench) -> Measured:
-    """Both VAEs: error against the host, a video's seconds and memory, tiles, bf16, layouts."""
+    """Check both VAEs: error against the host, a video's time and memory, tiles, bf16, layouts."""
     for version, (_, size, count) in VIDEOS.items():
-        torch.manual_seed(0)  # tiny where the host is the device
+        torch.manual_seed(0)  # tiny on a CPU
         network = published(version) if bench.large else Autoencoder(version, 8, 10)
         network = network.eval().requires_grad_(False)
         what = "{}: error, {} frames of {} x {}".format(version, *SMALL)
@@ -46,7 +46,7 @@ def vae(bench: Bench) -> Measured:
 
 
 def _errors(bench: Bench, network: Autoencoder) -> list[Figure]:
-    """Encoding and decoding a few frames, against float64 on the host."""
+    """Measure the errors of encoding and decoding a few frames, against float64 on the host."""
     frames, width, height = SMALL
     video = torch.rand(1, 3, frames, height, width, dtype=torch.float64) * 2 - 1
     exact = network.double()
@@ -64,7 +64,7 @@ def _errors(bench: Bench, network: Autoencoder) -> list[Figure]:
 
 
 def _video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[Figure]:
-    """A whole video: seconds, and the most memory, against the plan."""
+    """Measure a full video's seconds and peak memory; compare the memory with the plan."""
     task, (width, height), frames = VIDEOS[version]
     preset, model, taken = PRESETS[task], VideoVAE(network), 0.0
     values = {"size": (width, height), "frame_num": frames, "prompt": "", "base_seed": 0}
@@ -77,7 +77,7 @@ def _video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[
         taken = common.seconds(partial(getattr(model, verb), given), bench.place)
 
     held = bench.peak(timed)
-    figures = [Figure("time", taken, "s"), gigabytes("memory beside weights", held)]
+    figures = [Figure("time", taken, "s"), gigabytes("memory without weights", held)]
     if held is not None and verb == "decode":
         setup = replace(case(bench).setup, preset=preset, checkpoint=layout.published(preset))
         planned = Planner(setup, request).stages()["decoding"]
@@ -87,7 +87,7 @@ def _video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[
 
 
 def _layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
-    """Decoding in both dtypes with the channels of a pixel apart and together: which is faster?"""
+    """Time decoding in both dtypes, contiguous and channels-last."""
     size = (3, 30, 52) if bench.large else (2, 4, 6)
     z = bench.randn(1, network.version.z_dim, *size, dtype=torch.float32)
     exact, figures = _decoded(network, z), [Figure("latents", str([*size]))]
@@ -106,7 +106,7 @@ def _decoded(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
 
 
 def _tiles(bench: Bench, network: Autoencoder) -> list[Figure]:
-    """Decoding in tiles blends their borders: it is not exact, by how much?"""
+    """Measure the distance of decoding in tiles, which blends their borders, from full frames."""
     channels, model = network.version.z_dim, VideoVAE(network)
     frames, height, width = (3, 60, 104) if bench.large else (1, 34, 40)
     factor = 2 if channels == 48 else 1  # the latents of the 2.2 are half as large
@@ -115,4 +115,4 @@ def _tiles(bench: Bench, network: Autoencoder) -> list[Figure]:
     whole = model.decode(latents)
     size = Figure("frames, height, width", str([*whole.shape[1:]]))
     far = apart(model.decode_in_tiles(latents), whole)
-    return [size, Figure("distance from whole frames", far)]
+    return [size, Figure("distance from full frames", far)]

@@ -1,4 +1,4 @@
-"""What every step uses: the device and its ranks, times, memory, references.
+"""The argument of the steps: the device and its ranks, times, memory, references.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -30,8 +30,8 @@ from wan.distributed.mesh import Team
 
 HEAD = 128  # channels of a head in every published network
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
-"""Most relative distance of a row from its float64 reference; rounding gives about a tenth."""
-ROWS = 24  # of queries that are compared
+"""Largest relative distance of a row from its float64 reference; rounding gives about a tenth."""
+ROWS = 24  # compared query rows
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,10 @@ class Bench:
     """The argument of a step.
 
     Attributes:
-        device: The device of this rank.
-        team: All ranks as one sequence group, for a step that they carry out together.
-        full: Whether --full was given.
-        large: Whether sizes are those of a real video.
-        folder: A folder for files; removed after the check.
+        team: All ranks as one sequence parallel group, for a collective step; else None.
+        full: Value of --full.
+        large: Sizes are those of a real video.
+        folder: Folder for files; removed after the check.
     """
 
     device: Device
@@ -54,44 +53,44 @@ class Bench:
 
     @property
     def place(self) -> torch.device:
-        """The device as PyTorch names it."""
+        """PyTorch's device."""
         return self.device.torch_device
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that attention is checked in."""
+        """Dtypes of the attention checks."""
         return (torch.bfloat16,) if self.device.type != "cpu" else (torch.float32, torch.bfloat16)
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Normal values on the device."""
+        """Draw normal values on the device."""
         return torch.randn(shape, device=self.place, dtype=dtype)
 
     def qkv(
         self, queries: int, keys: int, heads: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [1,S,N,D], the softmax of which has peaks: a wrong key is seen."""
+        """Make q, k, v [1,S,N,D] with a peaked softmax, so that a wrong key changes the result."""
         torch.manual_seed(queries + heads)
         q = 2 * self.randn(1, queries, heads, HEAD, dtype=dtype)
         k, v = (self.randn(1, keys, heads, HEAD, dtype=dtype) for _ in range(2))
         return q, k, v
 
     def seconds(self, run: common.Run, rounds: int = 3) -> float:
-        """Median time of a run, after one run that does not count."""
+        """Return the median seconds of a run, after one warm-up run."""
         run()
         return statistics.median(common.seconds(run, self.place) for _ in range(rounds))
 
     def time(self, run: common.Run, name: str = "time") -> Figure:
-        """`seconds` as a figure."""
+        """Return `measure_seconds` as a figure."""
         return milliseconds(self.seconds(run), name)
 
     def peak(self, run: common.Run) -> int | None:
-        """The most bytes that a run allocates at one time; None where they are not counted."""
+        """Return a run's peak of allocated bytes; None if the device does not count them."""
         on_host = not self.large
         found = common.peak_bytes(run, torch.device("cpu") if on_host else self.place)
         return found or None
 
     def events(self, run: common.Run) -> list[Any]:
-        """What PyTorch's profiler saw during a run, on CUDA or on the CPU."""
+        """Return the events of PyTorch's profiler during a run, on CUDA or on the CPU."""
         on_gpu = self.device.type == "cuda"
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
         with profile(activities=[activity], acc_events=True) as trace:
@@ -102,12 +101,12 @@ class Bench:
         return [event for event in events if event.device_type() == kind]
 
     def rates(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Operations per second of a large matrix product, and its error; measured once."""
+        """Return operations per second and error of a large matrix product; measured once."""
         return _matmul(self.place, self.large, dtype)
 
 
 def facts(device: Device, world: int) -> Facts:
-    """The properties of a device that decide which steps apply."""
+    """Return the properties of a device that decide which steps apply."""
     compilers, why = (os.environ.get("CXX", "g++"), "clang++", "c++", "g++"), None
     if not device.can.compile:
         why = f"--compile does not work on {device.can.name}"
@@ -121,7 +120,7 @@ def _large(device: Device) -> bool:
 
 
 def prepare(device: Device, job: Job) -> Bench:
-    """The argument of a job's step. The ranks that carry it out together form a group here."""
+    """Make the argument of a job's step; the ranks of a collective step form a group."""
     team = None
     if job.together:
         here, limit = start.rank_env(), timedelta(seconds=job.step.limit)
@@ -148,14 +147,14 @@ def _matmul(place: torch.device, large: bool, dtype: torch.dtype) -> tuple[float
 
 
 def sampled(size: int, most: int = ROWS) -> list[int]:
-    """Rows that are compared: both ends, both sides of a border between tiles, some in between."""
+    """List the compared rows: both ends, both sides of a tile border, and some in between."""
     special = {0, 1, 127, 128, size - 2, size - 1}
     spread = {i * size // most for i in range(most)}
     return sorted(row for row in special | spread if 0 <= row < size)
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """The largest relative distance of a row (the last axis) from its reference."""
+    """Compute the largest relative distance of a row (last axis) from its reference."""
     difference = (found.cpu().double() - exact).norm(dim=-1)
     return float((difference / exact.norm(dim=-1).clamp_min(1e-30)).max())
 
@@ -165,8 +164,8 @@ class Exact:
     """float64 attention of sampled rows and heads, on the host.
 
     Attributes:
-        rows: The indices of the rows.
-        heads: The indices of the heads.
+        rows: Indices of the sampled rows.
+        heads: Indices of the sampled heads.
         out: [rows, heads, D].
         lse: Log-sum-exp of the logits, [rows, heads].
     """
@@ -177,18 +176,18 @@ class Exact:
     lse: Tensor
 
     def error(self, out_BSND: Tensor) -> float:
-        """Relative distance of a result's worst sampled row."""
+        """Return the largest relative distance of a result's sampled rows; NaN if not finite."""
         if not bool(torch.isfinite(out_BSND).all()):
             return float("nan")
         return distance(out_BSND[0, self.rows][:, self.heads], self.out)
 
     def rms(self, out_BSND: Tensor) -> float:
-        """Relative distance of all sampled rows together."""
+        """Return the relative rms distance over all sampled rows."""
         found = out_BSND[0, self.rows][:, self.heads]
         return distance(found.flatten()[None], self.out.flatten()[None])
 
     def lse_error(self, lse_BNS: Tensor) -> float:
-        """Distance of the worst sampled log-sum-exp."""
+        """Return the largest distance of the sampled log-sum-exps."""
         found = lse_BNS[0, self.heads][:, self.rows].transpose(0, 1)
         return float((found.cpu().double() - self.lse).abs().max())
 
@@ -196,9 +195,10 @@ class Exact:
 def exact(
     q: Tensor, k: Tensor, v: Tensor, seen: Callable[[int, int], Tensor] | None = None
 ) -> Exact:
-    """The reference for q, k, v [1,S,N,D] of any device, computed on the host.
+    """Compute the reference for q, k, v [1,S,N,D] of any device on the host.
 
-    seen(head, row): bool [keys], the keys that a row attends to; None means all.
+    Args:
+        seen: (head, row) -> bool [keys], the keys that a row attends to; None: all keys.
     """
     rows, heads = sampled(q.shape[1]), sorted({0, q.shape[2] // 2, q.shape[2] - 1})
     outs, sums = [], []
@@ -216,6 +216,6 @@ def exact(
 
 
 def ranks_text(sizes: Sequence[int]) -> str:
-    """The sizes (cfg, ring, ulysses) of a topology as text."""
+    """Format the sizes (cfg, ring, ulysses) of a topology."""
     named = zip(("cfg", "ring", "ulysses"), sizes, strict=True)
     return " x ".join(f"{name} {size}" for name, size in named if size > 1) or "one rank"

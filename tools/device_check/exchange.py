@@ -1,4 +1,4 @@
-"""Step 10: exchanges between ranks, and a rank that comes late to the first one.
+"""Step 10: exchanges between ranks, and a rank that is late to the first exchange.
 
 Legend: s this rank's tokens, N all heads, D head size.
 """
@@ -22,15 +22,15 @@ from wan.distributed.ring import RING_TYPES, Ring
 from wan.settings.parallel import legal
 
 HEADS = 40
-LATE = 2.0  # seconds; with --full longer than HCCL waits for a link by default
+LATE = 2.0  # seconds; with --full longer than HCCL's default timeout of a link
 LATE_FULL = 130.0
 AXES = (("ulysses",), ("ring",), ("cfg",), ("ring", "ulysses"))
 
 
 def groups(bench: Bench) -> Measured:
-    """All-to-all, all-gather and P2P along every axis of every topology: what arrives, how fast."""
+    """Check all-to-all, all-gather and P2P along every axis of every topology; measure rates."""
     world = dist.get_world_size()
-    for sizes in legal(world, HEADS * world):  # heads that every size divides
+    for sizes in legal(world, HEADS * world):  # divisible by every size
         team = mesh.form(bench.device, sizes)
         for axes in AXES:
             group = team.group(*axes)
@@ -77,10 +77,10 @@ def _pass(ring: Ring, x_BsND: Tensor) -> None:
 
 
 def _coded(bench: Bench, rank: int, tokens: int, ranks: int) -> Tensor:
-    """[1,s,N,D] bfloat16, 8 heads for each rank: values that say whose, which token and head."""
+    """Make [1,s,N,D] bfloat16, 8 heads per rank; the values encode rank, token and head."""
     token = torch.arange(tokens, device=bench.place, dtype=torch.float32) % 7
     head = torch.arange(8 * ranks, device=bench.place, dtype=torch.float32) % 7
-    values = 64 * (rank % 4) + 8 * token[:, None] + head  # whole numbers below 256 are exact
+    values = 64 * (rank % 4) + 8 * token[:, None] + head  # integers below 256 are exact
     return values.bfloat16()[None, :, :, None].expand(-1, -1, -1, HEAD).contiguous()
 
 
@@ -89,7 +89,7 @@ def _different(found: Tensor, wanted: Tensor) -> int:
 
 
 def slow_rank(bench: Bench) -> Measured:
-    """The last rank comes late to the first exchange of a new group; the others must wait."""
+    """Check that ranks wait for a last rank that is late to the first exchange of a new group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     late = LATE_FULL if bench.full else LATE
     for axis, sizes in (("ulysses", (1, 1, ranks)), ("ring", (1, ranks, 1))):

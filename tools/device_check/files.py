@@ -1,4 +1,4 @@
-"""Step 9: weights from files to the device, read ahead; experts that take each other's place."""
+"""Step 9: loading of weights from files to the device, read-ahead, and switching of experts."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from wan.modules.model import WanModel
 from wan.pipeline.pipeline import Experts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LEAST_SHARE = 0.25  # of the rate of a plain copy to the device, where the file is in memory
-RESIDENT = 0.95  # of a file that is read ahead
-PATIENCE = 3.0  # seconds in which nothing more is read ahead
-KEPT = 1.2  # networks in memory at most after experts were switched
+LEAST_SHARE = 0.25  # of the rate of a plain copy to the device, for files in the page cache
+RESIDENT = 0.95  # share of a prefetched file that must be in memory
+PATIENCE = 3.0  # seconds without progress after which read-ahead counts as ended
+KEPT = 1.2  # most networks in memory after experts were switched
 _PAGE = mmap.PAGESIZE
 
 
 def _config(bench: Bench) -> dict[str, Any]:
-    """1 GB in float32 (the 1.3B's width); on a CPU 100 MB."""
+    """Make the config of a network of 1 GB in float32 (the 1.3B's width); on a CPU 100 MB."""
     if bench.large:
         return {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 5}
     return {"dim": 768, "ffn_dim": 3072, "num_heads": 6, "num_layers": 2}
 
 
 def _written(bench: Bench, kind: str) -> Path:
-    """A file of random weights, on the disk and not only in memory; made once."""
+    """Write a file of random weights once and sync it to the disk; return its path."""
     path = bench.folder / f"{kind}.safetensors"
     if not path.exists():
         with torch.device("meta"):
@@ -58,7 +58,7 @@ def _blueprint(bench: Bench, path: Path) -> Blueprint[WanModel]:
 
 
 def _forget(path: Path) -> None:
-    """Have the system drop the file's pages. Raises UnavailableError where it keeps them."""
+    """Drop the file's pages from the page cache; UnavailableError if the system keeps them."""
     if not hasattr(os, "posix_fadvise"):
         raise UnavailableError("the system does not let a program drop a file's pages")
     with path.open("rb") as file:
@@ -68,7 +68,7 @@ def _forget(path: Path) -> None:
 
 
 def resident(path: Path) -> float:
-    """The share of a file's pages that are in memory, as the system (mincore) says."""
+    """Return the share of a file's pages that are in memory (mincore)."""
     size = path.stat().st_size
     pages = -(-size // _PAGE)
     library = ctypes.CDLL(None, use_errno=True)
@@ -84,10 +84,10 @@ def resident(path: Path) -> float:
 
 
 def loading(bench: Bench) -> Measured:
-    """Files of both dtypes, from the disk and from memory, into the dtypes of a run."""
+    """Check loading of files of both dtypes, from the disk and from memory."""
 
     def copied(pinned: bool) -> float:
-        """Bytes per second."""
+        """Return bytes per second."""
         source = torch.ones(256 << 20 if bench.large else 32 << 20, dtype=torch.uint8)
         source = source.pin_memory() if pinned else source
         target = torch.empty_like(source, device=bench.place)
@@ -114,7 +114,7 @@ def loading(bench: Bench) -> Measured:
         if state == "hot":
             least = LEAST_SHARE if bench.large else None
             kept_rate = _bytes(model) / taken
-            figures.append(share("of a plain copy of what is kept", kept_rate / to_device, least))
+            figures.append(share("of a plain copy's rate", kept_rate / to_device, least))
         return figures
 
     to_device = copied(pinned=False)
@@ -130,7 +130,7 @@ def loading(bench: Bench) -> Measured:
 
 
 def readahead(bench: Bench) -> Measured:
-    """Whether `Experts.prefetch` brings a whole file into memory."""
+    """Check that `Experts.prefetch` reads a complete file into memory."""
     path = _written(bench, "fp32")
     _forget(path)
 
@@ -155,7 +155,7 @@ def readahead(bench: Bench) -> Measured:
 
 
 def experts(bench: Bench) -> Measured:
-    """Two networks that take each other's place three times: seconds, and what stays in memory."""
+    """Switch between two offloaded experts three times; measure seconds and memory."""
     path = _written(bench, "bf16")
 
     def load(_: str) -> WanModel:
@@ -163,7 +163,7 @@ def experts(bench: Bench) -> Measured:
         return _blueprint(bench, path).load(device=bench.place, dtype_of=dtype_of)
 
     def held() -> int:
-        """Bytes in tensors on an accelerator; on a CPU, which does not count, of all networks."""
+        """Return the allocated bytes of an accelerator; on a CPU those of all live networks."""
         gc.collect()
         if bench.large:
             return int(torch.get_device_module(bench.place).memory_allocated(bench.place))

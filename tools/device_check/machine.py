@@ -28,7 +28,7 @@ _VERSION = re.compile(r"^version=(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
 def environment(device: Device) -> dict[str, Any]:
-    """The machine, for a reader of the report."""
+    """Describe the machine for the report: versions, driver, hardware, variables."""
     place = device.torch_device
     found: dict[str, Any] = {
         "wan": wan.__version__,
@@ -60,7 +60,7 @@ def environment(device: Device) -> dict[str, Any]:
 
 
 def _said(*command: str) -> str:
-    """The first line of what a program prints."""
+    """Return the first line of a program's output, or "not known"."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -80,7 +80,7 @@ def _version_in(*paths: Path) -> str:
 
 
 def machine(bench: Bench) -> Measured:
-    """Versions, memory, the device of `--device auto`, precision of convolutions, products."""
+    """Check versions, memory, the device of `--device auto`, TF32 or HF32, and matrix products."""
     device, found = bench.device, environment(bench.device)
     names = ("torch", "torch-npu", "mindiesd", "driver", "CUDA", "cuDNN", "NCCL", "CANN")
     yield line("versions", *(Figure(name, str(found[name])) for name in names if name in found))
@@ -99,7 +99,7 @@ def machine(bench: Bench) -> Measured:
         products = Figure("in products", str(torch.backends.cuda.matmul.allow_tf32))
         yield line("TF32", convolutions, products)
     elif device.type == "npu":
-        yield absent("HF32", "PyTorch has no public way to ask; step vae shows its error")
+        yield absent("HF32", "PyTorch has no public query for it; step vae shows its error")
     else:
         yield absent("TF32", "CPUs have none")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -114,9 +114,9 @@ def machine(bench: Bench) -> Measured:
 
 
 def _auto(device: Device) -> list[Figure]:
-    """An old driver, or an environment without CANN, hides the device from PyTorch."""
+    """Check `--device auto`: an old driver or a missing CANN hides the device from PyTorch."""
     try:
         kind = devices.resolve("auto", device.torch_device.index or 0).type
     except InputError as refusal:
         raise RuntimeError(str(refusal)) from refusal  # it is wrong, not unavailable
-    return [Figure("takes", kind)]
+    return [Figure("selects", kind)]

@@ -1,5 +1,5 @@
-"""Steps 4, 5, 11, 12: two layers of a published network: as they are, compiled, on several ranks in
-every mode, in a ring, for a minute of each mode, and with sharded weights.
+"""Steps 4, 5, 11, 12: two layers of a published network: eager, compiled, on several ranks in every
+mode, in a ring, for a minute in each mode, and with sharded weights.
 
 Legend: B batch, S tokens, N heads, D head size, C channels.
 """
@@ -49,15 +49,15 @@ Grid = tuple[int, int, int]
 Weights = dict[str, Tensor]
 
 LAYERS = 2
-LIMIT = 2e-2  # of the whole result in bfloat16 against float32, in relative rms
-COMPILED_LIMIT = 1e-2  # of the same in bfloat16, other roundings
-PLAN = 1.1  # most that is measured, over what was planned
-SMALL = (3, 8, 12)  # a grid of tokens that a host computes in float32, too
+LIMIT = 2e-2  # relative rms of the result in bfloat16 against float32
+COMPILED_LIMIT = 1e-2  # the same between eager and compiled, both in bfloat16
+PLAN = 1.1  # largest measured memory over planned memory
+SMALL = (3, 8, 12)  # token grid for the comparison with float32 on the host
 FORWARDS = 20
-LOOP = 60.0  # seconds of each mode
-WINDOW = 10.0  # at the beginning and the end of a minute that are compared
-GROWN = 1.05  # most memory after many forwards, over that after the second
-POWER = "nothing here measures them yet; read `nvidia-smi dmon` or `npu-smi` beside this step"
+LOOP = 60.0  # seconds in each mode
+WINDOW = 10.0  # seconds at the beginning and end of a loop that are compared
+GROWN = 1.05  # largest peak memory of many forwards over that of one
+POWER = "not measured here yet; run `nvidia-smi dmon` or `npu-smi` during this step"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Inputs:
     grid: Grid
 
     def call(self, model: WanModel) -> Tensor:
-        """The velocity."""
+        """Run a forward and return the velocity."""
         step = StepInfo(0, 40, "cond", "dit", self.grid, prod(self.grid))
         return model([self.x], self.t, [self.text], prod(self.grid), step=step)[0]
 
@@ -85,17 +85,17 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What makes the network."""
+        """Keyword arguments of the network."""
         return {**self.setup.checkpoint.config, "num_layers": LAYERS}
 
     @property
     def selected(self) -> Selected:
-        """The kernels that a run would use."""
+        """Kernels that a run would use."""
         target = Target(self.bench.device, 128, torch.bfloat16)
         return select(self.setup.attention, target, {})
 
     def weights(self) -> Weights:
-        """Random ones on the device, the same on every rank: norms about 1, biases about 0."""
+        """Make random weights on the device, equal on all ranks: norms near 1, biases near 0."""
         with torch.device("meta"):
             parameters = WanModel(**self.config).named_parameters()
         dtype_of, found = dit_dtypes(torch.bfloat16, False), Weights()
@@ -109,24 +109,24 @@ class Case:
         return found
 
     def empty(self, team: Team | None = None, selected: Selected | None = None) -> WanModel:
-        """The network composed as for a run, without weights. selected: kernels in place of it."""
+        """Make the network as in a run, on the meta device. selected: replaces its kernels."""
         shared = build.collaborators(self.setup, selected or self.selected, team)
         with torch.device("meta"):
             return WanModel(**self.config, collaborators=shared)
 
     def model(self, weights: Weights, selected: Selected | None = None) -> WanModel:
-        """The network with these weights, on one device."""
+        """Make the network with these weights, on one device."""
         return _with(self.empty(selected=selected), weights)
 
     def on_ranks(self, parallel: Parallel, weights: Weights, team: Team | None = None) -> WanModel:
-        """The network of a rank. team: the ranks of this topology; formed where it is None."""
+        """Make the network of a rank. team: groups of this topology; None forms them."""
         if team is None and self.bench.team is not None:
             team = mesh.form(self.bench.device, parallel.sizes)
         setup = replace(self.setup, parallel=parallel)
         return _with(replace(self, setup=setup).empty(team), weights)
 
     def inputs(self, grid: Grid | None = None) -> Inputs:
-        """Random latents and text, the same on every rank. grid: tokens along each axis."""
+        """Make random latents and text, equal on all ranks. grid: tokens along each axis."""
         grid = grid or self.request.grid
         config, random = self.config, torch.Generator().manual_seed(1)
         sizes = [n * p for n, p in zip(grid, self.setup.preset.patch_size, strict=True)]
@@ -137,7 +137,7 @@ class Case:
 
 
 def case(bench: Bench) -> Case:
-    """The 14B at 720p x 81 frames in bfloat16; on a CPU the 1.3B and a small video."""
+    """Make the case: the 14B at 720p x 81 frames in bfloat16; on a CPU the 1.3B, small."""
     preset = PRESETS["t2v-A14B" if bench.large else "t2v-1.3B"]
     kind, name = bench.device.type, bench.device.can.name
     execution = Execution(device=kind, precision="bf16", text_kv_cache=False)
@@ -154,12 +154,12 @@ def _with(model: WanModel, weights: Weights) -> WanModel:
 
 
 def apart(found: Tensor, want: Tensor) -> float:
-    """Relative rms of the difference; NaN where anything is not finite."""
+    """Compute the relative rms of the difference; NaN if a value is not finite."""
     return distance(found.flatten()[None], want.cpu().double().flatten()[None])
 
 
 class _Recorded:
-    """Implements `wan.kernels.base.Kernel`: another one, whose calls are kept while `keeps`."""
+    """Implements `wan.kernels.base.Kernel`: wraps a kernel and records its calls."""
 
     can_return_lse = False
 
@@ -176,7 +176,7 @@ class _Recorded:
 
 
 def forward(bench: Bench) -> Measured:
-    """Error against the host in float32, memory against the plan, time of products, host waits."""
+    """Check error against the host, memory against the plan, time of products, host waits."""
     of = case(bench)
     weights, given = of.weights(), of.inputs()
     model, tokens = of.model(weights), f"{prod(given.grid)} tokens"
@@ -190,7 +190,7 @@ def forward(bench: Bench) -> Measured:
         return [error(apart(small.call(model), want), LIMIT)]
 
     def memory() -> list[Figure]:
-        """The first forward, which makes what is kept (the rotary table), as the plan counts it."""
+        """Measure the first forward, whose cached tensors (RoPE table) the plan includes."""
         held = bench.peak(lambda: given.call(model))
         (planned, *_) = Planner(of.setup, of.request).forwards(of.setup.parallel)
         most = (planned.size.activations + planned.size.kept).total()
@@ -200,16 +200,16 @@ def forward(bench: Bench) -> Measured:
         return figures
 
     yield f"against float32 on the host, {prod(SMALL)} tokens", on_host
-    yield f"memory beside weights, {tokens}", memory
+    yield f"memory without weights, {tokens}", memory
     yield f"time, {tokens}", partial(_time, of, weights, given)
     if bench.device.type == "cuda":
         yield "host waits", partial(_waits, model, given)
     else:
-        yield steps.absent("host waits", "only CUDA can tell")
+        yield steps.absent("host waits", "only CUDA reports them")
 
 
 def _time(of: Case, weights: Weights, given: Inputs) -> list[Figure]:
-    """A forward and its products alone, in turn: what is not a product is the rest."""
+    """Time a forward and its matrix products alone, in turn; derive the other operations' share."""
     selected, calls = of.selected, list[common.Call]()
     kernels = [_Recorded(kernel, calls) for kernel in (selected.dense, selected.text)]
     model = of.model(weights, replace(selected, dense=kernels[0], text=kernels[1]))
@@ -238,7 +238,7 @@ def _time(of: Case, weights: Weights, given: Inputs) -> list[Figure]:
 
 
 def _waits(model: WanModel, given: Inputs) -> list[Figure]:
-    """Every place where the host waits for the GPU raises an error; the loop should have none."""
+    """Check that a forward never synchronizes the host with the GPU, by making it an error."""
     given.call(model)
     torch.cuda.synchronize()
     before, waits = torch.cuda.get_sync_debug_mode(), list[Figure]()
@@ -253,7 +253,7 @@ def _waits(model: WanModel, given: Inputs) -> list[Figure]:
 
 
 def compiled(bench: Bench) -> Measured:
-    """Blocks compiled as --compile does: graphs, another length, error, milliseconds."""
+    """Check blocks compiled as by --compile: graphs, several sequence lengths, error, time."""
     of = case(bench)
     weights = of.weights()
     eager, fast = of.model(weights), of.model(weights)
@@ -281,12 +281,12 @@ def compiled(bench: Bench) -> Measured:
             plain, quick = (bench.seconds(partial(given.call, model)) for model in (eager, fast))
             ratio = Figure("times eager", quick / plain)
             yield line("time", milliseconds(quick / LAYERS, "a layer"), ratio)
-    # One for a block's first length, and one for all others; a graph that breaks makes more.
+    # One graph for the first length and one for all others; graph breaks add more.
     yield line("graphs", Figure("in all", graphs, "", 2, verdict=SLOW))
 
 
 def topologies(bench: Bench, heads: int) -> list[Parallel]:
-    """All of them with --full, else those of one sequence: all Ulysses, mixed, all ring."""
+    """List all topologies with --full, else those without CFG: Ulysses, mixed, ring."""
     world, found = dist.get_world_size(), []
     for cfg, ring, ulysses in legal(world, heads):
         if cfg == 1 or (bench.full and ring * ulysses > 1):
@@ -296,7 +296,7 @@ def topologies(bench: Bench, heads: int) -> list[Parallel]:
 
 
 def layers(bench: Bench) -> Measured:
-    """Two layers on every topology in every mode, against one device; milliseconds of a layer."""
+    """Check two layers on every topology in every mode against one device; time a layer."""
     of = case(bench)
     weights, given = of.weights(), of.inputs()
     model = of.model(weights)
@@ -330,7 +330,7 @@ def layers(bench: Bench) -> Measured:
 
 
 def _in_one_stream(of: Case, given: Inputs, weights: Weights) -> list[Figure]:
-    """In mode 1 exchanges and attention must follow each other: one stream, and a gap between."""
+    """Check that exchanges and attention of mode 1 alternate on one stream; measure the gaps."""
     world = dist.get_world_size()
     model = of.on_ranks(Parallel(world, 1, 1, world, comm_type=1), weights)
     given.call(model)
@@ -352,12 +352,12 @@ def _in_one_stream(of: Case, given: Inputs, weights: Weights) -> list[Figure]:
 
 
 def ring(bench: Bench) -> Measured:
-    """Memory of one ring over many forwards: blocks that were passed on must be freed."""
+    """Check that a ring frees passed blocks: memory over many forwards."""
     of, world, count = case(bench), dist.get_world_size(), FORWARDS if bench.large else 3
     weights, given = of.weights(), of.inputs()
 
     def repeated(model: WanModel) -> list[Figure]:
-        """The host runs ahead of the device, as in a sampling loop."""
+        """Run forwards without synchronization, as in a denoising loop; compare the memory."""
 
         def many() -> None:
             for _ in range(count):
@@ -375,7 +375,7 @@ def ring(bench: Bench) -> Measured:
 
 
 def loops(bench: Bench) -> Measured:
-    """A minute of each mode: does the device slow down, and in which mode does it not?"""
+    """Run each mode for a minute, to find modes in which the device slows down."""
     of = case(bench)
     weights, given = of.weights(), of.inputs()
     world = 1 if bench.team is None else dist.get_world_size()
@@ -386,7 +386,7 @@ def loops(bench: Bench) -> Measured:
 
 
 def _minute(bench: Bench, model: WanModel, given: Inputs) -> list[Figure]:
-    """All ranks make as many forwards; the first tells the others when to stop."""
+    """Run the same number of forwards on all ranks; rank 0 broadcasts the end."""
     given.call(model)
     start, times = time.perf_counter(), list[float]()
     goes_on = torch.ones(1, device=bench.place)
@@ -405,13 +405,13 @@ def _minute(bench: Bench, model: WanModel, given: Inputs) -> list[Figure]:
 
 
 def _mean_within(times: list[float], seconds: float) -> float:
-    """Of the first forwards, as many as end within this time."""
+    """Compute the mean time of the first forwards that end within `seconds`."""
     kept = [taken for taken, end in zip(times, accumulate(times), strict=True) if end <= seconds]
     return statistics.mean(kept or times[:1])
 
 
 def fsdp(bench: Bench) -> Measured:
-    """Sharded weights against whole ones: not one bit may differ."""
+    """Check that sharded weights give the same bits as unsharded weights."""
     of = case(bench)
     given = of.inputs((5, 16, 16) if bench.large else SMALL)
     weights = {name: x.cpu() for name, x in of.weights().items()}

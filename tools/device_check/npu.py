@@ -1,4 +1,4 @@
-"""Step 12: what differs on Ascend NPUs.
+"""Step 12: checks of Ascend NPUs.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -25,11 +25,11 @@ from wan.settings.kernels import SMALL_OPS
 ROPE_LIMIT = 1e-5  # float32 in and out
 Rotate = Callable[[Tensor, RopeTable], Tensor]
 _ALL = 2**31 - 1
-_FALLBACK = "fall back to run on the cpu"  # what torch-npu says of an operator that it lacks
+_FALLBACK = "fall back to run on the cpu"  # torch-npu's warning about a missing operator
 
 
 def npu(bench: Bench) -> Measured:
-    """RoPE forms, layouts, operators that fall back to the CPU, names of kernels."""
+    """Check RoPE forms, attention layouts, operators that fall back to the CPU, kernel names."""
     grid = (21, 45, 80) if bench.large else (3, 8, 12)
     cos, sin = rope_table(grid, HEAD)
     table = (cos.to(bench.place), sin.to(bench.place))
@@ -53,16 +53,16 @@ def npu(bench: Bench) -> Measured:
         yield f"npu_fusion_attention, {layout}", partial(_layout, bench, qkv, layout)
     yield "operators on the CPU", partial(_fallbacks, bench)
     yield "kernels of a forward", partial(_kernels, bench)
-    yield absent("clock", "mindiesd sets it (--fa_freq_cap), and nothing can read it")
+    yield absent("clock", "mindiesd sets it (--fa_freq_cap), and no tool can read it")
     yield absent(
         "ASCEND_LAUNCH_BLOCKING",
-        "a matter of the environment: run `ASCEND_LAUNCH_BLOCKING=1 python tools/check_device.py "
+        "set by the environment: run `ASCEND_LAUNCH_BLOCKING=1 python tools/check_device.py "
         "--only forward,layers` and compare the times",
     )
 
 
 def _pairs(x_BSND: Tensor, table: RopeTable) -> Tensor:
-    """The rotation without a flip: each pair's halves apart, and together again."""
+    """Rotate by unbinding the halves of each pair and stacking them again, without a flip."""
     cos, signed = table
     a, b = x_BSND.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., ::2], signed[..., 1::2]
@@ -70,7 +70,7 @@ def _pairs(x_BSND: Tensor, table: RopeTable) -> Tensor:
 
 
 def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str) -> list[Figure]:
-    """Copies into the layout and back count: tensors lie as BSND."""
+    """Measure attention in a layout, including the copies from and to BSND."""
     import torch_npu
 
     operator: Any = torch_npu.npu_fusion_attention
@@ -88,7 +88,7 @@ def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str) -> li
 
 
 def _fallbacks(bench: Bench) -> list[Figure]:
-    """Operators that torch-npu has no kernel for run on the host, which waits for each."""
+    """Find operators without an NPU kernel: they run on the host and synchronize."""
     of = case(bench)
     model, given = of.model(of.weights()), of.inputs((3, 8, 12))
     with warnings.catch_warnings(record=True) as said:
@@ -103,7 +103,7 @@ def _fallbacks(bench: Bench) -> list[Figure]:
 
 
 def _kernels(bench: Bench) -> list[Figure]:
-    """The kernels that take longest, as torch-npu's profiler names them."""
+    """List the longest kernels of a forward by torch-npu's profiler."""
     import torch_npu
 
     profiler: Any = getattr(torch_npu, "profiler", None)

@@ -1,11 +1,10 @@
-"""Each step runs in a worker process, which may hang, crash or be killed: the check goes on.
+"""Runs each step in a worker process, which may hang, crash or be killed without ending the check.
 
-One worker carries out one step after the other. It is replaced when a step did not end well, and
-for each step that all ranks carry out together. Its output goes to a file; the end of that file is
-part of the report of a step that failed.
+One worker runs one step after the other. It is replaced after a failed step, and for each
+collective step. Its output goes to a file; the end of that file is part of a failed step's report.
 
-A worker is sent jobs. To each job it answers with the lines of its step as they come, and with an
-`_End` that says how the step ended.
+A worker receives jobs. For each job it sends the lines of its step as they are measured, and then
+an `_End` with the result.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from wan.settings.errors import InputError, is_out_of_memory
 
 REPO = Path(__file__).resolve().parents[2]
 START = 300.0  # seconds until a worker has imported torch and opened its device
-TRIES = 2  # attempts to open a device
+TRIES = 2  # failed attempts to open a device, after which steps fail at once
 _POLL = 0.1
 _TAIL = 4000  # characters
 _LAST_WORDS = 0.5  # seconds in which a hanging worker writes its stacks
@@ -54,7 +53,7 @@ _LAST_WORDS = 0.5  # seconds in which a hanging worker writes its stacks
 
 @dataclass(frozen=True)
 class Job:
-    """A step that a worker carries out. together: with the workers of all other ranks."""
+    """A step for a worker. is_collective: it runs together with the workers of all ranks."""
 
     step: Step
     index: int
@@ -65,27 +64,27 @@ class Job:
 
 @dataclass(frozen=True)
 class _End:
-    """How a step ended: OK, or not available or wrong for the reason in `words`."""
+    """The end of a step: OK, or ABSENT or WRONG with a reason."""
 
     verdict: str
     words: str = ""
 
 
 class DeviceError(Exception):
-    """The device cannot be opened; the sentence says how the worker ended."""
+    """The device cannot be opened; the message describes how the worker ended."""
 
 
 class Worker:
     """A process that holds the device.
 
     Args:
-        kind: The device, as of --device.
-        index: The number of the device on this machine.
-        world: The number of ranks.
+        kind: Value of --device.
+        index: Number of the device on this machine.
+        world: Number of ranks.
 
     Raises:
-        InputError: If the device is refused.
-        DeviceError: If the process does not start.
+        InputError: The device is refused.
+        DeviceError: The process does not start.
     """
 
     def __init__(self, kind: str, index: int, world: int) -> None:
@@ -120,9 +119,10 @@ class Worker:
         self.environment: dict[str, Any] = answer[1]
 
     def run(self, job: Job, stop: Callable[[], str | None]) -> Outcome:
-        """Carry out a step. The worker must be ended where the outcome is WRONG.
+        """Run a step. The caller must end the worker if the outcome is WRONG.
 
-        stop: Asked again and again while the step runs; returns why the step has to end, or None.
+        Args:
+            stop: Polled while the step runs; returns a reason to end the step, or None.
         """
         start, lines = time.monotonic(), list[Line]()
 
@@ -144,7 +144,7 @@ class Worker:
                 return outcome(_End(WRONG, f"it did not end within {limit:g} s"), self._stacks)
 
     def end(self) -> None:
-        """Kill the worker and its children. One that the driver holds back is left behind."""
+        """Kill the worker and its children; do not wait for one that is stuck in the driver."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -153,11 +153,11 @@ class Worker:
         self._written.close()
 
     def _send(self, message: object) -> None:
-        with contextlib.suppress(BrokenPipeError):  # a worker that has ended is noticed on reading
+        with contextlib.suppress(BrokenPipeError):  # an ended worker is detected on reading
             self._pipe.send(message)
 
     def _answer(self) -> Any:
-        """The next answer, an `_End` where the process has ended; None if there is none yet."""
+        """Read the next message; return an `_End` if the process ended, None without a message."""
         alive = self._process.poll() is None
         with contextlib.suppress(EOFError, ConnectionError):
             if self._pipe.poll(_POLL):
@@ -175,7 +175,7 @@ class Worker:
         return DeviceError(f"the device's process did not start: {why}\n{self._tail()}")
 
     def _stacks(self) -> str:
-        """The output with the stack of each thread, which faulthandler writes even in a hang."""
+        """Return the output with all threads' stacks, which faulthandler writes even in a hang."""
         self._process.send_signal(signal.SIGUSR1)
         time.sleep(_LAST_WORDS)
         return self._tail()
@@ -186,7 +186,7 @@ class Worker:
 
 
 class Bed:
-    """Keeps a worker as long as its steps end well. Used as a context. given: as for `Worker`."""
+    """Reuses a worker until a step fails. A context manager; takes the arguments of `Worker`."""
 
     def __init__(self, *given: Any) -> None:
         self._given, self._failures = given, 0
@@ -199,7 +199,7 @@ class Bed:
         self.clear()
 
     def worker(self) -> Worker:
-        """The worker; a new one is started where there is none."""
+        """Return the worker; start one if there is none."""
         if self._failures >= TRIES:
             raise DeviceError(f"the device could not be opened {TRIES} times in a row")
         if self._worker is None:
@@ -209,13 +209,13 @@ class Bed:
         return self._worker
 
     def clear(self) -> None:
-        """End the worker, so that the next step gets another one."""
+        """End the worker, so that the next step gets a new one."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None
 
     def run(self, job: Job, stop: Callable[[], str | None] = lambda: None) -> Outcome:
-        """Carry out one step, in a fresh process if the ranks carry it out together."""
+        """Run a step; a collective step runs in a new process."""
         if job.together:
             self.clear()
         try:
@@ -226,7 +226,7 @@ class Bed:
 
 
 def serve(fd: int) -> None:
-    """The worker: open the device and carry out jobs until the supervising process is gone."""
+    """Run the worker: open the device and run jobs until the supervising process ends."""
     faulthandler.enable()  # a crash writes its stack
     faulthandler.register(signal.SIGUSR1)
     pipe, jobs = Connection(fd), queue.Queue[Any]()
@@ -264,7 +264,7 @@ def serve(fd: int) -> None:
 
 
 def _read(pipe: Connection, jobs: queue.Queue[Any]) -> None:
-    """Read the jobs. When they end the supervising process is gone, and this one ends."""
+    """Read jobs into a queue; end this process when the supervising process has ended."""
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             jobs.put(pipe.recv())
@@ -272,18 +272,18 @@ def _read(pipe: Connection, jobs: queue.Queue[Any]) -> None:
 
 
 def _measured(what: str, measure: Callable[[], Any]) -> Line:
-    """One measurement of a step. If it fails, the others are still made."""
+    """Run one measurement of a step; an error becomes its line, so that the others still run."""
     try:
         return line(what, *measure())
     except (UnavailableError, InputError) as reason:
         return absent(what, str(reason))
-    except Exception as failure:  # the check reports whatever a kernel raises
+    except Exception as failure:  # the report lists errors of kernels
         if is_out_of_memory(failure):
             return absent(what, "out of memory")
         return Line(what, WRONG, (), _sentence(failure))
 
 
 def _sentence(failure: BaseException) -> str:
-    """The type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     first = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {first[0][:300]}" if first else type(failure).__name__

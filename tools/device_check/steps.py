@@ -1,11 +1,11 @@
-"""The table of steps, what a step reports, and the report for people and for a file.
+"""The table of steps, the lines and outcomes of a step, and the report as text and JSON.
 
-This module needs no torch: the process that supervises the steps does not import it.
+This module does not import torch, because the process that supervises the steps must not.
 
-A step is a generator function `work(bench)`. It yields a `Line` that is ready, or a name and a
-function that measures its figures: the worker calls that function, so an error in one measurement
-leaves the others of the step standing. Each line is reported as soon as it is known. A step that
-hangs or crashes has therefore reported what it measured before.
+A step is a generator function `work(bench)`. It yields a finished `Line`, or a name and a function
+that measures the figures: the worker calls that function, so that an error in one measurement does
+not end the step. Each line is reported at once, so that the lines of a step that hangs or crashes
+later are not lost.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FROM_GOOD_TO_BAD = (ABSENT, OK, SLOW, WRONG)
 
 
 class UnavailableError(Exception):
-    """Why something cannot be measured here, as a phrase. The device has not failed."""
+    """A measurement is not possible here; the message is the reason. The device has not failed."""
 
 
 def worst(verdicts: Iterable[str]) -> str:
-    """The worst of some verdicts; "not available" if there is none."""
+    """Return the worst verdict; "not available" without verdicts."""
     return max(verdicts, key=_FROM_GOOD_TO_BAD.index, default=ABSENT)
 
 
@@ -42,12 +42,9 @@ class Figure:
     """One measured value.
 
     Attributes:
-        name: The name of the value.
-        value: A number, or text.
-        unit: The unit of a number.
-        limit: The number is judged by this limit; None means that it is only shown.
+        limit: Limit of a number; None: the number is not judged.
         at_least: The limit is a minimum, not a maximum.
-        verdict: The verdict on a number beyond its limit, WRONG or SLOW.
+        verdict: Verdict on a number beyond its limit, WRONG or SLOW.
     """
 
     name: str
@@ -59,7 +56,7 @@ class Figure:
 
     @property
     def judged(self) -> str:
-        """OK, or `verdict` where the limit is exceeded. NaN exceeds every limit."""
+        """OK, or `verdict` if the limit is exceeded. NaN exceeds every limit."""
         if self.limit is None or isinstance(self.value, str):
             return OK
         held = self.value >= self.limit if self.at_least else self.value <= self.limit
@@ -76,12 +73,12 @@ class Figure:
 
 
 def error(value: float, limit: float, name: str = "error") -> Figure:
-    """A distance from a reference. Beyond its limit the device computes wrongly."""
+    """Make the figure of a distance from a reference; beyond its limit it is WRONG."""
     return Figure(name, value, "", limit)
 
 
 def share(name: str, value: float, least: float | None = None) -> Figure:
-    """A ratio of two figures of this run, in percent. Below `least` the device is slow."""
+    """Make the figure of a ratio in percent; below `least` it is SLOW."""
     limit = None if least is None else 100 * least
     return Figure(name, 100 * value, "%", limit, at_least=True, verdict=SLOW)
 
@@ -91,13 +88,18 @@ def milliseconds(seconds: float, name: str = "time") -> Figure:
 
 
 def gigabytes(name: str, count: float | None) -> Figure:
-    """A number of bytes; None where the device does not count them."""
+    """Make the figure of a number of bytes; None: the device does not count them."""
     return Figure(name, "not counted") if count is None else Figure(name, count / 1e9, "GB")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a step's report: what was measured, its verdict, its figures, and a reason."""
+    """One line of a step's report.
+
+    Attributes:
+        what: The measurement.
+        words: Reason of the verdict, or a note.
+    """
 
     what: str
     verdict: str
@@ -106,29 +108,27 @@ class Line:
 
 
 def line(what: str, *figures: Figure, words: str = "") -> Line:
-    """A line with the worst verdict of its figures."""
+    """Make a line with the worst verdict of its figures."""
     return Line(what, worst([OK, *(figure.judged for figure in figures)]), figures, words)
 
 
 def absent(what: str, words: str) -> Line:
-    """A line for something that cannot be measured."""
+    """Make a line for a measurement that is not available."""
     return Line(what, ABSENT, (), words)
 
 
 Measured = Iterator[Line | tuple[str, Callable[[], Iterable[Figure]]]]
-"""What a step yields."""
+"""Items of a step: a finished line, or a label and a function that measures the figures."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a step, on one rank or on all.
+    """The outcome of a step, on one rank or on all.
 
     Attributes:
-        verdict: The worst verdict of its lines, or WRONG where the step did not end.
-        seconds: The duration.
-        lines: The lines that were reported.
+        verdict: Worst verdict of its lines, or WRONG if the step did not end.
         words: Why the step is not available, or how its process ended.
-        tail: The end of the output of a step that did not end well.
+        tail: End of the output of a failed step.
     """
 
     verdict: str
@@ -144,11 +144,10 @@ class Facts:
 
     Attributes:
         type: "cpu", "cuda" or "npu".
-        name: The name of the device.
-        large: Tensors lie on an accelerator, so sizes are those of a real video. The tensors of a
-            simulated NPU lie on the CPU.
+        large: Tensors are on an accelerator, so sizes are those of a real video. The tensors of a
+            simulated NPU are on the CPU.
         compile: Why blocks cannot be compiled here; None if they can.
-        world: The number of ranks.
+        world: Number of ranks.
     """
 
     type: str
@@ -163,13 +162,13 @@ class Step:
     """A step of the check.
 
     Attributes:
-        number: The subject, 1 to 12.
-        name: The name for --only.
-        title: The title in the table.
+        number: Number of the subject, 1 to 12.
+        name: Name for --only.
+        title: Title in the table.
         work: "module:function" of the generator; a module of this package needs no prefix.
-        limit: The seconds after which the step counts as hanging.
-        ranks: "one": each device alone; "several": all ranks together, not available for one
-            process; "any": together where there are several ranks.
+        limit: Seconds after which the step counts as hanging.
+        ranks: "one": each device alone; "several": collective, not available for one process;
+            "any": collective if there are several ranks.
         needs: "compile": a device on which blocks can be compiled; "npu": an NPU; "": any device.
         only_full: Whether the step needs --full.
     """
@@ -184,46 +183,46 @@ class Step:
     only_full: bool = False
 
     def missing(self, facts: Facts, full: bool) -> str | None:
-        """Why the step does not apply here; None if it does."""
+        """Return why the step does not apply here; None if it does."""
         if self.ranks == "several" and facts.world == 1:
             return "one process; start it with torchrun --nproc_per_node=2 or more"
         if self.only_full and not full:
             return "takes minutes; add --full"
         if self.needs == "npu" and facts.type != "npu":
-            return f"about NPUs, and the device is {facts.type}"
+            return f"only for NPUs; the device is {facts.type}"
         return facts.compile if self.needs == "compile" else None
 
     def together(self, facts: Facts) -> bool:
-        """Whether all ranks carry out the step as one group."""
+        """Return whether all ranks run the step as one group."""
         return facts.world > 1 and self.ranks != "one"
 
 
 STEPS = (
-    Step(1, "machine", "versions, memory, matrix products", "machine:machine", 180),
-    Step(2, "attention", "dense attention", "attention:dense", 400),
-    Step(2, "lse", "attention with its log-sum-exp", "attention:lse", 300),
-    Step(3, "merge", "memory of the log-sum-exp, merging", "attention:merge", 300),
-    Step(4, "forward", "two DiT layers of real width", "network:forward", 400),
-    Step(5, "compiled", "the same, compiled", "network:compiled", 600, needs="compile"),
-    Step(6, "modes", "modes 0, 1, 2 and overlap alone", "attention:modes", 300),
-    Step(7, "methods", "FP8, RainFusion", "attention:methods", 400),
-    Step(7, "int8", "int8 weights", "attention:int8", 200),
-    Step(8, "vae", "VAE, encoding and decoding", "autoencoder:vae", 600),
-    Step(9, "loading", "weights from files", "files:loading", 400),
-    Step(9, "readahead", "weights read ahead", "files:readahead", 200),
-    Step(9, "experts", "experts switched", "files:experts", 300),
-    Step(10, "groups", "exchanges between ranks", "exchange:groups", 400, "several"),
-    Step(10, "slow-rank", "one rank is late", "exchange:slow_rank", 400, "several"),
-    Step(11, "layers", "layers in every mode", "network:layers", 600, "several"),
-    Step(11, "ring", "memory of a ring", "network:ring", 300, "several"),
-    Step(11, "loops", "a minute of each mode", "network:loops", 500, "any", only_full=True),
-    Step(12, "fsdp", "sharded weights", "network:fsdp", 300, "several"),
-    Step(12, "npu", "what differs on NPUs", "npu:npu", 300, needs="npu"),
+    Step(1, "machine", "versions, memory, matrix products", "machine:check_machine", 180),
+    Step(2, "attention", "dense attention", "attention:check_dense", 400),
+    Step(2, "lse", "attention with its log-sum-exp", "attention:check_lse", 300),
+    Step(3, "merge", "memory of the log-sum-exp, merging", "attention:check_merge", 300),
+    Step(4, "forward", "two DiT layers of real width", "network:check_forward", 400),
+    Step(5, "compiled", "the same, compiled", "network:check_compiled", 600, needs="compile"),
+    Step(6, "modes", "modes 0, 1, 2 and overlap alone", "attention:check_modes", 300),
+    Step(7, "methods", "FP8, RainFusion", "attention:check_backends", 400),
+    Step(7, "int8", "int8 weights", "attention:check_int8", 200),
+    Step(8, "vae", "VAE, encoding and decoding", "autoencoder:check_vae", 600),
+    Step(9, "loading", "weights from files", "files:check_loading", 400),
+    Step(9, "readahead", "weights read ahead", "files:check_readahead", 200),
+    Step(9, "experts", "experts switched", "files:check_experts", 300),
+    Step(10, "groups", "exchanges between ranks", "exchange:check_groups", 400, "several"),
+    Step(10, "slow-rank", "one rank is late", "exchange:check_slow_rank", 400, "several"),
+    Step(11, "layers", "layers in every mode", "network:check_layers", 600, "several"),
+    Step(11, "ring", "memory of a ring", "network:check_ring", 300, "several"),
+    Step(11, "loops", "a minute of each mode", "network:check_loops", 500, "any", only_full=True),
+    Step(12, "fsdp", "sharded weights", "network:check_fsdp", 300, "several"),
+    Step(12, "npu", "what differs on NPUs", "npu:check_npu", 300, needs="npu"),
 )
 
 
 def chosen(only: str | None, steps: tuple[Step, ...]) -> list[Step]:
-    """The steps that --only names, or all. Raises InputError for an unknown name."""
+    """Return the steps selected by --only, or all. Raises InputError for an unknown name."""
     if only is None:
         return list(steps)
     wanted = [name.strip() for name in only.split(",")]
@@ -235,16 +234,16 @@ def chosen(only: str | None, steps: tuple[Step, ...]) -> list[Step]:
 
 
 Done = tuple[Step, Outcome, list[Outcome]]
-"""A step, its outcome, and the outcome of every rank."""
+"""A step, its merged outcome, and the outcomes by rank."""
 
 
 def row(step: Step, outcome: Outcome) -> str:
-    """One line for a step that has just ended."""
+    """Format one line for an ended step."""
     return f"{step.name:<12}{outcome.verdict:<14}{_time(outcome)}".rstrip()
 
 
 def table(done: Sequence[Done]) -> str:
-    """A row for each step, followed by a row for each of its measurements."""
+    """Format a row for each step, followed by a row for each of its measurements."""
     rows = []
     for step, outcome, _ in done:
         rows.append(f"{step.number:>2}  {step.title:<40}{outcome.verdict:<14}{_time(outcome)}")
@@ -262,7 +261,7 @@ def _time(outcome: Outcome) -> str:
 
 
 def summary(done: Sequence[Done]) -> str:
-    """The number of steps with each verdict, and the names of the wrong ones."""
+    """Format the number of steps with each verdict, and the names of wrong steps."""
     counts = Counter(outcome.verdict for _, outcome, _ in done)
     wrong = [step.name for step, outcome, _ in done if outcome.verdict == WRONG]
     text = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -270,7 +269,7 @@ def summary(done: Sequence[Done]) -> str:
 
 
 def write(path: Path, done: Sequence[Done], about: dict[str, Any]) -> None:
-    """Write everything as JSON. about: the options, the device and its environment."""
+    """Write the JSON report. about: further entries: device, environment, verdict, seconds."""
     steps = [
         {"number": step.number, "name": step.name, "title": step.title, **asdict(outcome)}
         | {"ranks": [asdict(one) for one in ranks] if len(ranks) > 1 else []}
@@ -282,7 +281,7 @@ def write(path: Path, done: Sequence[Done], about: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON, which has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON lacks, by text."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
