@@ -207,9 +207,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=4096,
         help="tokens; the parts exchange, ring, block and compile use half",
     )
-    parser.add_argument(
-        "--repeats", type=typed(integer(1, 10_000)), default=5, help="timed rounds"
-    )
+    parser.add_argument("--repeats", type=typed(integer(1, 10_000)), default=5, help="timed rounds")
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     options.size = Size(options.heads, options.head_dim, options.tokens, options.repeats)

@@ -28,9 +28,9 @@ from wan.distributed.exchange import Group, process_group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
-from wan.modules.interfaces import Collaborators
-from wan.modules.rope import rope_table
+from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.interfaces import ModelComponents
+from wan.modules.rope import make_rope_table
 from wan.settings.parallel import EXCHANGES
 from wan.settings.schedule import MODES, OVERLAP, Mode, head_ranges
 
@@ -187,13 +187,13 @@ def block(size: Size, layer: FAPowerCapAttention, ranks: int) -> tuple[WanAttent
     channels, tokens = size.heads * size.head_dim, size.tokens // ranks
     torch.manual_seed(0)
     sizes = BlockSizes(channels, 27 * channels // 10, size.heads)
-    module = WanAttentionBlock(sizes, 0, Collaborators(lambda _: layer))
+    module = WanAttentionBlock(sizes, 0, ModelComponents(lambda _: layer))
     mine = slice(*((dist.get_rank() % ranks + i) * tokens for i in (0, 1)))
     x_BsC = torch.randn(1, size.tokens, channels)[:, mine].clone()
     e0_BR6C, context_BTC = torch.randn(1, 1, 6, channels), torch.randn(1, TEXT, channels)
-    cos, sin = (table[mine] for table in rope_table((1, 1, size.tokens), size.head_dim))
-    kv = module.cross_attn.text_kv(context_BTC)
-    others = (e0_BR6C, context_BTC, kv, ForwardInfo((tokens,), (cos, sin), size.tokens))
+    cos, sin = (table[mine] for table in make_rope_table((1, 1, size.tokens), size.head_dim))
+    kv = module.cross_attn.project_text_kv(context_BTC)
+    others = (e0_BR6C, context_BTC, kv, ForwardContext((tokens,), (cos, sin), size.tokens))
     return module, lambda forward: forward(x_BsC.clone(), *others)[0]
 
 
@@ -216,8 +216,8 @@ def exchanges(size: Size) -> dict[str, Any]:
         for exchange in EXCHANGES:
             module, _ = block(size, attention(mode, exchange=exchange), dist.get_world_size())
             tokens = size.tokens // dist.get_world_size()
-            table = rope_table((1, 1, tokens), size.head_dim)
-            info = ForwardInfo((tokens,), table, size.tokens)
+            table = make_rope_table((1, 1, tokens), size.head_dim)
+            info = ForwardContext((tokens,), table, size.tokens)
             x_BsC = torch.randn(1, tokens, size.heads * size.head_dim)
             runs[f"mode {mode}, {exchange}"] = partial(module.self_attn, x_BsC, info)
     return {"seconds": interleave(runs, size.rounds)}

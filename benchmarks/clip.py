@@ -23,8 +23,8 @@ from benchmarks.common import CPU, busy, interleave, ratios, results_file, sprea
 from wan.checkpoint.config import published_config
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
-from wan.modules.interfaces import Collaborators
-from wan.modules.networks import network
+from wan.modules.interfaces import ModelComponents
+from wan.modules.networks import build_dit
 from wan.settings.presets import FACE_SIDE, PRESETS
 from wan.settings.values import integer
 
@@ -83,7 +83,7 @@ def counted(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[s
     for kept in (False, True):
         with torch.device("meta"):
             config = published_config(PRESETS[task])
-            model = network(config, Collaborators(text_kv_cache=kept)).requires_grad_(False)
+            model = build_dit(config, ModelComponents(text_kv_cache=kept)).requires_grad_(False)
             given = arguments(task, frames, rows, columns)
         for name in ("first", "next") if kept else ("anew",):
             flops, operators = FlopCounterMode(display=False), Operators()
@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = {**published_config(PRESETS[options.task]), **SMALL, "num_layers": 10}
     if options.task == "s2v-14B":
         config |= {"num_layers": 8, "audio_inject_layers": LAYERS}
-    anew = network(config).requires_grad_(False)
-    nexts = network(config, Collaborators(text_kv_cache=True)).requires_grad_(False)
+    anew = build_dit(config).requires_grad_(False)
+    nexts = build_dit(config, ModelComponents(text_kv_cache=True)).requires_grad_(False)
     nexts.load_state_dict(anew.state_dict(), assign=True)
     given = arguments(options.task, 20 if options.task == "s2v-14B" else 5, 16, 24)
     variants = {"anew": lambda: anew(**given), "next": lambda: nexts(**given)}

@@ -39,7 +39,7 @@ from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.kernels.compiled_ops import STEPS, Compiled
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
@@ -96,8 +96,8 @@ class Bench:
             out_dim=CHANNELS,
             num_heads=self.case.heads,
             num_layers=self.case.layers,
-            collaborators=Collaborators(
-                ops=BlockOps(run=Compiled(STEPS)) if fused else BlockOps(),
+            components=ModelComponents(
+                ops=BlockOps(run_op=Compiled(STEPS)) if fused else BlockOps(),
                 text_kv_cache=text_kv_cache,
             ),
         )

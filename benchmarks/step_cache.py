@@ -35,7 +35,7 @@ from wan.distributed.mesh import form
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import StepCache
@@ -65,7 +65,9 @@ def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
             num_layers=LAYERS,
             text_dim=TEXT,
             text_len=TEXT,
-            collaborators=Collaborators(lambda _: layer, tokens=shard, step_cache=step_cache),
+            components=ModelComponents(
+                lambda _: layer, sequence_shard=shard, step_cache=step_cache
+            ),
         )
 
     plain, cached = model(None), model(cache)

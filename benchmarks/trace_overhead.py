@@ -25,7 +25,7 @@ from wan import trace
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.values import integer
 from wan.trace import Event, Recorder
@@ -40,7 +40,7 @@ def model(options: argparse.Namespace) -> WanModel:
         num_layers=options.layers,
         text_len=64,
         text_dim=64,
-        collaborators=Collaborators(lambda _: layer),
+        components=ModelComponents(lambda _: layer),
     )
 
 

@@ -43,8 +43,8 @@ from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.distributed.exchange import ALONE, Group
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
-from wan.modules.interfaces import Collaborators
+from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.interfaces import ModelComponents
 from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
 from wan.settings.parallel import EXCHANGES
@@ -140,7 +140,7 @@ def ours(
     tokens = TOKENS // ranks
     with META:
         block = WanAttentionBlock(
-            BlockSizes(CHANNELS, FFN, HEADS), 0, Collaborators(lambda _: layer, ops=ops)
+            BlockSizes(CHANNELS, FFN, HEADS), 0, ModelComponents(lambda _: layer, ops=ops)
         )
         for name, parameter in block.named_parameters():
             dtype = torch.float32 if keeps_fp32(name) else torch.bfloat16
@@ -149,7 +149,7 @@ def ours(
         context_BTC = torch.empty(1, TEXT, CHANNELS, dtype=torch.bfloat16)
         rope = (torch.empty(tokens, 1, HEAD_DIM), torch.empty(tokens, 1, HEAD_DIM))
         kv = torch.empty(2, 1, TEXT, HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(0)
-    info = ForwardInfo((tokens,), rope, TOKENS)
+    info = ForwardContext((tokens,), rope, TOKENS)
     if part == "self-attention":
         normed_BLC = x_BLC.bfloat16()
         return lambda: block.self_attn(normed_BLC, info)
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plain, fused = Traffic(), Traffic()
     found = {
         "ours, fused": counted(
-            ours(options.ranks, BlockOps(run=fused.run, device_type="cuda")), fused
+            ours(options.ranks, BlockOps(run_op=fused.run, device_type="cuda")), fused
         ),
         "ours, plain": counted(ours(options.ranks, BlockOps(device_type="cuda")), plain),
     }

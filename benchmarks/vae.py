@@ -38,8 +38,8 @@ from wan.pipeline.vae import published
 from wan.settings.values import integer
 from wan.vae import tiles
 from wan.vae.network import Autoencoder
-from wan.vae.rows import WHOLE, Rows
-from wan.vae.sharded import ShardedRows, even
+from wan.vae.rows import ALL_ROWS, Rows
+from wan.vae.sharded import ShardedRows, split_rows_evenly
 
 WIDTHS = {"2.1": {"base_dim": 96}, "2.2": {"base_dim": 160, "decoder_base_dim": 256}}
 RESIDUAL = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
@@ -56,7 +56,7 @@ def latents(version: str, size: tuple[int, ...]) -> Tensor:
     return torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(1))
 
 
-def decode(network: Autoencoder, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Tensor:
+def decode(network: Autoencoder, z_BZfhw: Tensor, rows: Rows = ALL_ROWS) -> Tensor:
     return torch.cat(list(network.decode(z_BZfhw, rows)), dim=2).clamp_(-1, 1)
 
 
@@ -79,7 +79,7 @@ def against_diffusers(version: str, size: tuple[int, ...], rounds: int) -> dict[
 def shared(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
     """Time decoding on rank 0 while the others wait, and on all ranks."""
     network, z = ours(version), latents(version, size)
-    rows = ShardedRows(None, even(size[1], dist.get_world_size()), CPU)
+    rows = ShardedRows(None, split_rows_evenly(size[1], dist.get_world_size()), CPU)
     is_main = dist.get_rank() == 0
     runs: dict[str, common.Run] = {
         "one rank": partial(decode, network, z) if is_main else lambda: None,

@@ -28,7 +28,7 @@ from wan.cli.flags import Parser
 from wan.cli.programs import typed
 from wan.cli.resolve import resolve
 from wan.kernels.base import StepInfo
-from wan.modules.interfaces import Blocks
+from wan.modules.interfaces import RunBlocks
 from wan.output_files import check_output, write_output
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs
@@ -57,7 +57,7 @@ class Recorder(Cache):
     def __call__(
         self,
         x_BLC: Tensor,
-        blocks: Blocks,
+        blocks: RunBlocks,
         step: StepInfo | None,
         valid: int,
         dtype: torch.dtype,

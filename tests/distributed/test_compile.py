@@ -17,9 +17,9 @@ from torch._dynamo.backends.common import aot_autograd
 from tests import dist
 from tests.conftest import slow
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
-from wan.modules.interfaces import Collaborators
-from wan.modules.rope import rope_table
+from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.interfaces import ModelComponents
+from wan.modules.rope import make_rope_table
 from wan.settings.schedule import MODES
 
 pytestmark = pytest.mark.dist
@@ -127,10 +127,10 @@ def block_and_inputs(
     attention = FAPowerCapAttention(comm_type=mode, ulysses_pg=group, exchange=exchange)
     channels = heads * HEAD_DIM
     sizes = BlockSizes(channels, 2 * channels, heads)
-    block = WanAttentionBlock(sizes, 0, Collaborators(lambda _: attention))
+    block = WanAttentionBlock(sizes, 0, ModelComponents(lambda _: attention))
     e0_BR6C, context_BTC = torch.randn(1, 1, 6, channels), torch.randn(1, TEXT, channels)
     x_BSC = torch.randn(1, RANKS * LOCAL, channels)
     mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
-    cos, sin = (table[mine] for table in rope_table((1, 4, 6), HEAD_DIM))
-    others = (e0_BR6C, context_BTC, None, ForwardInfo((LOCAL,), (cos, sin), valid_len))
+    cos, sin = (table[mine] for table in make_rope_table((1, 4, 6), HEAD_DIM))
+    others = (e0_BR6C, context_BTC, None, ForwardContext((LOCAL,), (cos, sin), valid_len))
     return block, x_BSC[:, mine].clone(), others

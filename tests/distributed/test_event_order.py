@@ -27,7 +27,7 @@ from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import Payload, StepInfo
 from wan.kernels.fp8 import DequantisedAttention, Fp8Attention, Fp8Quantiser, Rotations
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.schedule import TokenPlan, heads_per_chunk, q_ranges
 
@@ -242,7 +242,7 @@ def forward_a_model(layers: int) -> dict[str, str]:
             num_layers=layers,
             text_dim=16,
             text_len=8,
-            collaborators=Collaborators(attention, tokens=ShardedTokens(None)),
+            components=ModelComponents(attention, sequence_shard=ShardedTokens(None)),
         )
         for block in net.blocks:
             block.cross_attn.register_forward_pre_hook(lambda *_, e=events: e.append("text"))

@@ -20,9 +20,9 @@ from tests.distributed.methods import HEAD_DIM, KINDS, Kind, make_methods
 from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, shard
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
-from wan.modules.interfaces import Collaborators
-from wan.modules.rope import rope_table
+from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.interfaces import ModelComponents
+from wan.modules.rope import make_rope_table
 from wan.settings.schedule import TokenPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
@@ -40,13 +40,13 @@ def qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
 def written(layer: FAPowerCapAttention, own: list[Tensor], **known: Any) -> Tensor | None:
     """The call whose q, k, v are written in two slices of tokens; None where there is no such."""
     with torch.no_grad():
-        call = layer.begin(own[0].flatten(2), own[0].shape[2], known["step"])
+        call = layer.start(own[0].flatten(2), own[0].shape[2], known["step"])
         if call is None:
             return None
         for place, x in enumerate(own):
-            call.put(place, x[:, :7])
-            call.put(place, x[:, 7:], 7)
-        return call.attend(**known)
+            call.write(place, x[:, :7])
+            call.write(place, x[:, 7:], 7)
+        return call.finish(**known)
 
 
 def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: torch.dtype) -> Any:
@@ -121,10 +121,10 @@ def with_gradients(exchange: str) -> list[Tensor]:
     """What a block returns where gradients are on, and those of its weights."""
     torch.manual_seed(0)
     layer = attention_layer(Topology(2, 1), "1", exchange=exchange)
-    given = Collaborators(attention=lambda _: layer)
+    given = ModelComponents(attention=lambda _: layer)
     block = WanAttentionBlock(BlockSizes(32, 48, 4, text_len=3), 0, given)
-    info = ForwardInfo((6,), rope_table((1, 2, 3), 8), 12)
-    assert layer.begin(torch.randn(1, 6, 32), 4, None) is None, "nothing is written in place"
+    info = ForwardContext((6,), make_rope_table((1, 2, 3), 8), 12)
+    assert layer.start(torch.randn(1, 6, 32), 4, None) is None, "nothing is written in place"
     x, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
     out, _ = block(x, torch.randn(1, 1, 6, 32), text, None, info)
     weights = [weight for name, weight in block.named_parameters() if "self_attn" not in name]

@@ -25,7 +25,7 @@ from wan.checkpoint.load import UNSHARDED, Blueprint, dit_dtypes, stored
 from wan.checkpoint.source import Source, Sources
 from wan.distributed.fsdp import Sharded, local_rows
 from wan.kernels.compiled_ops import STEPS, Compiled
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.small_ops import BlockOps
 from wan.pipeline import text
@@ -58,9 +58,9 @@ def dit(
     fused: bool = False,
 ) -> WanModel:
     files = next(iter(describe(folder).experts.values()))
-    ops = BlockOps(run=Compiled(STEPS, least=0)) if fused else BlockOps()
-    shared = Collaborators(ops=ops, text_kv_cache=sharded and cached)
-    make = partial(WanModel, **files.config, collaborators=shared)
+    ops = BlockOps(run_op=Compiled(STEPS, least=0)) if fused else BlockOps()
+    shared = ModelComponents(ops=ops, text_kv_cache=sharded and cached)
+    make = partial(WanModel, **files.config, components=shared)
     return Blueprint("DiT", make, files.tensors, folder).load(
         device=CPU,
         dtype_of=dit_dtypes(compute, convert_all),

@@ -35,7 +35,7 @@ def compare(kind: str, topologies: list[Topology], expected: Tensor) -> None:
     found = {}
     torch._dynamo.reset()
     compiled = Compiled(STEPS, least=0)
-    ops = BlockOps(run=compiled)
+    ops = BlockOps(run_op=compiled)
     for topology in topologies:
         for mode in ROWS:
             layer = attention_layer(topology, mode, methods=small_methods(kind))

@@ -16,7 +16,7 @@ from tests.conftest import slow
 from tests.dist import run
 from wan.distributed.tokens import ShardedTokens
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
@@ -25,15 +25,15 @@ HEADS, GRID, TOKENS, FEATURES = 4, (2, 3, 3), 18, 32
 
 def velocity(images: int, sharded: bool) -> tuple[Tensor, Counter[str]]:
     """And the exchanges of the forward, by the name of the operation."""
-    given = Collaborators()
+    given = ModelComponents()
     if sharded:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), dist.group.WORLD)
-        given = Collaborators(lambda _: layer, tokens=ShardedTokens(dist.group.WORLD))
+        given = ModelComponents(lambda _: layer, sequence_shard=ShardedTokens(dist.group.WORLD))
     torch.manual_seed(0)
     sizes = {"dim": HEADS * 8, "ffn_dim": 64, "num_heads": HEADS, "num_layers": 2}
     text = {"text_dim": 16, "text_len": 8}
     seen = {"image_dim": FEATURES, "image_positions": 20 if images == 2 else 0} if images else {}
-    model = WanModel("i2v", in_dim=36, **sizes, **text, **seen, collaborators=given)
+    model = WanModel("i2v", in_dim=36, **sizes, **text, **seen, components=given)
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(c, 2, 6, 6, generator=generator) for c in (16, 20))
     told = torch.randn(8, 16, generator=generator)

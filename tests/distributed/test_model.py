@@ -18,7 +18,7 @@ from tests.refusals import check_refusals
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.vace import VaceWanModel
 from wan.settings.schedule import MODES
@@ -62,7 +62,7 @@ class Job:
             num_layers=2,
             text_dim=TEXT_DIM,
             text_len=self.text_len,
-            collaborators=Collaborators(text_kv_cache=self.text_cache, **collaborators),
+            collaborators=ModelComponents(text_kv_cache=self.text_cache, **collaborators),
         )
         return net.eval().requires_grad_(False)
 

@@ -22,7 +22,7 @@ from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.parallel import Parallel
 from wan.settings.presets import PRESETS
@@ -91,7 +91,7 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
     from wan.distributed.ring import Ring
     from wan.pipeline.denoise import both_here
 
-    given, branches, cache = Collaborators(), both_here, case.cache()
+    given, branches, cache = ModelComponents(), both_here, case.cache()
     if layout is not None:
         parallel = layout.parallel
         team = form(devices.resolve("cpu"), parallel.sizes)
@@ -110,7 +110,9 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
             team.group("ulysses"),
             ring=Ring(team.group("ring"), "ring"),
         )
-        given = Collaborators(lambda _: layer, tokens=ShardedTokens(team.group("ring", "ulysses")))
+        given = ModelComponents(
+            lambda _: layer, sequence_shard=ShardedTokens(team.group("ring", "ulysses"))
+        )
     torch.manual_seed(0)
     model = WanModel(
         "t2v",
@@ -120,7 +122,7 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
         num_layers=3,
         text_dim=16,
         text_len=8,
-        collaborators=replace(given, step_cache=cache),
+        components=replace(given, step_cache=cache),
     )
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(16, 3, 6, 10, generator=generator)

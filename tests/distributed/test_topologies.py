@@ -31,11 +31,11 @@ def velocities(parallel: Parallel | None) -> Any:
     from wan.distributed.ring import Ring
     from wan.distributed.tokens import ShardedTokens
     from wan.modules.attnlayer import FAPowerCapAttention
-    from wan.modules.interfaces import Collaborators
+    from wan.modules.interfaces import ModelComponents
     from wan.modules.model import WanModel
     from wan.pipeline.denoise import both_here
 
-    collaborators = Collaborators()
+    collaborators = ModelComponents()
     branches = both_here
     if parallel is not None:
         team = form(devices.resolve("cpu"), parallel.sizes)
@@ -46,9 +46,9 @@ def velocities(parallel: Parallel | None) -> Any:
             parallel.fa_alltoall_overlap,
             ring=Ring(team.group("ring"), parallel.ring_type),
         )
-        collaborators = Collaborators(
+        collaborators = ModelComponents(
             lambda _: layer,
-            tokens=ShardedTokens(team.group("ring", "ulysses")),
+            sequence_shard=ShardedTokens(team.group("ring", "ulysses")),
         )
     torch.manual_seed(0)
     model = WanModel(
@@ -58,7 +58,7 @@ def velocities(parallel: Parallel | None) -> Any:
         num_heads=HEADS,
         num_layers=2,
         text_dim=16,
-        collaborators=collaborators,
+        components=collaborators,
     )
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(16, 3, 6, 8, generator=generator)

@@ -29,10 +29,10 @@ from wan.pipeline.decoding import Codec
 from wan.pipeline.vae import Collected, blueprint, published
 from wan.run import make_setup
 from wan.settings.presets import PRESETS
-from wan.vae.layers import Downsample, ResidualBlock, Upsample, padded
+from wan.vae.layers import Downsample, ResidualBlock, Upsample, pad_conv_input
 from wan.vae.network import Autoencoder
-from wan.vae.rows import WHOLE, Rows, State
-from wan.vae.sharded import ShardedRows, even
+from wan.vae.rows import ALL_ROWS, Rows, VaeState
+from wan.vae.sharded import ShardedRows, split_rows_evenly
 
 pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def network(path: Path) -> Autoencoder:
 
 
 def shared(height: int) -> ShardedRows:
-    return ShardedRows(None, even(height, torch.distributed.get_world_size()), CPU)
+    return ShardedRows(None, split_rows_evenly(height, torch.distributed.get_world_size()), CPU)
 
 
 def random(*shape: int) -> Tensor:
@@ -55,10 +55,10 @@ def random(*shape: int) -> Tensor:
 def layer_results(name: str, rows: Rows) -> list[Tensor]:
     """These rows of a layer's result, in three calls."""
     torch.manual_seed(0)
-    layer, state = LAYERS[name]().eval().requires_grad_(False), State(rows)
+    layer, state = LAYERS[name]().eval().requires_grad_(False), VaeState(rows)
     x = random(1, 48, 5, 8 * HEIGHT, 96)
     parts = x[:, :, :1], x[:, :, 1:3], x[:, :, 3:]
-    return [layer(rows.own(part, 8).contiguous(), state) for part in parts]
+    return [layer(rows.slice_local_rows(part, 8).contiguous(), state) for part in parts]
 
 
 def own_results(names: list[str]) -> dict[str, list[Tensor]]:
@@ -73,8 +73,8 @@ class Padded(nn.Module):
         super().__init__()
         self.conv = nn.Conv3d(48, 16, 3)
 
-    def forward(self, x: Tensor, state: State) -> Tensor:
-        return self.conv(padded(self.conv, x, state))
+    def forward(self, x: Tensor, state: VaeState) -> Tensor:
+        return self.conv(pad_conv_input(self.conv, x, state))
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -90,7 +90,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 def test_convolutions_are_bit_equal(world: int) -> None:
     """Of one width and one kernel: the smallest part is large enough for oneDNN."""
     ranks = run(world, own_results, list(LAYERS))
-    whole = {name: layer_results(name, WHOLE) for name in LAYERS}
+    whole = {name: layer_results(name, ALL_ROWS) for name in LAYERS}
     different = [
         (name, call)
         for name, results in whole.items()
@@ -115,11 +115,11 @@ def distances(
         video = random(1, 3, 4 * frames - 3, tall + rest, wide).to(dtype).tanh()
         rows = shared(height)
         if rows.is_idle:
-            rows.wait(2 * (frames + 1))
+            rows.wait_for_steps(2 * (frames + 1))
             continue
         shards = through(its, z, video, rows)
         if rows.rank == 0:
-            whole = through(its, z, video, WHOLE)
+            whole = through(its, z, video, ALL_ROWS)
             found.append(tuple(map(distance, shards, whole)))
     return found
 
@@ -184,7 +184,7 @@ def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, floa
     shards = through(its, z, video, rows)
     if rows.rank:
         return 0, 0, 0, 0
-    whole = through(its, z, video, WHOLE)
+    whole = through(its, z, video, ALL_ROWS)
     pixels = [((x + 1) * 127.5).round() for x in (shards[0], whole[0])]
     apart = (pixels[0] - pixels[1]).abs()
     share = (apart > 0).float().mean().item()
@@ -209,8 +209,8 @@ def fails_on_one_rank() -> None:
         return torch.distributed.get_rank()
 
     with pytest.raises(MemoryError, match="A rank has run out of memory in the autoencoder"):
-        shared(4).together(make)
-    assert shared(4).together(torch.distributed.get_rank) == torch.distributed.get_rank()
+        shared(4).run_together(make)
+    assert shared(4).run_together(torch.distributed.get_rank) == torch.distributed.get_rank()
 
 
 def test_all_ranks_give_up_with_one_that_has_no_memory() -> None:
@@ -368,7 +368,7 @@ def test_a_rank_needs_memory_for_its_own_rows(
         raise DamagedError
 
     def rows(height: int, together: bool) -> ShardedRows:
-        return ShardedRows(ALONE, even(height, 2) if together else (height, 0), CPU)
+        return ShardedRows(ALONE, split_rows_evenly(height, 2) if together else (height, 0), CPU)
 
     codec = Codec(setup, device, load, rows)
     with pytest.raises(DamagedError):

@@ -24,7 +24,7 @@ from tests.distributed.topology import ROWS, Collectives, Topology, attention_la
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.modules.animate import WanAnimateModel
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
 from wan.modules.vace import VaceWanModel
 from wan.settings.parallel import EXCHANGES
@@ -71,9 +71,9 @@ class Pooled(nn.Module):
         return F.adaptive_avg_pool2d(faces_P3HW, (1, 22)).flatten(1)[:, :64]
 
 
-def animate(given: Collaborators) -> nn.Module:
+def animate(given: ModelComponents) -> nn.Module:
     seen: dict[str, Any] = {"image_dim": 24, "motion_encoder_dim": 64}
-    net: Any = WanAnimateModel(num_layers=5, collaborators=given, **SIZES, **seen)
+    net: Any = WanAnimateModel(num_layers=5, components=given, **SIZES, **seen)
     net.motion_encoder = Pooled()
     return net
 
@@ -91,9 +91,9 @@ def animate_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
     return {branch: {**common, "face_pixel_values": face} for branch, face in seen.items()}
 
 
-def s2v(given: Collaborators) -> nn.Module:
+def s2v(given: ModelComponents) -> nn.Module:
     sound: dict[str, Any] = {"audio_dim": 8, "audio_inject_layers": (0, 1)}
-    return WanModel_S2V(num_layers=2, collaborators=given, **SIZES, **sound)
+    return WanModel_S2V(num_layers=2, components=given, **SIZES, **sound)
 
 
 def s2v_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
@@ -109,8 +109,8 @@ def s2v_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
     return {branch: {**common, "audio_input": sound} for branch, sound in sounds.items()}
 
 
-def vace(given: Collaborators) -> nn.Module:
-    return VaceWanModel(num_layers=3, vace_layers=(0, 2), collaborators=given, **SIZES)
+def vace(given: ModelComponents) -> nn.Module:
+    return VaceWanModel(num_layers=3, vace_layers=(0, 2), components=given, **SIZES)
 
 
 def vace_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
@@ -125,7 +125,7 @@ def vace_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
 class Task(NamedTuple):
     """inputs: Of a scene and branch, beside latents and text. blocks: With those of control."""
 
-    network: Callable[[Collaborators], nn.Module]
+    network: Callable[[ModelComponents], nn.Module]
     inputs: Callable[[Scene, Noise], dict[str, dict[str, Any]]]
     blocks: int
     scenes: Sequence[Scene]
@@ -155,7 +155,7 @@ TEXTS = {"cond": 7, "uncond": 20}
 def weights(task: str) -> dict[str, Tensor]:
     """The same random ones every time, with a deviation that keeps activations near 1."""
     with torch.device("meta"):
-        state = TASKS[task].network(Collaborators()).state_dict()
+        state = TASKS[task].network(ModelComponents()).state_dict()
     random, found = np.random.default_rng(0), {}  # of torch's ten million would take a second
     for name, like in state.items():
         found[name] = torch.from_numpy(random.standard_normal(like.shape, np.float32))
@@ -172,7 +172,7 @@ def predict(task: str, scene: Scene, **collaborators: Any) -> Tensor:
     """Velocities of `CALLS`. collaborators: Of a rank, which keeps what depends on the clip."""
     collaborators["text_kv_cache"] = bool(collaborators)
     with torch.device("meta"):
-        net = TASKS[task].network(Collaborators(**collaborators)).eval()
+        net = TASKS[task].network(ModelComponents(**collaborators)).eval()
     net.load_state_dict(weights(task), assign=True)
     random = torch.Generator().manual_seed(math.prod(scene.grid))
     texts = {branch: torch.randn(n, 16, generator=random) for branch, n in TEXTS.items()}

@@ -29,7 +29,7 @@ from wan.distributed.tokens import ShardedTokens
 from wan.kernels import fp8 as quant
 from wan.kernels import rainfusion as sparse
 from wan.kernels.base import StepInfo
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.numerics import keeps_fp32
 from wan.settings.schedule import TokenPlan, heads_per_chunk
@@ -170,7 +170,7 @@ def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
         num_layers=layers,
         text_dim=16,
         text_len=8,
-        collaborators=Collaborators(
+        components=ModelComponents(
             blocks_of(layer_of(Topology(2, 1), mode, chosen)),
             chosen.text,
             ShardedTokens(None, multiple, chosen.order),

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tests.npu_sim.oracles import made
 from tests.npu_sim.ranks import KINDS, Kind, arranged, attend, step_info, target
 from wan.kernels.select import select, vendor_ops
-from wan.modules.rope import rope_table
+from wan.modules.rope import make_rope_table
 from wan.planner import operators
 from wan.settings.kernels import SMALL_OPS
 from wan.torch_private import Live
@@ -91,7 +91,7 @@ def call_all(names: list[str], both: Both) -> None:
     for some in (*([name] for name in names), names):
         ops = vendor_ops(some, both)
         if ops.rope:
-            ops.rope(x.float(), rope_table((3, 4, 5), 64))
+            ops.rope(x.float(), make_rope_table((3, 4, 5), 64))
         if ops.rms_norm:
             ops.rms_norm(flat, weight, 1e-6)
         if ops.layer_norm:

@@ -15,9 +15,9 @@ from tests.npu_sim.oracles import far, made
 from wan.kernels.base import PLAIN, SmallOps
 from wan.kernels.select import vendor_ops
 from wan.modules import small_ops as plain
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
-from wan.modules.rope import apply_rope, rope_table
+from wan.modules.rope import apply_rope, make_rope_table
 from wan.settings.kernels import SMALL_OPS
 
 Choose = Callable[[str], None]
@@ -52,7 +52,7 @@ def test_rms_norm(chip: Choose, calls: list[Any]) -> None:
         x, weight = tokens(dtype, batch), row(seed=1, dtype=dtype)
         kept = x.clone()
         found = fused("rms_norm").rms_norm(x, weight, EPS)
-        same(found, plain.rms_norm(x.double(), weight, EPS))
+        same(found, plain.compute_rms_norm(x.double(), weight, EPS))
         public = mindiesd.RMSNorm(96, EPS)
         public.weight.data = weight.float()
         assert torch.equal(found, public(x.float())) and torch.equal(x, kept)
@@ -67,7 +67,7 @@ def test_layer_norm(chip: Choose, calls: list[Any]) -> None:
             public.weight.data, public.bias.data = row(seed=1), row(seed=2)
         calls.clear()
         found = fused("layer_norm").layer_norm(x, public.weight, public.bias, EPS)
-        same(found, plain.layer_norm(x, public.weight, public.bias, EPS))
+        same(found, plain.compute_layer_norm(x, public.weight, public.bias, EPS))
         assert torch.equal(found, mindiesd.fast_layernorm(public, x.float()))
         assert [call.name for call in calls] == ["mindiesd.layernorm"] * 2
         assert calls[0].shapes == calls[1].shapes and calls[0].facts == calls[1].facts
@@ -91,7 +91,7 @@ def test_modulated_norm(chip: Choose, calls: list[Any]) -> None:
 
 
 def test_rope(chip: Choose, calls: list[Any]) -> None:
-    cos, sin = (rows[5:40] for rows in rope_table((3, 4, 5), 64))
+    cos, sin = (rows[5:40] for rows in make_rope_table((3, 4, 5), 64))
     for batch in (1, 2):
         x = made(batch, len(cos), 3, 64, dtype=F32)
         same(fused("rope").rope(x, (cos, sin)), apply_rope(x, (cos, sin)))
@@ -102,13 +102,13 @@ def test_rope(chip: Choose, calls: list[Any]) -> None:
 
 def test_rope_says_what_the_operator_takes(chip: Choose, calls: list[Any]) -> None:
     for batch, heads, size in ((25, 40, 8), (1, 1, 896)):
-        table = rope_table((1, 1, 2), size)
+        table = make_rope_table((1, 1, 2), size)
         with pytest.raises(ValueError, match=f"not {batch * heads} and {size}"):
             fused("rope").rope(made(batch, 2, heads, size, dtype=F32), table)
     assert calls == []
     largest = ((27, 37, 8), (1, 1, 894))  # 999 groups, and the widest even head
     for batch, heads, size in largest:
-        fused("rope").rope(made(batch, 2, heads, size, dtype=F32), rope_table((1, 1, 2), size))
+        fused("rope").rope(made(batch, 2, heads, size, dtype=F32), make_rope_table((1, 1, 2), size))
 
 
 def test_only_what_was_asked_for_is_replaced(chip: Choose) -> None:
@@ -127,7 +127,7 @@ def model(ops: SmallOps, dtype: torch.dtype) -> WanModel:
     torch.manual_seed(3)
     made = WanModel(
         "t2v", in_dim=4, out_dim=4, dim=48, ffn_dim=64, freq_dim=32, text_dim=24, text_len=16,
-        num_heads=4, num_layers=2, collaborators=Collaborators(ops=plain.BlockOps(ops)),
+        num_heads=4, num_layers=2, components=ModelComponents(ops=plain.BlockOps(ops)),
     )  # fmt: skip
     return made.eval().to(dtype)
 

@@ -17,7 +17,7 @@ from tests.conftest import slow
 from tests.numerics.official import Networks, Parts, distance, weights
 from tests.numerics.procedural import procedural
 from wan.modules.animate import WanAnimateModel
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.pipeline import characters
 from wan.pipeline.characters import folded
 from wan.pipeline.driving import DrivingVideos, padded, places
@@ -47,7 +47,7 @@ def state(folder: Path) -> dict[str, Tensor]:
 def network(folder: Path, **collaborators: Any) -> WanAnimateModel:
     with torch.device("meta"):
         model = WanAnimateModel(
-            **told(folder)["config"], collaborators=Collaborators(**collaborators)
+            **told(folder)["config"], components=ModelComponents(**collaborators)
         )
     model.load_state_dict(state(folder), strict=True, assign=True)
     return model
@@ -112,7 +112,7 @@ def test_parts_of_the_network(animate: Path) -> None:
 def test_the_motion_of_a_face(animate: Path) -> None:
     stored = load_file(animate / "animate_face.safetensors")
     encoder = network(animate).motion_encoder
-    assert distance(encoder.directions(), stored["direction.Q"]) <= 1e-6
+    assert distance(encoder.compute_directions(), stored["direction.Q"]) <= 1e-6
     black = encoder(-torch.ones(1, 3, 512, 512))
     assert distance(black, stored["motion.black.out"].reshape(1, -1)) <= 1e-4
 

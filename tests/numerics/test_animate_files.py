@@ -22,7 +22,7 @@ from tests.refusals import check_refusals, said
 from wan.checkpoint import keymaps, lora
 from wan.checkpoint.layout import check_task, describe
 from wan.checkpoint.load import Blueprint, merged
-from wan.modules.networks import network
+from wan.modules.networks import build_dit
 from wan.pipeline.tiny import diffusers_tensors, write_json
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -39,7 +39,7 @@ def loaded(folder: Path, **values: Any) -> Any:
     check_task(checkpoint, PRESET)
     files = checkpoint.experts["dit"]
     loras = lora.resolve(values, checkpoint).get("dit", ())
-    return Blueprint("DiT", partial(network, files.config), files.tensors, folder).load(
+    return Blueprint("DiT", partial(build_dit, files.config), files.tensors, folder).load(
         device=torch.device("cpu"),
         dtype_of=lambda *_: torch.float32,
         adapt=lambda _, sources: merged(sources, loras),

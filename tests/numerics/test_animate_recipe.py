@@ -13,7 +13,7 @@ from tests.numerics.plain import Plain, Weights, attention, normed, raster, rms,
 from tests.numerics.recorded import STEP, Samples
 from tests.refusals import check_refusals, said
 from wan.modules.animate import MotionEncoder, WanAnimateModel
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 
 HEADS, TEXT_LEN, FREQ, LAYERS = 4, 6, 16, 10
 SIZES = {"dim": 48, "ffn_dim": 40, "freq_dim": FREQ, "num_heads": HEADS, "num_layers": LAYERS}
@@ -28,9 +28,9 @@ class Pooled(nn.Module):
 
 
 def network(**collaborators: Any) -> Any:
-    given = Collaborators(**collaborators)
+    given = ModelComponents(**collaborators)
     with mock.patch("wan.modules.animate.MotionEncoder", lambda _: Pooled()):
-        return tiny(lambda: WanAnimateModel(**SIZES, **TEXT, collaborators=given))
+        return tiny(lambda: WanAnimateModel(**SIZES, **TEXT, components=given))
 
 
 class PlainAnimate(Plain):

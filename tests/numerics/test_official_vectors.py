@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.numerics.official import CPU, distance, weights
 from wan.kernels.compiled_ops import STEPS, Compiled
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel, sinusoidal_embedding
-from wan.modules.rope import apply_rope, rope_angles, rope_table
+from wan.modules.rope import apply_rope, compute_rope_angles, make_rope_table
 from wan.modules.small_ops import BlockOps
 from wan.pipeline import clip, text, vae
 from wan.pipeline.conditioning import pixels
@@ -40,7 +40,7 @@ def dit_case(
     reference: Path, name: str, case: str, **collaborators: Any
 ) -> tuple[WanModel, tuple, torch.Tensor]:
     config = json.loads((reference / f"{name}.json").read_text())["config"]
-    model = WanModel(**config, collaborators=Collaborators(**collaborators))
+    model = WanModel(**config, components=ModelComponents(**collaborators))
     model.load_state_dict(weights(reference / f"{name}.weights.safetensors"), strict=True)
     cases = load_file(reference / f"{name}.cases.safetensors")
     x, t, context = (cases[f"{case}.{key}"] for key in ("x", "t", "context"))
@@ -92,7 +92,7 @@ def test_what_clip_looks_at(reference: Path) -> None:
 def test_dit_with_fused_operations(reference: Path, name: str, case: str) -> None:
     torch._dynamo.reset()
     run = Compiled(STEPS, least=0)
-    model, arguments, out = dit_case(reference, name, case, ops=BlockOps(run=run))
+    model, arguments, out = dit_case(reference, name, case, ops=BlockOps(run_op=run))
     with torch.no_grad():
         assert distance(model(*arguments)[0], out) <= 2e-5
     assert run.compiled
@@ -123,7 +123,7 @@ def test_bf16_weights_stay_close(reference: Path) -> None:
 def test_rope(reference: Path) -> None:
     cases = load_file(reference / "rope.safetensors")
     for head_dim in (128, 24, 16, 12, 8):
-        rotated = apply_rope(cases[f"d{head_dim}.x"].float(), rope_table((3, 5, 7), head_dim))
+        rotated = apply_rope(cases[f"d{head_dim}.x"].float(), make_rope_table((3, 5, 7), head_dim))
         assert distance(rotated, cases[f"d{head_dim}.out"]) <= 5e-6, head_dim
 
 
@@ -131,7 +131,7 @@ def test_rope_angles(reference: Path) -> None:
     cases = load_file(reference / "rope.safetensors")
     positions = cases["table128.positions"].long()
     frame, height, width = (
-        rope_angles(grid, 128)[positions][:, part]
+        compute_rope_angles(grid, 128)[positions][:, part]
         for grid, part in (
             ((1024, 1, 1), slice(0, 22)),
             ((1, 1024, 1), slice(22, 43)),

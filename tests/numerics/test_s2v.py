@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.numerics.official import Networks, Parts, distance, weights
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
 from wan.pipeline import clips, sound
 from wan.pipeline.conditioning import pixels
@@ -39,7 +39,7 @@ def told(folder: Path, name: str) -> dict[str, Any]:
 
 def network(folder: Path, **collaborators: Any) -> WanModel_S2V:
     config = told(folder, "dit_s2v")["constructor_arguments"]
-    model = WanModel_S2V(**config, collaborators=Collaborators(**collaborators))
+    model = WanModel_S2V(**config, components=ModelComponents(**collaborators))
     model.load_state_dict(weights(folder / "dit_s2v.weights.safetensors"), strict=True)
     return model
 

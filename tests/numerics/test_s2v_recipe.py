@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.numerics.plain import Plain, attention, normed, raster, silu, tiny
 from tests.numerics.recorded import STEP, Samples
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
 
 HEADS, TEXT_LEN, FREQ = 4, 6, 16
@@ -21,8 +21,8 @@ LAYERS = (2, 0)  # behind them the sound is heard; weights are in the order of t
 
 def network(**collaborators: Any) -> Any:
     given = {"audio_dim": 6, "num_audio_token": 2, "audio_inject_layers": LAYERS}
-    found = Collaborators(**collaborators)
-    return tiny(lambda: WanModel_S2V(**SIZES, **TEXT, **given, collaborators=found))
+    found = ModelComponents(**collaborators)
+    return tiny(lambda: WanModel_S2V(**SIZES, **TEXT, **given, components=found))
 
 
 class PlainS2V(Plain):

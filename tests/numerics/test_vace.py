@@ -21,7 +21,7 @@ from tests.numerics.recorded import STEP, Samples, padded, texts
 from tests.numerics.test_diffusers import TOLERANCE, official_scheduler
 from wan.checkpoint.keymaps import dit_diffusers_name, dit_official_name
 from wan.diffusers import apply_cache_on_pipe
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.vace import VaceWanModel
 from wan.settings.flags import FLAGS
 
@@ -39,7 +39,7 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any
         freq_dim=256,
         text_len=TEXT_LEN,
         **CONFIG,
-        collaborators=Collaborators(**collaborators),
+        components=ModelComponents(**collaborators),
     )
     theirs = WanVACETransformer3DModel(
         num_attention_heads=heads, attention_head_dim=head_dim, vace_layers=list(layers), **CONFIG

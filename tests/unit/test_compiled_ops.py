@@ -17,9 +17,9 @@ from torch.testing import assert_close
 
 from tests.conftest import slow
 from wan.kernels.compiled_ops import LEAST, STEPS, Compiled
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
-from wan.modules.rope import rope_angles, rope_table
+from wan.modules.rope import compute_rope_angles, make_rope_table
 from wan.modules.small_ops import BlockOps
 
 GRID, HEADS, HEAD_DIM = (3, 4, 6), 4, 12
@@ -34,7 +34,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 SHIFT, SCALE, GATE = (random(1, 1, C, seed=seed) for seed in range(3))
 AFFINE = torch.nn.LayerNorm(C, EPS).requires_grad_(False)
 AFFINE.weight.copy_(random(C, seed=3))
-TABLE = rope_table(GRID, HEAD_DIM)
+TABLE = make_rope_table(GRID, HEAD_DIM)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def rms(x: Tensor) -> Tensor:
 def turned(x: Tensor) -> Tensor:
     """RoPE by its definition, a product of complex numbers."""
     pairs = torch.view_as_complex(x.unflatten(-1, (HEADS, -1, 2)))
-    angles = rope_angles(GRID, HEAD_DIM)
+    angles = compute_rope_angles(GRID, HEAD_DIM)
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.view_as_real(pairs * turn).flatten(-2)
 
@@ -103,7 +103,7 @@ def test_compiled_steps_compute_the_same(name: str, dtype: torch.dtype) -> None:
     x, y = random(1, L, C, seed=4), random(1, L, C, seed=5).to(dtype)
     changed, expected = exact(x.double(), y.double())
     with torch.inference_mode():
-        found = call(BlockOps(run=run), x, y)
+        found = call(BlockOps(run_op=run), x, y)
     assert run.compiled, "the compiler did not work"
     limit = LIMITS[found.dtype]
     assert_close(found.double(), expected, atol=limit, rtol=limit)
@@ -113,8 +113,8 @@ def test_compiled_steps_compute_the_same(name: str, dtype: torch.dtype) -> None:
 def model(run: Compiled) -> WanModel:
     torch.manual_seed(0)
     sizes = {"dim": C, "ffn_dim": 64, "num_heads": HEADS, "num_layers": 2}
-    given = Collaborators(ops=BlockOps(run=run))
-    net = WanModel("ti2v", **sizes, text_dim=16, text_len=8, collaborators=given)
+    given = ModelComponents(ops=BlockOps(run_op=run))
+    net = WanModel("ti2v", **sizes, text_dim=16, text_len=8, components=given)
     return net.requires_grad_(False)
 
 
@@ -167,9 +167,9 @@ def test_small_tensors_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None
     velocity(model(run), 3, torch.tensor([500.0]))
     assert not graphs.made
     with torch.inference_mode():
-        BlockOps(run=run).gelu(torch.zeros(1, 4, LEAST // 4))
+        BlockOps(run_op=run).gelu(torch.zeros(1, 4, LEAST // 4))
         assert set(graphs.made) == {"_gelu"}
-        BlockOps(run=run).gelu(torch.zeros(1, 4, LEAST // 4 - 1))
+        BlockOps(run_op=run).gelu(torch.zeros(1, 4, LEAST // 4 - 1))
     assert graphs.made == {"_gelu": 1}
 
 

@@ -13,13 +13,13 @@ from tests.numerics.recorded import STEP, Samples
 from tests.refusals import check_refusals, said
 from wan.kernels.base import StepInfo
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import Collaborators, LocalAttention
-from wan.modules.model import WanModel, timestep_runs
-from wan.modules.rope import RopeTables, axis_sizes, rope_table
+from wan.modules.interfaces import LocalAttention, ModelComponents
+from wan.modules.model import WanModel, find_timestep_segments
+from wan.modules.rope import RopeCache, make_rope_table, split_head_dim
 from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
 
-CACHED = Collaborators(text_kv_cache=True)
+CACHED = ModelComponents(text_kv_cache=True)
 TINY = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "text_len": 8}
 
 
@@ -64,7 +64,7 @@ def test_a_batch_equals_its_samples() -> None:
 @torch.no_grad()
 def test_samples_of_different_sizes() -> None:
     samples = Samples()
-    net = model(collaborators=Collaborators(samples))
+    net = model(collaborators=ModelComponents(samples))
     (a, text_a), (b, text_b) = inputs(0), inputs(1, (2, 2, 4))
     both = net([a, b], torch.tensor([500]), [text_a, text_b], 18, step=STEP)
     assert samples.seen == [0, 0, 1, 1]
@@ -91,9 +91,9 @@ def test_many_runs_of_timesteps() -> None:
 
 
 def test_timestep_runs() -> None:
-    values, lengths = timestep_runs(torch.tensor([[0, 0, 7, 7, 7, 9, 9]]), 5)
+    values, lengths = find_timestep_segments(torch.tensor([[0, 0, 7, 7, 7, 9, 9]]), 5)
     assert values.tolist() == [[0, 7]] and lengths == (2, 3)
-    values, lengths = timestep_runs(torch.tensor([3, 4]), 5)
+    values, lengths = find_timestep_segments(torch.tensor([3, 4]), 5)
     assert values.tolist() == [[3], [4]] and lengths == (5,)
 
 
@@ -128,7 +128,7 @@ def test_slices_of_tokens_cover_every_token(overwrite: bool) -> None:
     """More than one slice, the last one short."""
     x, rows = torch.randn(1, 40_001, 64), torch.randn(40_001, 64)
     expected = x * 2 + rows
-    found = BlockOps().by_slices(
+    found = BlockOps().apply_in_slices(
         lambda x, rows: x * 2 + rows, x, torch.float32, rows, overwrite=overwrite
     )
     assert torch.equal(found, expected)
@@ -199,7 +199,7 @@ def test_each_block_has_an_attention_layer_that_is_told_the_step() -> None:
             seen.append((self.layer, valid_len, step))
             return super().__call__(q, k, v, valid_len=valid_len, step=step)
 
-    recorded = Collaborators(Recorder)
+    recorded = ModelComponents(Recorder)
     net, (x, context) = model(collaborators=recorded), inputs()
     step = StepInfo(1, 4, "cond", "dit", (3, 2, 3), 18)
     net([x], torch.tensor([7]), [context], 18, step=step)
@@ -214,7 +214,7 @@ def test_padded_keys_are_not_attended_to() -> None:
 
 
 def test_rope_tables_are_built_once_per_grid() -> None:
-    tables = RopeTables(24)
+    tables = RopeCache(24)
 
     def whole(x: Tensor, grid: tuple[int, int, int]) -> Tensor:
         return x
@@ -222,15 +222,15 @@ def test_rope_tables_are_built_once_per_grid() -> None:
     for grid in ((2, 3, 4), (1, 3, 4)):
         first, second = (tables.get(grid, torch.device("cpu"), whole) for _ in range(2))
         assert first is second
-        for found, expected in zip(first, rope_table(grid, 24), strict=True):
+        for found, expected in zip(first, make_rope_table(grid, 24), strict=True):
             assert torch.equal(found, expected)
     half = tables.get((1, 3, 4), torch.device("cpu"), lambda x, _: x[:, 6:])
-    for found, expected in zip(half, rope_table((1, 3, 4), 24), strict=True):
+    for found, expected in zip(half, make_rope_table((1, 3, 4), 24), strict=True):
         assert torch.equal(found, expected[6:]), "another device's rows"
 
 
 def test_axis_sizes() -> None:
-    assert axis_sizes(128) == (44, 42, 42) and axis_sizes(6) == (2, 2, 2)
+    assert split_head_dim(128) == (44, 42, 42) and split_head_dim(6) == (2, 2, 2)
 
 
 def test_networks_and_calls_that_do_not_fit() -> None:

@@ -15,15 +15,15 @@ from torch.testing import assert_close
 
 from benchmarks.common import peak_bytes
 from wan.kernels.base import SmallOps
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
-from wan.modules.rope import apply_rope, rope_angles, rope_table
-from wan.modules.small_ops import BlockOps, layer_norm, modulated_norm, rms_norm
+from wan.modules.rope import apply_rope, compute_rope_angles, make_rope_table
+from wan.modules.small_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = {
-    "rms_norm": rms_norm,
-    "layer_norm": layer_norm,
+    "rms_norm": compute_rms_norm,
+    "layer_norm": compute_layer_norm,
     "modulated_norm": modulated_norm,
     "rope": apply_rope,
 }
@@ -42,11 +42,11 @@ def test_norms_are_float32(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(2, 5, 48).to(dtype) * 3, torch.randn(48), torch.randn(48)
     before = x.clone()
     rms = x.double() / (x.double().square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
-    found = rms_norm(x, weight, 0.1)
+    found = compute_rms_norm(x, weight, 0.1)
     assert found.dtype == torch.float32
     assert_close(found.double(), rms, rtol=2e-6, atol=2e-6)
     for w, b in ((weight, bias), (None, None)):
-        found = layer_norm(x, w, b, 0.1)
+        found = compute_layer_norm(x, w, b, 0.1)
         expected = normalised(x, 0.1) * (1 if w is None else w) + (0 if b is None else b)
         assert found.dtype == torch.float32
         assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
@@ -66,16 +66,16 @@ def test_modulated_norm_is_float32() -> None:
 def test_rope_is_a_complex_product() -> None:
     grid, x = (2, 3, 2), torch.randn(2, 12, 3, 16)
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
-    turned = torch.polar(torch.ones(12, 8, dtype=torch.float64), rope_angles(grid, 16))
+    turned = torch.polar(torch.ones(12, 8, dtype=torch.float64), compute_rope_angles(grid, 16))
     expected = torch.view_as_real(pairs * turned[:, None]).flatten(-2)
-    assert_close(apply_rope(x, rope_table(grid, 16)).double(), expected, rtol=1e-6, atol=1e-6)
+    assert_close(apply_rope(x, make_rope_table(grid, 16)).double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def model(**ops: Any) -> WanModel:
     torch.manual_seed(0)
     sizes = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2}
-    given = Collaborators(ops=BlockOps(SmallOps(**ops)))
-    return WanModel(**sizes, text_dim=16, text_len=8, collaborators=given).requires_grad_(False)
+    given = ModelComponents(ops=BlockOps(SmallOps(**ops)))
+    return WanModel(**sizes, text_dim=16, text_len=8, components=given).requires_grad_(False)
 
 
 def velocity(net: WanModel) -> Tensor:

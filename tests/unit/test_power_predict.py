@@ -16,8 +16,8 @@ from tests.conftest import slow
 from tests.dist import REPO
 from tests.pipelines import planned
 from tests.refusals import check_refusals
-from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
-from wan.modules.interfaces import Collaborators
+from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.interfaces import ModelComponents
 from wan.planner.measure import Planner
 from wan.power import predict
 from wan.power.__main__ import main
@@ -105,14 +105,18 @@ def test_flops_against_the_block() -> None:
     sizes = {"dim": channels, "ffn_dim": ffn, "num_heads": heads, "text_len": text}
     work = Workload(TokenPlan(tokens, 1), sizes, ulysses=1, ring=1, layers=1)
     by = Constants(fa_tflops=1e-3, linear_tflops=1e-3, launch_us=0, exchange_us=0)
-    block = WanAttentionBlock(BlockSizes(channels, ffn, heads), 0, Collaborators())
+    block = WanAttentionBlock(BlockSizes(channels, ffn, heads), 0, ModelComponents())
     x_BLC, e0_BR6C = torch.zeros(1, tokens, channels), torch.zeros(1, 1, 6, channels)
     rope = (torch.ones(tokens, 1, channels // heads), torch.zeros(tokens, 1, channels // heads))
     kv = torch.zeros(2, 1, text, heads, channels // heads).unbind(0)
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         block(
-            x_BLC, e0_BR6C, torch.zeros(1, text, channels), kv, ForwardInfo((tokens,), rope, tokens)
+            x_BLC,
+            e0_BR6C,
+            torch.zeros(1, text, channels),
+            kv,
+            ForwardContext((tokens,), rope, tokens),
         )
     seconds = sum(seconds for _, seconds in work.layer(MODES[0], 1, by))
     assert counter.get_total_flops() == pytest.approx(seconds * 1e9)

@@ -136,8 +136,8 @@ def test_what_a_plan_counts_of_tiles() -> None:
     """By hand: the video, 64 rows of each tile above, 64 columns of the one to the left."""
     widths, height = (256, 256, 116), 256  # of tiles that begin at the columns 0, 192 and 384
     pixels = 300 * 500 + 64 * (sum(widths) + height)
-    assert tiles.kept_bytes((300, 500), 5) == 4 * 3 * 5 * pixels
-    assert tiles.kept_bytes((256, 256), 5) == 0
+    assert tiles.estimate_tile_bytes((300, 500), 5) == 4 * 3 * 5 * pixels
+    assert tiles.estimate_tile_bytes((256, 256), 5) == 0
 
 
 def test_a_video_that_is_decoded_anew_begins_with_its_first_frame() -> None:

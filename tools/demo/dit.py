@@ -25,7 +25,7 @@ from tools.demo.training import Training, averaged_weights, device, join
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import Collaborators, LocalAttention
+from wan.modules.interfaces import LocalAttention, ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
 from wan.settings.values import integer, real
@@ -66,8 +66,8 @@ class TrainingKernel(SdpaKernel):
 def network(kind: str) -> WanModel:
     """Make an untrained DiT, which predicts zero velocity."""
     kernel = TrainingKernel()
-    collaborators = Collaborators(lambda _: LocalAttention(kernel), kernel)
-    model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, collaborators=collaborators)
+    collaborators = ModelComponents(lambda _: LocalAttention(kernel), kernel)
+    model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, components=collaborators)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)

@@ -50,7 +50,7 @@ from tools.demo.scenes import (
 from tools.demo.score import foreground, largest_part, look
 from tools.demo.training import Training, averaged_weights, save_atomically
 from wan import WanT2V, WanVace
-from wan.modules.interfaces import Collaborators, LocalAttention
+from wan.modules.interfaces import LocalAttention, ModelComponents
 from wan.modules.vace import VaceWanModel
 from wan.output_files import check_output, write_folder
 from wan.pipeline.control import folded_mask
@@ -183,8 +183,8 @@ def _base() -> Any:
 def network(part: str) -> VaceWanModel:
     """Make a frozen t2v expert with trainable control blocks, whose hints are zero at first."""
     kernel = TrainingKernel()
-    collaborators = Collaborators(lambda _: LocalAttention(kernel), kernel)
-    model = VaceWanModel(LAYERS, **CONFIG, in_dim=16, collaborators=collaborators)
+    collaborators = ModelComponents(lambda _: LocalAttention(kernel), kernel)
+    model = VaceWanModel(LAYERS, **CONFIG, in_dim=16, components=collaborators)
     model.load_state_dict(load_file(DEMO / f"{part}_model" / _DIT), strict=False)
     blocks: Any = model.vace_blocks
     for layer, block in zip(LAYERS, blocks, strict=True):

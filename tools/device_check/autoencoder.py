@@ -93,7 +93,7 @@ def _layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
     exact, figures = _decoded(network, z), [Figure("latents", str([*size]))]
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         apart_in_memory = copy.deepcopy(network).to(dtype)
-        together = copy.deepcopy(apart_in_memory).channels_last()
+        together = copy.deepcopy(apart_in_memory).to_channels_last()
         for one, order in ((apart_in_memory, "contiguous"), (together, "channels-last")):
             far = apart(_decoded(one, z), exact)
             taken = min(common.seconds(partial(_decoded, one, z), bench.place) for _ in range(3))

@@ -112,7 +112,7 @@ class Case:
         """Make the network as in a run, on the meta device. selected: replaces its kernels."""
         shared = build.collaborators(self.setup, selected or self.selected, team)
         with torch.device("meta"):
-            return WanModel(**self.config, collaborators=shared)
+            return WanModel(**self.config, components=shared)
 
     def model(self, weights: Weights, selected: Selected | None = None) -> WanModel:
         """Make the network with these weights, on one device."""

@@ -19,7 +19,7 @@ from tools.device_check.bench import HEAD, LIMITS, Bench, exact
 from tools.device_check.network import apart, case
 from tools.device_check.steps import SLOW, Figure, Measured, UnavailableError, absent, error
 from wan.kernels.select import vendor_ops
-from wan.modules.rope import RopeTable, apply_rope, rope_table
+from wan.modules.rope import RopeTable, apply_rope, make_rope_table
 from wan.settings.kernels import SMALL_OPS
 
 ROPE_LIMIT = 1e-5  # float32 in and out
@@ -31,7 +31,7 @@ _FALLBACK = "fall back to run on the cpu"  # torch-npu's warning about a missing
 def npu(bench: Bench) -> Measured:
     """Check RoPE forms, attention layouts, operators that fall back to the CPU, kernel names."""
     grid = (21, 45, 80) if bench.large else (3, 8, 12)
-    cos, sin = rope_table(grid, HEAD)
+    cos, sin = make_rope_table(grid, HEAD)
     table = (cos.to(bench.place), sin.to(bench.place))
     x = bench.randn(1, len(cos), 40 if bench.large else 4, HEAD, dtype=torch.float32)
     wanted = apply_rope(x.cpu().double(), (cos.double(), sin.double()))

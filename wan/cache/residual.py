@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wan.cache.policy import Cache, Policy
 from wan.kernels.base import StepInfo
-from wan.modules.interfaces import Blocks
+from wan.modules.interfaces import RunBlocks
 from wan.settings.schedule import Grid
 
 Agree = Callable[[Tensor, float], bool]
@@ -72,7 +72,7 @@ class ResidualCache(Cache):
     def __call__(
         self,
         x_BLC: Tensor,
-        blocks: Blocks,
+        blocks: RunBlocks,
         step: StepInfo | None,
         valid: int,
         dtype: torch.dtype,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wan.diffusers.session import Networks, Session
 from wan.kernels.base import StepInfo
-from wan.modules.interfaces import TokenShard
+from wan.modules.interfaces import SequenceShard
 from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.schedule import Grid
 
@@ -128,7 +128,7 @@ class _Network(ModelHook):
     def new_forward(
         self, module: Any, hidden_states: Tensor, timestep: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        session, tokens = self.session, self.session.given.tokens
+        session, tokens = self.session, self.session.given.sequence_shard
         session.check_network(module)
         sizes = zip(hidden_states.shape[2:], module.config.patch_size, strict=True)
         grid = cast(Grid, tuple(size // patch for size, patch in sizes))
@@ -222,7 +222,7 @@ class _Block(ModelHook):
 
         session.in_blocks = True
         try:
-            valid = session.given.tokens.valid(session.valid_len)
+            valid = session.given.sequence_shard.num_valid(session.valid_len)
             return cache(x_BLC, blocks, session.now, valid, x_BLC.dtype)
         finally:
             session.in_blocks = False
@@ -269,13 +269,13 @@ def _rotated(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:
     return apply_rope(x_BLC.unflatten(-1, (heads, -1)).float(), table).type_as(x_BLC)
 
 
-def _shard_patches(x_BCFHW: Tensor, tokens: TokenShard, grid: Grid) -> Tensor:
+def _shard_patches(x_BCFHW: Tensor, tokens: SequenceShard, grid: Grid) -> Tensor:
     """Shards patch embeddings to [B,C,L,1,1], strided like a convolution's output."""
     x_BLC = tokens.shard(x_BCFHW.flatten(2).transpose(1, 2), grid)
     return x_BLC.transpose(1, 2).contiguous()[..., None, None]
 
 
-def _shard_rotation(table: RopeTable, tokens: TokenShard, grid: Grid) -> RopeTable:
+def _shard_rotation(table: RopeTable, tokens: SequenceShard, grid: Grid) -> RopeTable:
     """Shards diffusers' RoPE table, two tensors [1,S,1,D], in the form of `apply_rope`."""
     cos, sin = (tokens.shard(rows, grid) for rows in table)
     signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[-1] // 2)

@@ -18,7 +18,7 @@ from wan.settings.schedule import Grid, TokenPlan
 
 
 class ShardedTokens:
-    """Implements `wan.modules.interfaces.TokenShard` over a group: rank i computes the i-th shard.
+    """Implements `wan.modules.interfaces.SequenceShard` over a group: rank i computes the i-th shard.
 
     Args:
         multiple: The length of a shard is a multiple of this.

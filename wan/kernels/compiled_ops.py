@@ -26,7 +26,7 @@ LEAST = 1 << 22
 
 
 class Compiled:
-    """Implements `wan.modules.small_ops.Runner`.
+    """Implements `wan.modules.small_ops.OpRunner`.
 
     names: keys of STEPS_BY_OP. least: tensors of fewer elements are computed eagerly. Attribute
     compiled: the compiled functions by name.

@@ -25,22 +25,28 @@ from torch import Tensor, nn
 from wan import trace
 from wan.kernels.base import StepInfo
 from wan.modules.framewise import (
-    CausalConv,
-    activated,
-    added,
+    CausalConv1d,
+    add_to_video_tokens,
+    apply_norm_silu,
     attend_in_frames,
     check_shapes,
-    own_frames,
+    find_local_frames,
 )
-from wan.modules.interfaces import Collaborators
-from wan.modules.model import After, Conditioning, WanModel, embedded, patches
-from wan.modules.textcache import KeptByInput
+from wan.modules.interfaces import ModelComponents
+from wan.modules.model import (
+    AfterBlock,
+    StreamConditioning,
+    WanModel,
+    embed_patches,
+    extract_patches,
+)
+from wan.modules.textcache import InputCache
 from wan.settings.presets import FACE_EVERY, FACE_SIDE
 from wan.settings.schedule import Grid
 
 _BLUR = (1.0, 3.0, 3.0, 1.0)  # separable kernel of the motion encoder's blurs, times 8
-_MOTIONS = 20  # motion directions of a face
-_WIDTHS = (32, 64, 128, 256, 512, 512, 512, 512)  # channels of the motion encoder's levels
+_MOTION_DIM = 20  # motion directions of a face
+_MOTION_WIDTHS = (32, 64, 128, 256, 512, 512, 512, 512)  # channels of the motion encoder's levels
 _FACE_DIM, _FACE_TOKENS = 1024, 4  # channels and number of face tokens
 _IMAGE_DIM = 1280  # channels of CLIP features
 
@@ -68,7 +74,7 @@ class WanAnimateModel(WanModel):
         use_img_emb: bool = True,
         model_type: str = "animate",
         image_dim: int = _IMAGE_DIM,
-        collaborators: Collaborators | None = None,
+        components: ModelComponents | None = None,
         **config: Any,
     ) -> None:
         """Builds the network. use_context_parallel: ignored; `components` defines the ranks."""
@@ -76,7 +82,7 @@ class WanAnimateModel(WanModel):
             raise ValueError(
                 "use_img_emb is False; only networks with an image embedding are supported."
             )
-        given = Collaborators() if collaborators is None else collaborators
+        components = ModelComponents() if components is None else components
         super().__init__(
             model_type,
             patch_size,
@@ -84,7 +90,7 @@ class WanAnimateModel(WanModel):
             in_dim,
             **config,
             image_dim=image_dim,
-            collaborators=given,
+            components=components,
         )
         if self.num_layers % FACE_EVERY:
             raise ValueError(
@@ -96,9 +102,10 @@ class WanAnimateModel(WanModel):
         self.face_encoder = FaceEncoder(motion_encoder_dim, dim)
         self.face_adapter = nn.Module()
         self.face_adapter.fuser_blocks = nn.ModuleList(
-            FaceAttention(dim, self.num_heads, given) for _ in range(self.num_layers // FACE_EVERY)
+            FaceAttention(dim, self.num_heads, components)
+            for _ in range(self.num_layers // FACE_EVERY)
         )
-        self._faces = KeptByInput[_Seen](2) if given.text_kv_cache else None
+        self._face_cache = InputCache[_FaceFeatures](2) if components.text_kv_cache else None
 
     def forward(  # type: ignore[override]
         self,
@@ -130,90 +137,121 @@ class WanAnimateModel(WanModel):
             ValueError: The arguments do not fit each other or the network.
         """
         x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
-        self._check(x, t, context, seq_len, y, clip_fea)
-        rows, found = t.expand(len(x)).split(1), []
-        parts = x, rows, context, pose_latents.split(1), face_pixel_values.split(1)
-        for i, (sample, row, text, pose, faces) in enumerate(zip(*parts, strict=True)):
-            self._check_frames(sample, pose, faces)
-            grid = self.grid(sample.shape[1:])
+        self._check_inputs(x, t, context, seq_len, y, clip_fea)
+        timesteps, velocities = t.expand(len(x)).split(1), []
+        samples = x, timesteps, context, pose_latents.split(1), face_pixel_values.split(1)
+        for i, (sample, timestep, text, pose, faces) in enumerate(zip(*samples, strict=True)):
+            self._check_conditions(sample, pose, faces)
+            grid = self.token_grid(sample.shape[1:])
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
-            seen = self._seen(face_pixel_values, faces, i)
-            given, at = self._conditioning(seen, pose, grid), step and replace(step, sample=i)
-            found.append(self._forward(sample[None], row, [text], clip_fea, at, given)[0])
-        return found
+            face_features = self._encode_faces(face_pixel_values, faces, i)
+            conditioning, sample_step = (
+                self._make_conditioning(face_features, pose, grid),
+                step and replace(step, sample=i),
+            )
+            velocities.append(
+                self._forward(sample[None], timestep, [text], clip_fea, sample_step, conditioning)[
+                    0
+                ]
+            )
+        return velocities
 
-    def behind(self, layer: int) -> Sequence[nn.Module]:
+    def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         blocks: Any = self.face_adapter.fuser_blocks
         return () if layer % FACE_EVERY else (blocks[layer // FACE_EVERY],)
 
-    def _conditioning(self, seen: _Seen, pose: Tensor, grid: Grid) -> Conditioning:
-        tokens, frame = math.prod(grid), math.prod(grid[1:])
-        first, own = self.tokens.first(tokens), self.tokens.valid(tokens)
-        rope = self.rope.get(grid, pose.device, self.tokens.shard)
+    def _make_conditioning(
+        self, face_features: _FaceFeatures, pose: Tensor, grid: Grid
+    ) -> StreamConditioning:
+        num_tokens, frame_size = math.prod(grid), math.prod(grid[1:])
+        token_offset, num_local_tokens = (
+            self.sequence_shard.offset(num_tokens),
+            self.sequence_shard.num_valid(num_tokens),
+        )
+        rope = self.rope.get(grid, pose.device, self.sequence_shard.shard)
         # The first frame, the reference image, has no pose.
-        begin, end = (max(place - frame, 0) for place in (first, first + own))
-        posed = patches(pose, self.patch_size)[:, begin:end]
-        video = embedded(self.pose_patch_embedding, posed)
-        video = F.pad(video, (0, 0, own - video.shape[1], 0))
-        frames, runs = own_frames(first, own, frame)
+        begin, end = (
+            max(token - frame_size, 0) for token in (token_offset, token_offset + num_local_tokens)
+        )
+        pose_patches_BSK = extract_patches(pose, self.patch_size)[:, begin:end]
+        pose_embedding = embed_patches(self.pose_patch_embedding, pose_patches_BSK)
+        pose_embedding = F.pad(
+            pose_embedding, (0, 0, num_local_tokens - pose_embedding.shape[1], 0)
+        )
+        frames, tokens_per_frame = find_local_frames(token_offset, num_local_tokens, frame_size)
 
-        def after(layer: int) -> After:
-            return lambda x_BLC, _: self._attend_to_face(x_BLC, layer, seen, frames, runs)
+        def make_hook(layer: int) -> AfterBlock:
+            return lambda x_BLC, _: self._attend_to_face(
+                x_BLC, layer, face_features, frames, tokens_per_frame
+            )
 
         layers = range(0, self.num_layers, FACE_EVERY)
-        return Conditioning(
-            rope, first, own, video, after={layer: after(layer) for layer in layers}
+        return StreamConditioning(
+            rope,
+            token_offset,
+            num_local_tokens,
+            pose_embedding,
+            after_block={layer: make_hook(layer) for layer in layers},
         )
 
     def _attend_to_face(
-        self, x_BLC: Tensor, layer: int, seen: _Seen, frames: range, runs: Sequence[int]
+        self,
+        x_BLC: Tensor,
+        layer: int,
+        face_features: _FaceFeatures,
+        frames: range,
+        tokens_per_frame: Sequence[int],
     ) -> Tensor:
         """Adds the face attention of a layer to the video tokens; padding is not changed."""
         adapter: Any
-        (adapter,) = self.behind(layer)
+        (adapter,) = self.adapter_modules(layer)
         with trace.span("face", layer=layer):
-            x_BNC = x_BLC[:, : sum(runs)]
-            known = seen.layers.get((layer, frames))
-            y_BNC, kv = adapter(x_BNC, seen.tokens[frames.start : frames.stop], known, runs)
-        if seen.keeps:
-            seen.layers[layer, frames] = kv
-        return added(x_BLC, y_BNC)
+            x_BNC = x_BLC[:, : sum(tokens_per_frame)]
+            cached_kv = face_features.kv_cache.get((layer, frames))
+            y_BNC, kv = adapter(
+                x_BNC, face_features.tokens[frames.start : frames.stop], cached_kv, tokens_per_frame
+            )
+        if face_features.is_cacheable:
+            face_features.kv_cache[layer, frames] = kv
+        return add_to_video_tokens(x_BLC, y_BNC)
 
-    def _seen(self, whole: Tensor, faces: Tensor, sample: int) -> _Seen:
+    def _encode_faces(self, all_faces: Tensor, faces: Tensor, sample: int) -> _FaceFeatures:
         """Encodes the faces of a sample, or returns the cached features.
 
         all_faces: the faces of all samples, which are the cache key.
         """
 
-        def make() -> Tensor:
-            alike = faces.stride(2) == 0  # one image repeated, as in the uncond branch
-            each = faces[:, :, :1] if alike else faces
-            motion_PC = self.motion_encoder(each[0].transpose(0, 1))
+        def encode() -> Tensor:
+            is_constant = faces.stride(2) == 0  # one image repeated, as in the uncond branch
+            distinct_faces = faces[:, :, :1] if is_constant else faces
+            motion_PC = self.motion_encoder(distinct_faces[0].transpose(0, 1))
             return self.face_encoder(motion_PC.expand(faces.shape[2], -1))
 
-        if self._faces is None or torch.is_grad_enabled():
-            return _Seen(False, make())
-        return self._faces.once([whole, sample], lambda: _Seen(True, make()))
+        if self._face_cache is None or torch.is_grad_enabled():
+            return _FaceFeatures(False, encode())
+        return self._face_cache.get_or_compute(
+            [all_faces, sample], lambda: _FaceFeatures(True, encode())
+        )
 
-    def _check_frames(self, x: Tensor, pose: Tensor, faces: Tensor) -> None:
+    def _check_conditions(self, x: Tensor, pose: Tensor, faces: Tensor) -> None:
         """Raises ValueError if poses or faces do not fit the latents."""
-        frames, sides = x.shape[1], x.shape[2:]
-        pictures = 4 * (frames - 2) + 1
+        num_frames, sides = x.shape[1], x.shape[2:]
+        num_faces = 4 * (num_frames - 2) + 1
         shapes = {
-            "pose_latents": (pose, (1, 16, frames - 1, *sides)),
-            "face_pixel_values": (faces, (1, 3, pictures, FACE_SIDE, FACE_SIDE)),
+            "pose_latents": (pose, (1, 16, num_frames - 1, *sides)),
+            "face_pixel_values": (faces, (1, 3, num_faces, FACE_SIDE, FACE_SIDE)),
         }
         check_shapes(x, shapes)
 
-    def forget_text(self) -> None:
+    def clear_caches(self) -> None:
         """Frees the caches of the text and of the faces."""
-        super().forget_text()
-        if self._faces is not None:
-            self._faces.clear()
+        super().clear_caches()
+        if self._face_cache is not None:
+            self._face_cache.clear()
 
 
 @dataclass
-class _Seen:
+class _FaceFeatures:
     """Face tokens of a clip and the cached keys and values of the face attention.
 
     Attributes:
@@ -222,17 +260,17 @@ class _Seen:
         kv_cache: (layer, this rank's frames) -> keys and values of these frames.
     """
 
-    keeps: bool
+    is_cacheable: bool
     tokens: Tensor
-    layers: dict[tuple[int, range], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kv_cache: dict[tuple[int, range], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class FaceAttention(nn.Module):
     """Cross-attention of each token to the face of its frame, without positions or modulation."""
 
-    def __init__(self, dim: int, heads: int, given: Collaborators) -> None:
+    def __init__(self, dim: int, heads: int, components: ModelComponents) -> None:
         super().__init__()
-        self.heads, self.kernel = heads, given.kernel
+        self.heads, self.kernel = heads, components.kernel
         self.linear1_kv, self.linear1_q = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
         self.linear2 = nn.Linear(dim, dim)
         self.q_norm, self.k_norm = (nn.RMSNorm(dim // heads, 1e-6) for _ in range(2))
@@ -242,7 +280,7 @@ class FaceAttention(nn.Module):
         x_BNC: Tensor,
         face_TAC: Tensor,
         kv: tuple[Tensor, Tensor] | None,
-        runs: Sequence[int],
+        tokens_per_frame: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns the attention output, and the keys and values of the frames.
 
@@ -252,24 +290,26 @@ class FaceAttention(nn.Module):
             kv: Cached keys and values, [T,A,H,D] each; None: they are computed.
             tokens_per_frame: Number of tokens of each frame on this rank.
         """
-        if not runs:  # this rank has only padding
+        if not tokens_per_frame:  # this rank has only padding
             return x_BNC, (x_BNC, x_BNC)
         dtype = self.linear2.weight.dtype
         if kv is None:
-            k_TAC, v_TAC = self.linear1_kv(_normed(face_TAC).to(dtype)).chunk(2, dim=-1)
-            kv = self._heads(k_TAC, self.k_norm), v_TAC.unflatten(-1, (self.heads, -1))
-        q_BNHD = self._heads(self.linear1_q(_normed(x_BNC).to(dtype)), self.q_norm)
-        out_BNHD = attend_in_frames(self.kernel, q_BNHD, *kv, runs)
+            k_TAC, v_TAC = self.linear1_kv(_normalize_channels(face_TAC).to(dtype)).chunk(2, dim=-1)
+            kv = self._split_heads(k_TAC, self.k_norm), v_TAC.unflatten(-1, (self.heads, -1))
+        q_BNHD = self._split_heads(
+            self.linear1_q(_normalize_channels(x_BNC).to(dtype)), self.q_norm
+        )
+        out_BNHD = attend_in_frames(self.kernel, q_BNHD, *kv, tokens_per_frame)
         return self.linear2(out_BNHD.flatten(2)), kv
 
-    def _heads(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    def _split_heads(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
         """Splits the channels into heads and normalizes each head in float32."""
         x = x.unflatten(-1, (self.heads, -1))
         normed = F.rms_norm(x.float(), norm.normalized_shape, norm.weight.float(), norm.eps)
         return normed.to(x.dtype)
 
 
-def _normed(x: Tensor) -> Tensor:
+def _normalize_channels(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
@@ -278,22 +318,22 @@ class FaceEncoder(nn.Module):
 
     def __init__(self, dim_in: int, dim: int) -> None:
         super().__init__()
-        self.conv1_local = CausalConv(dim_in, _FACE_DIM * _FACE_TOKENS)
-        self.conv2, self.conv3 = (CausalConv(_FACE_DIM, _FACE_DIM, 2) for _ in range(2))
+        self.conv1_local = CausalConv1d(dim_in, _FACE_DIM * _FACE_TOKENS)
+        self.conv2, self.conv3 = (CausalConv1d(_FACE_DIM, _FACE_DIM, 2) for _ in range(2))
         self.out_proj = nn.Linear(_FACE_DIM, dim)
         self.padding_tokens = nn.Parameter(torch.zeros(1, 1, 1, dim))
 
     def forward(self, motion_PC: Tensor) -> Tensor:
         """Encodes [P,C] as [T,A,C]; the first frame, the reference image, is zeros."""
         local = self.conv1_local(motion_PC.T[None]).unflatten(1, (_FACE_TOKENS, -1))[0]
-        x_ATC = activated(local)
+        x_ATC = apply_norm_silu(local)
         for conv in (self.conv2, self.conv3):
-            x_ATC = activated(conv(x_ATC.transpose(1, 2)))
+            x_ATC = apply_norm_silu(conv(x_ATC.transpose(1, 2)))
         proj = self.out_proj
         faces_TAC = F.linear(x_ATC, proj.weight.float(), proj.bias.float()).transpose(0, 1)
         padding = self.padding_tokens.float()[0].expand(len(faces_TAC), 1, -1)
-        whole_TAC = torch.cat((faces_TAC, padding), dim=1)
-        return F.pad(whole_TAC, (0, 0, 0, 0, 1, 0))
+        tokens_TAC = torch.cat((faces_TAC, padding), dim=1)
+        return F.pad(tokens_TAC, (0, 0, 0, 0, 1, 0))
 
 
 class MotionEncoder(nn.Module):
@@ -301,33 +341,35 @@ class MotionEncoder(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        first = nn.Sequential(_Scaled(3, _WIDTHS[0], 1), _Bias(_WIDTHS[0]))
-        pairs = zip(_WIDTHS, _WIDTHS[1:], strict=False)
+        first = nn.Sequential(
+            _EqualConv2d(3, _MOTION_WIDTHS[0], 1), _FusedLeakyReLU(_MOTION_WIDTHS[0])
+        )
+        pairs = zip(_MOTION_WIDTHS, _MOTION_WIDTHS[1:], strict=False)
         self.enc = nn.Module()
         self.enc.net_app = nn.Module()
         self.enc.net_app.convs = nn.ModuleList(
-            [first, *(_Half(i, o) for i, o in pairs), _Scaled(_WIDTHS[-1], dim, 4)]
+            [first, *(_ResBlock(i, o) for i, o in pairs), _EqualConv2d(_MOTION_WIDTHS[-1], dim, 4)]
         )
         self.enc.fc = nn.Sequential(
-            *(_ScaledLinear(dim, dim) for _ in range(4)), _ScaledLinear(dim, _MOTIONS)
+            *(_EqualLinear(dim, dim) for _ in range(4)), _EqualLinear(dim, _MOTION_DIM)
         )
         self.dec = nn.Module()
         self.dec.direction = nn.Module()
-        self.dec.direction.weight = nn.Parameter(torch.randn(dim, _MOTIONS))
+        self.dec.direction.weight = nn.Parameter(torch.randn(dim, _MOTION_DIM))
 
     def forward(self, faces_P3HW: Tensor) -> Tensor:
         """Encodes face images as [P,C], one at a time: a whole video would take gigabytes."""
         enc: Any = self.enc
-        directions = self.directions()
-        found = []
+        directions = self.compute_directions()
+        motions = []
         for face in faces_P3HW.split(1):
             x = face.float()
             for conv in enc.net_app.convs:
                 x = conv(x)
-            found.append(enc.fc(x.flatten(1)) @ directions.T.to(x.device))
-        return torch.cat(found)
+            motions.append(enc.fc(x.flatten(1)) @ directions.T.to(x.device))
+        return torch.cat(motions)
 
-    def directions(self) -> Tensor:
+    def compute_directions(self) -> Tensor:
         """Computes orthonormal motion directions [C,20], float32.
 
         The QR decomposition runs on the CPU, because its signs are those of LAPACK.
@@ -339,7 +381,7 @@ class MotionEncoder(nn.Module):
         return torch.linalg.qr(weight + 1e-8)[0]
 
 
-class _Scaled(nn.Module):
+class _EqualConv2d(nn.Module):
     """A convolution without bias, with weights divided by the square root of the fan-in."""
 
     def __init__(self, dim_in: int, dim_out: int, side: int, stride: int = 1, pad: int = 0) -> None:
@@ -351,14 +393,14 @@ class _Scaled(nn.Module):
         return F.conv2d(x, self.weight.float() * self.scale, None, self.stride, self.pad)
 
 
-class _ScaledLinear(nn.Linear):
+class _EqualLinear(nn.Linear):
     """A linear layer in float32, with weights divided by the square root of the fan-in."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.float() * self.in_features**-0.5, self.bias.float())
 
 
-class _Bias(nn.Module):
+class _FusedLeakyReLU(nn.Module):
     """Adds a bias and applies a leaky ReLU scaled by sqrt(2)."""
 
     def __init__(self, channels: int) -> None:
@@ -386,24 +428,26 @@ class _Blur(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}kernel"] = self.kernel(torch.device("cpu"))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}kernel", None)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         kernel, channels = self.kernel(x.device), x.shape[1]
-        each = kernel.expand(channels, 1, *kernel.shape)
-        return F.conv2d(x, each, None, 1, self.pad, 1, channels)
+        weight = kernel.expand(channels, 1, *kernel.shape)
+        return F.conv2d(x, weight, None, 1, self.pad, 1, channels)
 
 
-class _Half(nn.Module):
+class _ResBlock(nn.Module):
     """A residual block that halves height and width."""
 
     def __init__(self, dim_in: int, dim_out: int) -> None:
         super().__init__()
-        self.conv1 = nn.Sequential(_Scaled(dim_in, dim_in, 3, pad=1), _Bias(dim_in))
-        self.conv2 = nn.Sequential(_Blur(2), _Scaled(dim_in, dim_out, 3, 2), _Bias(dim_out))
-        self.skip = nn.Sequential(_Blur(1), _Scaled(dim_in, dim_out, 1, 2))
+        self.conv1 = nn.Sequential(_EqualConv2d(dim_in, dim_in, 3, pad=1), _FusedLeakyReLU(dim_in))
+        self.conv2 = nn.Sequential(
+            _Blur(2), _EqualConv2d(dim_in, dim_out, 3, 2), _FusedLeakyReLU(dim_out)
+        )
+        self.skip = nn.Sequential(_Blur(1), _EqualConv2d(dim_in, dim_out, 1, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.conv2(self.conv1(x)) + self.skip(x)) * 2**-0.5

@@ -31,19 +31,19 @@ from wan.settings import schedule
 from wan.settings.parallel import EXCHANGES
 from wan.settings.schedule import Range
 
-Tensors = tuple[Tensor, Tensor, Tensor]
-Chunk = Tensors | Pieces
+QKVTensors = tuple[Tensor, Tensor, Tensor]
+Chunk = QKVTensors | Pieces
 """q, k and v of a head chunk, [B,s,N_c,D] each, or the send buffer into which they were written."""
 
 
-class Args(Protocol):
+class HasCommType(Protocol):
     """Command-line arguments with the attention mode."""
 
     @property
     def comm_type(self) -> int: ...
 
 
-class _Call(NamedTuple):
+class _CallSpec(NamedTuple):
     """The parameters that all chunks of one call share.
 
     Attributes:
@@ -55,36 +55,36 @@ class _Call(NamedTuple):
     shape: Sequence[int]
     dtype: torch.dtype
     device: torch.device
-    shares: tuple[tuple[int, ...], ...]
+    chunk_heads: tuple[tuple[int, ...], ...]
     valid_len: int | None
-    method: Method | None
+    backend: Method | None
     step: StepInfo | None
 
     @property
-    def ranges(self) -> tuple[Range, ...]:
+    def head_ranges(self) -> tuple[Range, ...]:
         """Range of global heads of each chunk."""
-        ends = list(accumulate(map(sum, self.shares)))
+        ends = list(accumulate(map(sum, self.chunk_heads)))
         return tuple(zip([0, *ends], ends, strict=False))
 
 
-class _Incoming(NamedTuple):
+class _IncomingChunk(NamedTuple):
     """The all-to-alls of a chunk that are in flight, and the rows per scale of q, k and v."""
 
     pending: list[Pending]
-    rows: tuple[int, ...] = (1, 1, 1)
+    rows_per_scale: tuple[int, ...] = (1, 1, 1)
 
 
-class _Written(NamedTuple):
+class _PackedCall(NamedTuple):
     """Implements `wan.modules.interfaces.PackedAttentionCall`."""
 
     layer: FAPowerCapAttention
-    pieces: Pieces
+    buffer: Pieces
 
-    def put(self, place: int, x_BsND: Tensor, first: int = 0) -> None:
-        self.pieces.put(place, x_BsND, first)
+    def write(self, index: int, x_BsND: Tensor, offset: int = 0) -> None:
+        self.buffer.put(index, x_BsND, offset)
 
-    def attend(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
-        return self.layer.attend(self.pieces, valid_len=valid_len, step=step)
+    def finish(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
+        return self.layer.attend_packed(self.buffer, valid_len=valid_len, step=step)
 
 
 class FAPowerCapAttention:
@@ -110,7 +110,7 @@ class FAPowerCapAttention:
 
     def __init__(
         self,
-        args: Args | None = None,
+        args: HasCommType | None = None,
         ulysses_pg: Group = None,
         fa_alltoall_overlap: bool = False,
         *,
@@ -137,7 +137,7 @@ class FAPowerCapAttention:
         self.world_size, self.rank = group_size(ulysses_pg), group_rank(ulysses_pg)
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
-        self.methods, self.exchange = tuple(methods), exchange
+        self.backends, self.exchange = tuple(methods), exchange
         self.contiguous = contiguous or self.ring is not None  # a ring sends k and v
         self.clock = nullcontext() if clock is None else clock
 
@@ -168,12 +168,12 @@ class FAPowerCapAttention:
         Raises:
             ValueError: N < P, or a backend needs `step` or `layer` and it is None.
         """
-        call = self._call(query.shape, query, valid_len, step, layer)
-        chunks = self._split_qkv_by_head((query, key, value), call.ranges)
+        spec = self._make_call_spec(query.shape, query, valid_len, step, layer)
+        chunks = self._split_qkv_by_head((query, key, value), spec.head_ranges)
         with self.clock:
-            return self._dispatch(chunks, call)
+            return self._dispatch(chunks, spec)
 
-    def begin(self, x_BsC: Tensor, heads: int, step: StepInfo | None) -> _Written | None:
+    def start(self, x_BsC: Tensor, num_heads: int, step: StepInfo | None) -> _PackedCall | None:
         """Starts a call whose q, k and v are written directly into the all-to-all send buffer.
 
         Args:
@@ -185,198 +185,229 @@ class FAPowerCapAttention:
             None if q, k and v must be passed to `__call__` as tensors: with split all-to-alls, with
             a backend that quantizes before the exchange, and under autograd or torch.compile.
         """
-        compiled = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        if self.exchange != "fused" or self.world_size == 1 or compiled:
+        needs_tensors = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        if self.exchange != "fused" or self.world_size == 1 or needs_tensors:
             return None
-        batch, rows, channels = x_BsC.shape
-        call = self._call((batch, rows, heads, channels // heads), x_BsC, None, step)
-        if call.method is not None and call.method.packs:
+        batch, num_tokens, channels = x_BsC.shape
+        spec = self._make_call_spec(
+            (batch, num_tokens, num_heads, channels // num_heads), x_BsC, None, step
+        )
+        if spec.backend is not None and spec.backend.packs:
             return None
-        part = Part(batch, rows, 3, channels // heads, x_BsC.dtype)
-        pieces = Pieces([part], [heads for share in call.shares for heads in share], x_BsC.device)
-        return _Written(self, pieces)
+        tensor_spec = Part(batch, num_tokens, 3, channels // num_heads, x_BsC.dtype)
+        buffer = Pieces(
+            [tensor_spec],
+            [num_heads for heads_per_rank in spec.chunk_heads for num_heads in heads_per_rank],
+            x_BsC.device,
+        )
+        return _PackedCall(self, buffer)
 
-    def attend(
-        self, pieces: Pieces, *, valid_len: int | None = None, step: StepInfo | None = None
+    def attend_packed(
+        self, buffer: Pieces, *, valid_len: int | None = None, step: StepInfo | None = None
     ) -> Tensor:
         """Computes attention of q, k and v in a send buffer; the buffer's memory is released."""
-        (part,) = pieces.parts
-        shape = (part.batch, part.rows, sum(pieces.heads), part.width)
-        call = self._call(shape, pieces.memory, valid_len, step)
+        (tensor_spec,) = buffer.parts
+        shape = (tensor_spec.batch, tensor_spec.rows, sum(buffer.heads), tensor_spec.width)
+        spec = self._make_call_spec(shape, buffer.memory, valid_len, step)
         with self.clock:
-            return self._dispatch(dict(enumerate(pieces.chunks(call.shares))), call)
+            return self._dispatch(dict(enumerate(buffer.chunks(spec.chunk_heads))), spec)
 
-    def _call(
+    def _make_call_spec(
         self,
         shape: Sequence[int],
         like: Tensor,
         valid_len: int | None,
         step: StepInfo | None,
         layer: int | None = None,
-    ) -> _Call:
-        rows, heads = shape[1:3]
-        if heads < self.world_size:
+    ) -> _CallSpec:
+        num_tokens, num_heads = shape[1:3]
+        if num_heads < self.world_size:
             raise ValueError(
                 f"head_count must be at least ulysses world size, but got "
-                f"head_count={heads}, world_size={self.world_size}."
+                f"head_count={num_heads}, world_size={self.world_size}."
             )
-        if self.methods and step is not None:
+        if self.backends and step is not None:
             layer = self.layer if layer is None else layer
-            first_row = 0 if self.ring is None else self.ring.rank * rows * self.world_size
+            first_row = 0 if self.ring is None else self.ring.rank * num_tokens * self.world_size
             step = replace(step, layer=layer, first_row=first_row)
-        method = next((method for method in self.methods if method.applies(step)), None)
-        shares = schedule.head_split(heads, self.world_size, self.mode.chunks)
-        return _Call(shape, like.dtype, like.device, shares, valid_len, method, step)
+        backend = next((backend for backend in self.backends if backend.applies(step)), None)
+        chunk_heads = schedule.head_split(num_heads, self.world_size, self.mode.chunks)
+        return _CallSpec(shape, like.dtype, like.device, chunk_heads, valid_len, backend, step)
 
-    def _dispatch(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
+    def _dispatch(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
         """Runs the loop under the published method name of the mode, if it has one."""
         if self.fa_alltoall_overlap:
-            return self._run_fa_alltoall_overlap(chunks, call)
+            return self._run_fa_alltoall_overlap(chunks, spec)
         if self.comm_type == 1:
-            return self._run_insertcomm(chunks, call)
+            return self._run_insertcomm(chunks, spec)
         if self.comm_type == 2:
-            return self._run_blockattn(chunks, call)
+            return self._run_blockattn(chunks, spec)
         if self.comm_type == 0:
-            return self._run_baseline(chunks, call)
-        return self._run(chunks, call)
+            return self._run_baseline(chunks, spec)
+        return self._run_chunks(chunks, spec)
 
-    def _run_baseline(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
-        return self._run(chunks, call)
+    def _run_baseline(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
+        return self._run_chunks(chunks, spec)
 
-    def _run_insertcomm(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
-        return self._run(chunks, call)
+    def _run_insertcomm(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
+        return self._run_chunks(chunks, spec)
 
-    def _run_blockattn(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
-        return self._run(chunks, call)
+    def _run_blockattn(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
+        return self._run_chunks(chunks, spec)
 
-    def _run_fa_alltoall_overlap(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
-        return self._run(chunks, call)
+    def _run_fa_alltoall_overlap(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
+        return self._run_chunks(chunks, spec)
 
-    def _run(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
+    def _run_chunks(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
         """Runs the actions (start, attend, finish) on the chunks in the order of the mode.
 
         The all-to-alls of a chunk are issued after those of the last finished chunk; a compiled
         graph keeps this order by a data dependency.
         """
         out_BsND: Tensor | None = None  # allocated late: attention is the memory peak
-        incoming: dict[int, _Incoming] = {}
+        incoming: dict[int, _IncomingChunk] = {}
         outgoing: dict[int, Pending] = {}
-        finished: Pending | None = None
-        ranges = call.ranges
-        for verb, chunk in self.mode.order(len(chunks)):
-            (first, last), share = ranges[chunk], call.shares[chunk]
-            of_chunk = call
-            if call.method is not None and call.step is not None:
-                mine = first + sum(share[: self.rank])
-                of_chunk = call._replace(step=replace(call.step, first_head=mine))
+        last_finished: Pending | None = None
+        head_ranges = spec.head_ranges
+        for action, chunk in self.mode.order(len(chunks)):
+            (first, last), heads_per_rank = head_ranges[chunk], spec.chunk_heads[chunk]
+            chunk_spec = spec
+            if spec.backend is not None and spec.step is not None:
+                first_head = first + sum(heads_per_rank[: self.rank])
+                chunk_spec = spec._replace(step=replace(spec.step, first_head=first_head))
             with trace.place(chunk=chunk):
-                if verb == "start":
-                    packed = chunks.pop(chunk)
-                    incoming[chunk] = self._exchange_in(packed, share, of_chunk, finished)
-                    del packed
-                elif verb == "attend":
-                    result = self._attention_forward(incoming.pop(chunk), of_chunk)
-                    outgoing[chunk] = self._exchange_out(result, share)
+                if action == "start":
+                    qkv = chunks.pop(chunk)
+                    incoming[chunk] = self._exchange_in(
+                        qkv, heads_per_rank, chunk_spec, last_finished
+                    )
+                    del qkv
+                elif action == "attend":
+                    result = self._attention_forward(incoming.pop(chunk), chunk_spec)
+                    outgoing[chunk] = self._exchange_out(result, heads_per_rank)
                     del result
                 else:
-                    finished = outgoing.pop(chunk)
+                    last_finished = outgoing.pop(chunk)
                     if out_BsND is None:
-                        out_BsND = torch.empty(call.shape, dtype=call.dtype, device=call.device)
-                    finished.wait(into=out_BsND[:, :, first:last])
+                        out_BsND = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+                    last_finished.wait(into=out_BsND[:, :, first:last])
         assert out_BsND is not None, "there is no chunk"
         return out_BsND
 
-    def _split_qkv_by_head(self, qkv: Tensors, ranges: tuple[Range, ...]) -> dict[int, Chunk]:
+    def _split_qkv_by_head(
+        self, qkv: QKVTensors, head_ranges: tuple[Range, ...]
+    ) -> dict[int, Chunk]:
         """Slices q, k and v into views of the heads of each chunk."""
         q, k, v = qkv
-        return {i: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for i, (a, b) in enumerate(ranges)}
+        return {
+            chunk: (q[:, :, first:last], k[:, :, first:last], v[:, :, first:last])
+            for chunk, (first, last) in enumerate(head_ranges)
+        }
 
-    def _packed(self, qkv_BsND: Tensors, call: _Call) -> QKV:
+    def _quantize_for_exchange(self, qkv_BsND: QKVTensors, spec: _CallSpec) -> QKV:
         """Converts q, k and v to the tensors that are sent; only some backends quantize here."""
-        if call.method is None:
+        if spec.backend is None:
             q, k, v = qkv_BsND
             return Payload(q), Payload(k), Payload(v)
-        rows = valid = qkv_BsND[0].shape[1]
-        if call.valid_len is not None:
+        num_tokens = num_valid = qkv_BsND[0].shape[1]
+        if spec.valid_len is not None:
             ring_rank = 0 if self.ring is None else self.ring.rank
             shard = ring_rank * self.world_size + self.rank
-            valid = schedule.valid_rows(call.valid_len, shard, rows)
-        return call.method.pack(*qkv_BsND, valid, call.step)
+            num_valid = schedule.valid_rows(spec.valid_len, shard, num_tokens)
+        return spec.backend.pack(*qkv_BsND, num_valid, spec.step)
 
     def _exchange_in(
-        self, chunk: Tensors | Pieces, share: tuple[int, ...], call: _Call, after: Pending | None
-    ) -> _Incoming:
+        self,
+        chunk: QKVTensors | Pieces,
+        heads_per_rank: tuple[int, ...],
+        spec: _CallSpec,
+        after: Pending | None,
+    ) -> _IncomingChunk:
         """Starts the all-to-alls [B,s,N_c,D] -> [B,S,h_c,D] of q, k and v.
 
         Heads are scattered and tokens gathered. The values of q, k and v are sent first, then the
         small scales; a fused exchange sends all of them in one all-to-all.
         """
 
-        def start(tensors: Sequence[Tensor] | Pieces, what: str) -> Pending:
+        def start(tensors: Sequence[Tensor] | Pieces, label: str) -> Pending:
             group, overlaps = self.ulysses_pg, self.overlaps
-            return start_in(tensors, share, group, async_op=overlaps, after=after, what=what)
+            return start_in(
+                tensors, heads_per_rank, group, async_op=overlaps, after=after, what=label
+            )
 
         if isinstance(chunk, Pieces):
-            return _Incoming([start(chunk, "qkv")])
-        packed = self._packed(chunk, call)
-        rows = tuple(payload.rows for payload in packed)
-        named = {name: x.values for name, x in zip("qkv", packed, strict=True)}
-        for name, x in zip("qkv", packed, strict=True):
-            named |= {} if x.scale is None else {f"{name} scale": x.scale}
+            return _IncomingChunk([start(chunk, "qkv")])
+        qkv = self._quantize_for_exchange(chunk, spec)
+        rows_per_scale = tuple(payload.rows for payload in qkv)
+        named_tensors = {name: x.values for name, x in zip("qkv", qkv, strict=True)}
+        for name, x in zip("qkv", qkv, strict=True):
+            named_tensors |= {} if x.scale is None else {f"{name} scale": x.scale}
         if self.exchange == "fused" and self.world_size > 1:
-            return _Incoming([start(list(named.values()), "qkv")], rows)
-        return _Incoming([start([x], name) for name, x in named.items()], rows)
+            return _IncomingChunk([start(list(named_tensors.values()), "qkv")], rows_per_scale)
+        return _IncomingChunk(
+            [start([x], name) for name, x in named_tensors.items()], rows_per_scale
+        )
 
-    def _exchange_out(self, out_BShD: Tensor, share: tuple[int, ...]) -> Pending:
+    def _exchange_out(self, out_BShD: Tensor, heads_per_rank: tuple[int, ...]) -> Pending:
         """Starts the all-to-all [B,S,h_c,D] -> [B,s,N_c,D] of a chunk's result."""
-        return start_out(out_BShD, share, self.ulysses_pg, async_op=self.overlaps)
+        return start_out(out_BShD, heads_per_rank, self.ulysses_pg, async_op=self.overlaps)
 
-    def _attention_forward(self, incoming: _Incoming, call: _Call) -> Tensor:
+    def _attention_forward(self, incoming: _IncomingChunk, spec: _CallSpec) -> Tensor:
         """Computes one chunk [B,S/R,h_c,D], a query block at a time; padded rows are zeros."""
-        q, k, v = _received(incoming)
+        q, k, v = _wait_for_qkv(incoming)
         if self.contiguous:
-            q, k, v = (x.map(_contiguous) for x in (q, k, v))
-        rows = q.values.shape[1]
+            q, k, v = (x.map(_make_contiguous) for x in (q, k, v))
+        num_tokens = q.values.shape[1]
         ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)
-        total = ring_size * rows if call.valid_len is None else call.valid_len
-        valid = [schedule.valid_rows(total, rank, rows) for rank in range(ring_size)]
-        multiple = 1 if call.method is None else call.method.q_multiple
-        blocks = schedule.q_ranges(valid[ring_rank], self.mode.blocks, multiple)
-        ranges = [(a, b) for a, b in blocks if a < b]
-        attended = self._attend(q, k, v, ranges, valid, call)
-        if ranges == [(0, rows)]:
-            return attended[0]
-        out = torch.empty(q.values.shape, dtype=call.dtype, device=q.values.device)
-        for (a, b), block in zip(ranges, attended, strict=True):
-            out[:, a:b] = block
-        out[:, valid[ring_rank] :] = 0
+        total_valid = ring_size * num_tokens if spec.valid_len is None else spec.valid_len
+        valid_per_rank = [
+            schedule.valid_rows(total_valid, rank, num_tokens) for rank in range(ring_size)
+        ]
+        multiple = 1 if spec.backend is None else spec.backend.q_multiple
+        ranges = schedule.q_ranges(valid_per_rank[ring_rank], self.mode.blocks, multiple)
+        query_blocks = [(first, last) for first, last in ranges if first < last]
+        block_outputs = self._attend_query_blocks(q, k, v, query_blocks, valid_per_rank, spec)
+        if query_blocks == [(0, num_tokens)]:
+            return block_outputs[0]
+        out = torch.empty(q.values.shape, dtype=spec.dtype, device=q.values.device)
+        for (first, last), block_output in zip(query_blocks, block_outputs, strict=True):
+            out[:, first:last] = block_output
+        out[:, valid_per_rank[ring_rank] :] = 0
         return out
 
-    def _attend(
-        self, q: Payload, k: Payload, v: Payload, ranges: list[Range], valid: list[int], call: _Call
+    def _attend_query_blocks(
+        self,
+        q: Payload,
+        k: Payload,
+        v: Payload,
+        query_blocks: list[Range],
+        valid_per_rank: list[int],
+        spec: _CallSpec,
     ) -> list[Tensor]:
         """Computes attention of each query block to the keys of all ring ranks."""
         if self.ring is not None:
-            if call.method is None and self.kernel.can_return_lse:
-                blocks = [q.values[:, a:b] for a, b in ranges]
-                return self.ring.attend(self.kernel.with_lse, blocks, k.values, v.values, valid)
+            if spec.backend is None and self.kernel.can_return_lse:
+                queries = [q.values[:, first:last] for first, last in query_blocks]
+                return self.ring.attend(
+                    self.kernel.with_lse, queries, k.values, v.values, valid_per_rank
+                )
             with trace.span("gather", k.values, what="k"):
                 k = k.map(self.ring.gather)
             with trace.span("gather", v.values, what="v"):
                 v = v.map(self.ring.gather)
-        k, v = k.cut(0, sum(valid)), v.cut(0, sum(valid))
-        if not ranges:
+        k, v = k.cut(0, sum(valid_per_rank)), v.cut(0, sum(valid_per_rank))
+        if not query_blocks:
             return []
-        attend = self._dense(k, v)
-        if call.method is not None:
-            attend = call.method.prepare(q.cut(0, ranges[-1][1]), k, v, call.step)
-        attended = []
-        for block, (a, b) in enumerate(ranges):
+        attend = self._make_dense_attend(k, v)
+        if spec.backend is not None:
+            attend = spec.backend.prepare(q.cut(0, query_blocks[-1][1]), k, v, spec.step)
+        outputs = []
+        for block, (first, last) in enumerate(query_blocks):
             with trace.place(block=block):
-                attended.append(attend(q.cut(a, b), a))
-        return attended
+                outputs.append(attend(q.cut(first, last), first))
+        return outputs
 
-    def _dense(self, k: Payload, v: Payload) -> AttendRows:
+    def _make_dense_attend(self, k: Payload, v: Payload) -> AttendRows:
         """Wraps the dense kernel as the function that a backend's `prepare_kv` returns."""
 
         def attend(q: Payload, _: int) -> Tensor:
@@ -386,16 +417,16 @@ class FAPowerCapAttention:
         return attend
 
 
-def _contiguous(x: Tensor) -> Tensor:
+def _make_contiguous(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return x
     with trace.span("copy", x):
         return x.contiguous()
 
 
-def _received(incoming: _Incoming) -> QKV:
+def _wait_for_qkv(incoming: _IncomingChunk) -> QKV:
     """Waits for the all-to-alls of a chunk and returns q, k and v, their only references."""
-    arrived = [x for pending in incoming.pending for x in pending.tensors()]
-    scales: Sequence[Tensor | None] = arrived[3:] or [None] * 3
-    q, k, v = map(Payload, arrived[:3], scales, incoming.rows)
+    tensors = [x for pending in incoming.pending for x in pending.tensors()]
+    scales: Sequence[Tensor | None] = tensors[3:] or [None] * 3
+    q, k, v = map(Payload, tensors[:3], scales, incoming.rows_per_scale)
     return q, k, v

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from wan import trace
 from wan.kernels.base import StepInfo
-from wan.modules.interfaces import Collaborators, SendsWritten
+from wan.modules.interfaces import ModelComponents, PackedSelfAttention
 from wan.modules.rope import RopeTable
-from wan.modules.small_ops import BlockOps, Put
+from wan.modules.small_ops import BlockOps, WriteTokens
 from wan.modules.textcache import TextKV
 
-Runs = tuple[int, ...]
+TimestepSegments = tuple[int, ...]
 """Number of tokens of each timestep segment on this rank."""
 
 
@@ -48,7 +48,7 @@ class BlockSizes:
 
 
 @dataclass(frozen=True)
-class ForwardInfo:
+class ForwardContext:
     """Context of one forward pass, which all blocks share.
 
     Attributes:
@@ -57,7 +57,7 @@ class ForwardInfo:
         step: Sampling step, expert and branch, for attention layers and caches.
     """
 
-    runs: Runs
+    timestep_segments: TimestepSegments
     rope: RopeTable
     valid_len: int
     step: StepInfo | None = None
@@ -67,17 +67,17 @@ class WanAttentionBlock(nn.Module):
     """Self-attention, cross-attention and feed-forward, modulated by the timestep (adaLN)."""
 
     def __init__(
-        self, sizes: BlockSizes, layer: int, collaborators: Collaborators | None = None
+        self, sizes: BlockSizes, layer: int, components: ModelComponents | None = None
     ) -> None:
         super().__init__()
-        given = Collaborators() if collaborators is None else collaborators
-        dim, self.eps, self.ops = sizes.dim, sizes.eps, given.ops
-        self.layer, self.attention_cache = layer, given.attention_cache
-        self.self_attn = WanSelfAttention(sizes, layer, given)
+        components = ModelComponents() if components is None else components
+        dim, self.eps, self.ops = sizes.dim, sizes.eps, components.ops
+        self.layer, self.attention_cache = layer, components.attention_cache
+        self.self_attn = WanSelfAttention(sizes, layer, components)
         self.norm3 = nn.LayerNorm(dim, sizes.eps) if sizes.cross_attn_norm else nn.Identity()
-        self.cross_attn = WanCrossAttention(sizes, given)
+        self.cross_attn = WanCrossAttention(sizes, components)
         self.ffn = nn.Sequential(
-            nn.Linear(dim, sizes.ffn_dim), TanhGELU(given.ops), nn.Linear(sizes.ffn_dim, dim)
+            nn.Linear(dim, sizes.ffn_dim), TanhGELU(components.ops), nn.Linear(sizes.ffn_dim, dim)
         )
         self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
 
@@ -87,7 +87,7 @@ class WanAttentionBlock(nn.Module):
         e0_BR6C: Tensor,
         context_BTC: Tensor,
         kv: TextKV | None,
-        info: ForwardInfo,
+        forward_context: ForwardContext,
     ) -> tuple[Tensor, TextKV]:
         """Runs the block.
 
@@ -100,29 +100,35 @@ class WanAttentionBlock(nn.Module):
         Returns:
             The residual stream, and the keys and values of the context.
         """
-        dtype, runs, ops = context_BTC.dtype, info.runs, self.ops
+        dtype, segments, ops = context_BTC.dtype, forward_context.timestep_segments, self.ops
         modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)
 
         def attend() -> Tensor:
-            y_BLC = ops.modulated_norm(x_BLC, shift1, scale1, runs, self.eps, dtype)
-            return self.self_attn(y_BLC, info)
+            y_BLC = ops.modulated_norm(x_BLC, shift1, scale1, segments, self.eps, dtype)
+            return self.self_attn(y_BLC, forward_context)
 
-        cache = self.attention_cache
-        y_BLC = attend() if cache is None else cache(attend, info.step, self.layer)
+        attention_cache = self.attention_cache
+        y_BLC = (
+            attend()
+            if attention_cache is None
+            else attention_cache(attend, forward_context.step, self.layer)
+        )
         if isinstance(self.norm3, nn.LayerNorm):
-            x_BLC, y_BLC = ops.gated_add_norm(x_BLC, y_BLC, gate1, runs, self.norm3, dtype)
+            x_BLC, y_BLC = ops.gated_add_norm(x_BLC, y_BLC, gate1, segments, self.norm3, dtype)
         else:
-            x_BLC = ops.gated_add(x_BLC, y_BLC, gate1, runs)
+            x_BLC = ops.gated_add(x_BLC, y_BLC, gate1, segments)
             y_BLC = x_BLC.to(dtype, copy=True)
         with trace.span("cross-attention"):
-            kv = self.cross_attn.text_kv(context_BTC) if kv is None else kv
+            kv = self.cross_attn.project_text_kv(context_BTC) if kv is None else kv
             y_BLC = self.cross_attn(y_BLC, kv)
 
-        x_BLC, y_BLC = ops.add_modulated_norm(x_BLC, y_BLC, shift2, scale2, runs, self.eps, dtype)
+        x_BLC, y_BLC = ops.add_modulated_norm(
+            x_BLC, y_BLC, shift2, scale2, segments, self.eps, dtype
+        )
         with trace.span("feed-forward"):
             y_BLC = self.ffn(y_BLC)
-        return ops.gated_add(x_BLC, y_BLC, gate2, runs), kv
+        return ops.gated_add(x_BLC, y_BLC, gate2, segments), kv
 
 
 class Head(nn.Module):
@@ -134,85 +140,90 @@ class Head(nn.Module):
         self.head = nn.Linear(dim, out_features)
         self.modulation = nn.Parameter(torch.randn(1, 2, dim) / dim**0.5)
 
-    def forward(self, x_BLC: Tensor, e_BRC: Tensor, runs: Runs) -> Tensor:
+    def forward(self, x_BLC: Tensor, e_BRC: Tensor, segments: TimestepSegments) -> Tensor:
         shift, scale = (self.modulation.float().unsqueeze(1) + e_BRC.unsqueeze(2)).unbind(2)
-        y_BLC = self.ops.modulated_norm(x_BLC, shift, scale, runs, self.eps, torch.float32)
+        y_BLC = self.ops.modulated_norm(x_BLC, shift, scale, segments, self.eps, torch.float32)
         return fp32_linear(self.head, y_BLC)
 
 
 class WanAttention(nn.Module):
     """Projections q, k, v, o of self- and cross-attention, with QK-norm over all channels."""
 
-    def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
+    def __init__(self, sizes: BlockSizes, components: ModelComponents) -> None:
         super().__init__()
-        self.num_heads, self.ops, self.eps = sizes.num_heads, given.ops, sizes.eps
+        self.num_heads, self.ops, self.eps = sizes.num_heads, components.ops, sizes.eps
         self.q, self.k, self.v, self.o = (nn.Linear(sizes.dim, sizes.dim) for _ in range(4))
         self.norm_q, self.norm_k = (
             nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity() for _ in range(2)
         )
 
-    def queries(
-        self, x_BLC: Tensor, rope: RopeTable | None = None, put: Put | None = None
+    def project_q(
+        self, x_BLC: Tensor, rope: RopeTable | None = None, write: WriteTokens | None = None
     ) -> Tensor:
         """Projects, normalizes and rotates queries [B,L,N,D].
 
         rope: None: no rotation. write: receives the result; the returned tensor is then not used.
         """
         with trace.span("project", what="q"):
-            return self.normed(self.norm_q, self.q(x_BLC), rope, put)
+            return self.norm_heads(self.norm_q, self.q(x_BLC), rope, write)
 
-    def keys(self, x_BLC: Tensor, rope: RopeTable | None = None, put: Put | None = None) -> Tensor:
+    def project_k(
+        self, x_BLC: Tensor, rope: RopeTable | None = None, write: WriteTokens | None = None
+    ) -> Tensor:
         """Projects, normalizes and rotates keys; see `project_q`."""
         with trace.span("project", what="k"):
-            return self.normed(self.norm_k, self.k(x_BLC), rope, put)
+            return self.norm_heads(self.norm_k, self.k(x_BLC), rope, write)
 
-    def values(self, x_BLC: Tensor) -> Tensor:
+    def project_v(self, x_BLC: Tensor) -> Tensor:
         """Projects values [B,L,N,D]."""
         with trace.span("project", what="v"):
             return self.v(x_BLC).unflatten(-1, (self.num_heads, -1))
 
-    def out(self, x_BLND: Tensor) -> Tensor:
+    def project_out(self, x_BLND: Tensor) -> Tensor:
         """Projects the attention output [B,L,N,D] to [B,L,C]."""
         with trace.span("project", what="o"):
             return self.o(x_BLND.flatten(2))
 
-    def normed(
+    def norm_heads(
         self,
         norm: nn.Module,
         x_BLC: Tensor,
         rope: RopeTable | None = None,
-        put: Put | None = None,
+        write: WriteTokens | None = None,
     ) -> Tensor:
         """Normalizes and rotates queries or keys [B,L,N,D]; x may be overwritten."""
         weight_C = norm.weight if isinstance(norm, nn.RMSNorm) else None
-        return self.ops.norm_heads(x_BLC, weight_C, self.num_heads, self.eps, rope, put)
+        return self.ops.norm_heads(x_BLC, weight_C, self.num_heads, self.eps, rope, write)
 
 
 class WanSelfAttention(WanAttention):
     """Self-attention over all tokens of the video."""
 
-    def __init__(self, sizes: BlockSizes, layer: int, given: Collaborators) -> None:
-        super().__init__(sizes, given)
-        self.attention = given.attention(layer)
+    def __init__(self, sizes: BlockSizes, layer: int, components: ModelComponents) -> None:
+        super().__init__(sizes, components)
+        self.attention = components.attention(layer)
 
-    def forward(self, x_BLC: Tensor, info: ForwardInfo) -> Tensor:
-        known: dict[str, Any] = {"valid_len": info.valid_len, "step": info.step}
+    def forward(self, x_BLC: Tensor, forward_context: ForwardContext) -> Tensor:
+        call_kwargs: dict[str, Any] = {
+            "valid_len": forward_context.valid_len,
+            "step": forward_context.step,
+        }
         call = None
-        if isinstance(self.attention, SendsWritten):
-            call = self.attention.begin(x_BLC, self.num_heads, info.step)
+        if isinstance(self.attention, PackedSelfAttention):
+            call = self.attention.start(x_BLC, self.num_heads, forward_context.step)
         if call is not None:
-            self.queries(x_BLC, info.rope, partial(call.put, 0))
-            self.keys(x_BLC, info.rope, partial(call.put, 1))
-            call.put(2, self.values(x_BLC))
-            return self.out(call.attend(**known))
+            self.project_q(x_BLC, forward_context.rope, partial(call.write, 0))
+            self.project_k(x_BLC, forward_context.rope, partial(call.write, 1))
+            call.write(2, self.project_v(x_BLC))
+            return self.project_out(call.finish(**call_kwargs))
         # q, k and v are temporaries without a name here, so that the layer can free them early.
         out_BLND = self.attention(
-            self.queries(x_BLC, info.rope),
-            self.keys(x_BLC, info.rope),
-            self.values(x_BLC),
-            **known,
+            self.project_q(x_BLC, forward_context.rope),
+            self.project_k(x_BLC, forward_context.rope),
+            self.project_v(x_BLC),
+            **call_kwargs,
         )
-        return self.out(out_BLND)
+        return self.project_out(out_BLND)
 
 
 class WanCrossAttention(WanAttention):
@@ -221,32 +232,32 @@ class WanCrossAttention(WanAttention):
     Attention to the image tokens (Wan2.1) has a separate softmax; the two results are added.
     """
 
-    def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
-        super().__init__(sizes, given)
-        self.kernel, self.text_len = given.kernel, sizes.text_len
+    def __init__(self, sizes: BlockSizes, components: ModelComponents) -> None:
+        super().__init__(sizes, components)
+        self.kernel, self.text_len = components.kernel, sizes.text_len
         self.k_img: nn.Linear | None = None
         if sizes.image_tokens:
             self.k_img, self.v_img = (nn.Linear(sizes.dim, sizes.dim) for _ in range(2))
             self.norm_k_img = nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity()
 
-    def text_kv(self, context_BTC: Tensor) -> TextKV:
+    def project_text_kv(self, context_BTC: Tensor) -> TextKV:
         """Projects keys and values of the text and the image, which are the same in all steps."""
         if self.k_img is None:
-            return self.keys(context_BTC), self.values(context_BTC)
+            return self.project_k(context_BTC), self.project_v(context_BTC)
         text, image = context_BTC[:, -self.text_len :], context_BTC[:, : -self.text_len]
         return (
-            self.keys(text),
-            self.values(text),
-            self.normed(self.norm_k_img, self.k_img(image)),
+            self.project_k(text),
+            self.project_v(text),
+            self.norm_heads(self.norm_k_img, self.k_img(image)),
             self.v_img(image).unflatten(-1, (self.num_heads, -1)),
         )
 
     def forward(self, x_BLC: Tensor, kv: TextKV) -> Tensor:
-        q_BLND = self.queries(x_BLC)
+        q_BLND = self.project_q(x_BLC)
         out_BLND = self.kernel(q_BLND, *kv[:2])
         if len(kv) > 2:
             out_BLND = out_BLND + self.kernel(q_BLND, *kv[2:])
-        return self.out(out_BLND)
+        return self.project_out(out_BLND)
 
 
 class ImageEmbedding(nn.Module):

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from wan.kernels.base import Kernel
 
 
-def own_frames(first: int, own: int, frame: int) -> tuple[range, list[int]]:
+def find_local_frames(
+    token_offset: int, num_local_tokens: int, frame_size: int
+) -> tuple[range, list[int]]:
     """Finds the latent frames of this rank's tokens, and how many tokens of each are on the rank.
 
     Args:
@@ -23,31 +25,39 @@ def own_frames(first: int, own: int, frame: int) -> tuple[range, list[int]]:
         num_local_tokens: Video tokens on this rank.
         frame_size: Tokens of a latent frame.
     """
-    if not own:
+    if not num_local_tokens:
         return range(0), []
-    frames = range(first // frame, -(-(first + own) // frame))
-    return frames, [min((i + 1) * frame, first + own) - max(i * frame, first) for i in frames]
+    frames = range(token_offset // frame_size, -(-(token_offset + num_local_tokens) // frame_size))
+    return frames, [
+        min((i + 1) * frame_size, token_offset + num_local_tokens)
+        - max(i * frame_size, token_offset)
+        for i in frames
+    ]
 
 
 def attend_in_frames(
-    kernel: Kernel, q_BNHD: Tensor, k_TAHD: Tensor, v_TAHD: Tensor, runs: Sequence[int]
+    kernel: Kernel, q_BNHD: Tensor, k_TAHD: Tensor, v_TAHD: Tensor, tokens_per_frame: Sequence[int]
 ) -> Tensor:
     """Computes attention [1,N,H,D] of each token to the A keys and values of its frame.
 
     tokens_per_frame: at least one frame; the frames are padded to the longest and form a batch.
     """
-    longest, pieces = max(runs), q_BNHD[0].split(list(runs))
-    whole = [F.pad(piece, (0, 0, 0, 0, 0, longest - len(piece))) for piece in pieces]
-    out = kernel(torch.stack(whole), k_TAHD, v_TAHD)
-    return torch.cat([rows[:length] for rows, length in zip(out, runs, strict=True)])[None]
+    max_tokens, frames = max(tokens_per_frame), q_BNHD[0].split(list(tokens_per_frame))
+    padded_frames = [F.pad(frame, (0, 0, 0, 0, 0, max_tokens - len(frame))) for frame in frames]
+    out = kernel(torch.stack(padded_frames), k_TAHD, v_TAHD)
+    return torch.cat(
+        [frame_out[:length] for frame_out, length in zip(out, tokens_per_frame, strict=True)]
+    )[None]
 
 
-def added(x_BLC: Tensor, y_BNC: Tensor, scale: float = 1.0) -> Tensor:
+def add_to_video_tokens(x_BLC: Tensor, y_BNC: Tensor, scale: float = 1.0) -> Tensor:
     """Adds scale * y to the first N tokens of the residual stream; in place in inference."""
-    own = y_BNC.shape[1]
+    num_tokens = y_BNC.shape[1]
     if torch.is_grad_enabled():
-        return torch.cat((x_BLC[:, :own].add(y_BNC, alpha=scale), x_BLC[:, own:]), dim=1)
-    x_BLC[:, :own].add_(y_BNC, alpha=scale)
+        return torch.cat(
+            (x_BLC[:, :num_tokens].add(y_BNC, alpha=scale), x_BLC[:, num_tokens:]), dim=1
+        )
+    x_BLC[:, :num_tokens].add_(y_BNC, alpha=scale)
     return x_BLC
 
 
@@ -64,7 +74,7 @@ def check_shapes(x: Tensor, expected: Mapping[str, tuple[Tensor, tuple[int, ...]
             )
 
 
-class CausalConv(nn.Module):
+class CausalConv1d(nn.Module):
     """A causal convolution over time, padded by repeating the first step; in float32."""
 
     def __init__(self, dim_in: int, dim_out: int, stride: int = 1) -> None:
@@ -77,7 +87,7 @@ class CausalConv(nn.Module):
         return F.conv1d(padded, conv.weight.float(), conv.bias.float(), conv.stride)
 
 
-def activated(x_BCT: Tensor) -> Tensor:
+def apply_norm_silu(x_BCT: Tensor) -> Tensor:
     """Applies layer norm without weights and SiLU; [B,C,T] to [B,T,C]."""
     x_BTC = x_BCT.transpose(1, 2)
     return F.silu(F.layer_norm(x_BTC, x_BTC.shape[-1:], eps=1e-6))

@@ -34,32 +34,34 @@ class SelfAttention(Protocol):
     ) -> Tensor: ...
 
 
-class Sending(Protocol):
+class PackedAttentionCall(Protocol):
     """A self-attention call whose q, k and v are written directly into the send buffer."""
 
-    def put(self, place: int, x_BLND: Tensor, first: int = 0) -> None:
+    def write(self, index: int, x_BLND: Tensor, offset: int = 0) -> None:
         """Writes tokens offset, offset + 1, ... of q (index 0), k (1) or v (2)."""
         ...
 
-    def attend(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
+    def finish(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
         """Computes attention after all tokens of q, k and v have been written."""
         ...
 
 
 @runtime_checkable
-class SendsWritten(Protocol):
+class PackedSelfAttention(Protocol):
     """Self-attention that can take q, k and v written directly into its all-to-all send buffer."""
 
-    def begin(self, x_BLC: Tensor, heads: int, step: StepInfo | None) -> Sending | None:
+    def start(
+        self, x_BLC: Tensor, num_heads: int, step: StepInfo | None
+    ) -> PackedAttentionCall | None:
         """Starts a call for tokens like x; None: pass q, k and v to `__call__` instead."""
         ...
 
 
-MakeAttention = Callable[[int], SelfAttention]
+AttentionFactory = Callable[[int], SelfAttention]
 """make_attention(layer): the self-attention of a block."""
 
 
-class TokenShard(Protocol):
+class SequenceShard(Protocol):
     """How the token sequence is ordered and sharded over the ranks; tokens are dimension 1.
 
     Tokens outside the blocks are in raster order (frame, row, column). Inside, another order is
@@ -67,7 +69,7 @@ class TokenShard(Protocol):
     self-attention masks the padding by `valid_len`, and padded tokens belong to the last segment.
     """
 
-    def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+    def permute(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Permutes the global sequence from raster order into the order of the shards."""
         ...
 
@@ -79,15 +81,15 @@ class TokenShard(Protocol):
         """Gathers the shards of all ranks into the global sequence in raster order."""
         ...
 
-    def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
+    def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
         """Lengths on this rank of consecutive segments, from their lengths in the sequence."""
         ...
 
-    def valid(self, tokens: int) -> int:
+    def num_valid(self, num_tokens: int) -> int:
         """Number of tokens on this rank that are not padding, in a sequence of `num_tokens`."""
         ...
 
-    def first(self, tokens: int) -> int:
+    def offset(self, num_tokens: int) -> int:
         """Global index of this rank's first token in a sequence of `num_tokens`."""
         ...
 
@@ -114,10 +116,10 @@ class LocalAttention:
             return self.kernel(q_BLND, k_BLND, v_BLND)
 
 
-class LocalTokens:
+class UnshardedSequence:
     """The sequence of one device: in raster order, without padding."""
 
-    def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+    def permute(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         return x_BSC
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
@@ -126,19 +128,19 @@ class LocalTokens:
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
         return x_BLC
 
-    def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        return tuple(lengths)
+    def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
+        return tuple(segment_lengths)
 
-    def valid(self, tokens: int) -> int:
-        return tokens
+    def num_valid(self, num_tokens: int) -> int:
+        return num_tokens
 
-    def first(self, tokens: int) -> int:
+    def offset(self, num_tokens: int) -> int:
         return 0
 
 
-Blocks = Callable[[Tensor, int, int | None], Tensor]
+RunBlocks = Callable[[Tensor, int, int | None], Tensor]
 """run_blocks(x_BLC, first, last): runs blocks first to last - 1 and returns x, updated in place."""
-SkipBlocks = Callable[[Tensor, Blocks, StepInfo | None, int, torch.dtype], Tensor]
+SkipBlocks = Callable[[Tensor, RunBlocks, StepInfo | None, int, torch.dtype], Tensor]
 """skip(x_BLC, run_blocks, step, num_valid, dtype): the output of the last block, for which blocks
 may be skipped; see `wan.cache.residual`."""
 SkipAttention = Callable[[Callable[[], Tensor], StepInfo | None, int], Tensor]
@@ -147,7 +149,7 @@ SkipAttention = Callable[[Callable[[], Tensor], StepInfo | None, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Collaborators:
+class ModelComponents:
     """Components a model is built with. The defaults are for one device.
 
     Attributes:
@@ -159,9 +161,9 @@ class Collaborators:
         attention_cache: Skips self-attention in some steps.
     """
 
-    attention: MakeAttention = lambda layer: LocalAttention(SdpaKernel())
+    attention: AttentionFactory = lambda layer: LocalAttention(SdpaKernel())
     kernel: Kernel = field(default_factory=SdpaKernel)
-    tokens: TokenShard = field(default_factory=LocalTokens)
+    sequence_shard: SequenceShard = field(default_factory=UnshardedSequence)
     ops: BlockOps = field(default_factory=BlockOps)
     text_kv_cache: bool = False
     step_cache: SkipBlocks | None = None

@@ -21,16 +21,16 @@ from wan import trace
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import (
     BlockSizes,
-    ForwardInfo,
+    ForwardContext,
     Head,
     ImageEmbedding,
     TanhGELU,
     WanAttentionBlock,
     fp32_linear,
 )
-from wan.modules.interfaces import Collaborators
-from wan.modules.rope import RopeTable, RopeTables
-from wan.modules.textcache import KeptByInput, TextKV, TextState
+from wan.modules.interfaces import ModelComponents
+from wan.modules.rope import RopeCache, RopeTable
+from wan.modules.textcache import InputCache, TextKV, TextState
 from wan.settings.schedule import Grid
 
 MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
@@ -47,16 +47,16 @@ class BlockInputs:
 
     modulation: Tensor
     text: TextState
-    info: ForwardInfo
+    forward_context: ForwardContext
 
 
-After = Callable[[Tensor, BlockInputs], Tensor]
+AfterBlock = Callable[[Tensor, BlockInputs], Tensor]
 """after_block(x_BLC, block_inputs): returns the residual stream; may update it in place in
 inference."""
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class StreamConditioning:
     """Extra tokens, embeddings and hooks that a subclass adds to the forward pass of `WanModel`.
 
     Attributes:
@@ -71,13 +71,13 @@ class Conditioning:
     """
 
     rope: RopeTable
-    first: int
-    own: int
-    video: Tensor | None = None
-    behind: int = 0
-    standing: Tensor | None = None
-    after: Mapping[int, After] = field(default_factory=dict)
-    begin: Callable[[Tensor], None] | None = None
+    token_offset: int
+    num_local_video_tokens: int
+    video_embedding: Tensor | None = None
+    num_extra_tokens: int = 0
+    extra_tokens: Tensor | None = None
+    after_block: Mapping[int, AfterBlock] = field(default_factory=dict)
+    before_blocks: Callable[[Tensor], None] | None = None
 
 
 class WanModel(nn.Module):
@@ -114,7 +114,7 @@ class WanModel(nn.Module):
         *,
         image_dim: int = 0,
         image_positions: int = 0,
-        collaborators: Collaborators | None = None,
+        components: ModelComponents | None = None,
     ) -> None:
         super().__init__()
         if model_type not in MODEL_TYPES:
@@ -133,15 +133,15 @@ class WanModel(nn.Module):
         self.in_dim, self.out_dim, self.dim = in_dim, out_dim, dim
         self.freq_dim, self.text_dim = freq_dim, text_dim
         self.num_heads, self.num_layers = num_heads, num_layers
-        given = Collaborators() if collaborators is None else collaborators
-        self.tokens = given.tokens
-        self.text_cache = KeptByInput[TextState]() if given.text_kv_cache else None
-        self.step_cache = given.step_cache
-        self.rope = RopeTables(dim // num_heads)
+        components = ModelComponents() if components is None else components
+        self.sequence_shard = components.sequence_shard
+        self.text_cache = InputCache[TextState]() if components.text_kv_cache else None
+        self.step_cache = components.step_cache
+        self.rope = RopeCache(dim // num_heads)
 
         self.patch_embedding = nn.Conv3d(in_dim, dim, self.patch_size, self.patch_size)
         self.text_embedding = nn.Sequential(
-            nn.Linear(text_dim, dim), TanhGELU(given.ops), nn.Linear(dim, dim)
+            nn.Linear(text_dim, dim), TanhGELU(components.ops), nn.Linear(dim, dim)
         )
         self.time_embedding = nn.Sequential(
             nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
@@ -150,9 +150,9 @@ class WanModel(nn.Module):
         norms, has_image = (qk_norm, cross_attn_norm, eps), image_dim > 0
         sizes = BlockSizes(dim, ffn_dim, num_heads, *norms, has_image, text_len)
         self.blocks = nn.ModuleList(
-            WanAttentionBlock(sizes, layer, given) for layer in range(num_layers)
+            WanAttentionBlock(sizes, layer, components) for layer in range(num_layers)
         )
-        self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps, given.ops)
+        self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps, components.ops)
         self.img_emb = ImageEmbedding(image_dim, dim, image_positions) if has_image else None
 
     def forward(
@@ -184,13 +184,14 @@ class WanModel(nn.Module):
         """
         if y is not None:
             x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
-        self._check(x, t, context, seq_len, y, clip_fea)
+        self._check_inputs(x, t, context, seq_len, y, clip_fea)
         if len(x) > 1 and (t.dim() == 2 or len({sample.shape for sample in x}) > 1):
-            rows = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
+            timesteps = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
             steps = [step and replace(step, sample=i) for i in range(len(x))]
-            singles = zip(x, rows.split(1), context, steps, strict=True)
+            singles = zip(x, timesteps.split(1), context, steps, strict=True)
             return [
-                self._forward(s[None], row, [text], clip_fea, at)[0] for s, row, text, at in singles
+                self._forward(latents[None], timestep, [text], clip_fea, sample_step)[0]
+                for latents, timestep, text, sample_step in singles
             ]
         return list(self._forward(torch.stack(x), t, context, clip_fea, step).unbind(0))
 
@@ -201,110 +202,142 @@ class WanModel(nn.Module):
         context: list[Tensor],
         clip_fea: Tensor | None,
         step: StepInfo | None,
-        given: Conditioning | None = None,
+        conditioning: StreamConditioning | None = None,
     ) -> Tensor:
-        grid = self.grid(x_BCFHW.shape[2:])
-        tokens = math.prod(grid)
+        grid = self.token_grid(x_BCFHW.shape[2:])
+        num_video_tokens = math.prod(grid)
         if t.dim() == 2:
-            t = self.tokens.arrange(t[:, :tokens].cpu(), grid)
-        values, lengths = timestep_runs(t, tokens)
-        if given is not None and given.behind:
-            values, lengths = F.pad(values, (0, 1)), (*lengths, given.behind)
-        features = sinusoidal_embedding(values, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
-        e_BRC = _in_fp32(self.time_embedding, features)
-        e0_BR6C = _in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
-        rope = given.rope if given else self.rope.get(grid, x_BCFHW.device, self.tokens.shard)
-        text, after = self._text(context, clip_fea), given.after if given else {}
-        info = ForwardInfo(self.tokens.runs(lengths), rope, sum(lengths), step)
-        beside = BlockInputs(e0_BR6C, text, info)
+            t = self.sequence_shard.permute(t[:, :num_video_tokens].cpu(), grid)
+        timesteps, segment_lengths = find_timestep_segments(t, num_video_tokens)
+        if conditioning is not None and conditioning.num_extra_tokens:
+            timesteps, segment_lengths = (
+                F.pad(timesteps, (0, 1)),
+                (*segment_lengths, conditioning.num_extra_tokens),
+            )
+        features = sinusoidal_embedding(timesteps, self.freq_dim).to(
+            x_BCFHW.device, non_blocking=True
+        )
+        e_BRC = _run_in_fp32(self.time_embedding, features)
+        e0_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
+        rope = (
+            conditioning.rope
+            if conditioning
+            else self.rope.get(grid, x_BCFHW.device, self.sequence_shard.shard)
+        )
+        text, after_block = (
+            self._embed_text(context, clip_fea),
+            conditioning.after_block if conditioning else {},
+        )
+        forward_context = ForwardContext(
+            self.sequence_shard.local_segments(segment_lengths), rope, sum(segment_lengths), step
+        )
+        block_inputs = BlockInputs(e0_BR6C, text, forward_context)
 
-        def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
-            if given is not None and given.begin is not None and first == 0:
-                given.begin(x_BLC)
+        def run_blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
+            if conditioning is not None and conditioning.before_blocks is not None and first == 0:
+                conditioning.before_blocks(x_BLC)
             for layer, block in islice(enumerate(self.blocks), first, last):
                 with trace.span("layer", x_BLC, layer=layer):
-                    x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], info)
-                self._keep_text(text, layer, kv)
-                if layer in after:
-                    x_BLC = after[layer](x_BLC, beside)
+                    x_BLC, kv = block(
+                        x_BLC, e0_BR6C, text.embedding, text.kv[layer], forward_context
+                    )
+                self._cache_text_kv(text, layer, kv)
+                if layer in after_block:
+                    x_BLC = after_block[layer](x_BLC, block_inputs)
             return x_BLC
 
-        x_BLC = self._embedded(x_BCFHW, grid, given)
+        x_BLC = self._embed_tokens(x_BCFHW, grid, conditioning)
         if self.step_cache is None:
-            x_BLC = blocks(x_BLC, 0, None)
+            x_BLC = run_blocks(x_BLC, 0, None)
         else:
-            valid = given.own if given else self.tokens.valid(tokens)
-            x_BLC = self.step_cache(x_BLC, blocks, step, valid, text.embedding.dtype)
-        x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, info.runs), grid)
-        return self._unpatchify(x_BSC[:, :tokens], grid)
+            num_valid = (
+                conditioning.num_local_video_tokens
+                if conditioning
+                else self.sequence_shard.num_valid(num_video_tokens)
+            )
+            x_BLC = self.step_cache(x_BLC, run_blocks, step, num_valid, text.embedding.dtype)
+        x_BSC = self.sequence_shard.gather(
+            self.head(x_BLC, e_BRC, forward_context.timestep_segments), grid
+        )
+        return self._unpatchify(x_BSC[:, :num_video_tokens], grid)
 
-    def grid(self, latent_FHW: Sequence[int]) -> Grid:
+    def token_grid(self, latent_FHW: Sequence[int]) -> Grid:
         """Number of tokens along frame, height and width for a latent size."""
         f, h, w = (size // patch for size, patch in zip(latent_FHW, self.patch_size, strict=True))
         return f, h, w
 
-    def parts(self) -> list[nn.Module]:
+    def blocks_and_adapters(self) -> list[nn.Module]:
         """Lists all blocks and adapters in the order in which they run."""
-        pairs = ((block, *self.behind(layer)) for layer, block in enumerate(self.blocks))
-        return [module for pair in pairs for module in pair]
+        groups = ((block, *self.adapter_modules(layer)) for layer, block in enumerate(self.blocks))
+        return [module for group in groups for module in group]
 
     def wan_blocks(self) -> list[WanAttentionBlock]:
         """Lists the blocks with self-attention, including VACE's control blocks."""
-        return [one for one in self.parts() if isinstance(one, WanAttentionBlock)]
+        return [
+            module for module in self.blocks_and_adapters() if isinstance(module, WanAttentionBlock)
+        ]
 
-    def behind(self, layer: int) -> Sequence[nn.Module]:
+    def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         """Adapters that run after a block and are offloaded with it.
 
         The last one is called in every forward pass.
         """
         return ()
 
-    def _embedded(self, x_BCFHW: Tensor, grid: Grid, given: Conditioning | None) -> Tensor:
+    def _embed_tokens(
+        self, x_BCFHW: Tensor, grid: Grid, conditioning: StreamConditioning | None
+    ) -> Tensor:
         """Embeds this rank's tokens, float32 [B,L,C]."""
-        patches_BSK = patches(x_BCFHW, self.patch_size)
-        if given is None or (given.video is None and not given.behind):
-            return embedded(self.patch_embedding, self.tokens.shard(patches_BSK, grid))
-        own = patches_BSK[:, given.first : given.first + given.own]
-        parts = [embedded(self.patch_embedding, own)]
-        if given.video is not None:
-            parts[0] = parts[0] + given.video
-        if given.standing is not None:
-            parts.append(given.standing.expand(len(own), -1, -1))
-        x_BLC = torch.cat(parts, dim=1)
-        return F.pad(x_BLC, (0, 0, 0, len(given.rope[0]) - x_BLC.shape[1]))
+        patches_BSK = extract_patches(x_BCFHW, self.patch_size)
+        if conditioning is None or (
+            conditioning.video_embedding is None and not conditioning.num_extra_tokens
+        ):
+            return embed_patches(self.patch_embedding, self.sequence_shard.shard(patches_BSK, grid))
+        local_patches_BNK = patches_BSK[
+            :,
+            conditioning.token_offset : conditioning.token_offset
+            + conditioning.num_local_video_tokens,
+        ]
+        embeddings = [embed_patches(self.patch_embedding, local_patches_BNK)]
+        if conditioning.video_embedding is not None:
+            embeddings[0] = embeddings[0] + conditioning.video_embedding
+        if conditioning.extra_tokens is not None:
+            embeddings.append(conditioning.extra_tokens.expand(len(local_patches_BNK), -1, -1))
+        x_BLC = torch.cat(embeddings, dim=1)
+        return F.pad(x_BLC, (0, 0, 0, len(conditioning.rope[0]) - x_BLC.shape[1]))
 
     def _unpatchify(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         (f, h, w), (p, q, r) = grid, self.patch_size
         x = x_BSC.reshape(-1, f, h, w, p, q, r, self.out_dim).permute(0, 7, 1, 4, 2, 5, 3, 6)
         return x.reshape(-1, self.out_dim, f * p, h * q, w * r)
 
-    def _text(self, context: list[Tensor], clip_fea: Tensor | None) -> TextState:
+    def _embed_text(self, context: list[Tensor], clip_fea: Tensor | None) -> TextState:
         """Embeds image and text tokens of the context, or returns the cached embedding."""
         cache = None if torch.is_grad_enabled() else self.text_cache
-        key = context if clip_fea is None else [*context, clip_fea]
-        state = None if cache is None else cache.get(key)
+        cache_key = context if clip_fea is None else [*context, clip_fea]
+        state = None if cache is None else cache.get(cache_key)
         if state is None:
             padded = torch.stack([F.pad(c, (0, 0, 0, self.text_len - len(c))) for c in context])
             embedding = self.text_embedding(padded.to(self.patch_embedding.weight.dtype))
             if self.img_emb is not None and clip_fea is not None:
                 image = self.img_emb(clip_fea).to(embedding).expand(len(context), -1, -1)
                 embedding = torch.cat((image, embedding), dim=1)
-            state = TextState(embedding, [None] * self.text_layers)
+            state = TextState(embedding, [None] * self.num_text_layers)
             if cache is not None:
-                cache.put(key, state)
+                cache.add(cache_key, state)
         return state
 
     @property
-    def text_layers(self) -> int:
+    def num_text_layers(self) -> int:
         """Number of layers with cross-attention to the text."""
         return self.num_layers
 
-    def _keep_text(self, text: TextState, layer: int, kv: TextKV) -> None:
+    def _cache_text_kv(self, text: TextState, layer: int, kv: TextKV) -> None:
         """Stores a layer's keys and values of the context if `text_kv_cache` is on."""
         if self.text_cache is not None and not torch.is_grad_enabled():
             text.kv[layer] = kv
 
-    def _check(
+    def _check_inputs(
         self,
         x: list[Tensor],
         t: Tensor,
@@ -314,7 +347,7 @@ class WanModel(nn.Module):
         clip_fea: Tensor | None,
     ) -> None:
         """Raises ValueError if shapes do not fit each other or the network."""
-        self._check_images(y, clip_fea)
+        self._check_image_inputs(y, clip_fea)
         if (
             not x
             or len(context) != len(x)
@@ -334,17 +367,17 @@ class WanModel(nn.Module):
                     f"Latents of shape {list(sample.shape)} do not fit: the model takes "
                     f"{self.in_dim} channels and sizes divisible by {self.patch_size}."
                 )
-            tokens = math.prod(self.grid(sizes))
-            if seq_len < tokens or (t.dim() == 2 and t.shape[1] < tokens):
+            num_tokens = math.prod(self.token_grid(sizes))
+            if seq_len < num_tokens or (t.dim() == 2 and t.shape[1] < num_tokens):
                 raise ValueError(
-                    f"{tokens} tokens do not fit into seq_len {seq_len} "
+                    f"{num_tokens} tokens do not fit into seq_len {seq_len} "
                     f"and timesteps of shape {list(t.shape)}."
                 )
         longest = max(len(c) for c in context)
         if longest > self.text_len:
             raise ValueError(f"A context has {longest} rows; text_len is {self.text_len}.")
 
-    def _check_images(self, y: list[Tensor] | None, clip_fea: Tensor | None) -> None:
+    def _check_image_inputs(self, y: list[Tensor] | None, clip_fea: Tensor | None) -> None:
         if self.model_type in ("i2v", "flf2v", "animate") and y is None:
             raise ValueError("An i2v model needs y, the conditioning latents; none were given.")
         if (self.img_emb is None) != (clip_fea is None):
@@ -353,44 +386,44 @@ class WanModel(nn.Module):
                 f"{'none were' if clip_fea is None else 'this model has no place for those'} given."
             )
 
-    def forget_text(self) -> None:
+    def clear_caches(self) -> None:
         """Frees the cached embeddings, keys and values."""
         if self.text_cache is not None:
             self.text_cache.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WanModel:
         """Moves or casts the model; clears the caches, which would be stale."""
-        self.forget_text()
+        self.clear_caches()
         return super()._apply(fn, recurse)
 
 
-def patches(x_BCFHW: Tensor, size: tuple[int, int, int]) -> Tensor:
+def extract_patches(x_BCFHW: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
     """Flattens patches to [B,S,K] in the order of a Conv3d weight; incomplete patches are cut."""
-    p, q, r = size
-    f, h, w = (length // one for length, one in zip(x_BCFHW.shape[2:], size, strict=True))
+    p, q, r = patch_size
+    f, h, w = (length // side for length, side in zip(x_BCFHW.shape[2:], patch_size, strict=True))
     x_BCFHW = x_BCFHW[:, :, : f * p, : h * q, : w * r]
-    blocks = x_BCFHW.reshape(*x_BCFHW.shape[:2], f, p, h, q, w, r)
-    return blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(len(x_BCFHW), f * h * w, -1)
+    x_BCfphqwr = x_BCFHW.reshape(*x_BCFHW.shape[:2], f, p, h, q, w, r)
+    return x_BCfphqwr.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(len(x_BCFHW), f * h * w, -1)
 
 
-def embedded(conv: nn.Conv3d, patches_BSK: Tensor) -> Tensor:
+def embed_patches(conv: nn.Conv3d, patches_BSK: Tensor) -> Tensor:
     """Embeds patches to [B,S,C] float32; a convolution with kernel = stride is a matmul."""
     weight, bias = conv.weight, conv.bias
     return F.linear(patches_BSK.to(weight.dtype), weight.flatten(1), bias).float()
 
 
-def _in_fp32(layers: nn.Sequential, x: Tensor) -> Tensor:
+def _run_in_fp32(layers: nn.Sequential, x: Tensor) -> Tensor:
     """Runs layers in sequence, with linear layers in float32."""
     for layer in layers:
         x = fp32_linear(layer, x) if isinstance(layer, nn.Linear) else layer(x)
     return x
 
 
-def timestep_runs(t: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
+def find_timestep_segments(t: Tensor, num_tokens: int) -> tuple[Tensor, tuple[int, ...]]:
     """Splits timesteps [B] or [1, >= tokens] into segments: values [B or 1, R] and R lengths."""
     if t.dim() == 1:
-        return t.unsqueeze(1), (tokens,)
-    values, counts = torch.unique_consecutive(t[0, :tokens].cpu(), return_counts=True)
+        return t.unsqueeze(1), (num_tokens,)
+    values, counts = torch.unique_consecutive(t[0, :num_tokens].cpu(), return_counts=True)
     return values.unsqueeze(0), tuple(counts.tolist())
 
 

@@ -6,23 +6,27 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 
 
-def network(config: Mapping[str, Any], collaborators: Collaborators | None = None) -> WanModel:
+def build_dit(config: Mapping[str, Any], components: ModelComponents | None = None) -> WanModel:
     """Builds the DiT of a model type.
 
     Args:
         config: From `wan.checkpoint.config.dit_config`; the arguments of the class.
         components: Attention, kernels, sharding and caches; None: those for one device.
     """
-    module, name = _KINDS.get(config["model_type"], ("wan.modules.model", "WanModel"))
-    made: WanModel = getattr(import_module(module), name)(**config, collaborators=collaborators)
-    return made
+    module_name, class_name = _MODEL_CLASSES.get(
+        config["model_type"], ("wan.modules.model", "WanModel")
+    )
+    model: WanModel = getattr(import_module(module_name), class_name)(
+        **config, collaborators=components
+    )
+    return model
 
 
-_KINDS = {
+_MODEL_CLASSES = {
     "s2v": ("wan.modules.s2v", "WanModel_S2V"),
     "animate": ("wan.modules.animate", "WanAnimateModel"),
     "vace": ("wan.modules.vace", "VaceWanModel"),

@@ -17,34 +17,36 @@ RopeTable = tuple[Tensor, Tensor]
 """(cos, signed sin), both float32 [S, 1, D]; see `make_rope_table`."""
 
 
-def axis_sizes(head_dim: int) -> tuple[int, int, int]:
+def split_head_dim(head_dim: int) -> tuple[int, int, int]:
     """Splits the channels of a head between frame, height and width."""
     return head_dim - 4 * (head_dim // 6), 2 * (head_dim // 6), 2 * (head_dim // 6)
 
 
-Axes = Sequence[int | Sequence[int]]
+GridPositions = Sequence[int | Sequence[int]]
 """Token positions along frame, height and width; a number n means 0 to n-1."""
 
 
-def rope_angles(grid: Axes, head_dim: int) -> Tensor:
+def compute_rope_angles(grid: GridPositions, head_dim: int) -> Tensor:
     """Computes the angles, float64 [S, D/2], of tokens in (frame, height, width) raster order."""
     positions = [range(axis) if isinstance(axis, int) else axis for axis in grid]
-    lengths, axes = [len(axis) for axis in positions], []
-    for axis, (places, channels) in enumerate(zip(positions, axis_sizes(head_dim), strict=True)):
+    lengths, axis_angles = [len(axis) for axis in positions], []
+    for axis, (axis_positions, channels) in enumerate(
+        zip(positions, split_head_dim(head_dim), strict=True)
+    ):
         exponents = torch.arange(0, channels, 2, dtype=torch.float64) / max(channels, 1)
-        angles = torch.outer(torch.tensor(places, dtype=torch.float64), 10000.0**-exponents)
+        angles = torch.outer(torch.tensor(axis_positions, dtype=torch.float64), 10000.0**-exponents)
         shape = [1, 1, 1, angles.shape[1]]
         shape[axis] = lengths[axis]
-        axes.append(angles.view(shape).expand(*lengths, angles.shape[1]))
-    return torch.cat(axes, dim=-1).flatten(0, 2)
+        axis_angles.append(angles.view(shape).expand(*lengths, angles.shape[1]))
+    return torch.cat(axis_angles, dim=-1).flatten(0, 2)
 
 
-def rope_table(grid: Axes, head_dim: int) -> RopeTable:
+def make_rope_table(grid: GridPositions, head_dim: int) -> RopeTable:
     """Makes the table of a grid: computed in float64, stored in float32 for `apply_rope`."""
-    return tabulated(rope_angles(grid, head_dim))
+    return tabulate_rope_angles(compute_rope_angles(grid, head_dim))
 
 
-def tabulated(angles: Tensor) -> RopeTable:
+def tabulate_rope_angles(angles: Tensor) -> RopeTable:
     """Makes the table of angles, float64 [S, D/2]."""
     cos, sin = angles.cos(), angles.sin()
     signed_sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
@@ -57,20 +59,23 @@ def apply_rope(x_BSND: Tensor, table: RopeTable) -> Tensor:
     Real arithmetic: (a, b) -> (a cos - b sin, b cos + a sin), because NPUs have no complex type.
     """
     cos, signed_sin = table
-    return torch.addcmul(x_BSND * cos, _swapped(x_BSND), signed_sin)
+    return torch.addcmul(x_BSND * cos, _swap_pairs(x_BSND), signed_sin)
 
 
-def _swapped(x_BSND: Tensor) -> Tensor:
+def _swap_pairs(x_BSND: Tensor) -> Tensor:
     """Swaps every pair of channels, (a, b) to (b, a)."""
     if torch.compiler.is_compiling():  # shifted reads, which a CPU compiler can vectorize
-        even = torch.arange(x_BSND.shape[-1], device=x_BSND.device) % 2 == 0
-        after, before = F.pad(x_BSND[..., 1:], (0, 1)), F.pad(x_BSND[..., :-1], (1, 0))
-        return torch.where(even, after, before)
+        is_even = torch.arange(x_BSND.shape[-1], device=x_BSND.device) % 2 == 0
+        next_channel, previous_channel = (
+            F.pad(x_BSND[..., 1:], (0, 1)),
+            F.pad(x_BSND[..., :-1], (1, 0)),
+        )
+        return torch.where(is_even, next_channel, previous_channel)
     first, second = x_BSND.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((second, first), dim=-1).flatten(-2)  # a flip of an axis of 2 is slow
 
 
-class RopeTables:
+class RopeCache:
     """Caches the RoPE table of the last grid and device."""
 
     def __init__(self, head_dim: int) -> None:
@@ -87,7 +92,7 @@ class RopeTables:
         """Returns the rows of this rank's tokens, which `shard` selects from the grid's table."""
         key = (grid, device, shard)
         if self._table is None or self._key != key:
-            cos, sin = rope_table(grid, self.head_dim)
+            cos, sin = make_rope_table(grid, self.head_dim)
             cos, sin = (shard(rows[None], grid)[0].to(device) for rows in (cos, sin))
             self._table = (cos, sin)
             self._key = key

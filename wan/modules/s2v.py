@@ -28,17 +28,23 @@ from wan import trace
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttention, fp32_linear
 from wan.modules.framewise import (
-    CausalConv,
-    activated,
-    added,
+    CausalConv1d,
+    add_to_video_tokens,
+    apply_norm_silu,
     attend_in_frames,
     check_shapes,
-    own_frames,
+    find_local_frames,
 )
-from wan.modules.interfaces import Collaborators
-from wan.modules.model import After, Conditioning, WanModel, embedded, patches
-from wan.modules.rope import Axes, RopeTable, rope_angles, tabulated
-from wan.modules.textcache import KeptByInput
+from wan.modules.interfaces import ModelComponents
+from wan.modules.model import (
+    AfterBlock,
+    StreamConditioning,
+    WanModel,
+    embed_patches,
+    extract_patches,
+)
+from wan.modules.rope import GridPositions, RopeTable, compute_rope_angles, tabulate_rope_angles
+from wan.modules.textcache import InputCache
 from wan.settings.schedule import Grid
 from wan.settings.sound import (
     INJECT_LAYERS,
@@ -48,9 +54,9 @@ from wan.settings.sound import (
     STATED,
 )
 
-REFERENCE_TIME = 30  # position of the reference image on the time axis
-_KINDS = {"video": 0, "reference": 1, "motion": 2}  # rows of `trainable_cond_mask`
-_PACKED = (  # of motion latents, newest first: frames, patch size, positions on the time axis
+REFERENCE_POSITION = 30  # position of the reference image on the time axis
+_TOKEN_TYPES = {"video": 0, "reference": 1, "motion": 2}  # rows of `trainable_cond_mask`
+_MOTION_BUCKETS = (  # of motion latents, newest first: frames, patch size, positions on the time axis
     ("proj", 1, (1, 2, 2), (-1,)),
     ("proj_2x", 2, (2, 4, 4), (-3,)),
     ("proj_4x", 16, (4, 8, 8), (-19, -14, -9, -4)),
@@ -81,18 +87,18 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         zero_init: bool = True,
         motion_token_num: int = 1024,
         model_type: str = "s2v",
-        collaborators: Collaborators | None = None,
+        components: ModelComponents | None = None,
         **config: Any,
     ) -> None:
         """Builds the network. zero_init, motion_token_num: ignored."""
-        known = {name: config.pop(name, value) for name, value in STATED.items()} | {
+        fixed_config = {name: config.pop(name, value) for name, value in STATED.items()} | {
             "cond_dim": cond_dim
         }
-        for name, value in known.items():
+        for name, value in fixed_config.items():
             if value != STATED[name]:
                 raise ValueError(f"{name} is {value!r}; only {STATED[name]!r} is supported.")
-        given = Collaborators() if collaborators is None else collaborators
-        super().__init__(model_type, **config, collaborators=given)
+        components = ModelComponents() if components is None else components
+        super().__init__(model_type, **config, components=components)
         self.injected = {layer: i for i, layer in enumerate(sorted(audio_inject_layers))}
         if max(self.injected, default=0) >= self.num_layers:
             raise ValueError(
@@ -101,22 +107,22 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             )
         dim, patch = self.dim, self.patch_size
         self.cond_encoder = nn.Conv3d(cond_dim, dim, patch, patch)
-        self.trainable_cond_mask = nn.Embedding(len(_KINDS), dim)
+        self.trainable_cond_mask = nn.Embedding(len(_TOKEN_TYPES), dim)
         self.frame_packer = nn.ModuleDict(
-            {name: nn.Conv3d(self.in_dim, dim, size, size) for name, _, size, _ in _PACKED}
+            {name: nn.Conv3d(self.in_dim, dim, size, size) for name, _, size, _ in _MOTION_BUCKETS}
         )
         self.casual_audio_encoder = AudioEncoder(audio_dim, dim, num_audio_token)
         sizes = BlockSizes(dim, 0, self.num_heads, eps=config.get("eps", 1e-6))
         self.audio_injector = nn.ModuleDict(
             {
-                "injector": nn.ModuleList(AudioAttention(sizes, given) for _ in self.injected),
+                "injector": nn.ModuleList(AudioAttention(sizes, components) for _ in self.injected),
                 "injector_adain_layers": nn.ModuleList(AdaIn(dim) for _ in self.injected),
             }
         )
-        self.ops = given.ops
-        kept = given.text_kv_cache
-        self._scenes = KeptByInput[_Scene](1) if kept else None
-        self._sounds = KeptByInput[_Heard](2) if kept else None
+        self.ops = components.ops
+        is_cached = components.text_kv_cache
+        self._reference_cache = InputCache[_ReferenceTokens](1) if is_cached else None
+        self._audio_cache = InputCache[_AudioTokens](2) if is_cached else None
 
     def forward(  # type: ignore[override]
         self,
@@ -153,170 +159,226 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         Raises:
             ValueError: The arguments do not fit each other or the network.
         """
-        self._check(x, t, context, 1 << 60, None, None)
+        self._check_inputs(x, t, context, 1 << 60, None, None)
         poses: Sequence[Tensor | None] = [None] * len(x) if cond_states is None else cond_states
-        rows = t.expand(len(x)).split(1)
-        parts = x, rows, context, ref_latents, motion_latents, poses, audio_input.split(1)
-        found = []
-        for i, (sample, row, text, ref, motion, pose, sound) in enumerate(zip(*parts, strict=True)):
-            self._check_frames(sample, ref, motion, pose, sound)
-            grid = self.grid(sample.shape[1:])
-            scene = self._scene(ref, None if drop_motion_frames else motion, grid)
+        timesteps = t.expand(len(x)).split(1)
+        samples = x, timesteps, context, ref_latents, motion_latents, poses, audio_input.split(1)
+        velocities = []
+        for i, (sample, timestep, text, ref, motion, pose, audio) in enumerate(
+            zip(*samples, strict=True)
+        ):
+            self._check_conditions(sample, ref, motion, pose, audio)
+            grid = self.token_grid(sample.shape[1:])
+            reference = self._get_reference_tokens(
+                ref, None if drop_motion_frames else motion, grid
+            )
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
-            heard = self._sound(audio_input, sound, i, tuple(motion_frames))
-            given = self._conditioning(scene, heard, pose, grid)
-            at = step and replace(step, sample=i)
-            found.append(self._forward(sample[None], row, [text], None, at, given)[0])
-        return found
+            audio_tokens = self._encode_audio(audio_input, audio, i, tuple(motion_frames))
+            conditioning = self._make_conditioning(reference, audio_tokens, pose, grid)
+            sample_step = step and replace(step, sample=i)
+            velocities.append(
+                self._forward(sample[None], timestep, [text], None, sample_step, conditioning)[0]
+            )
+        return velocities
 
-    def behind(self, layer: int) -> Sequence[nn.Module]:
+    def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         if layer not in self.injected:
             return ()
-        place = self.injected[layer]
+        index = self.injected[layer]
         injector: Any = self.audio_injector
-        return injector["injector_adain_layers"][place], injector["injector"][place]
+        return injector["injector_adain_layers"][index], injector["injector"][index]
 
-    def _conditioning(
-        self, scene: _Scene, heard: _Heard, pose: Tensor | None, grid: Grid
-    ) -> Conditioning:
+    def _make_conditioning(
+        self,
+        reference: _ReferenceTokens,
+        audio_tokens: _AudioTokens,
+        pose: Tensor | None,
+        grid: Grid,
+    ) -> StreamConditioning:
         if pose is None:  # the output of the convolution for zeros
             bias = self.cond_encoder.bias
             assert bias is not None
-            video = bias.float().expand(1, 1, -1)
+            pose_embedding = bias.float().expand(1, 1, -1)
         else:
-            patches_BSK = patches(pose[None], self.patch_size)
-            own = patches_BSK[:, scene.first : scene.first + scene.own]
-            video = embedded(self.cond_encoder, own)
-        frames, runs = own_frames(scene.first, scene.own, math.prod(grid[1:]))
-
-        def after(layer: int) -> After:
-            return lambda x_BLC, _: self._attend_to_sound(x_BLC, layer, heard, frames, runs)
-
-        return Conditioning(
-            rope=scene.rope,
-            first=scene.first,
-            own=scene.own,
-            video=video + self._kind("video"),
-            behind=scene.behind,
-            standing=scene.standing,
-            after={layer: after(layer) for layer in self.injected},
+            patches_BSK = extract_patches(pose[None], self.patch_size)
+            local_patches_BNK = patches_BSK[
+                :,
+                reference.token_offset : reference.token_offset + reference.num_local_video_tokens,
+            ]
+            pose_embedding = embed_patches(self.cond_encoder, local_patches_BNK)
+        frames, tokens_per_frame = find_local_frames(
+            reference.token_offset, reference.num_local_video_tokens, math.prod(grid[1:])
         )
 
-    def _attend_to_sound(
-        self, x_BLC: Tensor, layer: int, heard: _Heard, frames: range, runs: Sequence[int]
+        def make_hook(layer: int) -> AfterBlock:
+            return lambda x_BLC, _: self._attend_to_audio(
+                x_BLC, layer, audio_tokens, frames, tokens_per_frame
+            )
+
+        return StreamConditioning(
+            rope=reference.rope,
+            token_offset=reference.token_offset,
+            num_local_video_tokens=reference.num_local_video_tokens,
+            video_embedding=pose_embedding + self._token_type_embedding("video"),
+            num_extra_tokens=reference.num_extra_tokens,
+            extra_tokens=reference.extra_tokens,
+            after_block={layer: make_hook(layer) for layer in self.injected},
+        )
+
+    def _attend_to_audio(
+        self,
+        x_BLC: Tensor,
+        layer: int,
+        audio_tokens: _AudioTokens,
+        frames: range,
+        tokens_per_frame: Sequence[int],
     ) -> Tensor:
         """Adds the audio attention of a layer to the video tokens; others are not changed."""
-        modules: Any = self.behind(layer)
+        modules: Any = self.adapter_modules(layer)
         adain, attention = modules
-        known = heard.layers.get((layer, frames))
-        modulation = adain(heard.whole) if known is None else known[0]
-        own = slice(frames.start, frames.stop)
-        shift_BRC, scale_BRC = modulation[None, own].chunk(2, dim=-1)
+        cached = audio_tokens.kv_cache.get((layer, frames))
+        modulation = adain(audio_tokens.audio_emb_global) if cached is None else cached[0]
+        local_frames = slice(frames.start, frames.stop)
+        shift_BRC, scale_BRC = modulation[None, local_frames].chunk(2, dim=-1)
         dtype = attention.q.weight.dtype
         with trace.span("sound", layer=layer):
-            x_BNC = x_BLC[:, : sum(runs)]
+            x_BNC = x_BLC[:, : sum(tokens_per_frame)]
             y_BNC = x_BNC.to(dtype)
-            if runs:
-                y_BNC = self.ops.modulated_norm(x_BNC, shift_BRC, scale_BRC, runs, 1e-5, dtype)
-            sound_TAC = heard.local.to(dtype)
-            y_BNC, kv = attention(y_BNC, sound_TAC, None if known is None else known[1], own, runs)
-        if heard.keeps:
-            heard.layers[layer, frames] = modulation, kv
-        return added(x_BLC, y_BNC)
-
-    def _scene(self, ref: Tensor, motion: Tensor | None, grid: Grid) -> _Scene:
-        """Returns the reference and motion tokens, computed once per clip if caching is on."""
-        make = partial(self._made_scene, ref, motion, grid)
-        if self._scenes is None or torch.is_grad_enabled():
-            return make()
-        return self._scenes.once([ref, motion, grid, self.tokens], make)
-
-    def _made_scene(self, ref: Tensor, motion: Tensor | None, grid: Grid) -> _Scene:
-        _, rows, columns = grid
-        tokens = embedded(self.patch_embedding, patches(ref[None], self.patch_size))
-        parts = [tokens + self._kind("reference")]
-        angles: list[Axes] = [(range(grid[0]), range(rows), range(columns))]
-        angles.append(((REFERENCE_TIME,), range(rows), range(columns)))
-        if motion is not None:
-            known = motion[None, :, -MOTION_LATENTS:]
-            missing = MOTION_LATENTS - known.shape[2]
-            left, end = F.pad(known, (0, 0, 0, 0, missing, 0)), MOTION_LATENTS
-            for name, count, size, times in _PACKED:
-                of_part = patches(left[:, :, end - count : end], size)
-                parts.append(embedded(self.frame_packer[name], of_part) + self._kind("motion"))  # type: ignore[arg-type]
-                sides = (
-                    spread(n // s, span)
-                    for n, s, span in zip(motion.shape[2:], size[1:], (rows, columns), strict=True)
+            if tokens_per_frame:
+                y_BNC = self.ops.modulated_norm(
+                    x_BNC, shift_BRC, scale_BRC, tokens_per_frame, 1e-5, dtype
                 )
-                angles.append((times, *sides))
-                end -= count
-        behind_BMC = torch.cat(parts, dim=1)
-        behind, video = behind_BMC.shape[1], math.prod(grid)
-        head_dim = self.dim // self.num_heads
-        cos, sin = tabulated(torch.cat([rope_angles(axes, head_dim) for axes in angles]))
-        device = ref.device
-        first, more = self.tokens.first(video + behind), self.tokens.valid(video + behind)
-        own = self.tokens.runs((video, behind))[0]
-        cos, sin = (self.tokens.shard(x[None], grid)[0].to(device) for x in (cos, sin))
-        return _Scene(
-            rope=(cos, sin),
-            first=first,
-            own=own,
-            behind=behind,
-            standing=behind_BMC[:, max(first + own - video, 0) : max(first + more - video, 0)],
+            audio_TAC = audio_tokens.audio_emb.to(dtype)
+            y_BNC, kv = attention(
+                y_BNC,
+                audio_TAC,
+                None if cached is None else cached[1],
+                local_frames,
+                tokens_per_frame,
+            )
+        if audio_tokens.is_cacheable:
+            audio_tokens.kv_cache[layer, frames] = modulation, kv
+        return add_to_video_tokens(x_BLC, y_BNC)
+
+    def _get_reference_tokens(
+        self, ref: Tensor, motion: Tensor | None, grid: Grid
+    ) -> _ReferenceTokens:
+        """Returns the reference and motion tokens, computed once per clip if caching is on."""
+        compute = partial(self._compute_reference_tokens, ref, motion, grid)
+        if self._reference_cache is None or torch.is_grad_enabled():
+            return compute()
+        return self._reference_cache.get_or_compute(
+            [ref, motion, grid, self.sequence_shard], compute
         )
 
-    def _sound(
-        self, whole: Tensor, sound: Tensor, sample: int, motion_frames: tuple[int, ...]
-    ) -> _Heard:
+    def _compute_reference_tokens(
+        self, ref: Tensor, motion: Tensor | None, grid: Grid
+    ) -> _ReferenceTokens:
+        _, rows, columns = grid
+        tokens = embed_patches(self.patch_embedding, extract_patches(ref[None], self.patch_size))
+        token_groups = [tokens + self._token_type_embedding("reference")]
+        angles: list[GridPositions] = [(range(grid[0]), range(rows), range(columns))]
+        angles.append(((REFERENCE_POSITION,), range(rows), range(columns)))
+        if motion is not None:
+            motion_BCFHW = motion[None, :, -MOTION_LATENTS:]
+            num_missing = MOTION_LATENTS - motion_BCFHW.shape[2]
+            padded_BCFHW, end = F.pad(motion_BCFHW, (0, 0, 0, 0, num_missing, 0)), MOTION_LATENTS
+            for name, count, size, times in _MOTION_BUCKETS:
+                bucket_patches_BSK = extract_patches(padded_BCFHW[:, :, end - count : end], size)
+                token_groups.append(
+                    embed_patches(self.frame_packer[name], bucket_patches_BSK)
+                    + self._token_type_embedding("motion")
+                )  # type: ignore[arg-type]
+                positions = (
+                    spread_positions(n // s, span)
+                    for n, s, span in zip(motion.shape[2:], size[1:], (rows, columns), strict=True)
+                )
+                angles.append((times, *positions))
+                end -= count
+        extra_BMC = torch.cat(token_groups, dim=1)
+        num_extra_tokens, num_video_tokens = extra_BMC.shape[1], math.prod(grid)
+        head_dim = self.dim // self.num_heads
+        cos, sin = tabulate_rope_angles(
+            torch.cat([compute_rope_angles(axes, head_dim) for axes in angles])
+        )
+        device = ref.device
+        token_offset, num_valid = (
+            self.sequence_shard.offset(num_video_tokens + num_extra_tokens),
+            self.sequence_shard.num_valid(num_video_tokens + num_extra_tokens),
+        )
+        num_local_video_tokens = self.sequence_shard.local_segments(
+            (num_video_tokens, num_extra_tokens)
+        )[0]
+        cos, sin = (self.sequence_shard.shard(x[None], grid)[0].to(device) for x in (cos, sin))
+        return _ReferenceTokens(
+            rope=(cos, sin),
+            token_offset=token_offset,
+            num_local_video_tokens=num_local_video_tokens,
+            num_extra_tokens=num_extra_tokens,
+            extra_tokens=extra_BMC[
+                :,
+                max(token_offset + num_local_video_tokens - num_video_tokens, 0) : max(
+                    token_offset + num_valid - num_video_tokens, 0
+                ),
+            ],
+        )
+
+    def _encode_audio(
+        self, all_audio: Tensor, audio: Tensor, sample: int, motion_frames: tuple[int, ...]
+    ) -> _AudioTokens:
         """Encodes the audio of a sample, or returns the cached tokens.
 
         all_audio: the audio of all samples, which is the cache key.
         """
-        make = partial(self.casual_audio_encoder, sound[0], motion_frames)
-        if self._sounds is None or torch.is_grad_enabled():
-            return _Heard(False, *make())
-        return self._sounds.once([whole, sample, motion_frames], lambda: _Heard(True, *make()))
+        encode = partial(self.casual_audio_encoder, audio[0], motion_frames)
+        if self._audio_cache is None or torch.is_grad_enabled():
+            return _AudioTokens(False, *encode())
+        return self._audio_cache.get_or_compute(
+            [all_audio, sample, motion_frames], lambda: _AudioTokens(True, *encode())
+        )
 
-    def _kind(self, name: str) -> Tensor:
+    def _token_type_embedding(self, token_type: str) -> Tensor:
         """Learned embedding of a token type, float32 [C]."""
-        return self.trainable_cond_mask.weight[_KINDS[name]].float()
+        return self.trainable_cond_mask.weight[_TOKEN_TYPES[token_type]].float()
 
-    def _check_frames(
-        self, x: Tensor, ref: Tensor, motion: Tensor, pose: Tensor | None, sound: Tensor
+    def _check_conditions(
+        self, x: Tensor, ref: Tensor, motion: Tensor, pose: Tensor | None, audio: Tensor
     ) -> None:
         """Raises ValueError if images, poses or audio do not fit the latents."""
-        frames, sides = x.shape[1], x.shape[2:]
+        num_frames, sides = x.shape[1], x.shape[2:]
         shapes = {
             "ref_latents": (ref, (self.in_dim, 1, *sides)),
             "motion_latents": (motion, (self.in_dim, motion.shape[1], *sides)),
-            "audio_input": (sound, (1, SOUND_LAYERS, self.casual_audio_encoder.dim_in, 4 * frames)),
+            "audio_input": (
+                audio,
+                (1, SOUND_LAYERS, self.casual_audio_encoder.dim_in, 4 * num_frames),
+            ),
         }
         if pose is not None:
-            shapes["cond_states"] = pose, (self.cond_encoder.in_channels, frames, *sides)
+            shapes["cond_states"] = pose, (self.cond_encoder.in_channels, num_frames, *sides)
         check_shapes(x, shapes)
 
-    def forget_text(self) -> None:
+    def clear_caches(self) -> None:
         """Frees the caches of the text, the audio, and the reference and motion tokens."""
-        super().forget_text()
-        for cache in (self._scenes, self._sounds):
+        super().clear_caches()
+        for cache in (self._reference_cache, self._audio_cache):
             if cache is not None:
                 cache.clear()
 
 
 @dataclass(frozen=True)
-class _Scene:
+class _ReferenceTokens:
     """This rank's reference and motion tokens, and its RoPE table; see `StreamConditioning`."""
 
     rope: RopeTable
-    first: int
-    own: int
-    behind: int
-    standing: Tensor
+    token_offset: int
+    num_local_video_tokens: int
+    num_extra_tokens: int
+    extra_tokens: Tensor
 
 
 @dataclass
-class _Heard:
+class _AudioTokens:
     """Audio tokens of a clip and the cached values of the audio attention.
 
     Attributes:
@@ -327,10 +389,10 @@ class _Heard:
             of this rank's frames.
     """
 
-    keeps: bool
-    local: Tensor
-    whole: Tensor
-    layers: dict[tuple[int, range], tuple[Tensor, tuple[Tensor, Tensor]]] = field(
+    is_cacheable: bool
+    audio_emb: Tensor
+    audio_emb_global: Tensor
+    kv_cache: dict[tuple[int, range], tuple[Tensor, tuple[Tensor, Tensor]]] = field(
         default_factory=dict
     )
 
@@ -338,17 +400,17 @@ class _Heard:
 class AudioAttention(WanAttention):
     """Cross-attention of each token to the audio of its frame, without positions."""
 
-    def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
-        super().__init__(sizes, given)
-        self.kernel = given.kernel
+    def __init__(self, sizes: BlockSizes, components: ModelComponents) -> None:
+        super().__init__(sizes, components)
+        self.kernel = components.kernel
 
     def forward(
         self,
         x_BNC: Tensor,
-        sound_TAC: Tensor,
+        audio_TAC: Tensor,
         kv: tuple[Tensor, Tensor] | None,
         frames: slice,
-        runs: Sequence[int],
+        tokens_per_frame: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns the attention output, and the keys and values of this rank's frames.
 
@@ -361,13 +423,13 @@ class AudioAttention(WanAttention):
             frames: This rank's frames.
             tokens_per_frame: Number of tokens of each frame on this rank.
         """
-        if not runs:  # this rank has no video tokens
+        if not tokens_per_frame:  # this rank has no video tokens
             return x_BNC, (x_BNC, x_BNC)
         if kv is None:
-            own_TAC = sound_TAC[frames]
-            kv = self.keys(own_TAC), self.values(own_TAC)
-        out_BNHD = attend_in_frames(self.kernel, self.queries(x_BNC), *kv, runs)
-        return self.out(out_BNHD), kv
+            local_TAC = audio_TAC[frames]
+            kv = self.project_k(local_TAC), self.project_v(local_TAC)
+        out_BNHD = attend_in_frames(self.kernel, self.project_q(x_BNC), *kv, tokens_per_frame)
+        return self.project_out(out_BNHD), kv
 
 
 class AdaIn(nn.Module):
@@ -377,8 +439,8 @@ class AdaIn(nn.Module):
         super().__init__()
         self.linear = nn.Linear(dim, 2 * dim)
 
-    def forward(self, sound_TC: Tensor) -> Tensor:
-        return fp32_linear(self.linear, F.silu(sound_TC))
+    def forward(self, audio_TC: Tensor) -> Tensor:
+        return fp32_linear(self.linear, F.silu(audio_TC))
 
 
 class AudioEncoder(nn.Module):
@@ -389,10 +451,10 @@ class AudioEncoder(nn.Module):
         self.dim_in, self.tokens = dim_in, tokens
         self.weights = nn.Parameter(torch.full((1, SOUND_LAYERS, 1, 1), 0.01))
         self.encoder = nn.Module()
-        self.encoder.conv1_local = CausalConv(dim_in, dim // 4 * tokens)
-        self.encoder.conv1_global = CausalConv(dim_in, dim // 4)
-        self.encoder.conv2 = CausalConv(dim // 4, dim // 2, 2)
-        self.encoder.conv3 = CausalConv(dim // 2, dim, 2)
+        self.encoder.conv1_local = CausalConv1d(dim_in, dim // 4 * tokens)
+        self.encoder.conv1_global = CausalConv1d(dim_in, dim // 4)
+        self.encoder.conv2 = CausalConv1d(dim // 4, dim // 2, 2)
+        self.encoder.conv3 = CausalConv1d(dim // 2, dim, 2)
         self.encoder.final_linear = nn.Linear(dim, dim)
         self.encoder.padding_tokens = nn.Parameter(torch.zeros(1, 1, 1, dim))
 
@@ -406,29 +468,30 @@ class AudioEncoder(nn.Module):
             motion_frames: Number of video frames before the clip, for which the features of its
                 first frame are repeated, and of their latent frames, which are dropped.
         """
-        before, left_out = motion_frames
-        repeated = features_SCT[..., :1].expand(*features_SCT.shape[:-1], before)
-        share_S11 = F.silu(self.weights[0].float())
-        whole_SCT = torch.cat((repeated, features_SCT), dim=-1).float()
-        x_CT = (whole_SCT * share_S11).sum(0) / share_S11.sum()
+        num_motion_frames, num_motion_latents = motion_frames
+        repeated = features_SCT[..., :1].expand(*features_SCT.shape[:-1], num_motion_frames)
+        weights_S11 = F.silu(self.weights[0].float())
+        padded_SCT = torch.cat((repeated, features_SCT), dim=-1).float()
+        x_CT = (padded_SCT * weights_S11).sum(0) / weights_S11.sum()
         encoder: Any = self.encoder
         local_ACT = encoder.conv1_local(x_CT[None]).unflatten(1, (self.tokens, -1))[0]
-        local_ATC = self._rest(local_ACT)[:, left_out:]
-        whole_TC = fp32_linear(
-            encoder.final_linear, self._rest(encoder.conv1_global(x_CT[None]))[0, left_out:]
+        local_ATC = self._apply_shared_convs(local_ACT)[:, num_motion_latents:]
+        global_TC = fp32_linear(
+            encoder.final_linear,
+            self._apply_shared_convs(encoder.conv1_global(x_CT[None]))[0, num_motion_latents:],
         )
         padding = encoder.padding_tokens.float()[0].expand(local_ATC.shape[1], 1, -1)
-        return torch.cat((local_ATC.transpose(0, 1), padding), dim=1), whole_TC
+        return torch.cat((local_ATC.transpose(0, 1), padding), dim=1), global_TC
 
-    def _rest(self, x_BCT: Tensor) -> Tensor:
+    def _apply_shared_convs(self, x_BCT: Tensor) -> Tensor:
         """Applies the norms and convolutions after the first one; [B,C,T] to [B,T/4,C]."""
         encoder: Any = self.encoder
-        x_BTC = activated(x_BCT)
+        x_BTC = apply_norm_silu(x_BCT)
         for conv in (encoder.conv2, encoder.conv3):
-            x_BTC = activated(conv(x_BTC.transpose(1, 2)))
+            x_BTC = apply_norm_silu(conv(x_BTC.transpose(1, 2)))
         return x_BTC
 
 
-def spread(count: int, span: int) -> list[int]:
+def spread_positions(count: int, span: int) -> list[int]:
     """Spreads `count` larger patches over an axis of `span` tokens as the official code does."""
     return [0] if count == 1 else [i * (span - 1) // (count - 1) for i in range(count)]

@@ -25,19 +25,19 @@ from wan.torch_private import gelu_in_place
 _GELU = 2 * math.sqrt(2 / math.pi)
 
 
-Put = Callable[[Tensor, int], None]
+WriteTokens = Callable[[Tensor, int], None]
 """write(x_BLND, offset): stores tokens offset, offset + 1, ...; any floating dtype."""
 
 
-class Runner(Protocol):
+class OpRunner(Protocol):
     """Runs an operation of `BlockOps`, either eagerly or as a compiled function."""
 
-    def __call__(self, step: Callable[..., Tensor], x: Tensor, /, *rest: object) -> Tensor: ...
+    def __call__(self, op: Callable[..., Tensor], x: Tensor, /, *args: object) -> Tensor: ...
 
 
-def as_written(step: Callable[..., Tensor], x: Tensor, /, *rest: object) -> Tensor:
+def run_eager(op: Callable[..., Tensor], x: Tensor, /, *args: object) -> Tensor:
     """Runs an operation eagerly."""
-    return step(x, *rest)
+    return op(x, *args)
 
 
 class BlockOps:
@@ -51,36 +51,38 @@ class BlockOps:
     """
 
     def __init__(
-        self, ops: SmallOps = PLAIN, run: Runner = as_written, device_type: str | None = None
+        self, ops: SmallOps = PLAIN, run_op: OpRunner = run_eager, device_type: str | None = None
     ) -> None:
-        self._run, self._device_type = run, device_type
-        self._norm = ops.modulated_norm or modulated_norm
-        self._layer = ops.layer_norm or layer_norm
-        self._rms = ops.rms_norm or rms_norm
-        self._rope = ops.rope or apply_rope
+        self._run_op, self._device_type = run_op, device_type
+        self._modulated_norm_kernel = ops.modulated_norm or modulated_norm
+        self._layer_norm_kernel = ops.layer_norm or compute_layer_norm
+        self._rms_norm_kernel = ops.rms_norm or compute_rms_norm
+        self._rope_kernel = ops.rope or apply_rope
 
     def modulated_norm(
         self,
         x_BLC: Tensor,
         shift_BRC: Tensor,
         scale_BRC: Tensor,
-        runs: Sequence[int],
+        segments: Sequence[int],
         eps: float,
         dtype: torch.dtype,
     ) -> Tensor:
         """Computes layer_norm(x) * (1 + scale) + shift per segment, in dtype."""
-        pieces = _runs(runs, (x_BLC,), (shift_BRC, scale_BRC))
-        return _joined([self._run(self._modulated_norm, *piece, eps, dtype) for piece in pieces])
+        segment_inputs = _split_segments(segments, (x_BLC,), (shift_BRC, scale_BRC))
+        return _concat_segments(
+            [self._run_op(self._modulated_norm, *inputs, eps, dtype) for inputs in segment_inputs]
+        )
 
     def gated_add(
-        self, x_BLC: Tensor, y_BLC: Tensor, gate_BRC: Tensor, runs: Sequence[int]
+        self, x_BLC: Tensor, y_BLC: Tensor, gate_BRC: Tensor, segments: Sequence[int]
     ) -> Tensor:
         """Computes x + gate * y per segment."""
-        pieces = _runs(runs, (x_BLC, y_BLC), (gate_BRC,))
+        segment_inputs = _split_segments(segments, (x_BLC, y_BLC), (gate_BRC,))
         if torch.is_grad_enabled():
-            return _joined([torch.addcmul(x, y, gate) for x, y, gate in pieces])
-        for piece in pieces:
-            self._run(self._add, *piece)
+            return _concat_segments([torch.addcmul(x, y, gate) for x, y, gate in segment_inputs])
+        for inputs in segment_inputs:
+            self._run_op(self._add, *inputs)
         return x_BLC
 
     def gated_add_norm(
@@ -88,17 +90,19 @@ class BlockOps:
         x_BLC: Tensor,
         y_BLC: Tensor,
         gate_BRC: Tensor,
-        runs: Sequence[int],
+        segments: Sequence[int],
         norm: torch.nn.LayerNorm,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """Returns x + gate * y and its layer norm in dtype."""
         affine = norm.weight, norm.bias, norm.eps, dtype
         if torch.is_grad_enabled():
-            x_BLC = self.gated_add(x_BLC, y_BLC, gate_BRC, runs)
-            return x_BLC, self._layer(x_BLC, *affine[:3]).to(dtype)
-        pieces = _runs(runs, (x_BLC, y_BLC), (gate_BRC,))
-        return x_BLC, _joined([self._run(self._add_norm, *piece, *affine) for piece in pieces])
+            x_BLC = self.gated_add(x_BLC, y_BLC, gate_BRC, segments)
+            return x_BLC, self._layer_norm_kernel(x_BLC, *affine[:3]).to(dtype)
+        segment_inputs = _split_segments(segments, (x_BLC, y_BLC), (gate_BRC,))
+        return x_BLC, _concat_segments(
+            [self._run_op(self._add_norm, *inputs, *affine) for inputs in segment_inputs]
+        )
 
     def add_modulated_norm(
         self,
@@ -106,17 +110,19 @@ class BlockOps:
         y_BLC: Tensor,
         shift_BRC: Tensor,
         scale_BRC: Tensor,
-        runs: Sequence[int],
+        segments: Sequence[int],
         eps: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """Returns x + y and its modulated norm in dtype."""
         if torch.is_grad_enabled():
             x_BLC = x_BLC + y_BLC
-            return x_BLC, self.modulated_norm(x_BLC, shift_BRC, scale_BRC, runs, eps, dtype)
-        pieces = _runs(runs, (x_BLC, y_BLC), (shift_BRC, scale_BRC))
-        found = [self._run(self._add_modulated_norm, *piece, eps, dtype) for piece in pieces]
-        return x_BLC, _joined(found)
+            return x_BLC, self.modulated_norm(x_BLC, shift_BRC, scale_BRC, segments, eps, dtype)
+        segment_inputs = _split_segments(segments, (x_BLC, y_BLC), (shift_BRC, scale_BRC))
+        outputs = [
+            self._run_op(self._add_modulated_norm, *inputs, eps, dtype) for inputs in segment_inputs
+        ]
+        return x_BLC, _concat_segments(outputs)
 
     def norm_heads(
         self,
@@ -125,7 +131,7 @@ class BlockOps:
         heads: int,
         eps: float,
         rope: RopeTable | None = None,
-        put: Put | None = None,
+        write: WriteTokens | None = None,
     ) -> Tensor:
         """Applies RMS norm over all channels and RoPE; [B,L,N,D] in the dtype of x.
 
@@ -137,32 +143,32 @@ class BlockOps:
                 used.
         """
         if rope is not None:
-            if put is not None and self._run is as_written:
-                return self._norm_rope(x_BLC, *rope, weight_C, heads, eps, put)
-            x_BLND = self._run(self._norm_rope, x_BLC, *rope, weight_C, heads, eps)
+            if write is not None and self._run_op is run_eager:
+                return self._norm_rope(x_BLC, *rope, weight_C, heads, eps, write)
+            x_BLND = self._run_op(self._norm_rope, x_BLC, *rope, weight_C, heads, eps)
         else:
             if weight_C is not None:
-                x_BLC = self._run(self._rms_norm, x_BLC, weight_C, eps)
+                x_BLC = self._run_op(self._rms_norm, x_BLC, weight_C, eps)
             x_BLND = x_BLC.unflatten(-1, (heads, -1))
-        if put is not None:
-            put(x_BLND, 0)
+        if write is not None:
+            write(x_BLND, 0)
         return x_BLND
 
     def gelu(self, x_BLC: Tensor) -> Tensor:
         """Applies GELU with the tanh approximation; in place in inference."""
         if torch.is_grad_enabled():
             return F.gelu(x_BLC, approximate="tanh")
-        return self._run(self._gelu, x_BLC)
+        return self._run_op(self._gelu, x_BLC)
 
     def _modulated_norm(
         self, x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float, dtype: torch.dtype
     ) -> Tensor:
-        return self.by_slices(
-            lambda part: self._norm(part, shift_B1C, scale_B1C, eps), x_BLC, dtype
+        return self.apply_in_slices(
+            lambda x: self._modulated_norm_kernel(x, shift_B1C, scale_B1C, eps), x_BLC, dtype
         )
 
     def _add(self, x_BLC: Tensor, y_BLC: Tensor, gate_B1C: Tensor | None = None) -> Tensor:
-        for x, y in self._in_place(x_BLC, y_BLC):
+        for x, y in self._split_addends(x_BLC, y_BLC):
             x.add_(y) if gate_B1C is None else x.addcmul_(y, gate_B1C)
         return x_BLC
 
@@ -177,7 +183,9 @@ class BlockOps:
         dtype: torch.dtype,
     ) -> Tensor:
         self._add(x_BLC, y_BLC, gate_B1C)
-        return self.by_slices(lambda part: self._layer(part, weight_C, bias_C, eps), x_BLC, dtype)
+        return self.apply_in_slices(
+            lambda x: self._layer_norm_kernel(x, weight_C, bias_C, eps), x_BLC, dtype
+        )
 
     def _add_modulated_norm(
         self,
@@ -199,26 +207,30 @@ class BlockOps:
         weight_C: Tensor | None,
         heads: int,
         eps: float,
-        put: Put | None = None,
+        write: WriteTokens | None = None,
     ) -> Tensor:
         def compute(x_BLC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            normed = x_BLC.float() if weight_C is None else self._rms(x_BLC, weight_C, eps)
-            return self._rope(normed.unflatten(-1, (heads, -1)), (cos, sin)).flatten(2)
+            normed = (
+                x_BLC.float() if weight_C is None else self._rms_norm_kernel(x_BLC, weight_C, eps)
+            )
+            return self._rope_kernel(normed.unflatten(-1, (heads, -1)), (cos, sin)).flatten(2)
 
-        rows = cos_L1D, sin_L1D
-        if put is not None:
-            for part in self._slices(x_BLC):
-                result = compute(x_BLC[:, part], *(table[part] for table in rows))
-                put(result.unflatten(-1, (heads, -1)), part.start)
+        rope_table = cos_L1D, sin_L1D
+        if write is not None:
+            for token_slice in self._token_slices(x_BLC):
+                result = compute(
+                    x_BLC[:, token_slice], *(table[token_slice] for table in rope_table)
+                )
+                write(result.unflatten(-1, (heads, -1)), token_slice.start)
             return x_BLC
-        out_BLC = self.by_slices(compute, x_BLC, x_BLC.dtype, *rows, overwrite=True)
+        out_BLC = self.apply_in_slices(compute, x_BLC, x_BLC.dtype, *rope_table, overwrite=True)
         return out_BLC.unflatten(-1, (heads, -1))
 
     def _rms_norm(self, x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         def compute(x_BLC: Tensor) -> Tensor:
-            return self._rms(x_BLC, weight_C, eps)
+            return self._rms_norm_kernel(x_BLC, weight_C, eps)
 
-        return self.by_slices(compute, x_BLC, x_BLC.dtype, overwrite=True)
+        return self.apply_in_slices(compute, x_BLC, x_BLC.dtype, overwrite=True)
 
     def _gelu(self, x_BLC: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # the same function with an exponential instead of tanh
@@ -226,7 +238,7 @@ class BlockOps:
             return x_BLC.copy_(x * torch.sigmoid(_GELU * (x + 0.044715 * x * x * x)))
         return gelu_in_place(x_BLC)
 
-    def by_slices(
+    def apply_in_slices(
         self,
         compute: Callable[..., Tensor],
         x_BLC: Tensor,
@@ -246,22 +258,24 @@ class BlockOps:
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return compute(x_BLC, *rows_L).to(dtype)
-        reuse = overwrite and x_BLC.dtype == dtype
-        out_BLC = x_BLC if reuse else torch.empty_like(x_BLC, dtype=dtype)
-        for part in self._slices(x_BLC):
-            out_BLC[:, part] = compute(x_BLC[:, part], *(rows[part] for rows in rows_L))
+        in_place = overwrite and x_BLC.dtype == dtype
+        out_BLC = x_BLC if in_place else torch.empty_like(x_BLC, dtype=dtype)
+        for token_slice in self._token_slices(x_BLC):
+            out_BLC[:, token_slice] = compute(
+                x_BLC[:, token_slice], *(rows[token_slice] for rows in rows_L)
+            )
         return out_BLC
 
-    def _in_place(self, x_BLC: Tensor, y_BLC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _split_addends(self, x_BLC: Tensor, y_BLC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields x and y for x += y, in slices if PyTorch would convert all of y on a CPU."""
         on_cpu = (self._device_type or x_BLC.device.type) == "cpu"
         if x_BLC.dtype == y_BLC.dtype or not on_cpu or torch.compiler.is_compiling():
             yield x_BLC, y_BLC
             return
-        for part in self._slices(x_BLC):
-            yield x_BLC[:, part], y_BLC[:, part].to(x_BLC.dtype)
+        for token_slice in self._token_slices(x_BLC):
+            yield x_BLC[:, token_slice], y_BLC[:, token_slice].to(x_BLC.dtype)
 
-    def _slices(self, x_BLC: Tensor) -> Iterator[slice]:
+    def _token_slices(self, x_BLC: Tensor) -> Iterator[slice]:
         """Yields slices of tokens that are processed at a time."""
         elements = slice_elements(self._device_type or x_BLC.device.type)
         size = max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
@@ -272,19 +286,23 @@ class BlockOps:
             yield slice(first, first + size)
 
 
-def _runs(
-    runs: Sequence[int], tokens: Sequence[Tensor], rows: Sequence[Tensor]
+def _split_segments(
+    segments: Sequence[int], tokens: Sequence[Tensor], modulations: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yields for each segment its slices of the tokens [B,L,C] and its modulations [B,1,C]."""
     if len(tokens[0]) > 1:  # samples of one timestep each, see `WanModel.forward`
-        return iter([(*tokens, *rows)])
+        return iter([(*tokens, *modulations)])
     # Index sample 0 first: other strides would make the compiler build another graph.
-    parts = ([part[None] for part in x[0].split(list(runs))] for x in tokens)
-    return zip(*parts, *([row[None, None] for row in x[0]] for x in rows), strict=True)
+    token_parts = ([segment[None] for segment in x[0].split(list(segments))] for x in tokens)
+    return zip(
+        *token_parts,
+        *([modulation[None, None] for modulation in x[0]] for x in modulations),
+        strict=True,
+    )
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+def _concat_segments(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 # Reference operations, each of which a vendor kernel may replace (`SmallOps`; the fourth is
@@ -292,7 +310,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 # results are float32.
 
 
-def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+def compute_rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """Computes x / sqrt(mean(x^2) + eps) * weight over the channels; float32 [B,L,C]."""
     x = x_BLC.float()
     # The norm reduction reads x once; mean(x**2) would materialize x**2 first.
@@ -300,7 +318,9 @@ def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(mean_square + eps) * weight_C.float()
 
 
-def layer_norm(x_BLC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float) -> Tensor:
+def compute_layer_norm(
+    x_BLC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float
+) -> Tensor:
     """Computes (x - mean) / sqrt(var + eps) * weight + bias over the channels; float32 [B,L,C]."""
     weight, bias = (None if p is None else p.float() for p in (weight_C, bias_C))
     return F.layer_norm(x_BLC.float(), x_BLC.shape[-1:], weight, bias, eps)

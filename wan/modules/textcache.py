@@ -29,7 +29,7 @@ class TextState:
 T = TypeVar("T")
 
 
-class KeptByInput(Generic[T]):
+class InputCache(Generic[T]):
     """LRU cache of values computed from inputs; the capacity 2 is one per guidance branch.
 
     Tensors are compared by identity and version counter, so that a lookup costs nothing and a
@@ -42,36 +42,38 @@ class KeptByInput(Generic[T]):
         self._entries: list[tuple[list[Any], list[int], T]] = []
 
     def get(self, inputs: Sequence[object]) -> T | None:
-        versions = _versions(inputs)
-        for index, (known, known_versions, state) in enumerate(self._entries):
-            same = len(known) == len(inputs) and all(map(_same, known, inputs))
-            if same and known_versions == versions:
+        versions = _get_tensor_versions(inputs)
+        for index, (cached_inputs, cached_versions, state) in enumerate(self._entries):
+            is_hit = len(cached_inputs) == len(inputs) and all(
+                map(_is_same_input, cached_inputs, inputs)
+            )
+            if is_hit and cached_versions == versions:
                 self._entries.append(self._entries.pop(index))  # most recently used
                 return state
         return None
 
-    def once(self, inputs: Sequence[object], make: Callable[[], T]) -> T:
+    def get_or_compute(self, inputs: Sequence[object], compute: Callable[[], T]) -> T:
         """Returns the cached value of the inputs, or calls compute() and caches its result."""
-        found = self.get(inputs)
-        if found is None:
-            found = make()
-            self.put(inputs, found)
-        return found
+        state = self.get(inputs)
+        if state is None:
+            state = compute()
+            self.add(inputs, state)
+        return state
 
-    def put(self, inputs: Sequence[object], state: T) -> None:
-        known = [weakref.ref(one) if isinstance(one, Tensor) else one for one in inputs]
-        self._entries.append((known, _versions(inputs), state))
+    def add(self, inputs: Sequence[object], state: T) -> None:
+        keys = [weakref.ref(x) if isinstance(x, Tensor) else x for x in inputs]
+        self._entries.append((keys, _get_tensor_versions(inputs), state))
         del self._entries[: -self.capacity]
 
     def clear(self) -> None:
         self._entries.clear()
 
 
-def _same(known: object, given: object) -> bool:
-    if isinstance(given, Tensor):
-        return isinstance(known, weakref.ref) and known() is given
-    return not isinstance(known, weakref.ref) and known == given
+def _is_same_input(cached: object, value: object) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(cached, weakref.ref) and cached() is value
+    return not isinstance(cached, weakref.ref) and cached == value
 
 
-def _versions(inputs: Sequence[object]) -> list[int]:
-    return [times_changed(one) for one in inputs if isinstance(one, Tensor)]
+def _get_tensor_versions(inputs: Sequence[object]) -> list[int]:
+    return [times_changed(x) for x in inputs if isinstance(x, Tensor)]

@@ -22,14 +22,21 @@ from torch import Tensor, nn
 from wan import trace
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttentionBlock
-from wan.modules.framewise import added, check_shapes
-from wan.modules.interfaces import Collaborators
-from wan.modules.model import After, BlockInputs, Conditioning, WanModel, embedded, patches
+from wan.modules.framewise import add_to_video_tokens, check_shapes
+from wan.modules.interfaces import ModelComponents
+from wan.modules.model import (
+    AfterBlock,
+    BlockInputs,
+    StreamConditioning,
+    WanModel,
+    embed_patches,
+    extract_patches,
+)
 from wan.modules.textcache import TextKV
 from wan.settings.presets import CONTROL_CHANNELS
 from wan.settings.schedule import Grid
 
-Scales = float | Sequence[float]
+HintScales = float | Sequence[float]
 """Factor of the hints: one number, or one per control block."""
 
 
@@ -52,11 +59,11 @@ class VaceWanModel(WanModel):
         vace_in_dim: int = CONTROL_CHANNELS,
         *,
         model_type: str = "vace",
-        collaborators: Collaborators | None = None,
+        components: ModelComponents | None = None,
         **config: Any,
     ) -> None:
-        given = Collaborators() if collaborators is None else collaborators
-        super().__init__(model_type, **config, collaborators=given)
+        components = ModelComponents() if components is None else components
+        super().__init__(model_type, **config, components=components)
         layers = range(0, self.num_layers, 2) if vace_layers is None else sorted(vace_layers)
         self.injected = {layer: i for i, layer in enumerate(layers)}
         if 0 not in self.injected or max(self.injected) >= self.num_layers:
@@ -69,7 +76,8 @@ class VaceWanModel(WanModel):
         ffn_dim = self.blocks[0].ffn[0].out_features  # type: ignore[index, union-attr]
         sizes = BlockSizes(self.dim, ffn_dim, self.num_heads, text_len=self.text_len, **norms)
         self.vace_blocks = nn.ModuleList(
-            ControlBlock(sizes, self.num_layers + i, given, i == 0) for i in range(len(layers))
+            VaceWanAttentionBlock(sizes, self.num_layers + i, components, i == 0)
+            for i in range(len(layers))
         )
         self.vace_patch_embedding = nn.Conv3d(vace_in_dim, self.dim, patch, patch)
 
@@ -80,7 +88,7 @@ class VaceWanModel(WanModel):
         vace_context: list[Tensor],
         context: list[Tensor],
         seq_len: int,
-        vace_context_scale: Scales = 1.0,
+        vace_context_scale: HintScales = 1.0,
         *,
         step: StepInfo | None = None,
     ) -> list[Tensor]:
@@ -98,61 +106,72 @@ class VaceWanModel(WanModel):
         Raises:
             ValueError: The arguments do not fit each other or the network.
         """
-        self._check(x, t, context, seq_len, None, None)
-        channels, scales = self.vace_patch_embedding.in_channels, self._scales(vace_context_scale)
+        self._check_inputs(x, t, context, seq_len, None, None)
+        channels, scales = (
+            self.vace_patch_embedding.in_channels,
+            self._expand_scale(vace_context_scale),
+        )
         for sample, control in zip(x, vace_context, strict=True):
             check_shapes(sample, {"vace_context": (control, (channels, *sample.shape[1:]))})
-        together = len({sample.shape for sample in x}) == 1
-        rows, found = t.expand(len(x)), list[Tensor]()
-        for part in [slice(None)] if together else [slice(i, i + 1) for i in range(len(x))]:
-            x_BCFHW, control_BCFHW = torch.stack(x[part]), torch.stack(vace_context[part])
-            given = self._conditioning(control_BCFHW, scales, self.grid(x_BCFHW.shape[2:]))
-            at = step if together else step and replace(step, sample=part.start)
-            found += self._forward(x_BCFHW, rows[part], context[part], None, at, given).unbind(0)
-        return found
+        is_batched = len({sample.shape for sample in x}) == 1
+        timesteps, velocities = t.expand(len(x)), list[Tensor]()
+        for batch in [slice(None)] if is_batched else [slice(i, i + 1) for i in range(len(x))]:
+            x_BCFHW, control_BCFHW = torch.stack(x[batch]), torch.stack(vace_context[batch])
+            conditioning = self._make_conditioning(
+                control_BCFHW, scales, self.token_grid(x_BCFHW.shape[2:])
+            )
+            sample_step = step if is_batched else step and replace(step, sample=batch.start)
+            velocities += self._forward(
+                x_BCFHW, timesteps[batch], context[batch], None, sample_step, conditioning
+            ).unbind(0)
+        return velocities
 
     @property
-    def text_layers(self) -> int:
+    def num_text_layers(self) -> int:
         return self.num_layers + len(self.injected)
 
-    def behind(self, layer: int) -> Sequence[nn.Module]:
+    def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         return (self.vace_blocks[self.injected[layer]],) if layer in self.injected else ()
 
-    def _conditioning(
+    def _make_conditioning(
         self, control_BCFHW: Tensor, scales: Sequence[float], grid: Grid
-    ) -> Conditioning:
-        tokens, stream = math.prod(grid), dict[str, Tensor]()
+    ) -> StreamConditioning:
+        num_tokens, streams = math.prod(grid), dict[str, Tensor]()
 
-        def begin(x_BLC: Tensor) -> None:
-            stream["x"] = x_BLC.clone()  # block 0 updates it in place
+        def save_video_stream(x_BLC: Tensor) -> None:
+            streams["x"] = x_BLC.clone()  # block 0 updates it in place
 
-        def after(layer: int) -> After:
-            def add_hint(x_BLC: Tensor, beside: BlockInputs) -> Tensor:
-                index, before = self.injected[layer], stream.pop("x", None)
-                if before is not None:
-                    own = self.tokens.shard(patches(control_BCFHW, self.patch_size), grid)
-                    stream["c"] = embedded(self.vace_patch_embedding, own)
-                place, block = self.num_layers + index, self.vace_blocks[index]
-                with trace.span("control", layer=place):
-                    known = beside.text.kv[place]
-                    stream["c"], hint, kv = block(stream.pop("c"), before, beside, known)
-                self._keep_text(beside.text, place, kv)
-                return added(x_BLC, hint, scales[index])
+        def make_hook(layer: int) -> AfterBlock:
+            def add_hint(x_BLC: Tensor, block_inputs: BlockInputs) -> Tensor:
+                index, initial_x_BLC = self.injected[layer], streams.pop("x", None)
+                if initial_x_BLC is not None:
+                    local_patches_BLK = self.sequence_shard.shard(
+                        extract_patches(control_BCFHW, self.patch_size), grid
+                    )
+                    streams["c"] = embed_patches(self.vace_patch_embedding, local_patches_BLK)
+                text_layer, block = self.num_layers + index, self.vace_blocks[index]
+                with trace.span("control", layer=text_layer):
+                    cached_kv = block_inputs.text.kv[text_layer]
+                    streams["c"], hint, kv = block(
+                        streams.pop("c"), initial_x_BLC, block_inputs, cached_kv
+                    )
+                self._cache_text_kv(block_inputs.text, text_layer, kv)
+                return add_to_video_tokens(x_BLC, hint, scales[index])
 
             return add_hint
 
-        return Conditioning(
-            self.rope.get(grid, control_BCFHW.device, self.tokens.shard),
-            self.tokens.first(tokens),
-            self.tokens.valid(tokens),
-            after={layer: after(layer) for layer in self.injected},
-            begin=begin,
+        return StreamConditioning(
+            self.rope.get(grid, control_BCFHW.device, self.sequence_shard.shard),
+            self.sequence_shard.offset(num_tokens),
+            self.sequence_shard.num_valid(num_tokens),
+            after_block={layer: make_hook(layer) for layer in self.injected},
+            before_blocks=save_video_stream,
         )
 
-    def _scales(self, given: Scales) -> Sequence[float]:
+    def _expand_scale(self, scale: HintScales) -> Sequence[float]:
         """Returns a factor for each control block."""
         count = len(self.injected)
-        scales = [given] * count if isinstance(given, int | float) else [*given]
+        scales = [scale] * count if isinstance(scale, int | float) else [*scale]
         if len(scales) != count:
             raise ValueError(
                 f"vace_context_scale has {len(scales)} numbers; give one, or one for each of the "
@@ -161,16 +180,18 @@ class VaceWanModel(WanModel):
         return scales
 
 
-class ControlBlock(WanAttentionBlock):
+class VaceWanAttentionBlock(WanAttentionBlock):
     """A Wan block on the control stream; its output is projected to a hint for the video stream."""
 
-    def __init__(self, sizes: BlockSizes, layer: int, given: Collaborators, first: bool) -> None:
-        super().__init__(sizes, layer, given)
-        self.before_proj = nn.Linear(sizes.dim, sizes.dim) if first else None
+    def __init__(
+        self, sizes: BlockSizes, layer: int, components: ModelComponents, is_first: bool
+    ) -> None:
+        super().__init__(sizes, layer, components)
+        self.before_proj = nn.Linear(sizes.dim, sizes.dim) if is_first else None
         self.after_proj = nn.Linear(sizes.dim, sizes.dim)
 
     def forward(  # type: ignore[override]
-        self, c_BLC: Tensor, x_BLC: Tensor | None, beside: BlockInputs, kv: TextKV | None
+        self, c_BLC: Tensor, x_BLC: Tensor | None, block_inputs: BlockInputs, kv: TextKV | None
     ) -> tuple[Tensor, Tensor, TextKV]:
         """Runs the block.
 
@@ -182,10 +203,12 @@ class ControlBlock(WanAttentionBlock):
         Returns:
             The control stream, the hint in the dtype of the weights, and the keys and values.
         """
-        dtype = beside.text.embedding.dtype
+        dtype = block_inputs.text.embedding.dtype
         if self.before_proj is not None:
             assert x_BLC is not None, "the first block gets the video's tokens"
             c_BLC = self.before_proj(c_BLC.to(dtype)).float() + x_BLC
-        text = beside.text.embedding
-        c_BLC, kv = super().forward(c_BLC, beside.modulation, text, kv, beside.info)
+        text = block_inputs.text.embedding
+        c_BLC, kv = super().forward(
+            c_BLC, block_inputs.modulation, text, kv, block_inputs.forward_context
+        )
         return c_BLC, self.after_proj(c_BLC.to(dtype)), kv

@@ -34,10 +34,10 @@ from wan.device import Device
 from wan.kernels.base import Target
 from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
-from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens, SelfAttention
+from wan.modules.interfaces import LocalAttention, ModelComponents, SelfAttention, UnshardedSequence
 from wan.modules.model import WanModel
-from wan.modules.networks import network
-from wan.modules.small_ops import BlockOps, as_written
+from wan.modules.networks import build_dit
+from wan.modules.small_ops import BlockOps, run_eager
 from wan.pipeline import memory, sound, text, vae
 from wan.pipeline.decoding import Codec, MakeRows
 from wan.pipeline.denoise import both_here
@@ -93,7 +93,7 @@ def pipeline(
     selected = select(setup.attention, target, exported, execution.compile)
     caches = step_caches(setup, team) if caches is None else caches
 
-    def given(expert: str) -> Collaborators:
+    def given(expert: str) -> ModelComponents:
         found = collaborators(setup, selected, team, caches, expert)
         if attention is None:
             return found
@@ -229,7 +229,7 @@ class NetworkLoader:
     team: Team | None
     compute: torch.dtype
     encode_in: torch.dtype
-    given: Callable[[str], Collaborators]
+    given: Callable[[str], ModelComponents]
 
     def __post_init__(self) -> None:
         setup, checkpoint = self.setup, self.setup.checkpoint
@@ -238,7 +238,7 @@ class NetworkLoader:
         self._dits = {
             name: Blueprint(
                 f"DiT {name}",
-                partial(network, files.config, self.given(name)),
+                partial(build_dit, files.config, self.given(name)),
                 files.tensors,
                 files.folder,
             )
@@ -303,7 +303,7 @@ class NetworkLoader:
             device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, adapt=adapt
         )
         if offload == "cpu":
-            self.residency.park(model, model.forget_text)
+            self.residency.park(model, model.clear_caches)
         if execution.compile:
             for block in model.wan_blocks():
                 block.compile()
@@ -390,15 +390,17 @@ def collaborators(
     team: Team | None,
     caches: Cache | None = None,
     expert: str = "dit",
-) -> Collaborators:
+) -> ModelComponents:
     """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
-    ops = BlockOps(selected.ops, selected.run or as_written, selected.device_type)
+    ops = BlockOps(selected.ops, selected.run or run_eager, selected.device_type)
     kept = (None, None) if caches is None else (caches.at("blocks"), caches.at("attention"))
     several = team is not None and parallel.sequence_size > 1
     if not (several or selected.methods or selected.clock):
         local = LocalAttention(selected.dense)
-        return Collaborators(lambda _: local, selected.text, LocalTokens(), ops, text_cache, *kept)
+        return ModelComponents(
+            lambda _: local, selected.text, UnshardedSequence(), ops, text_cache, *kept
+        )
     from wan.distributed.exchange import ALONE
     from wan.distributed.ring import Ring
     from wan.distributed.tokens import ShardedTokens
@@ -428,7 +430,7 @@ def collaborators(
 
     multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
     tokens = ShardedTokens(sequence, multiple, selected.order)
-    return Collaborators(attention, selected.text, tokens, ops, text_cache, *kept)
+    return ModelComponents(attention, selected.text, tokens, ops, text_cache, *kept)
 
 
 def shardings(parallel: Parallel, team: Team | None) -> tuple[Sharding, Sharding]:
@@ -449,12 +451,12 @@ def vae_rows(device: Device, team: Team | None) -> MakeRows | None:
     """Assigns the rows that each rank encodes and decodes; None for one process."""
     if team is None:
         return None
-    from wan.vae.sharded import ShardedRows, even
+    from wan.vae.sharded import ShardedRows, split_rows_evenly
 
     ranks, place = team.mesh.size(), device.torch_device
 
     def rows(height: int, shared: bool) -> ShardedRows:
-        heights = even(height, ranks) if shared else (height, *[0] * (ranks - 1))
+        heights = split_rows_evenly(height, ranks) if shared else (height, *[0] * (ranks - 1))
         return ShardedRows(None, heights, place)
 
     return rows

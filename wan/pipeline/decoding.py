@@ -19,7 +19,7 @@ from wan.pipeline import memory
 from wan.pipeline.setup import Setup
 from wan.pipeline.vae import Sink, VideoVAE
 from wan.settings.errors import is_out_of_memory
-from wan.vae.rows import WHOLE
+from wan.vae.rows import ALL_ROWS
 
 if TYPE_CHECKING:
     from wan.vae.sharded import ShardedRows
@@ -128,20 +128,20 @@ class Codec:
         """
         if self._rows is None:
             self._check_free(need)
-            return work(self._vae(), rows=WHOLE)
+            return work(self._vae(), rows=ALL_ROWS)
         rows = self._rows(height, method == SHARED)
 
         def prepare() -> VideoVAE:
-            self._check_free(rows.share * need)
+            self._check_free(rows.row_fraction * need)
             return self._vae()
 
         def attempt() -> T | None:
             if rows.is_idle:
-                rows.wait(1 + steps)
+                rows.wait_for_steps(1 + steps)
                 return None
-            return work(rows.together(prepare), rows=rows)
+            return work(rows.run_together(prepare), rows=rows)
 
-        return rows.together(attempt)
+        return rows.run_together(attempt)
 
     def _check_free(self, need: float) -> None:
         """Raises MemoryError if fewer bytes are free on the device."""

@@ -34,7 +34,7 @@ from transformers import (
 
 from wan.checkpoint import keymaps
 from wan.checkpoint.layout import SOUND_ENCODER, published
-from wan.modules.networks import network
+from wan.modules.networks import build_dit
 from wan.output_files import write_folder
 from wan.pipeline.vae import STATISTICS
 from wan.settings.errors import InputError
@@ -159,7 +159,7 @@ class RandomNetworks:
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
             config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
             self.text_encoder: Any = UMT5EncoderModel(config)
-            self.dit = network(self.config)
+            self.dit = build_dit(self.config)
             self.clip: Any = CLIPVisionModel(
                 CLIPVisionConfig(
                     hidden_size=CLIP_DIM,

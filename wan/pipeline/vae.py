@@ -18,8 +18,8 @@ from wan.checkpoint.load import Blueprint, stored
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.vae import tiles
-from wan.vae.network import TIME, VERSIONS, Autoencoder
-from wan.vae.rows import WHOLE, Rows
+from wan.vae.network import FRAMES_PER_LATENT, VERSIONS, Autoencoder
+from wan.vae.rows import ALL_ROWS, Rows
 
 # Per-channel statistics of the latents, published with the models.
 # fmt: off
@@ -84,7 +84,7 @@ class VideoVAE:
         device = next(network.parameters()).device
         # It is faster on these devices: cuDNN would convert every tensor to this layout and back.
         if device.type == "cuda" or (device.type == "cpu" and network.dtype == torch.bfloat16):
-            network.channels_last()
+            network.to_channels_last()
         self._network = network
         mean, std = STATISTICS[network.version.z_dim]
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1, 1)
@@ -96,7 +96,7 @@ class VideoVAE:
         return self.mean.device
 
     @torch.no_grad()
-    def encode(self, video_3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
+    def encode(self, video_3FHW: Tensor, rows: Rows = ALL_ROWS) -> Tensor:
         """Encodes pixels in [-1, 1], F = 4n+1, to the normalized posterior mean [Z, n+1, h, w].
 
         Encoding is never tiled, because tiles would change the latents of an image.
@@ -104,7 +104,7 @@ class VideoVAE:
         Args:
             rows: The rows of this rank. Only the main rank receives the latents.
         """
-        video = rows.together(lambda: video_3FHW[None].to(self.device))
+        video = rows.run_together(lambda: video_3FHW[None].to(self.device))
         mean = self._network.encode(video, rows).float()
         return ((mean - self.mean) * self.scale)[0]
 
@@ -115,9 +115,9 @@ class VideoVAE:
         return whole.video
 
     @torch.no_grad()
-    def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = WHOLE) -> None:
+    def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = ALL_ROWS) -> None:
         """Decodes latents, and writes the frames of each latent frame to the main rank's sink."""
-        latent = rows.together(partial(self._unnormalised, latent_Zfhw))
+        latent = rows.run_together(partial(self._unnormalised, latent_Zfhw))
 
         def begin() -> None:
             if rows.is_main:
@@ -127,10 +127,10 @@ class VideoVAE:
             if rows.is_main:
                 sink.put(frames_BCFHW[0].float().clamp_(-1, 1))
 
-        rows.together(begin)
+        rows.run_together(begin)
         with progress(latent.shape[2], "decoding", "latent frame") as bar:
             for frames in self._network.decode(latent, rows):
-                rows.together(partial(put, frames))
+                rows.run_together(partial(put, frames))
                 bar.update()
 
     @torch.no_grad()
@@ -143,7 +143,7 @@ class VideoVAE:
             video = torch.empty((1, 3, *self._size(latent)), device=self.device)
             version = self._network.version
             decode_tile = partial(self._decoded, bar=bar)
-            tiles.decode(decode_tile, latent, version.scale, version.patch, video)
+            tiles.decode_tiles(decode_tile, latent, version.scale, version.patch, video)
             return video[0].clamp_(-1, 1)
 
     def _unnormalised(self, latent_Zfhw: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class VideoVAE:
     def _size(self, latent_BZfhw: Tensor) -> tuple[int, int, int]:
         """Returns frames, height and width of the decoded video."""
         (f, h, w), scale = latent_BZfhw.shape[2:], self._network.version.scale
-        return 1 + (f - 1) * TIME, h * scale, w * scale
+        return 1 + (f - 1) * FRAMES_PER_LATENT, h * scale, w * scale
 
     def _decoded(self, latent_BZfhw: Tensor, bar: Any) -> Tensor:
         """Decodes a tile to pixels [B,3,F,H,W]."""
@@ -175,7 +175,9 @@ def blueprint(path: Path) -> Blueprint[Autoencoder]:
     try:
         base, channels = tensors["encoder.conv_in.weight"].shape[:2]
         z_dim = tensors["post_quant_conv.weight"].shape[0]
-        version = {(v.pixels, v.z_dim): name for name, v in VERSIONS.items()}[channels, z_dim]
+        version = {(v.pixel_channels, v.z_dim): name for name, v in VERSIONS.items()}[
+            channels, z_dim
+        ]
         decoder_base = tensors["decoder.conv_in.weight"].shape[0] // 4
         if min(base, decoder_base) < 1:
             raise ValueError("a size of 0")

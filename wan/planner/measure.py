@@ -30,7 +30,7 @@ from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select
 from wan.modules.model import WanModel
-from wan.modules.networks import network as build_network
+from wan.modules.networks import build_dit as build_network
 from wan.pipeline import adapt, build, clip, memory, text, vae
 from wan.pipeline.memory import NetworkSize, Sizes, Usage, Weights
 from wan.pipeline.setup import Setup
@@ -252,7 +252,7 @@ class Planner:
         encoded = memory.encoded_frames(request)
         encoding = peak(encode, encoded) if encoded else Usage()
         length = 1 + (frames - 1) * time
-        blended = tiles.kept_bytes(sides, length) if tiling else 0
+        blended = tiles.estimate_tile_bytes(sides, length) if tiling else 0
         received = (sides[0] - rows) * sides[1] * 3 * length * 4 if ranks > 1 else 0
         decoding = peak(decode, frames) + Usage({"tiles": blended, "other ranks' rows": received})
         tensors = {} if path is None else vae.blueprint(path).tensors
@@ -273,7 +273,7 @@ class Planner:
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
             ranks = parallel.world_size if parallel.dit_fsdp else 1
             with _without_data(
-                network, network.blocks, dtypes, sharding, sources, network.behind, ranks
+                network, network.blocks, dtypes, sharding, sources, network.adapter_modules, ranks
             ) as (live, size):
                 sent = self._run_forwards(network, live, self.branches(parallel))
                 activations, kept = live.peak - live.held, +live.held

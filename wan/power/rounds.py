@@ -24,7 +24,7 @@ from wan.evidence.order import TRACE
 from wan.evidence.recording import Recording, plan_of
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import SelfAttention, Sending, SendsWritten
+from wan.modules.interfaces import PackedAttentionCall, PackedSelfAttention, SelfAttention
 from wan.output_files import remove_output
 from wan.pipeline import build, video
 from wan.pipeline.denoise import Denoising
@@ -48,10 +48,10 @@ class SideBySide:
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
         return self.layers[self.chosen()](*qkv_BsND, **context)
 
-    def begin(self, *x_heads_step: Any) -> Sending | None:
+    def begin(self, *x_heads_step: Any) -> PackedAttentionCall | None:
         """Starts a packed call of the selected layer; None if it does not support that."""
         layer = self.layers[self.chosen()]
-        return layer.begin(*x_heads_step) if isinstance(layer, SendsWritten) else None
+        return layer.start(*x_heads_step) if isinstance(layer, PackedSelfAttention) else None
 
 
 def layer_of(
@@ -68,7 +68,7 @@ def layer_of(
         layer=built.layer,
         kernel=built.kernel,
         ring=built.ring,
-        methods=built.methods,
+        methods=built.backends,
         clock=built.clock,
         chunks=variant.chunks,
         exchange=built.exchange,

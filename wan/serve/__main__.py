@@ -111,9 +111,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="prompts whose embeddings are cached in host memory (default 64)",
     )
     number("--max_body", type=few, default=64, help="MB of a request body at most (default 64)")
-    number(
-        "--max_frames", type=many, default=1000, help="frames of a video at most (default 1000)"
-    )
+    number("--max_frames", type=many, default=1000, help="frames of a video at most (default 1000)")
     number(
         "--max_megapixels",
         type=many,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan.vae.rows import State
+from wan.vae.rows import VaeState
 
 silu = partial(F.silu, inplace=True)
 PAST = 2  # cached frames of a convolution with kernel size 3 in time
@@ -25,14 +25,14 @@ def _is_channels_last(x_BCFHW: Tensor) -> bool:
     return x_BCFHW.stride(1) == 1
 
 
-def arranged(x_BCFHW: Tensor, weight: Tensor) -> Tensor:
+def match_weight_layout(x_BCFHW: Tensor, weight: Tensor) -> Tensor:
     """Converts x to the dtype and memory format of a weight."""
     is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
     layout = torch.channels_last_3d if is_last else torch.contiguous_format
     return x_BCFHW.to(weight.dtype).contiguous(memory_format=layout)
 
 
-def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
+def pad_conv_input(conv: nn.Conv3d, x_BCFHW: Tensor, state: VaeState) -> Tensor:
     """Pads the input of a causal 3x3x3 convolution and updates the frame cache.
 
     The two previous frames are prepended, and a border of one pixel is added. Frames before the
@@ -41,18 +41,20 @@ def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
     _, channels, frames, rows, columns = x_BCFHW.shape
     layout = torch.channels_last_3d if _is_channels_last(x_BCFHW) else torch.contiguous_format
     shape = (1, channels, PAST + frames, rows + 2, columns + 2)
-    seen = torch.empty(shape, dtype=x_BCFHW.dtype, device=x_BCFHW.device, memory_format=layout)
-    now = seen[:, :, PAST:]
-    now[..., 1:-1, 1:-1] = x_BCFHW
-    now[..., 0].zero_()
-    now[..., -1].zero_()
-    state.rows.halo(now, 1, 1)
-    past = state.past.setdefault(conv, deque(maxlen=PAST))
-    seen[:, :, : PAST - len(past)].zero_()
-    for place, frame in enumerate(past, PAST - len(past)):
-        seen[:, :, place : place + 1] = frame
-    past.extend(frame.clone() for frame in now[:, :, -PAST:].split(1, dim=2))
-    return seen
+    padded_BCFHW = torch.empty(
+        shape, dtype=x_BCFHW.dtype, device=x_BCFHW.device, memory_format=layout
+    )
+    current = padded_BCFHW[:, :, PAST:]
+    current[..., 1:-1, 1:-1] = x_BCFHW
+    current[..., 0].zero_()
+    current[..., -1].zero_()
+    state.rows.exchange_halo(current, 1, 1)
+    cached_frames = state.cached_frames.setdefault(conv, deque(maxlen=PAST))
+    padded_BCFHW[:, :, : PAST - len(cached_frames)].zero_()
+    for index, frame in enumerate(cached_frames, PAST - len(cached_frames)):
+        padded_BCFHW[:, :, index : index + 1] = frame
+    cached_frames.extend(frame.clone() for frame in current[:, :, -PAST:].split(1, dim=2))
+    return padded_BCFHW
 
 
 class RMSNorm(nn.Module):
@@ -81,12 +83,12 @@ class ResidualBlock(nn.Module):
             nn.Conv3d(channels, out_channels, 1) if channels != out_channels else nn.Identity()
         )
 
-    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
-        y = self.conv1(padded(self.conv1, silu(self.norm1(x_BCFHW)), state))
-        seen = padded(self.conv2, silu(self.norm2(y, out=y)), state)
+    def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
+        y = self.conv1(pad_conv_input(self.conv1, silu(self.norm1(x_BCFHW)), state))
+        conv_input = pad_conv_input(self.conv2, silu(self.norm2(y, out=y)), state)
         del y  # free it before the next tensor of its size is allocated
-        y = self.conv2(seen)
-        del seen
+        y = self.conv2(conv_input)
+        del conv_input
         return y.add_(self.conv_shortcut(x_BCFHW))
 
 
@@ -99,12 +101,12 @@ class FrameAttention(nn.Module):
         self.to_qkv = nn.Conv2d(channels, 3 * channels, 1)
         self.proj = nn.Conv2d(channels, channels, 1)
 
-    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+    def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         x_FCHW = x_BCFHW[0].transpose(0, 1)
         channels, size = x_FCHW.shape[1], x_FCHW.shape[2:]
         qkv_FLC = self.to_qkv(self.norm(x_FCHW)).flatten(2).transpose(1, 2).contiguous()
         q_FLC, kv_FLC = qkv_FLC.split((channels, 2 * channels), dim=2)
-        k_FLC, v_FLC = state.rows.gather(kv_FLC).chunk(2, dim=2)
+        k_FLC, v_FLC = state.rows.gather_rows(kv_FLC).chunk(2, dim=2)
         q, k, v = (part_FLC.unsqueeze(1) for part_FLC in (q_FLC, k_FLC, v_FLC))
         out_FLC = F.scaled_dot_product_attention(q, k, v).squeeze(1)
         y_FCHW = torch.empty_like(x_FCHW).copy_(out_FLC.transpose(1, 2).unflatten(2, size))
@@ -117,12 +119,12 @@ class MidBlock(nn.Module):
         self.attentions = nn.ModuleList([FrameAttention(channels)])
         self.resnets = nn.ModuleList([ResidualBlock(channels, channels) for _ in range(2)])
 
-    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+    def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         x = self.resnets[0](x_BCFHW, state)
         return self.resnets[1](self.attentions[0](x, state), state)
 
 
-def _frames(x: Tensor, frames: int, channels: int, rows: int, columns: int) -> Tensor:
+def _allocate_frames(x: Tensor, frames: int, channels: int, rows: int, columns: int) -> Tensor:
     """Allocates [B,C,F,H,W] whose frames have the memory format of a 2D convolution's input."""
     shape = (frames, channels, rows, columns)
     layout = torch.channels_last if _is_channels_last(x) else torch.contiguous_format
@@ -143,32 +145,32 @@ class Upsample(nn.Module):
         self.resample = nn.Sequential(nn.Identity(), nn.Conv2d(channels, out_channels, 3))
         self.time_conv = nn.Conv3d(channels, 2 * channels, (3, 1, 1)) if time else None
 
-    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+    def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         x_BCFkHW = x_BCFHW.unsqueeze(3)
         if self.time_conv is not None:
-            x_BCFkHW = self._in_time(self.time_conv, x_BCFHW, state)
+            x_BCFkHW = self._upsample_time(self.time_conv, x_BCFHW, state)
         _, channels, frames, k, rows, columns = x_BCFkHW.shape
-        seen = _frames(x_BCFHW, frames * k, channels, 2 * rows + 2, 2 * columns + 2)
-        inside = seen[..., 1:-1, 1:-1].unflatten(4, (columns, 2)).unflatten(3, (rows, 2))
+        conv_input = _allocate_frames(x_BCFHW, frames * k, channels, 2 * rows + 2, 2 * columns + 2)
+        inside = conv_input[..., 1:-1, 1:-1].unflatten(4, (columns, 2)).unflatten(3, (rows, 2))
         inside.unflatten(2, (frames, k)).copy_(x_BCFkHW[..., None, :, None])
-        seen[..., 0].zero_()
-        seen[..., -1].zero_()
-        state.rows.halo(seen, 1, 1)
-        return _conv_frames(self.resample, seen)
+        conv_input[..., 0].zero_()
+        conv_input[..., -1].zero_()
+        state.rows.exchange_halo(conv_input, 1, 1)
+        return _conv_frames(self.resample, conv_input)
 
     @staticmethod
-    def _in_time(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
+    def _upsample_time(conv: nn.Conv3d, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         """Upsamples [B,C,F,H,W] to [B,C,F,k,H,W] with k = 2, or k = 1 for the first frame.
 
         The first frame is not an input of the convolution for later frames.
         """
-        past = state.past.get(conv)
-        if past is None:
-            state.past[conv] = deque([torch.zeros_like(x_BCFHW[:, :, :1])] * PAST, PAST)
+        cached_frames = state.cached_frames.get(conv)
+        if cached_frames is None:
+            state.cached_frames[conv] = deque([torch.zeros_like(x_BCFHW[:, :, :1])] * PAST, PAST)
             return x_BCFHW.unsqueeze(3)
-        seen = torch.cat((*past, x_BCFHW), dim=2)
-        past.extend(frame.clone() for frame in x_BCFHW[:, :, -PAST:].split(1, dim=2))
-        doubled: Tensor = conv(seen)
+        conv_input = torch.cat((*cached_frames, x_BCFHW), dim=2)
+        cached_frames.extend(frame.clone() for frame in x_BCFHW[:, :, -PAST:].split(1, dim=2))
+        doubled: Tensor = conv(conv_input)
         return doubled.unflatten(1, (2, -1)).movedim(1, 3)
 
 
@@ -182,21 +184,21 @@ class Downsample(nn.Module):
             nn.Conv3d(channels, channels, (3, 1, 1), stride=(2, 1, 1)) if time else None
         )
 
-    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+    def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         _, channels, frames, rows, columns = x_BCFHW.shape
-        seen = _frames(x_BCFHW, frames, channels, rows + 1, columns + 1)
-        seen[..., :-1, :-1].copy_(x_BCFHW)
-        seen[..., -1].zero_()
-        state.rows.halo(seen, 0, 1)
-        y = _conv_frames(self.resample, seen)
+        conv_input = _allocate_frames(x_BCFHW, frames, channels, rows + 1, columns + 1)
+        conv_input[..., :-1, :-1].copy_(x_BCFHW)
+        conv_input[..., -1].zero_()
+        state.rows.exchange_halo(conv_input, 0, 1)
+        y = _conv_frames(self.resample, conv_input)
         if self.time_conv is None:
             return y
-        past = state.past.get(self.time_conv)
-        state.past[self.time_conv] = deque([y[:, :, -1:].clone()])
-        return y if past is None else self.time_conv(torch.cat((*past, y), dim=2))
+        cached_frames = state.cached_frames.get(self.time_conv)
+        state.cached_frames[self.time_conv] = deque([y[:, :, -1:].clone()])
+        return y if cached_frames is None else self.time_conv(torch.cat((*cached_frames, y), dim=2))
 
 
-def averaged(x_BCFHW: Tensor, channels: int, time: int, space: int) -> Tensor:
+def average_shortcut(x_BCFHW: Tensor, channels: int, time: int, space: int) -> Tensor:
     """Computes the shortcut of 2.2's encoder (AvgDown3D in diffusers).
 
     Pixels are moved to channels, and groups of channels are averaged.
@@ -229,10 +231,10 @@ def add_repeated(y_BCFHW: Tensor, x_BCFHW: Tensor, time: int, space: int) -> Non
     groups = x_BCFHW.unflatten(1, (channels, -1))
     repeats = time * space * space // groups.shape[2]
     repeated = groups.unsqueeze(3).expand(-1, -1, -1, repeats, -1, -1, -1)
-    more = repeated.reshape(1, channels, time, space, space, *x_BCFHW.shape[2:])
+    shortcut = repeated.reshape(1, channels, time, space, space, *x_BCFHW.shape[2:])
     if y_BCFHW.shape[2] < time * frames:
-        more, time = more[:, :, -1:], 1
+        shortcut, time = shortcut[:, :, -1:], 1
     y = y_BCFHW
     for dim, factor in ((4, space), (3, space), (2, time)):
         y = y.unflatten(dim, (-1, factor))
-    y.add_(more.permute(0, 1, 5, 2, 6, 3, 7, 4))
+    y.add_(shortcut.permute(0, 1, 5, 2, 6, 3, 7, 4))

@@ -23,21 +23,21 @@ from wan.vae.layers import (
     RMSNorm,
     Upsample,
     add_repeated,
-    arranged,
-    averaged,
-    padded,
+    average_shortcut,
+    match_weight_layout,
+    pad_conv_input,
     silu,
 )
-from wan.vae.rows import WHOLE, Rows, State
+from wan.vae.rows import ALL_ROWS, Rows, VaeState
 
 _WIDTHS = (1, 2, 4, 4)  # channels of the levels, in units of the base width
 _HALVES_TIME = (False, True, True)  # temporal downsampling after each level of the encoder
-_LARGE = 2  # the first level of the decoder in which a latent frame is four frames
-TIME = 4  # frames per latent frame, except the first one
+_FIRST_LARGE_LEVEL = 2  # the first level of the decoder in which a latent frame is four frames
+FRAMES_PER_LATENT = 4  # frames per latent frame, except the first one
 
 
 @dataclass(frozen=True)
-class Version:
+class VaeVersion:
     """Parameters in which the two autoencoders differ.
 
     Attributes:
@@ -51,7 +51,7 @@ class Version:
     shortcuts: bool
 
     @property
-    def pixels(self) -> int:
+    def pixel_channels(self) -> int:
         """Channels of a frame after patches are moved to channels."""
         return 3 * self.patch**2
 
@@ -61,17 +61,17 @@ class Version:
         return 8 * self.patch
 
 
-VERSIONS = {"2.1": Version(16, 1, False), "2.2": Version(48, 2, True)}
+VERSIONS = {"2.1": VaeVersion(16, 1, False), "2.2": VaeVersion(48, 2, True)}
 
 
-def through(blocks: Iterable[nn.Module], x_BCFHW: Tensor, state: State) -> Tensor:
+def run_blocks(blocks: Iterable[nn.Module], x_BCFHW: Tensor, state: VaeState) -> Tensor:
     """Runs blocks in sequence."""
     for block in blocks:
         x_BCFHW = block(x_BCFHW, state)
     return x_BCFHW
 
 
-def one_by_one(x_BCFHW: Tensor, channels: int) -> Sequence[Tensor]:
+def split_large_frames(x_BCFHW: Tensor, channels: int) -> Sequence[Tensor]:
     """Splits x into single frames if they are large, with the same decision on all ranks.
 
     Small frames need little memory, and PyTorch on a CPU uses another convolution algorithm,
@@ -91,21 +91,21 @@ class DownBlock(nn.Module):
         self.resnets = nn.ModuleList([ResidualBlock(channels, out), ResidualBlock(out, out)])
         self.downsampler = Downsample(out, time) if down else None
 
-    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+    def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         y = x_BCFHW
         for resnet in self.resnets:
             y = resnet(y, state)
         if self.downsampler is not None:
             y = self.downsampler(y, state)
-        return y.add_(averaged(x_BCFHW, self.out, *self.factors))
+        return y.add_(average_shortcut(x_BCFHW, self.out, *self.factors))
 
 
 class Encoder(nn.Module):
-    def __init__(self, version: Version, base: int) -> None:
+    def __init__(self, version: VaeVersion, base: int) -> None:
         super().__init__()
         widths = [base * width for width in (1, *_WIDTHS)]
         self.patch = version.patch
-        self.conv_in = nn.Conv3d(version.pixels, base, 3)
+        self.conv_in = nn.Conv3d(version.pixel_channels, base, 3)
         blocks: list[nn.Module] = []
         for level, (channels, out) in enumerate(zip(widths, widths[1:], strict=False)):
             down = level < len(_HALVES_TIME)
@@ -116,23 +116,25 @@ class Encoder(nn.Module):
                 blocks += [ResidualBlock(channels, out), ResidualBlock(out, out)]
                 blocks += [Downsample(out, time)] if down else []
         self.down_blocks = nn.ModuleList(blocks)
-        self._large = 1 if version.shortcuts else 3  # blocks that process one frame at a time
+        self._num_large_blocks = (
+            1 if version.shortcuts else 3
+        )  # blocks that process one frame at a time
         self.mid_block = MidBlock(widths[-1])
         self.norm_out = RMSNorm(widths[-1])
         self.conv_out = nn.Conv3d(widths[-1], 2 * version.z_dim, 3)
 
-    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+    def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         """Encodes the first frame, or the next four, to the moments of a latent [B,2Z,1,h,w]."""
-        x, p = arranged(x_BCFHW, self.conv_in.weight), self.patch
+        x, p = match_weight_layout(x_BCFHW, self.conv_in.weight), self.patch
         x = x.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 6, 4, 2, 3, 5)
-        pieces = one_by_one(x.flatten(1, 3), self.conv_in.out_channels)
-        x = torch.cat([self._halved(piece, state) for piece in pieces], dim=2)
-        x = self.mid_block(through(self.down_blocks[self._large :], x, state), state)
-        return self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
+        frame_groups = split_large_frames(x.flatten(1, 3), self.conv_in.out_channels)
+        x = torch.cat([self._encode_large_frames(frames, state) for frames in frame_groups], dim=2)
+        x = self.mid_block(run_blocks(self.down_blocks[self._num_large_blocks :], x, state), state)
+        return self.conv_out(pad_conv_input(self.conv_out, silu(self.norm_out(x, out=x)), state))
 
-    def _halved(self, x_BCFHW: Tensor, state: State) -> Tensor:
-        x = self.conv_in(padded(self.conv_in, x_BCFHW, state))
-        return through(self.down_blocks[: self._large], x, state)
+    def _encode_large_frames(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
+        x = self.conv_in(pad_conv_input(self.conv_in, x_BCFHW, state))
+        return run_blocks(self.down_blocks[: self._num_large_blocks], x, state)
 
 
 class UpBlock(nn.Module):
@@ -149,7 +151,7 @@ class UpBlock(nn.Module):
             self.upsamplers = nn.ModuleList([Upsample(out, out // 2, time)])
         self._up = up
 
-    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+    def forward(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         y = x_BCFHW
         for resnet in self.resnets:
             y = resnet(y, state)
@@ -161,7 +163,7 @@ class UpBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, version: Version, base: int) -> None:
+    def __init__(self, version: VaeVersion, base: int) -> None:
         super().__init__()
         widths = [base * width for width in (_WIDTHS[-1], *reversed(_WIDTHS))]
         self.patch = version.patch
@@ -171,25 +173,25 @@ class Decoder(nn.Module):
         for level, (channels, out) in enumerate(zip(widths, widths[1:], strict=False)):
             up = level < len(_HALVES_TIME)
             time = up and _HALVES_TIME[-1 - level]
-            halved = level > 0 and not version.shortcuts  # by the previous upsampling
-            channels = channels // 2 if halved else channels
+            is_halved = level > 0 and not version.shortcuts  # by the previous upsampling
+            channels = channels // 2 if is_halved else channels
             self.up_blocks.append(UpBlock(channels, out, time, up, version.shortcuts))
         self.norm_out = RMSNorm(widths[-1])
-        self.conv_out = nn.Conv3d(widths[-1], version.pixels, 3)
+        self.conv_out = nn.Conv3d(widths[-1], version.pixel_channels, 3)
 
-    def forward(self, z_BZfhw: Tensor, state: State) -> Tensor:
+    def forward(self, z_BZfhw: Tensor, state: VaeState) -> Tensor:
         """Decodes a latent frame to the first frame, or to the next four."""
-        x = padded(self.conv_in, arranged(z_BZfhw, self.conv_in.weight), state)
+        x = pad_conv_input(self.conv_in, match_weight_layout(z_BZfhw, self.conv_in.weight), state)
         x = self.mid_block(self.conv_in(x), state)
-        x = through(self.up_blocks[:_LARGE], x, state)
-        pieces = one_by_one(x, x.shape[1])
-        x = torch.cat([self._pixels(piece, state) for piece in pieces], dim=2)
+        x = run_blocks(self.up_blocks[:_FIRST_LARGE_LEVEL], x, state)
+        frame_groups = split_large_frames(x, x.shape[1])
+        x = torch.cat([self._decode_large_frames(frames, state) for frames in frame_groups], dim=2)
         x = x.unflatten(1, (3, self.patch, self.patch)).permute(0, 1, 4, 5, 3, 6, 2)
         return x.flatten(5, 6).flatten(3, 4)
 
-    def _pixels(self, x_BCFHW: Tensor, state: State) -> Tensor:
-        x = through(self.up_blocks[_LARGE:], x_BCFHW, state)
-        return self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
+    def _decode_large_frames(self, x_BCFHW: Tensor, state: VaeState) -> Tensor:
+        x = run_blocks(self.up_blocks[_FIRST_LARGE_LEVEL:], x_BCFHW, state)
+        return self.conv_out(pad_conv_input(self.conv_out, silu(self.norm_out(x, out=x)), state))
 
 
 class Autoencoder(nn.Module):
@@ -209,7 +211,7 @@ class Autoencoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.quant_conv.weight.dtype
 
-    def channels_last(self) -> Autoencoder:
+    def to_channels_last(self) -> Autoencoder:
         """Converts weights, and so activations, to the channels-last format; returns self."""
         for parameter in self.parameters():
             if parameter.dim() >= 4:
@@ -217,25 +219,25 @@ class Autoencoder(nn.Module):
                 parameter.data = parameter.data.contiguous(memory_format=last)
         return self
 
-    def encode(self, video_B3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
+    def encode(self, video_B3FHW: Tensor, rows: Rows = ALL_ROWS) -> Tensor:
         """Encodes pixels in [-1, 1], F = 4n+1, to the mean of the latents [B,Z,f,h,w].
 
         rows: The rows of this rank. The main rank returns all rows, other ranks none.
         """
-        state, own = State(rows), rows.own(video_B3FHW, self.version.scale)
-        ends = range(1, own.shape[2] + 1, TIME)
-        pieces = (own[:, :, max(0, end - TIME) : end] for end in ends)
-        frames = [rows.step(self.encoder, x, state) for x in pieces]
+        state, local_video = VaeState(rows), rows.slice_local_rows(video_B3FHW, self.version.scale)
+        ends = range(1, local_video.shape[2] + 1, FRAMES_PER_LATENT)
+        frame_groups = (local_video[:, :, max(0, end - FRAMES_PER_LATENT) : end] for end in ends)
+        latent_frames = [rows.run_network(self.encoder, x, state) for x in frame_groups]
 
-        def mean() -> Tensor:
-            moments = torch.cat(frames, dim=2)
+        def compute_mean() -> Tensor:
+            moments = torch.cat(latent_frames, dim=2)
             return (self.quant_conv(moments) if moments.numel() else moments).chunk(2, dim=1)[0]
 
-        return rows.together(mean)
+        return rows.run_together(compute_mean)
 
-    def decode(self, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Iterator[Tensor]:
+    def decode(self, z_BZfhw: Tensor, rows: Rows = ALL_ROWS) -> Iterator[Tensor]:
         """Decodes latents; yields [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
-        state = State(rows)
-        z = rows.together(lambda: self.post_quant_conv(z_BZfhw.to(self.dtype)))
-        for own in rows.own(z, 1).split(1, dim=2):
-            yield rows.step(self.decoder, own, state)
+        state = VaeState(rows)
+        z = rows.run_together(lambda: self.post_quant_conv(z_BZfhw.to(self.dtype)))
+        for local_z in rows.slice_local_rows(z, 1).split(1, dim=2):
+            yield rows.run_network(self.decoder, local_z, state)

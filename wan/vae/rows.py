@@ -23,43 +23,43 @@ class Rows:
         """Whether this rank returns the result."""
         return True
 
-    def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
+    def slice_local_rows(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         """Slices this rank's rows of a replicated tensor. scale: rows per row of latents."""
         return x_BCFHW
 
-    def halo(self, x_BCFHW: Tensor, above: int, below: int) -> None:
+    def exchange_halo(self, x_BCFHW: Tensor, num_above: int, num_below: int) -> None:
         """Writes the halo: the first `num_above` and the last `num_below` rows (0 or 1 each).
 
         They are copies of rows of the neighbouring ranks, and zeros at the border of the image.
         """
-        if above:
-            x_BCFHW[..., :above, :].zero_()
-        if below:
-            x_BCFHW[..., -below:, :].zero_()
+        if num_above:
+            x_BCFHW[..., :num_above, :].zero_()
+        if num_below:
+            x_BCFHW[..., -num_below:, :].zero_()
 
-    def gather(self, x_FLC: Tensor) -> Tensor:
+    def gather_rows(self, x_FLC: Tensor) -> Tensor:
         """Gathers the rows of all ranks."""
         return x_FLC
 
-    def step(self, half: nn.Module, x_BCFHW: Tensor, state: State) -> Tensor:
+    def run_network(self, network: nn.Module, x_BCFHW: Tensor, state: VaeState) -> Tensor:
         """Runs the encoder or decoder; returns all rows on the main rank, none on other ranks.
 
         Raises:
             MemoryError: On all ranks, if one of several ran out of memory.
         """
-        frames: Tensor = half(x_BCFHW, state)
+        frames: Tensor = network(x_BCFHW, state)
         return frames
 
-    def together(self, make: Callable[[], T]) -> T:
+    def run_together(self, make: Callable[[], T]) -> T:
         """Returns make(); raises MemoryError on all ranks if one of several ran out of memory."""
         return make()
 
 
-WHOLE = Rows()
+ALL_ROWS = Rows()
 
 
 @dataclass
-class State:
+class VaeState:
     """State of one call of the encoder or decoder, which its layers share.
 
     Attributes:
@@ -68,4 +68,4 @@ class State:
     """
 
     rows: Rows
-    past: dict[nn.Module, deque[Tensor]] = field(default_factory=dict)
+    cached_frames: dict[nn.Module, deque[Tensor]] = field(default_factory=dict)

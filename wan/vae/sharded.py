@@ -23,14 +23,14 @@ from torch.func import functional_call
 
 from wan.distributed.exchange import Group, group_rank, process_group
 from wan.settings.errors import is_out_of_memory
-from wan.vae.rows import Rows, State
+from wan.vae.rows import Rows, VaeState
 
 T = TypeVar("T")
 
 
-def even(height: int, ranks: int) -> tuple[int, ...]:
+def split_rows_evenly(height: int, num_ranks: int) -> tuple[int, ...]:
     """Splits rows over ranks as evenly as possible; the last ranks may have none."""
-    return tuple(height // ranks + (rank < height % ranks) for rank in range(ranks))
+    return tuple(height // num_ranks + (rank < height % num_ranks) for rank in range(num_ranks))
 
 
 class ShardedRows(Rows):
@@ -46,7 +46,7 @@ class ShardedRows(Rows):
         self.ranks = [rank for rank, height in enumerate(heights) if height]
         stop = list(accumulate(heights))[self.rank]
         self._rows = stop - heights[self.rank], stop
-        self.exchanges = 0  # in this latent frame
+        self.num_exchanges = 0  # in this latent frame
 
     @property
     def is_main(self) -> bool:
@@ -58,65 +58,71 @@ class ShardedRows(Rows):
         return self.rank not in self.ranks
 
     @property
-    def share(self) -> float:
+    def row_fraction(self) -> float:
         """Fraction of all rows that this rank computes."""
         return self.heights[self.rank] / sum(self.heights)
 
-    def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
+    def slice_local_rows(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         start, stop = (end * scale for end in self._rows)
         # Remaining rows, fewer than a row of latents has, belong to the last rank.
         return x_BCFHW[..., start : None if self.rank == self.ranks[-1] else stop, :]
 
-    def halo(self, x_BCFHW: Tensor, above: int, below: int) -> None:
-        place, height = self.ranks.index(self.rank), x_BCFHW.shape[3]
-        before = self.ranks[place - 1] if place else None
-        after = self.ranks[place + 1] if place + 1 < len(self.ranks) else None
-        top, bottom = x_BCFHW[..., :above, :], x_BCFHW[..., height - below :, :]
-        end = height - below
-        sent, received = dict[int, Tensor](), dict[int, Tensor]()
-        if before is not None and below:
-            sent[before] = x_BCFHW[..., above : above + below, :].contiguous()
-        if after is not None and above:
-            sent[after] = x_BCFHW[..., end - above : end, :].contiguous()
-        for peer, rows in ((before, top), (after, bottom)):
+    def exchange_halo(self, x_BCFHW: Tensor, num_above: int, num_below: int) -> None:
+        index, height = self.ranks.index(self.rank), x_BCFHW.shape[3]
+        rank_above = self.ranks[index - 1] if index else None
+        rank_below = self.ranks[index + 1] if index + 1 < len(self.ranks) else None
+        top, bottom = x_BCFHW[..., :num_above, :], x_BCFHW[..., height - num_below :, :]
+        end = height - num_below
+        to_send, received = dict[int, Tensor](), dict[int, Tensor]()
+        if rank_above is not None and num_below:
+            to_send[rank_above] = x_BCFHW[..., num_above : num_above + num_below, :].contiguous()
+        if rank_below is not None and num_above:
+            to_send[rank_below] = x_BCFHW[..., end - num_above : end, :].contiguous()
+        for peer, rows in ((rank_above, top), (rank_below, bottom)):
             if peer is None:
                 rows.zero_()
             elif rows.shape[3]:
                 received[peer] = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        self._exchange(sent, received)
-        for peer, rows in ((before, top), (after, bottom)):
+        self._exchange(to_send, received)
+        for peer, rows in ((rank_above, top), (rank_below, bottom)):
             if peer in received:
                 rows.copy_(received[peer])
 
-    def gather(self, x_FLC: Tensor) -> Tensor:
+    def gather_rows(self, x_FLC: Tensor) -> Tensor:
         """Gathers the rows of one frame; with one frame the rows of each rank are contiguous."""
         columns = x_FLC.shape[1] // self.heights[self.rank]
         lengths = [self.heights[rank] * columns for rank in self.ranks]
-        whole = x_FLC.new_empty((1, sum(lengths), x_FLC.shape[2]))
-        parts = dict(zip(self.ranks, whole.split(lengths, dim=1), strict=True))
-        own = parts.pop(self.rank)
-        own.copy_(x_FLC)
-        self._exchange(dict.fromkeys(parts, own), parts)
-        return whole
+        all_rows = x_FLC.new_empty((1, sum(lengths), x_FLC.shape[2]))
+        rows_by_rank = dict(zip(self.ranks, all_rows.split(lengths, dim=1), strict=True))
+        local_rows = rows_by_rank.pop(self.rank)
+        local_rows.copy_(x_FLC)
+        self._exchange(dict.fromkeys(rows_by_rank, local_rows), rows_by_rank)
+        return all_rows
 
-    def step(self, half: nn.Module, x_BCFHW: Tensor, state: State) -> Tensor:
-        is_first = not state.past
-        self.exchanges = 0
+    def run_network(self, network: nn.Module, x_BCFHW: Tensor, state: VaeState) -> Tensor:
+        is_first = not state.cached_frames
+        self.num_exchanges = 0
 
-        def follow() -> None:
-            past = {
-                conv: deque(map(_without_data, frames), frames.maxlen)
-                for conv, frames in (() if is_first else state.past.items())
+        def finish_exchanges() -> None:
+            cached_frames = {
+                conv: deque(map(_to_meta, frames), frames.maxlen)
+                for conv, frames in (() if is_first else state.cached_frames.items())
             }
-            state.past.clear()
-            weights = {name: _without_data(x) for name, x in half.named_parameters()}
-            rows = _Following(self)
-            frames = functional_call(half, weights, (_without_data(x_BCFHW), State(rows, past)))
-            rows.collect(frames)
+            state.cached_frames.clear()
+            weights = {name: _to_meta(x) for name, x in network.named_parameters()}
+            rows = _FailedRankRows(self)
+            frames = functional_call(
+                network, weights, (_to_meta(x_BCFHW), VaeState(rows, cached_frames))
+            )
+            rows.gather_on_main(frames)
 
-        return self.together(lambda: self.collect(half(x_BCFHW, state)), follow)
+        return self.run_together(
+            lambda: self.gather_on_main(network(x_BCFHW, state)), finish_exchanges
+        )
 
-    def together(self, make: Callable[[], T], follow: Callable[[], None] = lambda: None) -> T:
+    def run_together(
+        self, make: Callable[[], T], finish_exchanges: Callable[[], None] = lambda: None
+    ) -> T:
         """Returns make(), called on every rank that has rows.
 
         finish_exchanges: Called if make() ran out of memory; takes part in its remaining exchanges.
@@ -124,60 +130,60 @@ class ShardedRows(Rows):
         Raises:
             MemoryError: On all ranks, if one ran out of memory.
         """
-        found: list[T] = []
+        results: list[T] = []
         try:
-            found.append(make())
+            results.append(make())
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        if not found:  # the error and the tensors in its traceback are freed
+        if not results:  # the error and the tensors in its traceback are freed
             try:
-                follow()
+                finish_exchanges()
             except Exception as error:  # this rank exits, then the others
                 raise RuntimeError("A rank without memory could not join the exchanges.") from error
-        self._agree(bool(found))
-        return found[0]
+        self._check_all_succeeded(bool(results))
+        return results[0]
 
-    def wait(self, steps: int) -> Tensor:
+    def wait_for_steps(self, num_steps: int) -> Tensor:
         """Takes part in the all-reduces of `num_steps` calls of `run_together`, without rows."""
-        for _ in range(steps):
-            self._agree(True)
+        for _ in range(num_steps):
+            self._check_all_succeeded(True)
         return torch.empty(0)
 
-    def collect(self, x_BCFHW: Tensor) -> Tensor:
+    def gather_on_main(self, x_BCFHW: Tensor) -> Tensor:
         """Gathers all rows on the main rank; returns no rows on other ranks."""
         if self.rank:
             self._exchange({0: x_BCFHW.contiguous()}, {})
             return x_BCFHW[..., :0, :]
         b, c, frames, rows, columns = x_BCFHW.shape
         scale = rows // self.heights[0]
-        parts = {
+        rows_by_rank = {
             rank: x_BCFHW.new_empty((b, c, frames, self.heights[rank] * scale, columns))
             for rank in self.ranks[1:]
         }
-        self._exchange({}, parts)
-        return torch.cat((x_BCFHW, *parts.values()), dim=3) if parts else x_BCFHW
+        self._exchange({}, rows_by_rank)
+        return torch.cat((x_BCFHW, *rows_by_rank.values()), dim=3) if rows_by_rank else x_BCFHW
 
-    def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+    def _exchange(self, to_send: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Sends a contiguous tensor to each peer and receives one from each; keys are ranks."""
         group = process_group(self.group)
         operations = [
-            dist.P2POp(verb, tensor, group=group, group_peer=peer)
-            for verb, tensors in ((dist.isend, sent), (dist.irecv, received))
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
+            for operation, tensors in ((dist.isend, to_send), (dist.irecv, received))
             for peer, tensor in tensors.items()
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        self.exchanges += 1
+        self.num_exchanges += 1
 
-    def _agree(self, succeeded: bool) -> None:
-        all_did = torch.tensor([succeeded], dtype=torch.int32, device=self.device)
-        dist.all_reduce(all_did, dist.ReduceOp.MIN, group=process_group(self.group))
-        if not all_did.item():
+    def _check_all_succeeded(self, succeeded: bool) -> None:
+        all_succeeded = torch.tensor([succeeded], dtype=torch.int32, device=self.device)
+        dist.all_reduce(all_succeeded, dist.ReduceOp.MIN, group=process_group(self.group))
+        if not all_succeeded.item():
             raise MemoryError("A rank has run out of memory in the autoencoder.")
 
 
-class _Following(ShardedRows):
+class _FailedRankRows(ShardedRows):
     """The rows of a rank that ran out of memory: sends zeros and discards received rows.
 
     Exchanges that had finished before the failure are skipped.
@@ -185,18 +191,20 @@ class _Following(ShardedRows):
 
     def __init__(self, rows: ShardedRows) -> None:
         super().__init__(rows.group, rows.heights, rows.device)
-        self._over = rows.exchanges
+        self._num_to_skip = rows.num_exchanges
 
-    def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        if self._over:
-            self._over -= 1
+    def _exchange(self, to_send: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        if self._num_to_skip:
+            self._num_to_skip -= 1
             return
-        super()._exchange(self._zeros(sent), self._zeros(received))
+        super()._exchange(self._zeros(to_send), self._zeros(received))
 
-    def _zeros(self, of: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _zeros(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         device = self.device
-        return {peer: torch.zeros(x.shape, dtype=x.dtype, device=device) for peer, x in of.items()}
+        return {
+            peer: torch.zeros(x.shape, dtype=x.dtype, device=device) for peer, x in tensors.items()
+        }
 
 
-def _without_data(x: Tensor) -> Tensor:
+def _to_meta(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="meta")
