@@ -24,7 +24,7 @@ from torch._inductor.utils import run_and_get_code
 
 from benchmarks import common
 from benchmarks.common import CPU, interleave
-from wan.distributed.exchange import Group, process_group
+from wan.distributed.exchange import Group, to_process_group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
@@ -120,7 +120,7 @@ def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
         async_op: bool = False,
     ) -> SimpleNamespace | None:
         nonlocal free
-        work = exchange(received, send, arriving, leaving, process_group(group), async_op=True)
+        work = exchange(received, send, arriving, leaving, to_process_group(group), async_op=True)
         free = end = max(free, time.perf_counter()) + delay
 
         def wait() -> None:

@@ -38,7 +38,7 @@ from wan import host
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
-from wan.kernels.compiled_ops import STEPS, Compiled
+from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.small_ops import BlockOps
@@ -97,7 +97,7 @@ class Bench:
             num_heads=self.case.heads,
             num_layers=self.case.layers,
             components=ModelComponents(
-                ops=BlockOps(run_op=Compiled(STEPS)) if fused else BlockOps(),
+                ops=BlockOps(run_op=CompiledOps(STEPS_BY_OP)) if fused else BlockOps(),
                 text_kv_cache=text_kv_cache,
             ),
         )

@@ -40,7 +40,7 @@ from benchmarks import common
 from wan import trace
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
-from wan.distributed.exchange import ALONE
+from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import Ring
 from wan.evidence.order import TRACE, Plan, Trace, file_of, write
 from wan.kernels.sdpa import SdpaKernel
@@ -147,7 +147,7 @@ def layer_of(name: str, group: Any) -> FAPowerCapAttention:
     """Make an attention layer. name: "MODE, EXCHANGE", with a key of LAYER_MODES or "ring"."""
     mode, _, exchange = name.rpartition(", ")
     if mode == "ring":
-        return FAPowerCapAttention(comm_type=0, ulysses_pg=ALONE, ring=Ring(None))
+        return FAPowerCapAttention(comm_type=0, ulysses_pg=SINGLE_RANK, ring=Ring(None))
     comm_type, overlap, chunks = MODES_HERE[mode]
     return FAPowerCapAttention(
         None, group, overlap, comm_type=comm_type, chunks=chunks, exchange=exchange
@@ -172,7 +172,7 @@ def work(job: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     qkv = torch.randn(3, 1, tokens // ranks, heads, width).unbind(0)
     gathered = torch.randn(3, 1, tokens, heads // ranks, width).unbind(0)
-    alone = FAPowerCapAttention(comm_type=0, ulysses_pg=ALONE)
+    alone = FAPowerCapAttention(comm_type=0, ulysses_pg=SINGLE_RANK)
     names = [f"{mode}, {exchange}" for mode in MODES_HERE for exchange in EXCHANGES]
     ways = {name: partial(layer_of(name, None), *qkv) for name in (*names, "ring, hops")}
     if not job["rounds"]:

@@ -263,7 +263,7 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
     if parallel.world_size > 1:
         world = parallel.world_size
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
-        team = mesh.form(resolve_device("cpu"), parallel.sizes)
+        team = mesh.make_parallel_groups(resolve_device("cpu"), parallel.sizes)
     sampler = Sampler()
     sampler.start()
     live = Live("cpu", resized=parallel.dit_fsdp or parallel.t5_fsdp)

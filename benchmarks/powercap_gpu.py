@@ -35,7 +35,7 @@ from wan.device import Device, resolve
 from wan.evidence.meter import Measured, Meter, MeterError, source_of
 from wan.evidence.nvml import Lock
 from wan.kernels.base import Kernel, Target
-from wan.kernels.select import dense
+from wan.kernels.select import make_dense_kernel
 from wan.settings.attention import Attention
 from wan.settings.schedule import MODES, near_even, q_ranges
 from wan.settings.values import integer, real
@@ -121,7 +121,7 @@ def make_share(options: argparse.Namespace) -> Share:
             own @ square
         (own @ up) @ up.T
 
-    kernel = dense(Attention(), Target(device, options.head_dim, torch.bfloat16))
+    kernel = make_dense_kernel(Attention(), Target(device, options.head_dim, torch.bfloat16))
     return Share(device, kernel, (q, k, v), linear, options.link_gbs * 1e9)
 
 

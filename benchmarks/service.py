@@ -136,16 +136,16 @@ def _agree(calls: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from wan import device as devices
-    from wan.distributed.control import Control
-    from wan.distributed.mesh import form
+    from wan.distributed.gloo_group import GlooGroup
+    from wan.distributed.mesh import make_parallel_groups
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [cores[dist.get_rank() % len(cores)]])
-    control = Control(form(devices.resolve("cpu"), (1, 1, 2)))
+    control = GlooGroup(make_parallel_groups(devices.resolve("cpu"), (1, 1, 2)))
     times = []
     for _ in range(calls):
         begun = time.perf_counter()
-        control.highest(0)
+        control.all_reduce_max(0)
         times.append(time.perf_counter() - begun)
     os.sched_setaffinity(0, cores)
     return {"us": 1e6 * statistics.median(times)}

@@ -27,12 +27,12 @@ from benchmarks import common
 from benchmarks.common import CPU, interleave, launch, slowest
 from wan import host
 from wan.cache import policy
-from wan.cache.residual import change
+from wan.cache.residual import measure_change
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.device import resolve
-from wan.distributed.mesh import form
-from wan.distributed.tokens import ShardedTokens
+from wan.distributed.mesh import make_parallel_groups
+from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
@@ -47,17 +47,17 @@ STEPS = 1000
 
 def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     """Measure plain and cached forwards and the decision on one rank."""
-    team = form(resolve("cpu"), (1, 1, ranks))
+    team = make_parallel_groups(resolve("cpu"), (1, 1, ranks))
     never = StepCache("first_block", step_cache_threshold=0.0)
-    made = policy.make(never, PRESETS["t2v-1.3B"])
+    made = policy.make_policy(never, PRESETS["t2v-1.3B"])
     assert made is not None
-    cache, tokens = made.cache(agree=team.agree), prod(grid)
-    cache.begin({"cond": (True, *(False,) * STEPS)})
+    cache, tokens = made.make_cache(all_agree=team.all_agree), prod(grid)
+    cache.start_run({"cond": (True, *(False,) * STEPS)})
 
     def model(step_cache: Any) -> WanModel:
         torch.manual_seed(0)
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), team.group("ulysses"))
-        shard = ShardedTokens(team.group("ring", "ulysses"))
+        shard = ShardedSequence(team.group("ring", "ulysses"))
         return WanModel(
             dim=HEADS * HEAD_DIM,
             ffn_dim=4 * HEADS * HEAD_DIM,
@@ -84,12 +84,12 @@ def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     before, after = torch.randn(2, 1, own, width)
 
     def decide() -> None:
-        team.agree(change(after, before, own), 0.0)
+        team.all_agree(measure_change(after, before, own), 0.0)
 
     runs = {"plain": lambda: run(plain), "cached": lambda: run(cached), "decision": decide}
     times = interleave(runs, rounds)
     kept = 2 * own * width * 4
-    return {"seconds": times, "kept": cache.kept_bytes(), "expected": kept}
+    return {"seconds": times, "kept": cache.cached_bytes(), "expected": kept}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
-from wan.distributed.exchange import ALONE, Group
+from wan.distributed.exchange import SINGLE_RANK, Group
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
@@ -131,7 +131,7 @@ def ours(
     ranks: int, ops: BlockOps, comm_type: int = 0, exchange: str = "split", part: str = "block"
 ) -> Callable[[], Any]:
     """Make a call of our block, or of its self-attention, as on rank 0 of `ranks`."""
-    group: Group = ALONE
+    group: Group = SINGLE_RANK
     if ranks > 1:
         if not dist.is_initialized():
             fake_process_group(0, ranks)

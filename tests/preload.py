@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLWan, DPMSolverMultistepScheduler, UniPCMultis
 from transformers import AutoTokenizer, UMT5EncoderModel
 
 import wan.cli.main
-import wan.distributed.start
+import wan.distributed.rendezvous
 import wan.modules.attnlayer
 import wan.modules.model
 import wan.pipeline.build

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from wan import device as devices
 from wan.cache import mag, policy
 from wan.cache.mag import Curve
-from wan.cache.policy import Cache, Lists, Policy
+from wan.cache.policy import Cache, Policy, StepLists
 from wan.cli import flags
 from wan.cli.flags import Parser
 from wan.cli.programs import typed
@@ -50,8 +50,8 @@ class Recorder(Cache):
         self.ratios: dict[str, list[float]] = {}
         self._norms: dict[str, Tensor] = {}
 
-    def begin(self, lists: Lists) -> None:
-        super().begin(lists)
+    def start_run(self, lists: StepLists) -> None:
+        super().start_run(lists)
         self.ratios, self._norms = {}, {}
 
     def __call__(
@@ -81,7 +81,7 @@ def calibrate(argv: list[str]) -> Curve:
     if not request.guided:
         raise InputError("A curve needs both guidance branches; drop --sample_guide_scale 1.")
     everything = StepCache(f"steps:0-{request.sample_steps - 1}")
-    recorder = Recorder(policy.make(everything, setup.preset))
+    recorder = Recorder(policy.make_policy(everything, setup.preset))
     device = devices.resolve(setup.execution.device)
     pipeline = build.pipeline(setup, device, caches=recorder)
     pipeline.latents(request, Inputs(run.image))
@@ -108,10 +108,10 @@ def main(argv: list[str] | None = None) -> int:
         given = flags.parse(rest)
         if options.out is None and "ckpt_dir" not in given:
             raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
-        out = options.out or given["ckpt_dir"] / mag.FILE
-        check_output(out, mag.CURVE, "--out" if options.out else "--ckpt_dir")
+        out = options.out or given["ckpt_dir"] / mag.CURVE_FILE
+        check_output(out, mag.CURVE_KIND, "--out" if options.out else "--ckpt_dir")
         curve = calibrate(rest)
-        with write_output(out, mag.CURVE) as temporary:
+        with write_output(out, mag.CURVE_KIND) as temporary:
             curve.save(temporary)
     except (InputError, WriteError) as error:
         print(f"calibrate_mag.py: {error}", file=sys.stderr)

@@ -234,9 +234,9 @@ class Ranks(Alone):
 def _store() -> Store:
     import torch.distributed as dist
 
-    from wan.distributed import start
+    from wan.distributed import rendezvous
 
-    here = start.rank_env()
+    here = rendezvous.read_rank_env()
     if here.holds_store:
         raise InputError("WORLD_SIZE is set, but there is no torchrun: start with torchrun.")
     store = dist.TCPStore(here.address, here.port, wait_for_workers=False)

@@ -38,8 +38,8 @@ from wan.checkpoint.lora import Lora
 from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
 from wan.checkpoint.source import Source
 from wan.cli.flags import Parser
-from wan.kernels.fp8 import hadamard
-from wan.kernels.int8_linear import per_token
+from wan.kernels.fp8 import make_hadamard_rotation
+from wan.kernels.int8_linear import quantize_per_token
 from wan.log import setup
 from wan.output_files import write_folder
 from wan.settings.command import Loras
@@ -95,7 +95,9 @@ def _added(given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[
 def _rotation(dit: DitFiles) -> Tensor:
     """Make mindiesd's rotation of queries and keys, in the dtype of its product."""
     try:
-        return hadamard(dit.config["dim"] // dit.config["num_heads"], dtype=torch.bfloat16)
+        return make_hadamard_rotation(
+            dit.config["dim"] // dit.config["num_heads"], dtype=torch.bfloat16
+        )
     except ValueError as error:
         raise InputError(f"{dit.folder}: {error}; leave --fa out.") from error
 
@@ -145,7 +147,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _quantised(name: str, source: Source, bias: Source | None) -> Iterator[tuple[str, Tensor]]:
-    payload_OI, scale_O1 = per_token(source.read(slice(None)))
+    payload_OI, scale_O1 = quantize_per_token(source.read(slice(None)))
     yield name, payload_OI
     yield f"{name}_scale", scale_O1
     if bias is not None:

@@ -19,8 +19,8 @@ from wan.checkpoint.files import fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
-from wan.distributed.mesh import Team
-from wan.distributed.start import Statement, verdict
+from wan.distributed.mesh import ParallelGroups
+from wan.distributed.rendezvous import RankStatus, find_first_mismatch
 from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
@@ -142,9 +142,9 @@ class Generator:
                 self._setup.execution.device, integer(0, 10**6)("`device_id`", device_id)
             )
             self._setup.check_device(device.can)
-            self._team: Team | None = None
+            self._team: ParallelGroups | None = None
             if world > 1:
-                self._team = mesh.form(device, self._setup.parallel.sizes)
+                self._team = mesh.make_parallel_groups(device, self._setup.parallel.sizes)
                 self._agreed(lambda: checkpoint, self._model_facts)
             kept = ("noise_device", *options(Loras))
             self._values = {name: values[name] for name in kept if name in values}
@@ -168,7 +168,7 @@ class Generator:
         {"policy": ..., "computed": {"cond": [...], "uncond": [...]}} lists the computed steps of
         each branch.
         """
-        return self._pipeline.caches.record()
+        return self._pipeline.caches.make_record()
 
     def generate_many(
         self,
@@ -262,7 +262,7 @@ class Generator:
         """Checks that a call is valid and equal on all ranks, and broadcasts the seed of rank 0."""
         asked = self._agreed(lambda: self._checked(call, setup), _facts)
         if self._team is not None:  # a random seed differs between ranks
-            seed = self._team.value_from_main(asked.request.base_seed)
+            seed = self._team.broadcast_object_from_rank0(asked.request.base_seed)
             asked.request = replace(asked.request, base_seed=seed)
         return asked
 
@@ -289,15 +289,15 @@ class Generator:
         """
         if self._team is None:
             return prepare()
-        own = Statement(self._team.rank, socket.gethostname())
+        own = RankStatus(self._team.rank, socket.gethostname())
         made: T | None = None
         refusal: InputError | None = None
         try:
             made = prepare()
-            own = replace(own, facts=facts(made))
+            own = replace(own, invariants=facts(made))
         except InputError as error:
             refusal, own = error, replace(own, error=str(error))
-        difference = verdict(self._team.gather(own))
+        difference = find_first_mismatch(self._team.gather(own))
         if refusal is not None or made is None:
             raise refusal or InputError(difference or "")
         if difference is not None:
@@ -438,7 +438,7 @@ def _with_files(checkpoint: Checkpoint, config: Any, chosen: NetworkFiles) -> Ch
 
 
 def _world(use_sp: bool) -> int:
-    world = mesh.running() if use_sp else 1
+    world = mesh.get_num_ranks() if use_sp else 1
     if use_sp and world == 1:
         raise InputError(
             "use_sp distributes a video over ranks, but torch.distributed is not initialised for "

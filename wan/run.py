@@ -448,7 +448,7 @@ def make_setup(
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
     cache = fill(StepCache, values)
-    steps = policy.make(cache, preset, checkpoint.folder)
+    steps = policy.make_policy(cache, preset, checkpoint.folder)
     loras = lora.resolve(values, checkpoint)
     parts = (execution, topology, attention, exported, chip, cache, steps, loras)
     return Setup(preset, checkpoint, *parts), notices

@@ -33,7 +33,7 @@ from wan.run import Run
 from wan.settings.errors import exit_code
 
 if TYPE_CHECKING:
-    from wan.distributed.mesh import Team
+    from wan.distributed.mesh import ParallelGroups
 
 Make = Callable[[int, Path], None]
 """make(index, file) writes the video of a sample to a file."""
@@ -203,17 +203,19 @@ def _tests(options: argparse.Namespace, workload: Workload, make: Make, at_once:
                 test(kind, scenario, workload, make, folder, workers)
 
 
-def _work(options: argparse.Namespace, workload: Workload, run: Run, team: Team | None) -> int:
+def _work(
+    options: argparse.Namespace, workload: Workload, run: Run, team: ParallelGroups | None
+) -> int:
     """Runs the tests on rank 0; the other ranks join in each of its videos."""
     main.load_torch()
     from wan import device as devices
-    from wan.distributed.control import Control
+    from wan.distributed.gloo_group import GlooGroup
     from wan.pipeline import build
 
     log.set_level(run.output.log_level)
     device = devices.resolve(run.setup.execution.device) if team is None else team.device
     pipeline = build.pipeline(run.setup, device, team)
-    control = Control(team)
+    control = GlooGroup(team)
 
     def make(index: int, file: Path) -> None:
         made = run.with_prompt(workload.prompt(index)).saved_to(file)
@@ -221,14 +223,14 @@ def _work(options: argparse.Namespace, workload: Workload, run: Run, team: Team 
         Video(made, pipeline, team).make()
 
     def lead(index: int, file: Path) -> None:
-        make(*control.from_main((index, file)))
+        make(*control.broadcast_from_rank0((index, file)))
 
     make(0, options.out / "warm-up.mp4")
     if team is None or team.is_main:
         _tests(options, workload, lead)
-        control.from_main(None)
+        control.broadcast_from_rank0(None)
     else:
-        while (told := control.from_main(None)) is not None:
+        while (told := control.broadcast_from_rank0(None)) is not None:
             make(*told)
     if team is not None:
         team.close()

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Method, Payload, StepInfo
-from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
+from wan.kernels.base import AttentionBackend, QuantizedTensor, StepInfo
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations, make_sylvester_rotation
 from wan.kernels.rainfusion import RainFusionAttention
 
 HEAD_DIM = 16
@@ -33,19 +33,23 @@ KINDS = (Kind("fp8"), Kind("fp8", transport=True), Kind("v2"), Kind("v3"), Kind(
 
 def make_methods(
     kind: Kind, dtype: torch.dtype, head_dim: int = HEAD_DIM, sparsity: float = SPARSITY
-) -> tuple[Method, ...]:
+) -> tuple[AttentionBackend, ...]:
     """Fresh ones: what they keep is theirs; none if the kind is dense."""
     if kind.name == "dense":
         return ()
     if kind.name == "fp8":
-        quantiser = Fp8Quantiser(Rotations(head_dim))
-        return (Fp8Attention(quantiser, dtype, before_exchange=kind.transport),)
-    sparse = Fp8Quantiser(Rotations(head_dim, sylvester)) if kind.name == "v3-fp8" else None
+        quantiser = Fp8Quantizer(Rotations(head_dim))
+        return (Fp8Attention(quantiser, dtype, quantize_before_exchange=kind.transport),)
+    sparse = (
+        Fp8Quantizer(Rotations(head_dim, make_sylvester_rotation))
+        if kind.name == "v3-fp8"
+        else None
+    )
     version, refresh = kind.name[:2], kind.refresh
-    return (RainFusionAttention(version, sparsity, kind.start, refresh, quantiser=sparse),)
+    return (RainFusionAttention(version, sparsity, kind.start, refresh, quantizer=sparse),)
 
 
-def small_methods(kind: str, sparsity: float = 0.6) -> tuple[Method, ...]:
+def small_methods(kind: str, sparsity: float = 0.6) -> tuple[AttentionBackend, ...]:
     """Of networks with 8 channels a head, by the kind's name or "fp8 exchange"."""
     own = Kind(kind.split()[0], transport=kind.endswith("exchange"))
     return make_methods(own, torch.float32, 8, sparsity)
@@ -57,4 +61,6 @@ def whole_sequence(
     """The method itself on all rows and heads: no ranks, chunks or padding."""
     (method,) = make_methods(kind._replace(transport=False), q.dtype)
     step = StepInfo(3, 8, "cond", "dit", grid, q.shape[1], layer=0)
-    return method.prepare(Payload(q), Payload(k), Payload(v), step)(Payload(q), 0)
+    return method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), step)(
+        QuantizedTensor(q), 0
+    )

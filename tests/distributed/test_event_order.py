@@ -23,9 +23,9 @@ from torch import Tensor
 
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
-from wan.distributed.tokens import ShardedTokens
-from wan.kernels.base import Payload, StepInfo
-from wan.kernels.fp8 import DequantisedAttention, Fp8Attention, Fp8Quantiser, Rotations
+from wan.distributed.tokens import ShardedSequence
+from wan.kernels.base import QuantizedTensor, StepInfo
+from wan.kernels.fp8 import DequantizedAttention, Fp8Attention, Fp8Quantizer, Rotations
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -242,7 +242,7 @@ def forward_a_model(layers: int) -> dict[str, str]:
             num_layers=layers,
             text_dim=16,
             text_len=8,
-            components=ModelComponents(attention, sequence_shard=ShardedTokens(None)),
+            components=ModelComponents(attention, sequence_shard=ShardedSequence(None)),
         )
         for block in net.blocks:
             block.cross_attn.register_forward_pre_hook(lambda *_, e=events: e.append("text"))
@@ -260,24 +260,24 @@ def test_a_model_communicates_in_self_attention_alone() -> None:
     assert run(2, forward_a_model, 2) == [expected] * 2
 
 
-class RecordedQuantiser(Fp8Quantiser):
+class RecordedQuantiser(Fp8Quantizer):
     """The real quantiser, heard of."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(Rotations(8))
         self.events = events
 
-    def q(self, x: Tensor, step: StepInfo | None) -> Payload:
+    def quantize_q(self, x: Tensor, step: StepInfo | None) -> QuantizedTensor:
         self.events.append("quantise-q")
-        return super().q(x, step)
+        return super().quantize_q(x, step)
 
-    def k(self, x: Tensor, step: StepInfo | None) -> Payload:
+    def quantize_k(self, x: Tensor, step: StepInfo | None) -> QuantizedTensor:
         self.events.append("quantise-k")
-        return super().k(x, step)
+        return super().quantize_k(x, step)
 
-    def v(self, x: Tensor) -> Payload:
+    def quantize_v(self, x: Tensor) -> QuantizedTensor:
         self.events.append("quantise-v")
-        return super().v(x)
+        return super().quantize_v(x)
 
 
 def attend_in_fp8(topology: Topology, transport: bool) -> dict[str, str]:
@@ -286,7 +286,7 @@ def attend_in_fp8(topology: Topology, transport: bool) -> dict[str, str]:
     for mode in PIECES:
         events: list[str] = []
 
-        class Recorded(DequantisedAttention):
+        class Recorded(DequantizedAttention):
             said = events
 
             def __call__(self, *call: Any) -> Tensor:

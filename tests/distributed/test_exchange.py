@@ -76,7 +76,7 @@ def exchange_into() -> None:
                 larger = torch.full((*expected.shape[:2], heads + 2, HEAD_DIM), torch.nan)
                 target = larger[:, :, 1:-1]
                 pending = start_all_to_all_4D(x, *axes, None, async_op=async_op)
-                assert pending.wait(into=target) is target
+                assert pending.wait(out=target) is target
                 assert_same(target, expected)
                 assert larger[:, :, [0, -1]].isnan().all()
 

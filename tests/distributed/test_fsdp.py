@@ -23,8 +23,8 @@ from tests.dist import run
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import UNSHARDED, Blueprint, dit_dtypes, stored
 from wan.checkpoint.source import Source, Sources
-from wan.distributed.fsdp import Sharded, local_rows
-from wan.kernels.compiled_ops import STEPS, Compiled
+from wan.distributed.fsdp import FsdpSharding, compute_row_range
+from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.small_ops import BlockOps
@@ -58,13 +58,13 @@ def dit(
     fused: bool = False,
 ) -> WanModel:
     files = next(iter(describe(folder).experts.values()))
-    ops = BlockOps(run_op=Compiled(STEPS, least=0)) if fused else BlockOps()
+    ops = BlockOps(run_op=CompiledOps(STEPS_BY_OP, least=0)) if fused else BlockOps()
     shared = ModelComponents(ops=ops, text_kv_cache=sharded and cached)
     make = partial(WanModel, **files.config, components=shared)
     return Blueprint("DiT", make, files.tensors, folder).load(
         device=CPU,
         dtype_of=dit_dtypes(compute, convert_all),
-        sharding=Sharded(mesh(), lambda network: network.blocks) if sharded else UNSHARDED,
+        sharding=FsdpSharding(mesh(), lambda network: network.blocks) if sharded else UNSHARDED,
     )
 
 
@@ -113,7 +113,7 @@ def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextE
     network = text.blueprint(checkpoint.require("text_encoder")).load(
         device=CPU,
         dtype_of=text.dtypes(dtype),
-        sharding=Sharded(mesh(), umt5_blocks) if sharded else UNSHARDED,
+        sharding=FsdpSharding(mesh(), umt5_blocks) if sharded else UNSHARDED,
     )
     tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
     return TextEncoder(network, tokenizer, dtype=dtype, text_len=64), network
@@ -197,9 +197,9 @@ def compare_uneven(folder: Path) -> None:
         whole, sharded = (dit(folder, compute, convert_all, on) for on in (False, True))
         assert torch.equal(velocity(sharded, 3.0, context), velocity(whole, 3.0, context))
     for parameter in sharded.parameters():
-        rows = local_rows(parameter)
+        rows = compute_row_range(parameter)
         assert parameter.to_local().shape[0] == rows.stop - rows.start
-    narrow = local_rows(sharded.blocks[0].ffn[0].weight)  # 3 rows for 4 ranks
+    narrow = compute_row_range(sharded.blocks[0].ffn[0].weight)  # 3 rows for 4 ranks
     rank = dist.get_rank()
     assert (narrow.start, narrow.stop) == (rank, min(rank + 1, 3))
 
@@ -242,7 +242,7 @@ def read_a_share(file: Path) -> tuple[int, int]:
     Blueprint("", layers, stored(file, str), file).load(
         device=CPU,
         dtype_of=lambda *_: torch.float32,
-        sharding=Sharded(mesh(), lambda network: network),
+        sharding=FsdpSharding(mesh(), lambda network: network),
         adapt=counting,
     )
     touched = mapped_bytes(file)
@@ -270,7 +270,7 @@ def test_a_rank_reads_only_its_share(tmp_path: Path, suffix: str) -> None:
 def cut_over_two_axes() -> str:
     ranks = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
     with pytest.raises(ValueError, match=r"2 axes.* flatten it") as caught:
-        Sharded(ranks, lambda network: network.blocks)
+        FsdpSharding(ranks, lambda network: network.blocks)
     return str(caught.value)
 
 

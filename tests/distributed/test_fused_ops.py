@@ -15,9 +15,9 @@ from tests.dist import run
 from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
-from wan.distributed.tokens import ShardedTokens
-from wan.kernels.compiled_ops import STEPS, Compiled
-from wan.kernels.rainfusion_masks import window_order
+from wan.distributed.tokens import ShardedSequence
+from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
+from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.small_ops import BlockOps
 
@@ -26,22 +26,22 @@ JOB = Job("ti2v", heads=12, grid=(3, 9, 10))
 TOPOLOGIES = [Topology(2, 1), Topology(1, 2), Topology(1, 2, "bidirectional")]
 
 
-def tokens(kind: str, multiple: int) -> ShardedTokens:
-    return ShardedTokens(None, multiple, window_order if kind[0] == "v" else None)
+def tokens(kind: str, multiple: int) -> ShardedSequence:
+    return ShardedSequence(None, multiple, make_window_order if kind[0] == "v" else None)
 
 
 @torch.inference_mode()
 def compare(kind: str, topologies: list[Topology], expected: Tensor) -> None:
     found = {}
     torch._dynamo.reset()
-    compiled = Compiled(STEPS, least=0)
+    compiled = CompiledOps(STEPS_BY_OP, least=0)
     ops = BlockOps(run_op=compiled)
     for topology in topologies:
         for mode in ROWS:
             layer = attention_layer(topology, mode, methods=small_methods(kind))
             net = JOB.model(attention=layer, tokens=tokens(kind, 128), ops=ops)
             found[topology, mode] = torch.stack(JOB.velocities(net))
-    assert compiled.compiled.keys() == {step for steps in STEPS.values() for step in steps}
+    assert compiled.compiled.keys() == {step for steps in STEPS_BY_OP.values() for step in steps}
     for (topology, mode), result in found.items():
         off = (result - expected).abs().max()
         assert off <= 2e-5, f"off by {off} with {topology}, {mode}"

@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 from tests.conftest import slow
 from tests.dist import run
-from wan.distributed.tokens import ShardedTokens
+from wan.distributed.tokens import ShardedSequence
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -28,7 +28,7 @@ def velocity(images: int, sharded: bool) -> tuple[Tensor, Counter[str]]:
     given = ModelComponents()
     if sharded:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), dist.group.WORLD)
-        given = ModelComponents(lambda _: layer, sequence_shard=ShardedTokens(dist.group.WORLD))
+        given = ModelComponents(lambda _: layer, sequence_shard=ShardedSequence(dist.group.WORLD))
     torch.manual_seed(0)
     sizes = {"dim": HEADS * 8, "ffn_dim": 64, "num_heads": HEADS, "num_layers": 2}
     text = {"text_dim": 16, "text_len": 8}

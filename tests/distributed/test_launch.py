@@ -1,4 +1,4 @@
-"""Real ranks through `wan.distributed.start` with toy work: how they meet, agree and end.
+"""Real ranks through `wan.distributed.rendezvous` with toy work: how they meet, agree and end.
 
 All cases of a test run beside each other: what they do is to wait.
 """
@@ -26,12 +26,19 @@ from tests.refusals import check_refusals
 from wan import device as devices
 from wan import host
 from wan.cli.failures import describe, say, terminable
-from wan.distributed.mesh import Team
-from wan.distributed.start import Once, Patience, Prepared, Statement, run, verdict
+from wan.distributed.mesh import ParallelGroups
+from wan.distributed.rendezvous import (
+    PreparedRun,
+    RankStatus,
+    RunOncePerNode,
+    Timeouts,
+    find_first_mismatch,
+    run_ranks,
+)
 from wan.settings.errors import InputError
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
-PATIENT, IMPATIENT = Patience(), Patience(first=0.5, every=0.5, limit=2)
+PATIENT, IMPATIENT = Timeouts(), Timeouts(first_notice=0.5, notice_interval=0.5, limit=2)
 HOST, KILLED = socket.gethostname(), -signal.SIGKILL
 HIDDEN = (rf"\b{HOST}\b", r"(?<=:)\d{4,5}\b")
 
@@ -76,25 +83,25 @@ def told(what: str) -> None:
     os.write(1, f"{what}\n".encode())  # at once, whatever comes next
 
 
-def prepared(facts: Any = None) -> Prepared[int]:
+def prepared(facts: Any = None) -> PreparedRun[int]:
     """A run that is its seed."""
     world = int(os.environ["WORLD_SIZE"])
     cpu = devices.resolve("cpu")
-    return Prepared(rank(), lambda s: s, cpu, (1, 1, world), timedelta(minutes=1), facts or {})
+    return PreparedRun(rank(), lambda s: s, cpu, (1, 1, world), timedelta(minutes=1), facts or {})
 
 
 def start(
-    prepare: Callable[[Once], Prepared[int]] = lambda _: prepared(),
-    work: Callable[[int, Team], None] = lambda *_: None,
-    patience: Patience = PATIENT,
+    prepare: Callable[[RunOncePerNode], PreparedRun[int]] = lambda _: prepared(),
+    work: Callable[[int, ParallelGroups], None] = lambda *_: None,
+    patience: Timeouts = PATIENT,
     speak: Callable[[str], None] = say,
 ) -> int:
-    def working(seed: int, team: Team) -> int:
+    def working(seed: int, team: ParallelGroups) -> int:
         work(seed, team)
         return 0
 
     with terminable():
-        return run(prepare, working, describe, speak, patience)
+        return run_ranks(prepare, working, describe, speak, patience)
 
 
 class Closed(collectives.PrefixStore):
@@ -112,12 +119,12 @@ def test_a_store_that_fails_at_once_is_one_sentence(
     for name, value in {"MASTER_ADDR": "localhost", **variables}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(collectives, "PrefixStore", Closed)
-    assert run(lambda _: prepared(), lambda *_: 0, describe, say, IMPATIENT) == 2
+    assert run_ranks(lambda _: prepared(), lambda *_: 0, describe, say, IMPATIENT) == 2
     shown = "".join(capfd.readouterr())
     assert "store has ended; start again" in shown and "Traceback" not in shown
 
 
-def collect(team: Team) -> None:
+def collect(team: ParallelGroups) -> None:
     """Wait for all ranks."""
     collectives.all_reduce(torch.zeros(1))
 
@@ -126,7 +133,7 @@ def collect(team: Team) -> None:
 
 
 def agree() -> int:
-    def work(seed: int, team: Team) -> None:
+    def work(seed: int, team: ParallelGroups) -> None:
         told(f"seed {seed}, {team.rank} of {team.group('ulysses').size()}")
         team.close()
 
@@ -134,7 +141,7 @@ def agree() -> int:
 
 
 def differ(what: str) -> int:
-    def prepare(_: Once) -> Prepared[int]:
+    def prepare(_: RunOncePerNode) -> PreparedRun[int]:
         if rank() == 1 and what == "refuses":
             raise InputError("There is no such folder.")
         if what == "all refuse":
@@ -150,9 +157,9 @@ def differ(what: str) -> int:
 def test_what_one_rank_alone_states_is_compared() -> None:
     less, more = {"--frame_num": 5}, {"--frame_num": 5, "--lora": "a"}
     for facts, how in (((less, more), "a, but not given"), ((more, less), "not given, but a")):
-        said = [Statement(rank, "here", facts=own) for rank, own in enumerate(facts)]
+        said = [RankStatus(rank, "here", invariants=own) for rank, own in enumerate(facts)]
         sentence = f"rank 1 on here: --lora is {how} on rank 0; start all ranks alike."
-        assert verdict(said) == sentence
+        assert find_first_mismatch(said) == sentence
 
 
 def make(outcome: str) -> int:
@@ -161,7 +168,7 @@ def make(outcome: str) -> int:
         if outcome == "fails":
             raise InputError("The disk is full.")
 
-    def prepare(once: Once) -> Prepared[int]:
+    def prepare(once: RunOncePerNode) -> PreparedRun[int]:
         once(maker)
         told("ready")
         return prepared()
@@ -212,7 +219,7 @@ def impatient() -> int:
 
 
 def prepare_long() -> int:
-    def prepare(_: Once) -> Prepared[int]:
+    def prepare(_: RunOncePerNode) -> PreparedRun[int]:
         if rank() == 1:
             signal.pause()
         return prepared()
@@ -281,7 +288,7 @@ def fail(kind: str, far: bool) -> int:
     if far:  # as on another machine
         host.machine = lambda: f"machine of rank {rank()}"
 
-    def work(_: int, team: Team) -> None:
+    def work(_: int, team: ParallelGroups) -> None:
         collect(team)
         if rank() == 1:
             told("fault")
@@ -315,7 +322,7 @@ faults = {f.__name__: f for f in (die, defect, refuse, use_up_memory, pause)}
 
 
 def refuse_together() -> int:
-    def work(_: int, team: Team) -> None:
+    def work(_: int, team: ParallelGroups) -> None:
         collect(team)
         refuse()
 
@@ -325,7 +332,7 @@ def refuse_together() -> int:
 def decode_alone(go: str) -> int:
     """Rank 0 works on after the others have left, and is refused."""
 
-    def work(_: int, team: Team) -> None:
+    def work(_: int, team: ParallelGroups) -> None:
         team.close()
         if team.is_main:
             Path(go).read_text()  # until something is written
@@ -360,7 +367,7 @@ def agent(kind: str) -> int:
     return 0
 
 
-def compute(_: int, team: Team) -> None:
+def compute(_: int, team: ParallelGroups) -> None:
     """Rank 0 waits for a rank that is busy."""
     collect(team)
     try:
@@ -372,7 +379,7 @@ def compute(_: int, team: Team) -> None:
         told(f"rank {rank()} cleaned up")
 
 
-def hang(_: int, team: Team) -> None:
+def hang(_: int, team: ParallelGroups) -> None:
     """Each waits for the other in code that knows no signals."""
     collect(team)
     told(f"rank {rank()} works")
@@ -497,7 +504,7 @@ def test_signals(endings: dict[str, Ranks]) -> None:
 def exchange_on(limit: int = 5) -> int:
     """Exchange until somebody is lost; a rank that is silent for `limit` seconds is."""
 
-    def work(_: int, team: Team) -> None:
+    def work(_: int, team: ParallelGroups) -> None:
         told(f"rank {rank()} is {os.getpid()}")
         while True:
             collect(team)

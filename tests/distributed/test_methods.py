@@ -23,7 +23,7 @@ from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.checkpoint.layout import describe
 from wan.device import resolve
-from wan.kernels.base import AttendRows, Payload, StepInfo
+from wan.kernels.base import AttendRows, QuantizedTensor, StepInfo
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
 from wan.settings.attention import Attention
@@ -177,23 +177,25 @@ class Places:
         seen: Of each call whether it was told the head, rows and layer that it has got.
     """
 
-    name, q_multiple, is_total, packs = "places", 1, False, True
+    name, q_multiple, always_applies, quantizes_before_exchange = "places", 1, False, True
 
     def __init__(self) -> None:
         self.seen: list[bool] = []
 
-    def applies(self, step: StepInfo | None) -> bool:
+    def applies_to(self, step: StepInfo | None) -> bool:
         return step is not None and step.index == 3
 
-    def pack(
+    def quantize(
         self, q: Tensor, k: Tensor, v: Tensor, valid: int, step: StepInfo | None
-    ) -> tuple[Payload, Payload, Payload]:
+    ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
         """The valid rows come first, and what is padding is not seen as more than that."""
         for x in (q, k, v):
             self.seen.append(not x[:, :valid].isnan().any() and bool(x[:, valid:].isnan().all()))
-        return Payload(q), Payload(k), Payload(v)
+        return QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
 
-    def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
+    def prepare_kv(
+        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, step: StepInfo | None
+    ) -> AttendRows:
         assert step is not None
         heads, rows = q.values.shape[2], q.values.shape[1]
         own = torch.arange(step.first_head, step.first_head + heads)

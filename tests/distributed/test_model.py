@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
 from tests.refusals import check_refusals
-from wan.distributed.tokens import ShardedTokens
+from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
@@ -106,7 +106,7 @@ def ways(job: Job, which: Sequence[Way]) -> dict[Way, Tensor]:
     """On a rank."""
     found = {}
     for topology, mode in which:
-        net = job.model(attention_layer(topology, mode), tokens=ShardedTokens(None))
+        net = job.model(attention_layer(topology, mode), tokens=ShardedSequence(None))
         found[topology, mode] = torch.stack(job.velocities(net))
     return found
 
@@ -177,7 +177,7 @@ def call_twice() -> None:
     """A model's second run of a job has the bits of its first."""
     job = Job("ti2v", text_cache=True)
     layer = attention_layer(Topology(2, 1), "2")
-    net = job.model(attention=layer, tokens=ShardedTokens(None))
+    net = job.model(attention=layer, tokens=ShardedSequence(None))
     first, second = (torch.stack(job.velocities(net)) for _ in range(2))
     assert torch.equal(first, second)
 

@@ -19,9 +19,9 @@ from tests.dist import run
 from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
-from wan.distributed.tokens import ShardedTokens
-from wan.kernels.base import Method, StepInfo
-from wan.kernels.rainfusion_masks import window_order
+from wan.distributed.tokens import ShardedSequence
+from wan.kernels.base import AttentionBackend, StepInfo
+from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.model import WanModel
 
@@ -41,15 +41,15 @@ LAYOUTS = {
 }
 
 
-def rainfusion(sparsity: float, fp8: bool = False) -> tuple[Method, ...]:
+def rainfusion(sparsity: float, fp8: bool = False) -> tuple[AttentionBackend, ...]:
     return small_methods("v3-fp8" if fp8 else "v3", sparsity)
 
 
-def velocities(job: Job, methods: tuple[Method, ...], **where: Any) -> Tensor:
+def velocities(job: Job, methods: tuple[AttentionBackend, ...], **where: Any) -> Tensor:
     """where: attention and tokens of a rank; else one process."""
     if not where:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods)
-        where = {"attention": layer, "tokens": ShardedTokens(None, 1, window_order)}
+        where = {"attention": layer, "tokens": ShardedSequence(None, 1, make_window_order)}
     net: WanModel = job.model(**where)
     return torch.stack(job.velocities(net))
 
@@ -72,7 +72,7 @@ def test_timesteps_of_single_tokens_follow_their_tokens() -> None:
     t = torch.full((1, job.tokens), 700).index_fill(1, torch.arange(3, job.tokens, 7), 0)
     x, context = torch.randn(48, 2, 18, 20), torch.randn(5, 16)
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=rainfusion(0))
-    ordered = job.model(attention=layer, tokens=ShardedTokens(None, 1, window_order))
+    ordered = job.model(attention=layer, tokens=ShardedSequence(None, 1, make_window_order))
     step = StepInfo(0, 2, "cond", "dit", job.grid, job.tokens)
     found, dense = (
         net([x], t, [context], job.tokens, step=step)[0] for net in (ordered, job.model())
@@ -90,7 +90,7 @@ def ways(job: Job, which: Sequence[Way], fp8: bool) -> dict[Way, Tensor]:
     found = {}
     for topology, mode in which:
         layer = attention_layer(topology, mode, methods=rainfusion(0.6, fp8))
-        tokens = ShardedTokens(None, 128, window_order)
+        tokens = ShardedSequence(None, 128, make_window_order)
         found[topology, mode] = velocities(job, (), attention=layer, tokens=tokens)
     return found
 
@@ -127,7 +127,7 @@ def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
     for mode in ROWS:
         methods = small_methods("fp8 exchange" if transport else "fp8")
         layer = attention_layer(Topology(2, 1), mode, methods=methods)
-        tokens = ShardedTokens(None, 256 if transport else 1)
+        tokens = ShardedSequence(None, 256 if transport else 1)
         found = velocities(job, (), attention=layer, tokens=tokens)
         assert (found - expected).abs().max() <= 2e-5, mode
 

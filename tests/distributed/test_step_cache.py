@@ -17,10 +17,10 @@ from tests.dist import run
 from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from wan.cache import policy as policies
-from wan.cache.policy import Lists
-from wan.distributed.tokens import ShardedTokens
+from wan.cache.policy import StepLists
+from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import StepInfo
-from wan.kernels.rainfusion_masks import window_order
+from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 HEADS, GRID, STEPS = 4, (3, 3, 5), 8
 TOKENS = 45  # that 2 and 4 ranks share with padding
 BRANCHES = policies.BRANCHES
-NEVER: Lists = dict.fromkeys(BRANCHES, (False,) * STEPS)
-SOME: Lists = dict.fromkeys(BRANCHES, (True, False, True, False, False, True, True, False))
+NEVER: StepLists = dict.fromkeys(BRANCHES, (False,) * STEPS)
+SOME: StepLists = dict.fromkeys(BRANCHES, (True, False, True, False, False, True, True, False))
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Case:
     """A policy's cache, and the lists that it is given."""
 
     name: str
-    lists: Lists
+    lists: StepLists
     order: int = 0
     threshold: float | None = None
 
@@ -49,9 +49,9 @@ class Case:
         settings = StepCache(
             self.name, self.threshold, step_cache_order=self.order, step_cache_force=True
         )
-        made = policies.make(settings, PRESETS["t2v-1.3B"])
+        made = policies.make_policy(settings, PRESETS["t2v-1.3B"])
         assert made is not None
-        return made.cache(agree=agree)
+        return made.make_cache(all_agree=agree)
 
     def given(self, computed: dict[str, list[int]]) -> Case:
         """The same reuse in a run that is told what to compute."""
@@ -87,22 +87,22 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
     layout: this rank's; None: one process. wrong: the ranks' own statistics disagree wildly.
     """
     from wan import device as devices
-    from wan.distributed.mesh import form
+    from wan.distributed.mesh import make_parallel_groups
     from wan.distributed.ring import Ring
     from wan.pipeline.denoise import both_here
 
     given, branches, cache = ModelComponents(), both_here, case.cache()
     if layout is not None:
         parallel = layout.parallel
-        team = form(devices.resolve("cpu"), parallel.sizes)
-        branches = team.both_branches if layout.cfg == 2 else both_here
-        agree = team.agree
+        team = make_parallel_groups(devices.resolve("cpu"), parallel.sizes)
+        branches = team.compute_branches if layout.cfg == 2 else both_here
+        agree = team.all_agree
         if wrong:
             noise = torch.Generator().manual_seed(team.rank)
 
             def agree(sums: Tensor, threshold: float) -> bool:
                 factor = 10 ** torch.randn(2, generator=noise)
-                return team.agree(sums * factor, threshold)
+                return team.all_agree(sums * factor, threshold)
 
         cache = case.cache(agree)
         layer = FAPowerCapAttention(
@@ -111,7 +111,7 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
             ring=Ring(team.group("ring"), "ring"),
         )
         given = ModelComponents(
-            lambda _: layer, sequence_shard=ShardedTokens(team.group("ring", "ulysses"))
+            lambda _: layer, sequence_shard=ShardedSequence(team.group("ring", "ulysses"))
         )
     torch.manual_seed(0)
     model = WanModel(
@@ -207,16 +207,16 @@ def killed(case: Case, layout: Layout) -> None:
     """The last rank dies in the third step, while the others wait for its sums."""
     from wan.distributed import mesh
 
-    agree, count = mesh.Team.agree, 0
+    agree, count = mesh.ParallelGroups.all_agree, 0
 
-    def dying(team: mesh.Team, sums: Tensor, threshold: float) -> bool:
+    def dying(team: mesh.ParallelGroups, sums: Tensor, threshold: float) -> bool:
         nonlocal count
         count += 1
         if count == 5 and team.rank == layout.parallel.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return agree(team, sums, threshold)
 
-    mesh.Team.agree = dying
+    mesh.ParallelGroups.all_agree = dying
     velocities(case, layout)
 
 
@@ -238,8 +238,8 @@ JOBS = {
 @torch.inference_mode()
 def test_a_cache_that_never_skips_changes_no_bit() -> None:
     """Of every kind of model and batch; with threshold 0 it is asked and says no."""
-    every: Lists = dict.fromkeys(BRANCHES, (True, True))
-    none: Lists = dict.fromkeys(BRANCHES, (False, False))
+    every: StepLists = dict.fromkeys(BRANCHES, (True, True))
+    none: StepLists = dict.fromkeys(BRANCHES, (False, False))
     asked = Case("first_block", none, threshold=0.0)
     for name, job in JOBS.items():
         expected = torch.stack(job.velocities(job.model()))
@@ -263,10 +263,10 @@ def test_a_skipped_step_with_every_method() -> None:
 def check_skipped_step(kind: str) -> None:
     job = Job("ti2v", heads=12, grid=(3, 9, 10), text_cache=True)
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=small_methods(kind))
-    order = window_order if kind[0] == "v" else None
+    order = make_window_order if kind[0] == "v" else None
     cache = Case("tea", {}).cache()
     cache.begin(dict.fromkeys(BRANCHES, (True, False)))
-    net = job.model(attention=layer, tokens=ShardedTokens(None, 1, order), step_cache=cache)
+    net = job.model(attention=layer, tokens=ShardedSequence(None, 1, order), step_cache=cache)
     seen: list[tuple[Tensor, Tensor]] = []
     inner, net.step_cache = net.step_cache, None
 

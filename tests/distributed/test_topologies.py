@@ -27,9 +27,9 @@ HEADS, TOKENS = 12, 36  # of the grid below; not divisible by 8
 def velocities(parallel: Parallel | None) -> Any:
     """Both guidance branches of a small model, on this rank's place in a topology."""
     from wan import device as devices
-    from wan.distributed.mesh import form
+    from wan.distributed.mesh import make_parallel_groups
     from wan.distributed.ring import Ring
-    from wan.distributed.tokens import ShardedTokens
+    from wan.distributed.tokens import ShardedSequence
     from wan.modules.attnlayer import FAPowerCapAttention
     from wan.modules.interfaces import ModelComponents
     from wan.modules.model import WanModel
@@ -38,8 +38,8 @@ def velocities(parallel: Parallel | None) -> Any:
     collaborators = ModelComponents()
     branches = both_here
     if parallel is not None:
-        team = form(devices.resolve("cpu"), parallel.sizes)
-        branches = team.both_branches if parallel.cfg_size == 2 else both_here
+        team = make_parallel_groups(devices.resolve("cpu"), parallel.sizes)
+        branches = team.compute_branches if parallel.cfg_size == 2 else both_here
         layer = FAPowerCapAttention(
             SimpleNamespace(comm_type=parallel.comm_type),
             team.group("ulysses"),
@@ -48,7 +48,7 @@ def velocities(parallel: Parallel | None) -> Any:
         )
         collaborators = ModelComponents(
             lambda _: layer,
-            sequence_shard=ShardedTokens(team.group("ring", "ulysses")),
+            sequence_shard=ShardedSequence(team.group("ring", "ulysses")),
         )
     torch.manual_seed(0)
     model = WanModel(
@@ -112,11 +112,11 @@ def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
 def exchanges() -> Counter[str]:
     """What connecting a team of 1 x 2 x 2 exchanges, by the name of the operation."""
     from wan import device as devices
-    from wan.distributed.mesh import form
+    from wan.distributed.mesh import make_parallel_groups
 
-    team = form(devices.resolve("cpu"), (1, 2, 2))
+    team = make_parallel_groups(devices.resolve("cpu"), (1, 2, 2))
     with profile() as trace:
-        team.connect()
+        team.warm_up()
     return Counter(e.name for e in trace.events() if e.name.startswith("gloo:"))
 
 
@@ -132,9 +132,9 @@ def timeouts() -> list[float]:
     from datetime import timedelta
 
     from wan import device as devices
-    from wan.distributed.mesh import form
+    from wan.distributed.mesh import make_parallel_groups
 
-    team = form(devices.resolve("cpu"), (1, 2, 2), timedelta(seconds=47))
+    team = make_parallel_groups(devices.resolve("cpu"), (1, 2, 2), timedelta(seconds=47))
     groups = [
         team.group(*axes) for axes in (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses"))
     ]

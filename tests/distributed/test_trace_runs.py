@@ -23,9 +23,9 @@ from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan import trace
 from wan.cli import main as generate
-from wan.distributed.tokens import ShardedTokens
+from wan.distributed.tokens import ShardedSequence
 from wan.evidence.order import Plan, Trace
-from wan.kernels.rainfusion_masks import window_order
+from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.power.__main__ import main as power
 from wan.power.report import RankReport, analyse
@@ -72,8 +72,8 @@ def plan_of(topology: Topology, mode: str, kind: str) -> Plan:
 
 def velocities(layer: FAPowerCapAttention, plan: Plan) -> Tensor:
     """Of a model whose tokens stand and are padded as the plan says."""
-    sparse = window_order if plan.sparse_from == 0 else None
-    net = JOB.model(attention=layer, tokens=ShardedTokens(None, plan.multiple, sparse))
+    sparse = make_window_order if plan.sparse_from == 0 else None
+    net = JOB.model(attention=layer, tokens=ShardedSequence(None, plan.multiple, sparse))
     return torch.stack(JOB.velocities(net))
 
 
@@ -126,7 +126,7 @@ def control_ways(skipped: bool) -> list[RankReport]:
     for mode in ROWS:
         plan = replace(plan_of(Topology(2, 1), mode, "dense"), control=(0,))
         layer, events = attention_layer(Topology(2, 1), mode), list[trace.Event]()
-        net = job.model(attention=layer, tokens=ShardedTokens(None), **given)
+        net = job.model(attention=layer, tokens=ShardedSequence(None), **given)
         with (
             trace.recording(Recorder((0,), HostClock(), events.extend)),
             trace.step(0, "dit"),

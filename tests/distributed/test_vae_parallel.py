@@ -23,7 +23,7 @@ from tests.pipelines import on_cpu
 from wan.checkpoint.layout import describe
 from wan.cli import main as generate
 from wan.device import resolve
-from wan.distributed.exchange import ALONE
+from wan.distributed.exchange import SINGLE_RANK
 from wan.pipeline import memory
 from wan.pipeline.decoding import Codec
 from wan.pipeline.vae import Collected, blueprint, published
@@ -338,7 +338,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
         for rank in (0, 1):
 
             def rows(height: int, _: bool, rank: int = rank) -> ShardedRows:
-                made = ShardedRows(ALONE, (height, 0), CPU)
+                made = ShardedRows(SINGLE_RANK, (height, 0), CPU)
                 made.rank = rank
                 return made
 
@@ -368,7 +368,9 @@ def test_a_rank_needs_memory_for_its_own_rows(
         raise DamagedError
 
     def rows(height: int, together: bool) -> ShardedRows:
-        return ShardedRows(ALONE, split_rows_evenly(height, 2) if together else (height, 0), CPU)
+        return ShardedRows(
+            SINGLE_RANK, split_rows_evenly(height, 2) if together else (height, 0), CPU
+        )
 
     codec = Codec(setup, device, load, rows)
     with pytest.raises(DamagedError):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tests.dist import run
 from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, blocks_of
-from wan.distributed.tokens import ShardedTokens
+from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import StepInfo
 from wan.modules.animate import WanAnimateModel
 from wan.modules.interfaces import ModelComponents
@@ -192,7 +192,7 @@ def share(task: str, scene: Scene, cases: Sequence[Case]) -> dict[Case, Tensor]:
             task,
             scene,
             attention=blocks_of(attention_layer(topology, mode, exchange=exchange)),
-            tokens=ShardedTokens(None),
+            tokens=ShardedSequence(None),
         )
         for topology, mode, exchange in cases
     }

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
-from wan.kernels.base import Kernel, Method
+from wan.kernels.base import AttentionBackend, Kernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.schedule import MODES, OVERLAP, Mode, TokenPlan
 
@@ -75,7 +75,7 @@ def attention_layer(
     topology: Topology,
     mode: str,
     kernel: Kernel | None = None,
-    methods: Sequence[Method] = (),
+    methods: Sequence[AttentionBackend] = (),
     exchange: str = "split",
 ) -> FAPowerCapAttention:
     """mode: A key of ROWS."""

@@ -69,7 +69,7 @@ def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
     asked = resolve(flags.parse(argv), none)
     device = on_chip(chip)
-    team = None if world == "1" else mesh.form(device, asked.setup.parallel.sizes)
+    team = None if world == "1" else mesh.make_parallel_groups(device, asked.setup.parallel.sizes)
     return asked, build.pipeline(asked.setup, device, team)
 
 

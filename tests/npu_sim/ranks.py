@@ -18,8 +18,8 @@ from torch import Tensor
 from tests.distributed.topology import Topology, attention_layer
 from wan import device as devices
 from wan.device import Device
-from wan.kernels.base import Load, Method, Payload, StepInfo, Target
-from wan.kernels.select import Selected, select
+from wan.kernels.base import AttentionBackend, Load, QuantizedTensor, StepInfo, Target
+from wan.kernels.select import SelectedKernels, select_kernels
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.attention import Attention
 from wan.settings.devices import DEVICES
@@ -89,16 +89,16 @@ def target(chip: str, head_dim: int = HEAD_DIM, load: Load = resolve_name) -> Ta
     return Target(Device(torch.device("cpu"), DEVICES[chip]), head_dim, torch.bfloat16, load)
 
 
-def composed(kind: Kind) -> Selected:
+def composed(kind: Kind) -> SelectedKernels:
     """Fresh ones: what they keep is theirs."""
-    return select(kind.attention, Target(on_chip(kind.chip), HEAD_DIM, torch.bfloat16), {})
+    return select_kernels(kind.attention, Target(on_chip(kind.chip), HEAD_DIM, torch.bfloat16), {})
 
 
 def layer_of(
-    topology: Topology, mode: str, chosen: Selected, exchange: str = "split"
+    topology: Topology, mode: str, chosen: SelectedKernels, exchange: str = "split"
 ) -> FAPowerCapAttention:
     """As a run on an NPU builds it."""
-    layer = attention_layer(topology, mode, chosen.dense, chosen.methods, exchange)
+    layer = attention_layer(topology, mode, chosen.dense_kernel, chosen.backends, exchange)
     layer.contiguous = True
     return layer
 
@@ -121,11 +121,11 @@ def in_raster(
     )
 
 
-def arranged(chosen: Selected, heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+def arranged(chosen: SelectedKernels, heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = in_raster(heads, grid)
-    if chosen.order is None:
+    if chosen.token_order is None:
         return q, k, v
-    order = chosen.order(grid)
+    order = chosen.token_order(grid)
     return q[:, order], k[:, order], v[:, order]
 
 
@@ -133,6 +133,10 @@ def step_info(kind: Kind, grid: Grid) -> StepInfo:
     return StepInfo(kind.step, 8, "cond", "dit", grid, prod(grid))
 
 
-def attend(method: Method, q: Tensor, k: Tensor, v: Tensor, step: StepInfo | None) -> Tensor:
+def attend(
+    method: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, step: StepInfo | None
+) -> Tensor:
     """The method on whole tensors."""
-    return method.prepare(Payload(q), Payload(k), Payload(v), step)(Payload(q), 0)
+    return method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), step)(
+        QuantizedTensor(q), 0
+    )

@@ -25,7 +25,7 @@ import torch
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology, blocks_of
 from tests.npu_sim.ranks import HEAD_DIM, KINDS, Grid, Kind, arranged, composed, layer_of, step_info
-from wan.distributed.tokens import ShardedTokens
+from wan.distributed.tokens import ShardedSequence
 from wan.kernels import fp8 as quant
 from wan.kernels import rainfusion as sparse
 from wan.kernels.base import StepInfo
@@ -71,8 +71,10 @@ def recorded(events: list[str]) -> Iterator[None]:
 
     torch_npu.calls.clear()
     with (
-        mock.patch.object(sparse, "plan", said("plan", sparse.plan)),
-        mock.patch.object(quant, "rotate", said("rotate", quant.rotate)),
+        mock.patch.object(
+            sparse, "make_rainfusion_mask", said("plan", sparse.make_rainfusion_mask)
+        ),
+        mock.patch.object(quant, "rotate_heads", said("rotate", quant.rotate_heads)),
     ):
         yield
     events += map(event, torch_npu.calls)
@@ -172,8 +174,8 @@ def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
         text_len=8,
         components=ModelComponents(
             blocks_of(layer_of(Topology(2, 1), mode, chosen)),
-            chosen.text,
-            ShardedTokens(None, multiple, chosen.order),
+            chosen.text_kernel,
+            ShardedSequence(None, multiple, chosen.token_order),
         ),
     )
     for name, parameter in net.named_parameters():

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from tests.dist import Ranks
 from tests.npu_sim.oracles import exact, log_sum_exp, qkv, worst
 from tests.npu_sim.ranks import KINDS, attend, composed, target
-from wan.kernels.base import Payload
-from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations
+from wan.kernels.base import QuantizedTensor
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations
 from wan.kernels.npu import block_sparse
 from wan.kernels.npu import dense as npu
 from wan.kernels.npu import fp8 as npu_quant
@@ -62,7 +62,7 @@ def test_fused(name: str, chip: Choose, calls: list[Any]) -> None:
 @pytest.mark.parametrize("name", ["dense", "laser"])
 def test_selected_kernels_are_those_that_settings_promise(name: str) -> None:
     kind = KINDS[name]
-    dense = composed(kind).dense
+    dense = composed(kind).dense_kernel
     assert dense.can_return_lse == kind.attention.dense.has_lse
     assert dense.name.startswith("npu ")
 
@@ -133,7 +133,7 @@ def test_block_quantise(chip: Choose, calls: list[Any]) -> None:
             assert found.scale is not None and found.scale[b, i, n, 0] == scale
             values = found.values[b, first : first + rows, n]
             assert torch.equal(values.float(), (block / scale).to(values.dtype).float())
-        assert found.rows == rows and found.values.dtype == torch.float8_e4m3fn
+        assert found.rows_per_scale == rows and found.values.dtype == torch.float8_e4m3fn
         assert names(calls) == ["npu_dynamic_block_quant"] * 2
         assert found.values.transpose(1, 2).is_contiguous()  # as the attention kernel wants it
 
@@ -160,7 +160,7 @@ def vendor_fp8(heads: int, size: int, dtype: torch.dtype) -> Callable[..., Tenso
 
 
 def our_fp8(size: int, dtype: torch.dtype) -> Fp8Attention:
-    quantiser = Fp8Quantiser(Rotations(size), npu_quant.NpuBlockQuantise(target("A5")), "npu")
+    quantiser = Fp8Quantizer(Rotations(size), npu_quant.NpuBlockQuantise(target("A5")), "npu")
     return Fp8Attention(quantiser, dtype, npu_quant.NpuFp8Attention(target("A5")))
 
 
@@ -187,8 +187,10 @@ def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None
     q, k, v = qkv(300, 300, heads=3, batch=2)
     whole = attend(method, q, k, v, None)
     calls.clear()
-    by_blocks = method.prepare(Payload(q), Payload(k), Payload(v), None)
-    parts = [by_blocks(Payload(q[:, a:b]), a) for a, b in ((0, 128), (128, 256), (256, 300))]
+    by_blocks = method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), None)
+    parts = [
+        by_blocks(QuantizedTensor(q[:, a:b]), a) for a, b in ((0, 128), (128, 256), (256, 300))
+    ]
     assert torch.equal(torch.cat(parts, 1), whole)
     assert names(calls).count("npu_dynamic_block_quant") == 2 * (2 + 3)  # samples x (k, v, blocks)
     part = (slice(1, 2), slice(None), slice(1, 3))
@@ -204,7 +206,7 @@ def test_fp8_takes_any_strides(chip: Choose) -> None:
     whole = kernel(q, k, v, BF16)
     first, second, third = (x.map(Tensor.contiguous) for x in (q, k, v))
     assert torch.equal(kernel(first, second, third, BF16), whole)
-    want = exact(*(x.dequantised(torch.float64) for x in (q, k, v)))
+    want = exact(*(x.dequantize(torch.float64) for x in (q, k, v)))
     assert worst(whole, want) < BOUND[BF16]
 
 

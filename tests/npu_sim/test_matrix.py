@@ -92,14 +92,14 @@ def of_one(kind: Kind, heads: int, grid: Grid) -> Tensor:
     chosen = composed(kind)
     q, k, v = arranged(chosen, heads, grid)
     step = replace(step_info(kind, grid), layer=0)
-    method = next((m for m in chosen.methods if m.applies(step)), None)
-    out = chosen.dense(q, k, v) if method is None else attend(method, q, k, v, step)
+    method = next((m for m in chosen.backends if m.applies_to(step)), None)
+    out = chosen.dense_kernel(q, k, v) if method is None else attend(method, q, k, v, step)
     if kind.way in BOUNDS:
         want = (oracles.fp8 if kind.way == "fp8" else oracles.exact)(q, k, v)
     else:
-        assert chosen.order is not None
+        assert chosen.token_order is not None
         whole = oracles.rainfusion(kind, *in_raster(heads, grid), grid)
-        want = whole[:, chosen.order(grid)].to(out.dtype)
+        want = whole[:, chosen.token_order(grid)].to(out.dtype)
     largest, share = BOUNDS.get(kind.way, (0.0, 0.0))
     found = oracles.worst(out, want), oracles.far(out, want)
     assert found[0] <= largest and found[1] <= share, (kind.name, grid, found)

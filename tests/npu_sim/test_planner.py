@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.npu_sim.oracles import made
 from tests.npu_sim.ranks import KINDS, Kind, arranged, attend, step_info, target
-from wan.kernels.select import select, vendor_ops
+from wan.kernels.select import make_vendor_ops, select_kernels
 from wan.modules.rope import make_rope_table
 from wan.planner import operators
 from wan.settings.kernels import SMALL_OPS
@@ -74,13 +74,13 @@ def without_data(operator: Any, args: Any, named: Any) -> tuple[Any, int]:
 
 
 def attend_all(kind: Kind, both: Both) -> None:
-    chosen = select(kind.attention, target(kind.chip, load=both), {})
+    chosen = select_kernels(kind.attention, target(kind.chip, load=both), {})
     grid = LASER_GRID if kind.way == "laser" else GRID
     q, k, v = arranged(chosen, 2, grid)
-    chosen.dense(q, k, v)
-    if chosen.dense.can_return_lse:
-        chosen.dense.with_lse(q, k, v)
-    for method in chosen.methods:
+    chosen.dense_kernel(q, k, v)
+    if chosen.dense_kernel.can_return_lse:
+        chosen.dense_kernel.with_lse(q, k, v)
+    for method in chosen.backends:
         attend(method, q, k, v, replace(step_info(kind, grid), layer=0))
 
 
@@ -89,7 +89,7 @@ def call_all(names: list[str], both: Both) -> None:
     x, (shift, scale) = made(1, 60, 3, 64), (made(1, 1, 192, seed=i) for i in (1, 2))
     flat, weight = x.flatten(2), shift[0, 0]
     for some in (*([name] for name in names), names):
-        ops = vendor_ops(some, both)
+        ops = make_vendor_ops(some, both)
         if ops.rope:
             ops.rope(x.float(), make_rope_table((3, 4, 5), 64))
         if ops.rms_norm:

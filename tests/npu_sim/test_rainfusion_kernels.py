@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.npu_sim import oracles
 from tests.npu_sim.ranks import KINDS, Grid, Kind, attend, in_raster, target
-from wan.kernels.base import Payload, StepInfo
+from wan.kernels.base import QuantizedTensor, StepInfo
 from wan.kernels.npu import block_sparse
 from wan.kernels.rainfusion import RainFusionAttention
-from wan.kernels.rainfusion_masks import window_order
-from wan.kernels.select import select
+from wan.kernels.rainfusion_masks import make_window_order
+from wan.kernels.select import select_kernels
 
 Choose = Callable[[str], None]
 # Windows that fill frames; rows left over; columns left over; both; many blocks kept, few, all.
@@ -28,7 +28,7 @@ WAYS = [KINDS["v2"], KINDS["v3"]._replace(chip="A3"), KINDS["v3-A5"], KINDS["v3-
 def ours(kind: Kind, sparsity: float, size: int = 64) -> RainFusionAttention:
     """As selected for a chip; size: of heads."""
     asked = replace(kind.attention, sparsity=sparsity, sparse_start_step=0)
-    method = select(asked, target(kind.chip, size), {}).methods[0]
+    method = select_kernels(asked, target(kind.chip, size), {}).backends[0]
     assert isinstance(method, RainFusionAttention)
     return method
 
@@ -39,7 +39,7 @@ def call(grid: Grid) -> StepInfo:
 
 def in_order(way: RainFusionAttention, qkv: tuple[Tensor, Tensor, Tensor], grid: Grid) -> Tensor:
     """Of tokens in raster order."""
-    order = window_order(grid)
+    order = make_window_order(grid)
     q, k, v = (x[:, order] for x in qkv)
     return attend(way, q, k, v, call(grid))[:, order.argsort()]
 
@@ -84,22 +84,24 @@ def test_each_sample_and_each_block_by_itself(kind: Kind, chip: Choose) -> None:
     """mindiesd's v2 takes the first sample's mask for all; ours has a mask for each."""
     chip(kind.chip)
     grid = (4, 13, 16)  # and the masks of the samples differ
-    q, k, v = (x[:, window_order(grid)] for x in in_raster(2, grid, batch=2))
+    q, k, v = (x[:, make_window_order(grid)] for x in in_raster(2, grid, batch=2))
     way = ours(kind, 0.64)
     whole = attend(way, q, k, v, call(grid))
     for b in range(2):
         one = slice(b, b + 1)
         assert torch.equal(whole[one], attend(way, q[one], k[one], v[one], call(grid)))
-    by_blocks = way.prepare(Payload(q), Payload(k), Payload(v), call(grid))
+    by_blocks = way.prepare_kv(
+        QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), call(grid)
+    )
     cuts = ((0, 256), (256, 384), (384, q.shape[1]))
-    parts = [by_blocks(Payload(q[:, a:b]), a) for a, b in cuts]
+    parts = [by_blocks(QuantizedTensor(q[:, a:b]), a) for a, b in cuts]
     assert torch.equal(torch.cat(parts, 1), whole)
     head = (slice(None), slice(None), slice(1, 2))
     assert torch.equal(attend(way, q[head], k[head], v[head], call(grid)), whole[head])
 
 
 def test_v2_takes_no_wide_blocks(chip: Choose) -> None:
-    q = Payload(torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16))
+    q = QuantizedTensor(torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16))
     mask = torch.ones(1, 2, 2, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="blocks of 128 keys, not 256"):
         block_sparse.RainKernelV2(target("A2"))(q, q, q, mask, 256)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.npu_sim.oracles import far, made
-from wan.kernels.base import PLAIN, SmallOps
-from wan.kernels.select import vendor_ops
+from wan.kernels.base import PLAIN_OPS, SmallOps
+from wan.kernels.select import make_vendor_ops
 from wan.modules import small_ops as plain
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -26,7 +26,7 @@ EPS, F32 = 1e-6, torch.float32
 
 
 def fused(*names: str) -> Any:
-    return vendor_ops(names)
+    return make_vendor_ops(names)
 
 
 def same(found: Tensor, want: Tensor) -> None:
@@ -118,9 +118,9 @@ def test_only_what_was_asked_for_is_replaced(chip: Choose) -> None:
         "layer_norm": {"layer_norm", "modulated_norm"},
         "scale_shift": {"modulated_norm"},
     }.items():
-        ops = vars(vendor_ops([name]))
+        ops = vars(make_vendor_ops([name]))
         assert {field for field, function in ops.items() if function is not None} == fields
-    assert fused() == PLAIN
+    assert fused() == PLAIN_OPS
 
 
 def model(ops: SmallOps, dtype: torch.dtype) -> WanModel:
@@ -138,7 +138,7 @@ def test_model(dtype: torch.dtype, bound: float, chip: Choose, calls: list[Any])
     x, text = made(4, 2, 4, 6, dtype=F32), made(5, 24, seed=1, dtype=F32)
     time = torch.tensor([500.0])
     with torch.no_grad():
-        want = model(PLAIN, dtype)([x], time, [text], 12)[0]
+        want = model(PLAIN_OPS, dtype)([x], time, [text], 12)[0]
         found = model(fused(*NAMES), dtype)([x], time, [text], 12)[0]
     assert far(found, want) < bound
     count = {name: sum(call.name == name for call in calls) for name in {c.name for c in calls}}

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.official import CPU, distance, weights
-from wan.kernels.compiled_ops import STEPS, Compiled
+from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel, sinusoidal_embedding
 from wan.modules.rope import apply_rope, compute_rope_angles, make_rope_table
@@ -91,7 +91,7 @@ def test_what_clip_looks_at(reference: Path) -> None:
 @pytest.mark.parametrize(("name", "case"), DIT_CASES)
 def test_dit_with_fused_operations(reference: Path, name: str, case: str) -> None:
     torch._dynamo.reset()
-    run = Compiled(STEPS, least=0)
+    run = CompiledOps(STEPS_BY_OP, least=0)
     model, arguments, out = dit_case(reference, name, case, ops=BlockOps(run_op=run))
     with torch.no_grad():
         assert distance(model(*arguments)[0], out) <= 2e-5

@@ -17,7 +17,7 @@ from tests.dist import Ranks, launcher
 from wan import env
 from wan.cli import flags, main
 from wan.device import resolve
-from wan.distributed.control import Control
+from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build, denoise
 from wan.pipeline.denoise import Conditions, Denoising
 from wan.serve import ranks
@@ -67,7 +67,7 @@ def denoising(steps: int) -> Denoising:
 def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
     """Also of a video that is paused between its experts, and over all clips of a long one."""
     front: Any = Front()
-    boundary = ranks.SharedBoundary(Control(None), front, "a", clips)
+    boundary = ranks.SharedBoundary(GlooGroup(None), front, "a", clips)
     for _ in range(clips):
         loop = denoising(4)
         assert loop.experts == ["high_noise", "low_noise"]

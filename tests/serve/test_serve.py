@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
     # rank, what fails there, how, whether after it has returned, how the job ends, new groups
     "between": (1, f"{DENOISE}Denoising._check_finite", "raise", False, "internal_error", 0),
     "before an exchange": (1, f"{DENOISE}velocity", "raise", False, None, 1),
-    "inside an exchange": (1, "wan.distributed.exchange:_started", "raise", True, None, 1),
+    "inside an exchange": (1, "wan.distributed.exchange:_start_exchange", "raise", True, None, 1),
     "after an exchange": (1, f"{DENOISE}velocity", "raise", True, None, 1),
     "no memory": (1, f"{DENOISE}velocity", "memory", False, "out_of_memory", 1),
     "killed in text": (1, f"{PIPELINE}texts", "kill", False, None, 1),

@@ -175,7 +175,7 @@ def test_imports(path: Path) -> None:
 def test_where_things_are_asked_for(path: Path) -> None:
     """The environment, the vendor's runtimes, private names of PyTorch."""
     name, text = module(path), path.read_text()
-    if not under(name, "wan.env wan.host wan.distributed.start wan.cli.extend_prompt"):
+    if not under(name, "wan.env wan.host wan.distributed.rendezvous wan.cli.extend_prompt"):
         assert "os.environ" not in text and "getenv" not in text
     assert "MethodType" not in text
     if not under(name, "wan.device wan.kernels"):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.conftest import slow
-from wan.kernels.compiled_ops import LEAST, STEPS, Compiled
+from wan.kernels.compiled_ops import MIN_ELEMENTS, STEPS_BY_OP, CompiledOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.rope import compute_rope_angles, make_rope_table
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Call, Exact]] = {
 )
 def test_compiled_steps_compute_the_same(name: str, dtype: torch.dtype) -> None:
     call, exact = CASES[name]
-    run = Compiled(STEPS, least=0)
+    run = CompiledOps(STEPS_BY_OP, least=0)
     x, y = random(1, L, C, seed=4), random(1, L, C, seed=5).to(dtype)
     changed, expected = exact(x.double(), y.double())
     with torch.inference_mode():
@@ -110,7 +110,7 @@ def test_compiled_steps_compute_the_same(name: str, dtype: torch.dtype) -> None:
     assert_close(x.double(), changed, atol=4e-6, rtol=0)
 
 
-def model(run: Compiled) -> WanModel:
+def model(run: CompiledOps) -> WanModel:
     torch.manual_seed(0)
     sizes = {"dim": C, "ffn_dim": 64, "num_heads": HEADS, "num_layers": 2}
     given = ModelComponents(ops=BlockOps(run_op=run))
@@ -146,14 +146,14 @@ class Graphs:
 def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each function and dtype, however many lengths there are: runs, shards, several videos."""
     graphs = Graphs(monkeypatch)
-    net = model(Compiled(STEPS, least=0))
+    net = model(CompiledOps(STEPS_BY_OP, least=0))
     for frames in (3, 5, 2):
         found = velocity(net, frames, torch.tensor([500.0]))
-        assert_close(found, velocity(model(Compiled(())), frames, torch.tensor([500.0])))
+        assert_close(found, velocity(model(CompiledOps(())), frames, torch.tensor([500.0])))
         first_at_zero = torch.full((1, frames * 6), 500.0).index_fill(1, torch.arange(6), 0)
         velocity(net, frames, first_at_zero)
     # each with the first number of tokens, and with any
-    assert set(graphs.made) == {step for steps in STEPS.values() for step in steps}
+    assert set(graphs.made) == {step for steps in STEPS_BY_OP.values() for step in steps}
     assert max(graphs.made.values()) == 2
     net.bfloat16()
     for frames in (3, 5):
@@ -163,25 +163,25 @@ def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_tensors_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
-    run = Compiled(STEPS)
+    run = CompiledOps(STEPS_BY_OP)
     velocity(model(run), 3, torch.tensor([500.0]))
     assert not graphs.made
     with torch.inference_mode():
-        BlockOps(run_op=run).gelu(torch.zeros(1, 4, LEAST // 4))
+        BlockOps(run_op=run).gelu(torch.zeros(1, 4, MIN_ELEMENTS // 4))
         assert set(graphs.made) == {"_gelu"}
-        BlockOps(run_op=run).gelu(torch.zeros(1, 4, LEAST // 4 - 1))
+        BlockOps(run_op=run).gelu(torch.zeros(1, 4, MIN_ELEMENTS // 4 - 1))
     assert graphs.made == {"_gelu": 1}
 
 
 def test_only_the_chosen_steps_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
-    velocity(model(Compiled(("add_norm",), least=0)), 3, torch.tensor([500.0]))
-    assert set(graphs.made) == set(STEPS["add_norm"])
+    velocity(model(CompiledOps(("add_norm",), least=0)), 3, torch.tensor([500.0]))
+    assert set(graphs.made) == set(STEPS_BY_OP["add_norm"])
 
 
 def test_with_autograd_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
-    net = model(Compiled(STEPS, least=0)).requires_grad_(True)
+    net = model(CompiledOps(STEPS_BY_OP, least=0)).requires_grad_(True)
     net([random(16, 3, 4, 6)], torch.tensor([5.0]), [random(5, 16)], 18)[0].sum().backward()
     assert not graphs.made and net.blocks[0].self_attn.q.weight.grad.abs().sum() > 0
 
@@ -193,10 +193,10 @@ def test_without_a_compiler_everything_runs_as_it_is_written(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    net = model(Compiled(STEPS, least=0))
+    net = model(CompiledOps(STEPS_BY_OP, least=0))
     with config.patch({"cpp.cxx": (str(tmp_path / "g++"),)}), caplog.at_level(logging.WARNING):
         found = velocity(net, 3, torch.tensor([500.0]))
-    assert torch.equal(found, velocity(model(Compiled(())), 3, torch.tensor([500.0])))
+    assert torch.equal(found, velocity(model(CompiledOps(())), 3, torch.tensor([500.0])))
     (notice,) = caplog.messages
     assert notice.startswith("The small operations are not compiled, which costs speed only: ")
     assert "\n" not in notice and notice.endswith("(--fused_ops none does not try).")

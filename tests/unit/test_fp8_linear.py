@@ -16,7 +16,7 @@ from tests.conftest import slow
 from tests.pipelines import composed, latents
 from tests.refusals import check_refusals, said
 from tests.unit.test_marks import mark, written
-from wan.kernels.kept_linear import FP8Linear, KeptLinear, check_capability
+from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear, check_fp8_capability
 
 E4M3 = torch.float8_e4m3fn
 
@@ -69,8 +69,8 @@ def test_bfloat16_is_rounded_once() -> None:
     assert (found.double() - expected(linear, x)).abs().max() <= 2**-8 * found.abs().max()
 
 
-@pytest.mark.parametrize("kind", [KeptLinear, FP8Linear])
-def test_each_row_of_a_large_weight_has_its_own_scale(kind: type[KeptLinear]) -> None:
+@pytest.mark.parametrize("kind", [WeightOnlyLinear, FP8Linear])
+def test_each_row_of_a_large_weight_has_its_own_scale(kind: type[WeightOnlyLinear]) -> None:
     """A weight is upcast some rows at a time, 16.8 million values at most."""
     side = 4100
     scale = torch.arange(1.0, side + 1).unsqueeze(1)
@@ -98,7 +98,7 @@ def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> N
     _, pipeline = composed(folder, *words, "multiply")
     network = pipeline.experts.get("dit")
     kinds = {name: type(module) for name, module in network.named_modules()}
-    assert kinds.pop(exact) is KeptLinear
+    assert kinds.pop(exact) is WeightOnlyLinear
     assert [*kinds.values()].count(FP8Linear) == 10 * len(network.blocks) - 1
 
 
@@ -107,7 +107,7 @@ def test_what_is_refused(tiny: Any) -> None:
     found = {
         "other weights": said(composed, tiny("t2v-1.3B"), *flags),
         "an NPU": said(composed, tiny("t2v-1.3B"), *flags, "--device", "npu"),
-        "an older GPU": said(check_capability, (8, 6)),
+        "an older GPU": said(check_fp8_capability, (8, 6)),
     }
     check_refusals("fp8 weights", found)
-    check_capability((8, 9))
+    check_fp8_capability((8, 9))

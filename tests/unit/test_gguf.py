@@ -34,7 +34,7 @@ from wan.checkpoint.gguf import metadata
 from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import mapped
-from wan.kernels.kept_linear import KeptLinear
+from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.pipeline import text
 from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
@@ -214,7 +214,7 @@ def test_a_kept_layer_is_the_upcast_one() -> None:
     for kind in KINDS:
         stored = quantise(weight, kind)
         kept = torch.from_numpy(stored), TO_FLOAT[kind], nn.Parameter(bias.clone())
-        layer = KeptLinear(*kept, in_features=512)
+        layer = WeightOnlyLinear(*kept, in_features=512)
         for dtype in (torch.float32, torch.bfloat16):
             found = layer.to(dtype)(x.to(dtype))
             values = meant(stored, kind).to(dtype)

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from tests.refusals import check_refusals, said
 from wan import log
 from wan.device import Device
-from wan.kernels.base import Payload, StepInfo, Target
-from wan.kernels.compiled_ops import STEPS
+from wan.kernels.base import QuantizedTensor, StepInfo, Target
+from wan.kernels.compiled_ops import STEPS_BY_OP
 from wan.kernels.sdpa import (
     CUDNN,
     EFFICIENT,
@@ -24,11 +24,11 @@ from wan.kernels.sdpa import (
     CudaKernel,
     CudaOperator,
     SdpaKernel,
+    attend_with_padded_heads,
     check_cudnn,
-    cuda_operator,
-    padded_heads,
+    select_cuda_operator,
 )
-from wan.kernels.select import Exported, dense, select
+from wan.kernels.select import ExportedRotations, make_dense_kernel, select_kernels
 from wan.modules.small_ops import BlockOps
 from wan.pipeline.build import DTYPES
 from wan.planner import operators
@@ -69,12 +69,12 @@ def test_padded_heads() -> None:
             return F.scaled_dot_product_attention(q, k, v, scale=scale), q
 
         tensors = [x.transpose(1, 2) for x in qkv(head)]
-        out, _ = padded_heads(attend, *tensors)
+        out, _ = attend_with_padded_heads(attend, *tensors)
         assert seen[0].shape[-1] % 8 == 0 and out.shape == tensors[0].shape
         assert (out - plain(*tensors)[0]).abs().max() <= 2e-6, head
         if head % 8 == 0:
             assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in tensors]
-            same, _ = padded_heads(lambda q, k, v, scale: (q, q[..., 0]), *tensors)
+            same, _ = attend_with_padded_heads(lambda q, k, v, scale: (q, q[..., 0]), *tensors)
             assert same.data_ptr() == tensors[0].data_ptr()
 
 
@@ -97,7 +97,7 @@ CHOICES = [  # capability, dtype, head, cuDNN -> the operator
 
 
 def test_the_operator_that_computes_on_a_gpu() -> None:
-    found = [(*given, cuda_operator(*given)) for *given, _ in CHOICES]
+    found = [(*given, select_cuda_operator(*given)) for *given, _ in CHOICES]
     wrong = [one for one, row in zip(found, CHOICES, strict=True) if one[-1] is not row[-1]]
     assert not wrong
 
@@ -154,7 +154,7 @@ BY_FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
 def test_a_selection_names_what_can_run() -> None:
     """In the order of asking; nothing behind what applies to every call."""
     fp8 = Attention(fa_quant="fp8")
-    table: tuple[tuple[Attention, Device, Exported, str], ...] = (
+    table: tuple[tuple[Attention, Device, ExportedRotations, str], ...] = (
         (Attention(), CPU, {}, SDPA),
         (Attention(), CUDA, {}, "PyTorch SDPA on cuda"),
         (fp8, CPU, {}, BY_FP8),
@@ -166,7 +166,7 @@ def test_a_selection_names_what_can_run() -> None:
     )
     for attention, device, exported, words in table:
         target = Target(device, 64, torch.float32, operators.load)
-        assert select(attention, target, exported).describe() == words
+        assert select_kernels(attention, target, exported).describe() == words
 
 
 def makers() -> list[str]:
@@ -178,7 +178,7 @@ def makers() -> list[str]:
 def test_what_a_row_names_is_there() -> None:
     """And compiled operations are steps of a block."""
     assert all(callable(resolve_name(text)) for text in makers())
-    for steps in STEPS.values():
+    for steps in STEPS_BY_OP.values():
         assert all(callable(getattr(BlockOps, step)) for step in steps)
 
 
@@ -191,7 +191,7 @@ def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
         row, dtype = DENSE[name], DTYPES[precision]
         if precision not in row.precisions:
             continue
-        kernel = dense(Attention(**{row.flag: name}), Target(CPU, head, dtype))
+        kernel = make_dense_kernel(Attention(**{row.flag: name}), Target(CPU, head, dtype))
         assert kernel.can_return_lse == row.has_lse
         near = {"atol": 2e-6, "rtol": 1e-5} if precision == "fp32" else {"atol": 2e-2, "rtol": 2e-2}
         for rows, keys in ((19, 33), (130, 257)):
@@ -212,10 +212,10 @@ def test_every_method_of_cpus_computes_the_formula() -> None:
         given = {"rainfusion_type": name, "sparsity": 0.0}
         given = {"fa_quant": "fp8"} if name == "fp8" else given
         asked = Attention(**given, use_rainfusion=name != "fp8", sparse_start_step=0)
-        (method,) = select(asked, Target(CPU, 64, torch.float32), {}).methods
+        (method,) = select_kernels(asked, Target(CPU, 64, torch.float32), {}).backends
         q, k, v = qkv(64, 300, 300)
         step = StepInfo(0, 4, "cond", "dit", (3, 10, 10), 300, layer=0)
-        found = method.prepare(*map(Payload, (q, k, v)), step)(Payload(q), 0)
+        found = method.prepare_kv(*map(QuantizedTensor, (q, k, v)), step)(QuantizedTensor(q), 0)
         expected, _ = plain(*(x.transpose(1, 2) for x in (q, k, v)))
         off = (found.transpose(1, 2).double() - expected).norm() / expected.norm()
         assert off < (0.1 if name == "fp8" else 1e-5), name
@@ -228,12 +228,12 @@ def test_a_backend_in_a_plan() -> None:
         if "cuda" not in row.make:
             continue
         target = Target(CUDA, 64, torch.bfloat16, operators.load)
-        selected = select(Attention(attention_backend=name), target, {})
-        assert selected.dense.can_return_lse == row.has_lse, name
-        assert selected.text.name == "PyTorch SDPA on cuda"
+        selected = select_kernels(Attention(attention_backend=name), target, {})
+        assert selected.dense_kernel.can_return_lse == row.has_lse, name
+        assert selected.text_kernel.name == "PyTorch SDPA on cuda"
         assumed = f"assumed {'with' if row.has_lse else 'without'} log-sum-exp)"
         assert (assumed in selected.describe()) == (row.member is not None), name
-        out, lse = selected.dense.with_lse(*(x.to("meta", torch.bfloat16) for x in qkv(64)))
+        out, lse = selected.dense_kernel.with_lse(*(x.to("meta", torch.bfloat16) for x in qkv(64)))
         assert out.shape == (2, 19, 3, 64) and lse.shape == (2, 3, 19), name
 
 
@@ -241,9 +241,9 @@ def test_backends_on_a_cpu() -> None:
     """PyTorch's; xfuser's are refused where it is not installed, and kernels of NPUs always."""
     target = Target(CPU, 64, torch.float32)
     for name in ("auto", "sdpa"):
-        kernel = dense(Attention(attention_backend=name), target)
+        kernel = make_dense_kernel(Attention(attention_backend=name), target)
         assert kernel.name == SDPA and kernel.can_return_lse
-    found = {"xfuser": said(dense, Attention(attention_backend="sdpa_math"), target)}
+    found = {"xfuser": said(make_dense_kernel, Attention(attention_backend="sdpa_math"), target)}
     check_refusals("kernels: backends", found)
     with pytest.raises(ValueError, match=r"no kernel 'laser' on this device \(CPU\)"):
-        select(Attention(attention_algo="laser"), target, {})
+        select_kernels(Attention(attention_algo="laser"), target, {})

@@ -166,4 +166,4 @@ def test_alone() -> None:
 
 
 def test_the_ring_knows_the_flags_types() -> None:
-    assert {len(ring.hops(ring_type, 1, 4)) for ring_type in RING_TYPES} == {3}
+    assert {len(ring.plan_hops(ring_type, 1, 4)) for ring_type in RING_TYPES} == {3}

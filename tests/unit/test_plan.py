@@ -215,7 +215,9 @@ def test_cpu_slices_are_smaller() -> None:
 def living(found: Run) -> tuple[int, int]:
     """The most bytes of tensors while a real run denoises, and at its end (one rank)."""
     ranks = torch.distributed.get_world_size()
-    team = mesh.form(device("cpu"), found.setup.parallel.sizes) if ranks > 1 else None
+    team = (
+        mesh.make_parallel_groups(device("cpu"), found.setup.parallel.sizes) if ranks > 1 else None
+    )
     pipeline = build.pipeline(found.setup, device("cpu"), team)
     texts = torch.zeros(2, *pipeline.text_size)
     live = Live("cpu")

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import slow
-from wan.kernels.base import Payload, StepInfo
+from wan.kernels.base import QuantizedTensor, StepInfo
 from wan.kernels.fp8 import (
     Fp8Attention,
-    Fp8Quantiser,
+    Fp8Quantizer,
     Rotations,
-    attend_dequantised,
-    hadamard,
-    quantise,
-    rotate,
-    sylvester,
+    attend_dequantized,
+    make_hadamard_rotation,
+    make_sylvester_rotation,
+    quantize_blocks,
+    rotate_heads,
 )
-from wan.kernels.reference import tiled_attention
+from wan.kernels.reference import attend_in_tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -42,8 +42,8 @@ def randoms(shape: tuple[int, ...], count: int, dtype: torch.dtype, seed: int = 
 
 
 def method(head: int, dtype: torch.dtype, before_exchange: bool = False) -> Fp8Attention:
-    quantiser = Fp8Quantiser(Rotations(head))
-    return Fp8Attention(quantiser, dtype, before_exchange=before_exchange)
+    quantiser = Fp8Quantizer(Rotations(head))
+    return Fp8Attention(quantiser, dtype, quantize_before_exchange=before_exchange)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -57,12 +57,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Te
 
 def run(fp8: Fp8Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The method on whole tensors."""
-    return fp8.prepare(Payload(q), Payload(k), Payload(v), None)(Payload(q), 0)
+    return fp8.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), None)(
+        QuantizedTensor(q), 0
+    )
 
 
-def same(a: Payload, b: Payload) -> bool:
-    bits = [[part.view(torch.uint8) for part in x.parts] for x in (a, b)]
-    return a.rows == b.rows and all(torch.equal(*pair) for pair in zip(*bits, strict=True))
+def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    bits = [[part.view(torch.uint8) for part in x.tensors] for x in (a, b)]
+    return a.rows_per_scale == b.rows_per_scale and all(
+        torch.equal(*pair) for pair in zip(*bits, strict=True)
+    )
 
 
 def e4m3_values() -> np.ndarray:
@@ -101,9 +105,9 @@ def test_blocks_are_quantised_as_the_definition_says() -> None:
         x = randoms((2, tokens, 3, 64), 1, dtype, seed=tokens)[0]
         x[1, :rows, 2] = 0  # a block of zeros
         x[0, :, 1] *= 300
-        found = quantise(x, rows)
+        found = quantize_blocks(x, rows)
         payload, scale = naive(x, rows)
-        assert found.values.dtype == torch.float8_e4m3fn and found.rows == rows
+        assert found.values.dtype == torch.float8_e4m3fn and found.rows_per_scale == rows
         assert found.values.shape == x.shape
         same_values = np.array_equal(found.values.float().numpy(), payload)
         if not same_values or not np.array_equal(found.scale.numpy(), scale):
@@ -114,7 +118,7 @@ def test_blocks_are_quantised_as_the_definition_says() -> None:
 def test_rounding_is_half_to_even_and_the_largest_value_is_448() -> None:
     values = np.concatenate([e4m3_values(), np.array([448.0])])
     x = np.concatenate([(values[:-1] + values[1:]) / 2, values]).astype(np.float32)
-    found = quantise(torch.from_numpy(x).view(1, 1, 1, -1), 128)  # its scale is 1
+    found = quantize_blocks(torch.from_numpy(x).view(1, 1, 1, -1), 128)  # its scale is 1
     assert found.scale.item() == 1
     assert np.array_equal(found.values.float().numpy().ravel(), rounded(x))
     assert found.values.float().max() == 448
@@ -123,34 +127,34 @@ def test_rounding_is_half_to_even_and_the_largest_value_is_448() -> None:
 def test_values_near_the_smallest_ones_stay_finite() -> None:
     for units in (1, 100, 300, 600, 700, 5000):
         x = torch.full((1, 3, 1, 2), units * 2.0**-149)
-        found = quantise(x, 128)
+        found = quantize_blocks(x, 128)
         assert np.array_equal(found.values.float().numpy(), naive(x, 128)[0]), units
-        assert not found.dequantised(torch.float32).isnan().any(), units
+        assert not found.dequantize(torch.float32).isnan().any(), units
 
 
 def test_a_payload_is_cut_and_dequantised_with_any_strides() -> None:
     x = randoms((2, 3, 700, 16), 1, torch.float32)[0].transpose(1, 2)
     for rows in (128, 256):
-        whole = quantise(x, rows)
+        whole = quantize_blocks(x, rows)
         strided = whole.map(lambda part: part.transpose(1, 2).contiguous().transpose(1, 2))
         payload, scale = naive(x, rows)
         expected = payload * scale.repeat(rows, axis=1)[:, :700]
         for first, last in [(0, 700), (256, 700), (256, 512), (512, 600)]:
-            part = strided.cut(first, last)
-            values = part.dequantised(torch.float32).numpy()
+            part = strided.slice_rows(first, last)
+            values = part.dequantize(torch.float32).numpy()
             assert np.array_equal(values, expected[:, first:last]), (rows, first, last)
             assert part.scale.shape == (2, -(-last // rows) - first // rows, 3, 1)
-            assert part.dequantised(torch.bfloat16).dtype == torch.bfloat16
+            assert part.dequantize(torch.bfloat16).dtype == torch.bfloat16
         with pytest.raises(ValueError, match=f"multiple of {rows} rows, not at 200"):
-            whole.cut(200, 700)
+            whole.slice_rows(200, 700)
 
 
 def test_a_payload_without_scales() -> None:
     """The same operations; nothing is converted."""
-    x = Payload(torch.randn(2, 9, 3, 4).bfloat16())
-    (values,) = x.parts
-    assert values is x.values and x.dequantised(torch.float32) is values
-    part = x.cut(3, 7)
+    x = QuantizedTensor(torch.randn(2, 9, 3, 4).bfloat16())
+    (values,) = x.tensors
+    assert values is x.values and x.dequantize(torch.float32) is values
+    part = x.slice_rows(3, 7)
     assert torch.equal(part.values, values[:, 3:7]) and part.scale is None
     assert torch.equal(x.map(torch.neg).values, -values)
 
@@ -159,22 +163,24 @@ def test_sylvester() -> None:
     for size in (1, 2, 64, 128):
         signs = [[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
         expected = torch.tensor(signs, dtype=torch.float32) / torch.tensor(float(size)).sqrt()
-        assert torch.equal(sylvester(size), expected), size
-        assert torch.equal(sylvester(size, torch.bfloat16), expected.bfloat16()), size
+        assert torch.equal(make_sylvester_rotation(size), expected), size
+        assert torch.equal(make_sylvester_rotation(size, torch.bfloat16), expected.bfloat16()), size
 
 
 def test_hadamard_is_the_vendors() -> None:
     for size, bits in VENDOR_SIGNS.items():
         signs = torch.tensor([2.0 * int(bit) - 1 for bit in f"{bits:0{size}b}"])
-        expected = signs[:, None] * sylvester(size)
-        assert torch.equal(hadamard(size), expected), size
-        assert torch.equal(hadamard(size, torch.bfloat16), expected.bfloat16()), size
-        matrix = hadamard(size).double()
+        expected = signs[:, None] * make_sylvester_rotation(size)
+        assert torch.equal(make_hadamard_rotation(size), expected), size
+        assert torch.equal(make_hadamard_rotation(size, torch.bfloat16), expected.bfloat16()), size
+        matrix = make_hadamard_rotation(size).double()
         assert (matrix @ matrix.mT - torch.eye(size)).abs().max() < 1e-6
 
 
 def test_a_rotation_needs_a_power_of_two() -> None:
-    for size, make in product((-4, 0, 3, 96, 129), (sylvester, hadamard, Rotations)):
+    for size, make in product(
+        (-4, 0, 3, 96, 129), (make_sylvester_rotation, make_hadamard_rotation, Rotations)
+    ):
         with pytest.raises(ValueError, match=rf"power of two as head size, not {size}$"):
             make(size)
 
@@ -196,19 +202,19 @@ HEAD_RANGES = st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).map(
 )
 def test_rotated_rows_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
     x = randoms((1, ROWS, HEADS, head), 1, dtype, seed=head)[0]
-    rotation = hadamard(head, dtype)
-    whole = rotate(x, rotation)
+    rotation = make_hadamard_rotation(head, dtype)
+    whole = rotate_heads(x, rotation)
     assert whole.dtype == dtype
     exact = x.double() @ rotation.double()
     torch.set_num_threads(2)
-    assert torch.equal(rotate(x, rotation), whole)
+    assert torch.equal(rotate_heads(x, rotation), whole)
     assert (whole - exact).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
 
     @CALM
     @given(CUTS, HEAD_RANGES)
     def check(cut: tuple[int, int], heads: tuple[int, int]) -> None:
         (a, b), (first, last) = cut, heads
-        assert torch.equal(rotate(x[:, a:b, first:last], rotation), whole[:, a:b, first:last])
+        assert torch.equal(rotate_heads(x[:, a:b, first:last], rotation), whole[:, a:b, first:last])
 
     check()
 
@@ -228,17 +234,17 @@ def test_tiles(head: int, kind: int, masked: bool) -> None:
     if masked:
         blocks = torch.rand(1, HEADS, TILES, 3, generator=torch.Generator().manual_seed(1)) < 0.5
         blocks[..., 2] |= ~blocks.any(-1)
-    whole = tiled_attention(q, k, v, blocks, 256)
+    whole = attend_in_tiles(q, k, v, blocks, 256)
     seen = None
     if blocks is not None:
         seen = torch.kron(blocks, torch.ones(128, 256, dtype=torch.bool))[..., :ROWS, :700]
     exact = attention(q, k, v, seen)
     once_rounded = 2e-6 + torch.finfo(dtype).eps / 2 * exact.abs()
     assert whole.dtype == dtype and ((whole - exact).abs() <= once_rounded).all()
-    shorter = tiled_attention(q[:, :513], k, v, blocks, 256)
+    shorter = attend_in_tiles(q[:, :513], k, v, blocks, 256)
     assert torch.equal(shorter, whole[:, :513]), "also a last tile of one row"
     torch.set_num_threads(2)
-    assert torch.equal(tiled_attention(q, k, v, blocks, 256), whole)
+    assert torch.equal(attend_in_tiles(q, k, v, blocks, 256), whole)
 
     @CALM
     @given(CUTS, HEAD_RANGES)
@@ -246,7 +252,7 @@ def test_tiles(head: int, kind: int, masked: bool) -> None:
         (a, b), (first, last) = cut, heads
         of_head = [x[:, :, first:last] for x in (q, k, v)]
         own = None if blocks is None else blocks[:, first:last, a // 128 : -(-b // 128)]
-        found = tiled_attention(of_head[0][:, a:b], *of_head[1:], own, 256)
+        found = attend_in_tiles(of_head[0][:, a:b], *of_head[1:], own, 256)
         assert torch.equal(found, whole[:, a:b, first:last])
 
     check()
@@ -256,7 +262,7 @@ def test_a_mask_must_fit() -> None:
     q, k, v = randoms((1, 300, 1, 16), 3, torch.float32)
     for mask in (torch.ones(1, 1, 3, 2).bool(), torch.ones(1, 1, 3, 3)):
         with pytest.raises(ValueError, match=r"bool and end with \[3, 3\]"):
-            tiled_attention(q, k, v, mask)
+            attend_in_tiles(q, k, v, mask)
 
 
 HEADS_AND_DTYPES = pytest.mark.parametrize(
@@ -286,7 +292,7 @@ def test_the_error_of_fp8_attention(
         payload, scale = naive(x, rows)
         return torch.from_numpy(payload * scale.repeat(rows, axis=1)[:, : x.shape[1]])
 
-    rotation = hadamard(head, dtype)
+    rotation = make_hadamard_rotation(head, dtype)
     after = attention(left(q @ rotation, 128), left(k @ rotation, 256), left(v, 256))
     # a product of another shape may round a rotated number, and with it a payload, differently
     assert (found - after).abs().max() < (2e-4 if dtype == torch.float32 else 1e-3)
@@ -303,11 +309,11 @@ def test_fp8_attention_does_not_depend_on_the_cut(head: int, dtype: torch.dtype)
     @given(HEAD_RANGES, st.lists(st.integers(1, TILES - 1), unique=True, max_size=3))
     def check(heads: tuple[int, int], inner: list[int]) -> None:
         a, b = heads
-        own = [Payload(x[:, :, a:b]) for x in (q, k, v)]
-        attend = fp8.prepare(*own, None)
+        own = [QuantizedTensor(x[:, :, a:b]) for x in (q, k, v)]
+        attend = fp8.prepare_kv(*own, None)
         borders = [0, *(128 * i for i in sorted(inner)), ROWS]
         parts = [
-            attend(own[0].cut(first, last), first)
+            attend(own[0].slice_rows(first, last), first)
             for first, last in zip(borders, borders[1:], strict=False)
         ]
         assert torch.equal(torch.cat(parts, dim=1), whole[:, :, a:b])
@@ -331,47 +337,49 @@ def test_quantised_before_the_exchange_is_quantised_later(
     for rank in range(ranks):
         valid = min(max(tokens - rank * shard, 0), shard)
         own = [x[:, rank * shard : (rank + 1) * shard] for x in qkv]
-        packed.append(before.pack(*own, valid, None))
-        for x, kept in zip(own, later.pack(*own, valid, None), strict=True):
+        packed.append(before.quantize(*own, valid, None))
+        for x, kept in zip(own, later.quantize(*own, valid, None), strict=True):
             assert kept.values is x and kept.scale is None
     joined = [
-        Payload(
+        QuantizedTensor(
             torch.cat([x.values.view(torch.uint8) for x in parts], 1).view(torch.float8_e4m3fn),
             torch.cat([x.scale for x in parts], 1),
             parts[0].rows,
-        ).cut(0, tokens)
+        ).slice_rows(0, tokens)
         for parts in zip(*packed, strict=True)
     ]
     q, k, v = (x[:, :tokens] for x in qkv)
-    quantiser = Fp8Quantiser(Rotations(64))
+    quantiser = Fp8Quantizer(Rotations(64))
     for found, expected in zip(
-        joined, (quantiser.q(q, None), quantiser.k(k, None), quantiser.v(v)), strict=True
+        joined,
+        (quantiser.quantize_q(q, None), quantiser.quantize_k(k, None), quantiser.quantize_v(v)),
+        strict=True,
     ):
         assert same(found, expected)
     expected = run(later, q, k, v)
-    found = before.prepare(*joined, None)(joined[0], 0)
+    found = before.prepare_kv(*joined, None)(joined[0], 0)
     assert found.dtype == dtype and torch.equal(found, expected)
 
 
 def test_shards_that_end_within_a_block_are_refused() -> None:
     q, k, v = randoms((1, 384, 1, 64), 3, torch.float32)
     with pytest.raises(ValueError, match="multiple of 256 tokens on each rank, but here are 384"):
-        method(64, torch.float32, before_exchange=True).pack(q, k, v, 384, None)
+        method(64, torch.float32, before_exchange=True).quantize(q, k, v, 384, None)
 
 
 def test_keys_and_values_are_quantised_once() -> None:
     seen = []
 
-    def recording(x_BSND: Tensor, rows: int) -> Payload:
+    def recording(x_BSND: Tensor, rows: int) -> QuantizedTensor:
         seen.append((x_BSND.shape[1], rows))
-        return quantise(x_BSND, rows)
+        return quantize_blocks(x_BSND, rows)
 
-    q, k, v = map(Payload, randoms((1, ROWS, 1, 64), 3, torch.float32))
-    fp8 = Fp8Attention(Fp8Quantiser(Rotations(64), recording), torch.float32)
-    assert fp8.applies(None)
-    attend = fp8.prepare(q, k, v, None)
-    attend(q.cut(0, 384), 0)
-    attend(q.cut(384, ROWS), 384)
+    q, k, v = map(QuantizedTensor, randoms((1, ROWS, 1, 64), 3, torch.float32))
+    fp8 = Fp8Attention(Fp8Quantizer(Rotations(64), recording), torch.float32)
+    assert fp8.applies_to(None)
+    attend = fp8.prepare_kv(q, k, v, None)
+    attend(q.slice_rows(0, 384), 0)
+    attend(q.slice_rows(384, ROWS), 384)
     assert seen == [(ROWS, 256), (ROWS, 256), (384, 128), (141, 128)]
 
 
@@ -384,33 +392,36 @@ def test_a_layer_may_bring_its_own_rotations() -> None:
     def call(expert: str, layer: int | None) -> StepInfo:
         return StepInfo(0, 1, "cond", expert, (1, 16, 16), 256, layer=layer)
 
-    exported = rotations.of(x, call("high", 7))
+    exported = rotations.get_pair(x, call("high", 7))
     for found, given_matrix in zip(exported, own, strict=True):
         assert torch.equal(found, given_matrix.bfloat16())
     for other in (None, call("high", None), call("low", 7), call("high", 6)):
-        assert all(torch.equal(found, hadamard(64, x.dtype)) for found in rotations.of(x, other))
-    assert rotations.of(x, call("high", 7)) is exported, "moved once"
-    quantiser = Fp8Quantiser(rotations)
+        assert all(
+            torch.equal(found, make_hadamard_rotation(64, x.dtype))
+            for found in rotations.get_pair(x, other)
+        )
+    assert rotations.get_pair(x, call("high", 7)) is exported, "moved once"
+    quantiser = Fp8Quantizer(rotations)
     at = call("high", 7)
-    assert same(quantiser.q(x, at), quantise(rotate(x, exported[0]), 128))
-    assert same(quantiser.k(x, at), quantise(rotate(x, exported[1]), 256))
-    assert same(quantiser.v(x), quantise(x, 256))
+    assert same(quantiser.quantize_q(x, at), quantize_blocks(rotate_heads(x, exported[0]), 128))
+    assert same(quantiser.quantize_k(x, at), quantize_blocks(rotate_heads(x, exported[1]), 256))
+    assert same(quantiser.quantize_v(x), quantize_blocks(x, 256))
 
 
 def test_the_shared_rotation_spreads_outliers_and_keeps_the_logits() -> None:
     q, k = randoms((1, 128, 1, 128), 2, torch.float32)
     q[..., 5] *= 100
-    turned = [rotate(x, hadamard(128))[0, :, 0] for x in (q, k)]
+    turned = [rotate_heads(x, make_hadamard_rotation(128))[0, :, 0] for x in (q, k)]
     logits = q[0, :, 0].double() @ k[0, :, 0].double().mT
     assert (turned[0].double() @ turned[1].double().mT - logits).abs().max() < 1e-2
     assert turned[0].abs().max() < q.abs().max() / 5
 
 
 def test_attention_on_other_devices() -> None:
-    q, k, v = (quantise(x, 256) for x in randoms((1, 300, 2, 64), 3, torch.float32))
-    exact = attention(*(x.dequantised(torch.float32) for x in (q, k, v)))
+    q, k, v = (quantize_blocks(x, 256) for x in randoms((1, 300, 2, 64), 3, torch.float32))
+    exact = attention(*(x.dequantize(torch.float32) for x in (q, k, v)))
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
-        assert (attend_dequantised(q, k, v, dtype) - exact).abs().max() < limit, dtype
+        assert (attend_dequantized(q, k, v, dtype) - exact).abs().max() < limit, dtype
 
 
 def test_no_value_is_read_on_the_host() -> None:
@@ -418,6 +429,6 @@ def test_no_value_is_read_on_the_host() -> None:
     x = torch.empty(1, 512, 2, 64, dtype=torch.bfloat16, device="meta")
     for before_exchange in (False, True):
         fp8 = method(64, torch.bfloat16, before_exchange)
-        q, k, v = fp8.pack(x, x, x, 400, None)
-        found = fp8.prepare(q, k, v, None)(q, 0)
+        q, k, v = fp8.quantize(x, x, x, 400, None)
+        found = fp8.prepare_kv(q, k, v, None)(q, 0)
         assert found.shape == x.shape and found.dtype == x.dtype and found.device == x.device

@@ -29,7 +29,7 @@ from tools.quantize_dit import quantize
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import rotations
 from wan.checkpoint.quantised import QuantisedDit, check_device, resolve
-from wan.kernels.int8_linear import W8A8Linear, padded_product, per_token
+from wan.kernels.int8_linear import W8A8Linear, multiply_padded, quantize_per_token
 from wan.modules.model import WanModel
 from wan.pipeline.pipeline import Inputs
 from wan.settings.errors import InputError
@@ -137,7 +137,7 @@ def test_layer_of_zeros_gives_the_bias() -> None:
     out = linear(torch.zeros(2, 40))
     assert torch.equal(out, linear.bias.expand(2, -1))
     assert linear(torch.zeros(1, 0, 40)).shape == (1, 0, 24)
-    payload, scale = per_token(torch.zeros(2, 40))
+    payload, scale = quantize_per_token(torch.zeros(2, 40))
     assert not payload.any() and torch.equal(scale, torch.ones(2, 1))  # no division by zero
 
 
@@ -150,7 +150,7 @@ def test_product_within_the_limits_of_cuda() -> None:
 
     for rows, sizes in product((1, 17, 40), ((24, 40), (30, 45))):
         weight, x = layer(*sizes).weight, layer(rows, sizes[1]).weight
-        out = padded_product(multiply, x, weight)
+        out = multiply_padded(multiply, x, weight)
         exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
         assert np.array_equal(out, exact), (rows, sizes)
 
@@ -549,7 +549,7 @@ def test_a_lora_is_merged_before(tiny: Any, tmp_path: Path) -> None:
     given = [f"{tmp_path / 'lora.safetensors'}=0.5"]
     found = load_file(quantize(checkpoint, tmp_path / "out", lora=given) / WEIGHTS)
     merged = weights[f"{layer}.weight"].double() + 0.5 * up.double() @ down.double()
-    payload, scale = per_token(merged.float())
+    payload, scale = quantize_per_token(merged.float())
     assert torch.equal(found[f"{layer}.weight"], payload)
     assert torch.equal(found[f"{layer}.weight_scale"], scale)
     plain = load_file(quantize(checkpoint, tmp_path / "plain") / WEIGHTS)

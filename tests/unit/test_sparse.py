@@ -17,17 +17,17 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.refusals import check_refusals, said
 from wan.device import Device
-from wan.kernels.base import AttendRows, Payload, StepInfo, Target
-from wan.kernels.flex import FlexBlocks, compiled_for_each_shape, flex_mask
-from wan.kernels.fp8 import Fp8Quantiser, Rotations, sylvester
+from wan.kernels.base import AttendRows, QuantizedTensor, StepInfo, Target
+from wan.kernels.flex import FlexBlocks, compile_per_shape, make_flex_mask
+from wan.kernels.fp8 import Fp8Quantizer, Rotations, make_sylvester_rotation
 from wan.kernels.rainfusion import MaskCache, RainFusionAttention
 from wan.kernels.rainfusion_masks import (
-    block_mask,
-    plan,
-    pooled,
-    protect,
-    select_table,
-    window_order,
+    make_block_mask,
+    make_rainfusion_mask,
+    make_select_table,
+    make_window_order,
+    mean_pool_blocks,
+    protect_first_frame,
 )
 from wan.settings.devices import of_type
 
@@ -48,13 +48,13 @@ def call(grid: tuple[int, int, int], **other: object) -> StepInfo:
 
 def run(method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo) -> Tensor:
     """The method on whole tensors."""
-    return prepared(method, q, k, v, step)(Payload(q), 0)
+    return prepared(method, q, k, v, step)(QuantizedTensor(q), 0)
 
 
 def prepared(
     method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo
 ) -> AttendRows:
-    return method.prepare(Payload(q), Payload(k), Payload(v), step)
+    return method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), step)
 
 
 def naive_order(grid: tuple[int, int, int]) -> list[int]:
@@ -101,14 +101,14 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_rows: int) -> Tensor
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
 
 
-def fp8(head: int = 64) -> Fp8Quantiser:
-    return Fp8Quantiser(Rotations(head, sylvester))
+def fp8(head: int = 64) -> Fp8Quantizer:
+    return Fp8Quantizer(Rotations(head, make_sylvester_rotation))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 26), st.integers(1, 26))
 def test_order(frames: int, height: int, width: int) -> None:
-    order = window_order((frames, height, width))
+    order = make_window_order((frames, height, width))
     assert order.dtype == torch.int64
     assert order.sort().values.tolist() == list(range(frames * height * width))
     assert order.tolist() == naive_order((frames, height, width))
@@ -118,8 +118,8 @@ def test_pooled() -> None:
     x, wrong = torch.randn(2, 300, 3, 8, dtype=torch.float64), {}
     for rows in (1, 100, 128, 256, 300, 301):
         means = [x[:, a : a + rows].mean(1) for a in range(0, 300, rows)]
-        error = (pooled(x, rows) - torch.stack(means, 1)).abs().max().item()
-        if error > 1e-15 or pooled(x.bfloat16(), rows).dtype != torch.bfloat16:
+        error = (mean_pool_blocks(x, rows) - torch.stack(means, 1)).abs().max().item()
+        if error > 1e-15 or mean_pool_blocks(x.bfloat16(), rows).dtype != torch.bfloat16:
             wrong[rows] = error
     assert not wrong
 
@@ -129,7 +129,7 @@ def test_mask() -> None:
     for grid in GRIDS:
         q, k, _ = (x.double() for x in qkv(grid, heads=2, head=16, batch=2))
         for k_rows, sparsity in product((128, 256), (0.0, 0.3, 0.64, 0.95)):
-            found = plan(q, k, grid, sparsity, 0, k_rows)
+            found = make_rainfusion_mask(q, k, grid, sparsity, 0, k_rows)
             right = torch.equal(found, naive_mask(q, k, grid, sparsity, k_rows))
             if not right or (not sparsity and not found.all()):
                 wrong.append((grid, k_rows, sparsity))
@@ -145,7 +145,7 @@ def test_kept_blocks() -> None:
     found = {}
     for blocks, sparsity in KEPT:
         k_pool = torch.randperm(blocks).double().view(1, blocks, 1, 1) / blocks
-        mask = block_mask(torch.ones(1, 1, 1, 1).double(), k_pool, sparsity, 1.0)[0, 0, 0]
+        mask = make_block_mask(torch.ones(1, 1, 1, 1).double(), k_pool, sparsity, 1.0)[0, 0, 0]
         kept = found[blocks, sparsity] = int(mask.sum())
         assert mask.tolist() == (k_pool.flatten() >= (blocks - kept) / blocks).tolist()
     assert found == KEPT
@@ -155,11 +155,11 @@ def test_ties_are_kept() -> None:
     """Also those that only the input's own format makes: 1 and 1 + 2^-10 are one in bfloat16."""
     q_pool = torch.ones(1, 1, 1, 1)
     k_pool = torch.tensor([1 + 2**-10, 0.0, 1.0, 1.0, -1.0, -2.0]).view(1, 6, 1, 1)
-    found = block_mask(q_pool, k_pool, 5 / 6, 1.0).flatten()
+    found = make_block_mask(q_pool, k_pool, 5 / 6, 1.0).flatten()
     assert found.tolist() == [True, False, False, False, False, False]
-    found = block_mask(q_pool, k_pool, 4 / 6, 1.0).flatten()
+    found = make_block_mask(q_pool, k_pool, 4 / 6, 1.0).flatten()
     assert found.tolist() == [True, False, True, True, False, False]
-    found = block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 5 / 6, 1.0).flatten()
+    found = make_block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 5 / 6, 1.0).flatten()
     assert found.tolist() == [True, False, True, True, False, False]
 
 
@@ -170,7 +170,7 @@ def test_scores_are_rounded_to_the_inputs_dtype() -> None:
         torch.randint(-15, 16, (1, rows, 2, 48), generator=generator) / 8 for rows in (40, 60)
     )
     scale = 48**-0.5
-    found = block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 0.64, scale)
+    found = make_block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 0.64, scale)
 
     def rounded(x: Tensor) -> Tensor:
         return x.bfloat16().double()
@@ -180,14 +180,16 @@ def test_scores_are_rounded_to_the_inputs_dtype() -> None:
     shares = rounded(exponentials / exponentials.sum(-1, keepdim=True))
     kept = shares >= shares.sort(descending=True).values[..., 21:22]
     assert torch.equal(found, kept)
-    assert not torch.equal(found, block_mask(q_pool, k_pool, 0.64, scale))
+    assert not torch.equal(found, make_block_mask(q_pool, k_pool, 0.64, scale))
 
 
 def test_sink() -> None:
     wrong = []
     for frame, first in product([(8, 16), (8, 17), (24, 24), (1, 1)], (0, 1, 4, 6)):
         tokens = frame[0] * frame[1]
-        found = protect(torch.zeros(1, 1, 4, 3, dtype=torch.bool), (9, *frame), first, 128, 256)
+        found = protect_first_frame(
+            torch.zeros(1, 1, 4, 3, dtype=torch.bool), (9, *frame), first, 128, 256
+        )
         wrong += [
             (frame, first, i, j)
             for i, j in product(range(4), range(3))
@@ -201,13 +203,13 @@ def test_parts_have_the_whole_mask() -> None:
     grid, wrong = (5, 13, 14), []
     for k_rows, dtype in product((128, 256), (torch.float32, torch.bfloat16)):
         q, k, _ = (x.to(dtype) for x in qkv(grid, heads=5))
-        whole = plan(q, k, grid, 0.6, 0, k_rows)
+        whole = make_rainfusion_mask(q, k, grid, 0.6, 0, k_rows)
         for a, b in ((0, 512), (512, 896), (640, 910), (896, 910)):
-            part = plan(q[:, a:b], k, grid, 0.6, a, k_rows)
+            part = make_rainfusion_mask(q[:, a:b], k, grid, 0.6, a, k_rows)
             if not torch.equal(part, whole[:, :, a // 128 : math.ceil(b / 128)]):
                 wrong.append((k_rows, dtype, "queries", a, b))
         for a, b in ((0, 1), (1, 3), (2, 5)):
-            part = plan(q[:, :, a:b], k[:, :, a:b], grid, 0.6, 0, k_rows)
+            part = make_rainfusion_mask(q[:, :, a:b], k[:, :, a:b], grid, 0.6, 0, k_rows)
             if not torch.equal(part, whole[:, a:b]):
                 wrong.append((k_rows, dtype, "heads", a, b))
     assert not wrong
@@ -218,7 +220,7 @@ def test_select_table() -> None:
         mask = torch.rand(2, nq, nk, generator=torch.Generator().manual_seed(nk)) < 0.5
         mask[0, 0] = False
         mask[1, 0] = True
-        blocks, kept = select_table(mask)
+        blocks, kept = make_select_table(mask)
         assert blocks.dtype == kept.dtype == torch.int64
         for n, i in product(range(2), range(nq)):
             places = [j for j in range(nk) if mask[n, i, j]]
@@ -253,7 +255,7 @@ def test_refresh() -> None:
             if (found is None) != made:
                 wrong.append((name, step, other))
             if found is None:
-                cache.put(here, torch.full((1, 1, 2, 2), step % 2 == 1))
+                cache.store(here, torch.full((1, 1, 2, 2), step % 2 == 1))
         assert cache.get(here, (1, 1, 2, 3)) is None, "a mask of another shape"
     assert not wrong
 
@@ -269,7 +271,7 @@ def test_each_call_of_a_step_has_a_mask_of_its_own() -> None:
         assert found is made.get(turn), (index, turn)
         if found is None:
             made[turn] = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-            cache.put(here, made[turn])
+            cache.store(here, made[turn])
 
 
 def test_masks_in_memory() -> None:
@@ -280,7 +282,7 @@ def test_masks_in_memory() -> None:
             here = call((1, 1, 1), expert=expert, layer=layer)
             assert cache.get(here, (1, 2, 5, 7)) is None
             mask = torch.ones(1, 2, 5, 7, dtype=torch.bool)
-            cache.put(here, mask)
+            cache.store(here, mask)
             made.append(weakref.ref(mask))
             del mask
         assert [ref() is not None for ref in made] == [False] * (6 - kept) + [True] * kept
@@ -294,7 +296,7 @@ def test_attention() -> None:
     errors = {}
     for grid, sparsity in product(GRIDS, (0.0, 0.6)):
         q, k, v = qkv(grid, heads=2, head=16)
-        order = window_order(grid)
+        order = make_window_order(grid)
         back = order.argsort()
         ordered = [x[:, order] for x in (q, k, v)]
         found = run(RainFusionAttention("v2", sparsity, 0), *ordered, call(grid))[:, back]
@@ -311,9 +313,9 @@ def test_fp8() -> None:
     for grid in ((3, 10, 20), (2, 16, 16), (5, 13, 14)):
         q, k, v = qkv(grid)
         mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
-        found = run(RainFusionAttention("v3", 0.6, 0, quantiser=fp8()), q, k, v, call(grid))
-        left = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
-        exact = masked(*(x.dequantised(torch.float64) for x in left), mask, 256)
+        found = run(RainFusionAttention("v3", 0.6, 0, quantizer=fp8()), q, k, v, call(grid))
+        left = (fp8().quantize_q(q, None), fp8().quantize_k(k, None), fp8().quantize_v(v))
+        exact = masked(*(x.dequantize(torch.float64) for x in left), mask, 256)
         assert (found - exact).abs().max() <= 2e-6, grid
         error = found - masked(q, k, v, mask, 256)
         assert 1e-4 < error.square().mean().sqrt() < 0.06 * found.square().mean().sqrt(), grid
@@ -324,25 +326,25 @@ def test_fp8() -> None:
 def test_every_cut_gives_the_same_bits(quantised: bool, dtype: torch.dtype) -> None:
     grid = (3, 13, 14)
     q, k, v = (x.to(dtype) for x in qkv(grid, heads=3))
-    method = RainFusionAttention("v3", 0.6, 0, quantiser=fp8() if quantised else None)
+    method = RainFusionAttention("v3", 0.6, 0, quantizer=fp8() if quantised else None)
     attend = prepared(method, q, k, v, call(grid))
-    whole = attend(Payload(q), 0)
+    whole = attend(QuantizedTensor(q), 0)
     assert whole.dtype == dtype and whole.shape == q.shape
-    blocks = [attend(Payload(q[:, a:b]), a) for a, b in ((0, 128), (128, 384), (384, 546))]
+    blocks = [attend(QuantizedTensor(q[:, a:b]), a) for a, b in ((0, 128), (128, 384), (384, 546))]
     assert torch.equal(torch.cat(blocks, 1), whole)
     for a, b in ((0, 1), (1, 3)):
         heads = [x[:, :, a:b] for x in (q, k, v)]
         assert torch.equal(run(method, *heads, call(grid)), whole[:, :, a:b])
     for a, b in ((0, 256), (256, 546)):
         rank = prepared(method, q[:, a:b], k, v, call(grid, first_row=a))
-        assert torch.equal(rank(Payload(q[:, a + 128 : b]), 128), whole[:, a + 128 : b])
+        assert torch.equal(rank(QuantizedTensor(q[:, a + 128 : b]), 128), whole[:, a + 128 : b])
 
 
 def test_mask_is_used_again() -> None:
     grid = (3, 10, 20)
     (q, k, v), (_, other, _) = qkv(grid), qkv((3, 20, 10), batch=2)
     method = RainFusionAttention("v2", 0.6, 4, refresh=3)
-    assert [method.applies(call(grid, index=s)) for s in (3, 4, 9)] == [False, True, True]
+    assert [method.applies_to(call(grid, index=s)) for s in (3, 4, 9)] == [False, True, True]
     run(method, q, k, v, call(grid, index=4))
     later = run(method, q, other[1:], v, call(grid, index=5))
     mask = naive_mask(q.double(), k.double(), grid, 0.6, 128)
@@ -351,7 +353,7 @@ def test_mask_is_used_again() -> None:
 
 
 def test_refusals() -> None:
-    one, x = torch.ones(1, 1, 1, 1), Payload(torch.ones(1, 600, 1, 8))
+    one, x = torch.ones(1, 1, 1, 1), QuantizedTensor(torch.ones(1, 600, 1, 8))
     asked = {
         "kind": ("v1", 0.5, 0, 1),
         "sparsity of 1": ("v2", 1.0, 0, 1),
@@ -360,20 +362,20 @@ def test_refusals() -> None:
         "no refresh": ("v2", 0.5, 0, 0),
     }
     calls = {name: partial(RainFusionAttention, *given) for name, given in asked.items()}
-    calls["v2 of FP8"] = partial(RainFusionAttention, "v2", 0.5, 0, quantiser=fp8())
+    calls["v2 of FP8"] = partial(RainFusionAttention, "v2", 0.5, 0, quantizer=fp8())
     for size in ((0, 8, 8), (2, -1, 8), (2, 8)):
-        calls[f"order of {size}"] = partial(window_order, size)
+        calls[f"order of {size}"] = partial(make_window_order, size)
     for sparsity in (-0.1, 1.0, 1.5):
-        calls[f"mask of {sparsity}"] = partial(block_mask, one, one, sparsity, 1.0)
+        calls[f"mask of {sparsity}"] = partial(make_block_mask, one, one, sparsity, 1.0)
     for rows, keys, first in ((600, 599, 0), (100, 600, 64), (128, 600, 512), (0, 600, 512)):
         q, k = torch.ones(1, rows, 1, 8), torch.ones(1, keys, 1, 8)
-        plan_of = partial(plan, q, k, (3, 10, 20), 0.5, first, 128)
+        plan_of = partial(make_rainfusion_mask, q, k, (3, 10, 20), 0.5, first, 128)
         calls[f"{rows} queries of {keys} from {first}"] = plan_of
-    calls["means of no rows"] = partial(pooled, x.values, 0)
+    calls["means of no rows"] = partial(mean_pool_blocks, x.values, 0)
     method = RainFusionAttention("v2", 0.5, 0)
     for name, step in (("step", None), ("layer", call((3, 10, 20), layer=None))):
-        calls[f"no {name}"] = partial(method.applies, step)
-        calls[f"no {name}, prepared"] = partial(method.prepare, x, x, x, step)
+        calls[f"no {name}"] = partial(method.applies_to, step)
+        calls[f"no {name}, prepared"] = partial(method.prepare_kv, x, x, x, step)
     found = {name: f"{said(call, kind=ValueError)}." for name, call in calls.items()}
     check_refusals("RainFusion", found)
 
@@ -387,13 +389,15 @@ def test_flex() -> None:
         shape = (2, 2, math.ceil(queries / 128), math.ceil(keys / k_rows))
         mask = torch.rand(shape, generator=generator) < 0.5
         mask[..., -1] |= ~mask.any(-1)
-        blocks = flex_mask(mask, queries, keys, k_rows)
+        blocks = make_flex_mask(mask, queries, keys, k_rows)
         assert torch.equal(blocks.to_dense().bool(), mask)
         first, behind = torch.tensor(0), torch.arange(keys, shape[-1] * k_rows)
         assert not blocks.mask_mod(first, first, first, behind).any()
         whole = keys // k_rows
         assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
-        found = FlexBlocks(CPU)(Payload(q), Payload(k), Payload(v), mask, k_rows)
+        found = FlexBlocks(CPU)(
+            QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), mask, k_rows
+        )
         assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6, (queries, keys)
 
 
@@ -408,7 +412,9 @@ def test_flex_with_small_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 256, 2, 8, generator=generator) for _ in range(3))
     mask = torch.tensor([[True, False], [True, True]]).expand(1, 2, 2, 2)
-    found = FlexBlocks(CPU, compiled)(Payload(q), Payload(k), Payload(v), mask, 128)
+    found = FlexBlocks(CPU, compiled)(
+        QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), mask, 128
+    )
     assert (found - masked(q, k, v, mask, 128)).abs().max() <= 2e-6
 
 
@@ -418,10 +424,10 @@ def test_flex_as_the_kernel_of_fp8() -> None:
     q, k, v = qkv(grid)
     kernel = FlexBlocks(CPU)
     by_flex, by_tiles = (
-        prepared(RainFusionAttention("v3", 0.6, 0, quantiser=fp8(), **given), q, k, v, call(grid))
+        prepared(RainFusionAttention("v3", 0.6, 0, quantizer=fp8(), **given), q, k, v, call(grid))
         for given in ({"kernel": kernel}, {})
     )
-    last = Payload(q[:, 256:])
+    last = QuantizedTensor(q[:, 256:])
     assert (by_flex(last, 256) - by_tiles(last, 256)).abs().max() <= 2e-6
 
 
@@ -433,7 +439,7 @@ def test_no_shape_falls_back_to_the_eager_kernel() -> None:
         compiled.append(torch.compiler.is_compiling())
         return x + 1
 
-    call = compiled_for_each_shape(attend, backend="eager", dynamic=False)
+    call = compile_per_shape(attend, backend="eager", dynamic=False)
     for length in range(1, 13):
         assert torch.equal(call(torch.zeros(length)), torch.ones(length))
     assert compiled == [True] * 12

@@ -26,7 +26,7 @@ from tests.refusals import check_refusals, said
 from tools import calibrate_mag
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
-from wan.cache.tea import Tea, embedding_changes
+from wan.cache.tea import Tea, compute_embedding_changes
 from wan.configs import WAN_CONFIGS
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import WanAttentionBlock
@@ -70,22 +70,22 @@ def asked(words: str) -> Run:
     return planned(*words.split())
 
 
-def lists(run: Run, together: bool = False) -> policy.Lists:
+def lists(run: Run, together: bool = False) -> policy.StepLists:
     assert run.setup.policy is not None
-    found = run.setup.policy.lists(run.request, together)
+    found = run.setup.policy.list_steps(run.request, together)
     assert found is not None
     return found
 
 
-def skipped(computed: policy.Computed) -> list[int]:
+def skipped(computed: policy.ComputedSteps) -> list[int]:
     return [step for step, all_ in enumerate(computed) if not all_]
 
 
 def kept(name: str, **parameters: Any) -> Any:
     """The cache of a policy."""
-    made = policy.make(StepCache(name, **parameters), PRESETS["t2v-1.3B"])
+    made = policy.make_policy(StepCache(name, **parameters), PRESETS["t2v-1.3B"])
     assert made is not None
-    return made.cache()
+    return made.make_cache()
 
 
 def test_refused() -> None:
@@ -94,12 +94,12 @@ def test_refused() -> None:
 
 
 def test_mag_skips_what_the_published_rule_skips() -> None:
-    curve = mag.published("t2v-A14B", False)
+    curve = mag.load_published_curve("t2v-A14B", False)
     assert curve is not None and curve.ratios["cond"][:2] == (1.0, 1.00124)
 
-    def rule(task: str, threshold: float, **more: Any) -> policy.Computed:
+    def rule(task: str, threshold: float, **more: Any) -> policy.ComputedSteps:
         settings = StepCache("mag", step_cache_threshold=threshold, **more)
-        return Mag(settings, PRESETS[task]).rule(curve.ratios["cond"], T2V, "cond")
+        return Mag(settings, PRESETS[task]).apply_rule(curve.ratios["cond"], T2V, "cond")
 
     # made by the authors' program
     assert skipped(rule("t2v-A14B", 0.04)) == MAG_SKIPS
@@ -131,7 +131,7 @@ def test_a_curve_is_the_growth_of_what_blocks_add(
     finally:
         for hook in hooks:
             hook.remove()
-    curve = mag.load(out)
+    curve = mag.read_curve(out)
     assert (curve.task, curve.steps, curve.sample_shift) == ("t2v-A14B", 3, 12)
     pairs = zip(inputs[::2], outputs[1::2], strict=True)  # each expert has two blocks
     norms = [(last - first).norm(dim=-1) for first, last in pairs]
@@ -147,8 +147,10 @@ def test_forced_steps_are_added_and_change_no_counter() -> None:
     assert skipped(found["cond"]) == MAG_SKIPS
     more = lists(asked("--step_cache mag --step_cache_warmup 9"))
     assert skipped(more["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
-    assert policy.forced(T2V, 0) == tuple(step in (0, 26) for step in range(40))
-    assert policy.forced(T2V, 2) == tuple(step in (0, 1, 25, 26, 27, 39) for step in range(40))
+    assert policy.list_forced_steps(T2V, 0) == tuple(step in (0, 26) for step in range(40))
+    assert policy.list_forced_steps(T2V, 2) == tuple(
+        step in (0, 1, 25, 26, 27, 39) for step in range(40)
+    )
 
 
 def test_both_branches_agree_where_other_ranks_compute_each() -> None:
@@ -164,7 +166,7 @@ def test_tea_sums_up_estimated_changes() -> None:
     settings = StepCache("tea", step_cache_threshold=0.65, step_cache_coefficients=(2.0, 0.1))
     tea = Tea(settings, PRESETS["t2v-A14B"])
     wanted = (True, False, False, True, False, True)
-    assert tea.rule([0.0, 0.1, 0.1, 0.1, 0.2, 0.0]) == wanted
+    assert tea.apply_rule([0.0, 0.1, 0.1, 0.1, 0.2, 0.0]) == wanted
 
 
 def test_tea_adds_up_for_each_branch_by_itself() -> None:
@@ -180,7 +182,7 @@ def test_tea_adds_up_for_each_branch_by_itself() -> None:
 
     wanted = tuple(step % 3 == 0 or step == 14 for step in range(15))
     for _ in range(2):  # a second video starts anew
-        found = run.setup.policy.lists(run.request, changes=changes)
+        found = run.setup.policy.list_steps(run.request, compute_changes=changes)
         assert found == {"cond": wanted, "uncond": wanted}
 
 
@@ -195,7 +197,7 @@ def test_changes_of_the_time_embedding() -> None:
     layers.load_state_dict({name.split(".", 1)[1]: value for name, value in weights.items()})
     angles = torch.tensor([[900.0], [700.0]]) * 10000.0 ** -(torch.arange(8) / 8)
     before, after = layers(torch.cat((angles.cos(), angles.sin()), -1))
-    first, second = embedding_changes(weights, [900, 700])
+    first, second = compute_embedding_changes(weights, [900, 700])
     assert first == 0
     assert second == pytest.approx(
         ((after - before).abs().mean() / before.abs().mean()).item(), rel=1e-4
@@ -227,20 +229,20 @@ def test_timesteps_are_the_solvers() -> None:
 
 
 def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
-    made = mag.published("t2v-A14B", False)
+    made = mag.load_published_curve("t2v-A14B", False)
     assert made is not None
     path = tmp_path / "curve.json"
     made.save(path)
-    again = mag.load(path)
+    again = mag.read_curve(path)
     assert (again.ratios, again.steps, again.origin) == (made.ratios, 40, str(path))
     request = asked("--step_cache mag").request
-    assert again.fitted(request) is again.ratios
-    half = again.fitted(replace(request, sample_steps=20))["cond"]
+    assert again.resample(request) is again.ratios
+    half = again.resample(replace(request, sample_steps=20))["cond"]
     assert half[0] == made.ratios["cond"][0] and len(half) == 20
     assert half[13] == made.ratios["cond"][26], "each phase begins with its own"
     assert half[12] == made.ratios["cond"][25] and half[-1] == made.ratios["cond"][-1]
     with pytest.raises(InputError, match="the boundary differs"):
-        again.fitted(replace(request, boundary=0.95))
+        again.resample(replace(request, boundary=0.95))
     record = json.loads(path.read_text())
     for change in (
         {"steps": 39},
@@ -250,12 +252,12 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(record | change))
         with pytest.raises(InputError, match=r"curve\.json"):
-            mag.load(path)
+            mag.read_curve(path)
 
 
 def test_curves_of_other_tasks_and_other_steps(tmp_path: Path) -> None:
     path = tmp_path / "curve.json"
-    made = mag.published("i2v-A14B", True)
+    made = mag.load_published_curve("i2v-A14B", True)
     assert made is not None
     made.save(path)
     with pytest.raises(InputError, match="made for i2v-A14B, not for t2v-A14B"):
@@ -301,7 +303,7 @@ def through(cache: Any, blocks: Any, x: Tensor, at: StepInfo, valid: int = 6) ->
         return cache(x.clone(), blocks, at, valid, torch.float32)
 
 
-def listed(*computed: bool) -> policy.Lists:
+def listed(*computed: bool) -> policy.StepLists:
     return {"cond": computed, "uncond": computed}
 
 
@@ -531,11 +533,11 @@ def test_a_run_computes_what_its_policy_promises(
     factor = 40 / sum(blocks == layers for *_, blocks, _ in forwards)
     assert model.step_cache == {"policy": name, "computed": whole}
     assert min(map(len, whole.values())) < 20, "it leaves nothing out"
-    lists = made.lists(run.request, changes=model._pipeline.caches.changes)
+    lists = made.list_steps(run.request, compute_changes=model._pipeline.caches.compute_changes)
     assert lists is not None
     for branch, row in lists.items():
         listed = [step for step, computes in enumerate(row) if computes]
-        assert {*listed} <= {*whole[branch]} if made.decides else listed == whole[branch]
+        assert {*listed} <= {*whole[branch]} if made.decides_per_step else listed == whole[branch]
     (line,) = (
         line
         for line in report.lines(Planner(run.setup, run.request), "ti2v-5B")

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.distributed.exchange import ALONE
-from wan.distributed.ring import RING_TYPES, Merged, hops
-from wan.distributed.tokens import ShardedTokens
+from wan.distributed.exchange import SINGLE_RANK
+from wan.distributed.ring import RING_TYPES, LseMerger, plan_hops
+from wan.distributed.tokens import ShardedSequence
 from wan.settings.schedule import TokenPlan
 
 CALM = settings(deadline=None)  # the machine may be busy
@@ -80,9 +80,9 @@ def test_a_shard_has_memory_of_its_own(ordered: bool) -> None:
     whole = torch.arange(1.0, 13).view(1, 6, 2)
     arranged, before = whole.flip(1) if ordered else whole.clone(), whole.clone()
     for ranks, multiple in product((1, 2, 3), (1, 4)):
-        tokens, found = ShardedTokens(ALONE, multiple, order), []
+        tokens, found = ShardedSequence(SINGLE_RANK, multiple, order), []
         for rank in range(ranks):
-            tokens.ranks, tokens.rank = ranks, rank
+            tokens.num_ranks, tokens.rank = ranks, rank
             found.append(tokens.shard(whole, (1, 2, 3)))
             so_far = arranged[:, : len(found[0][0]) * (rank + 1)]
             assert torch.equal(torch.cat(found, dim=1)[:, :6], so_far), (ranks, multiple)
@@ -97,7 +97,7 @@ def test_a_shard_has_memory_of_its_own(ordered: bool) -> None:
 def test_every_rank_gets_every_other_block_once(ring_type: str) -> None:
     """It computes R blocks."""
     for size, rank in RANKS:
-        received = [b for hop in hops(ring_type, rank, size) for _, b in hop.receives]
+        received = [b for hop in plan_hops(ring_type, rank, size) for _, b in hop.receives]
         assert sorted([rank, *received]) == list(range(size)), (rank, size)
 
 
@@ -105,7 +105,7 @@ def test_every_rank_gets_every_other_block_once(ring_type: str) -> None:
 def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str) -> None:
     """And no two blocks take the same link at once: there is no tag that tells them apart."""
     for size in SIZES:
-        plans = [hops(ring_type, rank, size) for rank in range(size)]
+        plans = [plan_hops(ring_type, rank, size) for rank in range(size)]
         assert {len(plan) for plan in plans} == {size - 1}, "all ranks step together"
         for together in zip(*plans, strict=True):
             sent = [(me, to, b) for me, hop in enumerate(together) for to, b in hop.sends]
@@ -119,32 +119,32 @@ def test_a_rank_passes_on_only_what_it_has_just_received(ring_type: str) -> None
     """So two blocks per direction are enough memory, whatever R."""
     for size, rank in RANKS:
         held = {rank}
-        for hop in hops(ring_type, rank, size):
+        for hop in plan_hops(ring_type, rank, size):
             assert {b for _, b in hop.sends} <= held, (rank, size)
             held = {b for _, b in hop.receives}
 
 
 def test_links_in_use() -> None:
     for size, rank in RANKS:
-        for hop in hops("ring", rank, size):
+        for hop in plan_hops("ring", rank, size):
             assert [to for to, _ in hop.sends] == [(rank + 1) % size], "one way round"
             assert [frm for frm, _ in hop.receives] == [(rank - 1) % size]
-        for hop in hops("bidirectional", rank, size):
+        for hop in plan_hops("bidirectional", rank, size):
             peers = [peer for peer, _ in hop.sends + hop.receives]
             assert all(abs(peer - rank) == 1 for peer in peers), "no link closes the circle"
 
 
 def test_three_ranks_by_hand() -> None:
-    one_way = [[(h.sends, h.receives) for h in hops("ring", r, 3)] for r in range(3)]
+    one_way = [[(h.sends, h.receives) for h in plan_hops("ring", r, 3)] for r in range(3)]
     assert one_way[0] == [(((1, 0),), ((2, 2),)), (((1, 2),), ((2, 1),))]
-    both = [[(h.sends, h.receives) for h in hops("bidirectional", r, 3)] for r in range(3)]
+    both = [[(h.sends, h.receives) for h in plan_hops("bidirectional", r, 3)] for r in range(3)]
     assert both[0] == [(((1, 0),), ((1, 1),)), ((), ((1, 2),))]
     assert both[1] == [(((2, 1), (0, 1)), ((0, 0), (2, 2))), (((2, 0), (0, 2)), ())]
 
 
 def test_unknown_ring_type() -> None:
     with pytest.raises(ValueError, match="ring_type is 'star'; use one of ring, bidirectional"):
-        hops("star", 0, 2)
+        plan_hops("star", 0, 2)
 
 
 def parts_of_softmax(
@@ -170,7 +170,7 @@ def test_merged_parts_are_the_whole(cuts: set[int], scale: float, offset: float,
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(2, 3, 5, 24, generator=generator, dtype=torch.float64) + offset
     v = torch.randn(2, 24, 3, 4, generator=generator, dtype=torch.float64)
-    total = Merged()
+    total = LseMerger()
     for part in parts_of_softmax(logits, v, [0, *sorted(cuts), 24]):
         total.add(*part)
     [(expected, _)] = parts_of_softmax(logits, v, [0, 24])
@@ -193,7 +193,7 @@ def test_bits_do_not_depend_on_how_many_heads_are_merged(seed: int, heads: int, 
         )
         for _ in range(3)
     ]
-    whole, single = Merged(), [Merged() for _ in range(heads)]
+    whole, single = LseMerger(), [LseMerger() for _ in range(heads)]
     for out, lse in parts:
         for n, one in enumerate(single):
             one.add(out[:, :, n : n + 1].clone(), lse[:, n : n + 1].clone())
@@ -204,14 +204,14 @@ def test_bits_do_not_depend_on_how_many_heads_are_merged(seed: int, heads: int, 
 def test_one_part_stays_as_it_is() -> None:
     """A ring whose other ranks hold only padding costs no conversion."""
     out = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
-    total = Merged()
+    total = LseMerger()
     total.add(out, torch.zeros(1, 2, 4))
     assert total.result() is out
 
 
 def test_16_bit_parts_are_summed_in_float32() -> None:
     parts = [(torch.randn(1, 4, 2, 8).bfloat16(), torch.randn(1, 2, 4)) for _ in range(4)]
-    total, exact = Merged(), Merged()
+    total, exact = LseMerger(), LseMerger()
     for out, lse in parts:
         total.add(out, lse)
         exact.add(out.float(), lse)

@@ -22,7 +22,7 @@ from xfuser.core.distributed.attention_backend import (
 from wan.device import Device
 from wan.kernels.base import Target
 from wan.kernels.xfuser import XfuserKernel
-from wan.kernels.xfuser import kernel as made
+from wan.kernels.xfuser import build_xfuser_kernel as made
 from wan.settings.devices import of_type
 from wan.settings.kernels import DENSE
 
@@ -52,4 +52,4 @@ def registered(member: Any, function: Callable[..., Any]) -> Iterator[list[tuple
 
 def kernel(name: str, head: int, dtype: torch.dtype = torch.float32) -> XfuserKernel:
     device = Device(torch.device("cpu"), of_type("cpu"))
-    return made(Target(device, head, dtype, row=DENSE[name]))
+    return made(Target(device, head, dtype, dense_row=DENSE[name]))

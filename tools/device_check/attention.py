@@ -29,14 +29,14 @@ from tools.device_check.steps import (
     milliseconds,
     share,
 )
-from wan.distributed.exchange import ALONE
-from wan.distributed.ring import Merged
+from wan.distributed.exchange import SINGLE_RANK
+from wan.distributed.ring import LseMerger
 from wan.kernels import select
-from wan.kernels.base import Kernel, Payload, StepInfo, Target
-from wan.kernels.fp8 import Fp8Quantiser, Rotations, hadamard, sylvester
+from wan.kernels.base import Kernel, QuantizedTensor, StepInfo, Target
+from wan.kernels.fp8 import Fp8Quantizer, Rotations, make_hadamard_rotation, make_sylvester_rotation
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
-from wan.kernels.rainfusion_masks import plan
+from wan.kernels.rainfusion_masks import make_rainfusion_mask
 from wan.kernels.sdpa import CUDNN, EFFICIENT, FLASH, CudaKernel, CudaOperator
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings import devices
@@ -126,7 +126,7 @@ def _shapes(bench: Bench) -> list[Shape]:
 def _kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
     def made(attention: Attention) -> Kernel:
         try:
-            return select.dense(attention, Target(bench.device, HEAD, dtype))
+            return select.make_dense_kernel(attention, Target(bench.device, HEAD, dtype))
         except InputError as error:
             raise UnavailableError(str(error)) from error
 
@@ -218,7 +218,7 @@ def merge(bench: Bench) -> Measured:
         return [gigabytes("held", held), *times]
 
     def merged(call: Call, make: Callable[[], Kernel], count: int) -> list[Figure]:
-        kernel, total, (q, k, v) = _returning_lse(make), Merged(), call.qkv
+        kernel, total, (q, k, v) = _returning_lse(make), LseMerger(), call.qkv
         for piece in zip(k.tensor_split(count, 1), v.tensor_split(count, 1), strict=True):
             total.add(*kernel.with_lse(q, *piece))
         return [error(call.reference.error(total.result()), LIMITS[q.dtype])]
@@ -242,7 +242,7 @@ def modes(bench: Bench) -> Measured:
     def measure(mode: int, overlap: bool) -> list[Figure]:
         nonlocal first
         kernel = call.kernels["fused"]()
-        layer = FAPowerCapAttention(Parallel(comm_type=mode), ALONE, overlap, kernel=kernel)
+        layer = FAPowerCapAttention(Parallel(comm_type=mode), SINGLE_RANK, overlap, kernel=kernel)
         out, taken = layer(*call.qkv), bench.seconds(partial(layer, *call.qkv))
         base, base_taken = first = first or (out, taken)
         far = float((out - base).abs().max() / base.abs().max())
@@ -280,18 +280,18 @@ def _method(
     precision = "fp32" if dtype == torch.float32 else "bf16"
     devices.check((bench.device.can,), attention, Execution(precision=precision), HEAD)
     target = Target(bench.device, HEAD, dtype)
-    chosen = select.select(attention, target, {})
+    chosen = select.select_kernels(attention, target, {})
     step = StepInfo(0, 4, "cond", "dit", grid, prod(grid), layer=0)
 
     def attend() -> Tensor:
-        given = Payload(q), Payload(k), Payload(v)
-        return chosen.methods[0].prepare(*given, step)(given[0], 0)
+        given = QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
+        return chosen.backends[0].prepare_kv(*given, step)(given[0], 0)
 
     out, seen, figures = attend(), None, list[Figure]()
     if attention.use_rainfusion:
         k_rows = KV_ROWS if attention.fp8 else Q_ROWS
         here, on_host = (
-            plan(a, b, grid, attention.sparsity, 0, k_rows).cpu()
+            make_rainfusion_mask(a, b, grid, attention.sparsity, 0, k_rows).cpu()
             for a, b in ((q, k), (q.cpu(), k.cpu()))
         )
         differing = 100 * float((here != on_host).float().mean())
@@ -303,11 +303,13 @@ def _method(
     limit, rounded = LIMITS[dtype], qkv
     if attention.fp8:
         limit = limit if dtype == torch.float32 else QUANTISED
-        rotations = Rotations(HEAD, sylvester if attention.use_rainfusion else hadamard)
-        fp8 = _in_fp8(select.fp8_quantiser(target, rotations), qkv)
-        q_fp8, k_fp8, v_fp8 = (x.dequantised(torch.float32) for x in fp8)
+        rotations = Rotations(
+            HEAD, make_sylvester_rotation if attention.use_rainfusion else make_hadamard_rotation
+        )
+        fp8 = _in_fp8(select.make_fp8_quantizer(target, rotations), qkv)
+        q_fp8, k_fp8, v_fp8 = (x.dequantize(torch.float32) for x in fp8)
         rounded = q_fp8, k_fp8, v_fp8
-        want = _in_fp8(Fp8Quantiser(rotations), (q.cpu(), k.cpu(), v.cpu()))
+        want = _in_fp8(Fp8Quantizer(rotations), (q.cpu(), k.cpu(), v.cpu()))
         otherwise = max(_share_differing(*pair) for pair in zip(fp8, want, strict=True))
         far = exact(*qkv, seen).rms(out)
         figures.append(error(far, FROM_EXACT, "distance from unquantized"))
@@ -316,14 +318,16 @@ def _method(
     return [*figures, bench.time(attend), Figure("kernel", chosen.describe())]
 
 
-def _in_fp8(quantiser: Fp8Quantiser, qkv: QKV) -> tuple[Payload, Payload, Payload]:
+def _in_fp8(
+    quantiser: Fp8Quantizer, qkv: QKV
+) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
     q, k, v = qkv
-    return quantiser.q(q, None), quantiser.k(k, None), quantiser.v(v)
+    return quantiser.quantize_q(q, None), quantiser.quantize_k(k, None), quantiser.quantize_v(v)
 
 
-def _share_differing(found: Payload, want: Payload) -> float:
+def _share_differing(found: QuantizedTensor, want: QuantizedTensor) -> float:
     """Compute the percent of values that differ by more than the rounding of a scale."""
-    a, b = (x.dequantised(torch.float32).cpu() for x in (found, want))
+    a, b = (x.dequantize(torch.float32).cpu() for x in (found, want))
     return 100 * float((~torch.isclose(a, b, rtol=1e-5, atol=0)).float().mean())
 
 

@@ -25,8 +25,8 @@ from benchmarks import common
 from tools.device_check.process import Job
 from tools.device_check.steps import Facts, Figure, milliseconds
 from wan.device import Device
-from wan.distributed import start
-from wan.distributed.mesh import Team
+from wan.distributed import rendezvous
+from wan.distributed.mesh import ParallelGroups
 
 HEAD = 128  # channels of a head in every published network
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
@@ -46,7 +46,7 @@ class Bench:
     """
 
     device: Device
-    team: Team | None
+    team: ParallelGroups | None
     full: bool
     large: bool
     folder: Path
@@ -123,10 +123,10 @@ def prepare(device: Device, job: Job) -> Bench:
     """Make the argument of a job's step; the ranks of a collective step form a group."""
     team = None
     if job.together:
-        here, limit = start.rank_env(), timedelta(seconds=job.step.limit)
+        here, limit = rendezvous.read_rank_env(), timedelta(seconds=job.step.limit)
         store = dist.TCPStore(here.address, here.port, wait_for_workers=False)
         own = dist.PrefixStore(f"step/{job.index}", store)
-        team = start.join(own, here, device, (1, 1, here.world), limit)
+        team = rendezvous.join_ranks(own, here, device, (1, 1, here.world_size), limit)
     return Bench(device, team, job.full, _large(device), job.folder)
 
 

@@ -17,7 +17,13 @@ from benchmarks import common
 from tools.device_check.bench import HEAD, Bench, ranks_text
 from tools.device_check.steps import Figure, Line, Measured, line, milliseconds
 from wan.distributed import mesh
-from wan.distributed.exchange import Group, all_gather_tokens, all_to_all_4D, group_rank, group_size
+from wan.distributed.exchange import (
+    Group,
+    all_gather_tokens,
+    all_to_all_4D,
+    get_group_rank,
+    get_group_size,
+)
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.settings.parallel import legal
 
@@ -31,15 +37,15 @@ def groups(bench: Bench) -> Measured:
     """Check all-to-all, all-gather and P2P along every axis of every topology; measure rates."""
     world = dist.get_world_size()
     for sizes in legal(world, HEADS * world):  # divisible by every size
-        team = mesh.form(bench.device, sizes)
+        team = mesh.make_parallel_groups(bench.device, sizes)
         for axes in AXES:
             group = team.group(*axes)
-            if group_size(group) > 1:
+            if get_group_size(group) > 1:
                 yield from _group(bench, group, f"{ranks_text(sizes)}: {'+'.join(axes)}")
 
 
 def _group(bench: Bench, group: Group, what: str) -> Iterator[Line]:
-    ranks, rank = group_size(group), group_rank(group)
+    ranks, rank = get_group_size(group), get_group_rank(group)
     tokens = 75_600 // ranks if bench.large else 512 // ranks
     x_BsND = _coded(bench, rank, tokens, ranks)
     wanted = torch.cat([_coded(bench, r, tokens, ranks) for r in range(ranks)], 1)
@@ -65,14 +71,14 @@ def _group(bench: Bench, group: Group, what: str) -> Iterator[Line]:
     yield measured("all-gather", lambda: all_gather_tokens(x_BsND, group), others, wrong)
     for kind in RING_TYPES:
         ring = Ring(group, kind)
-        blocks = ring.blocks(x_BsND, x_BsND)
+        blocks = ring.exchange_blocks(x_BsND, x_BsND)
         wrong = sum(_different(k, _coded(bench, r, tokens, ranks)) for r, k, _ in blocks)
         moved = 2 * x_BsND.nbytes * len(ring.hops)
         yield measured(f"P2P, {kind}", partial(_pass, ring, x_BsND), moved, wrong)
 
 
 def _pass(ring: Ring, x_BsND: Tensor) -> None:
-    for _ in ring.blocks(x_BsND, x_BsND):
+    for _ in ring.exchange_blocks(x_BsND, x_BsND):
         pass
 
 
@@ -93,7 +99,7 @@ def slow_rank(bench: Bench) -> Measured:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     late = LATE_FULL if bench.full else LATE
     for axis, sizes in (("ulysses", (1, 1, ranks)), ("ring", (1, ranks, 1))):
-        group = mesh.form(bench.device, sizes).group(axis)
+        group = mesh.make_parallel_groups(bench.device, sizes).group(axis)
         dist.barrier()
         if rank == ranks - 1:
             time.sleep(late)
@@ -102,7 +108,7 @@ def slow_rank(bench: Bench) -> Measured:
         if axis == "ulysses":
             wrong = _different(all_to_all_4D(all_to_all_4D(x, 2, 1, group), 1, 2, group), x)
         else:
-            blocks = Ring(group).blocks(x, x)
+            blocks = Ring(group).exchange_blocks(x, x)
             wrong = sum(_different(k, _coded(bench, r, 16, ranks)) for r, k, _ in blocks)
         bench.device.synchronize()
         yield line(

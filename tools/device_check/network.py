@@ -28,11 +28,11 @@ from wan.checkpoint.layout import published
 from wan.checkpoint.load import UNSHARDED, dit_dtypes, fill
 from wan.checkpoint.source import Source
 from wan.distributed import mesh
-from wan.distributed.fsdp import Sharded
-from wan.distributed.mesh import Team
+from wan.distributed.fsdp import FsdpSharding
+from wan.distributed.mesh import ParallelGroups
 from wan.distributed.ring import RING_TYPES
 from wan.kernels.base import Kernel, StepInfo, Target
-from wan.kernels.select import Selected, select
+from wan.kernels.select import SelectedKernels, select_kernels
 from wan.modules.model import WanModel
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
@@ -89,10 +89,10 @@ class Case:
         return {**self.setup.checkpoint.config, "num_layers": LAYERS}
 
     @property
-    def selected(self) -> Selected:
+    def selected(self) -> SelectedKernels:
         """Kernels that a run would use."""
         target = Target(self.bench.device, 128, torch.bfloat16)
-        return select(self.setup.attention, target, {})
+        return select_kernels(self.setup.attention, target, {})
 
     def weights(self) -> Weights:
         """Make random weights on the device, equal on all ranks: norms near 1, biases near 0."""
@@ -108,20 +108,24 @@ class Case:
                 found[name] += 1
         return found
 
-    def empty(self, team: Team | None = None, selected: Selected | None = None) -> WanModel:
+    def empty(
+        self, team: ParallelGroups | None = None, selected: SelectedKernels | None = None
+    ) -> WanModel:
         """Make the network as in a run, on the meta device. selected: replaces its kernels."""
         shared = build.collaborators(self.setup, selected or self.selected, team)
         with torch.device("meta"):
             return WanModel(**self.config, components=shared)
 
-    def model(self, weights: Weights, selected: Selected | None = None) -> WanModel:
+    def model(self, weights: Weights, selected: SelectedKernels | None = None) -> WanModel:
         """Make the network with these weights, on one device."""
         return _with(self.empty(selected=selected), weights)
 
-    def on_ranks(self, parallel: Parallel, weights: Weights, team: Team | None = None) -> WanModel:
+    def on_ranks(
+        self, parallel: Parallel, weights: Weights, team: ParallelGroups | None = None
+    ) -> WanModel:
         """Make the network of a rank. team: groups of this topology; None forms them."""
         if team is None and self.bench.team is not None:
-            team = mesh.form(self.bench.device, parallel.sizes)
+            team = mesh.make_parallel_groups(self.bench.device, parallel.sizes)
         setup = replace(self.setup, parallel=parallel)
         return _with(replace(self, setup=setup).empty(team), weights)
 
@@ -211,8 +215,8 @@ def forward(bench: Bench) -> Measured:
 def _time(of: Case, weights: Weights, given: Inputs) -> list[Figure]:
     """Time a forward and its matrix products alone, in turn; derive the other operations' share."""
     selected, calls = of.selected, list[common.Call]()
-    kernels = [_Recorded(kernel, calls) for kernel in (selected.dense, selected.text)]
-    model = of.model(weights, replace(selected, dense=kernels[0], text=kernels[1]))
+    kernels = [_Recorded(kernel, calls) for kernel in (selected.dense_kernel, selected.text_kernel)]
+    model = of.model(weights, replace(selected, dense_kernel=kernels[0], text_kernel=kernels[1]))
     with torch.compiler.set_stance("force_eager"), common.RecordProducts() as record:
         given.call(model)
     for kernel in kernels:
@@ -304,7 +308,7 @@ def layers(bench: Bench) -> Measured:
     alone = bench.seconds(lambda: given.call(model), 1)
     yield line("one device", milliseconds(alone / LAYERS, "a layer"))
     for parallel in topologies(bench, of.setup.checkpoint.heads):
-        team = mesh.form(bench.device, parallel.sizes)
+        team = mesh.make_parallel_groups(bench.device, parallel.sizes)
         ways = {MODES[0].name: parallel}
         if parallel.ulysses_size > 1:
             ways = {row.name: replace(parallel, comm_type=mode) for mode, row in MODES.items()}
@@ -420,7 +424,7 @@ def fsdp(bench: Bench) -> Measured:
     def differ(convert: bool) -> list[Figure]:
         assert bench.team is not None, "the step is carried out together"
         outs, dtype_of = [], dit_dtypes(torch.bfloat16, convert)
-        sharding = Sharded(bench.team.world_mesh(), lambda network: network.blocks)
+        sharding = FsdpSharding(bench.team.world_mesh(), lambda network: network.blocks)
         for where in (UNSHARDED, sharding):
             model, place = of.empty(), bench.place
             fill(model, stored, device=place, dtype_of=dtype_of, label="DiT", sharding=where)

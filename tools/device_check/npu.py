@@ -18,7 +18,7 @@ from tools.device_check.attention import LONG
 from tools.device_check.bench import HEAD, LIMITS, Bench, exact
 from tools.device_check.network import apart, case
 from tools.device_check.steps import SLOW, Figure, Measured, UnavailableError, absent, error
-from wan.kernels.select import vendor_ops
+from wan.kernels.select import make_vendor_ops
 from wan.modules.rope import RopeTable, apply_rope, make_rope_table
 from wan.settings.kernels import SMALL_OPS
 
@@ -37,7 +37,7 @@ def npu(bench: Bench) -> Measured:
     wanted = apply_rope(x.cpu().double(), (cos.double(), sin.double()))
     forms: dict[str, Rotate] = {"the plain form": apply_rope, "pairs apart": _pairs}
     has_rope = bench.device.can.has(SMALL_OPS["rope"])
-    one_kernel = vendor_ops(["rope"]).rope if has_rope else None
+    one_kernel = make_vendor_ops(["rope"]).rope if has_rope else None
     if one_kernel is not None:
         forms["--fused_ops rope"] = one_kernel
 

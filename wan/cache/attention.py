@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wan.cache.policy import BRANCHES, Cache, Changes, Lists, Policy
+from wan.cache.policy import BRANCHES, Cache, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
 from wan.settings.presets import TRAIN_TIMESTEPS
 from wan.settings.request import Request
@@ -16,7 +16,7 @@ from wan.settings.request import Request
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.cache.residual import Agree
+    from wan.cache.residual import AllAgree
     from wan.kernels.base import StepInfo
 
 
@@ -25,8 +25,12 @@ class AttentionPolicy(Policy):
 
     skips = "attention"
 
-    def check(self, request: Request) -> tuple[str, ...]:
-        found, start, end = super().check(request), self.settings.start_step, self._end(request)
+    def check_request(self, request: Request) -> tuple[str, ...]:
+        notices, start, end = (
+            super().check_request(request),
+            self.settings.start_step,
+            self._last_skippable_step(request),
+        )
         if start >= end:
             raise InputError(
                 "`start_step`",
@@ -35,51 +39,51 @@ class AttentionPolicy(Policy):
                 "is kept",
                 "choose others",
             )
-        return found
+        return notices
 
-    def own(self, request: Request, changes: Changes | None) -> Lists:
-        start, end = self.settings.start_step, self._end(request)
+    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
+        start, end = self.settings.start_step, self._last_skippable_step(request)
         interval = self.settings.attentioncache_interval
-        row = tuple(
+        computed = tuple(
             not start < step <= end or (step - start) % interval == 0
             for step in range(request.sample_steps)
         )
-        return dict.fromkeys(BRANCHES, row)
+        return dict.fromkeys(BRANCHES, computed)
 
-    def _end(self, request: Request) -> int:
+    def _last_skippable_step(self, request: Request) -> int:
         """Returns the last step that may be skipped, by default 37 of the usual 40."""
-        given, steps = self.settings.end_step, request.sample_steps
-        return steps - 3 if given is None else min(given, steps - 1)
+        end_step, num_steps = self.settings.end_step, request.sample_steps
+        return num_steps - 3 if end_step is None else min(end_step, num_steps - 1)
 
-    def cache(self, together: bool = False, agree: Agree | None = None) -> Cache:
-        return AttentionCache(self, together)
+    def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:
+        return AttentionCache(self, sync_branches)
 
 
 class AttentionCache(Cache):
     """Caches the self-attention output of each layer, guidance branch and sample."""
 
-    rehearsed = (True, *(False,) * TRAIN_TIMESTEPS)
+    planned_steps = (True, *(False,) * TRAIN_TIMESTEPS)
 
-    def __init__(self, policy: Policy, together: bool = False) -> None:
-        super().__init__(policy, together)
-        self._kept: dict[tuple[str, int, int], Tensor] = {}
+    def __init__(self, policy: Policy, sync_branches: bool = False) -> None:
+        super().__init__(policy, sync_branches)
+        self._outputs: dict[tuple[str, int, int], Tensor] = {}
 
-    def end(self) -> None:
-        super().end()
-        self._kept.clear()
+    def clear(self) -> None:
+        super().clear()
+        self._outputs.clear()
 
     def __call__(self, attend: Callable[[], Tensor], step: StepInfo | None, layer: int) -> Tensor:
         """Returns attend(), [B,L,C], or its result of an earlier step."""
         import torch
 
-        if step is None or not self.listed or torch.is_grad_enabled():
+        if step is None or not self.step_lists or torch.is_grad_enabled():
             return attend()
-        key, row = (step.branch, step.sample, layer), self.listed[step.branch]
-        self.note(step.branch, step.index, row[step.index])
-        if not row[step.index]:
-            return self._kept[key]
-        self._kept.pop(key, None)
-        found = attend()
-        if step.index + 1 < len(row) and not row[step.index + 1]:
-            self._kept[key] = found
-        return found
+        key, computed = (step.branch, step.sample, layer), self.step_lists[step.branch]
+        self.record_decision(step.branch, step.index, computed[step.index])
+        if not computed[step.index]:
+            return self._outputs[key]
+        self._outputs.pop(key, None)
+        out_BLC = attend()
+        if step.index + 1 < len(computed) and not computed[step.index + 1]:
+            self._outputs[key] = out_BLC
+        return out_BLC

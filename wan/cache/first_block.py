@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wan.cache.policy import BRANCHES, Changes, Lists, Policy
+from wan.cache.policy import BRANCHES, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
 from wan.settings.request import Request
 
@@ -10,28 +10,28 @@ from wan.settings.request import Request
 class FirstBlock(Policy):
     """Lists no step: the residual of the first block decides in every step."""
 
-    first = 1
-    decides = True
+    num_first_blocks = 1
+    decides_per_step = True
 
-    def own(self, request: Request, changes: Changes | None) -> Lists:
+    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
         return dict.fromkeys(BRANCHES, (False,) * request.sample_steps)
 
 
-class Steps(Policy):
+class ListedSteps(Policy):
     """Computes a given list of steps, such as those computed by a First Block Cache run."""
 
-    first = 1
+    num_first_blocks = 1
 
-    def check(self, request: Request) -> tuple[str, ...]:
-        found, last = super().check(request), max(self.settings.argument)
+    def check_request(self, request: Request) -> tuple[str, ...]:
+        notices, last = super().check_request(request), max(self.settings.argument)
         if last >= request.sample_steps:
             raise InputError(
                 "`step_cache=steps:`",
                 why=f"names step {last}, but there are {request.sample_steps} (`sample_steps`)",
                 remedy=f"name steps from 0 to {request.sample_steps - 1}",
             )
-        return found
+        return notices
 
-    def own(self, request: Request, changes: Changes | None) -> Lists:
+    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
         listed = self.settings.argument
         return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(request.sample_steps)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wan.cache.policy import Cache, Changes, Lists, Policy
+from wan.cache.policy import Cache, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
 from wan.settings.request import Request
 from wan.settings.timesteps import schedule
@@ -20,10 +20,10 @@ from wan.settings.timesteps import schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.cache.residual import Agree
+    from wan.cache.residual import AllAgree
 
-_EVERY = 5
-_LOW, _HIGH = 1.0, 1.2
+_PERIOD = 5
+_LOW_WEIGHT, _HIGH_WEIGHT = 1.0, 1.2
 
 
 class GuidancePolicy(Policy):
@@ -31,8 +31,8 @@ class GuidancePolicy(Policy):
 
     skips = "uncond"
 
-    def check(self, request: Request) -> tuple[str, ...]:
-        found = super().check(request)
+    def check_request(self, request: Request) -> tuple[str, ...]:
+        notices = super().check_request(request)
         if not request.guided:
             raise InputError(
                 "`step_cache`",
@@ -40,45 +40,48 @@ class GuidancePolicy(Policy):
                 "rebuilds the unconditional branch, which `sample_guide_scale=1` does not compute",
                 "drop one of them",
             )
-        return found
+        return notices
 
-    def own(self, request: Request, changes: Changes | None) -> Lists:
+    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
         """Skips steps of the low-noise expert or of a single network.
 
         They lie between a third of the steps and the last step; for 720p and more, between a third
         and nine tenths of the steps.
         """
-        experts, steps = schedule(request).experts, request.sample_steps
+        experts, num_steps = schedule(request).experts, request.sample_steps
         width, height = request.video_size
-        first, last = steps // 3, int(0.9 * steps) if width * height >= 1280 * 704 else steps - 1
-        computed, since = list[bool](), 0
+        first, last = (
+            num_steps // 3,
+            int(0.9 * num_steps) if width * height >= 1280 * 704 else num_steps - 1,
+        )
+        computed, num_skipped = list[bool](), 0
         for step, expert in enumerate(experts):
-            begun = step > 0 and experts[step - 1] == expert and expert != "high_noise"
-            skips = begun and first <= step < last and since < _EVERY - 1
-            computed.append(not skips)
-            since = since + 1 if skips else 0
-        return {"cond": (True,) * steps, "uncond": tuple(computed)}
+            has_started = step > 0 and experts[step - 1] == expert and expert != "high_noise"
+            is_skipped = has_started and first <= step < last and num_skipped < _PERIOD - 1
+            computed.append(not is_skipped)
+            num_skipped = num_skipped + 1 if is_skipped else 0
+        return {"cond": (True,) * num_steps, "uncond": tuple(computed)}
 
-    def cache(self, together: bool = False, agree: Agree | None = None) -> Cache:
-        return GuidanceCache(self, together)
+    def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:
+        return GuidanceCache(self, sync_branches)
 
 
 class GuidanceCache(Cache):
     """Caches the weighted difference of the two branches' spectra."""
 
-    def __init__(self, policy: Policy, together: bool = False) -> None:
-        super().__init__(policy, together)
+    def __init__(self, policy: Policy, sync_branches: bool = False) -> None:
+        super().__init__(policy, sync_branches)
         self._difference: Tensor | None = None
 
-    def end(self) -> None:
-        super().end()
+    def clear(self) -> None:
+        super().clear()
         self._difference = None
 
     def __call__(
         self,
         step: int,
-        branches: Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]],
-        branch: Callable[[str], Tensor],
+        compute_branches: Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]],
+        compute_branch: Callable[[str], Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Returns the results of both guidance branches in a step, float32 [Z,f,h,w] each.
 
@@ -88,23 +91,23 @@ class GuidanceCache(Cache):
         """
         import torch
 
-        computes = self.listed["uncond"][step]
+        is_computed = self.step_lists["uncond"][step]
         self.computed.setdefault("cond", []).append(step)
-        self.note("uncond", step, computes)
-        if computes:
-            cond, uncond = branches(branch)
-            self._difference = torch.fft.rfft2(uncond - cond) * _weights(cond)
+        self.record_decision("uncond", step, is_computed)
+        if is_computed:
+            cond, uncond = compute_branches(compute_branch)
+            self._difference = torch.fft.rfft2(uncond - cond) * _make_frequency_weights(cond)
             return cond, uncond
         assert self._difference is not None
-        cond = branch("cond")
+        cond = compute_branch("cond")
         return cond, cond + torch.fft.irfft2(self._difference, s=cond.shape[-2:])
 
 
-def _weights(x_Zfhw: Tensor) -> Tensor:
+def _make_frequency_weights(x_Zfhw: Tensor) -> Tensor:
     """Makes weights of the frequencies along h and w; low ones are below a quarter of the rate."""
     import torch
 
     h, w = x_Zfhw.shape[-2:]
     along_h = torch.fft.fftfreq(h, device=x_Zfhw.device).abs()[:, None]
     along_w = torch.fft.rfftfreq(w, device=x_Zfhw.device).abs()[None]
-    return torch.where((along_h < 0.25) & (along_w < 0.25), _LOW, _HIGH)
+    return torch.where((along_h < 0.25) & (along_w < 0.25), _LOW_WEIGHT, _HIGH_WEIGHT)

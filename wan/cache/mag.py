@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.cache.policy import BRANCHES, Changes, Computed, Lists, Policy
+from wan.cache.policy import BRANCHES, ComputeChanges, ComputedSteps, Policy, StepLists
 from wan.checkpoint.files import read_json
 from wan.output_files import json_kind
 from wan.settings.errors import InputError
@@ -22,9 +22,11 @@ from wan.settings.request import Request
 from wan.settings.step_cache import StepCache
 from wan.settings.timesteps import schedule
 
-FILE = "mag_curve.json"
+CURVE_FILE = "mag_curve.json"
 """File name of the curve in a checkpoint folder."""
-CURVE = json_kind("a curve of tools/calibrate_mag.py", "task", "sample_shift", "steps", "ratios")
+CURVE_KIND = json_kind(
+    "a curve of tools/calibrate_mag.py", "task", "sample_shift", "steps", "ratios"
+)
 _PUBLISHED = Path(__file__).with_name("magcache_curves.json")
 _REMEDY = "make a curve with tools/calibrate_mag.py and give it with `step_cache_curve`"
 
@@ -53,32 +55,37 @@ class Curve:
         record = {key: value for key, value in asdict(self).items() if key != "origin"}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
-    def fitted(self, request: Request) -> dict[str, tuple[float, ...]]:
+    def resample(self, request: Request) -> dict[str, tuple[float, ...]]:
         """Resamples the ratios to the steps of a run: the nearest step of the same expert.
 
         Raises:
             InputError: The run has another shift or boundary.
         """
         steps, shift = request.sample_steps, request.sample_shift
-        here = schedule(request).high_noise_steps
-        there = schedule(request, self.steps).high_noise_steps
+        high_noise_steps = schedule(request).high_noise_steps
+        curve_high_noise_steps = schedule(request, self.steps).high_noise_steps
         if shift != self.sample_shift:
             raise InputError(
                 self.origin,
                 why=f"holds for `sample_shift={self.sample_shift:g}`, not {shift:g}",
                 remedy=f"use that shift, or {_REMEDY}",
             )
-        if there != self.high_noise_steps:
+        if curve_high_noise_steps != self.high_noise_steps:
             raise InputError(
                 self.origin,
                 why=f"was made with {self.high_noise_steps} of {self.steps} steps by the "
-                f"high-noise expert; here it would take {there}: the boundary differs",
+                f"high-noise expert; here it would take {curve_high_noise_steps}: the boundary differs",
                 remedy=_REMEDY,
             )
         if steps == self.steps:
             return self.ratios
-        experts = ((0, here, 0, there), (here, steps, there, self.steps))
-        index = [_nearest(step, *expert) for expert in experts for step in range(*expert[:2])]
+        experts = (
+            (0, high_noise_steps, 0, curve_high_noise_steps),
+            (high_noise_steps, steps, curve_high_noise_steps, self.steps),
+        )
+        index = [
+            _find_nearest_step(step, *expert) for expert in experts for step in range(*expert[:2])
+        ]
         return {branch: tuple(row[i] for i in index) for branch, row in self.ratios.items()}
 
 
@@ -89,16 +96,16 @@ class Mag(Policy):
         curve: Of `step_cache_curve` or of the checkpoint; None: the published curve.
     """
 
-    by_shift = True
+    requires_shift = True
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
         super().__init__(settings, preset, folder)
-        self.curve, own = None, None if folder is None else folder / FILE
+        self.curve, checkpoint_curve = None, None if folder is None else folder / CURVE_FILE
         if settings.step_cache_curve is not None:
-            self.curve = load(settings.step_cache_curve)
-        elif own is not None and own.is_file():
-            self.curve = load(own)
-        elif published(preset.task, with_image=False) is None:
+            self.curve = read_curve(settings.step_cache_curve)
+        elif checkpoint_curve is not None and checkpoint_curve.is_file():
+            self.curve = read_curve(checkpoint_curve)
+        elif load_published_curve(preset.task, with_image=False) is None:
             raise InputError(
                 "`step_cache`",
                 "mag",
@@ -113,36 +120,38 @@ class Mag(Policy):
             )
         self.content = self.curve and self.curve.ratios
 
-    def check(self, request: Request) -> tuple[str, ...]:
-        found = super().check(request)
-        own = {"timesteps": request.timesteps, "boundary_step": request.boundary_step}
-        levels = [f"`{name}`" for name, value in own.items() if value is not None]
-        if levels or request.sample_solver == "rcm":
+    def check_request(self, request: Request) -> tuple[str, ...]:
+        notices = super().check_request(request)
+        explicit_levels = {"timesteps": request.timesteps, "boundary_step": request.boundary_step}
+        conflicting = [f"`{name}`" for name, value in explicit_levels.items() if value is not None]
+        if conflicting or request.sample_solver == "rcm":
             raise InputError(
                 "`step_cache`",
                 "mag",
                 "holds for the steps that `sample_shift` makes, not for "
-                f"{levels[0] if levels else 'those of `sample_solver=rcm`'}",
+                f"{conflicting[0] if conflicting else 'those of `sample_solver=rcm`'}",
                 "use `step_cache=first_block`, or drop one of them",
             )
-        curve = self._curve_of(request)
-        curve.fitted(request)
+        curve = self._get_curve(request)
+        curve.resample(request)
         if self.curve is None:
-            found += (
+            notices += (
                 f"{curve.origin} serves `step_cache=mag`; it was made for the official weights.",
             )
         if curve.steps != request.sample_steps:
-            found += (
+            notices += (
                 f"{curve.origin} was made with {curve.steps} steps; each of the "
                 f"{request.sample_steps} takes the nearest of them.",
             )
-        return found
+        return notices
 
-    def own(self, request: Request, changes: Changes | None) -> Lists:
-        ratios, experts = self._curve_of(request).fitted(request), schedule(request).experts
-        return {branch: self.rule(ratios[branch], experts, branch) for branch in BRANCHES}
+    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
+        ratios, experts = self._get_curve(request).resample(request), schedule(request).experts
+        return {branch: self.apply_rule(ratios[branch], experts, branch) for branch in BRANCHES}
 
-    def rule(self, ratios: Sequence[float], experts: Sequence[str], branch: str) -> Computed:
+    def apply_rule(
+        self, ratios: Sequence[float], experts: Sequence[str], branch: str
+    ) -> ComputedSteps:
         """Returns which steps one guidance branch computes.
 
         The error of a skipped step is |1 - product of the ratios since the last computed step|.
@@ -157,54 +166,62 @@ class Mag(Policy):
         """
         settings, retention = self.settings, self.settings.step_cache_retention
         # The authors count calls, of which a step has two, and truncate some of the bounds.
-        calls, split = 2 * len(experts), 2 * sum(expert == "high_noise" for expert in experts)
-        low = (calls - split) * retention + split
+        num_calls, high_noise_calls = (
+            2 * len(experts),
+            2 * sum(expert == "high_noise" for expert in experts),
+        )
+        low_noise_start = (num_calls - high_noise_calls) * retention + high_noise_calls
 
-        def kept(call: int) -> bool:
+        def is_forced(call: int) -> bool:
             if self.preset.kind == "i2v":
-                return call < int(low)
-            if split:
-                return call < int(split * retention) or split <= call <= low
-            return call < int(calls * retention)
+                return call < int(low_noise_start)
+            if high_noise_calls:
+                return (
+                    call < int(high_noise_calls * retention)
+                    or high_noise_calls <= call <= low_noise_start
+                )
+            return call < int(num_calls * retention)
 
-        computed, product, error, skipped = [], 1.0, 0.0, 0
+        computed, product, error, num_skipped = [], 1.0, 0.0, 0
         for step, ratio in enumerate(ratios):
-            skips = False
-            if not kept(2 * step + (branch == "uncond")):
+            is_skipped = False
+            if not is_forced(2 * step + (branch == "uncond")):
                 product *= ratio
-                skipped += 1
+                num_skipped += 1
                 error += abs(1 - product)
-                skips = error < settings.threshold and skipped <= settings.step_cache_max_skip
-                if not skips:
-                    product, error, skipped = 1.0, 0.0, 0
-            computed.append(not skips)
+                is_skipped = (
+                    error < settings.threshold and num_skipped <= settings.step_cache_max_skip
+                )
+                if not is_skipped:
+                    product, error, num_skipped = 1.0, 0.0, 0
+            computed.append(not is_skipped)
         return tuple(computed)
 
-    def _curve_of(self, request: Request) -> Curve:
-        curve = self.curve or published(self.preset.task, request.image_size is not None)
+    def _get_curve(self, request: Request) -> Curve:
+        curve = self.curve or load_published_curve(self.preset.task, request.image_size is not None)
         assert curve is not None, "checked in the constructor"
         return curve
 
 
-def load(path: Path) -> Curve:
+def read_curve(path: Path) -> Curve:
     """Reads a curve from a file; raises InputError if the file is none."""
-    return _curve(read_json(path), str(path))
+    return _parse_curve(read_json(path), str(path))
 
 
-def published(task: str, with_image: bool) -> Curve | None:
+def load_published_curve(task: str, with_image: bool) -> Curve | None:
     """Loads the curve that MagCache's authors have published for a task, or None."""
-    rows = json.loads(_PUBLISHED.read_text(encoding="utf-8"))
+    curves = json.loads(_PUBLISHED.read_text(encoding="utf-8"))
     key = f"{task} ({'image' if with_image else 'text'})" if task == "ti2v-5B" else task
-    if key not in rows:
+    if key not in curves:
         return None
-    row, ratios = rows[key], {}
-    for place, branch in enumerate(BRANCHES):  # interleaved, from the second step on
-        ratios[branch] = [1.0, *row["ratios"][place::2]]
-    whole = {"task": task, "high_noise_steps": 0, **row, "ratios": ratios}
-    return _curve(whole, f"The published curve of {key}")
+    curve, ratios = curves[key], {}
+    for offset, branch in enumerate(BRANCHES):  # interleaved, from the second step on
+        ratios[branch] = [1.0, *curve["ratios"][offset::2]]
+    record = {"task": task, "high_noise_steps": 0, **curve, "ratios": ratios}
+    return _parse_curve(record, f"The published curve of {key}")
 
 
-def _curve(record: Any, origin: str) -> Curve:
+def _parse_curve(record: Any, origin: str) -> Curve:
     try:
         steps = int(record["steps"])
         curve = Curve(
@@ -218,14 +235,14 @@ def _curve(record: Any, origin: str) -> Curve:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         why = f"is no curve of tools/calibrate_mag.py ({type(error).__name__}: {error})"
         raise InputError(origin, why=why) from error
-    for name, row in curve.ratios.items():
-        if len(row) != steps or not all(0 < ratio < 10 for ratio in row):
+    for name, branch_ratios in curve.ratios.items():
+        if len(branch_ratios) != steps or not all(0 < ratio < 10 for ratio in branch_ratios):
             raise InputError(origin, why=f"needs {steps} ratios between 0 and 10 for {name}")
     return curve
 
 
-def _nearest(step: int, first: int, end: int, own_first: int, own_end: int) -> int:
+def _find_nearest_step(step: int, first: int, end: int, curve_first: int, curve_end: int) -> int:
     """Maps a step of [first, end) to the nearest step of [curve_first, curve_end)."""
     if end - first == 1:
-        return own_end - 1
-    return own_first + round((step - first) * (own_end - 1 - own_first) / (end - 1 - first))
+        return curve_end - 1
+    return curve_first + round((step - first) * (curve_end - 1 - curve_first) / (end - 1 - first))

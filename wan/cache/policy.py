@@ -21,17 +21,17 @@ from wan.settings.step_cache import POLICIES, StepCache
 from wan.settings.timesteps import schedule
 
 if TYPE_CHECKING:
-    from wan.cache.residual import Agree
+    from wan.cache.residual import AllAgree
 
 BRANCHES = ("cond", "uncond")
-FEWEST_STEPS = 8
-Skips = Literal["blocks", "attention", "uncond"]
+MIN_STEPS = 8
+SkipTarget = Literal["blocks", "attention", "uncond"]
 """The part of a step that a cache skips: blocks, self-attention, or the uncond branch."""
-Computed = tuple[bool, ...]
+ComputedSteps = tuple[bool, ...]
 """For each step, whether the part that the policy may skip is computed."""
-Lists = dict[str, Computed]
+StepLists = dict[str, ComputedSteps]
 """Guidance branch -> its computed steps."""
-Changes = Callable[[str, Sequence[float]], Sequence[float]]
+ComputeChanges = Callable[[str, Sequence[float]], Sequence[float]]
 """compute_changes(expert, timesteps): relative change of the time embedding in each step."""
 
 
@@ -46,10 +46,10 @@ class Policy(ABC):
         content: Data, not settings, that must be equal on all ranks; None: no data.
     """
 
-    skips: ClassVar[Skips] = "blocks"
-    first: ClassVar[int] = 0
-    decides: ClassVar[bool] = False
-    by_shift: ClassVar[bool] = False
+    skips: ClassVar[SkipTarget] = "blocks"
+    num_first_blocks: ClassVar[int] = 0
+    decides_per_step: ClassVar[bool] = False
+    requires_shift: ClassVar[bool] = False
     content: Any = None
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
@@ -57,12 +57,14 @@ class Policy(ABC):
         self.settings, self.preset = settings, preset
 
     @abstractmethod
-    def own(self, request: Request, changes: Changes | None) -> Lists | None:
+    def compute_steps(
+        self, request: Request, compute_changes: ComputeChanges | None
+    ) -> StepLists | None:
         """Returns the steps that the policy's rule computes; None if it needs `compute_changes`."""
 
-    def check(self, request: Request) -> tuple[str, ...]:
+    def check_request(self, request: Request) -> tuple[str, ...]:
         """Returns notices about a video; refuses it if its steps or guidance do not fit."""
-        if request.sample_steps < FEWEST_STEPS and not self.settings.step_cache_force:
+        if request.sample_steps < MIN_STEPS and not self.settings.step_cache_force:
             raise InputError(
                 "`step_cache`",
                 self.settings.policy,
@@ -72,9 +74,12 @@ class Policy(ABC):
             )
         return ()
 
-    def lists(
-        self, request: Request, together: bool = False, changes: Changes | None = None
-    ) -> Lists | None:
+    def list_steps(
+        self,
+        request: Request,
+        sync_branches: bool = False,
+        compute_changes: ComputeChanges | None = None,
+    ) -> StepLists | None:
         """Returns the steps that a run computes: those of the policy's rule and forced ones.
 
         The first step of each expert has nothing to reuse. `step_cache_warmup` forces further first
@@ -85,36 +90,43 @@ class Policy(ABC):
                 compute them.
             compute_changes: Of the loaded networks; some policies return None without it.
         """
-        own = self.own(request, changes)
-        if own is None:
+        policy_steps = self.compute_steps(request, compute_changes)
+        if policy_steps is None:
             return None
-        paced = "step_cache_warmup" in POLICIES[self.settings.policy].reads
-        always = forced(schedule(request).experts, self.settings.step_cache_warmup if paced else 0)
-        found = {name: tuple(map(any, zip(always, own[name], strict=True))) for name in BRANCHES}
-        if together:
-            found = dict.fromkeys(BRANCHES, tuple(map(any, zip(*found.values(), strict=True))))
-        return found
+        has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].reads
+        forced_steps = list_forced_steps(
+            schedule(request).experts, self.settings.step_cache_warmup if has_warmup else 0
+        )
+        step_lists = {
+            name: tuple(map(any, zip(forced_steps, policy_steps[name], strict=True)))
+            for name in BRANCHES
+        }
+        if sync_branches:
+            step_lists = dict.fromkeys(
+                BRANCHES, tuple(map(any, zip(*step_lists.values(), strict=True)))
+            )
+        return step_lists
 
-    def describe(self, request: Request, together: bool) -> str:
+    def describe(self, request: Request, sync_branches: bool) -> str:
         """Describes the computed steps in one line, for a plan; arguments as for `list_steps`."""
-        lists, name = self.lists(request, together), self.settings.policy
-        if self.decides:
+        step_lists, name = self.list_steps(request, sync_branches), self.settings.policy
+        if self.decides_per_step:
             threshold = self.settings.threshold
             return f"Step cache {name}: decided in the run, by threshold {threshold:g}"
-        if lists is None:
+        if step_lists is None:
             return f"Step cache {name}: known when the networks' time embeddings are read"
-        rows = {branch: lists[branch] for branch in BRANCHES[: 1 + request.guided]}
+        branch_lists = {branch: step_lists[branch] for branch in BRANCHES[: 1 + request.guided]}
         branches = [
-            f"{branch} computes {sum(row)} of {len(row)} steps ({_ranges(row)})"
-            for branch, row in rows.items()
+            f"{branch} computes {sum(step_list)} of {len(step_list)} steps ({_format_steps(step_list)})"
+            for branch, step_list in branch_lists.items()
         ]
-        factor = sum(map(len, rows.values())) / sum(map(sum, rows.values()))
+        factor = sum(map(len, branch_lists.values())) / sum(map(sum, branch_lists.values()))
         gain = f"at most {factor:.2f} times as fast"
         if self.skips == "attention":
             gain = "the other steps leave self-attention out"
         return f"Step cache {name}: {'; '.join(branches)}; {gain}"
 
-    def cache(self, together: bool = False, agree: Agree | None = None) -> Cache:
+    def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:
         """Makes the cache of this policy.
 
         Args:
@@ -123,43 +135,43 @@ class Policy(ABC):
         """
         from wan.cache.residual import ResidualCache
 
-        return ResidualCache(self, together, agree)
+        return ResidualCache(self, sync_branches, all_agree)
 
 
-def make(settings: StepCache, preset: Preset, folder: Path | None = None) -> Policy | None:
+def make_policy(settings: StepCache, preset: Preset, folder: Path | None = None) -> Policy | None:
     """Makes the policy of the settings; arguments and errors as for `Policy`."""
     row = POLICIES.get(settings.policy)
     return None if row is None else resolve_name(row.make)(settings, preset, folder)
 
 
-def phases(experts: Sequence[str]) -> list[tuple[str, int, int]]:
+def split_by_expert(experts: Sequence[str]) -> list[tuple[str, int, int]]:
     """Splits the steps into (expert, first step, end)."""
-    found, first = [], 0
+    spans, first = [], 0
     for expert, group in groupby(experts):
         end = first + len(list(group))
-        found.append((expert, first, end))
+        spans.append((expert, first, end))
         first = end
-    return found
+    return spans
 
 
-def forced(experts: Sequence[str], warmup: int) -> Computed:
+def list_forced_steps(experts: Sequence[str], warmup: int) -> ComputedSteps:
     """Lists the steps that are computed under every policy; see `Policy.list_steps`."""
-    always = [False] * len(experts)
-    for _, first, end in phases(experts):
-        count = min(max(warmup, 1), end - first)
-        always[first : first + count] = [True] * count
-        always[end - 1] |= warmup > 0
-    return tuple(always)
+    is_forced = [False] * len(experts)
+    for _, first, end in split_by_expert(experts):
+        num_warmup = min(max(warmup, 1), end - first)
+        is_forced[first : first + num_warmup] = [True] * num_warmup
+        is_forced[end - 1] |= warmup > 0
+    return tuple(is_forced)
 
 
-def _ranges(row: Computed) -> str:
+def _format_steps(row: ComputedSteps) -> str:
     """Formats the computed steps as an argument of the policy `steps`."""
-    found = []
+    ranges = []
     for computed, group in groupby(range(len(row)), key=row.__getitem__):
-        first, *others = group
+        first, *later_steps = group
         if computed:
-            found.append(f"{first}-{others[-1]}" if others else str(first))
-    return ",".join(found)
+            ranges.append(f"{first}-{later_steps[-1]}" if later_steps else str(first))
+    return ",".join(ranges)
 
 
 class Cache:
@@ -173,73 +185,77 @@ class Cache:
         skipped: Guidance branch -> skipped steps of this run.
     """
 
-    rehearsed: ClassVar[Computed] = (True,) * TRAIN_TIMESTEPS
+    planned_steps: ClassVar[ComputedSteps] = (True,) * TRAIN_TIMESTEPS
     """Computed steps of a simulated run, which caches as much as a real one."""
 
-    def __init__(self, policy: Policy | None = None, together: bool = False) -> None:
+    def __init__(self, policy: Policy | None = None, sync_branches: bool = False) -> None:
         """Takes the arguments of `Policy.make_cache`."""
-        self.policy, self._together = policy, together
-        self.changes: Changes | None = None
-        self.listed: Lists = {}
+        self.policy, self._sync_branches = policy, sync_branches
+        self.compute_changes: ComputeChanges | None = None
+        self.step_lists: StepLists = {}
         self.computed: dict[str, list[int]] = {}
         self.skipped: dict[str, list[int]] = {}
         self._steps = 0
 
-    def at(self, place: Skips) -> Any:
+    def get_if_skips(self, target: SkipTarget) -> Any:
         """Returns this cache if it skips this part of a step, else None."""
-        return self if self.policy is not None and self.policy.skips == place else None
+        return self if self.policy is not None and self.policy.skips == target else None
 
-    def start(self, request: Request) -> None:
+    def start_video(self, request: Request) -> None:
         """Lists the steps of a video and starts its run."""
         self._steps = request.sample_steps
         if self.policy is not None:
-            lists = self.policy.lists(request, self._together, self.changes)
-            assert lists is not None, "compute_changes is set"
-            self.begin(lists)
+            step_lists = self.policy.list_steps(request, self._sync_branches, self.compute_changes)
+            assert step_lists is not None, "compute_changes is set"
+            self.start_run(step_lists)
 
-    def begin(self, lists: Lists) -> None:
+    def start_run(self, step_lists: StepLists) -> None:
         """Starts a run with these lists, with an empty cache."""
-        self.end()
-        self.listed, self.computed, self.skipped = lists, {}, {}
+        self.clear()
+        self.step_lists, self.computed, self.skipped = step_lists, {}, {}
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """Frees the cached tensors."""
-        self.listed = {}
+        self.step_lists = {}
 
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """Counts the bytes of cached tensors that belong to no layer."""
         return 0
 
-    def note(self, branch: str, step: int, computes: bool, **facts: object) -> None:
+    def record_decision(
+        self, branch: str, step: int, computes: bool, **trace_fields: object
+    ) -> None:
         """Records a decision once per step for the record, and at each call for a trace."""
         steps = (self.computed if computes else self.skipped).setdefault(branch, [])
         if step not in steps:
             steps.append(step)
         decision = "computed" if computes else "skipped"
-        trace.mark("cache", what=self.policy and self.policy.skips, decision=decision, **facts)
+        trace.mark(
+            "cache", what=self.policy and self.policy.skips, decision=decision, **trace_fields
+        )
 
-    def skipped_steps(self) -> int:
+    def count_skipped_steps(self) -> int:
         """Counts the steps of this run in which a branch was skipped so far."""
         return max(map(len, self.skipped.values()), default=0)
 
-    def record(self) -> dict[str, Any] | None:
+    def make_record(self) -> dict[str, Any] | None:
         """Returns the policy and the steps that each branch computed, for the JSON record."""
         if self.policy is None:
             return None
         computed = self.computed
-        if self._together and "cond" in computed:  # the other ranks compute the same steps
+        if self._sync_branches and "cond" in computed:  # the other ranks compute the same steps
             computed = dict.fromkeys(BRANCHES, computed["cond"])
         return {"policy": self.policy.settings.policy, "computed": computed}
 
-    def summary(self) -> str | None:
+    def summarize(self) -> str | None:
         """Summarizes the skipped steps in one line."""
         if self.policy is None:
             return None
         skipped = [f"{name} {len(steps)} of {self._steps}" for name, steps in self.skipped.items()]
-        what = {
+        description = {
             "blocks": "steps skipped",
             "attention": "steps without self-attention",
             "uncond": "steps without a branch",
         }[self.policy.skips]
         name = self.policy.settings.policy
-        return f"Step cache {name}: {what}: {', '.join(skipped) or 'none'}."
+        return f"Step cache {name}: {description}: {', '.join(skipped) or 'none'}."

@@ -21,19 +21,19 @@ from wan.kernels.base import StepInfo
 from wan.modules.interfaces import RunBlocks
 from wan.settings.schedule import Grid
 
-Agree = Callable[[Tensor, float], bool]
+AllAgree = Callable[[Tensor, float], bool]
 """all_agree(sums, threshold): whether sums[0] < threshold * sums[1], summed in float32 over all
 ranks that share a video; all of them get the same result."""
 
 
-def alone(sums: Tensor, threshold: float) -> bool:
+def decide_locally(sums: Tensor, threshold: float) -> bool:
     """Implements `AllAgree` for one process; it synchronizes with the device once."""
-    change, size = sums.tolist()
-    return bool(change < threshold * size)
+    delta, size = sums.tolist()
+    return bool(delta < threshold * size)
 
 
 @dataclass
-class _Kept:
+class _CachedResidual:
     """The cached tensors of one expert, guidance branch and sample.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Kept:
 
     expert: str
     grid: Grid
-    first: Tensor | None = None
+    first_change: Tensor | None = None
     residual: Tensor | None = None
     slope: Tensor | None = None
     step: int = 0
@@ -54,27 +54,36 @@ class _Kept:
 class ResidualCache(Cache):
     """Caches the residual of skippable blocks, and adds it in steps that skip them."""
 
-    def __init__(self, policy: Policy, together: bool = False, agree: Agree | None = None) -> None:
-        super().__init__(policy, together)
-        self._agree, self._first = agree or alone, policy.first
+    def __init__(
+        self, policy: Policy, sync_branches: bool = False, all_agree: AllAgree | None = None
+    ) -> None:
+        super().__init__(policy, sync_branches)
+        self._all_agree, self._num_first_blocks = (
+            all_agree or decide_locally,
+            policy.num_first_blocks,
+        )
         self._order = policy.settings.step_cache_order
-        self._threshold = policy.settings.threshold if policy.decides else None
-        self._kept: dict[tuple[str, int], _Kept] = {}
+        self._threshold = policy.settings.threshold if policy.decides_per_step else None
+        self._entries: dict[tuple[str, int], _CachedResidual] = {}
 
-    def kept_bytes(self) -> int:
-        found = [x for kept in self._kept.values() for x in (kept.first, kept.residual, kept.slope)]
-        return sum(x.nbytes for x in found if x is not None)
+    def cached_bytes(self) -> int:
+        tensors = [
+            x
+            for entry in self._entries.values()
+            for x in (entry.first_change, entry.residual, entry.slope)
+        ]
+        return sum(x.nbytes for x in tensors if x is not None)
 
-    def end(self) -> None:
-        super().end()
-        self._kept.clear()
+    def clear(self) -> None:
+        super().clear()
+        self._entries.clear()
 
     def __call__(
         self,
         x_BLC: Tensor,
         blocks: RunBlocks,
         step: StepInfo | None,
-        valid: int,
+        num_valid: int,
         dtype: torch.dtype,
     ) -> Tensor:
         """Returns the residual stream after all blocks.
@@ -85,50 +94,54 @@ class ResidualCache(Cache):
             num_valid: This rank's tokens without padding.
             dtype: Of cached tensors.
         """
-        if not self.listed or step is None or torch.is_grad_enabled():
+        if not self.step_lists or step is None or torch.is_grad_enabled():
             return blocks(x_BLC, 0, None)
-        for key, one in list(self._kept.items()):  # frees those of other experts and grids
-            if (one.expert, one.grid) != (step.expert, step.grid):
-                del self._kept[key]
-        kept = self._kept.setdefault((step.branch, step.sample), _Kept(step.expert, step.grid))
-        reuses = kept.residual is not None and not self.listed[step.branch][step.index]
-        before = None if self._threshold is None else x_BLC.clone()
-        if self._first:
-            x_BLC = blocks(x_BLC, 0, self._first)
+        for key, old_entry in list(self._entries.items()):  # frees those of other experts and grids
+            if (old_entry.expert, old_entry.grid) != (step.expert, step.grid):
+                del self._entries[key]
+        entry = self._entries.setdefault(
+            (step.branch, step.sample), _CachedResidual(step.expert, step.grid)
+        )
+        is_reused = entry.residual is not None and not self.step_lists[step.branch][step.index]
+        x_before = None if self._threshold is None else x_BLC.clone()
+        if self._num_first_blocks:
+            x_BLC = blocks(x_BLC, 0, self._num_first_blocks)
         sums = None
-        if self._threshold is not None and before is not None:
-            first = torch.sub(x_BLC, before, out=before).to(dtype)
-            before = None
-            if reuses:
-                assert kept.first is not None
-                sums = change(first, kept.first, valid)
-                reuses = self._agree(sums, self._threshold)
-            kept.first = kept.first if reuses else first
+        if self._threshold is not None and x_before is not None:
+            first_change = torch.sub(x_BLC, x_before, out=x_before).to(dtype)
+            x_before = None
+            if is_reused:
+                assert entry.first_change is not None
+                sums = measure_change(first_change, entry.first_change, num_valid)
+                is_reused = self._all_agree(sums, self._threshold)
+            entry.first_change = entry.first_change if is_reused else first_change
 
         def distance() -> float | None:  # of all ranks: `AllAgree` sums in place
             changed, size = (0.0, 0.0) if sums is None else sums.tolist()
             return changed / size if size else None
 
-        facts = {"first": self._first, "distance": distance}
-        self.note(step.branch, step.index, not reuses, **facts)
-        if reuses and kept.residual is not None:
-            x_BLC.add_(kept.residual)
-            if kept.slope is not None:
-                x_BLC.add_(kept.slope, alpha=step.index - kept.step)
+        trace_fields = {"first": self._num_first_blocks, "distance": distance}
+        self.record_decision(step.branch, step.index, not is_reused, **trace_fields)
+        if is_reused and entry.residual is not None:
+            x_BLC.add_(entry.residual)
+            if entry.slope is not None:
+                x_BLC.add_(entry.slope, alpha=step.index - entry.step)
             return x_BLC
-        last = kept.residual if self._order else None
-        kept.residual = None
-        before = x_BLC.clone()
-        x_BLC = blocks(x_BLC, self._first, None)
-        kept.residual = torch.sub(x_BLC, before, out=before).to(dtype)
-        if last is not None:
-            kept.slope = kept.residual.sub(last).div_(step.index - kept.step)
-        kept.step = step.index
+        previous_residual = entry.residual if self._order else None
+        entry.residual = None
+        x_before = x_BLC.clone()
+        x_BLC = blocks(x_BLC, self._num_first_blocks, None)
+        entry.residual = torch.sub(x_BLC, x_before, out=x_before).to(dtype)
+        if previous_residual is not None:
+            entry.slope = entry.residual.sub(previous_residual).div_(step.index - entry.step)
+        entry.step = step.index
         return x_BLC
 
 
-def change(first: Tensor, kept: Tensor, valid: int) -> Tensor:
+def measure_change(current: Tensor, previous: Tensor, num_valid: int) -> Tensor:
     """Sums |current - previous| and |previous| over tokens without padding: float32 [2]."""
-    was = kept[:, :valid]
-    change = torch.linalg.vector_norm(first[:, :valid] - was, 1, dtype=torch.float32)
-    return torch.stack((change, torch.linalg.vector_norm(was, 1, dtype=torch.float32)))
+    previous_valid = previous[:, :num_valid]
+    change = torch.linalg.vector_norm(
+        current[:, :num_valid] - previous_valid, 1, dtype=torch.float32
+    )
+    return torch.stack((change, torch.linalg.vector_norm(previous_valid, 1, dtype=torch.float32)))

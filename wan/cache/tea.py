@@ -7,7 +7,14 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wan.cache.policy import BRANCHES, Changes, Computed, Lists, Policy, phases
+from wan.cache.policy import (
+    BRANCHES,
+    ComputeChanges,
+    ComputedSteps,
+    Policy,
+    StepLists,
+    split_by_expert,
+)
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
 from wan.settings.request import Request
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Task -> the published polynomial in the change of the time embedding, highest power first.
-PUBLISHED = {
+PUBLISHED_COEFFICIENTS = {
     "t2v-14B": (-5784.54975374, 5449.50911966, -1811.16591783, 256.27178429, -13.02252404),
     "t2v-1.3B": (2396.76752, -1311.10545, 201.331979, -8.29855975, 0.137887774),
     "ti2v-5B": (157472.669, -115702.395, 31076.1669, -3831.16651, 221.608777, -4.81179567),
@@ -30,25 +37,27 @@ class Tea(Policy):
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
         super().__init__(settings, preset, folder)
-        if settings.step_cache_coefficients is None and preset.task not in PUBLISHED:
+        if settings.step_cache_coefficients is None and preset.task not in PUBLISHED_COEFFICIENTS:
             raise InputError(
                 "`step_cache`",
                 "tea",
                 f"has no published coefficients for {preset.task} (there are for "
-                f"{', '.join(PUBLISHED)})",
+                f"{', '.join(PUBLISHED_COEFFICIENTS)})",
                 "give `step_cache_coefficients`, or use `step_cache=mag`",
             )
-        self._polynomial = settings.step_cache_coefficients or PUBLISHED[preset.task]
+        self._polynomial = settings.step_cache_coefficients or PUBLISHED_COEFFICIENTS[preset.task]
 
-    def own(self, request: Request, changes: Changes | None) -> Lists | None:
-        if changes is None:
+    def compute_steps(
+        self, request: Request, compute_changes: ComputeChanges | None
+    ) -> StepLists | None:
+        if compute_changes is None:
             return None
-        plan, found = schedule(request), list[float]()
-        for expert, first, end in phases(plan.experts):
-            found += changes(expert, plan.timesteps[first:end])
-        return dict.fromkeys(BRANCHES, self.rule(found))
+        noise_schedule, embedding_diffs = schedule(request), list[float]()
+        for expert, first, end in split_by_expert(noise_schedule.experts):
+            embedding_diffs += compute_changes(expert, noise_schedule.timesteps[first:end])
+        return dict.fromkeys(BRANCHES, self.apply_rule(embedding_diffs))
 
-    def rule(self, changes: Sequence[float]) -> Computed:
+    def apply_rule(self, changes: Sequence[float]) -> ComputedSteps:
         """Skips a step while the sum of the estimates is below the threshold.
 
         Args:
@@ -64,7 +73,9 @@ class Tea(Policy):
         return tuple(computed)
 
 
-def embedding_changes(weights: Mapping[str, Tensor], timesteps: Sequence[float]) -> list[float]:
+def compute_embedding_changes(
+    weights: Mapping[str, Tensor], timesteps: Sequence[float]
+) -> list[float]:
     """Computes mean |e - e_prev| / mean |e_prev| of each timestep's embedding e, 0 for the first.
 
     Args:

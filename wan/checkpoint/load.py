@@ -72,7 +72,7 @@ DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 
 
 class Sharding(Protocol):
-    """Selects the rows of each parameter on this rank (`wan.distributed.fsdp.Sharded`)."""
+    """Selects the rows of each parameter on this rank (`wan.distributed.fsdp.FsdpSharding`)."""
 
     def prepare(self, network: nn.Module) -> None:
         """Shards a network on the meta device, whose parameters have their final dtypes."""

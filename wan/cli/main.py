@@ -21,8 +21,8 @@ from wan.run import Run
 from wan.settings.errors import InputError, exit_code
 
 if TYPE_CHECKING:
-    from wan.distributed.mesh import Team
-    from wan.distributed.start import Once, Prepared
+    from wan.distributed.mesh import ParallelGroups
+    from wan.distributed.rendezvous import PreparedRun, RunOncePerNode
 
 Work = Callable[[Run, "Team | None"], int]
 """Executes a run and returns the exit code."""
@@ -67,7 +67,7 @@ def carry_out(argv: Sequence[str], work: Work, inputs: bool = True) -> int:
 
 
 @host.memory_sampled()
-def generate(run: Run, team: Team | None = None) -> int:
+def generate(run: Run, team: ParallelGroups | None = None) -> int:
     """Generates the videos of a run; the main rank writes them.
 
     Returns:
@@ -98,7 +98,7 @@ def generate(run: Run, team: Team | None = None) -> int:
 
 def resolved(
     argv: Sequence[str],
-    once: Once = lambda make: make(),
+    once: RunOncePerNode = lambda make: make(),
     plan: bool = False,
     inputs: bool = True,
 ) -> Run:
@@ -141,9 +141,9 @@ def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
     """Executes a command line as one of several ranks."""
     load_torch()
     from wan import device as devices
-    from wan.distributed import start
+    from wan.distributed import rendezvous
 
-    def prepare(once: Once) -> Prepared[Run]:
+    def prepare(once: RunOncePerNode) -> PreparedRun[Run]:
         run = resolved(argv, once, inputs=inputs)
         device = devices.resolve(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.can)
@@ -152,19 +152,19 @@ def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
             from wan.pipeline import build
 
             facts["what computes attention"] = build.dense_kernel(run.setup, device)
-        return start.Prepared(
+        return rendezvous.PreparedRun(
             seed=run.request.base_seed,
-            seeded=run.with_seed,
+            with_seed=run.with_seed,
             device=device,
-            sizes=run.setup.parallel.sizes,
+            mesh_sizes=run.setup.parallel.sizes,
             timeout=timedelta(minutes=run.setup.parallel.dist_timeout),
-            facts=facts,
+            invariants=facts,
         )
 
-    return start.run(prepare, work, failures.describe, failures.say)
+    return rendezvous.run_ranks(prepare, work, failures.describe, failures.say)
 
 
-def make_demo(once: Once, task: str, folder: Path) -> None:
+def make_demo(once: RunOncePerNode, task: str, folder: Path) -> None:
     """Writes a randomly initialised checkpoint on one rank of each machine; the others wait."""
     load_torch()
     from wan.pipeline.tiny import make_checkpoint

@@ -30,7 +30,7 @@ from wan.settings.errors import InputError, NotFiniteError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.distributed.mesh import Team
+    from wan.distributed.mesh import ParallelGroups
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,7 +47,7 @@ class LineJob(Job):
     error: str = ""
 
 
-def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
+def make(run: Run, pipeline: Pipeline, team: ParallelGroups | None) -> bool:
     """Generates the videos of all lines, on all ranks; returns whether a line failed."""
     is_main = team is None or team.is_main
     refused = {line.name: line.error for line in run.lines if line.error}
@@ -57,7 +57,7 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
     there = [one.name for one in good if is_main and run.skip_existing and _is_there(one)]
     chosen = {line.name for line in good} - {*there}
     if team is not None:  # only the main rank reads the folder
-        chosen = team.value_from_main(chosen)
+        chosen = team.broadcast_object_from_rank0(chosen)
     videos = {
         line.name: Video(line.run, pipeline, team)
         for line in run.lines

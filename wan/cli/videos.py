@@ -44,7 +44,7 @@ from wan.settings.sound import FIRST_DROPPED, FPS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.distributed.mesh import Team
+    from wan.distributed.mesh import ParallelGroups
     from wan.evidence.meter import Measured, VideoMeter
     from wan.pipeline.pipeline import Inputs, Pipeline
 
@@ -62,7 +62,7 @@ class Video:
         self,
         run: Run,
         pipeline: Pipeline,
-        team: Team | None,
+        team: ParallelGroups | None,
         part: Callable[[], None] | None = None,
     ) -> None:
         """Prepares a video on every rank; computes nothing.
@@ -141,7 +141,7 @@ class Video:
                 given = (prompt, kind, run.image, run.request.base_seed, device)
                 prompt = extend_prompt.extended(run.extension, *given)
             if self._team is not None:
-                prompt = self._team.value_from_main(prompt)
+                prompt = self._team.broadcast_object_from_rank0(prompt)
         self.run = run.with_prompt(prompt)
 
     def keep(self, latents: Tensor) -> None:
@@ -236,7 +236,7 @@ class Video:
         done = files.count_done() if self._is_main else 0
         end = files.read_state(done) if self._is_main else None
         if self._team is not None:
-            done, end = self._team.value_from_main((done, end))
+            done, end = self._team.broadcast_object_from_rank0((done, end))
         if done:
             logger.info("%d of %d clips are in %s.", done, count, files.folder)
         made = self._pipeline.clips(request, replace(run.inputs(), done=done, end=end))
@@ -416,7 +416,7 @@ class Video:
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
             **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
-            **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
+            **({"step_cache": found} if (found := pipeline.caches.make_record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
             "peak_memory_bytes": {"device": device.peak_memory(), **host.peak_memory().record()},
             **({"power": power.record()} if power is not None else {}),
@@ -445,7 +445,7 @@ class Video:
             memory = f"device {peak / 2**30:.2f} GiB, {memory}"
         stages = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
         logger.info("Seconds: %s. Peak memory: %s.", ", ".join(stages), memory)
-        for line in (None if power is None else power.line(), pipeline.caches.summary()):
+        for line in (None if power is None else power.line(), pipeline.caches.summarize()):
             if line is not None:
                 logger.info("%s", line)
         request = run.request

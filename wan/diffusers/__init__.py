@@ -16,11 +16,11 @@ from importlib.metadata import version
 from wan.settings.errors import InputError, spoken
 
 VERSIONS = ">=0.37,<0.43"  # of diffusers, as in requirements.txt
-_here, _first, _end = (
+_installed, _oldest, _first_unsupported = (
     tuple(map(int, re.findall(r"\d+", text)[:2]))
     for text in (version("diffusers"), *VERSIONS.split(","))
 )
-if not _first <= _here < _end:
+if not _oldest <= _installed < _first_unsupported:
     raise InputError(f"diffusers is {version('diffusers')}; install diffusers{VERSIONS}.")
 
 from collections.abc import Iterator, Mapping
@@ -49,12 +49,12 @@ from wan.settings.step_cache import StepCache
 Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline, WanVACEPipeline)
 Transformer = TypeVar("Transformer", WanTransformer3DModel, WanVACETransformer3DModel)
 
-CACHE = frozenset(options(StepCache))
+CACHE_FLAGS = frozenset(options(StepCache))
 KEYWORDS = frozenset(
     name
     for kind in (Attention, Parallel, Execution)
-    for name, one in options(kind).items()
-    if one.diffusers == name
+    for name, option in options(kind).items()
+    if option.diffusers == name
 )
 """Flags of the command line that `parallelize_pipe` takes."""
 
@@ -75,8 +75,15 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
             attention or hooks are not diffusers' default ones.
     """
     with spoken(DIFFUSERS):
-        networks = _networks(pipe)
-        _start(Session(networks, pipe, _for_ranks(_read(settings)), mesh.running()))
+        networks = _get_networks(pipe)
+        _attach_session(
+            Session(
+                networks,
+                pipe,
+                _drop_unused_parallel(_load_settings(settings)),
+                mesh.get_num_ranks(),
+            )
+        )
     return pipe
 
 
@@ -87,12 +94,14 @@ def parallelize_transformer(transformer: Transformer, **settings: Any) -> Transf
     `transformer.cache_context("cond", step_index=..., num_inference_steps=...)`.
     """
     with spoken(DIFFUSERS):
-        values = _read(settings)
+        values = _load_settings(settings)
         if values.get("cfg_size") == 2:
             why = "pairs the calls of a pipeline"
             raise InputError("`cfg_size=2`", why=why, remedy="use parallelize_pipe")
-        networks = _checked({"dit": transformer})
-        _start(Session(networks, None, _for_ranks(values), mesh.running()))
+        networks = _check_networks({"dit": transformer})
+        _attach_session(
+            Session(networks, None, _drop_unused_parallel(values), mesh.get_num_ranks())
+        )
     return transformer
 
 
@@ -110,87 +119,95 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
             video is refused when the pipeline is called.
     """
     with spoken(DIFFUSERS):
-        long: dict[str, Any] = {"step_cache": policy}
+        flags: dict[str, Any] = {"step_cache": policy}
         for name, value in parameters.items():
             flag = name if name in FLAGS else f"step_cache_{name}"
-            if flag not in CACHE:
+            if flag not in CACHE_FLAGS:
                 raise InputError(f"{name} is no parameter of a step cache; remove it.")
-            long[flag] = value
-        values = for_loading(long)
-        before = hooks.session(_networks(pipe, ours=True))
-        if before is not None and before.pipe is None:
+            flags[flag] = value
+        values = for_loading(flags)
+        old_session = hooks.get_session(_get_networks(pipe, allow_hooks=True))
+        if old_session is not None and old_session.pipe is None:
             raise InputError("The network is parallelised alone; call parallelize_pipe instead.")
-        if before is None:
-            session = Session(_networks(pipe), pipe, values, world=1)
+        if old_session is None:
+            session = Session(_get_networks(pipe), pipe, values, world_size=1)
         else:
-            values = {n: v for n, v in before.values.items() if n not in CACHE} | values
-            world = before.setup.parallel.world_size
-            session = Session(before.networks, pipe, values, world, before.team)
-            hooks.detach(before.networks)
-        hooks.attach(session)
+            values = {
+                key: setting
+                for key, setting in old_session.values.items()
+                if key not in CACHE_FLAGS
+            } | values
+            world = old_session.setup.parallel.world_size
+            session = Session(old_session.networks, pipe, values, world, old_session.team)
+            hooks.detach_hooks(old_session.networks)
+        hooks.attach_hooks(session)
     return pipe
 
 
 def deparallelize(pipe: Any) -> Any:
     """Removes parallelism and step cache from a pipeline or a transformer; returns it."""
-    alone = isinstance(pipe, nn.Module)
-    networks = _checked({"dit": pipe}, ours=True) if alone else _networks(pipe, ours=True)
-    session = hooks.session(networks)
-    hooks.detach(networks)
-    if session is not None and session.team is not None:
-        session.team.release()
+    is_network = isinstance(pipe, nn.Module)
+    networks = (
+        _check_networks({"dit": pipe}, allow_hooks=True)
+        if is_network
+        else _get_networks(pipe, allow_hooks=True)
+    )
+    session = hooks.get_session(networks)
+    hooks.detach_hooks(networks)
+    if session is not None and session.groups is not None:
+        session.groups.release()
     return pipe
 
 
-def _start(session: Session) -> None:
-    hooks.attach(session)
+def _attach_session(session: Session) -> None:
+    hooks.attach_hooks(session)
     session.announce()
 
 
-def _for_ranks(values: dict[str, Any]) -> dict[str, Any]:
+def _drop_unused_parallel(values: dict[str, Any]) -> dict[str, Any]:
     """Drops settings of parallelism in a single process, so that a script runs on 1 or N ranks."""
-    if mesh.running() > 1:
+    if mesh.get_num_ranks() > 1:
         return values
-    shares = {name for name in options(Parallel) if values.get(name)} - {"dist_timeout"}
-    if shares:
-        names = ", ".join(f"`{name}`" for name in sorted(shares))
-        said = f"This is one process, so {names} ha{'s' if len(shares) == 1 else 've'} no effect."
-        logger.warning(DIFFUSERS.render(said))
-    return {name: value for name, value in values.items() if name not in shares}
+    unused = {name for name in options(Parallel) if values.get(name)} - {"dist_timeout"}
+    if unused:
+        names = ", ".join(f"`{name}`" for name in sorted(unused))
+        notice = f"This is one process, so {names} ha{'s' if len(unused) == 1 else 've'} no effect."
+        logger.warning(DIFFUSERS.render(notice))
+    return {name: value for name, value in values.items() if name not in unused}
 
 
-def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _load_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in settings.keys() - KEYWORDS:
         raise InputError(f"{name} is no keyword here; there are {', '.join(sorted(KEYWORDS))}.")
     return for_loading(settings)
 
 
-def _networks(pipe: Any, ours: bool = False) -> Networks:
+def _get_networks(pipe: Any, allow_hooks: bool = False) -> Networks:
     """Returns the checked networks of a pipeline by expert."""
     if not isinstance(pipe, WanPipeline | WanImageToVideoPipeline | WanVACEPipeline):
         raise InputError(
             f"{type(pipe).__name__} is not supported; WanPipeline, WanImageToVideoPipeline and "
             "WanVACEPipeline are."
         )
-    found = {"dit": pipe.transformer}
+    by_expert = {"dit": pipe.transformer}
     if pipe.config.boundary_ratio is not None:
-        found = {"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}
-    there = {expert: network for expert, network in found.items() if network is not None}
-    if not there:
+        by_expert = {"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}
+    networks = {expert: network for expert, network in by_expert.items() if network is not None}
+    if not networks:
         raise InputError("The pipeline was loaded without its transformer; load it with one.")
-    if len({id(network) for network in there.values()}) < len(there):
+    if len({id(network) for network in networks.values()}) < len(networks):
         raise InputError("The pipeline has one network as both experts; load it with two.")
-    return _checked(there, ours)
+    return _check_networks(networks, allow_hooks)
 
 
-def _checked(networks: Networks, ours: bool = False) -> Networks:
+def _check_networks(networks: Networks, allow_hooks: bool = False) -> Networks:
     for network in networks.values():
-        for objection in _objections(network, ours):
+        for objection in _find_objections(network, allow_hooks):
             raise InputError(objection)
     return networks
 
 
-def _objections(network: Any, ours: bool) -> Iterator[str]:
+def _find_objections(network: Any, allow_hooks: bool) -> Iterator[str]:
     """Yields a sentence for each property of a network that is incompatible with our hooks.
 
     allow_hooks: the network may have our hooks.
@@ -209,16 +226,19 @@ def _objections(network: Any, ours: bool) -> Iterator[str]:
         )
     if network.is_cache_enabled:
         yield "The network has a cache of diffusers; call its disable_cache(), then this."
-    if ours:
+    if allow_hooks:
         return
-    if hooks.session({"": network}) is not None:
+    if hooks.get_session({"": network}) is not None:
         yield "The network has our hooks already: call deparallelize first, the cache comes last."
     for block in (*network.blocks, *getattr(network, "vace_blocks", ())):
-        usual = block.attn1.get_processor()
-        if type(usual) is not type(block.attn1)._default_processor_cls or usual._attention_backend:
+        processor = block.attn1.get_processor()
+        if (
+            type(processor) is not type(block.attn1)._default_processor_cls
+            or processor._attention_backend
+        ):
             yield (
-                f"Self-attention is computed by {type(usual).__name__} with attention backend "
-                f"{usual._attention_backend}; undo that, and name a kernel by attention_backend."
+                f"Self-attention is computed by {type(processor).__name__} with attention backend "
+                f"{processor._attention_backend}; undo that, and name a kernel by attention_backend."
             )
     if getattr(network, "_parallel_config", None) is not None:
         yield "The network has diffusers' own parallelism; load it without enable_parallelism."

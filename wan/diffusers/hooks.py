@@ -26,48 +26,48 @@ from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.schedule import Grid
 
 NAME = "wan"
-_SCALES = 3  # index of VACE's scales in the arguments after the timestep
+_SCALES_INDEX = 3  # index of VACE's scales in the arguments after the timestep
 
 
-def attach(session: Session) -> None:
+def attach_hooks(session: Session) -> None:
     """Registers the hooks of a session on its networks."""
     for expert, network in session.networks.items():
-        hook = _Network(session, expert, _Hints(network))
-        _registry(network).register_hook(hook, NAME)
-        if session.given.step_cache is not None:
+        hook = _NetworkHook(session, expert, _Hints(network))
+        _get_registry(network).register_hook(hook, NAME)
+        if session.components.step_cache is not None:
             hints = hook.hints
             for layer, block in enumerate(network.blocks):
-                own = _Block(session, network.blocks, layer, hints)
-                _registry(block).register_hook(own, NAME)
+                block_hook = _BlockHook(session, network.blocks, layer, hints)
+                _get_registry(block).register_hook(block_hook, NAME)
             for block in hints.blocks.values():
-                _registry(block).register_hook(_LazyHint(session, hints), NAME)
+                _get_registry(block).register_hook(_LazyHintHook(session, hints), NAME)
 
 
-def detach(networks: Networks) -> None:
+def detach_hooks(networks: Networks) -> None:
     """Removes our hooks from networks."""
     for network in networks.values():
-        _registry(network).remove_hook(NAME, recurse=True)
+        _get_registry(network).remove_hook(NAME, recurse=True)
 
 
-def session(networks: Networks) -> Session | None:
+def get_session(networks: Networks) -> Session | None:
     """Returns the session whose hooks are on the networks, or None."""
-    found = [_registry(network).get_hook(NAME) for network in networks.values()]
-    return found[0].session if found and found[0] is not None else None
+    network_hooks = [_get_registry(network).get_hook(NAME) for network in networks.values()]
+    return network_hooks[0].session if network_hooks and network_hooks[0] is not None else None
 
 
-def _registry(module: Any) -> Any:
+def _get_registry(module: Any) -> Any:
     return HookRegistry.check_if_exists_or_initialize(module)
 
 
-class _Calls(StateManager):
+class _CallContext(StateManager):
     """Stores the `cache_context` of the current call: only a name before diffusers 0.41."""
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.told: Any = None
+        self.call_context: Any = None
 
     def set_context(self, context: Any) -> None:
-        self.told = context
+        self.call_context = context
 
 
 class _Hints:
@@ -85,34 +85,37 @@ class _Hints:
         self.scales: Tensor | None = None
         self.stream: Tensor | None = None
 
-    def hint(self, layer: int, x_BLC: Tensor, given: tuple[Any, ...]) -> Tensor:
+    def compute_hint(self, layer: int, x_BLC: Tensor, block_args: tuple[Any, ...]) -> Tensor:
         """Computes the hint of a layer.
 
         x_BLC: the video stream before the layer's block.
         """
-        text, modulation, rope = given
-        found, self.stream = self.blocks[layer](x_BLC, text, self.stream, modulation, rope)
-        return found if self.scales is None else found * self.scales[[*self.blocks].index(layer)]
+        text, modulation, rope = block_args
+        hint, self.stream = self.blocks[layer](x_BLC, text, self.stream, modulation, rope)
+        return hint if self.scales is None else hint * self.scales[[*self.blocks].index(layer)]
 
 
-class _Network(ModelHook):
+class _NetworkHook(ModelHook):
     """The hook on a transformer: determines the step of a call and shards the tokens."""
 
     _is_stateful = True
 
     def __init__(self, session: Session, expert: str, hints: _Hints) -> None:
         super().__init__()
-        self.session, self.expert, self.calls = session, expert, _Calls()
+        self.session, self.expert, self.calls = session, expert, _CallContext()
         self.hints = hints
 
     def initialize_hook(self, module: Any) -> Any:
         self.processors = module.attn_processors
-        first = {"blocks": 0, "vace_blocks": len(module.blocks)}  # layers of control blocks follow
+        first_layer = {
+            "blocks": 0,
+            "vace_blocks": len(module.blocks),
+        }  # layers of control blocks follow
         ours = {}
         for name in self.processors:
             if name.endswith("attn1.processor"):
                 blocks, index = name.split(".")[:2]
-                ours[name] = _AttentionProcessor(self.session, first[blocks] + int(index))
+                ours[name] = _AttentionProcessor(self.session, first_layer[blocks] + int(index))
         module.set_attn_processor({**self.processors, **ours})
         return module
 
@@ -122,64 +125,67 @@ class _Network(ModelHook):
 
     def reset_state(self, module: Any) -> Any:
         """Ends a video: a pipeline calls this after it."""
-        self.session.end()
+        self.session.end_video()
         return module
 
     def new_forward(
         self, module: Any, hidden_states: Tensor, timestep: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        session, tokens = self.session, self.session.given.sequence_shard
+        session, tokens = self.session, self.session.components.sequence_shard
         session.check_network(module)
         sizes = zip(hidden_states.shape[2:], module.config.patch_size, strict=True)
         grid = cast(Grid, tuple(size // patch for size, patch in sizes))
-        step = self._step(grid)
+        step = self._make_step(grid)
         if session.pipe is not None and step is not None and step.branch == "cond":
             if step.index == 0:
-                session.begin(grid, hidden_states)
+                session.start_video(grid, hidden_states)
                 session.check_inputs(hidden_states, [*args, *kwargs.values()])
             elif step.index == 1:
                 session.check_noise(hidden_states)
         if timestep.ndim == 2:  # one for each token
             timestep = tokens.shard(timestep, grid)
-        at: dict[str, Callable[..., Any]] = {
+        submodule_hooks: dict[str, Callable[..., Any]] = {
             "patch_embedding": lambda _, __, x: _shard_patches(x, tokens, grid),
             "rope": lambda _, __, table: _shard_rotation(table, tokens, grid),
             "proj_out": lambda _, __, x: tokens.gather(x, grid),
         }
         if hasattr(module, "vace_patch_embedding"):
-            at["vace_patch_embedding"] = at["patch_embedding"]
+            submodule_hooks["vace_patch_embedding"] = submodule_hooks["patch_embedding"]
 
         def compute() -> Any:
-            session.now, session.valid_len = step, prod(grid)
-            scales = args[_SCALES] if len(args) > _SCALES else None
+            session.step, session.valid_len = step, prod(grid)
+            scales = args[_SCALES_INDEX] if len(args) > _SCALES_INDEX else None
             self.hints.scales = kwargs.get("control_hidden_states_scale", scales)
             # For this call only: a LoRA may replace these modules.
-            handles = [getattr(module, name).register_forward_hook(at[name]) for name in at]
+            handles = [
+                getattr(module, name).register_forward_hook(submodule_hooks[name])
+                for name in submodule_hooks
+            ]
             try:
                 return self.fn_ref.original_forward(hidden_states, timestep, *args, **kwargs)
             finally:
                 for handle in handles:
                     handle.remove()
 
-        if step is None or not session.pairs:
+        if step is None or not session.pairs_branches:
             return compute()
-        return session.pair(step, hidden_states, compute)
+        return session.compute_paired_branch(step, hidden_states, compute)
 
-    def _step(self, grid: Grid) -> StepInfo | None:
+    def _make_step(self, grid: Grid) -> StepInfo | None:
         """Returns the step of the current call; None if it is unknown."""
-        told, pipe = self.calls.told, self.session.pipe
+        call_context, pipe = self.calls.call_context, self.session.pipe
         if pipe is None:
-            index = getattr(told, "step_index", None)
-            count = getattr(told, "num_inference_steps", None)
+            index = getattr(call_context, "step_index", None)
+            count = getattr(call_context, "num_inference_steps", None)
         else:  # the scheduler has no index before its first step
             index, count = pipe.scheduler.step_index or 0, pipe.num_timesteps
         if index is None or count is None:
             return None
-        branch = getattr(told, "name", told) or "cond"
+        branch = getattr(call_context, "name", call_context) or "cond"
         return StepInfo(index, count, branch, self.expert, grid, prod(grid))
 
 
-class _LazyHint(ModelHook):
+class _LazyHintHook(ModelHook):
     """The hook on a control block, which diffusers calls before all blocks, for a step cache.
 
     It stores the control stream and returns a hint of zero.
@@ -189,41 +195,43 @@ class _LazyHint(ModelHook):
         super().__init__()
         self.session, self.hints = session, hints
 
-    def new_forward(self, _: Any, x_BLC: Tensor, text: Tensor, c_BLC: Tensor, *given: Any) -> Any:
+    def new_forward(
+        self, _: Any, x_BLC: Tensor, text: Tensor, c_BLC: Tensor, *block_args: Any
+    ) -> Any:
         if self.session.in_blocks:
-            return self.fn_ref.original_forward(x_BLC, text, c_BLC, *given)
+            return self.fn_ref.original_forward(x_BLC, text, c_BLC, *block_args)
         self.hints.stream = c_BLC
         return x_BLC.new_zeros(()), c_BLC
 
 
-class _Block(ModelHook):
+class _BlockHook(ModelHook):
     """The hook on a block for a step cache: the first block's call computes all blocks."""
 
     def __init__(self, session: Session, blocks: Sequence[Any], layer: int, hints: _Hints) -> None:
         super().__init__()
         self.session, self.blocks, self.layer, self.hints = session, blocks, layer, hints
 
-    def new_forward(self, _: Any, x_BLC: Tensor, *given: Any) -> Tensor:
+    def new_forward(self, _: Any, x_BLC: Tensor, *block_args: Any) -> Tensor:
         if self.session.in_blocks:
-            return self.fn_ref.original_forward(x_BLC, *given)
-        return x_BLC if self.layer else self._all(x_BLC, given)
+            return self.fn_ref.original_forward(x_BLC, *block_args)
+        return x_BLC if self.layer else self._compute_all_blocks(x_BLC, block_args)
 
     @torch.compiler.disable  # the blocks may be compiled
-    def _all(self, x_BLC: Tensor, given: tuple[Any, ...]) -> Tensor:
-        session, cache = self.session, self.session.given.step_cache
+    def _compute_all_blocks(self, x_BLC: Tensor, block_args: tuple[Any, ...]) -> Tensor:
+        session, cache = self.session, self.session.components.step_cache
         assert cache is not None
 
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
             for layer, block in islice(enumerate(self.blocks), first, last):
-                before, x_BLC = x_BLC, block(x_BLC, *given)
+                x_before, x_BLC = x_BLC, block(x_BLC, *block_args)
                 if layer in self.hints.blocks:
-                    x_BLC = x_BLC + self.hints.hint(layer, before, given)
+                    x_BLC = x_BLC + self.hints.compute_hint(layer, x_before, block_args)
             return x_BLC
 
         session.in_blocks = True
         try:
-            valid = session.given.sequence_shard.num_valid(session.valid_len)
-            return cache(x_BLC, blocks, session.now, valid, x_BLC.dtype)
+            valid = session.components.sequence_shard.num_valid(session.valid_len)
+            return cache(x_BLC, blocks, session.step, valid, x_BLC.dtype)
         finally:
             session.in_blocks = False
 
@@ -233,7 +241,7 @@ class _AttentionProcessor:
 
     def __init__(self, session: Session, layer: int) -> None:
         self.session, self.layer = session, layer
-        self.attention = session.given.attention(layer)
+        self.attention = session.components.attention(layer)
 
     def __call__(
         self,
@@ -244,7 +252,7 @@ class _AttentionProcessor:
         rotary_emb: RopeTable | None = None,
     ) -> Tensor:
         """Returns [B,L,C]; rotary_emb is a result of `_shard_rotation`."""
-        session, cache = self.session, self.session.given.attention_cache
+        session, cache = self.session, self.session.components.attention_cache
         assert rotary_emb is not None, "self-attention has RoPE"
 
         def attend() -> Tensor:
@@ -253,18 +261,18 @@ class _AttentionProcessor:
             else:
                 q, k, v = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
             out_BLND = self.attention(
-                _rotated(attn.norm_q(q), attn.heads, rotary_emb),
-                _rotated(attn.norm_k(k), attn.heads, rotary_emb),
+                _rotate_qk(attn.norm_q(q), attn.heads, rotary_emb),
+                _rotate_qk(attn.norm_k(k), attn.heads, rotary_emb),
                 v.unflatten(-1, (attn.heads, -1)),
                 valid_len=session.valid_len,
-                step=session.now,
+                step=session.step,
             )
             return attn.to_out[1](attn.to_out[0](out_BLND.flatten(2)))
 
-        return attend() if cache is None else cache(attend, session.now, self.layer)
+        return attend() if cache is None else cache(attend, session.step, self.layer)
 
 
-def _rotated(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:
+def _rotate_qk(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:
     """Splits x into heads [B,L,N,D] and applies RoPE."""
     return apply_rope(x_BLC.unflatten(-1, (heads, -1)).float(), table).type_as(x_BLC)
 

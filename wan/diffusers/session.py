@@ -16,13 +16,13 @@ from diffusers import WanImageToVideoPipeline, WanTransformer3DModel, WanVACETra
 from torch import Tensor
 
 from wan import device as devices
-from wan.cache.tea import embedding_changes
+from wan.cache.tea import compute_embedding_changes
 from wan.checkpoint.config import KINDS, DitConfig
 from wan.checkpoint.layout import Checkpoint, DitFiles, published
 from wan.distributed import mesh
-from wan.distributed.mesh import Team
+from wan.distributed.mesh import ParallelGroups
 from wan.kernels.base import StepInfo, Target
-from wan.kernels.select import select
+from wan.kernels.select import select_kernels
 from wan.log import logger
 from wan.pipeline import build
 from wan.pipeline.denoise import Branches, both_here
@@ -55,8 +55,8 @@ class Session:
         networks: Networks,
         pipe: Any,
         values: dict[str, Any],
-        world: int,
-        team: Team | None = None,
+        world_size: int,
+        groups: ParallelGroups | None = None,
     ) -> None:
         """Checks the settings and builds attention, token shard and caches.
 
@@ -67,40 +67,49 @@ class Session:
             groups: Existing groups of these ranks; None: they are made.
         """
         self.networks, self.pipe, self.values = networks, pipe, values
-        one = next(iter(networks.values()))
-        self.setup, notices = _setup(networks, values, world)
-        index = one.device.index
+        network = next(iter(networks.values()))
+        self.setup, notices = _make_session_setup(networks, values, world_size)
+        index = network.device.index
         if index is None and torch.accelerator.is_available():
             index = torch.accelerator.current_device_index()
         device = devices.resolve(self.setup.execution.device, index or 0)
         self.setup.check_device(device.can)
         parallel, head_dim = self.setup.parallel, self.setup.checkpoint.head_dim
-        target = Target(device, head_dim, one.dtype)
-        selected = select(self.setup.attention, target, {}, compiled=True)
-        self.team = team or (mesh.form(device, parallel.sizes) if world > 1 else None)
-        self.caches = build.step_caches(self.setup, self.team)
-        self.caches.changes = self._changes
-        self.given = build.collaborators(self.setup, selected, self.team, self.caches)
-        self.pairs = parallel.cfg_size == 2 or self.caches.at("uncond") is not None
-        self._waiting: tuple[Callable[[], Any], Tensor] | None = None
-        self.now: StepInfo | None = None
-        self.valid_len, self.in_blocks, self._running = 0, False, False
-        self._notices, self._line = notices, build.attention_line(self.setup, selected)
+        target = Target(device, head_dim, network.dtype)
+        selected = select_kernels(self.setup.attention, target, {}, compile_blocks=True)
+        self.groups = groups or (
+            mesh.make_parallel_groups(device, parallel.sizes) if world_size > 1 else None
+        )
+        self.caches = build.step_caches(self.setup, self.groups)
+        self.caches.compute_changes = self._compute_embedding_changes
+        self.components = build.collaborators(self.setup, selected, self.groups, self.caches)
+        self.pairs_branches = (
+            parallel.cfg_size == 2 or self.caches.get_if_skips("uncond") is not None
+        )
+        self._pending_cond: tuple[Callable[[], Any], Tensor] | None = None
+        self.step: StepInfo | None = None
+        self.valid_len, self.in_blocks, self._is_running = 0, False, False
+        self._notices, self._attention_line = notices, build.attention_line(self.setup, selected)
 
     def announce(self) -> None:
         """Logs the attention and the notices on the main rank."""
-        if self.team is None or self.team.is_main:
+        if self.groups is None or self.groups.is_main:
             for notice in self._notices:
                 logger.warning(DIFFUSERS.render(notice))
-            logger.info("%s", self._line)
+            logger.info("%s", self._attention_line)
 
-    def begin(self, grid: Grid, x_BCFHW: Tensor) -> None:
+    def start_video(self, grid: Grid, x_BCFHW: Tensor) -> None:
         """Starts a video; all ranks refuse settings that do not fit it."""
-        self._waiting = None
-        request = self._request(grid)
-        if self.team is not None:
-            drawn = x_BCFHW[:, : request.latent_shape[0], -1].float().sum().item()
-            if len(set(self.team.gather((drawn, grid, request.sample_steps, request.guided)))) > 1:
+        self._pending_cond = None
+        request = self._make_request(grid)
+        if self.groups is not None:
+            noise_sum = x_BCFHW[:, : request.latent_shape[0], -1].float().sum().item()
+            if (
+                len(
+                    set(self.groups.gather((noise_sum, grid, request.sample_steps, request.guided)))
+                )
+                > 1
+            ):
                 raise InputError(
                     "The ranks begin different videos: call the pipeline with the same arguments "
                     "on each, and with generators of the same seed."
@@ -108,10 +117,10 @@ class Session:
         with spoken(DIFFUSERS):
             for notice in self.setup.check_request(request):
                 logger.warning(DIFFUSERS.render(notice))
-        self.caches.start(request)
-        self._running = True
+        self.caches.start_video(request)
+        self._is_running = True
 
-    def check_inputs(self, x_BCFHW: Tensor, others: Sequence[Any]) -> None:
+    def check_inputs(self, x_BCFHW: Tensor, other_inputs: Sequence[Any]) -> None:
         """Refuses texts, images and videos that differ between ranks.
 
         64 values of each tensor are compared. Devices may round differently, but different inputs
@@ -121,18 +130,20 @@ class Session:
             x_BCFHW: The network's input; the channels after the latents hold an image.
             other_inputs: The network's other arguments.
         """
-        if self.team is None:
+        if self.groups is None:
             return
         image = x_BCFHW[:, self.setup.preset.latent_channels :]
-        found = [one.flatten() for one in (image, *others) if isinstance(one, Tensor)]
-        places = [torch.linspace(0, len(one) - 1, 64).long() for one in found if len(one)]
-        filled = [one for one in found if len(one)]
-        samples = [one.float().cpu()[at] for one, at in zip(filled, places, strict=True)]
-        of_ranks = self.team.gather(samples)
-        if len({len(one) for one in of_ranks}) > 1 or any(
-            (one - ranks[0]).abs().max() > 0.02 * torch.stack(ranks).abs().max()
-            for ranks in zip(*of_ranks, strict=True)
-            for one in ranks
+        inputs = [x.flatten() for x in (image, *other_inputs) if isinstance(x, Tensor)]
+        sample_indices = [torch.linspace(0, len(x) - 1, 64).long() for x in inputs if len(x)]
+        nonempty = [x for x in inputs if len(x)]
+        samples = [
+            x.float().cpu()[indices] for x, indices in zip(nonempty, sample_indices, strict=True)
+        ]
+        samples_by_rank = self.groups.gather(samples)
+        if len({len(x) for x in samples_by_rank}) > 1 or any(
+            (x - rank_samples[0]).abs().max() > 0.02 * torch.stack(rank_samples).abs().max()
+            for rank_samples in zip(*samples_by_rank, strict=True)
+            for x in rank_samples
         ):
             raise InputError(
                 "The ranks have other texts, images or videos: call the pipeline with the same "
@@ -141,10 +152,10 @@ class Session:
 
     def check_noise(self, x_BCFHW: Tensor) -> None:
         """Refuses a scheduler that has added different noise on each rank in the first step."""
-        if self.team is None:
+        if self.groups is None:
             return
         x = x_BCFHW[:, : self.setup.preset.latent_channels, -1].float()
-        means = self.team.gather(x.mean().item())
+        means = self.groups.gather(x.mean().item())
         if max(means) - min(means) > 1e-4 * x.std().item():  # different noise differs by more
             raise InputError(
                 f"{type(self.pipe.scheduler).__name__} draws noise from PyTorch's own generator: "
@@ -164,46 +175,52 @@ class Session:
                 "pass that pipeline to parallelize_pipe, or the network to parallelize_transformer."
             )
 
-    def end(self) -> None:
+    def end_video(self) -> None:
         """Ends a video: frees cached tensors and logs the skipped steps."""
-        summary = self.caches.summary() if self._running else None
-        if summary is not None and (self.team is None or self.team.is_main):
+        summary = self.caches.summarize() if self._is_running else None
+        if summary is not None and (self.groups is None or self.groups.is_main):
             logger.info("%s", summary)
-        self._running, self._waiting = False, None
-        self.caches.end()
+        self._is_running, self._pending_cond = False, None
+        self.caches.clear()
 
-    def pair(self, step: StepInfo, x_BCFHW: Tensor, compute: Callable[[], Any]) -> tuple[Tensor]:
+    def compute_paired_branch(
+        self, step: StepInfo, x_BCFHW: Tensor, compute: Callable[[], Any]
+    ) -> tuple[Tensor]:
         """Computes one call of a step whose two branches are computed together.
 
         The cond call returns a tensor of NaNs, which the uncond call fills.
         """
         if step.branch == "cond":
-            if not self.pipe.do_classifier_free_guidance or self._waiting is not None:
+            if not self.pipe.do_classifier_free_guidance or self._pending_cond is not None:
                 raise InputError(
                     "Guidance ends in the middle of the video, but its branches are computed "
                     "together (`cfg_size=2`, or the step cache cfg); keep it, or drop them."
                 )
             shape = (x_BCFHW.shape[0], self.setup.preset.latent_channels, *x_BCFHW.shape[2:])
-            self._waiting = compute, x_BCFHW.new_full(shape, float("nan"))
-            return (self._waiting[1],)
-        assert self._waiting is not None, "pipelines call cond, then uncond"
-        (cond, out), self._waiting = self._waiting, None
-        each = {"cond": cond, "uncond": compute}
-        branches: Branches = both_here
-        if self.setup.parallel.cfg_size == 2 and self.team is not None:
-            branches = self.team.both_branches
-        guidance = self.caches.at("uncond")
+            self._pending_cond = compute, x_BCFHW.new_full(shape, float("nan"))
+            return (self._pending_cond[1],)
+        assert self._pending_cond is not None, "pipelines call cond, then uncond"
+        (compute_cond, out), self._pending_cond = self._pending_cond, None
+        compute_by_branch = {"cond": compute_cond, "uncond": compute}
+        compute_branches: Branches = both_here
+        if self.setup.parallel.cfg_size == 2 and self.groups is not None:
+            compute_branches = self.groups.compute_branches
+        guidance = self.caches.get_if_skips("uncond")
         if guidance is not None:
-            branches = partial(guidance, step.index, branches)
-        found, uncond = branches(lambda name: each[name]()[0].float())  # caches take its spectrum
-        out.copy_(found)
-        return (uncond.to(out.dtype),)
+            compute_branches = partial(guidance, step.index, compute_branches)
+        cond_result, uncond_result = compute_branches(
+            lambda name: compute_by_branch[name]()[0].float()
+        )  # caches take its spectrum
+        out.copy_(cond_result)
+        return (uncond_result.to(out.dtype),)
 
-    def _request(self, grid: Grid) -> Request:
+    def _make_request(self, grid: Grid) -> Request:
         """Makes the request of the pipeline's video, for checks and step caches."""
         pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
-        told, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
-        high = sum(t >= (boundary or 0) * config.num_train_timesteps for t in told)
+        step_timesteps, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
+        high_noise_steps = sum(
+            t >= (boundary or 0) * config.num_train_timesteps for t in step_timesteps
+        )
         frames, height, width = (
             n * patch * stride
             for n, patch, stride in zip(grid, preset.patch_size, preset.vae_stride, strict=True)
@@ -216,23 +233,28 @@ class Session:
             "base_seed": 0,
             **({} if boundary is None else {"boundary": boundary}),
         }
-        if self.setup.policy is not None and self.setup.policy.by_shift:
+        if self.setup.policy is not None and self.setup.policy.requires_shift:
             shift = config.get("flow_shift") or config.get("shift") or 1.0
-            values |= {"sample_steps": len(told), "sample_shift": shift}
+            values |= {"sample_steps": len(step_timesteps), "sample_shift": shift}
         else:
-            values |= {"sample_solver": "euler", "timesteps": tuple(told)}
-            values |= {} if boundary is None else {"boundary_step": high}
-        covers = preset.kind == "ti2v" and isinstance(pipe, WanImageToVideoPipeline)
-        request = make_request(preset, values, (width, height) if covers else None)
-        if boundary is not None and timesteps.schedule(request).high_noise_steps != high:
+            values |= {"sample_solver": "euler", "timesteps": tuple(step_timesteps)}
+            values |= {} if boundary is None else {"boundary_step": high_noise_steps}
+        covers_image = preset.kind == "ti2v" and isinstance(pipe, WanImageToVideoPipeline)
+        request = make_request(preset, values, (width, height) if covers_image else None)
+        if (
+            boundary is not None
+            and timesteps.schedule(request).high_noise_steps != high_noise_steps
+        ):
             raise InputError(
-                f"The scheduler gives {high} of {len(told)} steps to the high-noise network, which "
+                f"The scheduler gives {high_noise_steps} of {len(step_timesteps)} steps to the high-noise network, which "
                 "is not the schedule that curves of mag are made for; use another step cache."
             )
         return request
 
-    def _changes(self, expert: str, told: Sequence[float]) -> Sequence[float]:
-        """Implements `wan.cache.policy.Changes`."""
+    def _compute_embedding_changes(
+        self, expert: str, step_timesteps: Sequence[float]
+    ) -> Sequence[float]:
+        """Implements `wan.cache.policy.ComputeChanges`."""
         embedder = self.networks[expert].condition_embedder.time_embedder
         if embedder.linear_1.weight.is_meta:
             raise InputError(
@@ -240,54 +262,58 @@ class Session:
                 "are offloaded; use another cache, or enable_model_cpu_offload."
             )
         weights = {
-            f"time_embedding.{place}.{part}": getattr(layer, part).detach().float().cpu()
-            for place, layer in ((0, embedder.linear_1), (2, embedder.linear_2))
-            for part in ("weight", "bias")
+            f"time_embedding.{index}.{name}": getattr(layer, name).detach().float().cpu()
+            for index, layer in ((0, embedder.linear_1), (2, embedder.linear_2))
+            for name in ("weight", "bias")
         }
-        return embedding_changes(weights, told)
+        return compute_embedding_changes(weights, step_timesteps)
 
 
-def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setup, tuple[str, ...]]:
+def _make_session_setup(
+    networks: Networks, values: dict[str, Any], world: int
+) -> tuple[Setup, tuple[str, ...]]:
     """Makes the setup of loaded networks, with notices."""
-    one = next(iter(networks.values()))
+    first_network = next(iter(networks.values()))
     dtypes = {network.dtype for network in networks.values()}
     if dtypes - _PRECISIONS.keys() or len(dtypes) > 1:
-        named = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        dtype_names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise InputError(
-            f"The networks compute in {named}; load all of them with torch_dtype torch.bfloat16, "
+            f"The networks compute in {dtype_names}; load all of them with torch_dtype torch.bfloat16, "
             "or torch.float32."
         )
-    if one.device.type not in ("cpu", "meta"):
-        values = {"device": one.device.type, **values}
-    preset, checkpoint = _described(networks)
-    return make_setup(values | {"precision": _PRECISIONS[one.dtype]}, preset, checkpoint, world)
+    if first_network.device.type not in ("cpu", "meta"):
+        values = {"device": first_network.device.type, **values}
+    preset, checkpoint = _describe_networks(networks)
+    return make_setup(
+        values | {"precision": _PRECISIONS[first_network.dtype]}, preset, checkpoint, world
+    )
 
 
-def _described(networks: Networks) -> tuple[Preset, Checkpoint]:
+def _describe_networks(networks: Networks) -> tuple[Preset, Checkpoint]:
     """Finds the task of networks, and describes them as a checkpoint without files."""
-    one = next(iter(networks.values()))
-    config, controlled = one.config, isinstance(one, WanVACETransformer3DModel)
-    kind = "vace" if controlled else KINDS.get(config.in_channels)
+    network = next(iter(networks.values()))
+    config, is_vace = network.config, isinstance(network, WanVACETransformer3DModel)
+    kind = "vace" if is_vace else KINDS.get(config.in_channels)
     heads = config.num_attention_heads
     if kind is None:
         raise InputError(
             f"A Wan network of {config.in_channels} input channels is not supported; t2v (16), i2v "
             "(36) and ti2v (48) are."
         )
-    images = 0 if not config.image_dim else 2 if config.pos_embed_seq_len else 1
+    num_images = 0 if not config.image_dim else 2 if config.pos_embed_seq_len else 1
 
-    def likeness(preset: Preset) -> tuple[bool, ...]:
+    def similarity(preset: Preset) -> tuple[bool, ...]:
         experts = {*preset.experts} == {*networks}
-        return preset.kind == kind, experts, preset.images == images, preset.num_heads == heads
+        return preset.kind == kind, experts, preset.images == num_images, preset.num_heads == heads
 
-    preset = max(PRESETS.values(), key=likeness)
+    preset = max(PRESETS.values(), key=similarity)
     base = published(preset)
-    sizes = {
+    overrides = {
         "dim": heads * config.attention_head_dim,
         "num_heads": heads,
         "num_layers": config.num_layers,
     }
-    if controlled:
-        sizes["vace_layers"] = tuple(config.vace_layers)
-    files = DitFiles(Path(preset.folder), cast(DitConfig, {**base.config, **sizes}), {})
+    if is_vace:
+        overrides["vace_layers"] = tuple(config.vace_layers)
+    files = DitFiles(Path(preset.folder), cast(DitConfig, {**base.config, **overrides}), {})
     return preset, replace(base, experts=dict.fromkeys(networks, files))

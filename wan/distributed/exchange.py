@@ -15,37 +15,37 @@ from torch import Tensor
 
 from wan import trace
 from wan.distributed import compiled
-from wan.distributed.pieces import Part, Pieces, packed
+from wan.distributed.packed_buffer import PackedBuffer, TensorSpec, pack_tensors
 from wan.torch_private import all_gather, all_to_all_in_graph
 
 
-class Alone(Enum):
+class SingleRank(Enum):
     """A group of this process only, also where torch.distributed is initialized."""
 
-    ALONE = "alone"
+    SINGLE_RANK = "alone"
 
 
-ALONE = Alone.ALONE
-Group = dist.ProcessGroup | Alone | None
+SINGLE_RANK = SingleRank.SINGLE_RANK
+Group = dist.ProcessGroup | SingleRank | None
 """None: the default group if torch.distributed is initialized, else this process only."""
 
 
-def process_group(group: Group) -> dist.ProcessGroup | None:
+def to_process_group(group: Group) -> dist.ProcessGroup | None:
     """Converts a group of several ranks to the argument that torch.distributed takes."""
-    return None if group is Alone.ALONE else group
+    return None if group is SingleRank.SINGLE_RANK else group
 
 
-def group_size(group: Group) -> int:
-    alone = group is ALONE or not dist.is_initialized()
-    return 1 if alone else dist.get_world_size(process_group(group))
+def get_group_size(group: Group) -> int:
+    is_single = group is SINGLE_RANK or not dist.is_initialized()
+    return 1 if is_single else dist.get_world_size(to_process_group(group))
 
 
-def group_rank(group: Group) -> int:
-    alone = group is ALONE or not dist.is_initialized()
-    return 0 if alone else dist.get_rank(process_group(group))
+def get_group_rank(group: Group) -> int:
+    is_single = group is SINGLE_RANK or not dist.is_initialized()
+    return 0 if is_single else dist.get_rank(to_process_group(group))
 
 
-class Pending:
+class PendingExchange:
     """A started all-to-all. It keeps the send buffer alive until the result is waited for.
 
     Args:
@@ -60,53 +60,60 @@ class Pending:
 
     def __init__(
         self,
-        received: Pieces | Sequence[Tensor],
-        back: bool = False,
+        received: PackedBuffer | Sequence[Tensor],
+        gathers_heads: bool = False,
         work: dist.Work | None = None,
-        send: Tensor | None = None,
-        what: str = "",
+        send_buffer: Tensor | None = None,
+        name: str = "",
     ) -> None:
-        self._received: Pieces | Sequence[Tensor] | None = received
-        self._back, self._work, self._send, self.what = back, work, send, what
-        self.in_graph: Tensor | None = None
-        if torch.compiler.is_compiling() and isinstance(received, Pieces):
-            self.in_graph = received.memory
+        self._received: PackedBuffer | Sequence[Tensor] | None = received
+        self._gathers_heads, self._work, self._send_buffer, self.name = (
+            gathers_heads,
+            work,
+            send_buffer,
+            name,
+        )
+        self.graph_output: Tensor | None = None
+        if torch.compiler.is_compiling() and isinstance(received, PackedBuffer):
+            self.graph_output = received.memory
 
-    def tensors(self) -> list[Tensor]:
+    def wait_tensors(self) -> list[Tensor]:
         """Waits for the exchange and returns views [B,S,h,D] of all its tensors; call it once."""
-        with trace.span("a2a wait" if self.what else "copy", what=self.what):
-            received = self._arrived()
-            if isinstance(received, Pieces):
-                return received.tensors()
+        with trace.span("a2a wait" if self.name else "copy", what=self.name):
+            received = self._take_received()
+            if isinstance(received, PackedBuffer):
+                return received.unpack()
             return [x.contiguous() for x in received]
 
-    def wait(self, into: Tensor | None = None) -> Tensor:
+    def wait(self, out: Tensor | None = None) -> Tensor:
         """Waits for an exchange of one tensor and returns it; call it once.
 
         With `out` the result is written into it; without, the result is contiguous.
         """
-        if not self._back:
-            (x,) = self.tensors()
-            return x.contiguous() if into is None else into.copy_(x)
-        with trace.span("a2a wait" if self.what else "copy", what=self.what):
-            received = self._arrived()
-            if not isinstance(received, Pieces):
-                return received[0].contiguous() if into is None else into.copy_(received[0])
-            part, heads = received.parts[0], sum(received.heads)
-            if into is None:
-                shape = (part.batch, part.rows, heads, part.width)
-                into = torch.empty(shape, dtype=part.dtype, device=received.memory.device)
-            for (first, last), run in received.runs(0):
-                x_BsmhD = run[..., 0, :].movedim(0, 2)
-                into[:, :, first:last].unflatten(2, x_BsmhD.shape[2:4]).copy_(x_BsmhD)
-            return into
+        if not self._gathers_heads:
+            (x,) = self.wait_tensors()
+            return x.contiguous() if out is None else out.copy_(x)
+        with trace.span("a2a wait" if self.name else "copy", what=self.name):
+            received = self._take_received()
+            if not isinstance(received, PackedBuffer):
+                return received[0].contiguous() if out is None else out.copy_(received[0])
+            spec, num_heads = received.specs[0], sum(received.heads)
+            if out is None:
+                shape = (spec.batch, spec.rows, num_heads, spec.width)
+                out = torch.empty(shape, dtype=spec.dtype, device=received.memory.device)
+            for (first, last), view in received.iter_views(0):
+                x_BsmhD = view[..., 0, :].movedim(0, 2)
+                out[:, :, first:last].unflatten(2, x_BsmhD.shape[2:4]).copy_(x_BsmhD)
+            return out
 
-    def _arrived(self) -> Pieces | Sequence[Tensor]:
+    def _take_received(self) -> PackedBuffer | Sequence[Tensor]:
         received = self._received
         assert received is not None, "an exchange is waited for once"
         if self._work is not None:
             self._work.wait()
-        self._received = self._work = self._send = None  # a Work may reference the send buffer
+        self._received = self._work = self._send_buffer = (
+            None  # a Work may reference the send buffer
+        )
         return received
 
 
@@ -135,9 +142,9 @@ def start_all_to_all_4D(
     *,
     heads: Sequence[int] | None = None,
     async_op: bool = True,
-    after: Pending | None = None,
-    what: str = "x",
-) -> Pending:
+    after: PendingExchange | None = None,
+    name: str = "x",
+) -> PendingExchange:
     """Starts `all_to_all_4D` and returns a handle.
 
     Each direction makes one contiguous copy. Scattering packs the heads by rank, so that the
@@ -154,26 +161,26 @@ def start_all_to_all_4D(
             f"scatter_idx and gather_idx are {scatter_idx} and {gather_idx}; "
             "use 2 and 1 to scatter heads, or 1 and 2 to gather them."
         )
-    ranks, size = group_size(group), x.shape[scatter_idx]
-    if size % ranks and (scatter_idx == 1 or heads is None):
+    num_ranks, axis_size = get_group_size(group), x.shape[scatter_idx]
+    if axis_size % num_ranks and (scatter_idx == 1 or heads is None):
         axis = {1: "tokens", 2: "heads"}[scatter_idx]
-        raise ValueError(f"{size} {axis} cannot be divided among {ranks} ranks.")
+        raise ValueError(f"{axis_size} {axis} cannot be divided among {num_ranks} ranks.")
     if scatter_idx == 2:
-        heads = (size // ranks,) * ranks if heads is None else heads
-        return start_in([x], heads, group, async_op=async_op, after=after, what=what)
-    heads = (x.shape[2],) * ranks if heads is None else heads
-    return start_out(x, heads, group, async_op=async_op, what=what)
+        heads = (axis_size // num_ranks,) * num_ranks if heads is None else heads
+        return start_scatter_heads([x], heads, group, async_op=async_op, after=after, name=name)
+    heads = (x.shape[2],) * num_ranks if heads is None else heads
+    return start_gather_heads(x, heads, group, async_op=async_op, name=name)
 
 
-def start_in(
-    tensors: Sequence[Tensor] | Pieces,
+def start_scatter_heads(
+    tensors: Sequence[Tensor] | PackedBuffer,
     heads: Sequence[int],
     group: Group,
     *,
     async_op: bool = True,
-    after: Pending | None = None,
-    what: str = "x",
-) -> Pending:
+    after: PendingExchange | None = None,
+    name: str = "x",
+) -> PendingExchange:
     """Starts one all-to-all of several tensors, [B,s,N,D] each, to [B,S,h,D].
 
     Args:
@@ -184,58 +191,74 @@ def start_in(
         name: Of the exchange in a trace.
     """
     if len(heads) == 1:
-        return Pending(tensors.tensors() if isinstance(tensors, Pieces) else tensors)
-    if isinstance(tensors, Pieces):
-        send = tensors
+        return PendingExchange(tensors.unpack() if isinstance(tensors, PackedBuffer) else tensors)
+    if isinstance(tensors, PackedBuffer):
+        send_buffer = tensors
     elif torch.compiler.is_compiling():
-        send = compiled.packed(tensors, heads, None if after is None else after.in_graph)
+        send_buffer = compiled.pack_in_graph(
+            tensors, heads, None if after is None else after.graph_output
+        )
     else:
-        with trace.span("pack", what=what):
-            send = packed(tensors, heads)
-    arriving = (heads[group_rank(group)],) * len(heads)
-    return _started(send, arriving, group, async_op, False, what)
+        with trace.span("pack", what=name):
+            send_buffer = pack_tensors(tensors, heads)
+    received_heads = (heads[get_group_rank(group)],) * len(heads)
+    return _start_exchange(send_buffer, received_heads, group, async_op, False, name)
 
 
-def start_out(
-    x_BShD: Tensor, heads: Sequence[int], group: Group, *, async_op: bool = True, what: str = "out"
-) -> Pending:
+def start_gather_heads(
+    x_BShD: Tensor, heads: Sequence[int], group: Group, *, async_op: bool = True, name: str = "out"
+) -> PendingExchange:
     """Starts the all-to-all [B,S,h,D] -> [B,s,N,D]; arguments as for `start_scatter_heads`."""
-    ranks = len(heads)
-    if ranks == 1:
-        return Pending([x_BShD], back=True)
-    batch, rows, mine, width = x_BShD.shape
-    part = Part(batch, rows // ranks, 1, width, x_BShD.dtype)
-    pieces = as_bytes(x_BShD).unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()
-    send = Pieces([part], (mine,) * ranks, pieces)
-    return _started(send, heads, group, async_op, True, what)
+    num_ranks = len(heads)
+    if num_ranks == 1:
+        return PendingExchange([x_BShD], gathers_heads=True)
+    batch, num_tokens, local_heads, width = x_BShD.shape
+    spec = TensorSpec(batch, num_tokens // num_ranks, 1, width, x_BShD.dtype)
+    memory = view_float8_as_bytes(x_BShD).unflatten(1, (num_ranks, -1)).movedim(1, 0).contiguous()
+    send_buffer = PackedBuffer([spec], (local_heads,) * num_ranks, memory)
+    return _start_exchange(send_buffer, heads, group, async_op, True, name)
 
 
-def _started(
-    send: Pieces, arriving: Sequence[int], group: Group, async_op: bool, back: bool, what: str
-) -> Pending:
+def _start_exchange(
+    send_buffer: PackedBuffer,
+    received_heads: Sequence[int],
+    group: Group,
+    async_op: bool,
+    gathers_heads: bool,
+    name: str,
+) -> PendingExchange:
     """Starts the all-to-all of a send buffer. received_heads: heads received from each rank."""
-    received = Pieces(send.parts, arriving, send.memory.device)
-    arrives, leaves = received.memory, send.memory
-    splits: list[list[int] | None] = [received.splits, send.splits]
-    if len({*send.heads, *arriving}) == 1:  # unequal sizes need flat memory
-        arrives, leaves, splits = received.by_rank, send.by_rank, [None, None]
+    received = PackedBuffer(send_buffer.specs, received_heads, send_buffer.memory.device)
+    recv_tensor, send_tensor = received.memory, send_buffer.memory
+    splits: list[list[int] | None] = [received.splits, send_buffer.splits]
+    if len({*send_buffer.heads, *received_heads}) == 1:  # unequal sizes need flat memory
+        recv_tensor, send_tensor, splits = received.by_rank, send_buffer.by_rank, [None, None]
     if torch.compiler.is_compiling():
-        in_graph = all_to_all_in_graph(leaves, splits[0], splits[1], process_group(group))
-        return Pending(Pieces(send.parts, arriving, in_graph), back, what=what)
-    with trace.span("a2a", leaves, what=what, beside=async_op):
-        options = process_group(group), async_op
-        work = dist.all_to_all_single(arrives, leaves, splits[0], splits[1], *options)
-    return Pending(received, back, work, send.memory if async_op else None, what)
+        graph_output = all_to_all_in_graph(
+            send_tensor, splits[0], splits[1], to_process_group(group)
+        )
+        return PendingExchange(
+            PackedBuffer(send_buffer.specs, received_heads, graph_output), gathers_heads, name=name
+        )
+    with trace.span("a2a", send_tensor, what=name, beside=async_op):
+        options = to_process_group(group), async_op
+        work = dist.all_to_all_single(recv_tensor, send_tensor, splits[0], splits[1], *options)
+    return PendingExchange(
+        received, gathers_heads, work, send_buffer.memory if async_op else None, name
+    )
 
 
 def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
     """Gathers [B,s,...] of every rank to [B,S,...] in rank order, for any dtype."""
-    out = torch.empty(group_size(group), *x.shape, dtype=x.dtype, device=x.device)
-    received, send = as_bytes(out).flatten(0, 1), as_bytes(x.contiguous())
-    all_gather(received, send, process_group(group))
+    out = torch.empty(get_group_size(group), *x.shape, dtype=x.dtype, device=x.device)
+    recv_bytes, send_bytes = (
+        view_float8_as_bytes(out).flatten(0, 1),
+        view_float8_as_bytes(x.contiguous()),
+    )
+    all_gather(recv_bytes, send_bytes, to_process_group(group))
     return out.movedim(0, 1).flatten(1, 2)
 
 
-def as_bytes(x: Tensor) -> Tensor:
+def view_float8_as_bytes(x: Tensor) -> Tensor:
     """Views a tensor with one byte per element as uint8, because gloo has no float8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Sharded:
+class FsdpSharding:
     """Implements `wan.checkpoint.load.Sharding`: keeps this rank's rows of every parameter.
 
     Attributes:
@@ -53,15 +53,15 @@ class Sharded:
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
         """Returns the local tensor, to be written in place, and its range of rows."""
         assert isinstance(parameter, DTensor), "the network has not been sharded"
-        return parameter.to_local(), local_rows(parameter)
+        return parameter.to_local(), compute_row_range(parameter)
 
 
-def local_rows(parameter: DTensor) -> slice:
+def compute_row_range(parameter: DTensor) -> slice:
     """Computes which rows of a parameter, sharded over one axis, this rank holds.
 
     Each rank gets ceil(rows / ranks) consecutive rows; the last ranks get fewer, or none.
     """
-    rows, mesh = parameter.shape[0], parameter.device_mesh
-    size = -(-rows // mesh.size())
-    start = min(mesh.get_local_rank() * size, rows)
-    return slice(start, min(start + size, rows))
+    num_rows, mesh = parameter.shape[0], parameter.device_mesh
+    rows_per_rank = -(-num_rows // mesh.size())
+    start = min(mesh.get_local_rank() * rows_per_rank, num_rows)
+    return slice(start, min(start + rows_per_rank, num_rows))

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Team:
+class ParallelGroups:
     """The process groups of a run: the mesh of all ranks."""
 
     mesh: DeviceMesh
@@ -43,19 +43,19 @@ class Team:
         mesh = self.mesh[axes]
         if len(axes) > 1:
             mesh = torch_private.flatten(mesh, "_".join(axes))
-        return self._bounded(mesh).get_group()
+        return self._set_timeout(mesh).get_group()
 
     def world_mesh(self) -> DeviceMesh:
         """Return a mesh with one axis over all ranks, for sharded weights."""
-        return self._bounded(torch_private.flatten(self.mesh, "world"))
+        return self._set_timeout(torch_private.flatten(self.mesh, "world"))
 
-    def _bounded(self, mesh: DeviceMesh) -> DeviceMesh:
+    def _set_timeout(self, mesh: DeviceMesh) -> DeviceMesh:
         """Set the run's timeout, because DeviceMesh gives its groups PyTorch's default."""
         if self.timeout is not None and self.device.type != "npu":  # HCCL has other limits
             torch_private.set_timeout(mesh.get_group(), self.timeout)
         return mesh
 
-    def connect(self) -> None:
+    def warm_up(self) -> None:
         """Open all connections by one small collective of each kind in every group.
 
         Communication libraries connect at a group's first use. If ranks reach it at different
@@ -63,42 +63,48 @@ class Team:
         """
         for axes in (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses")):
             group = self.group(*axes)
-            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-            if ranks == 1:
+            num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+            if num_ranks == 1:
                 continue
-            sent = torch.zeros(ranks, device=self.device.torch_device)
-            dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-            torch_private.all_gather(torch.empty_like(sent), sent[:1], group)
+            buffer = torch.zeros(num_ranks, device=self.device.torch_device)
+            dist.all_to_all_single(torch.empty_like(buffer), buffer, group=group)
+            torch_private.all_gather(torch.empty_like(buffer), buffer[:1], group)
             if axes == ("ring",):
-                right, left = (rank + 1) % ranks, (rank - 1) % ranks
-                each = ((dist.isend, sent, right), (dist.irecv, torch.empty_like(sent), left))
-                hops = [dist.P2POp(verb, x, group=group, group_peer=peer) for verb, x, peer in each]
-                for work in dist.batch_isend_irecv(hops):
+                next_rank, previous_rank = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+                operations = (
+                    (dist.isend, buffer, next_rank),
+                    (dist.irecv, torch.empty_like(buffer), previous_rank),
+                )
+                p2p_ops = [
+                    dist.P2POp(p2p_op, x, group=group, group_peer=peer)
+                    for p2p_op, x, peer in operations
+                ]
+                for work in dist.batch_isend_irecv(p2p_ops):
                     work.wait()
         dist.barrier()
         self.device.synchronize()
 
-    def from_main(self, make: Callable[[], Tensor]) -> Tensor:
+    def broadcast_from_rank0(self, compute: Callable[[], Tensor]) -> Tensor:
         """Call compute() on rank 0 only, and return its tensor on the device of every rank."""
         device = self.device.torch_device
         header = torch.zeros(10, dtype=torch.int64, device=device)
         tensor = None
         if self.is_main:
-            tensor = make().to(device).contiguous()
-            sizes = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-            header[: len(sizes)] = torch.tensor(sizes)
+            tensor = compute().to(device).contiguous()
+            dtype_and_shape = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+            header[: len(dtype_and_shape)] = torch.tensor(dtype_and_shape)
         dist.broadcast(header, src=0)
-        dtype, dims, *shape = header.tolist()
+        dtype, num_dims, *shape = header.tolist()
         if tensor is None:
-            tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
+            tensor = torch.empty(shape[:num_dims], dtype=_DTYPES[dtype], device=device)
         dist.broadcast(tensor, src=0)
         return tensor
 
-    def value_from_main(self, value: T) -> T:
+    def broadcast_object_from_rank0(self, value: T) -> T:
         """Return the picklable value of rank 0 on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device.torch_device)
-        return box[0]
+        objects = [value]
+        dist.broadcast_object_list(objects, src=0, device=self.device.torch_device)
+        return objects[0]
 
     def gather(self, value: T) -> list[T]:
         """Return the picklable values of all ranks, in rank order, on every rank."""
@@ -106,37 +112,41 @@ class Team:
         dist.all_gather_object(values, value)
         return values
 
-    def common_time(self) -> tuple[int, float]:
+    def get_common_time(self) -> tuple[int, float]:
         """Return one point in time for all ranks, as `time.perf_counter_ns` and `time.time`.
 
         Ranks on the machine of rank 0 use its clock reading; others read theirs after a barrier.
         """
         dist.barrier()
         now = time.perf_counter_ns()
-        machine, point, seconds = self.value_from_main((host.machine(), now, time.time()))
-        return point if machine == host.machine() else now, seconds
+        machine, rank0_now, seconds = self.broadcast_object_from_rank0(
+            (host.machine(), now, time.time())
+        )
+        return rank0_now if machine == host.machine() else now, seconds
 
-    def both_branches(self, branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+    def compute_branches(self, compute_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the results of cond and uncond; each half of the ranks computes one branch."""
         group = self.group("cfg")
-        own = branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
-        both = torch.empty(2, *own.shape, dtype=own.dtype, device=own.device)
-        torch_private.all_gather(both.flatten(0, 1), own, group)
-        return both[0], both[1]
+        local_result = compute_branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
+        results = torch.empty(
+            2, *local_result.shape, dtype=local_result.dtype, device=local_result.device
+        )
+        torch_private.all_gather(results.flatten(0, 1), local_result, group)
+        return results[0], results[1]
 
-    def agree(self, sums: Tensor, threshold: float) -> bool:
+    def all_agree(self, sums: Tensor, threshold: float) -> bool:
         """Return whether sums[0] < threshold * sums[1], with float32 [2] summed over a sequence.
 
         All ranks return the same: the first rank of each sequence compares. With cfg_size=2 it
         must be true in both guidance branches. It synchronizes with the device once.
         """
-        sequence = self.group("ring", "ulysses")
-        dist.all_reduce(sums, group=sequence)
-        verdict = torch.ones((), dtype=torch.int32, device=sums.device)
-        if dist.get_rank(sequence) == 0:
-            verdict = (sums[0] < threshold * sums[1]).to(torch.int32)
-        dist.all_reduce(verdict, dist.ReduceOp.MIN)
-        return bool(verdict)
+        sequence_group = self.group("ring", "ulysses")
+        dist.all_reduce(sums, group=sequence_group)
+        is_below = torch.ones((), dtype=torch.int32, device=sums.device)
+        if dist.get_rank(sequence_group) == 0:
+            is_below = (sums[0] < threshold * sums[1]).to(torch.int32)
+        dist.all_reduce(is_below, dist.ReduceOp.MIN)
+        return bool(is_below)
 
     def release(self) -> None:
         """Destroy the groups of the mesh with their threads, but not the default process group.
@@ -154,18 +164,20 @@ class Team:
         dist.destroy_process_group()
 
 
-def form(device: Device, sizes: tuple[int, int, int], timeout: timedelta | None = None) -> Team:
+def make_parallel_groups(
+    device: Device, sizes: tuple[int, int, int], timeout: timedelta | None = None
+) -> ParallelGroups:
     """Make the mesh of (cfg, ring, ulysses) sizes over the initialized process group."""
     axes = ("cfg", "ring", "ulysses")
-    first = None
+    options = None
     if device.type == "cuda":
         # Collectives that overlap attention must not wait for all of its blocks. An axis as large
         # as the world also gets a separate communicator: FSDP's all-gathers use the world's.
-        first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    mesh = torch_private.device_mesh(device.type, sizes, axes, first)
-    return Team(mesh, device, dist.get_rank(), timeout)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    mesh = torch_private.device_mesh(device.type, sizes, axes, options)
+    return ParallelGroups(mesh, device, dist.get_rank(), timeout)
 
 
-def running() -> int:
+def get_num_ranks() -> int:
     """Return the ranks of the default group; 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -18,10 +18,10 @@ from wan import trace
 from wan.distributed.exchange import (
     Group,
     all_gather_tokens,
-    as_bytes,
-    group_rank,
-    group_size,
-    process_group,
+    get_group_rank,
+    get_group_size,
+    to_process_group,
+    view_float8_as_bytes,
 )
 from wan.settings.parallel import RING_TYPES
 
@@ -37,7 +37,7 @@ class Hop:
     receives: tuple[tuple[int, int], ...]
 
 
-def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
+def plan_hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
     """Return the R - 1 hops of a rank, in which it receives the block of each other rank once.
 
     "ring" sends every block in one direction. "bidirectional" sends blocks in both directions along
@@ -46,13 +46,17 @@ def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
     if ring_type not in RING_TYPES:
         raise ValueError(f"ring_type is {ring_type!r}; use one of {', '.join(RING_TYPES)}.")
     plan = []
-    for t in range(1, size):
+    for hop in range(1, size):
         if ring_type == "ring":
-            right, left = (rank + 1) % size, (rank - 1) % size
-            plan.append(Hop(((right, (rank - t + 1) % size),), ((left, (rank - t) % size),)))
+            next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
+            plan.append(
+                Hop(
+                    ((next_rank, (rank - hop + 1) % size),), ((previous_rank, (rank - hop) % size),)
+                )
+            )
             continue
-        sends = [(rank + 1, rank - t + 1), (rank - 1, rank + t - 1)]
-        receives = [(rank - 1, rank - t), (rank + 1, rank + t)]
+        sends = [(rank + 1, rank - hop + 1), (rank - 1, rank + hop - 1)]
+        receives = [(rank - 1, rank - hop), (rank + 1, rank + hop)]
         plan.append(
             Hop(
                 tuple((p, b) for p, b in sends if 0 <= p < size and 0 <= b < size),
@@ -74,26 +78,26 @@ class Ring:
         self, group: Group, ring_type: str = "ring", device_type: str | None = None
     ) -> None:
         self.group, self.ring_type, self.device_type = group, ring_type, device_type
-        self.size, self.rank = group_size(group), group_rank(group)
-        self.hops = hops(ring_type, self.rank, self.size)
+        self.size, self.rank = get_group_size(group), get_group_rank(group)
+        self.hops = plan_hops(ring_type, self.rank, self.size)
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[KvBlock]:
+    def exchange_blocks(self, k: Tensor, v: Tensor) -> Iterator[KvBlock]:
         """Yield the block of each rank, the local one first; every rank must consume all blocks."""
         ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
-        group = process_group(self.group)
+        group = to_process_group(self.group)
         for hop in self.hops:
             arriving = {b: (torch.empty_like(k), torch.empty_like(v)) for _, b in hop.receives}
             operations = [
-                dist.P2POp(verb, as_bytes(tensor), group=group, group_peer=peer)
-                for verb, pairs, held in (
+                dist.P2POp(p2p_op, view_float8_as_bytes(tensor), group=group, group_peer=peer)
+                for p2p_op, pairs, blocks in (
                     (dist.isend, hop.sends, ready),
                     (dist.irecv, hop.receives, arriving),
                 )
                 for peer, block in pairs
-                for tensor in held[block]
+                for tensor in blocks[block]
             ]
-            sent = sum(x.nbytes for _, block in hop.sends for x in ready[block])
-            with trace.span("hop", bytes=sent):
+            sent_bytes = sum(x.nbytes for _, block in hop.sends for x in ready[block])
+            with trace.span("hop", bytes=sent_bytes):
                 works = dist.batch_isend_irecv(operations) if operations else []
             yield from ((owner, *kv) for owner, kv in ready.items())
             with trace.span("hop wait"):
@@ -108,35 +112,35 @@ class Ring:
         q_blocks: Sequence[Tensor],
         k: Tensor,
         v: Tensor,
-        valid: Sequence[int],
+        valid_rows: Sequence[int],
     ) -> list[Tensor]:
         """Attend with each query block to the keys of all ranks.
 
         Rank i has `valid_rows[i]` rows without padding. Partial results of `with_lse` are merged
         by their log-sum-exp.
         """
-        merged = [Merged(self.device_type) for _ in q_blocks]
-        for owner, k_block, v_block in self.blocks(k, v):
-            rows = valid[owner]
-            if not rows:
+        mergers = [LseMerger(self.device_type) for _ in q_blocks]
+        for owner, k_block, v_block in self.exchange_blocks(k, v):
+            num_rows = valid_rows[owner]
+            if not num_rows:
                 continue
-            k_block, v_block = k_block[:, :rows], v_block[:, :rows]
-            for block, (q, total) in enumerate(zip(q_blocks, merged, strict=True)):
+            k_block, v_block = k_block[:, :num_rows], v_block[:, :num_rows]
+            for block, (q, merger) in enumerate(zip(q_blocks, mergers, strict=True)):
                 with trace.span(
-                    "attention", q, block=block, keys=rows, owner=owner, method="dense"
+                    "attention", q, block=block, keys=num_rows, owner=owner, method="dense"
                 ):
-                    part = with_lse(q, k_block, v_block)
+                    partial_result = with_lse(q, k_block, v_block)
                 with trace.span("merge", block=block):
-                    total.add(*part)
-                del part
-        return [total.result().to(k.dtype) for total in merged]
+                    merger.add(*partial_result)
+                del partial_result
+        return [merger.result().to(k.dtype) for merger in mergers]
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather K or V of all ranks, [B,R*S,N,D], for kernels that return no log-sum-exp."""
         return all_gather_tokens(x, self.group)
 
 
-class Merged:
+class LseMerger:
     """Merges partial attention results by their log-sum-exp, in float32.
 
     With normalized results (o, lse): out <- out + sigmoid(lse_j - lse) (o_j - out) and

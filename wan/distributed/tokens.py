@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan import trace
-from wan.distributed.exchange import Group, all_gather_tokens, group_rank, group_size
+from wan.distributed.exchange import Group, all_gather_tokens, get_group_rank, get_group_size
 from wan.settings.schedule import Grid, TokenPlan
 
 
-class ShardedTokens:
+class ShardedSequence:
     """Implements `wan.modules.interfaces.SequenceShard` over a group: rank i computes the i-th shard.
 
     Args:
@@ -33,53 +33,55 @@ class ShardedTokens:
         order: Callable[[Grid], Tensor] | None = None,
     ) -> None:
         self.group, self.multiple, self.order = group, multiple, order
-        self.ranks, self.rank = group_size(group), group_rank(group)
-        self._indices: dict[tuple[Grid, torch.device], tuple[Tensor, Tensor]] = {}
+        self.num_ranks, self.rank = get_group_size(group), get_group_rank(group)
+        self._permutations: dict[tuple[Grid, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def plan(self, tokens: int) -> TokenPlan:
-        return TokenPlan(tokens, self.ranks, self.multiple)
+    def make_plan(self, num_tokens: int) -> TokenPlan:
+        return TokenPlan(num_tokens, self.num_ranks, self.multiple)
 
-    def valid(self, tokens: int) -> int:
+    def num_valid(self, num_tokens: int) -> int:
         """Counts this rank's tokens without padding."""
-        return self.plan(tokens).valid(self.rank)
+        return self.make_plan(num_tokens).valid(self.rank)
 
-    def first(self, tokens: int) -> int:
-        return self.rank * self.plan(tokens).shard_len
+    def offset(self, num_tokens: int) -> int:
+        return self.rank * self.make_plan(num_tokens).shard_len
 
-    def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+    def permute(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Permutes the global sequence [B,S,...] from raster order to `order`."""
-        return x_BSC if self.order is None else x_BSC[:, self._index(grid, x_BSC.device)[0]]
+        return (
+            x_BSC if self.order is None else x_BSC[:, self._get_permutation(grid, x_BSC.device)[0]]
+        )
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Returns this rank's shard [B,L,...] of [B,S,...], padded with zeros at the end."""
-        plan = self.plan(x_BSC.shape[1])
+        plan = self.make_plan(x_BSC.shape[1])
         begin = self.rank * plan.shard_len
         end = begin + plan.valid(self.rank)
-        own = x_BSC[:, begin:end]
+        x_BLC = x_BSC[:, begin:end]
         if self.order is not None:
-            own = x_BSC[:, self._index(grid, x_BSC.device)[0][begin:end]]
-        missing = plan.shard_len - own.shape[1]
-        if missing:
-            return F.pad(own, [0, 0] * (own.dim() - 2) + [0, missing])
+            x_BLC = x_BSC[:, self._get_permutation(grid, x_BSC.device)[0][begin:end]]
+        num_missing = plan.shard_len - x_BLC.shape[1]
+        if num_missing:
+            return F.pad(x_BLC, [0, 0] * (x_BLC.dim() - 2) + [0, num_missing])
         # Cloned: blocks update their input in place, and the global sequence can be freed.
-        return own.clone() if self.order is None else own
+        return x_BLC.clone() if self.order is None else x_BLC
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
         """Gathers the shards [B,L,C] to [B,S,C] in raster order on every rank."""
         with trace.span("gather", x_BLC, what="velocity"):
-            whole = all_gather_tokens(x_BLC, self.group) if self.ranks > 1 else x_BLC
+            x_BSC = all_gather_tokens(x_BLC, self.group) if self.num_ranks > 1 else x_BLC
         if self.order is None:
-            return whole[:, : prod(grid)]
-        return whole[:, self._index(grid, whole.device)[1]]
+            return x_BSC[:, : prod(grid)]
+        return x_BSC[:, self._get_permutation(grid, x_BSC.device)[1]]
 
-    def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        return self.plan(sum(lengths)).runs(lengths, self.rank)
+    def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
+        return self.make_plan(sum(segment_lengths)).runs(segment_lengths, self.rank)
 
-    def _index(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _get_permutation(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns `order` and its inverse on a device; those of the last grid are cached."""
         assert self.order is not None
-        if (grid, device) not in self._indices:
-            self._indices = {k: v for k, v in self._indices.items() if k[0] == grid}
+        if (grid, device) not in self._permutations:
+            self._permutations = {k: v for k, v in self._permutations.items() if k[0] == grid}
             order = self.order(grid)
-            self._indices[grid, device] = order.to(device), torch.argsort(order).to(device)
-        return self._indices[grid, device]
+            self._permutations[grid, device] = order.to(device), torch.argsort(order).to(device)
+        return self._permutations[grid, device]

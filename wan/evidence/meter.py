@@ -17,7 +17,7 @@ from wan import host
 
 if TYPE_CHECKING:
     from wan.device import Device
-    from wan.distributed.mesh import Team
+    from wan.distributed.mesh import ParallelGroups
 
 PERIOD = 0.05  # seconds between two samples, unless the source is slower
 MOST_RECORDED = 1 << 16  # 55 minutes at 50 ms
@@ -358,7 +358,7 @@ class VideoMeter(Meter):
         self._covers = covers
         self._others: list[Measured] = []
 
-    def gather(self, team: Team) -> None:
+    def gather(self, team: ParallelGroups) -> None:
         """Gathers the measurements on rank 0; every rank calls this after denoising."""
         own = None if team.is_main else super().stop()
         self._covers += ", other ranks to the end of denoising"

@@ -22,7 +22,7 @@ from wan.trace import Event, Recorder
 
 if TYPE_CHECKING:
     from wan.device import Device
-    from wan.distributed.mesh import Team
+    from wan.distributed.mesh import ParallelGroups
 
 
 def nth_steps(experts: tuple[str, ...], place: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class Recording:
         plan: Plan,
         device: Device,
         printed: tuple[int, ...] = (),
-        team: Team | None = None,
+        team: ParallelGroups | None = None,
         kernels: Path | None = None,
     ) -> None:
         self.plan, self._device, self._printed = plan, device, printed
@@ -123,7 +123,7 @@ class Recording:
         """Profiles a recorded step; before the first one, ranks synchronize their clocks."""
         if self._began is None:
             here = time.perf_counter_ns(), time.time()
-            self._began = here if self._team is None else self._team.common_time()
+            self._began = here if self._team is None else self._team.get_common_time()
         if self._kernels is None:
             yield
             return

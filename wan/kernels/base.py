@@ -65,7 +65,7 @@ class Target:
     head_dim: int
     dtype: torch.dtype
     load: Load = resolve_name
-    row: Dense | None = None
+    dense_row: Dense | None = None
 
 
 class Kernel(Protocol):
@@ -89,7 +89,7 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class QuantizedTensor:
     """Queries, keys or values, quantized if they have a scale.
 
     Attributes:
@@ -100,39 +100,43 @@ class Payload:
 
     values: Tensor
     scale: Tensor | None = None
-    rows: int = 1
+    rows_per_scale: int = 1
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The values, and the scales if quantized."""
         return (self.values,) if self.scale is None else (self.values, self.scale)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Payload:
+    def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """Applies a function to the values, then to the scales; it may be a collective."""
-        values = change(self.values)
-        return Payload(values, None if self.scale is None else change(self.scale), self.rows)
+        values = function(self.values)
+        return QuantizedTensor(
+            values, None if self.scale is None else function(self.scale), self.rows_per_scale
+        )
 
-    def cut(self, first: int, last: int) -> Payload:
+    def slice_rows(self, first: int, last: int) -> QuantizedTensor:
         """Returns views of tokens first to last (excluded); ValueError if first splits a scale."""
-        if first % self.rows:
-            raise ValueError(f"slices must begin at a multiple of {self.rows} rows, not at {first}")
+        if first % self.rows_per_scale:
+            raise ValueError(
+                f"slices must begin at a multiple of {self.rows_per_scale} rows, not at {first}"
+            )
         scale = self.scale
         if scale is not None:
-            scale = scale[:, first // self.rows : -(-last // self.rows)]
-        return Payload(self.values[:, first:last], scale, self.rows)
+            scale = scale[:, first // self.rows_per_scale : -(-last // self.rows_per_scale)]
+        return QuantizedTensor(self.values[:, first:last], scale, self.rows_per_scale)
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns values * scale [B,S,N,D] in dtype, multiplied in float32.
 
         Values without a scale are returned unchanged.
         """
         if self.scale is None:
             return self.values
-        scale = self.scale.repeat_interleave(self.rows, dim=1)[:, : self.values.shape[1]]
+        scale = self.scale.repeat_interleave(self.rows_per_scale, dim=1)[:, : self.values.shape[1]]
         return (self.values.float() * scale).to(dtype)
 
 
-def divide(x: Tensor, divisor: float) -> Tensor:
+def divide_exactly(x: Tensor, divisor: float) -> Tensor:
     """Computes x / divisor, rounded once on every device.
 
     On GPUs PyTorch divides by a Python number by multiplying with its reciprocal. A scale that
@@ -141,14 +145,14 @@ def divide(x: Tensor, divisor: float) -> Tensor:
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
-QKV = tuple[Payload, Payload, Payload]
+QKV = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]
 
-AttendRows = Callable[[Payload, int], Tensor]
+AttendRows = Callable[[QuantizedTensor, int], Tensor]
 """attend(q_block, first): the result [B,rows,N,D] of the query block that begins at query row
 `first`, against all keys."""
 
 
-class Method(Protocol):
+class AttentionBackend(Protocol):
     """An attention implementation that prepares keys and values once for all query blocks."""
 
     @property
@@ -162,21 +166,21 @@ class Method(Protocol):
         ...
 
     @property
-    def is_total(self) -> bool:
+    def always_applies(self) -> bool:
         """Whether the backend applies to every call."""
         ...
 
     @property
-    def packs(self) -> bool:
+    def quantizes_before_exchange(self) -> bool:
         """Whether `quantize` changes q, k and v."""
         ...
 
-    def applies(self, step: StepInfo | None) -> bool:
+    def applies_to(self, step: StepInfo | None) -> bool:
         """Whether the backend computes this call; ValueError if it needs a step and gets None."""
         ...
 
-    def pack(
-        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
+    def quantize(
+        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, num_valid: int, step: StepInfo | None
     ) -> QKV:
         """Converts q, k, v of this rank's tokens to the tensors of the all-to-all.
 
@@ -184,7 +188,9 @@ class Method(Protocol):
         """
         ...
 
-    def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
+    def prepare_kv(
+        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, step: StepInfo | None
+    ) -> AttendRows:
         """Prepares attention to k and v; q, k, v are results of `quantize`, without padding."""
         ...
 
@@ -205,4 +211,4 @@ class SmallOps:
     rope: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None = None
 
 
-PLAIN = SmallOps()
+PLAIN_OPS = SmallOps()

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from wan import torch_private
-from wan.kernels.base import Payload, Target
-from wan.kernels.rainfusion_masks import kept_first
+from wan.kernels.base import QuantizedTensor, Target
+from wan.kernels.rainfusion_masks import pack_block_indices
 from wan.settings.numerics import Q_ROWS
 
 _SMALLEST_HEAD = 16  # smallest head size of the compiled kernel
@@ -38,61 +38,72 @@ class FlexBlocks:
 
     name = "PyTorch FlexAttention"
 
-    def __init__(self, target: Target, attend: Callable[..., Tensor] | None = None) -> None:
-        if attend is None:
+    def __init__(self, target: Target, flex_attend: Callable[..., Tensor] | None = None) -> None:
+        if flex_attend is None:
             is_cuda = target.device.type == "cuda"
-            attend = compiled_for_each_shape(flex_attention) if is_cuda else flex_attention
-        self._attend, self._dtype = attend, target.dtype
+            flex_attend = compile_per_shape(flex_attention) if is_cuda else flex_attention
+        self._flex_attend, self._dtype = flex_attend, target.dtype
 
     def __call__(
-        self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
+        self,
+        q: QuantizedTensor,
+        k: QuantizedTensor,
+        v: QuantizedTensor,
+        mask_BNqk: Tensor,
+        k_rows: int,
+        /,
     ) -> Tensor:
-        q_BNSD, k_BNSD, v_BNSD = (x.dequantised(self._dtype).transpose(1, 2) for x in (q, k, v))
-        blocks = flex_mask(mask_BNqk, q_BNSD.shape[2], k_BNSD.shape[2], k_rows)
-        head = q_BNSD.shape[3]
-        if head < _SMALLEST_HEAD:
-            more = 0, _SMALLEST_HEAD - head
-            q_BNSD, k_BNSD, v_BNSD = (F.pad(x, more) for x in (q_BNSD, k_BNSD, v_BNSD))
-        out_BNSD = self._attend(q_BNSD, k_BNSD, v_BNSD, block_mask=blocks, scale=head**-0.5)
-        return out_BNSD[..., :head].transpose(1, 2)
+        q_BNSD, k_BNSD, v_BNSD = (x.dequantize(self._dtype).transpose(1, 2) for x in (q, k, v))
+        blocks = make_flex_mask(mask_BNqk, q_BNSD.shape[2], k_BNSD.shape[2], k_rows)
+        head_dim = q_BNSD.shape[3]
+        if head_dim < _SMALLEST_HEAD:
+            padding = 0, _SMALLEST_HEAD - head_dim
+            q_BNSD, k_BNSD, v_BNSD = (F.pad(x, padding) for x in (q_BNSD, k_BNSD, v_BNSD))
+        out_BNSD = self._flex_attend(
+            q_BNSD, k_BNSD, v_BNSD, block_mask=blocks, scale=head_dim**-0.5
+        )
+        return out_BNSD[..., :head_dim].transpose(1, 2)
 
 
-def compiled_for_each_shape(
-    function: Callable[..., Tensor], **how: object
+def compile_per_shape(
+    function: Callable[..., Tensor], **compile_kwargs: object
 ) -> Callable[..., Tensor]:
     """Compiles a function so that it never falls back to eager, which would hold all scores.
 
     PyTorch stops compiling after eight shapes, but a process has more: prompts of two experts,
     several requests, last chunks and blocks. compile_kwargs: for `torch.compile`.
     """
-    compiled = torch.compile(function, fullgraph=True, **how)  # type: ignore[call-overload]
+    compiled_function = torch.compile(function, fullgraph=True, **compile_kwargs)  # type: ignore[call-overload]
 
-    def call(*args: object, **kwargs: object) -> Tensor:
+    def call_compiled(*args: object, **kwargs: object) -> Tensor:
         with torch_private.recompiling(_SHAPES):
-            return compiled(*args, **kwargs)
+            return compiled_function(*args, **kwargs)
 
-    return call
+    return call_compiled
 
 
-def flex_mask(mask_BNqk: Tensor, queries: int, keys: int, k_rows: int) -> BlockMask:
+def make_flex_mask(mask_BNqk: Tensor, num_queries: int, num_keys: int, k_rows: int) -> BlockMask:
     """Converts a block mask to FlexAttention's, for lengths that need not be multiples of blocks.
 
     Only an incomplete last key block is masked token by token; the others are full blocks.
     """
-    ragged = mask_BNqk.new_zeros(mask_BNqk.shape[-1])
-    ragged[-1] = keys % k_rows != 0
-    partial, full = kept_first(mask_BNqk & ragged), kept_first(mask_BNqk & ~ragged)
+    is_ragged = mask_BNqk.new_zeros(mask_BNqk.shape[-1])
+    is_ragged[-1] = num_keys % k_rows != 0
+    partial_blocks, full_blocks = (
+        pack_block_indices(mask_BNqk & is_ragged),
+        pack_block_indices(mask_BNqk & ~is_ragged),
+    )
 
-    def seen(b: Tensor, h: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
-        return mask_BNqk[b, h, q_row // Q_ROWS, k_row // k_rows] & (k_row < keys)
+    def mask_mod(b: Tensor, h: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
+        return mask_BNqk[b, h, q_row // Q_ROWS, k_row // k_rows] & (k_row < num_keys)
 
     return BlockMask.from_kv_blocks(
-        partial[1],
-        partial[0],
-        full[1],
-        full[0],
+        partial_blocks[1],
+        partial_blocks[0],
+        full_blocks[1],
+        full_blocks[0],
         BLOCK_SIZE=(Q_ROWS, k_rows),
-        mask_mod=seen,
-        seq_lengths=(queries, keys),
+        mask_mod=mask_mod,
+        seq_lengths=(num_queries, num_keys),
         **_WITHOUT_GRADIENTS,
     )

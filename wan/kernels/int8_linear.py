@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan import torch_private
-from wan.kernels.base import divide
+from wan.kernels.base import divide_exactly
 from wan.settings.numerics import int8_slice_elements
 
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # CUDA's int8 product needs 17 rows or more, sizes 8n
@@ -63,20 +63,22 @@ class W8A8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x_LI = x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():  # the compiler fuses the operations
-            return self._product(x_LI).view(*x.shape[:-1], self.out_features)
-        rows = max(1, int8_slice_elements(self.device_type or x.device.type) // self.out_features)
+            return self._multiply(x_LI).view(*x.shape[:-1], self.out_features)
+        slice_rows = max(
+            1, int8_slice_elements(self.device_type or x.device.type) // self.out_features
+        )
         out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
-        for first in range(0, len(x_LI), rows):
-            part = slice(first, first + rows)
-            out_LO[part] = self._product(x_LI[part])
+        for first in range(0, len(x_LI), slice_rows):
+            token_slice = slice(first, first + slice_rows)
+            out_LO[token_slice] = self._multiply(x_LI[token_slice])
         return out_LO.view(*x.shape[:-1], self.out_features)
 
-    def _product(self, x_LI: Tensor) -> Tensor:
+    def _multiply(self, x_LI: Tensor) -> Tensor:
         x_LI = x_LI.to(self.dtype)
         if self.factors is not None:
             x_LI = x_LI * self.factors
-        payload_LI, scale_L1 = per_token(x_LI)
-        out_LO = int8_product(payload_LI, self.weight).float()
+        values_LI, scale_L1 = quantize_per_token(x_LI)
+        out_LO = multiply_int8(values_LI, self.weight).float()
         out_LO = out_LO.mul_(self.weight_scale).mul_(scale_L1)
         out_LO = out_LO if self.bias is None else out_LO.add_(self.bias)
         return out_LO.to(self.dtype)
@@ -85,22 +87,22 @@ class W8A8Linear(nn.Module):
         return f"{self.in_features}, {self.out_features}, int8 -> {self.dtype}"
 
 
-def per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes to int8 [L,I] with float32 scales [L,1]: x is about values * scale."""
     x_LI = x_LI.float()
-    scale_L1 = divide(x_LI.abs().amax(-1, keepdim=True), 127)
+    scale_L1 = divide_exactly(x_LI.abs().amax(-1, keepdim=True), 127)
     scale_L1 = torch.where(scale_L1 > 0, scale_L1, 1.0)
     return (x_LI / scale_L1).round_().to(torch.int8), scale_L1
 
 
-def int8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
+def multiply_int8(a_LI: Tensor, b_OI: Tensor) -> Tensor:
     """Computes a b^T of int8 matrices exactly, int32 [L,O]."""
     if a_LI.device.type == "cuda":
-        return padded_product(torch_private.int8_matmul, a_LI, b_OI)
+        return multiply_padded(torch_private.int8_matmul, a_LI, b_OI)
     return torch_private.int8_matmul(a_LI, b_OI.t())
 
 
-def padded_product(
+def multiply_padded(
     multiply: Callable[[Tensor, Tensor], Tensor],
     a_LI: Tensor,
     b_OI: Tensor,

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from wan import trace
-from wan.kernels.base import QKV, AttendRows, Payload, StepInfo, Target
-from wan.kernels.fp8 import Form, Quantiser, as_they_are
-from wan.kernels.rainfusion_masks import plan
-from wan.kernels.reference import tiled_attention
+from wan.kernels.base import QKV, AttendRows, QuantizedTensor, StepInfo, Target
+from wan.kernels.fp8 import KernelLayout, Quantizer, keep_layout
+from wan.kernels.rainfusion_masks import make_rainfusion_mask
+from wan.kernels.reference import attend_in_tiles
 from wan.settings.numerics import Q_ROWS
 
-TYPES = ("v2", "v3")
-_Key = tuple[int, str, int | None, int]
+RAINFUSION_TYPES = ("v2", "v3")
+_MaskKey = tuple[int, str, int | None, int]
 
 
 class BlockSparseKernel(Protocol):
@@ -40,7 +40,13 @@ class BlockSparseKernel(Protocol):
         ...
 
     def __call__(
-        self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
+        self,
+        q: QuantizedTensor,
+        k: QuantizedTensor,
+        v: QuantizedTensor,
+        mask_BNqk: Tensor,
+        k_rows: int,
+        /,
     ) -> Tensor: ...
 
 
@@ -53,10 +59,16 @@ class ReferenceBlocks:
         """Makes the kernel; target is ignored."""
 
     def __call__(
-        self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
+        self,
+        q: QuantizedTensor,
+        k: QuantizedTensor,
+        v: QuantizedTensor,
+        mask_BNqk: Tensor,
+        k_rows: int,
+        /,
     ) -> Tensor:
-        q_BSND, k_BSND, v_BSND = (x.dequantised(torch.float32) for x in (q, k, v))
-        return tiled_attention(q_BSND, k_BSND, v_BSND, mask_BNqk, k_rows)
+        q_BSND, k_BSND, v_BSND = (x.dequantize(torch.float32) for x in (q, k, v))
+        return attend_in_tiles(q_BSND, k_BSND, v_BSND, mask_BNqk, k_rows)
 
 
 REFERENCE = ReferenceBlocks()
@@ -72,38 +84,47 @@ class MaskCache:
     """
 
     def __init__(self, start_step: Callable[[int], int], refresh: int) -> None:
-        self._start, self._refresh = start_step, refresh
-        self._masks: dict[_Key, tuple[int, Tensor]] = {}
-        self._expert, self._last = "", dict[_Key, int]()
+        self._start_step, self._refresh = start_step, refresh
+        self._masks: dict[_MaskKey, tuple[int, Tensor]] = {}
+        self._expert, self._last_index = "", dict[_MaskKey, int]()
 
     def get(self, step: StepInfo, shape: Sequence[int]) -> Tensor | None:
         """Returns the cached mask, or None if a new one must be computed."""
-        if step.expert != self._expert or step.index <= self._last.get(_key(step), -1):
+        if step.expert != self._expert or step.index <= self._last_index.get(
+            _make_mask_key(step), -1
+        ):
             self._masks.clear()
-            self._last.clear()
-        self._expert, self._last[_key(step)] = step.expert, step.index
-        period, new = divmod(step.index - self._start(step.count), self._refresh)
-        made, mask = self._masks.get(_key(step), (None, None))
-        if not self._used_later(step):
-            self._masks.pop(_key(step), None)
-        if new == 0 or mask is None or made != period or mask.shape != tuple(shape):
+            self._last_index.clear()
+        self._expert, self._last_index[_make_mask_key(step)] = step.expert, step.index
+        period, steps_since_refresh = divmod(
+            step.index - self._start_step(step.count), self._refresh
+        )
+        mask_period, mask = self._masks.get(_make_mask_key(step), (None, None))
+        if not self._is_reused_next(step):
+            self._masks.pop(_make_mask_key(step), None)
+        if (
+            steps_since_refresh == 0
+            or mask is None
+            or mask_period != period
+            or mask.shape != tuple(shape)
+        ):
             return None
         return mask
 
-    def put(self, step: StepInfo, mask: Tensor) -> None:
+    def store(self, step: StepInfo, mask: Tensor) -> None:
         """Caches the mask of this call if the next step uses it."""
-        if self._used_later(step):
-            period = (step.index - self._start(step.count)) // self._refresh
-            self._masks[_key(step)] = (period, mask)
+        if self._is_reused_next(step):
+            period = (step.index - self._start_step(step.count)) // self._refresh
+            self._masks[_make_mask_key(step)] = (period, mask)
 
-    def _used_later(self, step: StepInfo) -> bool:
+    def _is_reused_next(self, step: StepInfo) -> bool:
         """Whether the next step uses the same mask."""
-        following, start = step.index + 1, self._start(step.count)
-        return following < step.count and (following - start) % self._refresh != 0
+        next_index, first_sparse = step.index + 1, self._start_step(step.count)
+        return next_index < step.count and (next_index - first_sparse) % self._refresh != 0
 
 
 class RainFusionAttention:
-    """Implements `wan.kernels.base.Method`: rf_v2 / rf_v3 of MindIE-SD, from start_step on.
+    """Implements `wan.kernels.base.AttentionBackend`: rf_v2 / rf_v3 of MindIE-SD, from start_step on.
 
     Args:
         kind: "v2" or "v3"; they compute the same, but only v3 can be quantized.
@@ -118,7 +139,7 @@ class RainFusionAttention:
 
     q_multiple = Q_ROWS
 
-    packs = False
+    quantizes_before_exchange = False
 
     def __init__(
         self,
@@ -128,79 +149,89 @@ class RainFusionAttention:
         refresh: int = 1,
         *,
         kernel: BlockSparseKernel = REFERENCE,
-        quantiser: Quantiser | None = None,
-        place: Form = as_they_are,
+        quantizer: Quantizer | None = None,
+        to_kernel_layout: KernelLayout = keep_layout,
     ) -> None:
-        if kind not in TYPES:
-            raise ValueError(f"RainFusion's type must be one of {', '.join(TYPES)}, got {kind!r}")
-        if quantiser is not None and kind != "v3":
+        if kind not in RAINFUSION_TYPES:
+            raise ValueError(
+                f"RainFusion's type must be one of {', '.join(RAINFUSION_TYPES)}, got {kind!r}"
+            )
+        if quantizer is not None and kind != "v3":
             raise ValueError(f"FP8 RainFusion exists as v3 only, got {kind}: take v3, or no FP8")
-        if quantiser is not None and quantiser.q_rows != Q_ROWS:
-            raise ValueError(f"queries need a scale per {Q_ROWS} rows, got {quantiser.q_rows}")
+        if quantizer is not None and quantizer.q_rows != Q_ROWS:
+            raise ValueError(f"queries need a scale per {Q_ROWS} rows, got {quantizer.q_rows}")
         start = start_step if callable(start_step) else lambda _: start_step
         if not 0 <= sparsity < 1 or start(1) < 0 or refresh < 1:
             raise ValueError(
                 "RainFusion needs 0 <= sparsity < 1, start_step >= 0 and refresh >= 1, got "
                 f"sparsity={sparsity}, start_step={start_step}, refresh={refresh}"
             )
-        quantised = f"{quantiser.name}; " if quantiser else ""
-        self.name = f"rainfusion {kind} ({quantised}{kernel.name})"
-        self.is_total = start_step == 0
-        self.k_rows = Q_ROWS if quantiser is None else quantiser.kv_rows
+        quantizer_name = f"{quantizer.name}; " if quantizer else ""
+        self.name = f"rainfusion {kind} ({quantizer_name}{kernel.name})"
+        self.always_applies = start_step == 0
+        self.k_rows = Q_ROWS if quantizer is None else quantizer.kv_rows
         self.masks = MaskCache(start, refresh)
-        self._sparsity, self._start = sparsity, start
-        self._kernel, self._quantiser, self._place = kernel, quantiser, place
+        self._sparsity, self._start_step = sparsity, start
+        self._kernel, self._quantizer, self._to_kernel_layout = kernel, quantizer, to_kernel_layout
 
-    def applies(self, step: StepInfo | None) -> bool:
+    def applies_to(self, step: StepInfo | None) -> bool:
         """Whether the step of this call is sparse; raises ValueError without a step."""
-        known = _known(step)
-        return known.index >= self._start(known.count)
+        block_step = _require_layer(step)
+        return block_step.index >= self._start_step(block_step.count)
 
-    def pack(
-        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
+    def quantize(
+        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, num_valid: int, step: StepInfo | None
     ) -> QKV:
         """Returns q, k and v unchanged, because blocks are scored before quantization."""
-        return Payload(q_BsND), Payload(k_BsND), Payload(v_BsND)
+        return QuantizedTensor(q_BsND), QuantizedTensor(k_BsND), QuantizedTensor(v_BsND)
 
-    def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
+    def prepare_kv(
+        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, step: StepInfo | None
+    ) -> AttendRows:
         """Gets the mask, and quantizes keys and values, once for all query blocks.
 
         q: at least one row, from step.first_row on. k, v: all rows of step.grid. Raises ValueError
         if step is None, or does not fit q and k.
         """
-        mask, quantiser = self._mask(q.values, k.values, _known(step)), self._quantiser
+        mask, quantizer = self._get_mask(q.values, k.values, _require_layer(step)), self._quantizer
         with trace.span("prepare", k.values, what="k v"):
-            keys = self._place(k if quantiser is None else quantiser.k(k.values, step))
-            values = self._place(v if quantiser is None else quantiser.v(v.values))
+            keys = self._to_kernel_layout(
+                k if quantizer is None else quantizer.quantize_k(k.values, step)
+            )
+            values = self._to_kernel_layout(
+                v if quantizer is None else quantizer.quantize_v(v.values)
+            )
 
-        def attend(q_block: Payload, first: int) -> Tensor:
-            begin, blocks = first // Q_ROWS, math.ceil(q_block.values.shape[1] / Q_ROWS)
-            seen = mask[:, :, begin : begin + blocks]
-            queries, rows = q_block, keys.values.shape[1]
-            if quantiser is not None:
+        def attend(q_block: QuantizedTensor, first: int) -> Tensor:
+            first_block, num_blocks = first // Q_ROWS, math.ceil(q_block.values.shape[1] / Q_ROWS)
+            block_mask = mask[:, :, first_block : first_block + num_blocks]
+            queries, num_keys = q_block, keys.values.shape[1]
+            if quantizer is not None:
                 with trace.span("quantise", q_block.values, what="q"):
-                    queries = quantiser.q(q_block.values, step)
-            with trace.span("attention", queries.values, keys=rows, method="rainfusion"):
-                out = self._kernel(queries, keys, values, seen, self.k_rows)
+                    queries = quantizer.quantize_q(q_block.values, step)
+            with trace.span("attention", queries.values, keys=num_keys, method="rainfusion"):
+                out = self._kernel(queries, keys, values, block_mask, self.k_rows)
             return out.to(q_block.values.dtype)
 
         return attend
 
-    def _mask(self, q_BSND: Tensor, k_BSND: Tensor, step: StepInfo) -> Tensor:
-        blocks = math.ceil(q_BSND.shape[1] / Q_ROWS), math.ceil(k_BSND.shape[1] / self.k_rows)
-        mask = self.masks.get(step, (q_BSND.shape[0], q_BSND.shape[2], *blocks))
+    def _get_mask(self, q_BSND: Tensor, k_BSND: Tensor, step: StepInfo) -> Tensor:
+        block_counts = math.ceil(q_BSND.shape[1] / Q_ROWS), math.ceil(k_BSND.shape[1] / self.k_rows)
+        mask = self.masks.get(step, (q_BSND.shape[0], q_BSND.shape[2], *block_counts))
         if mask is None:
             with trace.span("mask", q_BSND):
-                mask = plan(q_BSND, k_BSND, step.grid, self._sparsity, step.first_row, self.k_rows)
-            self.masks.put(step, mask)
+                mask = make_rainfusion_mask(
+                    q_BSND, k_BSND, step.grid, self._sparsity, step.first_row, self.k_rows
+                )
+            self.masks.store(step, mask)
         return mask
 
 
-def _key(step: StepInfo) -> _Key:
+def _make_mask_key(step: StepInfo) -> _MaskKey:
     return step.sample, step.branch, step.layer, step.first_head
 
 
-def _known(step: StepInfo | None) -> StepInfo:
+def _require_layer(step: StepInfo | None) -> StepInfo:
     if step is None or step.layer is None:
         raise ValueError("RainFusion needs step and layer of each call: pass step and layer")
     return step

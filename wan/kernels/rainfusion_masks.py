@@ -21,7 +21,7 @@ from wan.settings.schedule import Grid
 WINDOW = 8  # rows and columns of a window
 
 
-def window_order(grid: Grid) -> Tensor:
+def make_window_order(grid: Grid) -> Tensor:
     """Returns int64 [S], the raster index of the token at each position of RainFusion's order.
 
     Each frame is ordered by windows of 8 x 8 tokens. If they do not fill a frame, the first frame
@@ -36,35 +36,35 @@ def window_order(grid: Grid) -> Tensor:
     raster = torch.arange(math.prod(grid)).view(grid)
     rows, columns = height - height % WINDOW, width - width % WINDOW
     if (rows, columns) == (height, width):
-        return _windows(raster).flatten()
+        return _split_windows(raster).flatten()
     later = raster[1:]
-    parts = (_windows(later[:, :rows, :columns]), later[:, rows:], later[:, :rows, columns:])
+    parts = (_split_windows(later[:, :rows, :columns]), later[:, rows:], later[:, :rows, columns:])
     return torch.cat([raster[0].flatten(), torch.cat([x.flatten(1) for x in parts], 1).flatten()])
 
 
-def _windows(x: Tensor) -> Tensor:
+def _split_windows(x: Tensor) -> Tensor:
     """Splits frames into windows: [t, h, w] -> [t, h/8, w/8, 8, 8]."""
     frames, height, width = x.shape
-    split = x.reshape(frames, height // WINDOW, WINDOW, width // WINDOW, WINDOW)
-    return split.transpose(2, 3)
+    windows = x.reshape(frames, height // WINDOW, WINDOW, width // WINDOW, WINDOW)
+    return windows.transpose(2, 3)
 
 
-def pooled(x_BSND: Tensor, rows: int) -> Tensor:
+def mean_pool_blocks(x_BSND: Tensor, rows: int) -> Tensor:
     """Computes means of `rows` consecutive rows (the last of fewer): [B,ceil(S/rows),N,D].
 
     Raises ValueError for rows < 1.
     """
     if rows < 1:
         raise ValueError(f"rows of a block must be at least 1, got {rows}")
-    full = x_BSND.shape[1] // rows
-    whole, tail = x_BSND[:, : full * rows], x_BSND[:, full * rows :]
-    means = [whole.unflatten(1, (full, rows)).mean(2)] if full else []
+    num_full = x_BSND.shape[1] // rows
+    full_rows, tail = x_BSND[:, : num_full * rows], x_BSND[:, num_full * rows :]
+    means = [full_rows.unflatten(1, (num_full, rows)).mean(2)] if num_full else []
     if tail.shape[1]:
         means.append(tail.unsqueeze(1).mean(2))
     return means[0] if len(means) == 1 else torch.cat(means, 1)
 
 
-def block_mask(q_pool: Tensor, k_pool: Tensor, sparsity: float, scale: float) -> Tensor:
+def make_block_mask(q_pool: Tensor, k_pool: Tensor, sparsity: float, scale: float) -> Tensor:
     """Selects each row's ceil(nk * (1 - sparsity)) highest key blocks: bool [B,N,nq,nk].
 
     q_pool [B,nq,N,D], k_pool [B,nk,N,D]: means of blocks. The scores are a softmax in their dtype.
@@ -75,12 +75,12 @@ def block_mask(q_pool: Tensor, k_pool: Tensor, sparsity: float, scale: float) ->
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity}")
     scores = torch.einsum("blnd,bsnd->bnls", q_pool, k_pool) * scale
-    shares = F.softmax(scores, dim=-1)
-    kept = math.ceil(shares.shape[-1] * (1 - sparsity))
-    return shares >= torch.topk(shares, kept, dim=-1).values[..., -1:]
+    probabilities = F.softmax(scores, dim=-1)
+    num_kept = math.ceil(probabilities.shape[-1] * (1 - sparsity))
+    return probabilities >= torch.topk(probabilities, num_kept, dim=-1).values[..., -1:]
 
 
-def protect(
+def protect_first_frame(
     mask_BNqk: Tensor, grid: Grid, first_block: int = 0, q_rows: int = Q_ROWS, k_rows: int = Q_ROWS
 ) -> Tensor:
     """Sets the rows and columns of the first frame's blocks in a mask.
@@ -88,14 +88,17 @@ def protect(
     first_block: global index of the mask's first query block.
     """
     nq, nk = mask_BNqk.shape[-2:]
-    frame = grid[1] * grid[2]
+    frame_tokens = grid[1] * grid[2]
     q_first = torch.arange(first_block, first_block + nq, device=mask_BNqk.device)
     k_first = torch.arange(nk, device=mask_BNqk.device)
-    q_in, k_in = q_first < math.ceil(frame / q_rows), k_first < math.ceil(frame / k_rows)
+    q_in, k_in = (
+        q_first < math.ceil(frame_tokens / q_rows),
+        k_first < math.ceil(frame_tokens / k_rows),
+    )
     return mask_BNqk | q_in[:, None] | k_in
 
 
-def plan(
+def make_rainfusion_mask(
     q_BSND: Tensor, k_BSND: Tensor, grid: Grid, sparsity: float, first_row: int, k_rows: int
 ) -> Tensor:
     """Returns bool [B,N,nq,nk]: the blocks of k_rows keys that each 128 queries attend to.
@@ -107,36 +110,40 @@ def plan(
     Raises ValueError if first_row is not a multiple of 128, q has no row, or q, k and grid do not
     fit together.
     """
-    total, rows = k_BSND.shape[1], q_BSND.shape[1]
-    fits = total == math.prod(grid) and 0 < rows <= total - first_row
+    num_keys, num_queries = k_BSND.shape[1], q_BSND.shape[1]
+    fits = num_keys == math.prod(grid) and 0 < num_queries <= num_keys - first_row
     if not fits or first_row % Q_ROWS:
         raise ValueError(
             f"RainFusion needs all keys of the grid and queries from a multiple of {Q_ROWS} on: "
-            f"got {total} keys for grid {grid}, and {rows} queries from row {first_row} on"
+            f"got {num_keys} keys for grid {grid}, and {num_queries} queries from row {first_row} on"
         )
-    q_pool, first_block = pooled(q_BSND, Q_ROWS), first_row // Q_ROWS
-    blocks = q_pool.shape[1]
-    behind = math.ceil(total / Q_ROWS) - first_block - blocks
-    q_pool = F.pad(q_pool, (0, 0, 0, 0, first_block, behind))
-    mask = block_mask(q_pool, pooled(k_BSND, k_rows), sparsity, q_BSND.shape[-1] ** -0.5)
-    mine = mask[:, :, first_block : first_block + blocks]
-    return protect(mine, grid, first_block, Q_ROWS, k_rows)
+    q_pool, first_block = mean_pool_blocks(q_BSND, Q_ROWS), first_row // Q_ROWS
+    num_blocks = q_pool.shape[1]
+    blocks_after = math.ceil(num_keys / Q_ROWS) - first_block - num_blocks
+    q_pool = F.pad(q_pool, (0, 0, 0, 0, first_block, blocks_after))
+    mask = make_block_mask(
+        q_pool, mean_pool_blocks(k_BSND, k_rows), sparsity, q_BSND.shape[-1] ** -0.5
+    )
+    local_mask = mask[:, :, first_block : first_block + num_blocks]
+    return protect_first_frame(local_mask, grid, first_block, Q_ROWS, k_rows)
 
 
-def kept_first(mask: Tensor, fill: int = 0) -> tuple[Tensor, Tensor]:
+def pack_block_indices(mask: Tensor, fill: int = 0) -> tuple[Tensor, Tensor]:
     """Converts a bool mask [..., n] to int32 indices [..., n] and counts [...].
 
     Each row has the indices of its True values, ascending, then `fill`. Uses a scatter instead of a
     sort.
     """
     size = mask.shape[-1]
-    places = torch.arange(size, dtype=torch.int32, device=mask.device).expand(mask.shape)
-    rank = torch.where(mask, mask.cumsum(-1) - 1, size)  # False values go to an extra slot
-    kept = places.new_full((*mask.shape[:-1], size + 1), fill).scatter_(-1, rank, places)
-    return kept[..., :-1].contiguous(), mask.sum(-1, dtype=torch.int32)
+    indices = torch.arange(size, dtype=torch.int32, device=mask.device).expand(mask.shape)
+    slots = torch.where(mask, mask.cumsum(-1) - 1, size)  # False values go to an extra slot
+    packed_indices = indices.new_full((*mask.shape[:-1], size + 1), fill).scatter_(
+        -1, slots, indices
+    )
+    return packed_indices[..., :-1].contiguous(), mask.sum(-1, dtype=torch.int32)
 
 
-def select_table(mask_Nqk: Tensor) -> tuple[Tensor, Tensor]:
+def make_select_table(mask_Nqk: Tensor) -> tuple[Tensor, Tensor]:
     """Makes rf_v2's table: int64 block indices [nq,N,nk] padded by -1, and counts [nq,N]."""
-    blocks, kept = kept_first(mask_Nqk.transpose(0, 1), -1)
-    return blocks.long(), kept.long()
+    blocks, num_kept = pack_block_indices(mask_Nqk.transpose(0, 1), -1)
+    return blocks.long(), num_kept.long()

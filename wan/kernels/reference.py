@@ -15,7 +15,7 @@ from torch import Tensor
 from wan.settings.numerics import Q_ROWS
 
 
-def tiled_attention(
+def attend_in_tiles(
     q_BSND: Tensor,
     k_BSND: Tensor,
     v_BSND: Tensor,
@@ -34,24 +34,24 @@ def tiled_attention(
     """
     rows, keys = q_BSND.shape[1], k_BSND.shape[1]
     tiles = -(-rows // Q_ROWS)
-    _check_mask(block_mask_BNqk, tiles, -(-keys // k_rows))
+    _check_block_mask(block_mask_BNqk, tiles, -(-keys // k_rows))
     k_BNSD, v_BNSD = (x.transpose(1, 2).float().contiguous() for x in (k_BSND, v_BSND))
     out_BSND = q_BSND.new_empty(q_BSND.shape[:3] + v_BSND.shape[3:])
     for tile in range(tiles):
-        here = slice(tile * Q_ROWS, min((tile + 1) * Q_ROWS, rows))
-        q_BNtD = q_BSND[:, here].transpose(1, 2).float()
+        tile_rows = slice(tile * Q_ROWS, min((tile + 1) * Q_ROWS, rows))
+        q_BNtD = q_BSND[:, tile_rows].transpose(1, 2).float()
         missing = Q_ROWS - q_BNtD.shape[2]  # the last tile is padded to the shape of the others
         q_BNtD = F.pad(q_BNtD, (0, 0, 0, missing)) if missing else q_BNtD.contiguous()
-        seen = None
+        attn_mask = None
         if block_mask_BNqk is not None:
             blocks = block_mask_BNqk[:, :, tile : tile + 1]
-            seen = blocks.repeat_interleave(k_rows, dim=-1)[..., :keys]
-        out_BNtD = F.scaled_dot_product_attention(q_BNtD, k_BNSD, v_BNSD, attn_mask=seen)
-        out_BSND[:, here] = out_BNtD[:, :, : Q_ROWS - missing].transpose(1, 2)
+            attn_mask = blocks.repeat_interleave(k_rows, dim=-1)[..., :keys]
+        out_BNtD = F.scaled_dot_product_attention(q_BNtD, k_BNSD, v_BNSD, attn_mask=attn_mask)
+        out_BSND[:, tile_rows] = out_BNtD[:, :, : Q_ROWS - missing].transpose(1, 2)
     return out_BSND
 
 
-def _check_mask(block_mask_BNqk: Tensor | None, q_blocks: int, k_blocks: int) -> None:
+def _check_block_mask(block_mask_BNqk: Tensor | None, q_blocks: int, k_blocks: int) -> None:
     if block_mask_BNqk is None:
         return
     if block_mask_BNqk.dtype != torch.bool or block_mask_BNqk.shape[2:] != (q_blocks, k_blocks):

@@ -42,12 +42,12 @@ CUDNN = CudaOperator("PyTorch cuDNN attention", cudnn_attention_on_cuda)
 FLASH = CudaOperator("PyTorch FlashAttention", flash_attention_on_cuda)
 EFFICIENT = CudaOperator("PyTorch memory-efficient attention", efficient_attention_on_cuda)
 
-_CUDNN_FROM = 91600  # before 9.16, lengths that are not multiples of 128 could give wrong results
+_MIN_CUDNN = 91600  # before 9.16, lengths that are not multiples of 128 could give wrong results
 _CUDNN_HEAD, _FLASH_HEAD = 128, 256  # largest head sizes on every supported GPU
 
 
-def cuda_operator(
-    capability: tuple[int, int], dtype: torch.dtype, head: int, cudnn: int | None
+def select_cuda_operator(
+    capability: tuple[int, int], dtype: torch.dtype, head_dim: int, cudnn: int | None
 ) -> CudaOperator:
     """Selects the fastest of PyTorch's operators that supports these arguments.
 
@@ -57,25 +57,25 @@ def cuda_operator(
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return EFFICIENT
-    has_cudnn = cudnn is not None and cudnn >= _CUDNN_FROM
-    if has_cudnn and capability >= (9, 0) and head <= _CUDNN_HEAD:
+    has_cudnn = cudnn is not None and cudnn >= _MIN_CUDNN
+    if has_cudnn and capability >= (9, 0) and head_dim <= _CUDNN_HEAD:
         return CUDNN
-    return FLASH if capability >= (8, 0) and head <= _FLASH_HEAD else EFFICIENT
+    return FLASH if capability >= (8, 0) and head_dim <= _FLASH_HEAD else EFFICIENT
 
 
-def check_cudnn(capability: tuple[int, int], head: int, cudnn: int | None) -> None:
+def check_cudnn(capability: tuple[int, int], head_dim: int, cudnn: int | None) -> None:
     """Raises InputError if cuDNN's kernel does not support the arguments."""
-    wrong = None
+    why = None
     if cudnn is None:
-        wrong = "needs cuDNN, which this PyTorch does not have"
-    elif cudnn < _CUDNN_FROM:
-        wrong = f"needs cuDNN 9.16 or later ({_CUDNN_FROM}); here it is {cudnn}"
+        why = "needs cuDNN, which this PyTorch does not have"
+    elif cudnn < _MIN_CUDNN:
+        why = f"needs cuDNN 9.16 or later ({_MIN_CUDNN}); here it is {cudnn}"
     elif capability < (8, 0):
-        wrong = f"needs compute capability 8.0; this GPU has {capability[0]}.{capability[1]}"
-    elif head > _CUDNN_HEAD:
-        wrong = f"takes heads of at most {_CUDNN_HEAD} channels, not {head}"
-    if wrong is not None:
-        raise InputError("`attention_backend=cudnn`", None, wrong, "use `attention_backend=auto`")
+        why = f"needs compute capability 8.0; this GPU has {capability[0]}.{capability[1]}"
+    elif head_dim > _CUDNN_HEAD:
+        why = f"takes heads of at most {_CUDNN_HEAD} channels, not {head_dim}"
+    if why is not None:
+        raise InputError("`attention_backend=cudnn`", None, why, "use `attention_backend=auto`")
 
 
 class CudaKernel:
@@ -91,37 +91,41 @@ class CudaKernel:
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
-        out, lse = padded_heads(self._attend, q, k, v)
+        out, lse = attend_with_padded_heads(self._attend, q, k, v)
         return out.transpose(1, 2), lse
 
 
 @cache
-def _fastest(
-    device: torch.device, dtype: torch.dtype, head: int, with_cudnn: bool = True
+def _make_fastest_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, with_cudnn: bool = True
 ) -> CudaKernel:
     """Makes the kernel of the fastest operator for such tensors on a device; cached."""
-    capability, cudnn = torch.cuda.get_device_capability(device), cudnn_version()
-    return CudaKernel(cuda_operator(capability, dtype, head, cudnn if with_cudnn else None))
+    capability, cudnn = torch.cuda.get_device_capability(device), get_cudnn_version()
+    return CudaKernel(
+        select_cuda_operator(capability, dtype, head_dim, cudnn if with_cudnn else None)
+    )
 
 
-def on_cuda(target: Target) -> CudaKernel:
+def make_cuda_kernel(target: Target) -> CudaKernel:
     """Makes the fastest of PyTorch's kernels on a GPU."""
-    return _fastest(target.device.torch_device, target.dtype, target.head_dim)
+    return _make_fastest_kernel(target.device.torch_device, target.dtype, target.head_dim)
 
 
-def sdpa_on_cuda(target: Target) -> CudaKernel:
+def make_cuda_sdpa_kernel(target: Target) -> CudaKernel:
     """Makes the fastest of PyTorch's kernels on a GPU, without cuDNN."""
-    return _fastest(target.device.torch_device, target.dtype, target.head_dim, with_cudnn=False)
+    return _make_fastest_kernel(
+        target.device.torch_device, target.dtype, target.head_dim, with_cudnn=False
+    )
 
 
-def by_cudnn(target: Target) -> CudaKernel:
+def make_cudnn_kernel(target: Target) -> CudaKernel:
     """Makes cuDNN's kernel; InputError if the device does not support it."""
     capability = torch.cuda.get_device_capability(target.device.torch_device)
-    check_cudnn(capability, target.head_dim, cudnn_version())
+    check_cudnn(capability, target.head_dim, get_cudnn_version())
     return CudaKernel(CUDNN)
 
 
-def cudnn_version() -> int | None:
+def get_cudnn_version() -> int | None:
     """Returns cuDNN's version; None without. On AMD GPUs PyTorch reports MIOpen's instead."""
     return torch.backends.cudnn.version() if torch.version.hip is None else None
 
@@ -139,7 +143,9 @@ class SdpaKernel:
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
         if q_BSND.device.type == "cuda":
-            return _fastest(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])(q_BSND, k_BSND, v_BSND)
+            return _make_fastest_kernel(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])(
+                q_BSND, k_BSND, v_BSND
+            )
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
@@ -149,24 +155,24 @@ class SdpaKernel:
 
             return fusion_with_lse(q_BSND, k_BSND, v_BSND)
         if q_BSND.device.type == "cuda":
-            kernel = _fastest(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])
+            kernel = _make_fastest_kernel(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])
             return kernel.with_lse(q_BSND, k_BSND, v_BSND)
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
         out, lse = flash_attention_on_cpu(q, k, v)  # also on the meta device
         return out.transpose(1, 2), lse
 
 
-def padded_heads(
+def attend_with_padded_heads(
     attend: Attend, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Calls attend(q, k, v, scale) with heads padded to a multiple of 8 channels, as CUDA needs.
 
     Other head sizes are copied.
     """
-    head = q_BNSD.shape[-1]
-    scale = head**-0.5
-    if head % 8 == 0:
+    head_dim = q_BNSD.shape[-1]
+    scale = head_dim**-0.5
+    if head_dim % 8 == 0:
         return attend(q_BNSD, k_BNSD, v_BNSD, scale)
-    q, k, v = (F.pad(x, (0, -head % 8)) for x in (q_BNSD, k_BNSD, v_BNSD))
+    q, k, v = (F.pad(x, (0, -head_dim % 8)) for x in (q_BNSD, k_BNSD, v_BNSD))
     out, lse = attend(q, k, v, scale)
-    return out[..., :head], lse
+    return out[..., :head_dim], lse

@@ -14,30 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.kernels.base import PLAIN, Kernel, Load, Method, Payload, SmallOps, Target
-from wan.kernels.compiled_ops import Compiled
+from wan.kernels.base import (
+    PLAIN_OPS,
+    AttentionBackend,
+    Kernel,
+    Load,
+    QuantizedTensor,
+    SmallOps,
+    Target,
+)
+from wan.kernels.compiled_ops import CompiledOps
 from wan.kernels.fp8 import (
-    Form,
     Fp8Attention,
-    Fp8Quantiser,
+    Fp8Quantizer,
+    KernelLayout,
     Rotations,
-    as_they_are,
-    hadamard,
-    sylvester,
+    keep_layout,
+    make_hadamard_rotation,
+    make_sylvester_rotation,
 )
 from wan.kernels.npu.fp8 import placed_head_first
 from wan.kernels.rainfusion import RainFusionAttention
-from wan.kernels.rainfusion_masks import window_order
+from wan.kernels.rainfusion_masks import make_window_order
 from wan.settings.attention import Attention
 from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, KernelRow
 from wan.settings.schedule import Grid
 
-Exported = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
+ExportedRotations = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of queries and keys, from a quantized checkpoint."""
 
 
 @dataclass(frozen=True)
-class Selected:
+class SelectedKernels:
     """The kernels and attention backends of a run.
 
     Attributes:
@@ -54,33 +62,39 @@ class Selected:
     """
 
     device_type: str
-    dense: Kernel
-    text: Kernel
-    methods: tuple[Method, ...] = ()
-    listed: frozenset[tuple[str, int]] | None = None
-    otherwise: tuple[Method, ...] = ()
-    order: Callable[[Grid], Tensor] | None = None
-    ops: SmallOps = PLAIN
-    run: Compiled | None = None
+    dense_kernel: Kernel
+    text_kernel: Kernel
+    backends: tuple[AttentionBackend, ...] = ()
+    layers: frozenset[tuple[str, int]] | None = None
+    fallback: tuple[AttentionBackend, ...] = ()
+    token_order: Callable[[Grid], Tensor] | None = None
+    ops: SmallOps = PLAIN_OPS
+    op_runner: CompiledOps | None = None
     clock: AbstractContextManager[object] | None = None
 
-    def methods_of(self, expert: str, layer: int) -> tuple[Method, ...]:
+    def get_backends(self, expert: str, layer: int) -> tuple[AttentionBackend, ...]:
         """Returns the attention backends of a block."""
-        is_listed = self.listed is None or (expert, layer) in self.listed
-        return self.methods if is_listed else self.otherwise
+        uses_backends = self.layers is None or (expert, layer) in self.layers
+        return self.backends if uses_backends else self.fallback
 
     def describe(self) -> str:
         """Names the backends and the kernel of self-attention, in the order in which they apply."""
-        asked: list[Method | Kernel] = [*self.methods, *self.otherwise, self.dense]
-        if self.listed is None:
-            total = [i for i, method in enumerate(self.methods) if method.is_total]
-            asked = asked[: total[0] + 1] if total else asked
-        return ", else ".join(part.name for part in asked)
+        candidates: list[AttentionBackend | Kernel] = [
+            *self.backends,
+            *self.fallback,
+            self.dense_kernel,
+        ]
+        if self.layers is None:
+            always_applying = [
+                i for i, backend in enumerate(self.backends) if backend.always_applies
+            ]
+            candidates = candidates[: always_applying[0] + 1] if always_applying else candidates
+        return ", else ".join(candidate.name for candidate in candidates)
 
 
-def select(
-    attention: Attention, target: Target, exported: Exported, compiled: bool = False
-) -> Selected:
+def select_kernels(
+    attention: Attention, target: Target, exported: ExportedRotations, compile_blocks: bool = False
+) -> SelectedKernels:
     """Selects the kernels and backends of a run whose settings have been checked.
 
     Args:
@@ -91,90 +105,112 @@ def select(
         ValueError: A kernel does not exist on the device, or does not compute there.
     """
     device, load = target.device, target.load
-    names, ops, run, clock = device.can.fused(attention, compiled), PLAIN, None, None
+    names, ops, op_runner, clock = (
+        device.can.fused(attention, compile_blocks),
+        PLAIN_OPS,
+        None,
+        None,
+    )
     if device.type == "npu":
-        ops = vendor_ops(names, load)
+        ops = make_vendor_ops(names, load)
         if attention.fa_freq_cap is not None:
             cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
             clock = load("wan.kernels.npu.clock:FrequencyCap")(cap, restore)
     elif names:
         least = {} if attention.fused_ops == ("auto",) else {"least": 0}
-        run = load("wan.kernels.compiled_ops:Compiled")(names, **least)
-    return Selected(
+        op_runner = load("wan.kernels.compiled_ops:CompiledOps")(names, **least)
+    return SelectedKernels(
         device.type,
-        dense=dense(attention, target),
-        text=dense(Attention(), target),  # too short for any other kernel
-        methods=(*_rainfusion(attention, target, exported), *_fp8(attention, target, exported)),
-        listed=frozenset(exported) if exported else None,
-        otherwise=_rainfusion(replace(attention, fa_quant="none"), target, {}) if exported else (),
-        order=window_order if attention.use_rainfusion else None,
+        dense_kernel=make_dense_kernel(attention, target),
+        text_kernel=make_dense_kernel(Attention(), target),  # too short for any other kernel
+        backends=(
+            *_make_rainfusion_backends(attention, target, exported),
+            *_make_fp8_backends(attention, target, exported),
+        ),
+        layers=frozenset(exported) if exported else None,
+        fallback=_make_rainfusion_backends(replace(attention, fa_quant="none"), target, {})
+        if exported
+        else (),
+        token_order=make_window_order if attention.use_rainfusion else None,
         ops=ops,
-        run=run,
+        op_runner=op_runner,
         clock=clock,
     )
 
 
-def vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallOps:
+def make_vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallOps:
     """Makes the NPU vendor's kernels for these values of fused_ops; others stay PyTorch's."""
-    ops = PLAIN
+    ops = PLAIN_OPS
     for name, row in SMALL_OPS.items():
         if name in names:
             ops = load(row.make["npu"])(ops, load)
     return ops
 
 
-def dense(attention: Attention, target: Target) -> Kernel:
+def make_dense_kernel(attention: Attention, target: Target) -> Kernel:
     """Makes self-attention's dense kernel; one of xfuser is tried on the device."""
-    kernel: Kernel = _made(attention.dense, replace(target, row=attention.dense))
+    kernel: Kernel = _make_kernel(attention.dense, replace(target, dense_row=attention.dense))
     return kernel
 
 
-def _made(row: KernelRow, target: Target) -> Any:
+def _make_kernel(row: KernelRow, target: Target) -> Any:
     """Makes the kernel of a row of the table; ValueError if the device does not have it."""
-    can = target.device.can
-    if not can.has(row):
-        raise ValueError(f"There is no kernel {row.name!r} on this device ({can.name}).")
-    return target.load(row.make[can.type])(target)
+    capabilities = target.device.can
+    if not capabilities.has(row):
+        raise ValueError(f"There is no kernel {row.name!r} on this device ({capabilities.name}).")
+    return target.load(row.make[capabilities.type])(target)
 
 
-def _rainfusion(attention: Attention, target: Target, exported: Exported) -> tuple[Method, ...]:
+def _make_rainfusion_backends(
+    attention: Attention, target: Target, exported: ExportedRotations
+) -> tuple[AttentionBackend, ...]:
     if not attention.use_rainfusion:
         return ()
-    kind, start = attention.rainfusion_type, attention.sparse_start_step
-    quantiser = None
+    kind, sparse_start = attention.rainfusion_type, attention.sparse_start_step
+    quantizer = None
     if attention.fp8:
-        quantiser = fp8_quantiser(target, Rotations(target.head_dim, sylvester, exported))
-    method = RainFusionAttention(
+        quantizer = make_fp8_quantizer(
+            target, Rotations(target.head_dim, make_sylvester_rotation, exported)
+        )
+    backend = RainFusionAttention(
         kind,
         attention.sparsity,
-        attention.start_step if start is None else start,
+        attention.start_step if sparse_start is None else sparse_start,
         attention.mask_refresh_interval,
-        kernel=_made(RAINFUSION[kind], target),
-        quantiser=quantiser,
-        place=_place(target) if RAINFUSION[kind].has_fp8 else as_they_are,
+        kernel=_make_kernel(RAINFUSION[kind], target),
+        quantizer=quantizer,
+        to_kernel_layout=_select_kernel_layout(target) if RAINFUSION[kind].has_fp8 else keep_layout,
     )
-    return (method,)
+    return (backend,)
 
 
-def _fp8(attention: Attention, target: Target, exported: Exported) -> tuple[Method, ...]:
+def _make_fp8_backends(
+    attention: Attention, target: Target, exported: ExportedRotations
+) -> tuple[AttentionBackend, ...]:
     if not attention.fp8:
         return ()
-    quantiser = fp8_quantiser(target, Rotations(target.head_dim, hadamard, exported))
-    kernel, before = _made(FP8, target), attention.quant_alltoall
-    return (Fp8Attention(quantiser, target.dtype, kernel, before, _place(target)),)
+    quantizer = make_fp8_quantizer(
+        target, Rotations(target.head_dim, make_hadamard_rotation, exported)
+    )
+    kernel, quantize_before_exchange = _make_kernel(FP8, target), attention.quant_alltoall
+    return (
+        Fp8Attention(
+            quantizer, target.dtype, kernel, quantize_before_exchange, _select_kernel_layout(target)
+        ),
+    )
 
 
-def fp8_quantiser(target: Target, rotations: Rotations) -> Fp8Quantiser:
+def make_fp8_quantizer(target: Target, rotations: Rotations) -> Fp8Quantizer:
     """Makes the quantizer of queries, keys and values on this target."""
-    where = target.device.type
-    if where in FP8.quantise:
-        return Fp8Quantiser(rotations, target.load(FP8.quantise[where])(target), where)
-    return Fp8Quantiser(rotations, device_type=where)
+    device_type = target.device.type
+    if device_type in FP8.quantise:
+        return Fp8Quantizer(rotations, target.load(FP8.quantise[device_type])(target), device_type)
+    return Fp8Quantizer(rotations, device_type=device_type)
 
 
-def _place(target: Target) -> Form:
+def _select_kernel_layout(target: Target) -> KernelLayout:
     """Returns the layout of keys and values; devices without FP8 units get dequantized values."""
     if target.device.type == "npu":
         return placed_head_first
-    inner = torch.float32 if target.device.type == "cpu" else target.dtype
-    return lambda x: Payload(x.dequantised(inner))
+    compute_dtype = torch.float32 if target.device.type == "cpu" else target.dtype
+    return lambda x: QuantizedTensor(x.dequantize(compute_dtype))

@@ -22,15 +22,15 @@ from wan.kernels.base import Target
 from wan.settings.errors import InputError
 from wan.settings.kernels import Dense
 
-Function = Callable[..., tuple[Tensor, Tensor | None]]
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 """function(q, k, v, dropout, is_causal): the result and, if supported, the log-sum-exp."""
 
 # Heads, queries and keys of a trial: lengths that are not multiples of a block, as in runs.
 _HEADS, _ROWS, _KEYS = 2, 203, 137
 # Largest relative error of a result and absolute error of a log-sum-exp, in full and in low
 # precision. A log-sum-exp to base 2 is off by 44 %, that is by 2.
-_RESULT, _LSE = (0.02, 0.3), (0.02, 0.1)
-_INSTEAD = "use `attention_backend=auto`"
+_RESULT_TOLERANCE, _LSE_TOLERANCE = (0.02, 0.3), (0.02, 0.1)
+_REMEDY = "use `attention_backend=auto`"
 
 
 class XfuserKernel:
@@ -39,46 +39,55 @@ class XfuserKernel:
     can_return_lse: the function's second value is the log-sum-exp, by a trial.
     """
 
-    def __init__(self, name: str, function: Function, can_return_lse: bool) -> None:
+    def __init__(self, name: str, function: AttentionFunction, can_return_lse: bool) -> None:
         self.name, self.can_return_lse = name, can_return_lse
         self._function = function
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
-        return _attend(self._function, q_BSND, k_BSND, v_BSND)[0]
+        return _call_function(self._function, q_BSND, k_BSND, v_BSND)[0]
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
-        out, lse = _attend(self._function, q_BSND, k_BSND, v_BSND)
+        out, lse = _call_function(self._function, q_BSND, k_BSND, v_BSND)
         assert lse is not None, "the trial returned a log-sum-exp"
         return out, lse[..., : q_BSND.shape[1]]  # the memory-efficient operator pads it to 32
 
 
-def kernel(target: Target) -> XfuserKernel:
+def build_xfuser_kernel(target: Target) -> XfuserKernel:
     """Makes the kernel of the target's row and tries it on the device.
 
     Raises:
         InputError: A package is missing, or the function does not compute attention here.
     """
-    device, head, dtype, row = target.device.torch_device, target.head_dim, target.dtype, target.row
+    device, head_dim, dtype, row = (
+        target.device.torch_device,
+        target.head_dim,
+        target.dtype,
+        target.dense_row,
+    )
     assert row is not None, "the target has a row"
     for module in ("xfuser", *row.modules):
-        if not _is_there(module):
-            what = "-r requirements-cuda.txt" if module == "xfuser" else " ".join(row.install)
+        if not _can_import(module):
+            packages_to_install = (
+                "-r requirements-cuda.txt" if module == "xfuser" else " ".join(row.install)
+            )
             why = f"needs the Python module {module}, which is not installed or does not load"
-            raise InputError(row.asked, None, why, f"run pip install {what}, or {_INSTEAD}")
-    member, function = _registered(row)
-    error = _trial(function, device, head, dtype, row.low_precision)
-    if isinstance(error, str):
+            raise InputError(
+                row.asked, None, why, f"run pip install {packages_to_install}, or {_REMEDY}"
+            )
+    member, function = _find_function(row)
+    trial = _try_function(function, device, head_dim, dtype, row.low_precision)
+    if isinstance(trial, str):
         precision = str(dtype).removeprefix("torch.")
         why = (
-            f"does not compute {precision} with heads of {head} channels on this {device.type} "
-            f"device ({error})"
+            f"does not compute {precision} with heads of {head_dim} channels on this {device.type} "
+            f"device ({trial})"
         )
         packages = " and ".join(("xfuser", *row.install))
-        raise InputError(row.asked, None, why, f"see whether {packages} fit it, or {_INSTEAD}")
-    return XfuserKernel(f"xfuser {member.name} ({member.value})", function, error)
+        raise InputError(row.asked, None, why, f"see whether {packages} fit it, or {_REMEDY}")
+    return XfuserKernel(f"xfuser {member.name} ({member.value})", function, trial)
 
 
-def _is_there(module: str) -> bool:
+def _can_import(module: str) -> bool:
     """Whether a module can be imported; this imports its parent packages."""
     try:
         return find_spec(module) is not None
@@ -86,19 +95,19 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _registered(row: Dense) -> tuple[Any, Function]:
+def _find_function(row: Dense) -> tuple[Any, AttentionFunction]:
     """Returns a function of xfuser's registry, and its key."""
     try:
         from xfuser.core.distributed import attention_backend as registry
     except Exception as error:  # any error of an incompatible package
         why = (
             "needs xfuser, which does not load here: it needs a PyTorch for CUDA or ROCm and the "
-            f"packages of requirements-cuda.txt ({_reason(error)})"
+            f"packages of requirements-cuda.txt ({_summarize_error(error)})"
         )
-        raise InputError(row.asked, None, why, _INSTEAD) from error
+        raise InputError(row.asked, None, why, _REMEDY) from error
     member = getattr(registry.AttentionBackendType, str(row.member), None)
     if member not in registry.ATTENTION_FUNCTION_REGISTRY:
-        remedy = f"run pip install -r requirements-cuda.txt, or {_INSTEAD}"
+        remedy = f"run pip install -r requirements-cuda.txt, or {_REMEDY}"
         raise InputError(
             row.asked, None, f"is {row.member}, which this xfuser does not have", remedy
         )
@@ -106,45 +115,53 @@ def _registered(row: Dense) -> tuple[Any, Function]:
 
 
 @cache
-def _trial(
-    function: Function, device: torch.device, head: int, dtype: torch.dtype, low_precision: bool
+def _try_function(
+    function: AttentionFunction,
+    device: torch.device,
+    head_dim: int,
+    dtype: torch.dtype,
+    low_precision: bool,
 ) -> bool | str:
     """Tries a function: whether it returns the log-sum-exp; a text if it is not attention."""
     generator = torch.Generator().manual_seed(0)  # the global random state is not changed
     q, k, v = (
-        torch.randn(1, rows, _HEADS, head, generator=generator).to(device, dtype)
+        torch.randn(1, rows, _HEADS, head_dim, generator=generator).to(device, dtype)
         for rows in (_ROWS, _KEYS, _KEYS)
     )
     try:
         with torch.no_grad():
-            out, lse = _attend(function, q, k, v)
+            out, lse = _call_function(function, q, k, v)
     except Exception as error:  # any error of an incompatible kernel
-        return _reason(error)
-    logits = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1)) * head**-0.5
+        return _summarize_error(error)
+    logits = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1)) * head_dim**-0.5
     expected = (logits.softmax(-1) @ v.float().transpose(1, 2)).transpose(1, 2)
     if out.shape != expected.shape:
         return f"the result has shape {list(out.shape)} instead of {list(expected.shape)}"
-    off = float((out.float() - expected).norm() / expected.norm())
-    if not off <= _RESULT[low_precision]:
-        return f"the result is off by {off:.1%}"
-    return _is_lse(lse, logits.logsumexp(-1), _LSE[low_precision])
+    relative_error = float((out.float() - expected).norm() / expected.norm())
+    if not relative_error <= _RESULT_TOLERANCE[low_precision]:
+        return f"the result is off by {relative_error:.1%}"
+    return _is_lse(lse, logits.logsumexp(-1), _LSE_TOLERANCE[low_precision])
 
 
-def _is_lse(found: object, expected_BNS: Tensor, tolerance: float) -> bool:
+def _is_lse(candidate: object, expected_BNS: Tensor, tolerance: float) -> bool:
     """Whether a value is the log-sum-exp in float32; it may have further rows."""
-    if not isinstance(found, Tensor) or found.dtype != torch.float32 or found.dim() != 3:
+    if (
+        not isinstance(candidate, Tensor)
+        or candidate.dtype != torch.float32
+        or candidate.dim() != 3
+    ):
         return False
-    lse = found[..., : expected_BNS.shape[-1]]
+    lse = candidate[..., : expected_BNS.shape[-1]]
     return lse.shape == expected_BNS.shape and bool(((lse - expected_BNS).abs() <= tolerance).all())
 
 
-def _attend(
-    function: Function, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor
+def _call_function(
+    function: AttentionFunction, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
     out, lse = function(q, k, v, 0.0, False)
     return out.transpose(1, 2).to(q_BSND.dtype), lse
 
 
-def _reason(error: BaseException) -> str:
+def _summarize_error(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

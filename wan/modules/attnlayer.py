@@ -22,17 +22,24 @@ import torch
 from torch import Tensor
 
 from wan import trace
-from wan.distributed.exchange import Group, Pending, group_rank, group_size, start_in, start_out
-from wan.distributed.pieces import Part, Pieces
+from wan.distributed.exchange import (
+    Group,
+    PendingExchange,
+    get_group_rank,
+    get_group_size,
+    start_gather_heads,
+    start_scatter_heads,
+)
+from wan.distributed.packed_buffer import PackedBuffer, TensorSpec
 from wan.distributed.ring import Ring
-from wan.kernels.base import QKV, AttendRows, Kernel, Method, Payload, StepInfo
+from wan.kernels.base import QKV, AttendRows, AttentionBackend, Kernel, QuantizedTensor, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings import schedule
 from wan.settings.parallel import EXCHANGES
 from wan.settings.schedule import Range
 
 QKVTensors = tuple[Tensor, Tensor, Tensor]
-Chunk = QKVTensors | Pieces
+Chunk = QKVTensors | PackedBuffer
 """q, k and v of a head chunk, [B,s,N_c,D] each, or the send buffer into which they were written."""
 
 
@@ -57,7 +64,7 @@ class _CallSpec(NamedTuple):
     device: torch.device
     chunk_heads: tuple[tuple[int, ...], ...]
     valid_len: int | None
-    backend: Method | None
+    backend: AttentionBackend | None
     step: StepInfo | None
 
     @property
@@ -70,7 +77,7 @@ class _CallSpec(NamedTuple):
 class _IncomingChunk(NamedTuple):
     """The all-to-alls of a chunk that are in flight, and the rows per scale of q, k and v."""
 
-    pending: list[Pending]
+    pending: list[PendingExchange]
     rows_per_scale: tuple[int, ...] = (1, 1, 1)
 
 
@@ -78,10 +85,10 @@ class _PackedCall(NamedTuple):
     """Implements `wan.modules.interfaces.PackedAttentionCall`."""
 
     layer: FAPowerCapAttention
-    buffer: Pieces
+    buffer: PackedBuffer
 
     def write(self, index: int, x_BsND: Tensor, offset: int = 0) -> None:
-        self.buffer.put(index, x_BsND, offset)
+        self.buffer.write(index, x_BsND, offset)
 
     def finish(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
         return self.layer.attend_packed(self.buffer, valid_len=valid_len, step=step)
@@ -118,7 +125,7 @@ class FAPowerCapAttention:
         layer: int | None = None,
         kernel: Kernel | None = None,
         ring: Ring | None = None,
-        methods: Sequence[Method] = (),
+        methods: Sequence[AttentionBackend] = (),
         clock: AbstractContextManager[object] | None = None,
         chunks: int | None = None,
         exchange: str = "split",
@@ -134,7 +141,7 @@ class FAPowerCapAttention:
         self.fa_alltoall_overlap, self.layer = fa_alltoall_overlap, layer
         self.mode = schedule.mode_of(self.comm_type, fa_alltoall_overlap, chunks)
         self.overlaps = self.mode.overlaps
-        self.world_size, self.rank = group_size(ulysses_pg), group_rank(ulysses_pg)
+        self.world_size, self.rank = get_group_size(ulysses_pg), get_group_rank(ulysses_pg)
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
         self.backends, self.exchange = tuple(methods), exchange
@@ -192,10 +199,10 @@ class FAPowerCapAttention:
         spec = self._make_call_spec(
             (batch, num_tokens, num_heads, channels // num_heads), x_BsC, None, step
         )
-        if spec.backend is not None and spec.backend.packs:
+        if spec.backend is not None and spec.backend.quantizes_before_exchange:
             return None
-        tensor_spec = Part(batch, num_tokens, 3, channels // num_heads, x_BsC.dtype)
-        buffer = Pieces(
+        tensor_spec = TensorSpec(batch, num_tokens, 3, channels // num_heads, x_BsC.dtype)
+        buffer = PackedBuffer(
             [tensor_spec],
             [num_heads for heads_per_rank in spec.chunk_heads for num_heads in heads_per_rank],
             x_BsC.device,
@@ -203,14 +210,14 @@ class FAPowerCapAttention:
         return _PackedCall(self, buffer)
 
     def attend_packed(
-        self, buffer: Pieces, *, valid_len: int | None = None, step: StepInfo | None = None
+        self, buffer: PackedBuffer, *, valid_len: int | None = None, step: StepInfo | None = None
     ) -> Tensor:
         """Computes attention of q, k and v in a send buffer; the buffer's memory is released."""
-        (tensor_spec,) = buffer.parts
+        (tensor_spec,) = buffer.specs
         shape = (tensor_spec.batch, tensor_spec.rows, sum(buffer.heads), tensor_spec.width)
         spec = self._make_call_spec(shape, buffer.memory, valid_len, step)
         with self.clock:
-            return self._dispatch(dict(enumerate(buffer.chunks(spec.chunk_heads))), spec)
+            return self._dispatch(dict(enumerate(buffer.split_chunks(spec.chunk_heads))), spec)
 
     def _make_call_spec(
         self,
@@ -230,7 +237,7 @@ class FAPowerCapAttention:
             layer = self.layer if layer is None else layer
             first_row = 0 if self.ring is None else self.ring.rank * num_tokens * self.world_size
             step = replace(step, layer=layer, first_row=first_row)
-        backend = next((backend for backend in self.backends if backend.applies(step)), None)
+        backend = next((backend for backend in self.backends if backend.applies_to(step)), None)
         chunk_heads = schedule.head_split(num_heads, self.world_size, self.mode.chunks)
         return _CallSpec(shape, like.dtype, like.device, chunk_heads, valid_len, backend, step)
 
@@ -266,8 +273,8 @@ class FAPowerCapAttention:
         """
         out_BsND: Tensor | None = None  # allocated late: attention is the memory peak
         incoming: dict[int, _IncomingChunk] = {}
-        outgoing: dict[int, Pending] = {}
-        last_finished: Pending | None = None
+        outgoing: dict[int, PendingExchange] = {}
+        last_finished: PendingExchange | None = None
         head_ranges = spec.head_ranges
         for action, chunk in self.mode.order(len(chunks)):
             (first, last), heads_per_rank = head_ranges[chunk], spec.chunk_heads[chunk]
@@ -290,7 +297,7 @@ class FAPowerCapAttention:
                     last_finished = outgoing.pop(chunk)
                     if out_BsND is None:
                         out_BsND = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-                    last_finished.wait(into=out_BsND[:, :, first:last])
+                    last_finished.wait(out=out_BsND[:, :, first:last])
         assert out_BsND is not None, "there is no chunk"
         return out_BsND
 
@@ -308,20 +315,20 @@ class FAPowerCapAttention:
         """Converts q, k and v to the tensors that are sent; only some backends quantize here."""
         if spec.backend is None:
             q, k, v = qkv_BsND
-            return Payload(q), Payload(k), Payload(v)
+            return QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
         num_tokens = num_valid = qkv_BsND[0].shape[1]
         if spec.valid_len is not None:
             ring_rank = 0 if self.ring is None else self.ring.rank
             shard = ring_rank * self.world_size + self.rank
             num_valid = schedule.valid_rows(spec.valid_len, shard, num_tokens)
-        return spec.backend.pack(*qkv_BsND, num_valid, spec.step)
+        return spec.backend.quantize(*qkv_BsND, num_valid, spec.step)
 
     def _exchange_in(
         self,
-        chunk: QKVTensors | Pieces,
+        chunk: QKVTensors | PackedBuffer,
         heads_per_rank: tuple[int, ...],
         spec: _CallSpec,
-        after: Pending | None,
+        after: PendingExchange | None,
     ) -> _IncomingChunk:
         """Starts the all-to-alls [B,s,N_c,D] -> [B,S,h_c,D] of q, k and v.
 
@@ -329,16 +336,16 @@ class FAPowerCapAttention:
         small scales; a fused exchange sends all of them in one all-to-all.
         """
 
-        def start(tensors: Sequence[Tensor] | Pieces, label: str) -> Pending:
+        def start(tensors: Sequence[Tensor] | PackedBuffer, label: str) -> PendingExchange:
             group, overlaps = self.ulysses_pg, self.overlaps
-            return start_in(
-                tensors, heads_per_rank, group, async_op=overlaps, after=after, what=label
+            return start_scatter_heads(
+                tensors, heads_per_rank, group, async_op=overlaps, after=after, name=label
             )
 
-        if isinstance(chunk, Pieces):
+        if isinstance(chunk, PackedBuffer):
             return _IncomingChunk([start(chunk, "qkv")])
         qkv = self._quantize_for_exchange(chunk, spec)
-        rows_per_scale = tuple(payload.rows for payload in qkv)
+        rows_per_scale = tuple(payload.rows_per_scale for payload in qkv)
         named_tensors = {name: x.values for name, x in zip("qkv", qkv, strict=True)}
         for name, x in zip("qkv", qkv, strict=True):
             named_tensors |= {} if x.scale is None else {f"{name} scale": x.scale}
@@ -348,9 +355,9 @@ class FAPowerCapAttention:
             [start([x], name) for name, x in named_tensors.items()], rows_per_scale
         )
 
-    def _exchange_out(self, out_BShD: Tensor, heads_per_rank: tuple[int, ...]) -> Pending:
+    def _exchange_out(self, out_BShD: Tensor, heads_per_rank: tuple[int, ...]) -> PendingExchange:
         """Starts the all-to-all [B,S,h_c,D] -> [B,s,N_c,D] of a chunk's result."""
-        return start_out(out_BShD, heads_per_rank, self.ulysses_pg, async_op=self.overlaps)
+        return start_gather_heads(out_BShD, heads_per_rank, self.ulysses_pg, async_op=self.overlaps)
 
     def _attention_forward(self, incoming: _IncomingChunk, spec: _CallSpec) -> Tensor:
         """Computes one chunk [B,S/R,h_c,D], a query block at a time; padded rows are zeros."""
@@ -377,9 +384,9 @@ class FAPowerCapAttention:
 
     def _attend_query_blocks(
         self,
-        q: Payload,
-        k: Payload,
-        v: Payload,
+        q: QuantizedTensor,
+        k: QuantizedTensor,
+        v: QuantizedTensor,
         query_blocks: list[Range],
         valid_per_rank: list[int],
         spec: _CallSpec,
@@ -395,22 +402,22 @@ class FAPowerCapAttention:
                 k = k.map(self.ring.gather)
             with trace.span("gather", v.values, what="v"):
                 v = v.map(self.ring.gather)
-        k, v = k.cut(0, sum(valid_per_rank)), v.cut(0, sum(valid_per_rank))
+        k, v = k.slice_rows(0, sum(valid_per_rank)), v.slice_rows(0, sum(valid_per_rank))
         if not query_blocks:
             return []
         attend = self._make_dense_attend(k, v)
         if spec.backend is not None:
-            attend = spec.backend.prepare(q.cut(0, query_blocks[-1][1]), k, v, spec.step)
+            attend = spec.backend.prepare_kv(q.slice_rows(0, query_blocks[-1][1]), k, v, spec.step)
         outputs = []
         for block, (first, last) in enumerate(query_blocks):
             with trace.place(block=block):
-                outputs.append(attend(q.cut(first, last), first))
+                outputs.append(attend(q.slice_rows(first, last), first))
         return outputs
 
-    def _make_dense_attend(self, k: Payload, v: Payload) -> AttendRows:
+    def _make_dense_attend(self, k: QuantizedTensor, v: QuantizedTensor) -> AttendRows:
         """Wraps the dense kernel as the function that a backend's `prepare_kv` returns."""
 
-        def attend(q: Payload, _: int) -> Tensor:
+        def attend(q: QuantizedTensor, _: int) -> Tensor:
             with trace.span("attention", q.values, keys=k.values.shape[1], method="dense"):
                 return self.kernel(q.values, k.values, v.values)
 
@@ -426,7 +433,7 @@ def _make_contiguous(x: Tensor) -> Tensor:
 
 def _wait_for_qkv(incoming: _IncomingChunk) -> QKV:
     """Waits for the all-to-alls of a chunk and returns q, k and v, their only references."""
-    tensors = [x for pending in incoming.pending for x in pending.tensors()]
+    tensors = [x for pending in incoming.pending for x in pending.wait_tensors()]
     scales: Sequence[Tensor | None] = tensors[3:] or [None] * 3
-    q, k, v = map(Payload, tensors[:3], scales, incoming.rows_per_scale)
+    q, k, v = map(QuantizedTensor, tensors[:3], scales, incoming.rows_per_scale)
     return q, k, v

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.kernels.base import PLAIN, SmallOps
+from wan.kernels.base import PLAIN_OPS, SmallOps
 from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.numerics import slice_elements
 from wan.torch_private import gelu_in_place
@@ -51,7 +51,10 @@ class BlockOps:
     """
 
     def __init__(
-        self, ops: SmallOps = PLAIN, run_op: OpRunner = run_eager, device_type: str | None = None
+        self,
+        ops: SmallOps = PLAIN_OPS,
+        run_op: OpRunner = run_eager,
+        device_type: str | None = None,
     ) -> None:
         self._run_op, self._device_type = run_op, device_type
         self._modulated_norm_kernel = ops.modulated_norm or modulated_norm

@@ -25,8 +25,8 @@ from wan.checkpoint.quantised import Export
 from wan.checkpoint.source import Sources
 from wan.device import Device
 from wan.kernels.int8_linear import W8A8Linear
-from wan.kernels.kept_linear import FP8Linear, KeptLinear
 from wan.kernels.npu import linear as npu_linear
+from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear
 from wan.pipeline.setup import Setup
 
 
@@ -80,19 +80,19 @@ def kept_layers(
         if any(change.full is not None for change in changes):
             continue
         in_fp8 = setup.multiplies_fp8 and info.dtype in FP8 and not info.full_precision
-        kind = FP8Linear if in_fp8 else KeptLinear
+        kind = FP8Linear if in_fp8 else WeightOnlyLinear
         network.set_submodule(layer, _empty(kind, info, module, changes, compute))
         kept[layer] = info, changes
     return kept
 
 
 def _empty(
-    kind: type[KeptLinear],
+    kind: type[WeightOnlyLinear],
     info: TensorInfo,
     module: nn.Linear,
     changes: Sequence[Change],
     compute: torch.dtype,
-) -> KeptLinear:
+) -> WeightOnlyLinear:
     """Makes a layer on the meta device."""
     weight, scale, lora = as_bytes(info), None, None
     if info.dtype in FP8:

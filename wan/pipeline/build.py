@@ -32,7 +32,7 @@ from wan.checkpoint.load import (
 )
 from wan.device import Device
 from wan.kernels.base import Target
-from wan.kernels.select import Selected, dense, select
+from wan.kernels.select import SelectedKernels, make_dense_kernel, select_kernels
 from wan.log import Stages, logger
 from wan.modules.interfaces import LocalAttention, ModelComponents, SelfAttention, UnshardedSequence
 from wan.modules.model import WanModel
@@ -51,7 +51,7 @@ from wan.settings.schedule import heads_per_chunk
 
 if TYPE_CHECKING:
     from wan.distributed.exchange import Group
-    from wan.distributed.mesh import Team
+    from wan.distributed.mesh import ParallelGroups
     from wan.pipeline.clip import ClipVision
     from wan.pipeline.media import Sound
     from wan.vae.sharded import ShardedRows
@@ -63,7 +63,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def pipeline(
     setup: Setup,
     device: Device,
-    team: Team | None = None,
+    team: ParallelGroups | None = None,
     t5_dtype: torch.dtype | None = None,
     caches: Cache | None = None,
     attention: Callable[[SelfAttention], SelfAttention] | None = None,
@@ -86,11 +86,11 @@ def pipeline(
     if setup.quantised is not None and setup.attention.fp8:
         exported = rotations(setup.quantised)
     if setup.multiplies_fp8:
-        from wan.kernels.kept_linear import check_device
+        from wan.kernels.weight_only_linear import check_fp8_device
 
-        check_device(device.torch_device)
+        check_fp8_device(device.torch_device)
     target = Target(device, checkpoint.head_dim, compute)
-    selected = select(setup.attention, target, exported, execution.compile)
+    selected = select_kernels(setup.attention, target, exported, execution.compile)
     caches = step_caches(setup, team) if caches is None else caches
 
     def given(expert: str) -> ModelComponents:
@@ -112,14 +112,14 @@ def pipeline(
         encode_in=t5_dtype or DTYPES[execution.precision_on(device.type)],
         given=given,
     )
-    caches.changes = loader.changes
+    caches.compute_changes = loader.changes
     _log_start(setup, device, selected)
     sharing, parallel = Sharing(), setup.parallel
     if team is not None:
         sharing = Sharing(
-            text=make_here if parallel.t5_fsdp else team.from_main,
-            latents=team.from_main,
-            branches=team.both_branches if parallel.cfg_size == 2 else both_here,
+            text=make_here if parallel.t5_fsdp else team.broadcast_from_rank0,
+            latents=team.broadcast_from_rank0,
+            branches=team.compute_branches if parallel.cfg_size == 2 else both_here,
         )
     stages = Stages(device.synchronize)
     loading = stages("loading")
@@ -140,7 +140,7 @@ def pipeline(
         residency=loader.residency,
         stages=stages,
         kernel=selected.describe(),
-        merges=selected.dense.can_return_lse,
+        merges=selected.dense_kernel.can_return_lse,
         caches=caches,
         sharing=sharing,
         hearing=loader.hear,
@@ -152,11 +152,11 @@ def pipeline(
 def dense_kernel(setup: Setup, device: Device) -> str:
     """Names the dense attention kernel; raises InputError if this device cannot run it."""
     compute = DTYPES[setup.execution.dit_precision_on(device.type)]
-    kernel = dense(setup.attention, Target(device, setup.checkpoint.head_dim, compute))
+    kernel = make_dense_kernel(setup.attention, Target(device, setup.checkpoint.head_dim, compute))
     return f"{kernel.name} {'with' if kernel.can_return_lse else 'without'} log-sum-exp"
 
 
-def _log_start(setup: Setup, device: Device, selected: Selected) -> None:
+def _log_start(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     """Logs the checkpoint, the device, attention settings and dtypes of weights."""
     checkpoint, execution = setup.checkpoint, setup.execution
     precision, layers = execution.dit_precision_on(device.type), checkpoint.config["num_layers"]
@@ -177,7 +177,7 @@ def _log_start(setup: Setup, device: Device, selected: Selected) -> None:
         logger.info("This CPU has bfloat16 units: --precision bf16 uses them.")
 
 
-def attention_line(setup: Setup, selected: Selected) -> str:
+def attention_line(setup: Setup, selected: SelectedKernels) -> str:
     """Describes the self-attention settings in one line, for the start of a run."""
     attention, parallel = setup.attention, setup.parallel
     sizes = heads_per_chunk(setup.checkpoint.heads, parallel.ulysses_size, parallel.mode.chunks)
@@ -202,7 +202,7 @@ def attention_line(setup: Setup, selected: Selected) -> str:
     gathered = {
         "RainFusion": attention.use_rainfusion,
         "FP8 attention": attention.fp8,
-        selected.dense.name: not attention.fp8 and not selected.dense.can_return_lse,
+        selected.dense_kernel.name: not attention.fp8 and not selected.dense_kernel.can_return_lse,
     }
     names = [name for name, is_it in gathered.items() if is_it] if parallel.ring_size > 1 else []
     without = f"; K/V are gathered over the ring for {' and '.join(names)} (no log-sum-exp)"
@@ -226,7 +226,7 @@ class NetworkLoader:
 
     setup: Setup
     residency: Residency
-    team: Team | None
+    team: ParallelGroups | None
     compute: torch.dtype
     encode_in: torch.dtype
     given: Callable[[str], ModelComponents]
@@ -321,11 +321,11 @@ class NetworkLoader:
 
     def changes(self, name: str, timesteps: Sequence[float]) -> list[float]:
         """Computes the change of an expert's time embedding from each timestep to the next."""
-        from wan.cache.tea import embedding_changes
+        from wan.cache.tea import compute_embedding_changes
 
         read = merged(mapped(self._dits[name].tensors), self.setup.loras.get(name, ()))
         weights = {key: read[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
-        return embedding_changes(weights, timesteps)
+        return compute_embedding_changes(weights, timesteps)
 
     def text_files(self) -> set[Path]:
         """Lists the files of the text encoder that this rank reads."""
@@ -376,38 +376,42 @@ class NetworkLoader:
         return VideoVAE(self._vae.load(device=self._device, dtype_of=lambda *_: dtype))
 
 
-def step_caches(setup: Setup, team: Team | None) -> Cache:
+def step_caches(setup: Setup, team: ParallelGroups | None) -> Cache:
     """Builds the step cache from the setup's policy."""
     together = setup.parallel.cfg_size == 2
     if setup.policy is None:
         return Cache()
-    return setup.policy.cache(together, None if team is None else team.agree)
+    return setup.policy.make_cache(together, None if team is None else team.all_agree)
 
 
 def collaborators(
     setup: Setup,
-    selected: Selected,
-    team: Team | None,
+    selected: SelectedKernels,
+    team: ParallelGroups | None,
     caches: Cache | None = None,
     expert: str = "dit",
 ) -> ModelComponents:
     """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
-    ops = BlockOps(selected.ops, selected.run or run_eager, selected.device_type)
-    kept = (None, None) if caches is None else (caches.at("blocks"), caches.at("attention"))
+    ops = BlockOps(selected.ops, selected.op_runner or run_eager, selected.device_type)
+    kept = (
+        (None, None)
+        if caches is None
+        else (caches.get_if_skips("blocks"), caches.get_if_skips("attention"))
+    )
     several = team is not None and parallel.sequence_size > 1
-    if not (several or selected.methods or selected.clock):
-        local = LocalAttention(selected.dense)
+    if not (several or selected.backends or selected.clock):
+        local = LocalAttention(selected.dense_kernel)
         return ModelComponents(
-            lambda _: local, selected.text, UnshardedSequence(), ops, text_cache, *kept
+            lambda _: local, selected.text_kernel, UnshardedSequence(), ops, text_cache, *kept
         )
-    from wan.distributed.exchange import ALONE
+    from wan.distributed.exchange import SINGLE_RANK
     from wan.distributed.ring import Ring
-    from wan.distributed.tokens import ShardedTokens
+    from wan.distributed.tokens import ShardedSequence
     from wan.modules.attnlayer import FAPowerCapAttention
 
-    ulysses: Group = ALONE
-    sequence: Group = ALONE
+    ulysses: Group = SINGLE_RANK
+    sequence: Group = SINGLE_RANK
     ring = None
     if team is not None:
         ulysses, sequence = team.group("ulysses"), team.group("ring", "ulysses")
@@ -419,9 +423,9 @@ def collaborators(
             ulysses,
             parallel.fa_alltoall_overlap,
             layer=layer,
-            kernel=selected.dense,
+            kernel=selected.dense_kernel,
             ring=ring,
-            methods=selected.methods_of(expert, layer),
+            methods=selected.get_backends(expert, layer),
             clock=selected.clock,
             chunks=parallel.chunks,
             exchange=setup.exchange_on(selected.device_type),
@@ -429,25 +433,25 @@ def collaborators(
         )
 
     multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
-    tokens = ShardedTokens(sequence, multiple, selected.order)
-    return ModelComponents(attention, selected.text, tokens, ops, text_cache, *kept)
+    tokens = ShardedSequence(sequence, multiple, selected.token_order)
+    return ModelComponents(attention, selected.text_kernel, tokens, ops, text_cache, *kept)
 
 
-def shardings(parallel: Parallel, team: Team | None) -> tuple[Sharding, Sharding]:
+def shardings(parallel: Parallel, team: ParallelGroups | None) -> tuple[Sharding, Sharding]:
     """Returns the FSDP sharding of the DiT's and of the text encoder's weights."""
     dit: Sharding = UNSHARDED
     encoder: Sharding = UNSHARDED
     if team is not None and (parallel.dit_fsdp or parallel.t5_fsdp):
-        from wan.distributed.fsdp import Sharded
+        from wan.distributed.fsdp import FsdpSharding
 
         if parallel.dit_fsdp:
-            dit = Sharded(team.world_mesh(), lambda network: network.parts())
+            dit = FsdpSharding(team.world_mesh(), lambda network: network.parts())
         if parallel.t5_fsdp:
-            encoder = Sharded(team.world_mesh(), text.umt5_blocks)
+            encoder = FsdpSharding(team.world_mesh(), text.umt5_blocks)
     return dit, encoder
 
 
-def vae_rows(device: Device, team: Team | None) -> MakeRows | None:
+def vae_rows(device: Device, team: ParallelGroups | None) -> MakeRows | None:
     """Assigns the rows that each rank encodes and decodes; None for one process."""
     if team is None:
         return None

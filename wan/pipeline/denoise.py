@@ -170,7 +170,7 @@ class Denoising:
             for index in range(self._done, last):
                 boundary.reached(index, total)
                 name = self._plan.experts[index]
-                skipped = 0 if caches is None else caches.skipped_steps()
+                skipped = 0 if caches is None else caches.count_skipped_steps()
                 said = f"{name}, {skipped} skipped" if skipped else name
                 bar.set_postfix_str(said, refresh=False)
                 self._step(index, experts.get(name), branches, caches, boundary)
@@ -204,7 +204,7 @@ class Denoising:
         branch = partial(
             velocity, model, self.latents, conditions.timesteps(timestep), conditions, step
         )
-        guidance = None if caches is None else caches.at("uncond")
+        guidance = None if caches is None else caches.get_if_skips("uncond")
         with trace.step(index, name):  # excludes loading
             guided = guide(
                 branch,

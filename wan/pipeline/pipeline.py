@@ -357,10 +357,10 @@ class Pipeline:
         self.residency.request = video.request
         with self.stages("denoising"):
             video.to(self.device.torch_device)
-            self.caches.start(video.request)
+            self.caches.start_video(video.request)
             branches = self.sharing.branches
             latents = video.advance(self.experts, branches, self.caches, phases, self.boundary)
-            self.caches.end()
+            self.caches.clear()
         return latents
 
     def texts(
@@ -414,7 +414,7 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Releases all networks and the step cache after a failure."""
-        self.caches.end()
+        self.caches.clear()
         for part in (self.text, self.clip, self.vae, self.experts):
             self.done(part)
 

@@ -141,7 +141,7 @@ class Setup:
         control = {"conditioning_scale": request.conditioning_scale, "scales": len(scales)}
         rules.check(rules.REQUEST, self._facts() | control)
         attention.check_request(self.attention, self.parallel, steps, tokens)
-        found = () if self.policy is None else self.policy.check(request)
+        found = () if self.policy is None else self.policy.check_request(request)
         heads = self.checkpoint.heads
         guidance = request.sample_guide_scale
         return (*found, *parallel.check_guidance(self.parallel, guidance, heads))

@@ -28,7 +28,7 @@ from wan.checkpoint.source import Sources, mapped_bytes
 from wan.device import Device, resolve
 from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
-from wan.kernels.select import select
+from wan.kernels.select import select_kernels
 from wan.modules.model import WanModel
 from wan.modules.networks import build_dit as build_network
 from wan.pipeline import adapt, build, clip, memory, text, vae
@@ -264,10 +264,10 @@ class Planner:
         compute = build.DTYPES[self.precision]
         with self._as_rank(rank, parallel) as team:
             target = Target(self.device, checkpoint.head_dim, compute, operators.load)
-            selected = select(setup.attention, target, {})
+            selected = select_kernels(setup.attention, target, {})
             caches = build.step_caches(setup, team)
             shared = build.collaborators(setup, selected, team, caches)
-            caches.begin(dict.fromkeys(BRANCHES, caches.rehearsed))
+            caches.start_run(dict.fromkeys(BRANCHES, caches.planned_steps))
             network, sources = self._network(setup, shared)
             sharding, _ = build.shardings(parallel, team)
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
@@ -277,7 +277,7 @@ class Planner:
             ) as (live, size):
                 sent = self._run_forwards(network, live, self.branches(parallel))
                 activations, kept = live.peak - live.held, +live.held
-                residuals = caches.kept_bytes()
+                residuals = caches.cached_bytes()
         layers = checkpoint.config["num_layers"] + checkpoint.control_blocks
         measured = len(network.wan_blocks())
         kept["text K/V"] = kept["text K/V"] * layers // measured
@@ -375,14 +375,14 @@ class Planner:
         return tuple(sent[-len(kinds) :])
 
     @contextmanager
-    def _as_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.Team | None]:
+    def _as_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.ParallelGroups | None]:
         """Simulates a rank of a run, and yields its parallel groups; None for a single rank."""
         several = parallel.world_size > 1
         with torch.no_grad(), WithoutData(), log.silence(), ExitStack() as after:
             if several:
                 fake_process_group(rank, parallel.world_size)
                 after.callback(dist.destroy_process_group)
-            yield mesh.form(resolve("cpu"), parallel.sizes) if several else None
+            yield mesh.make_parallel_groups(resolve("cpu"), parallel.sizes) if several else None
 
 
 def _tensors(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -38,8 +38,8 @@ class PlannedKernel(SdpaKernel):
 
     def __init__(self, target: Target) -> None:
         super().__init__()
-        assert target.row is not None
-        name, self.can_return_lse = target.row.name, target.row.has_lse
+        assert target.dense_row is not None
+        name, self.can_return_lse = target.dense_row.name, target.dense_row.has_lse
         lse = "with" if self.can_return_lse else "without"
         self.name = f"{name} backend (planned as PyTorch SDPA, assumed {lse} log-sum-exp)"
 
@@ -126,12 +126,12 @@ _STAND_INS: dict[str, Any] = {
     f"{_FLASH}.sparse_flash_attn_rf_v2:rain_fusion_attention": _sparse_by_table,
     f"{_FLASH}.sparse_flash_attn_rf_v3:rain_fusion_attention_v3": _sparse_by_mask,
     # Objects that query their device, compile, or set a clock in their constructor.
-    "wan.kernels.sdpa:on_cuda": SdpaKernel,
-    "wan.kernels.sdpa:sdpa_on_cuda": SdpaKernel,
-    "wan.kernels.sdpa:by_cudnn": SdpaKernel,
-    "wan.kernels.xfuser:kernel": PlannedKernel,
+    "wan.kernels.sdpa:make_cuda_kernel": SdpaKernel,
+    "wan.kernels.sdpa:make_cuda_sdpa_kernel": SdpaKernel,
+    "wan.kernels.sdpa:make_cudnn_kernel": SdpaKernel,
+    "wan.kernels.xfuser:build_xfuser_kernel": PlannedKernel,
     "wan.kernels.flex:FlexBlocks": lambda target: FlexBlocks(target, _flex),
-    "wan.kernels.compiled_ops:Compiled": lambda *_, **__: None,
+    "wan.kernels.compiled_ops:CompiledOps": lambda *_, **__: None,
     "wan.kernels.npu.clock:FrequencyCap": lambda *_: nullcontext(),
 }
 

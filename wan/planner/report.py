@@ -64,7 +64,7 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
         planner.forwards(parallel)[0].attention,
     ]
     if setup.policy is not None:
-        found.append(setup.policy.describe(request, together=parallel.cfg_size == 2))
+        found.append(setup.policy.describe(request, sync_branches=parallel.cfg_size == 2))
     found += [*_traffic(planner), f"Memory of the fullest rank: {_size(need)}"]
     mapped = planner.mapped()
     for name, usage in planner.stages().items():

@@ -41,7 +41,7 @@ from wan.settings.values import Reader, choice, integer, real
 from wan.trace import Event
 
 if TYPE_CHECKING:
-    from wan.distributed.mesh import Team
+    from wan.distributed.mesh import ParallelGroups
 
 PRESETS = {  # arguments of generate.py; those after -- override them
     "mlperf": [  # Inference v6.0, text to video
@@ -221,7 +221,7 @@ def _options(argv: Sequence[str]) -> Namespace:
     return options
 
 
-def _compare(options: Namespace, run: Run, team: Team | None) -> int:
+def _compare(options: Namespace, run: Run, team: ParallelGroups | None) -> int:
     assert team is not None
     if run.setup.parallel.ulysses_size == 1:
         raise InputError("`ulysses_size`", 1, "has no exchanges to compare", "give a larger one")
@@ -256,7 +256,7 @@ def _compare(options: Namespace, run: Run, team: Team | None) -> int:
     return 0
 
 
-def _fitted(options: Namespace, run: Run, team: Team) -> Run:
+def _fitted(options: Namespace, run: Run, team: ParallelGroups) -> Run:
     """Keeps all networks in memory if they fit, else one at a time; the same on all ranks."""
     from wan.pipeline import memory
 

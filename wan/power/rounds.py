@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wan import trace
-from wan.distributed.exchange import ALONE, Group, all_to_all_4D
-from wan.distributed.mesh import Team
+from wan.distributed.exchange import SINGLE_RANK, Group, all_to_all_4D
+from wan.distributed.mesh import ParallelGroups
 from wan.evidence.meter import Measured, Meter, MeterError, combine, in_turn, source_of
 from wan.evidence.nvml import Lock
 from wan.evidence.order import TRACE
@@ -92,7 +92,7 @@ class Rests:
     def __init__(self, built: FAPowerCapAttention, chunks: int, rest: Callable[[], None]) -> None:
         self.group, self.world, self.chunks = built.ulysses_pg, built.world_size, chunks
         self.rest = rest
-        self._alone = layer_of(Variant("a head chunk", 0), built, ALONE)
+        self._alone = layer_of(Variant("a head chunk", 0), built, SINGLE_RANK)
 
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
         """Computes attention; arguments and result as for `FAPowerCapAttention`."""
@@ -141,7 +141,12 @@ class Rounds:
     """
 
     def __init__(
-        self, run: Run, team: Team, variants: Sequence[Variant], out: Path, quick: bool = False
+        self,
+        run: Run,
+        team: ParallelGroups,
+        variants: Sequence[Variant],
+        out: Path,
+        quick: bool = False,
     ) -> None:
         self._run, self._team, self._out = run, team, out
         self._experts = [*dict.fromkeys(timesteps.schedule(run.request).experts)]

@@ -44,8 +44,8 @@ from wan.settings.flags import read
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.distributed.control import Control
-    from wan.distributed.mesh import Team
+    from wan.distributed.gloo_group import GlooGroup
+    from wan.distributed.mesh import ParallelGroups
     from wan.pipeline.pipeline import Pipeline
 
 _GO, _CANCEL, _FAIL = 0, 1, 2
@@ -58,7 +58,7 @@ class SharedBoundary:
         ended_on_all_ranks: Whether all ranks have ended the video at the same step.
     """
 
-    def __init__(self, control: Control, link: FrontLink, job: str, runs: int) -> None:
+    def __init__(self, control: GlooGroup, link: FrontLink, job: str, runs: int) -> None:
         """Prepares a video.
 
         Args:
@@ -82,7 +82,7 @@ class SharedBoundary:
     def agree(self) -> None:
         """Raises `EndedError` on all ranks if the video is cancelled or failed on any rank."""
         unwanted = self._job in self._link.cancelled or self._link.over.is_set()
-        verdict = self._control.highest(_CANCEL if unwanted else _GO)
+        verdict = self._control.all_reduce_max(_CANCEL if unwanted else _GO)
         if verdict != _GO:
             self.reached_together = True
             raise EndedError("cancelled" if verdict == _CANCEL else "ended")
@@ -93,7 +93,7 @@ class SharedBoundary:
         try:
             yield
         except Exception:
-            self._control.highest(_FAIL)
+            self._control.all_reduce_max(_FAIL)
             self.reached_together = True
             raise
 
@@ -121,7 +121,7 @@ class Ranks:
         self,
         shared: dict[str, Any],
         pipeline: Pipeline,
-        team: Team | None,
+        team: ParallelGroups | None,
         link: FrontLink,
         texts: int,
     ) -> None:
@@ -132,10 +132,10 @@ class Ranks:
             team: None for one process.
             max_cached_prompts: Number of prompts whose embeddings stay in host memory.
         """
-        from wan.distributed.control import Control
+        from wan.distributed.gloo_group import GlooGroup
 
         self._shared, self._pipeline, self._team, self._link = shared, pipeline, team, link
-        self._control = Control(team)
+        self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
@@ -147,7 +147,7 @@ class Ranks:
         self._link.say("ready")
         while True:
             command = self._link.next(HEARTBEAT) if self._is_main else None
-            command = self._control.from_main(command)
+            command = self._control.broadcast_from_rank0(command)
             if command is None:
                 continue
             if command["do"] == "stop":
@@ -257,7 +257,7 @@ def _digest(run: Run) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
-def _serve(front: Mapping[str, Any], run: Run, team: Team | None) -> int:
+def _serve(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> int:
     """Builds the pipeline of one rank and serves commands; returns the exit code."""
     main.load_torch()
     from wan import device as devices

@@ -72,7 +72,7 @@ class Dense(KernelRow):
 
 def _xfuser(member: str, *devices: str, **other: object) -> Dense:
     """Makes the row of a dense kernel in xfuser's registry that needs only q, k and v."""
-    make = dict.fromkeys(devices or ("cuda",), "wan.kernels.xfuser:kernel")
+    make = dict.fromkeys(devices or ("cuda",), "wan.kernels.xfuser:build_xfuser_kernel")
     usual: dict[str, object] = {"precisions": ("bf16",)}
     return Dense(name=member.lower(), make=make, member=member, **usual | other)  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ _DENSE = (
         flag="attention_algo",
         make={
             "cpu": _SDPA,
-            "cuda": "wan.kernels.sdpa:on_cuda",
+            "cuda": "wan.kernels.sdpa:make_cuda_kernel",
             "npu": "wan.kernels.npu.dense:FusedKernel",
         },
         strided=("cpu", "cuda"),
@@ -115,11 +115,11 @@ _DENSE = (
     ),
     Dense(
         name="sdpa",
-        make={"cpu": _SDPA, "cuda": "wan.kernels.sdpa:sdpa_on_cuda", "npu": _SDPA},
+        make={"cpu": _SDPA, "cuda": "wan.kernels.sdpa:make_cuda_sdpa_kernel", "npu": _SDPA},
         strided=("cpu", "cuda"),
         fused=("cpu",),
     ),
-    Dense(name="cudnn", make={"cuda": "wan.kernels.sdpa:by_cudnn"}, precisions=("bf16",)),
+    Dense(name="cudnn", make={"cuda": "wan.kernels.sdpa:make_cudnn_kernel"}, precisions=("bf16",)),
     _xfuser("SDPA_FLASH", "cpu", "cuda"),
     _xfuser("SDPA_EFFICIENT", "cpu", "cuda", precisions=_BOTH),
     # The second result is the attention weights, not the log-sum-exp.
@@ -168,7 +168,7 @@ class Fp8(KernelRow):
     heads: tuple[int, ...]
 
 
-_DEQUANTISED = "wan.kernels.fp8:DequantisedAttention"
+_DEQUANTISED = "wan.kernels.fp8:DequantizedAttention"
 FP8 = Fp8(
     name="fp8",
     make={

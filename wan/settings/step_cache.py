@@ -77,7 +77,7 @@ _ROWS = (
     PolicyRow(
         "steps:LIST",
         "all blocks but the first, in the steps that are not listed",
-        make="wan.cache.first_block:Steps",
+        make="wan.cache.first_block:ListedSteps",
         reads=("step_cache_order",),
         argument=listed,
     ),

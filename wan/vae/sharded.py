@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from wan.distributed.exchange import Group, group_rank, process_group
+from wan.distributed.exchange import Group, get_group_rank, to_process_group
 from wan.settings.errors import is_out_of_memory
 from wan.vae.rows import Rows, VaeState
 
@@ -42,7 +42,7 @@ class ShardedRows(Rows):
 
     def __init__(self, group: Group, heights: Sequence[int], device: torch.device) -> None:
         self.group, self.heights, self.device = group, tuple(heights), device
-        self.rank = group_rank(group)
+        self.rank = get_group_rank(group)
         self.ranks = [rank for rank, height in enumerate(heights) if height]
         stop = list(accumulate(heights))[self.rank]
         self._rows = stop - heights[self.rank], stop
@@ -166,7 +166,7 @@ class ShardedRows(Rows):
 
     def _exchange(self, to_send: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Sends a contiguous tensor to each peer and receives one from each; keys are ranks."""
-        group = process_group(self.group)
+        group = to_process_group(self.group)
         operations = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
             for operation, tensors in ((dist.isend, to_send), (dist.irecv, received))
@@ -178,7 +178,7 @@ class ShardedRows(Rows):
 
     def _check_all_succeeded(self, succeeded: bool) -> None:
         all_succeeded = torch.tensor([succeeded], dtype=torch.int32, device=self.device)
-        dist.all_reduce(all_succeeded, dist.ReduceOp.MIN, group=process_group(self.group))
+        dist.all_reduce(all_succeeded, dist.ReduceOp.MIN, group=to_process_group(self.group))
         if not all_succeeded.item():
             raise MemoryError("A rank has run out of memory in the autoencoder.")
 

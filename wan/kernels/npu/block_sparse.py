@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Payload, Target
+from wan.kernels.base import QuantizedTensor, Target
 from wan.kernels.npu.fp8 import head_first
-from wan.kernels.rainfusion_masks import select_table
+from wan.kernels.rainfusion_masks import make_select_table
 from wan.settings.kernels import RAINFUSION
 from wan.settings.numerics import Q_ROWS
 
@@ -36,7 +36,13 @@ class RainKernelV2:
         self._attend = target.load(f"{module}:rain_fusion_attention")
 
     def __call__(
-        self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
+        self,
+        q: QuantizedTensor,
+        k: QuantizedTensor,
+        v: QuantizedTensor,
+        mask_BNqk: Tensor,
+        k_rows: int,
+        /,
     ) -> Tensor:
         if k_rows != Q_ROWS:
             raise ValueError(f"rf_v2 takes blocks of {Q_ROWS} keys, not {k_rows}; use v3.")
@@ -50,7 +56,7 @@ class RainKernelV2:
         return torch.stack(outs)
 
     def _one(self, q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, mask_Nqk: Tensor) -> Tensor:
-        table, number = select_table(mask_Nqk)
+        table, number = make_select_table(mask_Nqk)
         return self._attend(
             q_TND.contiguous(),
             k_TND.contiguous(),
@@ -84,7 +90,13 @@ class RainKernelV3:
         self._precise = can.sparse_precise
 
     def __call__(
-        self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
+        self,
+        q: QuantizedTensor,
+        k: QuantizedTensor,
+        v: QuantizedTensor,
+        mask_BNqk: Tensor,
+        k_rows: int,
+        /,
     ) -> Tensor:
         q, k, v = (head_first(x) for x in (q, k, v))
         rows, keys = q.values.shape[2], k.values.shape[2]

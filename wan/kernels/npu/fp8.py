@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Payload, Target
+from wan.kernels.base import QuantizedTensor, Target
 from wan.settings.kernels import FP8
 
 _ALL = 2**31 - 1  # an unlimited window
@@ -30,7 +30,7 @@ class NpuBlockQuantise:
         self._quantise = target.load("mindiesd.layers.quant.block_quant:fa_block_quant_preprocess")
         self._dtype = target.load("torch_npu:float8_e4m3fn")
 
-    def __call__(self, x_BSND: Tensor, rows: int) -> Payload:
+    def __call__(self, x_BSND: Tensor, rows: int) -> QuantizedTensor:
         # One call per sample, because the operator drops the batch dimension; BNSD is the only
         # layout with the same meaning in all releases of mindiesd. Its result for a block of zeros
         # is not documented, but such blocks are padding, which is removed before attention.
@@ -44,7 +44,7 @@ class NpuBlockQuantise:
             for b in range(x_BSND.shape[0])
         ]
         values, scale = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
-        return Payload(values.transpose(1, 2), scale.transpose(1, 2), rows)
+        return QuantizedTensor(values.transpose(1, 2), scale.transpose(1, 2), rows)
 
 
 class NpuFp8Attention:
@@ -60,8 +60,10 @@ class NpuFp8Attention:
         module = "mindiesd.layers.flash_attn.fused_infer_attention_score"
         self._attend = target.load(f"{module}:fused_infer_attention_score_v2")
 
-    def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor:
-        parts = (head_first(x).parts for x in (q, k, v))
+    def __call__(
+        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, dtype: torch.dtype, /
+    ) -> Tensor:
+        parts = (head_first(x).tensors for x in (q, k, v))
         (q_BNSD, q_scale), (k_BNSD, k_scale), (v_BNSD, v_scale) = parts
         heads, rows, size = q_BNSD.shape[1:]
         out_BNSD = self._attend(
@@ -84,12 +86,12 @@ class NpuFp8Attention:
         return out_BNSD[:, :, :rows].transpose(1, 2)  # mindiesd may append padding rows
 
 
-def placed_head_first(x: Payload) -> Payload:
+def placed_head_first(x: QuantizedTensor) -> QuantizedTensor:
     """Returns x [B,S,N,D] as views of contiguous [B,N,S,D] tensors; the `KernelLayout` of NPUs."""
     return head_first(x).map(lambda part: part.transpose(1, 2))
 
 
-def head_first(x: Payload) -> Payload:
+def head_first(x: QuantizedTensor) -> QuantizedTensor:
     """Returns contiguous values [B,N,S,D] and scales [B,N,blocks,1]; copies only if needed."""
     return x.map(lambda part: part.transpose(1, 2).contiguous())
 

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan import torch_private
-from wan.kernels.base import divide
+from wan.kernels.base import divide_exactly
 from wan.kernels.fp8 import E4M3_MAX
-from wan.kernels.int8_linear import padded_product
+from wan.kernels.int8_linear import multiply_padded
 from wan.settings.errors import InputError
 from wan.settings.numerics import int8_slice_elements
 
 _CUDA_MULTIPLE = 16  # sizes of CUDA's FP8 product are multiples of it
-_CUDA_FROM = (8, 9)  # compute capability of the first GPUs with FP8 products
-_SLICE = 1 << 24  # weights upcast at a time, through float32
+_MIN_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 products
+_SLICE_ELEMENTS = 1 << 24  # weights upcast at a time, through float32
 
 
-class KeptLinear(nn.Module):
+class WeightOnlyLinear(nn.Module):
     """x W^T + bias, and up(down(x)) of LoRAs; takes [..., I] and returns [..., O] of one dtype.
 
     The weight is upcast to the dtype of x: results equal those of a weight that was upcast when it
@@ -67,34 +67,34 @@ class KeptLinear(nn.Module):
         self.bias = bias_O
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._product(x)
+        y = self._multiply(x)
         if self.lora_up is None or self.lora_down is None:
             return y
         return y + F.linear(F.linear(x, self.lora_down), self.lora_up)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         return F.linear(x, self._upcast(x.dtype), self.bias)
 
     def _upcast(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight [O,I]."""
-        size = self.out_features, self.in_features
-        upcast = torch.empty(size, dtype=dtype, device=self.weight.device)
-        step = max(1, _SLICE // self.in_features)
-        for first in range(0, self.out_features, step):
-            rows = slice(first, first + step)
-            part = self._to_float(self.weight[rows])
+        shape = self.out_features, self.in_features
+        weight_OI = torch.empty(shape, dtype=dtype, device=self.weight.device)
+        rows_per_slice = max(1, _SLICE_ELEMENTS // self.in_features)
+        for first in range(0, self.out_features, rows_per_slice):
+            rows = slice(first, first + rows_per_slice)
+            rows_float = self._to_float(self.weight[rows])
             if self.weight_scale is not None:
-                part.mul_(
+                rows_float.mul_(
                     self.weight_scale if self.weight_scale.dim() == 1 else self.weight_scale[rows]
                 )
-            upcast[rows] = part
-        return upcast
+            weight_OI[rows] = rows_float
+        return weight_OI
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.weight.dtype}"
 
 
-class FP8Linear(KeptLinear):
+class FP8Linear(WeightOnlyLinear):
     """A `WeightOnlyLinear` with an FP8 weight that multiplies in FP8.
 
     Each token is quantized to E4M3 by its largest value (scale = max|x| / 448). Products are summed
@@ -103,19 +103,21 @@ class FP8Linear(KeptLinear):
     reference.
     """
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         x_LI = x.reshape(-1, self.in_features)
         rows = max(1, int8_slice_elements(x.device.type) // self.out_features)
-        parts = [self._of_tokens(x_LI[at : at + rows]) for at in range(0, len(x_LI), rows)]
-        out_LO = torch.cat(parts) if parts else x_LI.new_empty(0, self.out_features)
+        outputs = [
+            self._multiply_tokens(x_LI[first : first + rows]) for first in range(0, len(x_LI), rows)
+        ]
+        out_LO = torch.cat(outputs) if outputs else x_LI.new_empty(0, self.out_features)
         return out_LO.view(*x.shape[:-1], self.out_features)
 
-    def _of_tokens(self, x_LI: Tensor) -> Tensor:
+    def _multiply_tokens(self, x_LI: Tensor) -> Tensor:
         values_LI = x_LI.float()
-        scale_L1 = divide(values_LI.abs().amax(-1, keepdim=True), E4M3_MAX)
+        scale_L1 = divide_exactly(values_LI.abs().amax(-1, keepdim=True), E4M3_MAX)
         scale_L1 = torch.where(scale_L1 > 0, scale_L1, 1.0)
         values_LI = (values_LI / scale_L1).clamp_(-E4M3_MAX, E4M3_MAX)
-        out_LO = fp8_product(values_LI.to(self.weight.dtype), self.weight)
+        out_LO = multiply_fp8(values_LI.to(self.weight.dtype), self.weight)
         if self.weight_scale is not None:
             out_LO = out_LO.mul_(self.weight_scale.view(-1))
         out_LO = out_LO.mul_(scale_L1)
@@ -123,23 +125,26 @@ class FP8Linear(KeptLinear):
         return out_LO.to(x_LI.dtype)
 
 
-def fp8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
+def multiply_fp8(a_LI: Tensor, b_OI: Tensor) -> Tensor:
     """Computes a b^T of FP8 matrices, summed in float32, [L,O]."""
     if a_LI.device.type == "cuda":
-        return padded_product(torch_private.fp8_matmul, a_LI, b_OI, _CUDA_MULTIPLE)
-    a_LI, step = a_LI.float(), max(1, _SLICE // b_OI.shape[1])
-    parts = [F.linear(a_LI, b_OI[at : at + step].float()) for at in range(0, len(b_OI), step)]
-    return torch.cat(parts, dim=1)
+        return multiply_padded(torch_private.fp8_matmul, a_LI, b_OI, _CUDA_MULTIPLE)
+    a_LI, rows_per_slice = a_LI.float(), max(1, _SLICE_ELEMENTS // b_OI.shape[1])
+    outputs = [
+        F.linear(a_LI, b_OI[first : first + rows_per_slice].float())
+        for first in range(0, len(b_OI), rows_per_slice)
+    ]
+    return torch.cat(outputs, dim=1)
 
 
-def check_device(device: torch.device) -> None:
+def check_fp8_device(device: torch.device) -> None:
     """Refuses a GPU without FP8 products."""
     if device.type == "cuda":
-        check_capability(torch.cuda.get_device_capability(device))
+        check_fp8_capability(torch.cuda.get_device_capability(device))
 
 
-def check_capability(capability: tuple[int, int]) -> None:
+def check_fp8_capability(capability: tuple[int, int]) -> None:
     """Refuses the compute capability of a GPU without FP8 products."""
-    if capability < _CUDA_FROM:
+    if capability < _MIN_CAPABILITY:
         why = f"needs compute capability 8.9; this GPU has {capability[0]}.{capability[1]}"
         raise InputError("`fp8_weights=multiply`", None, why, "use `fp8_weights=keep`")

@@ -10,27 +10,27 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from wan.distributed.mesh import Team
+from wan.distributed.mesh import ParallelGroups
 
 T = TypeVar("T")
 
 
-class Control:
+class GlooGroup:
     """A gloo group of all ranks; with one process its collectives return at once."""
 
-    def __init__(self, team: Team | None) -> None:
+    def __init__(self, groups: ParallelGroups | None) -> None:
         """Makes the group; every rank must call this."""
         self._group = None
-        if team is not None:
-            self._group = dist.new_group(backend="gloo", timeout=team.timeout)
+        if groups is not None:
+            self._group = dist.new_group(backend="gloo", timeout=groups.timeout)
 
-    def from_main(self, value: T) -> T:
+    def broadcast_from_rank0(self, value: T) -> T:
         """Returns the picklable value of rank 0 on every rank."""
         if self._group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        return box[0]
+        objects = [value]
+        dist.broadcast_object_list(objects, src=0, group=self._group, device=torch.device("cpu"))
+        return objects[0]
 
     def gather(self, value: T) -> list[T]:
         """Returns the picklable values of all ranks, in rank order, on every rank."""
@@ -40,7 +40,7 @@ class Control:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def highest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """Returns the maximum over all ranks of a value from 0 to 255."""
         if self._group is None:
             return value

@@ -1,0 +1,144 @@
+"""The send and receive buffer of an all-to-all: one contiguous slot for each rank.
+
+Legend: B batch, s tokens or rows of scales, N all heads, h heads of one slot, m slots of one size,
+D channels of a tensor.
+
+A slot holds [B,s,h,tensors,D] for each `TensorSpec`, so that tensors of one shape and dtype are
+interleaved head by head. q, k and v share a spec: with a batch of one they are received as
+[1,S,h,3,D] without a copy. The scales of FP8 follow as further specs; the buffer is then uint8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from wan.settings.schedule import Range
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of `count` interleaved tensors, each with `width` channels per head."""
+
+    batch: int
+    rows: int
+    count: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of all the tensors."""
+        return self.batch * self.rows * self.count * self.width * self.dtype.itemsize
+
+
+def make_tensor_specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    """Describes tensors [B,s,N,D]; consecutive ones of one shape and dtype share a spec."""
+    shapes = groupby((x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in tensors)
+    return tuple(TensorSpec(b, s, len(list(run)), d, dtype) for (b, s, d, dtype), run in shapes)
+
+
+class PackedBuffer:
+    """One buffer with a slot for each rank.
+
+    Args:
+        specs: The tensors of every slot.
+        heads: Heads of each slot.
+        memory: The buffer, or the device on which it is allocated.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        heads: Sequence[int],
+        memory: Tensor | torch.device,
+    ) -> None:
+        self.specs, self.heads = tuple(specs), tuple(heads)
+        dtypes = {spec.dtype for spec in specs}
+        dtype = next(iter(dtypes))
+        # gloo has no float8, so dtypes of one byte are sent as uint8
+        unit_dtype = dtype if len(dtypes) == 1 and dtype.itemsize > 1 else torch.uint8
+        self._elements_per_head = sum(spec.head_bytes for spec in specs) // unit_dtype.itemsize
+        if isinstance(memory, torch.device):
+            memory = torch.empty(
+                self._elements_per_head * sum(heads), dtype=unit_dtype, device=memory
+            )
+        self.memory = memory.view(-1)
+
+    @property
+    def splits(self) -> list[int]:
+        """Elements of each slot."""
+        return [self._elements_per_head * num_heads for num_heads in self.heads]
+
+    @property
+    def by_rank(self) -> Tensor:
+        """The buffer [ranks, ...] if all slots have equal heads; with one spec, with its axes."""
+        by_rank = self.memory.view(len(self.heads), -1)
+        if len(self.specs) > 1:
+            return by_rank
+        (spec,), num_heads = self.specs, self.heads[0]
+        return by_rank.view(-1, spec.batch, spec.rows, num_heads, spec.count * spec.width)
+
+    def iter_views(self, index: int) -> Iterator[tuple[Range, Tensor]]:
+        """Yields the tensors of one spec as views [m,B,s,h,tensors,D], with the heads they hold.
+
+        Consecutive slots of equal heads share a view. The range of heads counts over all slots.
+        """
+        spec, first = self.specs[index], 0
+        preceding_bytes = sum(earlier_spec.head_bytes for earlier_spec in self.specs[:index])
+        unit_size = self.memory.dtype.itemsize
+        begin, end = preceding_bytes // unit_size, (preceding_bytes + spec.head_bytes) // unit_size
+        for num_heads, equal_slots in groupby(self.heads):
+            last = first + num_heads * len(list(equal_slots))
+            view = self.memory[first * self._elements_per_head : last * self._elements_per_head]
+            view = view.view(-1, num_heads * self._elements_per_head)[
+                :, num_heads * begin : num_heads * end
+            ]
+            shape = (spec.batch, spec.rows, num_heads, spec.count, spec.width)
+            yield (first, last), view.view(spec.dtype).unflatten(-1, shape)
+            first = last
+
+    def split_chunks(self, chunk_heads: Sequence[Sequence[int]]) -> list[PackedBuffer]:
+        """Splits the buffer into head chunks, which take over its memory.
+
+        chunk_heads: For each chunk, the heads of its slots.
+        """
+        memory = self.memory.split([self._elements_per_head * sum(heads) for heads in chunk_heads])
+        self.memory = self.memory[:0].clone()  # so that the memory is freed with the last chunk
+        return [
+            PackedBuffer(self.specs, *heads_and_memory)
+            for heads_and_memory in zip(chunk_heads, memory, strict=True)
+        ]
+
+    def write(self, index: int, x_BsND: Tensor, first_row: int = 0) -> None:
+        """Writes rows of tensor `index`, which counts over all specs, from `first_row` on."""
+        spec_index = 0
+        while index >= self.specs[spec_index].count:
+            index -= self.specs[spec_index].count
+            spec_index += 1
+        for (first, last), view in self.iter_views(spec_index):
+            heads_by_rank = x_BsND[:, :, first:last].unflatten(2, (view.shape[0], -1)).movedim(2, 0)
+            view[:, :, first_row : first_row + x_BsND.shape[1], :, index].copy_(heads_by_rank)
+
+    def unpack(self) -> list[Tensor]:
+        """Returns the received tensors [B,S,h,D]: joins the rows of all slots, of equal heads.
+
+        With one spec and a batch of one these are views; otherwise each is copied once.
+        """
+        tensors: list[Tensor] = []
+        for index in range(len(self.specs)):
+            ((_, view_mBshTD),) = self.iter_views(index)
+            tensors += (x_mBshD.movedim(0, 1).flatten(1, 2) for x_mBshD in view_mBshTD.unbind(4))
+        return tensors
+
+
+def pack_tensors(tensors: Sequence[Tensor], heads: Sequence[int]) -> PackedBuffer:
+    """Packs tensors [B,s,N,D] into a send buffer; each rank in turn gets `heads` of N."""
+    buffer = PackedBuffer(make_tensor_specs(tensors), heads, tensors[0].device)
+    for index, x in enumerate(tensors):
+        buffer.write(index, x)
+    return buffer
