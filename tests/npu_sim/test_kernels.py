@@ -105,7 +105,7 @@ def test_what_a_chip_does_not_have_is_not_made() -> None:
     """Settings refuse it before."""
     having = {
         npu.LaserKernel: "A2 A3",
-        npu_quant.NpuBlockQuantise: "A5",
+        npu_quant.NpuBlockQuantizer: "A5",
         npu_quant.NpuFp8Attention: "A5",
         block_sparse.RainKernelV2: "A2 A3",
         block_sparse.RainKernelV3: "A2 A3 A5",
@@ -122,7 +122,7 @@ def test_what_a_chip_does_not_have_is_not_made() -> None:
 def test_block_quantise(chip: Choose, calls: list[Any]) -> None:
     """By hand: each block's largest number becomes 448."""
     chip("A5")
-    quantise = npu_quant.NpuBlockQuantise(target("A5"))
+    quantise = npu_quant.NpuBlockQuantizer(target("A5"))
     for rows, size in ((128, 64), (256, 64), (128, 128), (256, 128)):
         x = qkv(300, 300, heads=3, size=size, batch=2)[0]
         calls.clear()
@@ -160,7 +160,7 @@ def vendor_fp8(heads: int, size: int, dtype: torch.dtype) -> Callable[..., Tenso
 
 
 def our_fp8(size: int, dtype: torch.dtype) -> Fp8Attention:
-    quantiser = Fp8Quantizer(Rotations(size), npu_quant.NpuBlockQuantise(target("A5")), "npu")
+    quantiser = Fp8Quantizer(Rotations(size), npu_quant.NpuBlockQuantizer(target("A5")), "npu")
     return Fp8Attention(quantiser, dtype, npu_quant.NpuFp8Attention(target("A5")))
 
 
@@ -200,7 +200,7 @@ def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None
 def test_fp8_takes_any_strides(chip: Choose) -> None:
     """As they come out of an exchange: values and scales with tokens first."""
     chip("A5")
-    quantise = npu_quant.NpuBlockQuantise(target("A5"))
+    quantise = npu_quant.NpuBlockQuantizer(target("A5"))
     kernel = npu_quant.NpuFp8Attention(target("A5"))
     q, k, v = (quantise(x, rows) for x, rows in zip(qkv(200, 400), (128, 256, 256), strict=True))
     whole = kernel(q, k, v, BF16)

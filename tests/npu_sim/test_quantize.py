@@ -154,7 +154,7 @@ def test_layers_are_moved_to_the_device(folders: Folders, chip: Choose) -> None:
     model = meta_dit(describe(folders["t2v-1.3B"][0]).config)
     export = read(folders["t2v-1.3B"]).experts["dit"]
     given = {"use_nz": True, "dtype": torch.bfloat16, "device": torch.device("meta")}
-    linear.quantise(model, export.description, export.linears, **given)
+    linear.quantize_npu_linears(model, export.description, export.linears, **given)
     for layer in map(model.get_submodule, export.linears):
         assert type(layer) is W8A8QuantLinear
         assert all(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))

@@ -367,7 +367,7 @@ def _by_mindiesd(bench: Bench, tensors: dict[str, Tensor], dtype: torch.dtype) -
         path.chmod(0o640)
     outputs, inputs = tensors["layer.weight"].shape
     network = nn.ModuleDict({"layer": nn.Linear(inputs, outputs, device="meta")})
-    npu_linear.quantise(
+    npu_linear.quantize_npu_linears(
         network, description, ["layer"], use_nz=False, dtype=dtype, device=bench.place
     )
     return network["layer"]

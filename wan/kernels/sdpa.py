@@ -151,9 +151,9 @@ class SdpaKernel:
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         if q_BSND.device.type == "npu":
-            from wan.kernels.npu.dense import fusion_with_lse
+            from wan.kernels.npu.dense import attend_fused_with_lse
 
-            return fusion_with_lse(q_BSND, k_BSND, v_BSND)
+            return attend_fused_with_lse(q_BSND, k_BSND, v_BSND)
         if q_BSND.device.type == "cuda":
             kernel = _make_fastest_kernel(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])
             return kernel.with_lse(q_BSND, k_BSND, v_BSND)

@@ -33,7 +33,7 @@ from wan.kernels.fp8 import (
     make_hadamard_rotation,
     make_sylvester_rotation,
 )
-from wan.kernels.npu.fp8 import placed_head_first
+from wan.kernels.npu.fp8 import make_bnsd_contiguous
 from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import make_window_order
 from wan.settings.attention import Attention
@@ -211,6 +211,6 @@ def make_fp8_quantizer(target: Target, rotations: Rotations) -> Fp8Quantizer:
 def _select_kernel_layout(target: Target) -> KernelLayout:
     """Returns the layout of keys and values; devices without FP8 units get dequantized values."""
     if target.device.type == "npu":
-        return placed_head_first
+        return make_bnsd_contiguous
     compute_dtype = torch.float32 if target.device.type == "cpu" else target.dtype
     return lambda x: QuantizedTensor(x.dequantize(compute_dtype))

@@ -124,7 +124,7 @@ def quantised_layers(export: Export, device: Device, compute: torch.dtype) -> Ad
     """
 
     def on_npu(network: nn.Module, sources: Sources) -> Sources:
-        npu_linear.quantise(
+        npu_linear.quantize_npu_linears(
             network,
             export.description,
             export.linears,

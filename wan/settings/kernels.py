@@ -177,7 +177,7 @@ FP8 = Fp8(
         "npu": "wan.kernels.npu.fp8:NpuFp8Attention",
     },
     chips=("A5",),
-    quantise={"npu": "wan.kernels.npu.fp8:NpuBlockQuantise"},
+    quantise={"npu": "wan.kernels.npu.fp8:NpuBlockQuantizer"},
     heads=(64, 128),
 )
 

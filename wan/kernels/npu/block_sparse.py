@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wan.kernels.base import QuantizedTensor, Target
-from wan.kernels.npu.fp8 import head_first
+from wan.kernels.npu.fp8 import transpose_to_bnsd
 from wan.kernels.rainfusion_masks import make_select_table
 from wan.settings.kernels import RAINFUSION
 from wan.settings.numerics import Q_ROWS
@@ -30,8 +30,8 @@ class RainKernelV2:
     name = "npu rain_fusion_attention"
 
     def __init__(self, target: Target) -> None:
-        can = target.device.can
-        assert can.has(RAINFUSION["v2"]), f"{can.name} has no rf_v2 kernel"
+        capabilities = target.device.can
+        assert capabilities.has(RAINFUSION["v2"]), f"{capabilities.name} has no rf_v2 kernel"
         module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v2"
         self._attend = target.load(f"{module}:rain_fusion_attention")
 
@@ -47,16 +47,18 @@ class RainKernelV2:
         if k_rows != Q_ROWS:
             raise ValueError(f"rf_v2 takes blocks of {Q_ROWS} keys, not {k_rows}; use v3.")
         # mindiesd's select table describes a single sample: one call per sample.
-        outs = [
-            self._one(q_TND, k_TND, v_TND, mask_Nqk)
+        outputs = [
+            self._attend_sample(q_TND, k_TND, v_TND, mask_Nqk)
             for q_TND, k_TND, v_TND, mask_Nqk in zip(
                 q.values, k.values, v.values, mask_BNqk, strict=True
             )
         ]
-        return torch.stack(outs)
+        return torch.stack(outputs)
 
-    def _one(self, q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, mask_Nqk: Tensor) -> Tensor:
-        table, number = make_select_table(mask_Nqk)
+    def _attend_sample(
+        self, q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, mask_Nqk: Tensor
+    ) -> Tensor:
+        block_indices, block_counts = make_select_table(mask_Nqk)
         return self._attend(
             q_TND.contiguous(),
             k_TND.contiguous(),
@@ -64,8 +66,8 @@ class RainKernelV2:
             scale=q_TND.shape[2] ** -0.5,
             head_num=q_TND.shape[1],
             input_layout="TND",
-            select_idx=table,
-            select_num_idx=number,
+            select_idx=block_indices,
+            select_num_idx=block_counts,
             blockshape=[Q_ROWS, Q_ROWS],
             actual_seq_lengths=[q_TND.shape[0]],
             actual_seq_lengths_kv=[k_TND.shape[0]],
@@ -83,11 +85,13 @@ class RainKernelV3:
     name = "npu block_sparse_attention"
 
     def __init__(self, target: Target) -> None:
-        can = target.device.can
-        assert can.has(RAINFUSION["v3"]), f"{can.name} has no block-sparse attention"
+        capabilities = target.device.can
+        assert capabilities.has(RAINFUSION["v3"]), (
+            f"{capabilities.name} has no block-sparse attention"
+        )
         module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v3"
         self._attend = target.load(f"{module}:rain_fusion_attention_v3")
-        self._precise = can.sparse_precise
+        self._inner_precise = capabilities.sparse_precise
 
     def __call__(
         self,
@@ -98,8 +102,8 @@ class RainKernelV3:
         k_rows: int,
         /,
     ) -> Tensor:
-        q, k, v = (head_first(x) for x in (q, k, v))
-        rows, keys = q.values.shape[2], k.values.shape[2]
+        q, k, v = (transpose_to_bnsd(x) for x in (q, k, v))
+        num_queries, num_keys = q.values.shape[2], k.values.shape[2]
         scales = {
             f"{name}_dequant_scale": x.scale
             for name, x in (("q", q), ("k", k), ("v", v))
@@ -113,11 +117,11 @@ class RainKernelV3:
             scale=q.values.shape[3] ** -0.5,
             head_num=q.values.shape[1],
             input_layout="BNSD",
-            actual_seq_lengths=[rows] * len(q.values),
-            actual_seq_lengths_kv=[keys] * len(k.values),
+            actual_seq_lengths=[num_queries] * len(q.values),
+            actual_seq_lengths_kv=[num_keys] * len(k.values),
             block_size_q=Q_ROWS,
             block_size_kv=k_rows,
-            inner_precise=self._precise,
+            inner_precise=self._inner_precise,
             **scales,
         )
         return out_BNSD.transpose(1, 2)

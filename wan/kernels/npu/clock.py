@@ -29,52 +29,52 @@ class FrequencyCap:
     also starts a process that restores the clock when this one ends without writing "done" to it.
     """
 
-    def __init__(self, cap: int, restore: int) -> None:
+    def __init__(self, cap_mhz: int, restore_mhz: int) -> None:
         from mindiesd import frequency_regulator
 
-        self.cap, self.restore = cap, restore
-        self._set = frequency_regulator
-        self._set(restore)
-        self._guard = _guard(restore)
-        atexit.register(self._dismiss)
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._terminate)
+        self.cap_mhz, self.restore_mhz = cap_mhz, restore_mhz
+        self._set_frequency = frequency_regulator
+        self._set_frequency(restore_mhz)
+        self._restore_process = _start_restore_process(restore_mhz)
+        atexit.register(self._stop_restore_process)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def _terminate(self, number: int, _: Any) -> None:
-        self._set(self.restore)
-        self._dismiss()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+    def _on_sigterm(self, signum: int, _: Any) -> None:
+        self._set_frequency(self.restore_mhz)
+        self._stop_restore_process()
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
 
-    def _dismiss(self) -> None:
+    def _stop_restore_process(self) -> None:
         """Ends the restore process without a change of the clock, which is already restored."""
-        guard = self._guard.stdin
-        if guard is not None and not guard.closed:
+        stdin = self._restore_process.stdin
+        if stdin is not None and not stdin.closed:
             try:
-                guard.write(b"done")
-                guard.close()
+                stdin.write(b"done")
+                stdin.close()
             except BrokenPipeError:  # the restore process has been killed
                 pass
 
     def __enter__(self) -> None:
         try:
-            self._set(self.cap)
+            self._set_frequency(self.cap_mhz)
         except BaseException:  # the clock may have changed, and Python does not call __exit__
-            self._set(self.restore)
+            self._set_frequency(self.restore_mhz)
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._set(self.restore)
+        self._set_frequency(self.restore_mhz)
 
 
-def _guard(restore: int) -> subprocess.Popen[bytes]:
+def _start_restore_process(restore_mhz: int) -> subprocess.Popen[bytes]:
     """Starts this file as a process in a new session, so that no signal to this session ends it."""
     import torch_npu
 
     device = str(torch_npu.npu.current_device())
     # By its path, because wan may not be installed; -P keeps its directory out of sys.path.
-    command = [sys.executable, "-P", __file__, device, str(restore)]
+    command = [sys.executable, "-P", __file__, device, str(restore_mhz)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 

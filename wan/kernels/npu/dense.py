@@ -16,7 +16,7 @@ from wan.kernels.base import Load, Target
 from wan.settings.kernels import DENSE
 from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
-_ALL = 2**31 - 1  # an unlimited window; the operator needs the argument also without a mask
+_ALL_TOKENS = 2**31 - 1  # an unlimited window; the operator needs the argument also without a mask
 
 
 class FusedKernel:
@@ -30,32 +30,32 @@ class FusedKernel:
     can_return_lse = True
 
     def __init__(self, target: Target) -> None:
-        self._forward, self._load = target.load("mindiesd:attention_forward"), target.load
+        self._attention_forward, self._load = target.load("mindiesd:attention_forward"), target.load
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
         # The tensors have BSND memory order; layout="BNSD" would make mindiesd copy them. Slices of
         # a batch are not contiguous, and the operator's reference allows no strides.
         q, k, v = (x.contiguous() for x in (q_BSND, k_BSND, v_BSND))
-        return self._forward(
+        return self._attention_forward(
             q, k, v, fused=True, opt_mode="manual", op_type="fused_attn_score", layout="BSND"
         )
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
-        return fusion_with_lse(q_BSND, k_BSND, v_BSND, self._load)
+        return attend_fused_with_lse(q_BSND, k_BSND, v_BSND, self._load)
 
 
-def fusion_with_lse(
+def attend_fused_with_lse(
     q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, load: Load = resolve_name
 ) -> tuple[Tensor, Tensor]:
     """Computes `Kernel.with_lse` by npu_fusion_attention; mindiesd's wrapper returns no LSE."""
-    heads, size = q_BSND.shape[2:]
+    num_heads, head_dim = q_BSND.shape[2:]
     out_BSND, max_BNS8, sum_BNS8, *_ = load("torch_npu:npu_fusion_attention")(
         *(x.contiguous() for x in (q_BSND, k_BSND, v_BSND)),
-        heads,
+        num_heads,
         "BSND",
-        scale=size**-0.5,
-        pre_tockens=_ALL,
-        next_tockens=_ALL,
+        scale=head_dim**-0.5,
+        pre_tockens=_ALL_TOKENS,
+        next_tockens=_ALL_TOKENS,
     )
     # A row's maximum and its sum of exponentials are float32, each repeated eight times.
     return out_BSND, max_BNS8[..., 0] + sum_BNS8[..., 0].log()
@@ -73,19 +73,23 @@ class LaserKernel:
     can_return_lse = False
 
     def __init__(self, target: Target) -> None:
-        can = target.device.can
-        assert can.has(DENSE["laser"]), f"{can.name} has no laser attention"
-        self._forward = target.load("mindiesd:attention_forward")
+        capabilities = target.device.can
+        assert capabilities.has(DENSE["laser"]), f"{capabilities.name} has no laser attention"
+        self._attention_forward = target.load("mindiesd:attention_forward")
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
-        q_rows, k_rows, head = q_BSND.shape[1], k_BSND.shape[1], q_BSND.shape[3]
-        if min(q_rows, k_rows) < LASER_ROWS or head > LASER_HEAD or q_BSND.dtype == torch.float32:
+        q_rows, k_rows, head_dim = q_BSND.shape[1], k_BSND.shape[1], q_BSND.shape[3]
+        if (
+            min(q_rows, k_rows) < LASER_ROWS
+            or head_dim > LASER_HEAD
+            or q_BSND.dtype == torch.float32
+        ):
             raise ValueError(
                 f"Laser attention takes at least {LASER_ROWS} rows of queries and of keys, heads "
                 f"of at most {LASER_HEAD} and 16-bit tensors, not {q_rows} and {k_rows} rows, "
-                f"heads of {head} and {q_BSND.dtype}; use FusedKernel."
+                f"heads of {head_dim} and {q_BSND.dtype}; use FusedKernel."
             )
-        return self._forward(
+        return self._attention_forward(
             q_BSND,
             k_BSND,
             v_BSND,

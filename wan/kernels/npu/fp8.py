@@ -14,11 +14,11 @@ from torch import Tensor
 from wan.kernels.base import QuantizedTensor, Target
 from wan.settings.kernels import FP8
 
-_ALL = 2**31 - 1  # an unlimited window
+_ALL_TOKENS = 2**31 - 1  # an unlimited window
 _PER_BLOCK = 7  # the quant_mode with one scale per head and block of rows
 
 
-class NpuBlockQuantise:
+class NpuBlockQuantizer:
     """Implements `wan.kernels.fp8.QuantizeBlocks` for 16-bit tensors.
 
     Values and scales are views of contiguous [B,N,S,D] tensors, the layout of the FP8 attention
@@ -26,16 +26,16 @@ class NpuBlockQuantise:
     """
 
     def __init__(self, target: Target) -> None:
-        _check(target)
-        self._quantise = target.load("mindiesd.layers.quant.block_quant:fa_block_quant_preprocess")
+        _check_fp8_support(target)
+        self._quantize = target.load("mindiesd.layers.quant.block_quant:fa_block_quant_preprocess")
         self._dtype = target.load("torch_npu:float8_e4m3fn")
 
     def __call__(self, x_BSND: Tensor, rows: int) -> QuantizedTensor:
         # One call per sample, because the operator drops the batch dimension; BNSD is the only
         # layout with the same meaning in all releases of mindiesd. Its result for a block of zeros
         # is not documented, but such blocks are padding, which is removed before attention.
-        done = [
-            self._quantise(
+        quantized_samples = [
+            self._quantize(
                 x_BSND[b : b + 1].transpose(1, 2).contiguous(),
                 block_size=rows,
                 dst_type=self._dtype,
@@ -43,7 +43,11 @@ class NpuBlockQuantise:
             )
             for b in range(x_BSND.shape[0])
         ]
-        values, scale = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
+        values, scale = (
+            quantized_samples[0]
+            if len(quantized_samples) == 1
+            else map(torch.cat, zip(*quantized_samples, strict=True))
+        )
         return QuantizedTensor(values.transpose(1, 2), scale.transpose(1, 2), rows)
 
 
@@ -56,25 +60,25 @@ class NpuFp8Attention:
     name = "npu fused_infer_attention_score_v2"
 
     def __init__(self, target: Target) -> None:
-        _check(target)
+        _check_fp8_support(target)
         module = "mindiesd.layers.flash_attn.fused_infer_attention_score"
         self._attend = target.load(f"{module}:fused_infer_attention_score_v2")
 
     def __call__(
         self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, dtype: torch.dtype, /
     ) -> Tensor:
-        parts = (head_first(x).tensors for x in (q, k, v))
-        (q_BNSD, q_scale), (k_BNSD, k_scale), (v_BNSD, v_scale) = parts
-        heads, rows, size = q_BNSD.shape[1:]
+        qkv_tensors = (transpose_to_bnsd(x).tensors for x in (q, k, v))
+        (q_BNSD, q_scale), (k_BNSD, k_scale), (v_BNSD, v_scale) = qkv_tensors
+        num_heads, num_queries, head_dim = q_BNSD.shape[1:]
         out_BNSD = self._attend(
             q_BNSD,
             k_BNSD,
             v_BNSD,
             input_layout="BNSD",
-            num_query_heads=heads,
-            softmax_scale=size**-0.5,
-            pre_tokens=_ALL,
-            next_tokens=_ALL,
+            num_query_heads=num_heads,
+            softmax_scale=head_dim**-0.5,
+            pre_tokens=_ALL_TOKENS,
+            next_tokens=_ALL_TOKENS,
             query_quant_mode=_PER_BLOCK,
             key_quant_mode=_PER_BLOCK,
             value_quant_mode=_PER_BLOCK,
@@ -83,19 +87,19 @@ class NpuFp8Attention:
             dequant_scale_value=v_scale,
             out_dtype=dtype,
         )[0]
-        return out_BNSD[:, :, :rows].transpose(1, 2)  # mindiesd may append padding rows
+        return out_BNSD[:, :, :num_queries].transpose(1, 2)  # mindiesd may append padding rows
 
 
-def placed_head_first(x: QuantizedTensor) -> QuantizedTensor:
+def make_bnsd_contiguous(x: QuantizedTensor) -> QuantizedTensor:
     """Returns x [B,S,N,D] as views of contiguous [B,N,S,D] tensors; the `KernelLayout` of NPUs."""
-    return head_first(x).map(lambda part: part.transpose(1, 2))
+    return transpose_to_bnsd(x).map(lambda tensor: tensor.transpose(1, 2))
 
 
-def head_first(x: QuantizedTensor) -> QuantizedTensor:
+def transpose_to_bnsd(x: QuantizedTensor) -> QuantizedTensor:
     """Returns contiguous values [B,N,S,D] and scales [B,N,blocks,1]; copies only if needed."""
-    return x.map(lambda part: part.transpose(1, 2).contiguous())
+    return x.map(lambda tensor: tensor.transpose(1, 2).contiguous())
 
 
-def _check(target: Target) -> None:
-    can = target.device.can
-    assert can.has(FP8), f"{can.name} has no FP8 attention"
+def _check_fp8_support(target: Target) -> None:
+    capabilities = target.device.can
+    assert capabilities.has(FP8), f"{capabilities.name} has no FP8 attention"

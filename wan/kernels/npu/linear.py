@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 
-def quantise(
+def quantize_npu_linears(
     network: nn.Module,
-    description: Path,
-    linears: Iterable[str],
+    description_path: Path,
+    linear_names: Iterable[str],
     *,
     use_nz: bool,
     dtype: torch.dtype,
@@ -36,8 +36,8 @@ def quantise(
     # Without this switch the cast to NZ warns and leaves the weights in the plain layout.
     torch_npu.npu.config.allow_internal_format = use_nz
     try:
-        quantize(network, quant_des_path=str(description), use_nz=use_nz, dtype=dtype)
+        quantize(network, quant_des_path=str(description_path), use_nz=use_nz, dtype=dtype)
     finally:
         torch_npu.npu.config.allow_internal_format = False
-    for name in linears:
+    for name in linear_names:
         network.get_submodule(name).to(device)

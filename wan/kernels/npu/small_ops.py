@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from wan.kernels.base import Load, SmallOps
 
-_ROTARY_GROUPS = 1000  # npu_rotary_mul's interleave mode takes B * N below this ...
-_ROTARY_SIZE = 896  # ... and D below this
+_ROTARY_GROUPS_LIMIT = 1000  # npu_rotary_mul's interleave mode takes B * N below this ...
+_ROTARY_HEAD_DIM_LIMIT = 896  # ... and D below this
 
 
 def rms_norm(ops: SmallOps, load: Load) -> SmallOps:
@@ -58,10 +58,12 @@ def layer_norm(ops: SmallOps, load: Load) -> SmallOps:
 def scale_shift(ops: SmallOps, load: Load) -> SmallOps:
     layernorm_scale_shift = load("mindiesd:layernorm_scale_shift")
     # mindiesd takes only the number of channels and eps from the module: one serves all layers.
-    norm = lru_cache(lambda size, eps: nn.LayerNorm(size, eps, elementwise_affine=False))
+    make_norm = lru_cache(
+        lambda num_channels, eps: nn.LayerNorm(num_channels, eps, elementwise_affine=False)
+    )
 
     def modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
-        module = norm(x_BLC.shape[-1], eps)
+        module = make_norm(x_BLC.shape[-1], eps)
         return layernorm_scale_shift(module, x_BLC.float(), scale_B1C, shift_B1C, fused=True)
 
     return replace(ops, modulated_norm=modulated_norm)
@@ -71,18 +73,18 @@ def rope(ops: SmallOps, load: Load) -> SmallOps:
     rotary_position_embedding = load("mindiesd:rotary_position_embedding")
 
     def rope(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        batch, _, heads, size = x_BSND.shape
-        if batch * heads >= _ROTARY_GROUPS or size >= _ROTARY_SIZE:
+        batch, _, num_heads, head_dim = x_BSND.shape
+        if batch * num_heads >= _ROTARY_GROUPS_LIMIT or head_dim >= _ROTARY_HEAD_DIM_LIMIT:
             raise ValueError(
-                f"The fused RoPE takes batch * heads below {_ROTARY_GROUPS} and heads below "
-                f"{_ROTARY_SIZE} channels, not {batch * heads} and {size}; leave rope out of "
+                f"The fused RoPE takes batch * heads below {_ROTARY_GROUPS_LIMIT} and heads below "
+                f"{_ROTARY_HEAD_DIM_LIMIT} channels, not {batch * num_heads} and {head_dim}; leave rope out of "
                 "--fused_ops."
             )
-        cos_S1D, signed_S1D = table
+        cos_S1D, signed_sin_S1D = table
         # mindiesd calls npu_rotary_mul, which rotates channel pairs on every NPU;
         # npu_apply_rotary_pos_emb does so on A5 only. The table has (-sin, sin) for each pair, the
         # kernel takes (sin, sin) and negates the first sine.
-        sin_S1D = signed_S1D[..., 1::2].repeat_interleave(2, dim=-1)
+        sin_S1D = signed_sin_S1D[..., 1::2].repeat_interleave(2, dim=-1)
         return rotary_position_embedding(
             x_BSND,
             cos_S1D[None],
