@@ -267,18 +267,18 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
     sampler = Sampler()
     sampler.start()
     live = Live("cpu", resized=parallel.dit_fsdp or parallel.t5_fsdp)
-    pipeline = build.pipeline(setup, resolve_device("cpu"), team)
+    pipeline = build.build_pipeline(setup, resolve_device("cpu"), team)
     pipeline.stages = stages = Watched(live, sampler)
     texts = torch.zeros(2, *pipeline.text_size) if case.loop else (None, None)
     if run.request.clips:
         with live:
-            clips = pipeline.clips(run.request, run.inputs())
+            clips = pipeline.generate_clips(run.request, run.inputs())
             while next(clips, None) is not None:
                 pass
         return stages.found
     with live:
         given = replace(run.inputs(), prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
-        latents = pipeline.latents(run.request, given)
+        latents = pipeline.generate_latents(run.request, given)
         if team is not None:
             dist.barrier()
         if not case.loop:  # collective: the ranks agree on how the VAE decodes

@@ -33,7 +33,7 @@ from benchmarks.common import CPU, Times, interleave, launch, slowest
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.pipeline import vae
-from wan.pipeline.conditioning import pixels
+from wan.pipeline.conditioning import convert_image_to_tensor
 from wan.pipeline.vae import published
 from wan.settings.values import integer
 from wan.vae import tiles
@@ -100,7 +100,7 @@ def seams(weights: Path, image: Path) -> dict[str, Any]:
     blueprint = vae.blueprint(weights)
     loaded = blueprint.load(device=CPU, dtype_of=lambda *_: torch.float32)
     network = vae.VideoVAE(loaded)
-    still = pixels(Image.open(image))
+    still = convert_image_to_tensor(Image.open(image))
     still = still[:, : still.shape[1] // 64 * 64, : still.shape[2] // 64 * 64]
     z = network.encode(torch.stack([still.roll(3 * frame, 2) for frame in range(5)], dim=1))
     error = network.decode_in_tiles(z) - network.decode(z)

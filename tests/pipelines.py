@@ -24,14 +24,14 @@ def on_cpu(task: str, folder: Path, **values: Any) -> Pipeline:
     """A checkpoint's pipeline in one process; values: as of the flags of these names."""
     checkpoint = describe(folder)
     setup, _ = make_setup({**values, "device": "cpu"}, PRESETS[task], checkpoint, world=1)
-    return build.pipeline(setup, resolve("cpu"))
+    return build.build_pipeline(setup, resolve("cpu"))
 
 
 def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
     """What a quick command line asks for, and the pipeline that makes it."""
     task = () if "--task" in argv else ("--task", folder.name)
     asked = asked_for(flags.parse(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), no_demo)
-    return asked, build.pipeline(asked.setup, resolve("cpu"))
+    return asked, build.build_pipeline(asked.setup, resolve("cpu"))
 
 
 def planned(*argv: object) -> Run:
@@ -46,7 +46,7 @@ def no_demo(*_: Any) -> None:
 def latents(folder: Path, *argv: str) -> Tensor:
     """The latents of a quick command line."""
     asked, pipeline = composed(folder, *argv)
-    return pipeline.latents(asked.request)
+    return pipeline.generate_latents(asked.request)
 
 
 def held(network: nn.Module) -> int:

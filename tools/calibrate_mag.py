@@ -83,8 +83,8 @@ def calibrate(argv: list[str]) -> Curve:
     everything = StepCache(f"steps:0-{request.sample_steps - 1}")
     recorder = Recorder(policy.make_policy(everything, setup.preset))
     device = devices.resolve(setup.execution.device)
-    pipeline = build.pipeline(setup, device, caches=recorder)
-    pipeline.latents(request, Inputs(run.image))
+    pipeline = build.build_pipeline(setup, device, step_cache=recorder)
+    pipeline.generate_latents(request, Inputs(run.image))
     return Curve(
         task=setup.preset.task,
         sample_shift=request.sample_shift,

@@ -25,7 +25,14 @@ from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
 from wan.pipeline.batch import Batch, Job
-from wan.pipeline.following import clips, control, controlled, driving, moves, sounds
+from wan.pipeline.following import (
+    count_animate_clips,
+    count_s2v_clips,
+    count_vace_frames,
+    read_animate_inputs,
+    read_s2v_inputs,
+    read_vace_inputs,
+)
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
 from wan.run import ask, make_setup
@@ -149,7 +156,9 @@ class Generator:
             kept = ("noise_device", *options(Loras))
             self._values = {name: values[name] for name in kept if name in values}
             t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
-            self._pipeline = build.pipeline(self._setup, device, self._team, t5_dtype=t5_dtype)
+            self._pipeline = build.build_pipeline(
+                self._setup, device, self._team, t5_dtype=t5_dtype
+            )
 
     def __getattr__(self, name: str) -> WanModel:
         """Returns the network of an official attribute: low_noise_model, high_noise_model, model.
@@ -159,7 +168,7 @@ class Generator:
         expert = _NETWORKS.get(name)
         if expert is None or expert not in self._setup.checkpoint.experts:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return self._pipeline.experts.keep(expert)
+        return self._pipeline.experts.load_editable(expert)
 
     @property
     def step_cache(self) -> dict[str, Any] | None:
@@ -168,7 +177,7 @@ class Generator:
         {"policy": ..., "computed": {"cond": [...], "uncond": [...]}} lists the computed steps of
         each branch.
         """
-        return self._pipeline.caches.make_record()
+        return self._pipeline.step_cache.make_record()
 
     def generate_many(
         self,
@@ -238,21 +247,21 @@ class Generator:
         pipeline = self._pipeline
 
         def make(call: VideoCall, latents: Callable[[], Tensor]) -> Tensor | None:
-            if call.request.clips:
+            if call.params.clips:
                 return self._joined(call)
             return latents() if call.output_type == "latent" else pipeline.decode(latents())
 
         with spoken(PYTHON):
             pipeline.set_offload(offload)
             try:
-                yield from Batch(pipeline, calls, group_by_expert=grouped).made(make)
+                yield from Batch(pipeline, calls, group_by_expert=grouped).generate_videos(make)
             except BaseException:
                 pipeline.abandon()
                 raise
 
     def _joined(self, call: VideoCall) -> Tensor | None:
         """Generates the clips of a long video and concatenates them along the frames."""
-        done = [*self._pipeline.clips(call.request, call.inputs)]
+        done = [*self._pipeline.generate_clips(call.params, call.inputs)]
         if call.output_type == "latent":
             return torch.cat([clip.latents for clip in done], dim=1)
         frames = [clip.frames for clip in done if clip.frames is not None]
@@ -262,8 +271,8 @@ class Generator:
         """Checks that a call is valid and equal on all ranks, and broadcasts the seed of rank 0."""
         asked = self._agreed(lambda: self._checked(call, setup), _facts)
         if self._team is not None:  # a random seed differs between ranks
-            seed = self._team.broadcast_object_from_rank0(asked.request.base_seed)
-            asked.request = replace(asked.request, base_seed=seed)
+            seed = self._team.broadcast_object_from_rank0(asked.params.base_seed)
+            asked.params = replace(asked.params, base_seed=seed)
         return asked
 
     def _model_facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -315,7 +324,9 @@ class Generator:
         if request.clip_prompts and (prompt is not None or negative is not None):
             why = "do not go with `clip_prompts`"
             raise InputError("Embeddings", None, why, "give the texts of all clips")
-        inputs = replace(given, prompt_embeds=prompt, negative_prompt_embeds=negative, end=end)
+        inputs = replace(
+            given, prompt_embeds=prompt, negative_prompt_embeds=negative, clip_state=end
+        )
         return VideoCall("A call", request, inputs, output_type=output_type)
 
     def _with_offload(self, offload: Offload) -> Setup:
@@ -364,17 +375,17 @@ class Generator:
         values["last_image"] = last
         inputs = Inputs(image, last)
         if self._preset.kind == "s2v":
-            sound, pose = sounds(values, self._preset)
-            values |= clips(values, self._preset, sound)
-            inputs = replace(inputs, sound=sound, pose=pose)
+            sound, pose = read_s2v_inputs(values, self._preset)
+            values |= count_s2v_clips(values, self._preset, sound)
+            inputs = replace(inputs, audio=sound, pose=pose)
         if self._preset.kind == "animate":
-            moving = driving(values, self._preset)
-            values |= moves(values, self._preset, moving, below)
-            inputs = replace(inputs, driving=moving)
+            moving = read_animate_inputs(values, self._preset)
+            values |= count_animate_clips(values, self._preset, moving, below)
+            inputs = replace(inputs, animate=moving)
         if self._preset.kind == "vace":
-            sources = control(values | {_PICTURES: pictures}, self._preset)
-            values |= controlled(values, self._preset, sources, below)
-            inputs = replace(inputs, sources=sources)
+            sources = read_vace_inputs(values | {_PICTURES: pictures}, self._preset)
+            values |= count_vace_frames(values, self._preset, sources, below)
+            inputs = replace(inputs, vace=sources)
             size = None if sources is None else sources.size
         boundary = {"boundary": self.config.get("boundary")}
         edited = boundary["boundary"] not in (None, self._preset.boundary)
@@ -387,9 +398,9 @@ class Generator:
 
 def _facts(call: VideoCall) -> dict[str, Any]:
     """Returns the values of a call that must be equal on all ranks."""
-    facts: dict[str, Any] = {name: str(value) for name, value in vars(call.request).items()}
+    facts: dict[str, Any] = {name: str(value) for name, value in vars(call.params).items()}
     del facts["base_seed"]  # broadcast from rank 0 later
-    facts |= call.inputs.digests() | {"output_type": call.output_type}
+    facts |= call.inputs.compute_digests() | {"output_type": call.output_type}
     return {f"`{name}`": {"value": value} for name, value in facts.items()}
 
 

@@ -21,13 +21,13 @@ from wan.checkpoint import lora, quantised
 from wan.checkpoint.files import content_digest, fingerprint, read_json
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.pipeline.following import (
-    check_chain,
-    clips,
-    control,
-    controlled,
-    driving,
-    moves,
-    sounds,
+    check_chain_settings,
+    count_animate_clips,
+    count_s2v_clips,
+    count_vace_frames,
+    read_animate_inputs,
+    read_s2v_inputs,
+    read_vace_inputs,
 )
 from wan.pipeline.setup import Setup
 from wan.pipeline.video import check_start, latents_shape
@@ -55,10 +55,10 @@ from wan.settings.values import pictures as read_pictures
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from wan.pipeline.driving import DrivingVideos
+    from wan.pipeline.driving import AnimateInputs
     from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.pipeline import Inputs
-    from wan.pipeline.sources import ControlSources
+    from wan.pipeline.sources import VaceInputs
 
 MAX_RANKS = 4096  # of a --plan
 _DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained checkpoints
@@ -151,8 +151,8 @@ class Run:
     last_image: Image | None
     sound: Sound | None
     pose: PoseVideo | None
-    driving: DrivingVideos | None
-    sources: ControlSources | None
+    driving: AnimateInputs | None
+    sources: VaceInputs | None
     input_files: tuple[InputFile, ...]
     extension: PromptExtension | None
     decode_latents: Path | None
@@ -203,11 +203,13 @@ class Run:
         return Inputs(
             self.image,
             self.last_image,
-            sound=self.sound,
+            audio=self.sound,
             pose=self.pose,
-            driving=self.driving,
-            sources=self.sources,
-            start=None if self.fixed_latents is None else load_latents(self.fixed_latents),
+            animate=self.driving,
+            vace=self.sources,
+            initial_latents=None
+            if self.fixed_latents is None
+            else load_latents(self.fixed_latents),
         )
 
     def facts(self, device: str) -> dict[str, Any]:
@@ -299,9 +301,9 @@ def resolve(
     lacks = plan or not inputs
     image, last_image = (None, None) if decodes else _images(values, preset, lacks)
     size = None if image is None else image.size
-    sound, pose = (None, None) if decodes else sounds(values, preset, lacks)
-    moving = None if decodes else driving(values, preset, lacks)
-    sources = None if decodes else control(values, preset, lacks)
+    sound, pose = (None, None) if decodes else read_s2v_inputs(values, preset, lacks)
+    moving = None if decodes else read_animate_inputs(values, preset, lacks)
+    sources = None if decodes else read_vace_inputs(values, preset, lacks)
     size = sources.size if sources is not None else size
     chosen = fill(NetworkFiles, values)
     folder, is_demo = _checkpoint_folder(values, preset, chosen)
@@ -352,7 +354,7 @@ def resolve(
     )
 
 
-def _input_files(values: Values, moving: DrivingVideos | None) -> tuple[InputFile, ...]:
+def _input_files(values: Values, moving: AnimateInputs | None) -> tuple[InputFile, ...]:
     """Lists the input files of a video with the digests of their contents."""
     found: list[InputFile] = []
     for name in ("decode_latents",) if "decode_latents" in values else INPUTS:
@@ -369,15 +371,15 @@ def _counted(
     preset: Preset,
     defaults: Values,
     sound: Sound | None,
-    moving: DrivingVideos | None,
-    sources: ControlSources | None,
+    moving: AnimateInputs | None,
+    sources: VaceInputs | None,
 ) -> dict[str, Any]:
     """Returns the numbers of clips, frames and reference images that follow from the inputs."""
     if preset.infer_frames is not None:
-        return clips(values, preset, sound, defaults)
+        return count_s2v_clips(values, preset, sound, defaults)
     if preset.kind == "animate":
-        return moves(values, preset, moving, defaults)
-    return controlled(values, preset, sources, defaults)
+        return count_animate_clips(values, preset, moving, defaults)
+    return count_vace_frames(values, preset, sources, defaults)
 
 
 def _decide(
@@ -478,7 +480,7 @@ def ask(
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
     values = recipes.under(values, recipes.under(sampling, {**(defaults or {}), **boundary}))
     request = make_request(setup.preset, values, image_size)
-    check_chain(values, request)
+    check_chain_settings(values, request)
     recipes.check_chain(request.chain, files)
     about_loras = lora.notices(setup.loras, setup.preset.kind, bool(chosen))
     said = (*recipes.notices(chosen, request, bool(files)), *about_loras)

@@ -214,7 +214,7 @@ def _work(
 
     log.set_level(run.output.log_level)
     device = devices.resolve(run.setup.execution.device) if team is None else team.device
-    pipeline = build.pipeline(run.setup, device, team)
+    pipeline = build.build_pipeline(run.setup, device, team)
     control = GlooGroup(team)
 
     def make(index: int, file: Path) -> None:

@@ -159,7 +159,7 @@ def compute_alone(folder: Path) -> bool:
         return True
     execution, fp8 = Execution(device="cpu"), Attention(fa_quant="fp8")
     setup = Setup(PRESETS["t2v-1.3B"], describe(folder), execution, Parallel(), fp8)
-    net = build.pipeline(setup, resolve("cpu")).experts.get("dit")
+    net = build.build_pipeline(setup, resolve("cpu")).experts.get("dit")
     x, context = torch.randn(net.in_dim, 2, 4, 8), torch.randn(5, net.text_dim)
     with torch.inference_mode():
         (found,) = net([x], torch.tensor([500.0]), [context], 16)

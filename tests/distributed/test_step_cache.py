@@ -89,13 +89,13 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
     from wan import device as devices
     from wan.distributed.mesh import make_parallel_groups
     from wan.distributed.ring import Ring
-    from wan.pipeline.denoise import both_here
+    from wan.pipeline.denoise import run_both_branches
 
-    given, branches, cache = ModelComponents(), both_here, case.cache()
+    given, branches, cache = ModelComponents(), run_both_branches, case.cache()
     if layout is not None:
         parallel = layout.parallel
         team = make_parallel_groups(devices.resolve("cpu"), parallel.sizes)
-        branches = team.compute_branches if layout.cfg == 2 else both_here
+        branches = team.compute_branches if layout.cfg == 2 else run_both_branches
         agree = team.all_agree
         if wrong:
             noise = torch.Generator().manual_seed(team.rank)

@@ -33,13 +33,13 @@ def velocities(parallel: Parallel | None) -> Any:
     from wan.modules.attnlayer import FAPowerCapAttention
     from wan.modules.interfaces import ModelComponents
     from wan.modules.model import WanModel
-    from wan.pipeline.denoise import both_here
+    from wan.pipeline.denoise import run_both_branches
 
     collaborators = ModelComponents()
-    branches = both_here
+    branches = run_both_branches
     if parallel is not None:
         team = make_parallel_groups(devices.resolve("cpu"), parallel.sizes)
-        branches = team.compute_branches if parallel.cfg_size == 2 else both_here
+        branches = team.compute_branches if parallel.cfg_size == 2 else run_both_branches
         layer = FAPowerCapAttention(
             SimpleNamespace(comm_type=parallel.comm_type),
             team.group("ulysses"),

@@ -25,7 +25,7 @@ from wan.cli import main as generate
 from wan.device import resolve
 from wan.distributed.exchange import SINGLE_RANK
 from wan.pipeline import memory
-from wan.pipeline.decoding import Codec
+from wan.pipeline.decoding import VaeRunner
 from wan.pipeline.vae import Collected, blueprint, published
 from wan.run import make_setup
 from wan.settings.presets import PRESETS
@@ -324,7 +324,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
     vae = on_cpu("t2v-1.3B", tiny("t2v-1.3B")).vae
     preset, checkpoint = PRESETS["t2v-1.3B"], describe(tiny("t2v-1.3B"))
 
-    def agreements(codec: Codec, frames: int) -> tuple[int, int]:
+    def agreements(codec: VaeRunner, frames: int) -> tuple[int, int]:
         """Of encoding and of decoding."""
         agreed.clear()
         codec.encode(random(3, 4 * frames - 3, 8, 16).tanh())
@@ -342,7 +342,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
                 made.rank = rank
                 return made
 
-            found.append(agreements(Codec(setup, resolve("cpu"), vae.get, rows), frames))
+            found.append(agreements(VaeRunner(setup, resolve("cpu"), vae.get, rows), frames))
         main, idle = found
         assert main == idle and min(main) > frames, (is_shared, frames)
 
@@ -372,7 +372,7 @@ def test_a_rank_needs_memory_for_its_own_rows(
             SINGLE_RANK, split_rows_evenly(height, 2) if together else (height, 0), CPU
         )
 
-    codec = Codec(setup, device, load, rows)
+    codec = VaeRunner(setup, device, load, rows)
     with pytest.raises(DamagedError):
         codec.decode(random(16, 3, 4, 2), Collected(CPU), lambda: None)
-    assert codec.used == method
+    assert codec.last_method == method

@@ -60,7 +60,7 @@ def arguments(checkpoint: object, way: Way) -> list[str]:
 def latents(argv: Sequence[str], chip: str) -> Tensor:
     """float32 [C,F,H,W], as generate.py makes them from this command line, on every rank."""
     asked, pipeline = composed(argv, chip)
-    return pipeline.latents(asked.request, Inputs(asked.image, asked.last_image))
+    return pipeline.generate_latents(asked.request, Inputs(asked.image, asked.last_image))
 
 
 def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
@@ -70,7 +70,7 @@ def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     asked = resolve(flags.parse(argv), none)
     device = on_chip(chip)
     team = None if world == "1" else mesh.make_parallel_groups(device, asked.setup.parallel.sizes)
-    return asked, build.pipeline(asked.setup, device, team)
+    return asked, build.build_pipeline(asked.setup, device, team)
 
 
 def none(*_: Any) -> None:

@@ -56,8 +56,8 @@ def velocity(network: WanModel, grid: Grid) -> Tensor:
 def sparse_steps(rig: Path, name: str, frames: tuple[int, ...]) -> list[tuple[float, float]]:
     """Of each number of frames, how far our sparse step is from theirs, and from a dense one."""
     way, kind, found = WAYS[name], KINDS["v3-A5" if name == "v3" else name], []
-    ours = composed(arguments(rig, way), way.chip)[1].experts.keep("high_noise")
-    plain = composed(arguments(rig, WAYS["dense"]), way.chip)[1].experts.keep("high_noise")
+    ours = composed(arguments(rig, way), way.chip)[1].experts.load_editable("high_noise")
+    plain = composed(arguments(rig, WAYS["dense"]), way.chip)[1].experts.load_editable("high_noise")
     for count in frames:
         grid = (count, 11, 13)
         dense = velocity(plain, grid)
@@ -99,7 +99,7 @@ def two_shapes(argv: list[str], sizes: list[tuple[str, ...]]) -> list[Tensor]:
     """Latents of one process that makes one video after another, then of a fresh one for each."""
     requests = [composed([*argv, *size], "A2")[0].request for size in sizes]
     pipeline = composed([*argv, *sizes[0]], "A2")[1]
-    together = [pipeline.latents(request) for request in requests]
+    together = [pipeline.generate_latents(request) for request in requests]
     return [*together, *(latents([*argv, *size], "A2") for size in sizes)]
 
 

@@ -120,10 +120,10 @@ def clips(argv: list[str], chip: str, device: str) -> Tensor:
         asked, pipeline = composed(argv, chip)
     else:
         asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), none)
-        pipeline = build.pipeline(asked.setup, devices.resolve("cpu"))
+        pipeline = build.build_pipeline(asked.setup, devices.resolve("cpu"))
     if not asked.request.clips:
-        return pipeline.latents(asked.request, asked.inputs()).cpu()
-    made = pipeline.clips(asked.request, asked.inputs())
+        return pipeline.generate_latents(asked.request, asked.inputs()).cpu()
+    made = pipeline.generate_clips(asked.request, asked.inputs())
     return torch.cat([clip.latents.cpu() for clip in made], dim=1)
 
 

@@ -94,7 +94,7 @@ def test_networks_are_those_of_the_format(
         npu = blueprint.load(
             device=where.torch_device,
             dtype_of=dit_dtypes(torch.bfloat16, False),
-            adapt=adapt.quantised_layers(quantised.experts[expert], where, torch.bfloat16),
+            adapt=adapt.make_quantized_transform(quantised.experts[expert], where, torch.bfloat16),
         )
         plain = blueprint.load(
             device=torch.device("cpu"), dtype_of=dit_dtypes(torch.bfloat16, False)
@@ -118,7 +118,7 @@ def test_networks_are_those_of_the_format(
 
 def run(argv: list[str]) -> Tensor:
     asked = asked_for(flags.parse(argv), no_demo)
-    return build.pipeline(asked.setup, device.resolve("npu")).latents(asked.request)
+    return build.build_pipeline(asked.setup, device.resolve("npu")).generate_latents(asked.request)
 
 
 def test_a_whole_run(rig: Path, tmp_path: Path, chip: Callable[[str], None]) -> None:

@@ -107,7 +107,7 @@ def network(pair: tuple[Path, Path], where: device.Device, name: str) -> WanMode
     return Blueprint("DiT", lambda: WanModel(**files.config), files.tensors, pair[0]).load(
         device=where.torch_device,
         dtype_of=dit_dtypes(torch.bfloat16, False),
-        adapt=adapt.quantised_layers(export, where, torch.bfloat16),
+        adapt=adapt.make_quantized_transform(export, where, torch.bfloat16),
     )
 
 

@@ -222,10 +222,10 @@ def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
     networks[0].register_forward_hook(lambda *_: look() if len(found) < 3 else None)
     embeds = torch.randn(4, asked.setup.checkpoint.config["text_dim"])
     kept = weakref.ref(embeds)
-    pipeline.latents(asked.request, Inputs(prompt_embeds=embeds))
+    pipeline.generate_latents(asked.request, Inputs(prompt_embeds=embeds))
     del embeds
     assert kept() is None, "the text is not kept on the device either"
-    made = pipeline.latents(asked.request)
+    made = pipeline.generate_latents(asked.request)
     look()
     return found, made
 

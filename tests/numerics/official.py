@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wan.log import Stages
 from wan.pipeline import vae
-from wan.pipeline.pipeline import Sharing
+from wan.pipeline.pipeline import WorkSharing
 
 CPU = torch.device("cpu")
 
@@ -46,17 +46,17 @@ class Parts:
     def __init__(self, folder: Path, cases: str, experts: Networks) -> None:
         tensors = load_file(folder / cases)
         self.contexts = tensors["context"], tensors["context_null"]
-        self.stages, self.sharing = Stages(lambda: None), Sharing()
+        self.stages, self.work_sharing = Stages(lambda: None), WorkSharing()
         self.device: Any = type("Device", (), {"torch_device": CPU})
         self.experts: Any = experts
         found = vae.blueprint(folder.parent / "vae21.weights.safetensors")
         self.vae = vae.VideoVAE(found.load(device=CPU, dtype_of=lambda *_: torch.float32))
         self.encode, self.decode = self.vae.encode, self.vae.decode
 
-    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
+    def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:
         return self.contexts
 
-    def advanced(self, video: Any) -> Tensor:
+    def denoise(self, video: Any) -> Tensor:
         return video.advance(self.experts)
 
-    def done(self, _: object) -> None: ...
+    def release(self, _: object) -> None: ...

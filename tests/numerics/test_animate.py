@@ -19,9 +19,9 @@ from tests.numerics.procedural import procedural
 from wan.modules.animate import WanAnimateModel
 from wan.modules.interfaces import ModelComponents
 from wan.pipeline import characters
-from wan.pipeline.characters import folded
-from wan.pipeline.driving import DrivingVideos, padded, places
-from wan.pipeline.driving import clips as count_clips
+from wan.pipeline.characters import fold_mask_to_latent
+from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
+from wan.pipeline.driving import count_overlapping_clips as count_clips
 from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
@@ -122,14 +122,14 @@ def test_helpers(animate: Path) -> None:
     stored = load_file(animate / "animate_helpers.safetensors")
     plans = told(animate, "animate_helpers")
     for name in ("down", "exact", "odd", "same", "tall", "wide"):
-        found = padded(stored[f"resize.{name}.in"].numpy(), (64, 48))
+        found = letterbox_image(stored[f"resize.{name}.in"].numpy(), (64, 48))
         assert torch.equal(torch.from_numpy(found), stored[f"resize.{name}.out"]), name
     for plan in plans["clip_plan"]:
         request = asked(plan["real"], plan["clip_len"], plan["refert_num"])
         assert request.num_clip == plan["clips"]
         tail = plan["tail_of_padded_index"]
-        assert places(plan["real"] - 2, len(tail), plan["real"]) == tail
-        assert places(plan["target"] - 1, 1, plan["real"]) == [plan["last_index"]]
+        assert make_ping_pong_indices(plan["real"] - 2, len(tail), plan["real"]) == tail
+        assert make_ping_pong_indices(plan["target"] - 1, 1, plan["real"]) == [plan["last_index"]]
         frames = [request.clip_frames(index) for index in range(plan["clips"])]
         assert sum(frames) == plan["real"]
         assert frames[0] == min(plan["clip_len"], plan["real"])
@@ -139,7 +139,7 @@ def test_helpers(animate: Path) -> None:
         if case["mask_pixel_values"]:
             mask = stored[f"mask.{name}.pixel"][0].clone()
         mask[:count] = 1
-        assert torch.equal(folded(mask), out), name
+        assert torch.equal(fold_mask_to_latent(mask), out), name
 
 
 def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> Request:
@@ -179,7 +179,7 @@ class _Pipeline(Parts):
         super().__init__(folder, "e2e_animate.cases.safetensors", _Networks(folder))
         self.looked: list[Tensor] = []
 
-    def look(self, images: list[Tensor]) -> Tensor:
+    def encode_image(self, images: list[Tensor]) -> Tensor:
         self.looked += images
         return procedural(7101, "clip_fea0", [257, 1280], 1)[None]
 
@@ -198,7 +198,7 @@ def test_whole_run(animate: Path, run: str) -> None:
     parts = {name: take(f"src_{name}", side) for name, side in names.items()}
     parts["background"] = parts.pop("bg")
     picture = Image.fromarray(stored["src_ref"].numpy())
-    driving = DrivingVideos(picture, (64, 48), case["frames_in"], 30.0, parts)
+    driving = AnimateInputs(picture, (64, 48), case["frames_in"], 30.0, parts)
     request = asked(
         case["frames_in"],
         case["clip_len"],
@@ -212,7 +212,7 @@ def test_whole_run(animate: Path, run: str) -> None:
     )
     assert request.num_clip == case["clips"]
     pipeline: Any = _Pipeline(animate)
-    done = list(characters.made(pipeline, request, Inputs(driving=driving)))
+    done = list(characters.generate_animate_clips(pipeline, request, Inputs(animate=driving)))
     rounded = case["rounded_inputs"]
     limit = dict.fromkeys(("y", "latent", "video"), 1e-4)
     if rounded:

@@ -21,7 +21,7 @@ from wan.modules.model import WanModel, sinusoidal_embedding
 from wan.modules.rope import apply_rope, compute_rope_angles, make_rope_table
 from wan.modules.small_ops import BlockOps
 from wan.pipeline import clip, text, vae
-from wan.pipeline.conditioning import pixels
+from wan.pipeline.conditioning import convert_image_to_tensor
 from wan.pipeline.solvers import make_solver
 from wan.pipeline.video import to_uint8
 from wan.settings.presets import PRESETS
@@ -83,7 +83,9 @@ def test_what_clip_looks_at(reference: Path) -> None:
     told = json.loads((reference / "clip_preprocess.json").read_text())["cases"]
     for case in ("up", "down"):
         image = Image.fromarray(cases[f"{case}.image_u8"].numpy())
-        found = clip.preprocessed(pixels(image))[:, :, :: told[case]["row_step"]]
+        found = clip.preprocess_clip_image(convert_image_to_tensor(image))[
+            :, :, :: told[case]["row_step"]
+        ]
         assert distance(found, cases[f"{case}.out_rows"]) <= 1e-4, case
 
 
@@ -234,6 +236,6 @@ def test_frames_as_handed_to_the_encoder(reference: Path) -> None:
 
 def test_pixels_are_exact() -> None:
     values = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    ours = pixels(Image.fromarray(np.stack((values,) * 3, axis=-1)))
+    ours = convert_image_to_tensor(Image.fromarray(np.stack((values,) * 3, axis=-1)))
     expected = (torch.from_numpy(values).float() / 255 - 0.5) / 0.5
     assert torch.equal(ours[1], expected)

@@ -19,7 +19,7 @@ from tests.numerics.official import Networks, Parts, distance, weights
 from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
 from wan.pipeline import clips, sound
-from wan.pipeline.conditioning import pixels
+from wan.pipeline.conditioning import convert_image_to_tensor
 from wan.pipeline.media import read_sound
 from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
@@ -128,7 +128,7 @@ def test_sizes(s2v: Path) -> None:
         image, (height, width) = tuple(row["image_wh"]), row["out_hw"]
         assert size_in_64(image, row["max_area"]) == (width, height)
         white = Image.new("RGB", image, "white")
-        framed = clips.framed(white, (width, height))
+        framed = clips.fit_image_to_size(white, (width, height))
         assert framed.size == (width, height)
         assert (np.asarray(framed).min() == 0) == row["padded"], row
 
@@ -151,7 +151,7 @@ class _Pipeline(Parts):
         super().__init__(folder, "e2e_s2v.cases.safetensors", _Networks(folder))
         self.folder = folder
 
-    def sound_rows(self, heard: Any, count: int) -> Tensor:
+    def sample_audio_features(self, heard: Any, count: int) -> Tensor:
         return sound.rows(sound.features(self.folder / "wav2vec2_tiny", heard), count)
 
 
@@ -172,11 +172,11 @@ def test_whole_run(s2v: Path) -> None:
     }
     request = make_request(PRESETS["s2v-14B"], values, image.size)
     assert request.video_size == tuple(reversed(case["size_hw"]))
-    picture = pixels(clips.framed(image, request.video_size))
+    picture = convert_image_to_tensor(clips.fit_image_to_size(image, request.video_size))
     assert distance(picture.unsqueeze(1), stored["unipc.ref_pixels"]) <= 1e-6
     pipeline: Any = _Pipeline(s2v)
     assert distance(pipeline.encode(picture.unsqueeze(1)), stored["unipc.ref_latent"]) <= 1e-4
-    done = list(clips.made(pipeline, request, Inputs(image, sound=heard)))
+    done = list(clips.generate_s2v_clips(pipeline, request, Inputs(image, audio=heard)))
     calls, steps = pipeline.experts.calls, case["steps"]
     assert [clip.frames.shape[1] for clip in done] == [one["frames"] for one in case["per_clip"]]
     for index, clip in enumerate(done):

@@ -19,7 +19,7 @@ from wan.cli import flags, main
 from wan.device import resolve
 from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build, denoise
-from wan.pipeline.denoise import Conditions, Denoising
+from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.serve import ranks
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request
@@ -56,11 +56,11 @@ class Experts:
     def prefetch(self, name: str) -> None: ...
 
 
-def denoising(steps: int) -> Denoising:
+def denoising(steps: int) -> DenoisingLoop:
     given = {"prompt": "x", "size": (32, 32), "frame_num": 5, "sample_steps": steps}
     request = make_request(PRESETS["t2v-A14B"], given | {"base_seed": 1})
     text = torch.zeros(1, 4)
-    return Denoising(request, Conditions(torch.ones(request.latent_shape), text, text))
+    return DenoisingLoop(request, DenoiseInputs(torch.ones(request.latent_shape), text, text))
 
 
 @pytest.mark.parametrize(("clips", "phases"), [(1, None), (1, 1), (3, None), (3, 1)])
@@ -70,9 +70,9 @@ def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
     boundary = ranks.SharedBoundary(GlooGroup(None), front, "a", clips)
     for _ in range(clips):
         loop = denoising(4)
-        assert loop.experts == ["high_noise", "low_noise"]
-        while loop.experts:
-            loop.advance(Experts(), phases=phases, boundary=boundary)
+        assert loop.remaining_experts == ["high_noise", "low_noise"]
+        while loop.remaining_experts:
+            loop.advance(Experts(), num_experts=phases, cancellation_point=boundary)
     assert {one["total"] for one in front.said} == {4 * clips}
     done = [one["done"] for one in front.said]
     assert done == sorted(done) and {*done} == {*range(4 * clips + 1)}
@@ -104,7 +104,7 @@ def test_the_last_texts_are_kept(
         job = {"job": str(number), "settings": {"prompt": prompt, "base_seed": 1}}
         commands.append({"do": "make", "jobs": [job | {"file": str(tmp_path / f"{number}.mp4")}]})
     front: Any = Front(commands)
-    pipeline = build.pipeline(main.resolved(argv, inputs=False).setup, resolve("cpu"))
+    pipeline = build.build_pipeline(main.resolved(argv, inputs=False).setup, resolve("cpu"))
     assert ranks.Ranks(flags.parse(argv), pipeline, None, front, 2).serve() == 0
     texts = [one["texts"] for one in front.said if one["is"] == "done"]
     assert [tuple(one) for one in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
@@ -120,7 +120,7 @@ def run_without_memory(front: str) -> int:
         raise MemoryError
 
     if env.rank():
-        denoise.velocity = velocity
+        denoise.predict_velocity = velocity
     return ranks.run(Path(front))
 
 

@@ -12,8 +12,8 @@ import pytest
 from tests.conftest import Refusals, Tiny, slow
 from tests.tasks.conftest import Asked, frames, run
 from tests.tasks.tasks import QUICK, moving_box, picture
-from wan.pipeline.following import controlled
-from wan.pipeline.sources import ControlSources
+from wan.pipeline.following import count_vace_frames
+from wan.pipeline.sources import VaceInputs
 from wan.settings.presets import PRESETS
 
 pytestmark = pytest.mark.xdist_group("tasks")
@@ -93,8 +93,8 @@ def test_how_many_frames_of_a_source_are_taken(
         {} if count is None else {"frame_num": count} for count in (given, default, counted)
     )
     video: Any = object()  # which is not read yet
-    sources = ControlSources(frames=source, video=video)
-    found = controlled(values, PRESETS["vace-1.3B"], sources, defaults)
+    sources = VaceInputs(num_frames=source, video_reader=video)
+    found = count_vace_frames(values, PRESETS["vace-1.3B"], sources, defaults)
     assert found == {"references": 0, **wanted}
 
 

@@ -86,7 +86,7 @@ LONG_FUNCTIONS = {
     "wan.api.WanS2V.generate": "the official signature",
     "wan.api.WanTI2V.generate": "the official signature",
     "wan.run.resolve": "the order of the checks, one call each",
-    "wan.pipeline.build.pipeline": "composition, one argument a line",
+    "wan.pipeline.build.build_pipeline": "composition, one argument a line",
 }
 
 

@@ -16,10 +16,10 @@ from transformers import Wav2Vec2FeatureExtractor, Wav2Vec2Model
 
 from wan.log import Stages
 from wan.pipeline import characters, clips, sound
-from wan.pipeline.driving import DrivingVideos, padded, places
-from wan.pipeline.driving import clips as count_clips
+from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
+from wan.pipeline.driving import count_overlapping_clips as count_clips
 from wan.pipeline.media import PoseVideo, Sound
-from wan.pipeline.pipeline import Inputs, Sharing
+from wan.pipeline.pipeline import Inputs, WorkSharing
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request
 
@@ -47,21 +47,21 @@ class Loop:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.decoded: list[tuple[Tensor, Tensor]] = []
         self.looked: list[Tensor] = []
-        self.stages, self.sharing, self.vae = Stages(lambda: None), Sharing(), object()
+        self.stages, self.work_sharing, self.vae = Stages(lambda: None), WorkSharing(), object()
         self.device, self.experts = SimpleNamespace(torch_device=torch.device("cpu")), self
         self.encode = encoded
 
-    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
+    def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:
         return TEXTS
 
-    def sound_rows(self, sound: Tensor, count: int) -> Tensor:
+    def sample_audio_features(self, sound: Tensor, count: int) -> Tensor:
         return sound[..., :count]
 
-    def look(self, images: list[Tensor]) -> Tensor:
+    def encode_image(self, images: list[Tensor]) -> Tensor:
         self.looked += images
         return torch.ones(1, 5, 6)
 
-    def advanced(self, video: Any) -> Tensor:
+    def denoise(self, video: Any) -> Tensor:
         return video.advance(self)
 
     def get(self, _: str) -> Any:
@@ -73,7 +73,7 @@ class Loop:
 
     def prefetch(self, _: str) -> None: ...
 
-    def done(self, _: object) -> None: ...
+    def release(self, _: object) -> None: ...
 
     def decode(self, latents: Tensor) -> Tensor:
         draw = torch.Generator().manual_seed(len(self.decoded))
@@ -121,7 +121,7 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
     rows = torch.randn(1, 25, 6, 24)
     pose = SimpleNamespace(frames=lambda: iter(poses)) if posed else None
     loop: Any = Loop()
-    done = list(clips.made(loop, request, Inputs(image, sound=rows, pose=pose)))  # type: ignore[arg-type]
+    done = list(clips.generate_s2v_clips(loop, request, Inputs(image, audio=rows, pose=pose)))  # type: ignore[arg-type]
     assert len(done) == 3 and len(loop.calls) == 3 * 2 * 2
     reference, history = encoded(levels(image)[:, None]), torch.zeros(3, 73, 64, 128)
     if from_picture:
@@ -163,16 +163,16 @@ def test_clips_of_a_character(replaces: bool, again: int) -> None:
     sides = {"pose": (48, 64), "face": (32, 32), "background": (48, 64), "mask": (48, 64)}
     videos = {n: random.integers(0, 256, (23, *s, 3), dtype=np.uint8) for n, s in sides.items()}
     takes: Any = {name: lambda at, x=x: x[list(at)] for name, x in videos.items()}
-    driving = DrivingVideos(picture(31, 48), size, 23, 30.0, takes)
+    driving = AnimateInputs(picture(31, 48), size, 23, 30.0, takes)
     count = count_clips(23, 13, again)
     values = {**SAMPLING, "frame_num": 13, "refert_num": again, "replace_flag": replaces}
     values |= {"size": size, "source_frames": 23, "num_clip": count}
     request, loop = make_request(PRESETS["animate-14B"], values), Loop()
     assert count == {1: 2, 5: 3}[again]
-    made: Any = characters.made(loop, request, Inputs(driving=driving))  # type: ignore[arg-type]
+    made: Any = characters.generate_animate_clips(loop, request, Inputs(animate=driving))  # type: ignore[arg-type]
     done, draw = list(made), torch.Generator().manual_seed(7)
     order = [*range(23), *range(21, 0, -1)]
-    shown = F.pad(levels(driving.picture), (16, 17), value=-1)
+    shown = F.pad(levels(driving.reference_image), (16, 17), value=-1)
     same(loop.looked[0], shown)
     before: Tensor | None = None
     for index, clip in enumerate(done):
@@ -213,9 +213,9 @@ def test_clips_of_a_character(replaces: bool, again: int) -> None:
 
 def test_frames_behind_the_end_of_a_video() -> None:
     """It runs back and forth, and neither its last nor its first frame comes twice."""
-    assert places(0, 4, 4) == [0, 1, 2, 3]
-    assert places(2, 11, 4) == [2, 3, 2, 1, 0, 1, 2, 3, 2, 1, 0]
-    assert places(5, 4, 2) == [1, 0, 1, 0]
+    assert make_ping_pong_indices(0, 4, 4) == [0, 1, 2, 3]
+    assert make_ping_pong_indices(2, 11, 4) == [2, 3, 2, 1, 0, 1, 2, 3, 2, 1, 0]
+    assert make_ping_pong_indices(5, 4, 2) == [1, 0, 1, 0]
     table = {(9, 9, 1): 1, (10, 9, 1): 2, (17, 9, 1): 2, (18, 9, 1): 3, (13, 9, 5): 2, (3, 9, 1): 1}
     assert {given: count_clips(*given) for given in table} == table
 
@@ -253,18 +253,22 @@ def test_a_character_between_bars() -> None:
     source = np.asarray(picture(12, 6))
     for size in ((24, 10), (7, 30), (9, 5), (20, 10)):
         expected = between_bars(source.astype(int), size)
-        assert (padded(source, size) == expected).all(), size
+        assert (letterbox_image(source, size) == expected).all(), size
 
 
 def test_the_picture_of_a_speaker() -> None:
     """Its shorter side becomes the video's, its middle is taken, and black is beside it."""
-    wide = clips.framed(Image.new("RGB", (832, 480), "white"), (832, 448))
+    wide = clips.fit_image_to_size(Image.new("RGB", (832, 480), "white"), (832, 448))
     lit = np.asarray(wide)[..., 0] > 0
     assert lit.shape == (448, 832) and lit[:, 28:-28].all()
     assert not lit[:, :28].any() and not lit[:, -28:].any()
     shown = picture(100, 64)
-    assert (np.asarray(clips.framed(shown, (64, 64))) == np.asarray(shown)[:, 18:82]).all()
-    high = clips.framed(shown.transpose(Image.Transpose.ROTATE_90), (128, 64)).convert("L")
+    assert (
+        np.asarray(clips.fit_image_to_size(shown, (64, 64))) == np.asarray(shown)[:, 18:82]
+    ).all()
+    high = clips.fit_image_to_size(shown.transpose(Image.Transpose.ROTATE_90), (128, 64)).convert(
+        "L"
+    )
     assert (np.asarray(high)[:, 31:97] > 0).mean() > 0.95 and not np.asarray(high)[:, :30].any()
 
 

@@ -21,9 +21,9 @@ from tests.refusals import check_refusals
 from wan import device, host
 from wan.checkpoint.load import mapped, merged, stored
 from wan.pipeline.batch import Batch, Job
-from wan.pipeline.conditioning import prepare
-from wan.pipeline.denoise import Conditions, Denoising
-from wan.pipeline.pipeline import NO_INPUTS, Experts, Lazy
+from wan.pipeline.conditioning import prepare_denoise_inputs
+from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
+from wan.pipeline.pipeline import NO_INPUTS, Experts, LazyModule
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
@@ -44,26 +44,30 @@ class Recorder:
         self.calls.append(f"prefetch {name}")
 
 
-def six(**more: Any) -> tuple[Request, Conditions]:
+def six(**more: Any) -> tuple[Request, DenoiseInputs]:
     """Six steps of two experts."""
     values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 6}
     values |= {"base_seed": 0, "sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
     request = make_request(PRESETS["t2v-A14B"], values | more)
     context = torch.zeros(1, 4)
-    conditions = prepare(request, (context, context), [], lambda v: v, None, torch.device("cpu"))
+    conditions = prepare_denoise_inputs(
+        request, (context, context), [], lambda v: v, None, torch.device("cpu")
+    )
     return request, conditions
 
 
 def test_a_video_may_pause_between_experts() -> None:
     """The same steps, and only those of one expert at a time."""
     source = Recorder()
-    video = Denoising(*six())
-    assert video.experts == ["high_noise", "low_noise"]
-    video.advance(source, phases=1)
-    video.rest()
-    assert set(source.calls) == {"high_noise"} and video.experts == ["low_noise"]
+    video = DenoisingLoop(*six())
+    assert video.remaining_experts == ["high_noise", "low_noise"]
+    video.advance(source, num_experts=1)
+    video.offload()
+    assert set(source.calls) == {"high_noise"} and video.remaining_experts == ["low_noise"]
     found = video.advance(source)
-    assert video.experts == [] and torch.equal(found, Denoising(*six()).advance(Recorder()))
+    assert video.remaining_experts == [] and torch.equal(
+        found, DenoisingLoop(*six()).advance(Recorder())
+    )
 
 
 def latents_within(root: object) -> list[torch.Tensor]:
@@ -85,8 +89,8 @@ def test_a_paused_video_leaves_its_device() -> None:
     """Whole, what a solver keeps of earlier steps included."""
     for solver in ("unipc", "dpm++", "euler", "rcm"):
         steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
-        video = Denoising(*six(sample_solver=solver, **steps))
-        video.advance(Recorder(), phases=1)
+        video = DenoisingLoop(*six(sample_solver=solver, **steps))
+        video.advance(Recorder(), num_experts=1)
         before = latents_within(video)
         assert len(before) >= {"unipc": 3, "dpm++": 3}.get(solver, 1), solver
         video.to(torch.device("meta"))
@@ -101,9 +105,9 @@ def test_a_video_goes_on_where_its_network_is() -> None:
     control = {"vace_context": [torch.zeros(5, 1)], "vace_context_scale": 1.0}
     more = {"y": torch.zeros(4, 1), "clip_fea": torch.zeros(1, 2, 3)}
     given = {"cond": control, "uncond": control}
-    video = Denoising(request, replace(plain, given=given, **more))
-    video.advance(Recorder(), phases=1)
-    video.rest()
+    video = DenoisingLoop(request, replace(plain, model_kwargs=given, **more))
+    video.advance(Recorder(), num_experts=1)
+    video.offload()
     video.to(here)
     calls: list[dict[str, Any]] = []
 
@@ -123,10 +127,10 @@ def test_a_video_goes_on_where_its_network_is() -> None:
 
 def test_of_grouped_videos_the_latents_alone_wait() -> None:
     """What a video was denoised with is gone before any is decoded; each expert comes once."""
-    source, loops = Recorder(), list[weakref.ref[Denoising]]()
+    source, loops = Recorder(), list[weakref.ref[DenoisingLoop]]()
 
-    def prepared(*_: object) -> Denoising:
-        video = Denoising(*six(base_seed=len(loops)))
+    def prepared(*_: object) -> DenoisingLoop:
+        video = DenoisingLoop(*six(base_seed=len(loops)))
         loops.append(weakref.ref(video))
         return video
 
@@ -149,8 +153,8 @@ def test_of_grouped_videos_the_latents_alone_wait() -> None:
         assert len(loops) == 2 and not any(loop() is not None for loop in loops)
         return latents()
 
-    for seed, found in enumerate(batch.made(make)):
-        assert torch.equal(found, Denoising(*six(base_seed=seed)).advance(Recorder()))
+    for seed, found in enumerate(batch.generate_videos(make)):
+        assert torch.equal(found, DenoisingLoop(*six(base_seed=seed)).advance(Recorder()))
     assert list(dict.fromkeys(source.calls)) == ["high_noise", "low_noise"]
     assert source.calls == sorted(source.calls), "no expert comes back"
 
@@ -171,13 +175,13 @@ def test_one_network_has_gone_before_the_next_is_loaded() -> None:
             made.append(weakref.ref(network))
             return network
 
-        Denoising(*six()).advance(Experts(load, offload=offload))
+        DenoisingLoop(*six()).advance(Experts(load, offload=offload))
         assert there == [0, 0 if offload else 1]
 
 
 def test_the_next_expert_is_announced_when_the_first_is_there() -> None:
     source = Recorder()
-    Denoising(*six()).advance(source)
+    DenoisingLoop(*six()).advance(source)
     high = sum(timestep >= 875 for timestep in schedule(six()[0]).timesteps)
     assert 0 < high < 6
     steps = ["high_noise"] * high + ["low_noise"] * (6 - high)
@@ -225,7 +229,7 @@ def test_prefetch_reads_files_ahead(tmp_path: Path) -> None:
     load: Any = lambda *_: torch.nn.Identity()  # noqa: E731
     experts = Experts(load, offload=True, files={"high_noise": [], "low_noise": files})
     experts.get("high_noise")
-    for prefetch in (lambda: experts.prefetch("low_noise"), Lazy(load, files).prefetch):
+    for prefetch in (lambda: experts.prefetch("low_noise"), LazyModule(load, files).prefetch):
         for file in files:
             evict(file)
         prefetch()

@@ -20,7 +20,7 @@ from tests.refusals import check_refusals, said
 from wan.checkpoint.layout import describe
 from wan.cli import flags
 from wan.cli.resolve import resolve
-from wan.pipeline.conditioning import noise
+from wan.pipeline.conditioning import make_noise_sampler
 from wan.pipeline.solvers import make_solver
 from wan.run import Run
 from wan.settings import recipes
@@ -117,7 +117,7 @@ def test_euler_is_diffusers() -> None:
 
 
 def test_noise_is_drawn_anew() -> None:
-    draw, again = (noise(request(base_seed=3), torch.device("cpu")) for _ in range(2))
+    draw, again = (make_noise_sampler(request(base_seed=3), torch.device("cpu")) for _ in range(2))
     first, second = draw(), draw()
     assert torch.equal(again(), first) and not torch.equal(first, second)
     assert torch.equal(again(), second) and first.shape == (16, 2, 8, 8)

@@ -30,13 +30,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def control(folder: Path) -> Inputs:
     video, mask = folder / "src_bg.mp4", folder / "src_mask.mp4"
-    return Inputs(sources=sources.read(video, mask, [folder / "a.png", folder / "b.png"]))
+    return Inputs(vace=sources.read_vace_files(video, mask, [folder / "a.png", folder / "b.png"]))
 
 
 MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
     "sources": (control, ("src_bg.mp4", "src_mask.mp4", "a.png", "b.png")),
     "driving": (
-        lambda folder: Inputs(driving=driving.read(folder, replaces=True)),
+        lambda folder: Inputs(animate=driving.read_animate_folder(folder, replace_character=True)),
         driving.FILES,
     ),
     "pose": (
@@ -49,13 +49,17 @@ MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
 def test_each_file_counts(files: Path, tmp_path: Path) -> None:
     """A byte more in any of them is another input; another folder is not."""
     for name, (make, parts) in MADE.items():
-        found = [make(files).digests()[name]]
-        assert make(changed_file(files, tmp_path / name / "copy")).digests()[name] == found[0]
+        found = [make(files).compute_digests()[name]]
+        assert (
+            make(changed_file(files, tmp_path / name / "copy")).compute_digests()[name] == found[0]
+        )
         for part in parts:
             copy = changed_file(files, tmp_path / name / part, part)
-            found.append(make(copy).digests()[name])
+            found.append(make(copy).compute_digests()[name])
         assert None not in found and len({*found}) == 1 + len(parts), name
-        differing = {*make(files).digests().items()} ^ {*NO_INPUTS.digests().items()}
+        differing = {*make(files).compute_digests().items()} ^ {
+            *NO_INPUTS.compute_digests().items()
+        }
         assert differing == {(name, None), (name, found[0])}
 
 
@@ -66,8 +70,16 @@ def test_what_is_no_file_counts_too(files: Path) -> None:
     heard = media.read_sound(files / "voice.wav")
     louder = media.Sound(heard.path, heard.samples * np.float32(1.5))
     pairs: list[tuple[str, Any, Any]] = [
-        ("sources", sources.read(None, None, pictures), sources.read(None, None, pictures[::-1])),
-        ("sources", sources.read(None, None, pictures), sources.read(None, None, pictures[:1])),
+        (
+            "sources",
+            sources.read_vace_files(None, None, pictures),
+            sources.read_vace_files(None, None, pictures[::-1]),
+        ),
+        (
+            "sources",
+            sources.read_vace_files(None, None, pictures),
+            sources.read_vace_files(None, None, pictures[:1]),
+        ),
         ("sound", heard, louder),
         *((name, *pictures) for name in ("image", "last_image")),
     ]
@@ -76,6 +88,8 @@ def test_what_is_no_file_counts_too(files: Path) -> None:
     pairs += [(name, values, values.T.contiguous()) for name in tensors]
     pairs += [(name, values, values.double()) for name in tensors]
     for name, one, other in pairs:
-        digests = [Inputs(**{name: value}).digests()[name] for value in (one, one, other, None)]
+        digests = [
+            Inputs(**{name: value}).compute_digests()[name] for value in (one, one, other, None)
+        ]
         assert digests[0] == digests[1] and len({*digests}) == 3, name
         assert digests[3] is None

@@ -15,7 +15,7 @@ import wan
 from tests.refusals import check_refusals, said
 from wan.cli import flags
 from wan.cli.resolve import resolve
-from wan.pipeline.conditioning import chained_channels
+from wan.pipeline.conditioning import make_chained_condition
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.text import TextEncoder
 from wan.run import Run
@@ -41,8 +41,8 @@ def planned(*words: object) -> Run:
 def test_what_a_clip_is_given() -> None:
     """By hand: 4 channels of the mask, then 16 of latents, in 3 latent frames of 4 x 6."""
     anchor, motion = torch.full((16, 1, 4, 6), 2.0), torch.full((16, 1, 4, 6), 3.0)
-    first = chained_channels(request(chain="latent"), anchor, None)
-    later = chained_channels(request(chain="latent"), anchor, motion)
+    first = make_chained_condition(request(chain="latent"), anchor, None)
+    later = make_chained_condition(request(chain="latent"), anchor, motion)
     table = {"mask": [1, 0, 0], "first": [2, 0, 0], "later": [2, 3, 0]}
     for found, name in ((first, "first"), (later, "later")):
         assert found.shape == (20, 3, 4, 6) and found.dtype == torch.float32

@@ -98,7 +98,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
     planner = Planner(asked.setup, asked.request)
     stages, stay = planner.stages(), planner.mapped()
     networks = {
-        ("text encoder", "text encoder weights"): pipeline.text.get()._model,
+        ("text encoder", "text encoder weights"): pipeline.text_encoder.get()._model,
         ("denoising", "DiT weights"): pipeline.experts.get("dit"),
         ("decoding", "VAE weights"): pipeline.vae.get()._network,
     }
@@ -135,7 +135,7 @@ def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
     for loaded in (False, True):
         experts = composed(folder, *argv)[1].experts
         network = experts.get("dit") if loaded else None
-        kept = experts.keep("dit")
+        kept = experts.load_editable("dit")
         assert network is None or kept is network
         assert split(kept)[1] == 0
         for parameter in kept.parameters():

@@ -79,13 +79,18 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     make_sound.write(tmp_path / "sound.wav", 1.0)
     path = Path(name)
     video.save_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
-    assert path.is_file() and driving.count(path) == sources.read(path, path, ()).frames == 5
+    assert (
+        path.is_file()
+        and driving.count_video_frames(path)
+        == sources.read_vace_files(path, path, ()).num_frames
+        == 5
+    )
     assert len(contact_sheet.read_frames(path)) == 5
     folder = tmp_path / f"of {name}"
     folder.mkdir()
     path.rename(folder / name)
     video.join(folder, [name, name], path, "a comment")
-    assert driving.count(path) == 10
+    assert driving.count_video_frames(path) == 10
     path.rename("10.mp4")
     media.add_sound(Path("10.mp4"), Path("sound.wav"), path)
     assert len(media.read_sound(path).samples) == pytest.approx(10_000, abs=1100)
@@ -95,35 +100,39 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     """With a mask of the same times, and poses: 20 frames in 1.2 s, most of them in a third."""
     path = clock(tmp_path / "clock.mp4")
     assert len(stored(path)) == 20
-    found = sources.read(path, clock(tmp_path / "mask.mp4"), ())
+    found = sources.read_vace_files(path, clock(tmp_path / "mask.mp4"), ())
     assert "clock.mp4" in caplog.text
     pose = media.read_pose(path)
     poses = np.stack(list(pose.frames()))
-    shown = found.video(range(found.frames))
-    assert (found.mask(range(found.frames)) == shown).all()
+    shown = found.video_reader(range(found.num_frames))
+    assert (found.mask_reader(range(found.num_frames)) == shown).all()
     for frames, rate in ((shown, found.fps), (poses, 16)):
         played = np.arange(len(frames)) / rate
         assert np.abs(seconds_shown(frames) - played).max() < 0.1
         assert len(frames) / rate == pytest.approx(1.2, abs=0.11)
     assert len({one.tobytes() for one in shown}) == 20, "each stored frame is shown"
-    assert driving.count(path) == found.frames == len(list(media.read_video(path, "x").every()))
+    assert (
+        driving.count_video_frames(path)
+        == found.num_frames
+        == len(list(media.read_video(path, "x").every()))
+    )
 
 
 def test_a_mask_of_a_constant_rate_fits_a_variable_video(tmp_path: Path) -> None:
     path, mask = clock(tmp_path / "clock.mp4"), clock(tmp_path / "mask.mp4", variable=False)
-    found = sources.read(path, mask, ())
-    mask_seconds = seconds_shown(found.mask(range(found.frames)))
-    assert np.abs(mask_seconds - np.arange(found.frames) / found.fps).max() < 0.1
+    found = sources.read_vace_files(path, mask, ())
+    mask_seconds = seconds_shown(found.mask_reader(range(found.num_frames)))
+    assert np.abs(mask_seconds - np.arange(found.num_frames) / found.fps).max() < 0.1
 
 
 @pytest.mark.parametrize("variable", [False, True])
 def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> None:
     """Its first frame is shown until then."""
     path = clock(tmp_path / "late.mp4", late=0.5, variable=variable)
-    found = sources.read(path, path, ())
+    found = sources.read_vace_files(path, path, ())
     assert "late.mp4" in caplog.text
     frames = np.stack(list(media.read_video(path, "x").every()))
-    assert len(frames) == found.frames == driving.count(path)
+    assert len(frames) == found.num_frames == driving.count_video_frames(path)
     wanted = np.maximum(np.arange(len(frames)) / found.fps - 0.5, 0)
     assert np.abs(seconds_shown(frames) - wanted).max() < 0.1
     assert len({one.tobytes() for one in frames}) == len(stored(path))
@@ -151,9 +160,9 @@ def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
     """Its faces belong to its poses, frame by frame, also in a file without the times of them."""
     make_character.write(tmp_path, (96, 64), 20)
     poses = clock(tmp_path / "src_pose.mp4")
-    found = driving.read(tmp_path, replaces=False)
-    assert found.frames == driving.count(poses) > 20
-    shown, faces = (found.videos[part](range(found.frames)) for part in ("pose", "face"))
+    found = driving.read_animate_folder(tmp_path, replace_character=False)
+    assert found.num_frames == driving.count_video_frames(poses) > 20
+    shown, faces = (found.readers[part](range(found.num_frames)) for part in ("pose", "face"))
     changes = [(frames[1:] != frames[:-1]).any(axis=(1, 2, 3)) for frames in (shown, faces)]
     assert (changes[0] == changes[1]).all() and changes[0].sum() == 19
 

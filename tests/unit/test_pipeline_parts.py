@@ -28,7 +28,7 @@ from tests.refusals import check_refusals, said
 from wan import log
 from wan.kernels.base import StepInfo
 from wan.pipeline import clip, conditioning
-from wan.pipeline.denoise import Conditions, Denoising, guide, velocity
+from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop, apply_guidance, predict_velocity
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8
 from wan.settings.command import Output
@@ -50,23 +50,25 @@ def noise(width: int, height: int) -> Image.Image:
 
 def prepare(
     r: Request, image: Image.Image | None, encode, start: torch.Tensor | None = None
-) -> Conditions:
+) -> DenoiseInputs:
     contexts = (torch.zeros(1, 4), torch.zeros(1, 4))
     images = [] if image is None else [image]
-    return conditioning.prepare(r, contexts, images, encode, None, torch.device("cpu"), start)
+    return conditioning.prepare_denoise_inputs(
+        r, contexts, images, encode, None, torch.device("cpu"), start
+    )
 
 
 def test_noise_is_the_first_draw_of_the_seed() -> None:
     generator = torch.Generator().manual_seed(3)
     expected = torch.randn(16, 3, 8, 12, generator=generator)
-    assert torch.equal(prepare(request("t2v-A14B"), None, None).start, expected)
+    assert torch.equal(prepare(request("t2v-A14B"), None, None).initial_latents, expected)
 
 
 def test_later_noise_is_that_of_the_seed_whatever_a_video_begins_with() -> None:
     r, start = request("t2v-A14B"), torch.ones(16, 3, 8, 12)
     drawn, given = (prepare(r, None, None, latents) for latents in (None, start))
-    assert torch.equal(given.start, start)
-    assert torch.equal(given.draw(), drawn.draw())
+    assert torch.equal(given.initial_latents, start)
+    assert torch.equal(given.sample_noise(), drawn.sample_noise())
 
 
 def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
@@ -75,21 +77,24 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
     The official file holds queries, keys and values in one tensor.
     """
     folder = tiny("i2v-14B", "diffusers") / "image_encoder"
-    images = [conditioning.pixels(noise(96, 64)), conditioning.pixels(noise(40, 90))]
+    images = [
+        conditioning.convert_image_to_tensor(noise(96, 64)),
+        conditioning.convert_image_to_tensor(noise(40, 90)),
+    ]
     official = next(tiny("i2v-14B").glob("models_clip*.pth"))
     save_file(torch.load(official), tmp_path / "clip.safetensors")
     found = [
         clip.ClipVision(
-            clip.blueprint(path).load(
+            clip.make_clip_spec(path).load(
                 device=torch.device("cpu"),
                 dtype_of=lambda *_: torch.float32,
-                adapt=clip.with_positions,
+                adapt=clip.add_clip_position_ids,
             )
         )(images)
         for path in (folder, official, tmp_path / "clip.safetensors")
     ]
     network = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, layer_norm_eps=1e-5)
-    shown = torch.cat([clip.preprocessed(image) for image in images])
+    shown = torch.cat([clip.preprocess_clip_image(image) for image in images])
     with torch.no_grad():
         expected = network(pixel_values=shown, output_hidden_states=True).hidden_states[-2]
     assert all(torch.equal(features, expected) for features in found)
@@ -119,7 +124,7 @@ def test_i2v_channels() -> None:
 def test_ti2v_covers_and_crops() -> None:
     """Scaled by the larger ratio with Lanczos, then the centre."""
     image = noise(100, 100)
-    frame = conditioning.cover(image, (96, 64))
+    frame = conditioning.make_first_frame(image, (96, 64))
     resized = np.array(image.resize((96, 96), Image.Resampling.LANCZOS))[16:80]
     expected = torch.from_numpy(resized).permute(2, 0, 1).float() / 255 * 2 - 1
     assert frame.shape == (3, 1, 64, 96)
@@ -130,13 +135,13 @@ def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
     r = request("ti2v-5B", image_size=(96, 64), frame_num=13)
     first = torch.full((48, 1, 4, 6), 7.0)
     conditions = prepare(r, noise(96, 64), lambda video: first)
-    assert conditions.y is None and (conditions.start[:, :1] == 7).all()
-    plain = prepare(request("ti2v-5B", frame_num=13), None, None).start
-    assert torch.equal(conditions.start[:, 1:], plain[:, 1:])
-    t = conditions.timesteps(torch.tensor(900))
+    assert conditions.y is None and (conditions.initial_latents[:, :1] == 7).all()
+    plain = prepare(request("ti2v-5B", frame_num=13), None, None).initial_latents
+    assert torch.equal(conditions.initial_latents[:, 1:], plain[:, 1:])
+    t = conditions.expand_timestep(torch.tensor(900))
     assert t.shape == (1, 4 * 2 * 3) and t.dtype == torch.float32
     assert (t[0, :6] == 0).all() and (t[0, 6:] == 900).all()
-    moved = conditions.impose(torch.zeros(48, 4, 4, 6))
+    moved = conditions.fix_latents(torch.zeros(48, 4, 4, 6))
     assert (moved[:, :1] == 7).all() and (moved[:, 1:] == 0).all()
 
 
@@ -158,8 +163,10 @@ def test_guidance_formula() -> None:
     results = {"cond": torch.full((2,), 2.0), "uncond": torch.full((2,), 0.5)}
     for given in ({}, {"branches": lambda branch: (branch("cond"), branch("uncond"))}):
         asked: list[str] = []
-        assert guide(results.get, 4, **given).tolist() == [6.5, 6.5]
-        alone = guide(lambda name, asked=asked: asked.append(name) or results[name], 1, **given)
+        assert apply_guidance(results.get, 4, **given).tolist() == [6.5, 6.5]
+        alone = apply_guidance(
+            lambda name, asked=asked: asked.append(name) or results[name], 1, **given
+        )
         assert alone is results["cond"]
         assert asked == ["cond"], "without guidance the other branch is not computed"
 
@@ -177,8 +184,8 @@ def test_what_the_model_is_told() -> None:
     for y, (branch, context) in product(
         (None, torch.tensor(5.0)), (("cond", 2.0), ("uncond", 0.5))
     ):
-        conditions = Conditions(start=torch.zeros(1), **prompts, y=y)
-        assert velocity(model, latents, t, conditions, step, branch).tolist() == [7, 7]
+        conditions = DenoiseInputs(initial_latents=torch.zeros(1), **prompts, y=y)
+        assert predict_velocity(model, latents, t, conditions, step, branch).tolist() == [7, 7]
         ([x], given_t), kwargs = told.pop()
         [text] = kwargs.pop("context")
         assert not told and x is latents and given_t is t and text == context
@@ -197,7 +204,7 @@ def test_latents_that_are_not_finite_make_no_video(broken: int, noticed: int) ->
 
     experts: Any = SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
     with pytest.raises(NotFiniteError, match=f"after step {noticed} of 3"):
-        Denoising(asked, prepare(asked, None, None)).advance(experts)
+        DenoisingLoop(asked, prepare(asked, None, None)).advance(experts)
 
 
 @pytest.mark.parametrize(("offload", "loads"), [(True, "abab"), (False, "ab")])

@@ -19,7 +19,7 @@ from tests.pipelines import planned
 from wan.device import resolve as device
 from wan.distributed import mesh
 from wan.pipeline import build, memory
-from wan.pipeline.denoise import Conditions, Denoising
+from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.pipeline.pipeline import Inputs
 from wan.planner.measure import Planner
 from wan.planner.report import check, lines
@@ -133,8 +133,8 @@ def test_latents_in_the_loop(hd: Planner) -> None:
         network = Recorder(live)
         with live:
             empty = torch.zeros(0)
-            conditions = Conditions(torch.zeros(request.latent_shape), empty, empty)
-            Denoising(request, conditions).advance(network)
+            conditions = DenoiseInputs(torch.zeros(request.latent_shape), empty, empty)
+            DenoisingLoop(request, conditions).advance(network)
         one = 4 * prod(request.latent_shape)
         assert hd.stages()["denoising"]["latents"] / 1e6 == pytest.approx(6 * LATENT_MB)
         assert 5 <= max(network.held) // one <= 6  # beside the solver's tables
@@ -218,12 +218,12 @@ def living(found: Run) -> tuple[int, int]:
     team = (
         mesh.make_parallel_groups(device("cpu"), found.setup.parallel.sizes) if ranks > 1 else None
     )
-    pipeline = build.pipeline(found.setup, device("cpu"), team)
+    pipeline = build.build_pipeline(found.setup, device("cpu"), team)
     texts = torch.zeros(2, *pipeline.text_size)
     live = Live("cpu")
     live.leave_out([texts])
     with live:
-        pipeline.latents(found.request, Inputs(found.image, None, *texts))
+        pipeline.generate_latents(found.request, Inputs(found.image, None, *texts))
     return live.peak.total(), live.held.total()
 
 

@@ -620,6 +620,6 @@ def test_whole_run(tiny: Any, export: Export) -> None:
         pipeline = on_cpu("t2v-A14B", tiny("t2v-A14B"), convert_model_dtype=True, **given)
         generator = torch.Generator().manual_seed(7)
         texts = torch.randn(2, 5, pipeline.text_size[1], generator=generator)
-        latents.append(pipeline.latents(request, Inputs(None, None, *texts)))
+        latents.append(pipeline.generate_latents(request, Inputs(None, None, *texts)))
     expected, out = latents
     assert 1e-4 < (out - expected).norm() / expected.norm() < 0.05

@@ -157,14 +157,14 @@ def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread
     network, seen = pipeline.experts.get("dit"), []
     for block in network.blocks:
         block.register_forward_hook(lambda *_: seen.append(held(network)))
-    pipeline.latents(asked.request)
+    pipeline.generate_latents(asked.request)
     assert len(seen) == LAYERS * 2
     plan = Planner(asked.setup, asked.request).stages()
     whole = held(composed(folder, "--offload_model", "true")[1].experts.get("dit"))
     assert plan["denoising"]["DiT weights"] < whole
     assert plan["denoising"]["DiT weights"] == pytest.approx(max(seen), rel=0.03)
-    encoder = pipeline.text.get()._model
-    pipeline.text.get()("a cat")
+    encoder = pipeline.text_encoder.get()._model
+    pipeline.text_encoder.get()("a cat")
     assert held(encoder) == pytest.approx(plan["text encoder"]["text encoder weights"], rel=0.1)
 
 
@@ -174,7 +174,7 @@ def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
     asked, pipeline = composed(deep("t2v-A14B"), *argv)
     weak = [weakref.ref(pipeline.experts.get(name)) for name in EXPERTS]
     assert weak[0]() is None and weak[1]() is not None, "asking for one releases the other"
-    pipeline.latents(asked.request)
+    pipeline.generate_latents(asked.request)
     assert weak[1]() is None
 
 

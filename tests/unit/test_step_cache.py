@@ -31,7 +31,7 @@ from wan.configs import WAN_CONFIGS
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import WanAttentionBlock
 from wan.modules.model import WanModel
-from wan.pipeline.denoise import both_here
+from wan.pipeline.denoise import run_both_branches
 from wan.planner import report
 from wan.planner.measure import Planner
 from wan.run import Run
@@ -388,7 +388,7 @@ def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
         elif name == "attention":
             cache(lambda: torch.ones(shape), step(0), 0)
         else:
-            cache(0, both_here, lambda branch: torch.ones(1, 1, 6, 4))
+            cache(0, run_both_branches, lambda branch: torch.ones(1, 1, 6, 4))
         assert live.held.total() >= 4 * 24, "it is kept for the next step"
         cache.end()
         assert live.held.total() == 0
@@ -460,10 +460,10 @@ def test_the_rebuilt_branch_has_the_kept_difference(h: int, w: int) -> None:
     )
     cond, later = torch.randn(2, 3, h, w), torch.randn(2, 3, h, w)
     told = {"cond": cond, "uncond": cond + slow + fast}
-    first = cache(0, both_here, told.__getitem__)
+    first = cache(0, run_both_branches, told.__getitem__)
     assert torch.equal(first[1], told["uncond"])
     told = {"cond": later}
-    found = cache(1, both_here, told.__getitem__)
+    found = cache(1, run_both_branches, told.__getitem__)
     torch.testing.assert_close(found[1], later + slow + 1.2 * fast)
     assert cache.computed == {"cond": [0, 1], "uncond": [0]} and cache.skipped == {"uncond": [1]}
 
@@ -533,7 +533,7 @@ def test_a_run_computes_what_its_policy_promises(
     factor = 40 / sum(blocks == layers for *_, blocks, _ in forwards)
     assert model.step_cache == {"policy": name, "computed": whole}
     assert min(map(len, whole.values())) < 20, "it leaves nothing out"
-    lists = made.list_steps(run.request, compute_changes=model._pipeline.caches.compute_changes)
+    lists = made.list_steps(run.request, compute_changes=model._pipeline.step_cache.compute_changes)
     assert lists is not None
     for branch, row in lists.items():
         listed = [step for step, computes in enumerate(row) if computes]

@@ -53,7 +53,7 @@ from wan import WanT2V, WanVace
 from wan.modules.interfaces import LocalAttention, ModelComponents
 from wan.modules.vace import VaceWanModel
 from wan.output_files import check_output, write_folder
-from wan.pipeline.control import folded_mask
+from wan.pipeline.control import fold_mask_to_vace_channels
 from wan.pipeline.tiny import write_json
 from wan.pipeline.video import save_video
 from wan.settings.command import Output
@@ -213,7 +213,7 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
         random = np.random.default_rng([9, training.step])
         rows = torch.from_numpy(random.integers(len(latents), size=BATCH))
         clean, kept, changed = latents[rows].float().unbind(1)
-        folded = [folded_mask(masks[row].float(), clean.shape[2:]) for row in rows]
+        folded = [fold_mask_to_vace_channels(masks[row].float(), clean.shape[2:]) for row in rows]
         control = torch.cat((kept, changed, torch.stack(folded)), dim=1)
         noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32))
         sigma = sigmas(random, BATCH, PRESETS["vace-A14B"], part)

@@ -112,7 +112,7 @@ class Case:
         self, team: ParallelGroups | None = None, selected: SelectedKernels | None = None
     ) -> WanModel:
         """Make the network as in a run, on the meta device. selected: replaces its kernels."""
-        shared = build.collaborators(self.setup, selected or self.selected, team)
+        shared = build.build_components(self.setup, selected or self.selected, team)
         with torch.device("meta"):
             return WanModel(**self.config, components=shared)
 

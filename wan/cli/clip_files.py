@@ -103,11 +103,11 @@ class ClipFiles:
         """Writes a clip, then its state."""
         from safetensors.torch import save
 
-        assert clip.frames is not None and clip.end is not None, "the main rank has both"
+        assert clip.frames is not None and clip.state is not None, "the main rank has both"
         comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
         output = replace(self._run.output, save_file=self._clip(index))
         video.save_video(clip.frames, output, comment)
-        end = clip.end.float().cpu().contiguous()
+        end = clip.state.float().cpu().contiguous()
         digests = {
             "video": content_digest(self._clip(index)),
             "state": _tensor_digest(end),

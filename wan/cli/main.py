@@ -81,7 +81,7 @@ def generate(run: Run, team: ParallelGroups | None = None) -> int:
     for notice in run.notices:
         logger.warning(env.words().render(notice))
     device = devices.resolve(run.setup.execution.device) if team is None else team.device
-    pipeline = build.pipeline(run.setup, device, team)
+    pipeline = build.build_pipeline(run.setup, device, team)
     if not run.lines:
         device.reset_peak_memory()
         video = Video(run, pipeline, team, None if team is None else team.close)
@@ -151,7 +151,7 @@ def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
         if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
             from wan.pipeline import build
 
-            facts["what computes attention"] = build.dense_kernel(run.setup, device)
+            facts["what computes attention"] = build.describe_dense_kernel(run.setup, device)
         return rendezvous.PreparedRun(
             seed=run.request.base_seed,
             with_seed=run.with_seed,

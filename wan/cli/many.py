@@ -94,9 +94,9 @@ def make(run: Run, pipeline: Pipeline, team: ParallelGroups | None) -> bool:
 
     pipeline.device.reset_peak_memory()
     grouped = run.group_by_expert
-    batch = Batch(pipeline, jobs, group_by_expert=grouped, denoised=denoised, failed=failed)
+    batch = Batch(pipeline, jobs, group_by_expert=grouped, on_denoised=denoised, on_failed=failed)
     try:
-        for job in batch.made(make_video):
+        for job in batch.generate_videos(make_video):
             made.append(job)
     except BaseException:
         for job in jobs:

@@ -112,7 +112,7 @@ class Video:
         """Returns the pipeline's inputs; on the main rank with a callback that saves each step."""
         inputs = self.run.inputs()
         if self.run.output.save_latents == "steps" and self._is_main:
-            return replace(inputs, stepped=self._keep_step)
+            return replace(inputs, callback_on_step_end=self._keep_step)
         return inputs
 
     def _keep_step(self, done: int, latents: Tensor) -> None:
@@ -161,7 +161,7 @@ class Video:
     def _denoised(self) -> Tensor:
         run = self.run
         try:
-            latents = self._pipeline.latents(run.request, self.inputs())
+            latents = self._pipeline.generate_latents(run.request, self.inputs())
         except NotFiniteError as error:
             self.keep(error.latents)
             raise
@@ -181,7 +181,9 @@ class Video:
         steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
         rank = 0 if self._team is None else self._team.rank
         recording = Recording(
-            plan_of(run.setup, run.request, steps, pipeline.merges, pipeline.device.type, rank),
+            plan_of(
+                run.setup, run.request, steps, pipeline.returns_lse, pipeline.device.type, rank
+            ),
             pipeline.device,
             nth_steps(experts, 0) if run.verbose else (),
             None if folder is None else self._team,
@@ -239,7 +241,9 @@ class Video:
             done, end = self._team.broadcast_object_from_rank0((done, end))
         if done:
             logger.info("%d of %d clips are in %s.", done, count, files.folder)
-        made = self._pipeline.clips(request, replace(run.inputs(), done=done, end=end))
+        made = self._pipeline.generate_clips(
+            request, replace(run.inputs(), num_clips_done=done, clip_state=end)
+        )
         for index in range(done, count):
             with self._recorded() if index == done else nullcontext():
                 try:
@@ -275,7 +279,7 @@ class Video:
     def _write_clips(self, meter: VideoMeter | None) -> None:
         """Generates a video in clips; the main rank writes each clip when it is finished."""
         run, pipeline = self.run, self._pipeline
-        request, made = run.request, pipeline.clips(run.request, run.inputs())
+        request, made = run.request, pipeline.generate_clips(run.request, run.inputs())
         count = request.num_clip or 0
 
         def clips() -> Iterator[Tensor | None]:
@@ -411,12 +415,12 @@ class Video:
                 "precision": precision,
                 "dit_precision": execution.dit_precision_on(device.type),
                 "kernel": pipeline.kernel,
-                "vae": pipeline.codec.used,
+                "vae": pipeline.vae_runner.last_method,
                 **asdict(run.setup.parallel),
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
             **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
-            **({"step_cache": found} if (found := pipeline.caches.make_record()) else {}),
+            **({"step_cache": found} if (found := pipeline.step_cache.make_record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
             "peak_memory_bytes": {"device": device.peak_memory(), **host.peak_memory().record()},
             **({"power": power.record()} if power is not None else {}),
@@ -445,7 +449,7 @@ class Video:
             memory = f"device {peak / 2**30:.2f} GiB, {memory}"
         stages = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
         logger.info("Seconds: %s. Peak memory: %s.", ", ".join(stages), memory)
-        for line in (None if power is None else power.line(), pipeline.caches.summarize()):
+        for line in (None if power is None else power.line(), pipeline.step_cache.summarize()):
             if line is not None:
                 logger.info("%s", line)
         request = run.request

@@ -25,7 +25,7 @@ from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select_kernels
 from wan.log import logger
 from wan.pipeline import build
-from wan.pipeline.denoise import Branches, both_here
+from wan.pipeline.denoise import RunBranches, run_both_branches
 from wan.pipeline.setup import Setup
 from wan.run import make_setup
 from wan.settings import timesteps
@@ -80,16 +80,19 @@ class Session:
         self.groups = groups or (
             mesh.make_parallel_groups(device, parallel.sizes) if world_size > 1 else None
         )
-        self.caches = build.step_caches(self.setup, self.groups)
+        self.caches = build.build_step_cache(self.setup, self.groups)
         self.caches.compute_changes = self._compute_embedding_changes
-        self.components = build.collaborators(self.setup, selected, self.groups, self.caches)
+        self.components = build.build_components(self.setup, selected, self.groups, self.caches)
         self.pairs_branches = (
             parallel.cfg_size == 2 or self.caches.get_if_skips("uncond") is not None
         )
         self._pending_cond: tuple[Callable[[], Any], Tensor] | None = None
         self.step: StepInfo | None = None
         self.valid_len, self.in_blocks, self._is_running = 0, False, False
-        self._notices, self._attention_line = notices, build.attention_line(self.setup, selected)
+        self._notices, self._attention_line = (
+            notices,
+            build.describe_attention(self.setup, selected),
+        )
 
     def announce(self) -> None:
         """Logs the attention and the notices on the main rank."""
@@ -202,7 +205,7 @@ class Session:
         assert self._pending_cond is not None, "pipelines call cond, then uncond"
         (compute_cond, out), self._pending_cond = self._pending_cond, None
         compute_by_branch = {"cond": compute_cond, "uncond": compute}
-        compute_branches: Branches = both_here
+        compute_branches: RunBranches = run_both_branches
         if self.setup.parallel.cfg_size == 2 and self.groups is not None:
             compute_branches = self.groups.compute_branches
         guidance = self.caches.get_if_skips("uncond")

@@ -30,7 +30,9 @@ from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear
 from wan.pipeline.setup import Setup
 
 
-def adaptation(setup: Setup, name: str, device: Device, compute: torch.dtype) -> Adapt:
+def make_weight_transform(
+    setup: Setup, name: str, device: Device, compute_dtype: torch.dtype
+) -> Adapt:
     """Returns the transform of an expert; `Setup` refuses LoRAs with quantized layers.
 
     Args:
@@ -38,23 +40,25 @@ def adaptation(setup: Setup, name: str, device: Device, compute: torch.dtype) ->
         compute_dtype: The dtype of its matrix products.
     """
     if setup.quantised is not None:
-        return quantised_layers(setup.quantised.experts[name], device, compute)
+        return make_quantized_transform(setup.quantised.experts[name], device, compute_dtype)
 
-    def adapt(network: nn.Module, sources: Sources) -> Sources:
-        kept = kept_layers(setup, name, device.type, network, compute)
-        beside = {layer: changes for layer, (_, changes) in kept.items() if changes}
-        weights = {f"{layer}.weight" for layer in kept}
+    def transform(network: nn.Module, sources: Sources) -> Sources:
+        stored_layers = install_weight_only_linears(
+            setup, name, device.type, network, compute_dtype
+        )
+        lora_changes = {layer: changes for layer, (_, changes) in stored_layers.items() if changes}
+        unmerged_weights = {f"{layer}.weight" for layer in stored_layers}
         return {
-            **merged(sources, setup.loras.get(name, ()), weights),
-            **kept_sources({layer: info for layer, (info, _) in kept.items()}),
-            **lora_sources(beside, compute),
+            **merged(sources, setup.loras.get(name, ()), unmerged_weights),
+            **kept_sources({layer: info for layer, (info, _) in stored_layers.items()}),
+            **lora_sources(lora_changes, compute_dtype),
         }
 
-    return adapt
+    return transform
 
 
-def kept_layers(
-    setup: Setup, name: str, device_type: str, network: nn.Module, compute: torch.dtype
+def install_weight_only_linears(
+    setup: Setup, name: str, device_type: str, network: nn.Module, compute_dtype: torch.dtype
 ) -> dict[str, tuple[TensorInfo, list[Change]]]:
     """Replaces linear layers of the blocks by `KeptLinear`, which holds the stored weight.
 
@@ -63,35 +67,37 @@ def kept_layers(
     Returns:
         Layer -> its weight in the file, and its LoRA changes.
     """
-    kinds, tensors = setup.kept(device_type), setup.checkpoint.experts[name].tensors
-    added = changes_of(setup.loras.get(name, ()))
-    kept: dict[str, tuple[TensorInfo, list[Change]]] = {}
-    for layer, module in list(network.named_modules()) if kinds else ():
+    kept_dtypes, tensors = setup.kept(device_type), setup.checkpoint.experts[name].tensors
+    lora_changes = changes_of(setup.loras.get(name, ()))
+    stored_layers: dict[str, tuple[TensorInfo, list[Change]]] = {}
+    for layer, module in list(network.named_modules()) if kept_dtypes else ():
         info = tensors.get(f"{layer}.weight")
         if not (isinstance(module, nn.Linear) and layer.startswith(IN_BLOCKS)):
             continue
         if (
             info is None
-            or info.dtype not in kinds
+            or info.dtype not in kept_dtypes
             or info.shape[-1] % GGUF.get(info.dtype, (1, 1))[0]
         ):
             continue
-        changes = added.get(f"{layer}.weight", [])
+        changes = lora_changes.get(f"{layer}.weight", [])
         if any(change.full is not None for change in changes):
             continue
         in_fp8 = setup.multiplies_fp8 and info.dtype in FP8 and not info.full_precision
-        kind = FP8Linear if in_fp8 else WeightOnlyLinear
-        network.set_submodule(layer, _empty(kind, info, module, changes, compute))
-        kept[layer] = info, changes
-    return kept
+        linear_class = FP8Linear if in_fp8 else WeightOnlyLinear
+        network.set_submodule(
+            layer, _make_empty_linear(linear_class, info, module, changes, compute_dtype)
+        )
+        stored_layers[layer] = info, changes
+    return stored_layers
 
 
-def _empty(
-    kind: type[WeightOnlyLinear],
+def _make_empty_linear(
+    linear_class: type[WeightOnlyLinear],
     info: TensorInfo,
     module: nn.Linear,
     changes: Sequence[Change],
-    compute: torch.dtype,
+    compute_dtype: torch.dtype,
 ) -> WeightOnlyLinear:
     """Makes a layer on the meta device."""
     weight, scale, lora = as_bytes(info), None, None
@@ -101,9 +107,9 @@ def _empty(
     if changes:
         rank = sum(change.rank for change in changes)
         sizes = (module.out_features, rank), (rank, module.in_features)
-        up, down = (torch.empty(size, dtype=compute, device="meta") for size in sizes)
+        up, down = (torch.empty(size, dtype=compute_dtype, device="meta") for size in sizes)
         lora = up, down
-    return kind(
+    return linear_class(
         torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta"),
         TO_FLOAT[info.dtype],
         module.bias,
@@ -113,7 +119,7 @@ def _empty(
     )
 
 
-def quantised_layers(export: Export, device: Device, compute: torch.dtype) -> Adapt:
+def make_quantized_transform(export: Export, device: Device, compute_dtype: torch.dtype) -> Adapt:
     """Replaces a DiT's linear layers by the quantized layers of an export.
 
     On an NPU these are mindiesd's layers; on other devices `W8A8Linear`, the only algorithm that
@@ -123,33 +129,33 @@ def quantised_layers(export: Export, device: Device, compute: torch.dtype) -> Ad
         compute_dtype: The dtype of the layers' inputs and outputs; 16 bits on an NPU.
     """
 
-    def on_npu(network: nn.Module, sources: Sources) -> Sources:
+    def install_npu_linears(network: nn.Module, sources: Sources) -> Sources:
         npu_linear.quantize_npu_linears(
             network,
             export.description,
             export.linears,
             use_nz=export.use_nz,
-            dtype=compute,
+            dtype=compute_dtype,
             device=device.torch_device,
         )
         return sources
 
-    def anywhere(network: nn.Module, sources: Sources) -> Sources:
+    def install_w8a8_linears(network: nn.Module, sources: Sources) -> Sources:
         for name, layer in export.linears.items():
-            empty = {
-                part: torch.empty(info.shape, device="meta") for part, info in layer.tensors.items()
+            meta_tensors = {
+                key: torch.empty(info.shape, device="meta") for key, info in layer.tensors.items()
             }
-            made = W8A8Linear(
-                empty["weight"].to(torch.int8),
-                empty["weight_scale"],
-                empty.get("bias"),
-                empty.get("mul_scale"),
-                dtype=compute,
+            linear = W8A8Linear(
+                meta_tensors["weight"].to(torch.int8),
+                meta_tensors["weight_scale"],
+                meta_tensors.get("bias"),
+                meta_tensors.get("mul_scale"),
+                dtype=compute_dtype,
                 device_type=device.type,
             )
-            network.set_submodule(name, made)
-        return {**sources, **int8_sources(export, compute)}
+            network.set_submodule(name, linear)
+        return {**sources, **int8_sources(export, compute_dtype)}
 
     if not export.linears:
         return as_stored
-    return on_npu if device.type == "npu" else anywhere
+    return install_npu_linears if device.type == "npu" else install_w8a8_linears

@@ -24,7 +24,7 @@ from wan.settings.execution import AHEAD
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.pipeline.denoise import Boundary, Denoising
+    from wan.pipeline.denoise import CancellationPoint, DenoisingLoop
     from wan.pipeline.pipeline import Inputs, Pipeline
     from wan.settings.request import Request
 
@@ -43,14 +43,14 @@ class Job:
     """
 
     name: str
-    request: Request
+    params: Request
     inputs: Inputs
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
-    denoising: Denoising | None = None
+    denoising: DenoisingLoop | None = None
     latents: Tensor | None = None
     failed: bool = False
-    boundary: Boundary | None = None
+    cancellation_point: CancellationPoint | None = None
 
 
 J = TypeVar("J", bound=Job)
@@ -66,8 +66,8 @@ class Batch(Generic[J]):
         jobs: Sequence[J],
         *,
         group_by_expert: bool = False,
-        denoised: Callable[[J, Tensor], None] | None = None,
-        failed: Callable[[J, Exception], None] | None = None,
+        on_denoised: Callable[[J, Tensor], None] | None = None,
+        on_failed: Callable[[J, Exception], None] | None = None,
     ) -> None:
         """Computes nothing yet.
 
@@ -78,11 +78,11 @@ class Batch(Generic[J]):
             on_failed: Called with a job and its error; the batch then continues with the other
                 jobs, unless this function raises. None: every error ends the batch.
         """
-        self._pipeline, self._jobs, self._grouped = pipeline, jobs, group_by_expert
-        self._denoised, self._failed = denoised, failed
-        self._offload = pipeline.residency.offload
+        self._pipeline, self._jobs, self._group_by_expert = pipeline, jobs, group_by_expert
+        self._on_denoised, self._on_failed = on_denoised, on_failed
+        self._offload = pipeline.offload_manager.offload
 
-    def made(self, make: Callable[[J, Callable[[], Tensor]], T]) -> Iterator[T]:
+    def generate_videos(self, make: Callable[[J, Callable[[], Tensor]], T]) -> Iterator[T]:
         """Generates the videos; all ranks call it.
 
         Args:
@@ -99,88 +99,90 @@ class Batch(Generic[J]):
             for first in range(0, len(self._jobs), AHEAD):
                 jobs = self._jobs[first : first + AHEAD]
                 if several:
-                    self._embed_texts(jobs)
-                if self._grouped:
+                    self._encode_prompts(jobs)
+                if self._group_by_expert:
                     self._denoise_by_expert(jobs)
                 for job in jobs:
                     if job.failed:
                         continue
-                    made: list[T] = []
-                    with self._attempt(job):
-                        made.append(make(job, partial(self._latents, job)))
-                    if made:
-                        yield made.pop()  # no reference to the video remains here
+                    results: list[T] = []
+                    with self._isolate_failure(job):
+                        results.append(make(job, partial(self._get_latents, job)))
+                    if results:
+                        yield results.pop()  # no reference to the video remains here
                         self._pipeline.set_offload(self._offload)
         finally:
             if several:
-                self._pipeline.kept = {}
+                self._pipeline.cached_prompt_embeds = {}
 
-    def _embed_texts(self, jobs: Sequence[J]) -> None:
+    def _encode_prompts(self, jobs: Sequence[J]) -> None:
         """Encodes the prompts of all jobs; the time is counted for the first job."""
         first = jobs[0]
-        begun, self._pipeline.stages.seconds = time.perf_counter(), first.stages
-        texts = []
+        start_time, self._pipeline.stages.seconds = time.perf_counter(), first.stages
+        prompts = []
         for job in jobs:
             embeds = (job.inputs.prompt_embeds, job.inputs.negative_prompt_embeds)
-            pairs = zip(job.request.texts, embeds, strict=False)
-            texts += [text for text, given in pairs if given is None]
-        if texts:
-            self._pipeline.keep_texts(texts, first.request)
-        first.seconds += time.perf_counter() - begun
+            pairs = zip(job.params.texts, embeds, strict=False)
+            prompts += [prompt for prompt, embedding in pairs if embedding is None]
+        if prompts:
+            self._pipeline.cache_prompt_embeds(prompts, first.params)
+        first.seconds += time.perf_counter() - start_time
 
-    def _latents(self, job: J) -> Tensor:
+    def _get_latents(self, job: J) -> Tensor:
         if job.latents is not None:
             latents, job.latents = job.latents, None
             return latents.to(self._pipeline.device.torch_device)
-        latents = self._pipeline.latents(job.request, job.inputs)
-        if self._denoised is not None:
-            self._denoised(job, latents)
+        latents = self._pipeline.generate_latents(job.params, job.inputs)
+        if self._on_denoised is not None:
+            self._on_denoised(job, latents)
         return latents
 
     def _denoise_by_expert(self, jobs: Sequence[J]) -> None:
         """Denoises all jobs, loading each expert once."""
         pipeline = self._pipeline
-        for job in (one for one in jobs if not one.request.clips):  # no grouping of clips
-            with self._attempt(job):
-                job.denoising = pipeline.prepared(job.request, job.inputs)
-                job.denoising.rest()
-        for expert in jobs[0].request.preset.experts:
+        for job in (
+            candidate for candidate in jobs if not candidate.params.clips
+        ):  # no grouping of clips
+            with self._isolate_failure(job):
+                job.denoising = pipeline.prepare_denoising(job.params, job.inputs)
+                job.denoising.offload()
+        for expert in jobs[0].params.preset.experts:
             for job in jobs:
-                if job.denoising is not None and job.denoising.experts[:1] == [expert]:
-                    shown = log.format_prompt(job.request.prompt)
-                    logger.info("%s, %s expert: %s", job.name, expert, shown)
-                    with self._attempt(job):
-                        self._take_steps(job, job.denoising)
-        pipeline.done(pipeline.experts)
+                if job.denoising is not None and job.denoising.remaining_experts[:1] == [expert]:
+                    prompt = log.format_prompt(job.params.prompt)
+                    logger.info("%s, %s expert: %s", job.name, expert, prompt)
+                    with self._isolate_failure(job):
+                        self._run_expert_steps(job, job.denoising)
+        pipeline.release(pipeline.experts)
 
-    def _take_steps(self, job: J, denoising: Denoising) -> None:
+    def _run_expert_steps(self, job: J, loop: DenoisingLoop) -> None:
         """Runs the steps of the next expert."""
-        latents = self._pipeline.advanced(denoising, phases=1)
-        if denoising.experts:
-            denoising.rest()
+        latents = self._pipeline.denoise(loop, num_experts=1)
+        if loop.remaining_experts:
+            loop.offload()
             return
-        if self._denoised is not None:
-            self._denoised(job, latents)
+        if self._on_denoised is not None:
+            self._on_denoised(job, latents)
         job.denoising, job.latents = None, latents.cpu()
 
     @contextmanager
-    def _attempt(self, job: J) -> Iterator[None]:
+    def _isolate_failure(self, job: J) -> Iterator[None]:
         """Measures the time of a job, and lets the other jobs continue if it fails."""
-        begun, self._pipeline.stages.seconds = time.perf_counter(), job.stages
-        between = False
-        if job.boundary is not None:
-            self._pipeline.boundary = job.boundary
+        start_time, self._pipeline.stages.seconds = time.perf_counter(), job.stages
+        keep_expert = False
+        if job.cancellation_point is not None:
+            self._pipeline.cancellation_point = job.cancellation_point
         try:
             yield
         except Exception as error:
-            if self._failed is None:
+            if self._on_failed is None:
                 raise
-            self._failed(job, error)
+            self._on_failed(job, error)
             job.failed, job.denoising, job.latents = True, None, None
-            between = self._grouped and isinstance(error, EndedError)
+            keep_expert = self._group_by_expert and isinstance(error, EndedError)
         finally:
-            job.seconds += time.perf_counter() - begun
-        if job.failed and not between:  # otherwise other videos need the loaded expert
+            job.seconds += time.perf_counter() - start_time
+        if job.failed and not keep_expert:  # otherwise other videos need the loaded expert
             self._pipeline.abandon()
             gc.collect()  # tensors referenced by the traceback
             self._pipeline.device.empty_cache()

@@ -39,9 +39,16 @@ from wan.modules.model import WanModel
 from wan.modules.networks import build_dit
 from wan.modules.small_ops import BlockOps, run_eager
 from wan.pipeline import memory, sound, text, vae
-from wan.pipeline.decoding import Codec, MakeRows
-from wan.pipeline.denoise import both_here
-from wan.pipeline.pipeline import Experts, Lazy, Pipeline, Residency, Sharing, make_here
+from wan.pipeline.decoding import MakeRows, VaeRunner
+from wan.pipeline.denoise import run_both_branches
+from wan.pipeline.pipeline import (
+    Experts,
+    LazyModule,
+    OffloadManager,
+    Pipeline,
+    WorkSharing,
+    run_locally,
+)
 from wan.pipeline.setup import KEEPABLE, Setup
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
@@ -60,13 +67,13 @@ _TIME_EMBEDDING = [f"time_embedding.{i}.{part}" for i in (0, 2) for part in ("we
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def pipeline(
+def build_pipeline(
     setup: Setup,
     device: Device,
-    team: ParallelGroups | None = None,
+    groups: ParallelGroups | None = None,
     t5_dtype: torch.dtype | None = None,
-    caches: Cache | None = None,
-    attention: Callable[[SelfAttention], SelfAttention] | None = None,
+    step_cache: Cache | None = None,
+    wrap_attention: Callable[[SelfAttention], SelfAttention] | None = None,
 ) -> Pipeline:
     """Builds a pipeline; checks names and shapes of all tensors, but reads no weight.
 
@@ -81,7 +88,7 @@ def pipeline(
     """
     setup.check_device(device.can)
     checkpoint, execution = setup.checkpoint, setup.execution
-    compute = DTYPES[execution.dit_precision_on(device.type)]
+    compute_dtype = DTYPES[execution.dit_precision_on(device.type)]
     exported = {}
     if setup.quantised is not None and setup.attention.fp8:
         exported = rotations(setup.quantised)
@@ -89,86 +96,94 @@ def pipeline(
         from wan.kernels.weight_only_linear import check_fp8_device
 
         check_fp8_device(device.torch_device)
-    target = Target(device, checkpoint.head_dim, compute)
+    target = Target(device, checkpoint.head_dim, compute_dtype)
     selected = select_kernels(setup.attention, target, exported, execution.compile)
-    caches = step_caches(setup, team) if caches is None else caches
+    step_cache = build_step_cache(setup, groups) if step_cache is None else step_cache
 
-    def given(expert: str) -> ModelComponents:
-        found = collaborators(setup, selected, team, caches, expert)
-        if attention is None:
-            return found
-        return replace(found, attention=lambda layer: attention(found.attention(layer)))
+    def make_components(expert: str) -> ModelComponents:
+        components = build_components(setup, selected, groups, step_cache, expert)
+        if wrap_attention is None:
+            return components
+        return replace(
+            components, attention=lambda layer: wrap_attention(components.attention(layer))
+        )
 
     loader = NetworkLoader(
         setup=setup,
-        residency=Residency(
+        offload_manager=OffloadManager(
             device,
             execution.resident_blocks,
             partial(memory.beside_blocks, setup),
             execution.offload_model,
         ),
-        team=team,
-        compute=compute,
-        encode_in=t5_dtype or DTYPES[execution.precision_on(device.type)],
-        given=given,
+        groups=groups,
+        compute_dtype=compute_dtype,
+        encoder_dtype=t5_dtype or DTYPES[execution.precision_on(device.type)],
+        make_components=make_components,
     )
-    caches.compute_changes = loader.changes
-    _log_start(setup, device, selected)
-    sharing, parallel = Sharing(), setup.parallel
-    if team is not None:
-        sharing = Sharing(
-            text=make_here if parallel.t5_fsdp else team.broadcast_from_rank0,
-            latents=team.broadcast_from_rank0,
-            branches=team.compute_branches if parallel.cfg_size == 2 else both_here,
+    step_cache.compute_changes = loader.compute_embedding_changes
+    _log_setup(setup, device, selected)
+    work_sharing, parallel = WorkSharing(), setup.parallel
+    if groups is not None:
+        work_sharing = WorkSharing(
+            run_text_encoder=run_locally if parallel.t5_fsdp else groups.broadcast_from_rank0,
+            run_on_rank0=groups.broadcast_from_rank0,
+            run_branches=groups.compute_branches if parallel.cfg_size == 2 else run_both_branches,
         )
     stages = Stages(device.synchronize)
     loading = stages("loading")
-    autoencoder = Lazy(loading(loader.video_vae))
+    autoencoder = LazyModule(loading(loader.load_video_vae))
     return Pipeline(
         device=device,
-        text=Lazy(loading(loader.text_encoder), loader.text_files()),
+        text_encoder=LazyModule(
+            loading(loader.load_text_encoder), loader.list_text_encoder_files()
+        ),
         vae=autoencoder,
-        codec=Codec(setup, device, autoencoder.get, vae_rows(device, team)),
-        clip=Lazy(loading(loader.clip_vision)),
+        vae_runner=VaeRunner(setup, device, autoencoder.get, assign_vae_rows(device, groups)),
+        clip_vision=LazyModule(loading(loader.load_clip_vision)),
         experts=Experts(
-            loading(loader.dit),
+            loading(loader.load_dit),
             offload=execution.offload_model,
-            files=loader.dit_files(),
-            whole=loading(partial(loader.dit, whole=True)),
+            files=loader.list_dit_files(),
+            load_editable=loading(partial(loader.load_dit, editable=True)),
         ),
         text_size=(checkpoint.config["text_len"], checkpoint.config["text_dim"]),
-        residency=loader.residency,
+        offload_manager=loader.offload_manager,
         stages=stages,
         kernel=selected.describe(),
-        merges=selected.dense_kernel.can_return_lse,
-        caches=caches,
-        sharing=sharing,
-        hearing=loader.hear,
-        is_main=team is None or team.is_main,
-        overlaps=execution.overlap_decoding,
+        returns_lse=selected.dense_kernel.can_return_lse,
+        step_cache=step_cache,
+        work_sharing=work_sharing,
+        encode_audio=loader.encode_audio,
+        is_main=groups is None or groups.is_main,
+        overlap_decoding=execution.overlap_decoding,
     )
 
 
-def dense_kernel(setup: Setup, device: Device) -> str:
+def describe_dense_kernel(setup: Setup, device: Device) -> str:
     """Names the dense attention kernel; raises InputError if this device cannot run it."""
-    compute = DTYPES[setup.execution.dit_precision_on(device.type)]
-    kernel = make_dense_kernel(setup.attention, Target(device, setup.checkpoint.head_dim, compute))
+    compute_dtype = DTYPES[setup.execution.dit_precision_on(device.type)]
+    kernel = make_dense_kernel(
+        setup.attention, Target(device, setup.checkpoint.head_dim, compute_dtype)
+    )
     return f"{kernel.name} {'with' if kernel.can_return_lse else 'without'} log-sum-exp"
 
 
-def _log_start(setup: Setup, device: Device, selected: SelectedKernels) -> None:
+def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     """Logs the checkpoint, the device, attention settings and dtypes of weights."""
     checkpoint, execution = setup.checkpoint, setup.execution
     precision, layers = execution.dit_precision_on(device.type), checkpoint.config["num_layers"]
     network = f"{precision}, {layers} x {checkpoint.heads} heads"
     logger.info("%s checkpoint, %s, %s", checkpoint.layout, device.name(), network)
-    logger.info("%s", attention_line(setup, selected))
+    logger.info("%s", describe_attention(setup, selected))
     for name, kinds in KEEPABLE.items():
-        if held := setup.kinds & {*kinds}:
-            kept = held & setup.kept(device.type)
-            how = "kept, upcast when used" if kept else "upcast once"
-            how = "kept, products in FP8" if kept & {*FP8} and setup.multiplies_fp8 else how
-            logger.info("%s weights: %s", name.removesuffix("_weights").upper(), how)
+        if stored_dtypes := setup.kinds & {*kinds}:
+            kept_dtypes = stored_dtypes & setup.kept(device.type)
+            usage = "kept, upcast when used" if kept_dtypes else "upcast once"
+            usage = (
+                "kept, products in FP8" if kept_dtypes & {*FP8} and setup.multiplies_fp8 else usage
+            )
+            logger.info("%s weights: %s", name.removesuffix("_weights").upper(), usage)
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
     is_large = checkpoint.config["dim"] >= 1024  # not that of the demo
@@ -177,39 +192,41 @@ def _log_start(setup: Setup, device: Device, selected: SelectedKernels) -> None:
         logger.info("This CPU has bfloat16 units: --precision bf16 uses them.")
 
 
-def attention_line(setup: Setup, selected: SelectedKernels) -> str:
+def describe_attention(setup: Setup, selected: SelectedKernels) -> str:
     """Describes the self-attention settings in one line, for the start of a run."""
     attention, parallel = setup.attention, setup.parallel
     sizes = heads_per_chunk(setup.checkpoint.heads, parallel.ulysses_size, parallel.mode.chunks)
-    each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
-    chunks = f"{len(sizes)} head chunk{'s' if len(sizes) > 1 else ''} of {each} per rank"
+    chunk_sizes = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
+    chunks = f"{len(sizes)} head chunk{'s' if len(sizes) > 1 else ''} of {chunk_sizes} per rank"
     exchange = ""
     if parallel.ulysses_size > 1:
         exchange = f"; exchanges {setup.exchange_on(selected.device_type)}"
         if parallel.exchange == "auto" and exchange.endswith("split"):
             exchange += " (fused: not measured here)"
     ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
-    quantised = "no quantisation"
+    quantization = "no quantisation"
     if attention.fp8:
-        quantised = "fp8 attention" + (" and exchanges" if attention.quant_alltoall else "")
+        quantization = "fp8 attention" + (" and exchanges" if attention.quant_alltoall else "")
     sparse = "no sparsity"
     if attention.use_rainfusion:
         start, refresh = attention.sparse_start_step, attention.mask_refresh_interval
-        begin = "after a quarter of the steps" if start is None else f"from step {start}"
-        kept = f", masks for {refresh} steps" if refresh > 1 else ""
+        start_text = "after a quarter of the steps" if start is None else f"from step {start}"
+        mask_reuse = f", masks for {refresh} steps" if refresh > 1 else ""
         kind = f"RainFusion {attention.rainfusion_type} of sparsity {attention.sparsity:g}"
-        sparse = f"{kind} {begin}{kept}"
+        sparse = f"{kind} {start_text}{mask_reuse}"
     gathered = {
         "RainFusion": attention.use_rainfusion,
         "FP8 attention": attention.fp8,
         selected.dense_kernel.name: not attention.fp8 and not selected.dense_kernel.can_return_lse,
     }
-    names = [name for name, is_it in gathered.items() if is_it] if parallel.ring_size > 1 else []
-    without = f"; K/V are gathered over the ring for {' and '.join(names)} (no log-sum-exp)"
+    names = (
+        [name for name, is_used in gathered.items() if is_used] if parallel.ring_size > 1 else []
+    )
+    gather_note = f"; K/V are gathered over the ring for {' and '.join(names)} (no log-sum-exp)"
     return (
         f"Attention: {parallel.mode.name}, {chunks}; ulysses {parallel.ulysses_size} x ring "
         f"{parallel.ring_size}{ring} x cfg {parallel.cfg_size}{exchange}; "
-        f"kernel {selected.describe()}; {quantised}, {sparse}{without if names else ''}"
+        f"kernel {selected.describe()}; {quantization}, {sparse}{gather_note if names else ''}"
     )
 
 
@@ -225,185 +242,202 @@ class NetworkLoader:
     """
 
     setup: Setup
-    residency: Residency
-    team: ParallelGroups | None
-    compute: torch.dtype
-    encode_in: torch.dtype
-    given: Callable[[str], ModelComponents]
+    offload_manager: OffloadManager
+    groups: ParallelGroups | None
+    compute_dtype: torch.dtype
+    encoder_dtype: torch.dtype
+    make_components: Callable[[str], ModelComponents]
 
     def __post_init__(self) -> None:
         setup, checkpoint = self.setup, self.setup.checkpoint
-        self._device = self.residency.device.torch_device
-        self._dit_sharding, self._t5_sharding = shardings(setup.parallel, self.team)
-        self._dits = {
+        self._device = self.offload_manager.device.torch_device
+        self._dit_sharding, self._t5_sharding = make_weight_shardings(setup.parallel, self.groups)
+        self._dit_specs = {
             name: Blueprint(
                 f"DiT {name}",
-                partial(build_dit, files.config, self.given(name)),
+                partial(build_dit, files.config, self.make_components(name)),
                 files.tensors,
                 files.folder,
             )
             for name, files in checkpoint.experts.items()
         }
-        for dit in self._dits.values():
+        for dit in self._dit_specs.values():
             dit.check()
-        found, config = [], checkpoint.config
-        self._vae = self._clip = self._encoder = None
+        channel_checks, config = [], checkpoint.config
+        self._vae_spec = self._clip_spec = self._text_encoder_spec = None
         if checkpoint.vae is not None:
-            self._vae = vae.blueprint(checkpoint.vae)
-            channels = self._vae.tensors["post_quant_conv.weight"].shape[0]
-            found.append((self._vae.origin, "latent channels", channels, config["out_dim"]))
+            self._vae_spec = vae.blueprint(checkpoint.vae)
+            channels = self._vae_spec.tensors["post_quant_conv.weight"].shape[0]
+            channel_checks.append(
+                (self._vae_spec.origin, "latent channels", channels, config["out_dim"])
+            )
         if checkpoint.image_encoder is not None:
             from wan.pipeline import clip
 
-            self._clip = clip.blueprint(checkpoint.image_encoder)
-            channels = self._clip.tensors["embeddings.patch_embedding.weight"].shape[0]
-            found.append((self._clip.origin, "channels of features", channels, config["image_dim"]))
+            self._clip_spec = clip.make_clip_spec(checkpoint.image_encoder)
+            channels = self._clip_spec.tensors["embeddings.patch_embedding.weight"].shape[0]
+            channel_checks.append(
+                (self._clip_spec.origin, "channels of features", channels, config["image_dim"])
+            )
         if checkpoint.text_encoder is not None:
-            self._encoder = text.blueprint(checkpoint.text_encoder)
-            channels = self._encoder.tensors["shared.weight"].shape[1]
+            self._text_encoder_spec = text.blueprint(checkpoint.text_encoder)
+            channels = self._text_encoder_spec.tensors["shared.weight"].shape[1]
             name = "channels of embeddings"
-            found.append((self._encoder.origin, name, channels, config["text_dim"]))
-        for origin, name, own, taken in found:
-            if own != taken:
-                why = f"has {own} {name}, the DiT {taken}: they belong to different checkpoints"
+            channel_checks.append(
+                (self._text_encoder_spec.origin, name, channels, config["text_dim"])
+            )
+        for origin, name, num_channels, expected in channel_checks:
+            if num_channels != expected:
+                why = f"has {num_channels} {name}, the DiT {expected}: they belong to different checkpoints"
                 raise InputError(str(origin), None, why, "download both again")
         # Each rank only checks networks that it loads: a tokenizer takes memory and time.
-        is_main = self.team is None or self.team.is_main
-        if self._vae is not None and (is_main or setup.execution.vae_parallel):
-            self._vae.check()
-        if self._clip is not None and is_main:
-            self._clip.check()
+        is_main = self.groups is None or self.groups.is_main
+        if self._vae_spec is not None and (is_main or setup.execution.vae_parallel):
+            self._vae_spec.check()
+        if self._clip_spec is not None and is_main:
+            self._clip_spec.check()
         if checkpoint.sound_encoder is not None and is_main:
             sound.check(checkpoint.sound_encoder, cast(SoundConfig, config)["audio_dim"])
         self._tokenizer: object = None
-        self._reads_text = is_main or setup.parallel.t5_fsdp
-        if self._encoder is not None and self._reads_text:
-            self._encoder.check()
+        self._runs_text_encoder = is_main or setup.parallel.t5_fsdp
+        if self._text_encoder_spec is not None and self._runs_text_encoder:
+            self._text_encoder_spec.check()
             if checkpoint.tokenizer is not None:
                 self._tokenizer = text.load_tokenizer(checkpoint.tokenizer)
 
-    def dit(self, name: str, *, whole: bool = False) -> WanModel:
+    def load_dit(self, name: str, *, editable: bool = False) -> WanModel:
         """Loads one expert. editable: Its weights stay on the device and may be changed."""
         setup, execution = self.setup, self.setup.execution
-        offload = False if whole else self.residency.offload
-        dtypes = dit_dtypes(self.compute, execution.convert_model_dtype)
-        adapt: Adapt = as_stored
+        offload = False if editable else self.offload_manager.offload
+        dtypes = dit_dtypes(self.compute_dtype, execution.convert_model_dtype)
+        transform: Adapt = as_stored
         if setup.changes_weights(name, self._device.type):
-            from wan.pipeline.adapt import adaptation
+            from wan.pipeline.adapt import make_weight_transform
 
-            adapt = adaptation(setup, name, self.residency.device, self.compute)
+            transform = make_weight_transform(
+                setup, name, self.offload_manager.device, self.compute_dtype
+            )
         if offload == "block":
             from wan.pipeline.residency import streamed
 
-            resident = self.residency.resident
-            behind = lambda network, layer: network.behind(layer)  # noqa: E731
-            adapt = streamed(adapt, "blocks", self._device, dtypes, resident, behind=behind)
-        self.residency.leave()  # free memory for the new network
-        model = self._dits[name].load(
-            device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, adapt=adapt
+            count_resident_blocks = self.offload_manager.count_resident_blocks
+            get_adapters = lambda network, layer: network.behind(layer)  # noqa: E731
+            transform = streamed(
+                transform,
+                "blocks",
+                self._device,
+                dtypes,
+                count_resident_blocks,
+                behind=get_adapters,
+            )
+        self.offload_manager.free_device()  # free memory for the new network
+        model = self._dit_specs[name].load(
+            device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, adapt=transform
         )
         if offload == "cpu":
-            self.residency.park(model, model.clear_caches)
+            self.offload_manager.register(model, model.clear_caches)
         if execution.compile:
             for block in model.wan_blocks():
                 block.compile()
         return model
 
-    def dit_files(self) -> dict[str, list[Path]]:
+    def list_dit_files(self) -> dict[str, list[Path]]:
         """Lists the files with most of each expert's weights, for prefetching."""
         if self.setup.quantised is not None:
             exports = self.setup.quantised.experts
             return {name: [export.weights] for name, export in exports.items()}
         return {
             name: [tensor.file for tensor in dit.tensors.values()]
-            for name, dit in self._dits.items()
+            for name, dit in self._dit_specs.items()
         }
 
-    def changes(self, name: str, timesteps: Sequence[float]) -> list[float]:
+    def compute_embedding_changes(self, name: str, timesteps: Sequence[float]) -> list[float]:
         """Computes the change of an expert's time embedding from each timestep to the next."""
         from wan.cache.tea import compute_embedding_changes
 
-        read = merged(mapped(self._dits[name].tensors), self.setup.loras.get(name, ()))
-        weights = {key: read[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
+        sources = merged(mapped(self._dit_specs[name].tensors), self.setup.loras.get(name, ()))
+        weights = {key: sources[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
         return compute_embedding_changes(weights, timesteps)
 
-    def text_files(self) -> set[Path]:
+    def list_text_encoder_files(self) -> set[Path]:
         """Lists the files of the text encoder that this rank reads."""
-        if self._encoder is None or not self._reads_text:
+        if self._text_encoder_spec is None or not self._runs_text_encoder:
             return set()
-        return {info.file for info in self._encoder.tensors.values()}
+        return {info.file for info in self._text_encoder_spec.tensors.values()}
 
-    def text_encoder(self) -> TextEncoder:
+    def load_text_encoder(self) -> TextEncoder:
         """Loads the text encoder."""
         checkpoint = self.setup.checkpoint
         checkpoint.require("text_encoder"), checkpoint.require("tokenizer")
-        assert self._encoder is not None
+        assert self._text_encoder_spec is not None
         device = torch.device("cpu") if self.setup.execution.t5_cpu else self._device
-        offload, dtypes = self.residency.offload, text.dtypes(self.encode_in)
-        adapt: Adapt = as_stored
+        offload, dtypes = self.offload_manager.offload, text.dtypes(self.encoder_dtype)
+        transform: Adapt = as_stored
         if offload == "block":
             from wan.pipeline.residency import streamed
 
-            adapt = streamed(adapt, text.BLOCKS, device, dtypes, table=text.TABLE)
-        model = self._encoder.load(
-            device=device, dtype_of=dtypes, sharding=self._t5_sharding, adapt=adapt
+            transform = streamed(transform, text.BLOCKS, device, dtypes, table=text.TABLE)
+        model = self._text_encoder_spec.load(
+            device=device, dtype_of=dtypes, sharding=self._t5_sharding, adapt=transform
         )
         if offload == "cpu" and device.type != "cpu":
-            self.residency.park(model)
+            self.offload_manager.register(model)
         length = checkpoint.config["text_len"]
-        return TextEncoder(model, self._tokenizer, dtype=self.encode_in, text_len=length)
+        return TextEncoder(model, self._tokenizer, dtype=self.encoder_dtype, text_len=length)
 
-    def clip_vision(self) -> ClipVision:
+    def load_clip_vision(self) -> ClipVision:
         """Loads the image encoder."""
         self.setup.checkpoint.require("image_encoder")
-        assert self._clip is not None
-        from wan.pipeline.clip import ClipVision, with_positions
+        assert self._clip_spec is not None
+        from wan.pipeline.clip import ClipVision, add_clip_position_ids
 
-        network = self._clip.load(
-            device=self._device, dtype_of=lambda *_: self.encode_in, adapt=with_positions
+        network = self._clip_spec.load(
+            device=self._device, dtype_of=lambda *_: self.encoder_dtype, adapt=add_clip_position_ids
         )
         return ClipVision(network)
 
-    def hear(self, heard: Sound) -> Tensor:
+    def encode_audio(self, audio: Sound) -> Tensor:
         """Computes audio features on the CPU; the encoder is released afterwards."""
-        return sound.features(self.setup.checkpoint.require("sound_encoder"), heard)
+        return sound.features(self.setup.checkpoint.require("sound_encoder"), audio)
 
-    def video_vae(self) -> VideoVAE:
+    def load_video_vae(self) -> VideoVAE:
         """Loads the VAE."""
         self.setup.checkpoint.require("vae")
-        assert self._vae is not None
+        assert self._vae_spec is not None
         dtype = DTYPES[self.setup.execution.vae_precision]
-        return VideoVAE(self._vae.load(device=self._device, dtype_of=lambda *_: dtype))
+        return VideoVAE(self._vae_spec.load(device=self._device, dtype_of=lambda *_: dtype))
 
 
-def step_caches(setup: Setup, team: ParallelGroups | None) -> Cache:
+def build_step_cache(setup: Setup, groups: ParallelGroups | None) -> Cache:
     """Builds the step cache from the setup's policy."""
-    together = setup.parallel.cfg_size == 2
+    runs_branches_together = setup.parallel.cfg_size == 2
     if setup.policy is None:
         return Cache()
-    return setup.policy.make_cache(together, None if team is None else team.all_agree)
+    return setup.policy.make_cache(
+        runs_branches_together, None if groups is None else groups.all_agree
+    )
 
 
-def collaborators(
+def build_components(
     setup: Setup,
     selected: SelectedKernels,
-    team: ParallelGroups | None,
-    caches: Cache | None = None,
+    groups: ParallelGroups | None,
+    step_cache: Cache | None = None,
     expert: str = "dit",
 ) -> ModelComponents:
     """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
     ops = BlockOps(selected.ops, selected.op_runner or run_eager, selected.device_type)
-    kept = (
+    skip_hooks = (
         (None, None)
-        if caches is None
-        else (caches.get_if_skips("blocks"), caches.get_if_skips("attention"))
+        if step_cache is None
+        else (step_cache.get_if_skips("blocks"), step_cache.get_if_skips("attention"))
     )
-    several = team is not None and parallel.sequence_size > 1
-    if not (several or selected.backends or selected.clock):
+    is_sharded = groups is not None and parallel.sequence_size > 1
+    if not (is_sharded or selected.backends or selected.clock):
         local = LocalAttention(selected.dense_kernel)
         return ModelComponents(
-            lambda _: local, selected.text_kernel, UnshardedSequence(), ops, text_cache, *kept
+            lambda _: local, selected.text_kernel, UnshardedSequence(), ops, text_cache, *skip_hooks
         )
     from wan.distributed.exchange import SINGLE_RANK
     from wan.distributed.ring import Ring
@@ -413,11 +447,11 @@ def collaborators(
     ulysses: Group = SINGLE_RANK
     sequence: Group = SINGLE_RANK
     ring = None
-    if team is not None:
-        ulysses, sequence = team.group("ulysses"), team.group("ring", "ulysses")
-        ring = Ring(team.group("ring"), parallel.ring_type, selected.device_type)
+    if groups is not None:
+        ulysses, sequence = groups.group("ulysses"), groups.group("ring", "ulysses")
+        ring = Ring(groups.group("ring"), parallel.ring_type, selected.device_type)
 
-    def attention(layer: int) -> SelfAttention:
+    def make_attention(layer: int) -> SelfAttention:
         return FAPowerCapAttention(
             parallel,
             ulysses,
@@ -432,35 +466,41 @@ def collaborators(
             contiguous=selected.device_type not in setup.attention.dense.strided,
         )
 
-    multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
+    multiple = setup.attention.row_multiple(parallel.ring_size) if is_sharded else 1
     tokens = ShardedSequence(sequence, multiple, selected.token_order)
-    return ModelComponents(attention, selected.text_kernel, tokens, ops, text_cache, *kept)
+    return ModelComponents(
+        make_attention, selected.text_kernel, tokens, ops, text_cache, *skip_hooks
+    )
 
 
-def shardings(parallel: Parallel, team: ParallelGroups | None) -> tuple[Sharding, Sharding]:
+def make_weight_shardings(
+    parallel: Parallel, groups: ParallelGroups | None
+) -> tuple[Sharding, Sharding]:
     """Returns the FSDP sharding of the DiT's and of the text encoder's weights."""
     dit: Sharding = UNSHARDED
     encoder: Sharding = UNSHARDED
-    if team is not None and (parallel.dit_fsdp or parallel.t5_fsdp):
+    if groups is not None and (parallel.dit_fsdp or parallel.t5_fsdp):
         from wan.distributed.fsdp import FsdpSharding
 
         if parallel.dit_fsdp:
-            dit = FsdpSharding(team.world_mesh(), lambda network: network.parts())
+            dit = FsdpSharding(groups.world_mesh(), lambda network: network.parts())
         if parallel.t5_fsdp:
-            encoder = FsdpSharding(team.world_mesh(), text.umt5_blocks)
+            encoder = FsdpSharding(groups.world_mesh(), text.umt5_blocks)
     return dit, encoder
 
 
-def vae_rows(device: Device, team: ParallelGroups | None) -> MakeRows | None:
+def assign_vae_rows(device: Device, groups: ParallelGroups | None) -> MakeRows | None:
     """Assigns the rows that each rank encodes and decodes; None for one process."""
-    if team is None:
+    if groups is None:
         return None
     from wan.vae.sharded import ShardedRows, split_rows_evenly
 
-    ranks, place = team.mesh.size(), device.torch_device
+    num_ranks, torch_device = groups.mesh.size(), device.torch_device
 
-    def rows(height: int, shared: bool) -> ShardedRows:
-        heights = split_rows_evenly(height, ranks) if shared else (height, *[0] * (ranks - 1))
-        return ShardedRows(None, heights, place)
+    def make_rows(height: int, shared: bool) -> ShardedRows:
+        heights = (
+            split_rows_evenly(height, num_ranks) if shared else (height, *[0] * (num_ranks - 1))
+        )
+        return ShardedRows(None, heights, torch_device)
 
-    return rows
+    return make_rows

@@ -20,8 +20,14 @@ from wan import log
 from wan.device import beside
 from wan.log import logger
 from wan.pipeline.clips import Clip
-from wan.pipeline.conditioning import chained_channels, image_channels, noise, pixels, resized
-from wan.pipeline.denoise import Conditions, Denoising
+from wan.pipeline.conditioning import (
+    convert_image_to_tensor,
+    make_chained_condition,
+    make_image_condition,
+    make_noise_sampler,
+    resize_image_to_video,
+)
+from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.pipeline.vae import Collected
 from wan.settings.request import Request
 from wan.settings.timesteps import schedule
@@ -30,111 +36,130 @@ if TYPE_CHECKING:
     from wan.pipeline.pipeline import Inputs, Pipeline
 
 
-def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]:
+def generate_chained_clips(pipeline: Pipeline, params: Request, inputs: Inputs) -> Iterator[Clip]:
     """Generates the missing clips of a chained video in order; all ranks call it."""
-    kept = pipeline.kept
+    cached_embeds = pipeline.cached_prompt_embeds
     try:
-        if request.clip_prompts:  # encoded together, so that the text encoder is loaded once
-            pipeline.keep_texts([*kept, *request.texts], request)
-        yield from _clips(pipeline, request, inputs)
+        if params.clip_prompts:  # encoded together, so that the text encoder is loaded once
+            pipeline.cache_prompt_embeds([*cached_embeds, *params.texts], params)
+        yield from _generate_missing_clips(pipeline, params, inputs)
     finally:
-        pipeline.kept = kept
+        pipeline.cached_prompt_embeds = cached_embeds
 
 
-def _clips(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]:
-    assert inputs.image is not None and request.num_clip is not None
-    picture, count = resized(pixels(inputs.image), request.video_size), request.num_clip
-    device, end = pipeline.device.torch_device, inputs.end
+def _generate_missing_clips(pipeline: Pipeline, params: Request, inputs: Inputs) -> Iterator[Clip]:
+    assert inputs.image is not None and params.num_clip is not None
+    image, num_clips = (
+        resize_image_to_video(convert_image_to_tensor(inputs.image), params.video_size),
+        params.num_clip,
+    )
+    device, clip_state = pipeline.device.torch_device, inputs.clip_state
     anchor: Tensor | None = None
     contexts: tuple[Tensor, Tensor] | None = None
-    before: _Beside | None = None
-    for index in range(inputs.done, count):
-        one = request.of_clip(index)
-        if count > 1:
-            logger.info("Clip %d of %d: %s", index + 1, count, log.format_prompt(one.prompt))
-        if contexts is None or request.clip_prompts:
-            contexts = pipeline.texts(one, inputs.prompt_embeds, inputs.negative_prompt_embeds)
+    pending_decode: _BackgroundDecode | None = None
+    for index in range(inputs.num_clips_done, num_clips):
+        clip_params = params.of_clip(index)
+        if num_clips > 1:
+            logger.info(
+                "Clip %d of %d: %s", index + 1, num_clips, log.format_prompt(clip_params.prompt)
+            )
+        if contexts is None or params.clip_prompts:
+            contexts = pipeline.encode_prompt(
+                clip_params, inputs.prompt_embeds, inputs.negative_prompt_embeds
+            )
         with pipeline.stages("conditioning"):
-            if request.chain == "frame":
-                y = image_channels(one, [picture[:, 0] if end is None else end], pipeline.encode)
+            if params.chain == "frame":
+                y = make_image_condition(
+                    clip_params,
+                    [image[:, 0] if clip_state is None else clip_state],
+                    pipeline.encode,
+                )
             else:
-                anchor = pipeline.encode(picture) if anchor is None else anchor
-                y = chained_channels(one, anchor, end)
-            if before is None:
-                pipeline.done(pipeline.vae)
-        draw = noise(one, device)
-        conditions = Conditions(draw(), *contexts, y=y.to(device), draw=draw)
+                anchor = pipeline.encode(image) if anchor is None else anchor
+                y = make_chained_condition(clip_params, anchor, clip_state)
+            if pending_decode is None:
+                pipeline.release(pipeline.vae)
+        sample_noise = make_noise_sampler(clip_params, device)
+        denoise_inputs = DenoiseInputs(
+            sample_noise(), *contexts, y=y.to(device), sample_noise=sample_noise
+        )
         try:
-            latents = pipeline.advanced(Denoising(one, conditions))
+            latents = pipeline.denoise(DenoisingLoop(clip_params, denoise_inputs))
         except BaseException:
-            if before is not None:  # a retry may need the VAE and its memory
-                before.wait()
+            if pending_decode is not None:  # a retry may need the VAE and its memory
+                pending_decode.wait()
             raise
-        del conditions, y
-        pipeline.done(pipeline.experts)
-        if before is not None:
-            yield before.clip()
-            before = None
-        if index + 1 < count:
-            pipeline.experts.prefetch(schedule(request).experts[0])  # while this clip is decoded
-        first = request.again if end is not None else 0
-        if request.chain == "latent":
-            end = latents[:, -1:].clone()
-            if pipeline.overlaps and index + 1 < count:
-                before = _Beside(pipeline, latents, first)
+        del denoise_inputs, y
+        pipeline.release(pipeline.experts)
+        if pending_decode is not None:
+            yield pending_decode.collect_clip()
+            pending_decode = None
+        if index + 1 < num_clips:
+            pipeline.experts.prefetch(schedule(params).experts[0])  # while this clip is decoded
+        num_overlap_frames = params.again if clip_state is not None else 0
+        if params.chain == "latent":
+            clip_state = latents[:, -1:].clone()
+            if pipeline.overlap_decoding and index + 1 < num_clips:
+                pending_decode = _BackgroundDecode(pipeline, latents, num_overlap_frames)
                 continue
         frames = pipeline.decode(latents)
-        end = _last(pipeline, frames) if request.chain == "frame" else end
-        yield Clip(latents, None if frames is None else frames[:, first:], end)
+        clip_state = (
+            _broadcast_last_frame(pipeline, frames) if params.chain == "frame" else clip_state
+        )
+        yield Clip(latents, None if frames is None else frames[:, num_overlap_frames:], clip_state)
         del frames, latents
 
 
-class _Beside:
+class _BackgroundDecode:
     """Decodes a clip in a thread of the main rank while all ranks denoise the next clip."""
 
-    def __init__(self, pipeline: Pipeline, latents: Tensor, first: int) -> None:
+    def __init__(self, pipeline: Pipeline, latents: Tensor, num_overlap_frames: int) -> None:
         """Starts decoding. num_overlap_frames: The first frames, shared with the previous clip."""
-        self._pipeline, self._latents, self._first = pipeline, latents, first
-        self._frames: Future[Tensor] | None = None
+        self._pipeline, self._latents, self._num_overlap_frames = (
+            pipeline,
+            latents,
+            num_overlap_frames,
+        )
+        self._future: Future[Tensor] | None = None
         if pipeline.is_main:
-            thread = ThreadPoolExecutor(1, "decoding")
-            self._frames = thread.submit(self._decoded)
-            thread.shutdown(wait=False)
+            executor = ThreadPoolExecutor(1, "decoding")
+            self._future = executor.submit(self._decode)
+            executor.shutdown(wait=False)
 
-    def _decoded(self) -> Tensor:
-        pipeline, whole = self._pipeline, Collected(torch.device("cpu"))
+    def _decode(self) -> Tensor:
+        pipeline, collected = self._pipeline, Collected(torch.device("cpu"))
         with beside(pipeline.device.torch_device), pipeline.stages("decoding"):
-            pipeline.codec.decode_alone(self._latents, whole)
-        return whole.video
+            pipeline.vae_runner.decode_alone(self._latents, collected)
+        return collected.video
 
     def wait(self) -> None:
         """Waits until decoding has ended or failed."""
-        if self._frames is not None:
-            self._frames.exception()
+        if self._future is not None:
+            self._future.exception()
 
-    def clip(self) -> Clip:
+    def collect_clip(self) -> Clip:
         """Returns the clip, and decodes it again if the thread failed; all ranks call it."""
         frames: Tensor | None = None
         failed = False
-        if self._frames is not None:
+        if self._future is not None:
             try:
-                frames = self._frames.result()
+                frames = self._future.result()
             except Exception as error:
                 failed = True
                 logger.warning("A clip is decoded again, without overlap (%s).", error)
-        if bool(self._pipeline.sharing.latents(lambda: torch.tensor([float(failed)]))):
+        if bool(self._pipeline.work_sharing.run_on_rank0(lambda: torch.tensor([float(failed)]))):
             frames = self._pipeline.decode(self._latents)
         else:
-            self._pipeline.done(self._pipeline.vae)
-        kept = None if frames is None else frames[:, self._first :]
-        return Clip(self._latents, kept, self._latents[:, -1:].clone())
+            self._pipeline.release(self._pipeline.vae)
+        new_frames = None if frames is None else frames[:, self._num_overlap_frames :]
+        return Clip(self._latents, new_frames, self._latents[:, -1:].clone())
 
 
-def _last(pipeline: Pipeline, frames_3FHW: Tensor | None) -> Tensor:
+def _broadcast_last_frame(pipeline: Pipeline, frames_3FHW: Tensor | None) -> Tensor:
     """Broadcasts the last frame [3,H,W] of the main rank to all ranks."""
 
-    def last() -> Tensor:
+    def get_last_frame() -> Tensor:
         assert frames_3FHW is not None, "the main rank has them"
         return frames_3FHW[:, -1].contiguous()
 
-    return pipeline.sharing.latents(last).cpu()
+    return pipeline.work_sharing.run_on_rank0(get_last_frame).cpu()

@@ -24,13 +24,13 @@ from wan.checkpoint.load import Blueprint, stored
 from wan.checkpoint.source import Source, Sources
 from wan.settings.errors import InputError
 
-SIDE = 224  # pixels
-TOKENS = 257
-PUBLISHED = 611_086_080  # elements of the published network without its last block
-HEAD = 80  # channels of an attention head
+IMAGE_SIZE = 224  # pixels
+NUM_TOKENS = 257
+NUM_ELEMENTS = 611_086_080  # elements of the published network without its last block
+HEAD_DIM = 80  # channels of an attention head
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
-_UNUSED = re.compile(
+_match_unused = re.compile(
     r"textual\.|log_scale$|visual\.head|post_layernorm\.|visual_projection|.*position_ids$"
 ).match
 _LAYERS = "encoder.layers."
@@ -46,31 +46,35 @@ class ClipVision:
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
         """Computes features [images,T,C], in the network's dtype, of images [3,H,W] in [-1, 1]."""
         weight = self._network.embeddings.patch_embedding.weight
-        x = torch.cat([preprocessed(image) for image in images]).to(weight.device, weight.dtype)
-        found: Tensor = self._network(pixel_values=x).last_hidden_state
-        return found
+        x = torch.cat([preprocess_clip_image(image) for image in images]).to(
+            weight.device, weight.dtype
+        )
+        features: Tensor = self._network(pixel_values=x).last_hidden_state
+        return features
 
 
-def preprocessed(image_3HW: Tensor) -> Tensor:
+def preprocess_clip_image(image_3HW: Tensor) -> Tensor:
     """Resizes an image to [1,3,224,224], bicubically without antialiasing, and normalizes it."""
-    x = F.interpolate(image_3HW[None].float().cpu(), size=(SIDE, SIDE), mode="bicubic")
+    x = F.interpolate(image_3HW[None].float().cpu(), size=(IMAGE_SIZE, IMAGE_SIZE), mode="bicubic")
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
     return (x * 0.5 + 0.5 - mean) / std
 
 
-def blueprint(path: Path) -> Blueprint[Any]:
+def make_clip_spec(path: Path) -> Blueprint[Any]:
     """Describes CLIP's vision tower without its last block, from a file or folder of weights.
 
     Raises:
         InputError: The weights belong to another network.
     """
-    every = stored(path, clip_transformers_name)
-    found = {name: info for name, info in every.items() if not _UNUSED(name)}
-    last = max((int(name.split(".")[2]) for name in found if name.startswith(_LAYERS)), default=0)
+    all_infos = stored(path, clip_transformers_name)
+    infos = {name: info for name, info in all_infos.items() if not _match_unused(name)}
+    last_layer = max(
+        (int(name.split(".")[2]) for name in infos if name.startswith(_LAYERS)), default=0
+    )
     tensors: dict[str, TensorInfo] = {}
     try:
-        for name, info in found.items():
-            if name.startswith(f"{_LAYERS}{last}."):
+        for name, info in infos.items():
+            if name.startswith(f"{_LAYERS}{last_layer}."):
                 continue
             shape = info.shape
             while len(shape) > 1 and shape[0] == 1:  # the official embeddings have a batch axis
@@ -79,34 +83,36 @@ def blueprint(path: Path) -> Blueprint[Any]:
                 tensors[name] = replace(info, shape=shape)
                 continue
             rows = shape[0] // 3
-            for index, part in enumerate(("q_proj", "k_proj", "v_proj")):
-                third = replace(info, shape=(rows, *shape[1:]), first=index * rows)
-                tensors[name.replace("to_qkv", part)] = third
-        dim, _, patch, _ = tensors["embeddings.patch_embedding.weight"].shape
-        inner, _ = tensors[f"{_LAYERS}0.mlp.fc1.weight"].shape
+            for index, projection in enumerate(("q_proj", "k_proj", "v_proj")):
+                projection_info = replace(info, shape=(rows, *shape[1:]), first=index * rows)
+                tensors[name.replace("to_qkv", projection)] = projection_info
+        dim, _, patch_size, _ = tensors["embeddings.patch_embedding.weight"].shape
+        mlp_dim, _ = tensors[f"{_LAYERS}0.mlp.fc1.weight"].shape
     except (LookupError, ValueError) as error:
         why = f"holds no CLIP vision network (unexpected {error})"
         raise InputError(str(path), None, why, "download it again") from error
-    return Blueprint("CLIP", partial(_network, dim, inner, last, patch), tensors, path)
+    return Blueprint(
+        "CLIP", partial(_build_clip_network, dim, mlp_dim, last_layer, patch_size), tensors, path
+    )
 
 
-def with_positions(network: Any, sources: Sources) -> Sources:
+def add_clip_position_ids(network: Any, sources: Sources) -> Sources:
     """Adds the network's buffer of position ids, which no file contains."""
     ids = torch.arange(len(network.embeddings.position_embedding.weight)).unsqueeze(0)
     positions = Source(ids.dtype, tuple(ids.shape), ids.__getitem__)
     return {**sources, "embeddings.position_ids": positions}
 
 
-def _network(dim: int, inner: int, layers: int, patch: int) -> Any:
+def _build_clip_network(dim: int, mlp_dim: int, num_layers: int, patch_size: int) -> Any:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     config = CLIPVisionConfig(
         hidden_size=dim,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, dim // HEAD),
-        image_size=SIDE,
-        patch_size=patch,
+        intermediate_size=mlp_dim,
+        num_hidden_layers=num_layers,
+        num_attention_heads=max(1, dim // HEAD_DIM),
+        image_size=IMAGE_SIZE,
+        patch_size=patch_size,
         hidden_act="gelu",
         layer_norm_eps=1e-5,
     )

@@ -20,8 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from wan.log import logger
-from wan.pipeline.conditioning import noise, pixels
-from wan.pipeline.denoise import Conditions, Denoising
+from wan.pipeline.conditioning import convert_image_to_tensor, make_noise_sampler
+from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.settings.request import Request, Size
 from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from wan.pipeline.media import PoseVideo
     from wan.pipeline.pipeline import Inputs, Pipeline
 
-_PICTURES = 6  # motion frames filled with the image, with start_from_ref
+_NUM_IMAGE_FRAMES = 6  # motion frames filled with the image, with start_from_ref
 
 
 @dataclass(frozen=True)
@@ -45,121 +45,153 @@ class Clip:
 
     latents: Tensor
     frames: Tensor | None
-    end: Tensor | None = None
+    state: Tensor | None = None
 
 
-def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]:
+def generate_s2v_clips(pipeline: Pipeline, params: Request, inputs: Inputs) -> Iterator[Clip]:
     """Generates the clips of an S2V video in order; all ranks call it.
 
     Clip k has the seed `base_seed` + k.
     """
-    assert inputs.image is not None and inputs.sound is not None
-    assert request.infer_frames is not None and request.num_clip is not None
-    contexts = pipeline.texts(request, inputs.prompt_embeds, inputs.negative_prompt_embeds)
-    rows = pipeline.sound_rows(inputs.sound, request.num_clip * request.infer_frames)
+    assert inputs.image is not None and inputs.audio is not None
+    assert params.infer_frames is not None and params.num_clip is not None
+    contexts = pipeline.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
+    audio_features = pipeline.sample_audio_features(
+        inputs.audio, params.num_clip * params.infer_frames
+    )
     with pipeline.stages("conditioning"):
-        picture = pixels(framed(inputs.image, request.video_size)).unsqueeze(1)
-        reference = pipeline.encode(picture)
-        history = torch.zeros(3, MOTION_FRAMES, *picture.shape[2:])
-        if request.start_from_ref:
-            history[:, -_PICTURES:] = picture
-            motion = pipeline.encode(history)
+        image_pixels = convert_image_to_tensor(
+            fit_image_to_size(inputs.image, params.video_size)
+        ).unsqueeze(1)
+        reference_latents = pipeline.encode(image_pixels)
+        motion_frames = torch.zeros(3, MOTION_FRAMES, *image_pixels.shape[2:])
+        if params.start_from_ref:
+            motion_frames[:, -_NUM_IMAGE_FRAMES:] = image_pixels
+            motion_latents = pipeline.encode(motion_frames)
         else:  # not used by the first clip
-            motion = reference.new_zeros(len(reference), MOTION_LATENTS, *reference.shape[2:])
-    poses = None if inputs.pose is None else _poses(inputs.pose, request)
-    silence = torch.zeros_like(rows[..., : request.infer_frames])
-    for index in range(request.num_clip):
-        if request.num_clip > 1:
-            logger.info("Clip %d of %d", index + 1, request.num_clip)
-        one = replace(request, base_seed=request.base_seed + index)
-        dropped = index == 0 and not request.start_from_ref
-        scene: dict[str, Any] = {
-            "ref_latents": [reference],
-            "motion_latents": [motion],
-            "cond_states": None if poses is None else [_encoded_pose(pipeline, next(poses))],
-            "drop_motion_frames": dropped,
+            motion_latents = reference_latents.new_zeros(
+                len(reference_latents), MOTION_LATENTS, *reference_latents.shape[2:]
+            )
+    poses = None if inputs.pose is None else _read_pose_clips(inputs.pose, params)
+    silence = torch.zeros_like(audio_features[..., : params.infer_frames])
+    for index in range(params.num_clip):
+        if params.num_clip > 1:
+            logger.info("Clip %d of %d", index + 1, params.num_clip)
+        clip_params = replace(params, base_seed=params.base_seed + index)
+        drop_motion_frames = index == 0 and not params.start_from_ref
+        shared_kwargs: dict[str, Any] = {
+            "ref_latents": [reference_latents],
+            "motion_latents": [motion_latents],
+            "cond_states": None if poses is None else [_encode_pose_clip(pipeline, next(poses))],
+            "drop_motion_frames": drop_motion_frames,
         }
-        first = index * request.infer_frames
-        heard = rows[..., first : first + request.infer_frames].contiguous()
-        given = {"cond": scene | {"audio_input": heard}, "uncond": scene | {"audio_input": silence}}
-        draw = noise(one, pipeline.device.torch_device)
-        conditions = Conditions(draw(), *contexts, draw=draw, given=given)
-        latents = pipeline.advanced(Denoising(one, conditions))
-        pipeline.done(pipeline.experts)
-        frames = pipeline.decode(torch.cat((reference if dropped else motion, latents), dim=1))
+        start_frame = index * params.infer_frames
+        clip_features = audio_features[
+            ..., start_frame : start_frame + params.infer_frames
+        ].contiguous()
+        model_kwargs = {
+            "cond": shared_kwargs | {"audio_input": clip_features},
+            "uncond": shared_kwargs | {"audio_input": silence},
+        }
+        sample_noise = make_noise_sampler(clip_params, pipeline.device.torch_device)
+        denoise_inputs = DenoiseInputs(
+            sample_noise(), *contexts, sample_noise=sample_noise, model_kwargs=model_kwargs
+        )
+        latents = pipeline.denoise(DenoisingLoop(clip_params, denoise_inputs))
+        pipeline.release(pipeline.experts)
+        frames = pipeline.decode(
+            torch.cat((reference_latents if drop_motion_frames else motion_latents, latents), dim=1)
+        )
         if frames is not None:
-            frames = frames[:, -request.clip_frames(index) :]
+            frames = frames[:, -params.clip_frames(index) :]
         yield Clip(latents, frames)
-        if index + 1 < request.num_clip:
-            history = _continued(pipeline, history, frames)
+        if index + 1 < params.num_clip:
+            motion_frames = _update_motion_frames(pipeline, motion_frames, frames)
             del frames  # free them before the next clip
             with pipeline.stages("conditioning"):
-                motion = pipeline.encode(history)
-            history = history.cpu()  # free accelerator memory
+                motion_latents = pipeline.encode(motion_frames)
+            motion_frames = motion_frames.cpu()  # free accelerator memory
 
 
-def _continued(pipeline: Pipeline, history: Tensor, frames: Tensor | None) -> Tensor:
+def _update_motion_frames(
+    pipeline: Pipeline, motion_frames: Tensor, frames: Tensor | None
+) -> Tensor:
     """Returns the last `MOTION_FRAMES` frames of the video so far, on every rank."""
 
-    def last() -> Tensor:
+    def get_last_frames() -> Tensor:
         assert frames is not None, "the main rank has them"
         new = frames[:, -MOTION_FRAMES:]
-        return torch.cat((history[:, new.shape[1] :].to(new.device), new), dim=1)
+        return torch.cat((motion_frames[:, new.shape[1] :].to(new.device), new), dim=1)
 
-    return pipeline.sharing.latents(last)
+    return pipeline.work_sharing.run_on_rank0(get_last_frames)
 
 
-def framed(image: Image.Image, size: Size) -> Image.Image:
+def fit_image_to_size(image: Image.Image, size: Size) -> Image.Image:
     """Scales the shorter side of an image to the shorter one of (width, height), and crops it.
 
     As in the official code, the image is cropped to its center, and padded with black if needed.
     """
-    image, short = image.convert("RGB"), min(size)
-    resized = image.resize(_scaled(image.size, short), Image.Resampling.BILINEAR)
-    whole = Image.new("RGB", (max(size[0], resized.width), max(size[1], resized.height)))
-    places = [max(0, (side - own) // 2) for side, own in zip(size, resized.size, strict=True)]
-    whole.paste(resized, (places[0], places[1]))
-    left, top = (_start(own, side) for own, side in zip(whole.size, size, strict=True))
-    return whole.crop((left, top, left + size[0], top + size[1]))
+    image, short_side = image.convert("RGB"), min(size)
+    resized = image.resize(_scale_short_side(image.size, short_side), Image.Resampling.BILINEAR)
+    canvas = Image.new("RGB", (max(size[0], resized.width), max(size[1], resized.height)))
+    offsets = [
+        max(0, (side - source_side) // 2)
+        for side, source_side in zip(size, resized.size, strict=True)
+    ]
+    canvas.paste(resized, (offsets[0], offsets[1]))
+    x_offset, y_offset = (
+        _get_crop_offset(source_side, side)
+        for source_side, side in zip(canvas.size, size, strict=True)
+    )
+    return canvas.crop((x_offset, y_offset, x_offset + size[0], y_offset + size[1]))
 
 
-def _scaled(size: Size, short: int) -> Size:
+def _scale_short_side(size: Size, short_side: int) -> Size:
     width, height = size
     if width <= height:
-        return short, int(short * height / width)
-    return int(short * width / height), short
+        return short_side, int(short_side * height / width)
+    return int(short_side * width / height), short_side
 
 
-def _start(own: int, side: int) -> int:
-    return round((own - side) / 2.0)
+def _get_crop_offset(source_side: int, target_side: int) -> int:
+    return round((source_side - target_side) / 2.0)
 
 
-def _poses(pose: PoseVideo, request: Request) -> Iterator[Tensor]:
+def _read_pose_clips(pose: PoseVideo, params: Request) -> Iterator[Tensor]:
     """Yields the pose frames of each clip, [3,F,H,W] in [-1, 1]; black after the video's end."""
-    frames, count = pose.frames(), request.infer_frames
-    width, height = request.video_size
+    frames, count = pose.frames(), params.infer_frames
+    width, height = params.video_size
     while True:
-        read = [_framed_pose(frame, (width, height)) for frame in islice(frames, count)]
-        black = [torch.full((3, height, width), -1.0)] * ((count or 0) - len(read))
-        yield torch.stack((*read, *black), dim=1)
+        pose_frames = [_fit_pose_to_size(frame, (width, height)) for frame in islice(frames, count)]
+        black = [torch.full((3, height, width), -1.0)] * ((count or 0) - len(pose_frames))
+        yield torch.stack((*pose_frames, *black), dim=1)
 
 
-def _framed_pose(frame: np.ndarray, size: Size) -> Tensor:
+def _fit_pose_to_size(frame: np.ndarray, size: Size) -> Tensor:
     """Returns [3,H,W] in [-1, 1], scaled as by `fit_image_to_size`, but padded with gray."""
     pixels_3HW = torch.from_numpy(frame.copy()).permute(2, 0, 1).float() / 255 * 2 - 1
-    columns, rows = _scaled((frame.shape[1], frame.shape[0]), min(size))
+    columns, rows = _scale_short_side((frame.shape[1], frame.shape[0]), min(size))
     if (rows, columns) != frame.shape[:2]:
         pixels_3HW = F.interpolate(
             pixels_3HW[None], size=(rows, columns), mode="bilinear", antialias=True
         )[0]
-    missing = [max(0, side - own) for side, own in zip(size, (columns, rows), strict=True)]
-    sides = [part for more in missing for part in (more // 2, (more + 1) // 2)]
-    whole = F.pad(pixels_3HW, sides)
-    top, left = _start(whole.shape[1], size[1]), _start(whole.shape[2], size[0])
-    return whole[:, top : top + size[1], left : left + size[0]]
+    missing_pixels = [
+        max(0, side - source_side) for side, source_side in zip(size, (columns, rows), strict=True)
+    ]
+    paddings = [
+        padding
+        for num_missing in missing_pixels
+        for padding in (num_missing // 2, (num_missing + 1) // 2)
+    ]
+    padded_frame = F.pad(pixels_3HW, paddings)
+    y_offset, x_offset = (
+        _get_crop_offset(padded_frame.shape[1], size[1]),
+        _get_crop_offset(padded_frame.shape[2], size[0]),
+    )
+    return padded_frame[:, y_offset : y_offset + size[1], x_offset : x_offset + size[0]]
 
 
-def _encoded_pose(pipeline: Pipeline, frames_3FHW: Tensor) -> Tensor:
+def _encode_pose_clip(pipeline: Pipeline, frames_3FHW: Tensor) -> Tensor:
     """Encodes the poses of a clip; the first frame is duplicated and its latent dropped."""
     with pipeline.stages("conditioning"):
         return pipeline.encode(torch.cat((frames_3FHW[:, :1], frames_3FHW), dim=1))[:, 1:]

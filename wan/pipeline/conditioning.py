@@ -14,44 +14,44 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from wan.pipeline.denoise import Conditions
+from wan.pipeline.denoise import DenoiseInputs
 from wan.pipeline.solvers import Draw
 from wan.settings.request import Request
 from wan.settings.timesteps import schedule
 
 Encode = Callable[[Tensor], Tensor]
 """Pixels [3,F,H,W] in [-1, 1] to normalized latents [Z,f,h,w]."""
-Look = Callable[[Sequence[Tensor]], Tensor]
+EncodeImage = Callable[[Sequence[Tensor]], Tensor]
 """Images [3,H,W] in [-1, 1] to CLIP features [images,T,C]."""
 
 
-def noise(request: Request, device: torch.device) -> Draw:
+def make_noise_sampler(params: Request, device: torch.device) -> Draw:
     """Returns a function that samples noise, float32 [Z,f,h,w], from the seed of the video.
 
     The first sample is the initial noise. It is sampled on the CPU by default, so that a seed gives
     the same noise on every device; the official code samples on the device, as `--noise_device
     device` does.
     """
-    where = torch.device("cpu") if request.noise_device == "cpu" else device
-    generator = torch.Generator(where).manual_seed(request.base_seed)
-    shape = request.latent_shape
+    noise_device = torch.device("cpu") if params.noise_device == "cpu" else device
+    generator = torch.Generator(noise_device).manual_seed(params.base_seed)
+    shape = params.latent_shape
 
-    def draw() -> Tensor:
-        made = torch.randn(shape, generator=generator, device=where, dtype=torch.float32)
-        return made.to(device)
+    def sample_noise() -> Tensor:
+        sample = torch.randn(shape, generator=generator, device=noise_device, dtype=torch.float32)
+        return sample.to(device)
 
-    return draw
+    return sample_noise
 
 
-def prepare(
-    request: Request,
+def prepare_denoise_inputs(
+    params: Request,
     contexts: tuple[Tensor, Tensor],
     images: Sequence[Image.Image],
     encode: Encode,
-    look: Look,
+    encode_image: EncodeImage,
     device: torch.device,
-    given_start: Tensor | None = None,
-) -> Conditions:
+    initial_latents: Tensor | None = None,
+) -> DenoiseInputs:
     """Prepares the inputs of the denoising loop for the video's kind of task.
 
     Args:
@@ -62,101 +62,116 @@ def prepare(
         device: The device of the loop.
         initial_latents: Used instead of noise from the seed, [Z,f,h,w].
     """
-    draw = noise(request, device)
-    start = draw()  # sampled even if unused, so that later samples match the seed
-    start = start if given_start is None else given_start.to(device)
-    if request.sample_solver == "rcm":  # its first sigma is not 1
-        start = start * schedule(request).sigmas[0]
-    conditions = Conditions(start, *contexts, draw=draw)
+    sample_noise = make_noise_sampler(params, device)
+    latents = sample_noise()  # sampled even if unused, so that later samples match the seed
+    latents = latents if initial_latents is None else initial_latents.to(device)
+    if params.sample_solver == "rcm":  # its first sigma is not 1
+        latents = latents * schedule(params).sigmas[0]
+    inputs = DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
     if not images:
-        return conditions
-    if request.preset.kind == "i2v":
-        first, *last = images
-        last = [one if one.size == first.size else cropped(one, first.size) for one in last]
-        given = [pixels(one) for one in (first, *last)]
-        features = look(given).to(device) if request.preset.images else None
-        y = image_channels(request, given, encode).to(device)
-        return replace(conditions, y=y, clip_fea=features)
-    return _hold_first_frame(
-        request, conditions, encode(cover(images[0], request.video_size)).to(device)
+        return inputs
+    if params.preset.kind == "i2v":
+        first_image, *last_images = images
+        last_images = [
+            image
+            if image.size == first_image.size
+            else scale_and_crop_image(image, first_image.size)
+            for image in last_images
+        ]
+        images_3HW = [convert_image_to_tensor(image) for image in (first_image, *last_images)]
+        features = encode_image(images_3HW).to(device) if params.preset.images else None
+        y = make_image_condition(params, images_3HW, encode).to(device)
+        return replace(inputs, y=y, clip_fea=features)
+    return _fix_first_frame(
+        params, inputs, encode(make_first_frame(images[0], params.video_size)).to(device)
     )
 
 
-def pixels(image: Image.Image) -> Tensor:
+def convert_image_to_tensor(image: Image.Image) -> Tensor:
     """Converts an image to [3,H,W] float32 in [-1, 1]."""
     array = torch.from_numpy(np.array(image.convert("RGB")))
     return array.permute(2, 0, 1).float().div_(255).sub_(0.5).div_(0.5)
 
 
-def image_channels(request: Request, images_3HW: Sequence[Tensor], encode: Encode) -> Tensor:
+def make_image_condition(params: Request, images_3HW: Sequence[Tensor], encode: Encode) -> Tensor:
     """Returns i2v's condition [20,f,h,w]: 4 mask channels and 16 channels of encoded video.
 
     As in the official code, all frames except the images are zero (mid-gray), and each mask channel
     is one of the four frames of a latent frame; the first frame fills all four channels.
     """
-    given = [resized(image, request.video_size) for image in images_3HW]
-    width, height = request.video_size
-    rest = torch.zeros(3, request.frame_num - len(given), height, width)
-    latents = encode(torch.cat((given[0], rest, *given[1:]), dim=1))
+    videos_31HW = [resize_image_to_video(image, params.video_size) for image in images_3HW]
+    width, height = params.video_size
+    gray_frames = torch.zeros(3, params.frame_num - len(videos_31HW), height, width)
+    latents = encode(torch.cat((videos_31HW[0], gray_frames, *videos_31HW[1:]), dim=1))
     mask = torch.zeros(4, *latents.shape[1:], device=latents.device)
     mask[:, 0] = 1
-    if len(given) == 2:
+    if len(videos_31HW) == 2:
         mask[3, -1] = 1
     return torch.cat((mask, latents))
 
 
-def resized(image_3HW: Tensor, size: tuple[int, int]) -> Tensor:
+def resize_image_to_video(image_3HW: Tensor, size: tuple[int, int]) -> Tensor:
     """Returns an image as a video of one frame, [3,1,H,W], of size (width, height).
 
     As in the official code, it is not cropped, and is interpolated on the CPU, bicubically without
     antialiasing.
     """
-    rows_columns = size[::-1]
-    return F.interpolate(image_3HW[None], size=rows_columns, mode="bicubic").transpose(0, 1)
+    height_width = size[::-1]
+    return F.interpolate(image_3HW[None], size=height_width, mode="bicubic").transpose(0, 1)
 
 
-def chained_channels(request: Request, anchor_Z1hw: Tensor, motion_Z1hw: Tensor | None) -> Tensor:
+def make_chained_condition(
+    params: Request, anchor_Z1hw: Tensor, motion_Z1hw: Tensor | None
+) -> Tensor:
     """Returns the condition [20,f,h,w] of an SVI 2.0 Pro clip: a mask and latents.
 
     The latents are those of the image, the last one of the previous clip, and zeros. Unlike in
     `make_image_condition`, these are zero latents and not encoded gray frames, and the mask covers
     only the image.
     """
-    _, frames, height, width = request.latent_shape
-    known = [anchor_Z1hw, *([] if motion_Z1hw is None else [motion_Z1hw.to(anchor_Z1hw.device)])]
-    rest = anchor_Z1hw.new_zeros(len(anchor_Z1hw), frames - len(known), height, width)
+    _, frames, height, width = params.latent_shape
+    known_latents = [
+        anchor_Z1hw,
+        *([] if motion_Z1hw is None else [motion_Z1hw.to(anchor_Z1hw.device)]),
+    ]
+    padding = anchor_Z1hw.new_zeros(len(anchor_Z1hw), frames - len(known_latents), height, width)
     mask = anchor_Z1hw.new_zeros(4, frames, height, width)
     mask[:, 0] = 1
-    return torch.cat((mask, torch.cat((*known, rest), dim=1)))
+    return torch.cat((mask, torch.cat((*known_latents, padding), dim=1)))
 
 
-def cover(image: Image.Image, size: tuple[int, int]) -> Tensor:
+def make_first_frame(image: Image.Image, size: tuple[int, int]) -> Tensor:
     """Returns ti2v's first frame [3,1,H,W]: the image scaled and center-cropped."""
-    return pixels(cropped(image, size)).unsqueeze(1)
+    return convert_image_to_tensor(scale_and_crop_image(image, size)).unsqueeze(1)
 
 
-def cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def scale_and_crop_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """Scales an image to cover (width, height), and crops it to its center."""
     width, height = size
     scale = max(width / image.width, height / image.height)
     resized = image.convert("RGB").resize(
         (round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS
     )
-    left, top = (resized.width - width) // 2, (resized.height - height) // 2
-    return resized.crop((left, top, left + width, top + height))
+    x_offset, y_offset = (resized.width - width) // 2, (resized.height - height) // 2
+    return resized.crop((x_offset, y_offset, x_offset + width, y_offset + height))
 
 
-def _hold_first_frame(request: Request, conditions: Conditions, first_Z1hw: Tensor) -> Conditions:
+def _fix_first_frame(params: Request, inputs: DenoiseInputs, first_Z1hw: Tensor) -> DenoiseInputs:
     """Fixes ti2v's first latent frame: its tokens have timestep 0 and never change."""
-    frames, height, width = request.grid
-    keep = torch.zeros(frames, dtype=torch.float32)
-    keep[1:] = 1
+    frames, height, width = params.grid
+    timestep_mask = torch.zeros(frames, dtype=torch.float32)
+    timestep_mask[1:] = 1
 
-    def impose(latents: Tensor) -> Tensor:
+    def fix_latents(latents: Tensor) -> Tensor:
         return torch.cat((first_Z1hw, latents[:, 1:]), dim=1)
 
-    def timesteps(t: Tensor) -> Tensor:
-        return (keep * t).repeat_interleave(height * width).unsqueeze(0)
+    def expand_timestep(t: Tensor) -> Tensor:
+        return (timestep_mask * t).repeat_interleave(height * width).unsqueeze(0)
 
-    start = impose(conditions.start)
-    return replace(conditions, start=start, timesteps=timesteps, impose=impose)
+    initial_latents = fix_latents(inputs.initial_latents)
+    return replace(
+        inputs,
+        initial_latents=initial_latents,
+        expand_timestep=expand_timestep,
+        fix_latents=fix_latents,
+    )

@@ -25,39 +25,60 @@ if TYPE_CHECKING:
     from wan.vae.sharded import ShardedRows
 
 T = TypeVar("T")
-ALONE, SHARED, TILES = "whole frames", "rows shared by all ranks", "tiles"
+WHOLE_FRAME, ROW_PARALLEL, TILED = "whole frames", "rows shared by all ranks", "tiles"
 MakeRows = Callable[[int, bool], "ShardedRows"]
 """(height of the latents, whether it is split over all ranks) -> the rows of this rank."""
 
 
-class Codec:
+class VaeRunner:
     """Runs the VAE on one rank or on all ranks. last_method: The method of the last call."""
 
     def __init__(
-        self, setup: Setup, device: Device, vae: Callable[[], VideoVAE], rows: MakeRows | None
+        self,
+        setup: Setup,
+        device: Device,
+        get_vae: Callable[[], VideoVAE],
+        make_rows: MakeRows | None,
     ) -> None:
         """Loads nothing yet. get_vae: Loads the VAE. make_rows: None for one process."""
-        self._setup, self._device, self._vae, self._rows = setup, device, vae, rows
-        self.used = ""
-        exact = (ALONE,) if rows is None else (ALONE, SHARED)
-        self._encodes: tuple[str, ...] = (SHARED,) if setup.execution.vae_parallel else exact
-        self._decodes = (TILES,) if setup.execution.vae_tiling else (*self._encodes, TILES)
+        self._setup, self._device, self._get_vae, self._make_rows = (
+            setup,
+            device,
+            get_vae,
+            make_rows,
+        )
+        self.last_method = ""
+        exact_methods = (WHOLE_FRAME,) if make_rows is None else (WHOLE_FRAME, ROW_PARALLEL)
+        self._encode_methods: tuple[str, ...] = (
+            (ROW_PARALLEL,) if setup.execution.vae_parallel else exact_methods
+        )
+        self._decode_methods = (
+            (TILED,) if setup.execution.vae_tiling else (*self._encode_methods, TILED)
+        )
 
     def encode(self, video_3FHW: Tensor) -> Tensor | None:
         """Returns the normalized latents [Z,f,h,w] on the main rank; all ranks call it."""
         _, frames, height, width = video_3FHW.shape
-        time, scale, _ = self._setup.preset.vae_stride
-        steps = 1 + (frames - 1) // time
-        need = memory.vae_activations(self._setup, "encode", (steps, height, width))
+        time_stride, space_stride, _ = self._setup.preset.vae_stride
+        num_latent_frames = 1 + (frames - 1) // time_stride
+        min_bytes = memory.vae_activations(
+            self._setup, "encode", (num_latent_frames, height, width)
+        )
 
         def attempt(method: str, may_fail: bool) -> Tensor | None:
-            work = partial(VideoVAE.encode, video_3FHW=video_3FHW)
+            encode_video = partial(VideoVAE.encode, video_3FHW=video_3FHW)
             # Ranks agree once before and once after the latent frames.
-            return self._run(method, height // scale, 2 + steps, work, need if may_fail else 0)
+            return self._run_on_ranks(
+                method,
+                height // space_stride,
+                2 + num_latent_frames,
+                encode_video,
+                min_bytes if may_fail else 0,
+            )
 
-        return self._first(self._encodes, attempt)
+        return self._try_methods(self._encode_methods, attempt)
 
-    def decode(self, latent_Zfhw: Tensor, sink: Sink, release: Callable[[], None]) -> bool:
+    def decode(self, latent_Zfhw: Tensor, sink: Sink, release_ranks: Callable[[], None]) -> bool:
         """Decodes latents into the sink of the main rank; all ranks call it.
 
         Args:
@@ -68,55 +89,63 @@ class Codec:
         Returns:
             Whether this is the main rank.
         """
-        _, steps, height, _ = latent_Zfhw.shape
-        need = self._need(latent_Zfhw)
-        is_main = self._rows is None or self._rows(height, False).rank == 0
+        _, num_latent_frames, height, _ = latent_Zfhw.shape
+        min_bytes = self._estimate_decode_bytes(latent_Zfhw)
+        is_main = self._make_rows is None or self._make_rows(height, False).rank == 0
 
         def attempt(method: str, may_fail: bool) -> None:
-            if method == TILES:
-                release()
+            if method == TILED:
+                release_ranks()
                 if is_main:
-                    video = self._vae().decode_in_tiles(latent_Zfhw)
+                    video = self._get_vae().decode_in_tiles(latent_Zfhw)
                     sink.begin((video.shape[1], video.shape[2], video.shape[3]))
                     sink.put(video)
                 return
-            work = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
+            decode_to_sink = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
             # Ranks agree three times first, then twice per latent frame: after layers and sink.
-            self._run(method, height, 3 + 2 * steps, work, need if may_fail else 0)
-            release()
+            self._run_on_ranks(
+                method,
+                height,
+                3 + 2 * num_latent_frames,
+                decode_to_sink,
+                min_bytes if may_fail else 0,
+            )
+            release_ranks()
 
-        self._first(self._decodes, attempt)
+        self._try_methods(self._decode_methods, attempt)
         return is_main
 
     def decode_alone(self, latent_Zfhw: Tensor, sink: Sink) -> None:
         """Decodes on this rank into a sink; tries no other method."""
-        self._check_free(self._need(latent_Zfhw))
-        self._vae().stream(latent_Zfhw, sink)
+        self._check_free_memory(self._estimate_decode_bytes(latent_Zfhw))
+        self._get_vae().stream(latent_Zfhw, sink)
 
-    def _need(self, latent_Zfhw: Tensor) -> int:
+    def _estimate_decode_bytes(self, latent_Zfhw: Tensor) -> int:
         """Returns the minimum bytes of activations of decoding."""
-        _, steps, height, width = latent_Zfhw.shape
-        _, *scales = self._setup.preset.vae_stride
-        size = steps, height * scales[0], width * scales[1]
+        _, num_latent_frames, height, width = latent_Zfhw.shape
+        _, *space_strides = self._setup.preset.vae_stride
+        size = num_latent_frames, height * space_strides[0], width * space_strides[1]
         return memory.vae_activations(self._setup, "decode", size)
 
-    def _first(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
+    def _try_methods(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
         """Calls attempt(method, may_fail) until one has enough memory; the last may not fail."""
-        for method, following in zip(methods, (*methods[1:], None), strict=True):
-            self.used = method
+        for method, next_method in zip(methods, (*methods[1:], None), strict=True):
+            self.last_method = method
             try:
-                return attempt(method, following is not None)
+                return attempt(method, next_method is not None)
             except Exception as error:
-                if following is None or not is_out_of_memory(error):
+                if next_method is None or not is_out_of_memory(error):
                     raise
             gc.collect()
             self._device.empty_cache()
-            exact = "; they are not exact" if following == TILES else ""
-            logger.warning("The VAE has too little memory for %s: %s%s.", method, following, exact)
+            suffix = "; they are not exact" if next_method == TILED else ""
+            logger.warning(
+                "The VAE has too little memory for %s: %s%s.", method, next_method, suffix
+            )
         raise AssertionError("the last method returns or raises")
 
-    def _run(
-        self, method: str, height: int, steps: int, work: Callable[..., T], need: int
+    def _run_on_ranks(
+        self, method: str, height: int, num_agreements: int, work: Callable[..., T], min_bytes: int
     ) -> T | None:
         """Calls work(vae, rows=...) on the ranks that have rows, while the other ranks wait.
 
@@ -126,25 +155,27 @@ class Codec:
             work: Encodes or decodes.
             min_bytes: The minimum bytes for all rows.
         """
-        if self._rows is None:
-            self._check_free(need)
-            return work(self._vae(), rows=ALL_ROWS)
-        rows = self._rows(height, method == SHARED)
+        if self._make_rows is None:
+            self._check_free_memory(min_bytes)
+            return work(self._get_vae(), rows=ALL_ROWS)
+        rows = self._make_rows(height, method == ROW_PARALLEL)
 
-        def prepare() -> VideoVAE:
-            self._check_free(rows.row_fraction * need)
-            return self._vae()
+        def load_vae() -> VideoVAE:
+            self._check_free_memory(rows.row_fraction * min_bytes)
+            return self._get_vae()
 
         def attempt() -> T | None:
             if rows.is_idle:
-                rows.wait_for_steps(1 + steps)
+                rows.wait_for_steps(1 + num_agreements)
                 return None
-            return work(rows.run_together(prepare), rows=rows)
+            return work(rows.run_together(load_vae), rows=rows)
 
         return rows.run_together(attempt)
 
-    def _check_free(self, need: float) -> None:
+    def _check_free_memory(self, min_bytes: float) -> None:
         """Raises MemoryError if fewer bytes are free on the device."""
-        free = self._device.free_memory()
-        if free is not None and need > free:
-            raise MemoryError(f"The VAE needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.")
+        free_bytes = self._device.free_memory()
+        if free_bytes is not None and min_bytes > free_bytes:
+            raise MemoryError(
+                f"The VAE needs {min_bytes / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free."
+            )

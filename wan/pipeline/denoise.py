@@ -40,7 +40,7 @@ class Denoiser(Protocol):
         *,
         clip_fea: Tensor | None = None,
         step: StepInfo | None = None,
-        **more: Any,
+        **model_kwargs: Any,
     ) -> list[Tensor]: ...
 
 
@@ -54,7 +54,7 @@ class ExpertSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Conditions:
+class DenoiseInputs:
     """The inputs of the loop that are the same in all steps.
 
     Attributes:
@@ -69,56 +69,56 @@ class Conditions:
         model_kwargs: Branch -> further keywords of the network.
     """
 
-    start: Tensor
+    initial_latents: Tensor
     context: Tensor
     negative_context: Tensor
     y: Tensor | None = None
     clip_fea: Tensor | None = None
-    draw: Draw | None = None
-    timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
-    impose: Callable[[Tensor], Tensor] = lambda latents: latents
-    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sample_noise: Draw | None = None
+    expand_timestep: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
+    fix_latents: Callable[[Tensor], Tensor] = lambda latents: latents
+    model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
+RunBranches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 """Calls a function with "cond" and with "uncond", and returns both results."""
 
 
-def both_here(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+def run_both_branches(predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     """Computes both guidance branches one after the other on this device."""
-    return branch("cond"), branch("uncond")
+    return predict_branch("cond"), predict_branch("uncond")
 
 
-Stepped = Callable[[int, Tensor], None]
+StepCallback = Callable[[int, Tensor], None]
 """Called with the number of steps done and the latents after them."""
 
 
-class Boundary(Protocol):
+class CancellationPoint(Protocol):
     """Lets a video be cancelled between two steps, on all ranks at once."""
 
-    def reached(self, done: int, total: int) -> None:
+    def check(self, num_steps_done: int, num_steps: int) -> None:
         """Raises an error if the video is cancelled.
 
         Every rank calls this before each step and after the last one.
         """
 
-    def apart(self) -> AbstractContextManager[None]:
+    def local_section(self) -> AbstractContextManager[None]:
         """Wraps a part of a step without communication between ranks."""
 
 
-class Unended:
+class NeverCancelled:
     """Implements `CancellationPoint`; never cancels."""
 
-    def reached(self, done: int, total: int) -> None: ...
+    def check(self, num_steps_done: int, num_steps: int) -> None: ...
 
-    def apart(self) -> AbstractContextManager[None]:
+    def local_section(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-UNENDED = Unended()
+NEVER_CANCELLED = NeverCancelled()
 
 
-class Denoising:
+class DenoisingLoop:
     """The denoising loop of a video, which may be paused between two steps.
 
     Attributes:
@@ -126,26 +126,31 @@ class Denoising:
     """
 
     def __init__(
-        self, request: Request, conditions: Conditions, stepped: Stepped | None = None
+        self,
+        params: Request,
+        inputs: DenoiseInputs,
+        callback_on_step_end: StepCallback | None = None,
     ) -> None:
-        self.request, self.latents = request, conditions.start
-        self._stepped = stepped
-        self._conditions = replace(conditions, start=torch.empty(0))  # held once, as self.latents
-        self._plan, self._done = schedule(request), 0
-        self._solver, self._timesteps = make_solver(request, self._plan, conditions.draw)
+        self.params, self.latents = params, inputs.initial_latents
+        self._callback_on_step_end = callback_on_step_end
+        self._inputs = replace(inputs, initial_latents=torch.empty(0))  # held once, as self.latents
+        self._noise_schedule, self._num_steps_done = schedule(params), 0
+        self._solver, self._timesteps = make_solver(
+            params, self._noise_schedule, inputs.sample_noise
+        )
 
     @property
-    def experts(self) -> list[str]:
+    def remaining_experts(self) -> list[str]:
         """The experts of the remaining steps, in order."""
-        return list(dict.fromkeys(self._plan.experts[self._done :]))
+        return list(dict.fromkeys(self._noise_schedule.experts[self._num_steps_done :]))
 
     def advance(
         self,
         experts: ExpertSource,
-        branches: Branches = both_here,
-        caches: Cache | None = None,
-        phases: int | None = None,
-        boundary: Boundary = UNENDED,
+        run_branches: RunBranches = run_both_branches,
+        step_cache: Cache | None = None,
+        num_experts: int | None = None,
+        cancellation_point: CancellationPoint = NEVER_CANCELLED,
     ) -> Tensor:
         """Runs steps and returns the latents after them.
 
@@ -159,32 +164,38 @@ class Denoising:
         Raises:
             NotFiniteError: The latents are NaN or infinite after the first or the last step.
         """
-        first, *others = self.experts[:phases]
-        left = self._plan.experts[self._done :]
-        last = self._done + sum(name in (first, *others) for name in left)
-        total = len(self._plan.experts)
-        experts.get(first)  # before the bar, so that its rate excludes loading
-        for name in others:
+        first_expert, *later_experts = self.remaining_experts[:num_experts]
+        remaining_steps = self._noise_schedule.experts[self._num_steps_done :]
+        stop = self._num_steps_done + sum(
+            name in (first_expert, *later_experts) for name in remaining_steps
+        )
+        num_steps = len(self._noise_schedule.experts)
+        experts.get(first_expert)  # before the bar, so that its rate excludes loading
+        for name in later_experts:
             experts.prefetch(name)
-        with torch.no_grad(), progress(last - self._done, "sampling", "step") as bar:
-            for index in range(self._done, last):
-                boundary.reached(index, total)
-                name = self._plan.experts[index]
-                skipped = 0 if caches is None else caches.count_skipped_steps()
-                said = f"{name}, {skipped} skipped" if skipped else name
-                bar.set_postfix_str(said, refresh=False)
-                self._step(index, experts.get(name), branches, caches, boundary)
+        with torch.no_grad(), progress(stop - self._num_steps_done, "sampling", "step") as bar:
+            for index in range(self._num_steps_done, stop):
+                cancellation_point.check(index, num_steps)
+                name = self._noise_schedule.experts[index]
+                skipped = 0 if step_cache is None else step_cache.count_skipped_steps()
+                postfix = f"{name}, {skipped} skipped" if skipped else name
+                bar.set_postfix_str(postfix, refresh=False)
+                self._step(index, experts.get(name), run_branches, step_cache, cancellation_point)
                 bar.update()
                 if bar.n == 2:  # the first step is slower, so its estimate is not shown
                     bar.refresh()
-            boundary.reached(last, total)
-        return self.latents if self.experts else own(self.request, self.latents)
+            cancellation_point.check(stop, num_steps)
+        return (
+            self.latents
+            if self.remaining_experts
+            else strip_reference_frames(self.params, self.latents)
+        )
 
     def _check_finite(self, expert: str) -> None:
         if not bool(self.latents.isfinite().all()):
             raise NotFiniteError(
-                f"The latents are NaN or infinite after step {self._done} of "
-                f"{len(self._plan.experts)} ({expert}), so no video is made; see whether weights "
+                f"The latents are NaN or infinite after step {self._num_steps_done} of "
+                f"{len(self._noise_schedule.experts)} ({expert}), so no video is made; see whether weights "
                 "or a LoRA are damaged, or try another precision.",
                 self.latents,
             )
@@ -193,34 +204,39 @@ class Denoising:
         self,
         index: int,
         model: Denoiser,
-        branches: Branches,
-        caches: Cache | None,
-        boundary: Boundary,
+        run_branches: RunBranches,
+        step_cache: Cache | None,
+        cancellation_point: CancellationPoint,
     ) -> None:
-        request, conditions = self.request, self._conditions
-        name, (low, high) = self._plan.experts[index], request.sample_guide_scale
-        timestep, grid = self._timesteps[index], request.grid
-        step = StepInfo(index, request.sample_steps, "cond", name, grid, prod(grid))
-        branch = partial(
-            velocity, model, self.latents, conditions.timesteps(timestep), conditions, step
+        params, inputs = self.params, self._inputs
+        name, (low, high) = self._noise_schedule.experts[index], params.sample_guide_scale
+        timestep, grid = self._timesteps[index], params.grid
+        step = StepInfo(index, params.sample_steps, "cond", name, grid, prod(grid))
+        predict_branch = partial(
+            predict_velocity, model, self.latents, inputs.expand_timestep(timestep), inputs, step
         )
-        guidance = None if caches is None else caches.get_if_skips("uncond")
+        guidance = None if step_cache is None else step_cache.get_if_skips("uncond")
         with trace.step(index, name):  # excludes loading
-            guided = guide(
-                branch,
+            guided_velocity = apply_guidance(
+                predict_branch,
                 high if name == "high_noise" else low,
-                branches if guidance is None else partial(guidance, index, branches),
+                run_branches if guidance is None else partial(guidance, index, run_branches),
             )
-            with boundary.apart():
-                made = self._solver.step(guided, timestep.float(), self.latents, return_dict=False)
-                self.latents = conditions.impose(made[0])
-                self._done = index + 1
-                if index in (0, len(self._plan.experts) - 1):  # early, and after all steps
+            with cancellation_point.local_section():
+                solver_output = self._solver.step(
+                    guided_velocity, timestep.float(), self.latents, return_dict=False
+                )
+                self.latents = inputs.fix_latents(solver_output[0])
+                self._num_steps_done = index + 1
+                if index in (
+                    0,
+                    len(self._noise_schedule.experts) - 1,
+                ):  # early, and after all steps
                     self._check_finite(name)
-                if self._stepped is not None:
-                    self._stepped(self._done, self.latents)
+                if self._callback_on_step_end is not None:
+                    self._callback_on_step_end(self._num_steps_done, self.latents)
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Moves the loop's tensors to the CPU while it is paused."""
         self.to(torch.device("cpu"))
 
@@ -230,41 +246,43 @@ class Denoising:
             return
         shape = self.latents.shape
 
-        def moved(value: Any) -> Any:
+        def move_if_latents(value: Any) -> Any:
             if isinstance(value, list):
-                return [moved(one) for one in value]
+                return [move_if_latents(item) for item in value]
             is_latents = isinstance(value, Tensor) and value.shape == shape
             return value.to(device) if is_latents else value
 
-        vars(self._solver).update({n: moved(value) for n, value in vars(self._solver).items()})
-        kept = ("context", "negative_context", "y", "clip_fea")
-        given = {name: getattr(self._conditions, name) for name in kept}
+        vars(self._solver).update(
+            {n: move_if_latents(value) for n, value in vars(self._solver).items()}
+        )
+        input_names = ("context", "negative_context", "y", "clip_fea")
+        inputs = {name: getattr(self._inputs, name) for name in input_names}
         self.latents = self.latents.to(device)
-        there = {name: x.to(device) for name, x in given.items() if x is not None}
-        move = cache(lambda x: x.to(device))  # tensors of both branches are moved once
-        branches = {
+        moved_inputs = {name: x.to(device) for name, x in inputs.items() if x is not None}
+        move_tensor = cache(lambda x: x.to(device))  # tensors of both branches are moved once
+        model_kwargs = {
             branch: {
-                name: [*map(move, value)] if _are_tensors(value) else value
-                for name, value in more.items()
+                name: [*map(move_tensor, value)] if _is_tensor_list(value) else value
+                for name, value in kwargs.items()
             }
-            for branch, more in self._conditions.given.items()
+            for branch, kwargs in self._inputs.model_kwargs.items()
         }
-        self._conditions = replace(self._conditions, **there, given=branches)
+        self._inputs = replace(self._inputs, **moved_inputs, model_kwargs=model_kwargs)
 
 
-def _are_tensors(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, Tensor) for one in value)
+def _is_tensor_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
 
 
-def own(request: Request, latents_Zfhw: Tensor) -> Tensor:
+def strip_reference_frames(params: Request, latents_Zfhw: Tensor) -> Tensor:
     """Removes the latent frames of VACE's reference images, which precede the video's."""
-    if not request.references:
+    if not params.references:
         return latents_Zfhw
-    return latents_Zfhw[:, request.references :].contiguous()
+    return latents_Zfhw[:, params.references :].contiguous()
 
 
-def velocity(
-    model: Denoiser, latents: Tensor, t: Tensor, conditions: Conditions, step: StepInfo, branch: str
+def predict_velocity(
+    model: Denoiser, latents: Tensor, t: Tensor, inputs: DenoiseInputs, step: StepInfo, branch: str
 ) -> Tensor:
     """Predicts the velocity of one guidance branch, float32 [Z,f,h,w].
 
@@ -275,22 +293,26 @@ def velocity(
         step: The step; its branch is replaced by `branch`.
         branch: "cond" or "uncond".
     """
-    context = conditions.context if branch == "cond" else conditions.negative_context
-    more: dict[str, Any] = {
-        **conditions.given.get(branch, {}),
+    context = inputs.context if branch == "cond" else inputs.negative_context
+    model_kwargs: dict[str, Any] = {
+        **inputs.model_kwargs.get(branch, {}),
         "step": replace(step, branch=branch),
     }
-    if conditions.y is not None:
-        more["y"] = [conditions.y]
-    if conditions.clip_fea is not None:
-        more["clip_fea"] = conditions.clip_fea
+    if inputs.y is not None:
+        model_kwargs["y"] = [inputs.y]
+    if inputs.clip_fea is not None:
+        model_kwargs["clip_fea"] = inputs.clip_fea
     with trace.span("branch", branch=branch):
-        return model([latents], t, context=[context], seq_len=step.valid_len, **more)[0]
+        return model([latents], t, context=[context], seq_len=step.valid_len, **model_kwargs)[0]
 
 
-def guide(branch: Callable[[str], Tensor], scale: float, branches: Branches = both_here) -> Tensor:
+def apply_guidance(
+    predict_branch: Callable[[str], Tensor],
+    scale: float,
+    run_branches: RunBranches = run_both_branches,
+) -> Tensor:
     """Returns uncond + scale * (cond - uncond); at scale 1 only cond is computed."""
     if scale == 1:
-        return branch("cond")
-    cond, uncond = branches(branch)
+        return predict_branch("cond")
+    cond, uncond = run_branches(predict_branch)
     return uncond + scale * (cond - uncond)

@@ -28,14 +28,14 @@ FILES = (_PICTURE, *_VIDEOS.values(), *_SCENE.values())
 _REMEDY = "run the preprocessing of Wan2.2 Animate again"
 
 
-class Take(Protocol):
+class FrameReader(Protocol):
     """Reads the frames of a video at the given indices, uint8 [F,H,W,3]."""
 
-    def __call__(self, places: Sequence[int]) -> np.ndarray: ...
+    def __call__(self, indices: Sequence[int]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
-class DrivingVideos:
+class AnimateInputs:
     """The preprocessed inputs of an Animate video.
 
     Attributes:
@@ -47,15 +47,15 @@ class DrivingVideos:
         files: The input files.
     """
 
-    picture: Image.Image
+    reference_image: Image.Image
     size: tuple[int, int]
-    frames: int
+    num_frames: int
     fps: float
-    videos: Mapping[str, Take]
+    readers: Mapping[str, FrameReader]
     files: tuple[Path, ...] = ()
 
 
-def read(folder: Path, replaces: bool) -> DrivingVideos:
+def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
     """Reads and checks the metadata of a preprocessed folder; frames are read later.
 
     Args:
@@ -65,123 +65,132 @@ def read(folder: Path, replaces: bool) -> DrivingVideos:
     Raises:
         InputError: A file is missing or damaged, or differs from the others in size or length.
     """
-    setting, names = "`src_root_path`", _VIDEOS | (_SCENE if replaces else {})
+    setting, names = "`src_root_path`", _VIDEOS | (_SCENE if replace_character else {})
     if not folder.is_dir():
         why = "is no folder" if folder.exists() else "does not exist"
-        raise InputError(setting, folder, why, f"give a folder with {_listed(names)}")
+        raise InputError(setting, folder, why, f"give a folder with {_list_file_names(names)}")
     missing = [name for name in (_PICTURE, *names.values()) if not (folder / name).exists()]
     if missing:
-        why = f"lacks {_joined(missing)}"
-        wanted = f"{' with `replace_flag`' if replaces else ''} it holds {_listed(names)}"
+        why = f"lacks {_join_with_and(missing)}"
+        wanted = f"{' with `replace_flag`' if replace_character else ''} it holds {_list_file_names(names)}"
         raise InputError(setting, folder, why, f"{_REMEDY};{wanted}")
-    paths = {part: folder / name for part, name in names.items()}
-    videos = {part: read_video(path, setting) for part, path in paths.items()}
+    paths = {kind: folder / name for kind, name in names.items()}
+    videos = {kind: read_video(path, setting) for kind, path in paths.items()}
     pose = videos["pose"]
-    _check_sides(pose)
-    for part, video in videos.items():
-        size = (FACE_SIDE, FACE_SIDE) if part == "face" else pose.size
+    _check_pose_size(pose)
+    for kind, video in videos.items():
+        size = (FACE_SIDE, FACE_SIDE) if kind == "face" else pose.size
         if video.size != size:
-            told = "has frames of {}x{} pixels, not {}x{}".format(*video.size, *size)
-            raise InputError(setting, video.path, told, _REMEDY)
-        videos[part] = video.synchronize(pose)
-        frames = videos[part].num_frames
-        if frames != pose.num_frames:
-            told = f"has {frames} frames, not {pose.num_frames} as {_VIDEOS['pose']}"
-            raise InputError(setting, video.path, told, _REMEDY)
-    return DrivingVideos(
+            reason = "has frames of {}x{} pixels, not {}x{}".format(*video.size, *size)
+            raise InputError(setting, video.path, reason, _REMEDY)
+        videos[kind] = video.synchronize(pose)
+        num_frames = videos[kind].num_frames
+        if num_frames != pose.num_frames:
+            reason = f"has {num_frames} frames, not {pose.num_frames} as {_VIDEOS['pose']}"
+            raise InputError(setting, video.path, reason, _REMEDY)
+    return AnimateInputs(
         images.read(folder / _PICTURE, "src_root_path"),
         pose.size,
         pose.num_frames,
         pose.fps,
-        {part: partial(taken, video) for part, video in videos.items()},
+        {kind: partial(read_frames_at, video) for kind, video in videos.items()},
         (folder / _PICTURE, *paths.values()),
     )
 
 
-def _listed(names: Mapping[str, str]) -> str:
-    return _joined([_PICTURE, *names.values()])
+def _list_file_names(names: Mapping[str, str]) -> str:
+    return _join_with_and([_PICTURE, *names.values()])
 
 
-def _joined(names: Sequence[str]) -> str:
-    *some, last = names
-    return f"{', '.join(some)} and {last}" if some else last
+def _join_with_and(names: Sequence[str]) -> str:
+    *first_names, last = names
+    return f"{', '.join(first_names)} and {last}" if first_names else last
 
 
-def _check_sides(pose: VideoFile) -> None:
+def _check_pose_size(pose: VideoFile) -> None:
     width, height = pose.size
     if width % 16 or height % 16:
         why = f"has frames of {width}x{height} pixels, and needs multiples of 16"
         raise InputError("`src_root_path`", pose.path, why, _REMEDY)
 
 
-def count(path: Path) -> int:
+def count_video_frames(path: Path) -> int:
     """Counts the frames of a video."""
     return read_video(path, "`src_root_path`").num_frames
 
 
-def taken(video: VideoFile, places: Sequence[int]) -> np.ndarray:
+def read_frames_at(video: VideoFile, indices: Sequence[int]) -> np.ndarray:
     """Reads frames by index, uint8 [F,H,W,3]; decodes from the start of the video."""
     import numpy as np
 
-    wanted, found = {*places}, dict[int, np.ndarray]()
+    wanted_indices, frames_by_index = {*indices}, dict[int, np.ndarray]()
     frames = video.every()
-    for index, frame in zip(range(max(wanted) + 1), frames, strict=False):
-        if index in wanted:
-            found[index] = frame
+    for index, frame in zip(range(max(wanted_indices) + 1), frames, strict=False):
+        if index in wanted_indices:
+            frames_by_index[index] = frame
     frames.close()  # type: ignore[attr-defined]
-    if len(found) < len(wanted):
-        raise WriteError(f"{video.path} ends before its frame {max(wanted)}; make it again.")
-    return np.stack([found[place] for place in places])
+    if len(frames_by_index) < len(wanted_indices):
+        raise WriteError(
+            f"{video.path} ends before its frame {max(wanted_indices)}; make it again."
+        )
+    return np.stack([frames_by_index[i] for i in indices])
 
 
-def clips(frames: int, clip: int, again: int) -> int:
+def count_overlapping_clips(num_frames: int, clip_frames: int, num_overlap_frames: int) -> int:
     """Returns the number of clips that cover a video, with overlap frames between them."""
-    return -(-(frames - again) // (clip - again))
+    return -(-(num_frames - num_overlap_frames) // (clip_frames - num_overlap_frames))
 
 
-def places(start: int, count: int, frames: int) -> list[int]:
+def make_ping_pong_indices(start: int, num_indices: int, num_frames: int) -> list[int]:
     """Returns frame indices that run back and forth after the end of the video."""
-    period = 2 * frames - 2
-    turns = (place % period for place in range(start, start + count))
-    return [min(place, period - place) for place in turns]
+    period = 2 * num_frames - 2
+    phases = (index % period for index in range(start, start + num_indices))
+    return [min(index, period - index) for index in phases]
 
 
-def padded(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def letterbox_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Scales an image [h,w,3] into (width, height) and pads it with black bars.
 
     Bit-exact with OpenCV's bilinear interpolation of uint8, whose weights have 11 bits.
     """
     import numpy as np
 
-    (height, width, _), (columns, rows) = picture.shape, size
+    (height, width, _), (columns, rows) = image.shape, size
     if height / width > rows / columns:
-        inner = int(rows / height * width), rows
+        scaled_size = int(rows / height * width), rows
     else:
-        inner = columns, int(columns / width * height)
-    whole = np.zeros((rows, columns, 3), np.uint8)
-    left, top = (columns - inner[0]) // 2, (rows - inner[1]) // 2
-    whole[top : top + inner[1], left : left + inner[0]] = _resized(picture, inner)
-    return whole
+        scaled_size = columns, int(columns / width * height)
+    canvas = np.zeros((rows, columns, 3), np.uint8)
+    x_offset, y_offset = (columns - scaled_size[0]) // 2, (rows - scaled_size[1]) // 2
+    canvas[y_offset : y_offset + scaled_size[1], x_offset : x_offset + scaled_size[0]] = (
+        _resize_bilinear(image, scaled_size)
+    )
+    return canvas
 
 
-def _resized(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def _resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     import numpy as np
 
-    height, width, _ = picture.shape
+    height, width, _ = image.shape
     if (width, height) == size:
-        return picture
+        return image
 
-    def between(own: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-        centres = np.float32((np.arange(side) + 0.5) * (own / side) - 0.5)
-        first = np.floor(centres).astype(np.int64)
-        return first, centres - first.astype(np.float32)
+    def make_weights(source_size: int, target_size: int) -> tuple[np.ndarray, np.ndarray]:
+        centers = np.float32((np.arange(target_size) + 0.5) * (source_size / target_size) - 0.5)
+        lower = np.floor(centers).astype(np.int64)
+        return lower, centers - lower.astype(np.float32)
 
-    (x, across), (y, down) = between(width, size[0]), between(height, size[1])
+    (x, across), (y, down) = make_weights(width, size[0]), make_weights(height, size[1])
     across = np.where((x < 0) | (x >= width - 1), np.float32(0), across)
-    a0, a1 = (np.rint(2048 * one).astype(np.int64)[None, :, None] for one in (1 - across, across))
+    a0, a1 = (
+        np.rint(2048 * fraction).astype(np.int64)[None, :, None]
+        for fraction in (1 - across, across)
+    )
     x = x.clip(0, width - 1)
-    pixels = picture.astype(np.int64)
+    pixels = image.astype(np.int64)
     rows = a0 * pixels[:, x] + a1 * pixels[:, (x + 1).clip(0, width - 1)]
-    b0, b1 = (np.rint(2048 * one).astype(np.int64)[:, None, None] for one in (1 - down, down))
-    upper, lower = (rows[place.clip(0, height - 1)] >> 4 for place in (y, y + 1))
+    b0, b1 = (
+        np.rint(2048 * fraction).astype(np.int64)[:, None, None] for fraction in (1 - down, down)
+    )
+    upper, lower = (rows[row_indices.clip(0, height - 1)] >> 4 for row_indices in (y, y + 1))
     return ((((b0 * upper) >> 16) + ((b1 * lower) >> 16) + 2) >> 2).astype(np.uint8)

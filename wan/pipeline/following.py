@@ -12,12 +12,12 @@ from wan.settings.request import Request
 from wan.settings.rules import Values
 
 if TYPE_CHECKING:
-    from wan.pipeline.driving import DrivingVideos
+    from wan.pipeline.driving import AnimateInputs
     from wan.pipeline.media import PoseVideo, Sound
-    from wan.pipeline.sources import ControlSources
+    from wan.pipeline.sources import VaceInputs
 
 
-def sounds(
+def read_s2v_inputs(
     values: Values, preset: Preset, plan: bool = False
 ) -> tuple[Sound | None, PoseVideo | None]:
     """Reads the audio and the metadata of the pose video of S2V."""
@@ -37,7 +37,7 @@ def sounds(
     return media.read_sound(values["audio"]), None if pose is None else media.read_pose(pose)
 
 
-def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos | None:
+def read_animate_inputs(values: Values, preset: Preset, plan: bool = False) -> AnimateInputs | None:
     """Reads the metadata of the preprocessed folder of Animate."""
     folder = values.get("src_root_path")
     if preset.kind != "animate":
@@ -52,73 +52,84 @@ def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos
         raise InputError("`task`", preset.task, why, remedy)
     from wan.pipeline import driving
 
-    return driving.read(folder, bool(values.get("replace_flag")))
+    return driving.read_animate_folder(folder, bool(values.get("replace_flag")))
 
 
-def control(values: Values, preset: Preset, plan: bool = False) -> ControlSources | None:
+def read_vace_inputs(values: Values, preset: Preset, plan: bool = False) -> VaceInputs | None:
     """Reads the source video, mask and reference images of VACE."""
-    given = [name for name in options(Controlled) if values.get(name)]
+    option_names = [name for name in options(Controlled) if values.get(name)]
     if preset.kind != "vace":
-        if given:
-            remedy = f"use vace-1.3B, vace-14B or vace-A14B, or drop `{given[0]}`"
-            raise InputError("`task`", preset.task, f"takes no `{given[0]}`", remedy)
+        if option_names:
+            remedy = f"use vace-1.3B, vace-14B or vace-A14B, or drop `{option_names[0]}`"
+            raise InputError("`task`", preset.task, f"takes no `{option_names[0]}`", remedy)
         return None
-    if not given and plan:
+    if not option_names and plan:
         return None
-    if not given:
+    if not option_names:
         why, remedy = "needs an input", "give `src_video`, `src_ref_images` or both"
         raise InputError("`task`", preset.task, why, remedy)
     from wan.pipeline import sources
 
-    return sources.read(
+    return sources.read_vace_files(
         values.get("src_video"), values.get("src_mask"), values.get("src_ref_images", ())
     )
 
 
-def controlled(
-    values: Values, preset: Preset, found: ControlSources | None, defaults: Values | None = None
+def count_vace_frames(
+    values: Values, preset: Preset, vace_inputs: VaceInputs | None, defaults: Values | None = None
 ) -> dict[str, Any]:
     """Counts reference images, and limits the frames to those of the source video."""
-    if found is None:
+    if vace_inputs is None:
         return {}
-    counts = {"references": len(found.pictures)}
-    asked = {"frame_num": preset.frame_num} | {**(defaults or {})} | {**values}
-    if found.video is None or found.frames >= asked["frame_num"]:
+    counts = {"references": len(vace_inputs.reference_images)}
+    settings = {"frame_num": preset.frame_num} | {**(defaults or {})} | {**values}
+    if vace_inputs.video_reader is None or vace_inputs.num_frames >= settings["frame_num"]:
         return counts
     if "frame_num" in values:
-        why = f"has {found.frames} frames, and `frame_num` is {values['frame_num']}"
+        why = f"has {vace_inputs.num_frames} frames, and `frame_num` is {values['frame_num']}"
         remedy = "give a longer one, or a smaller `frame_num`"
         raise InputError("`src_video`", values["src_video"], why, remedy)
-    return counts | {"frame_num": (found.frames - 1) // 4 * 4 + 1}
+    return counts | {"frame_num": (vace_inputs.num_frames - 1) // 4 * 4 + 1}
 
 
-def moves(
-    values: Values, preset: Preset, moving: DrivingVideos | None, defaults: Values | None = None
+def count_animate_clips(
+    values: Values,
+    preset: Preset,
+    animate_inputs: AnimateInputs | None,
+    defaults: Values | None = None,
 ) -> dict[str, Any]:
     """Counts the clips of an Animate video, and refuses settings without effect on them."""
     from wan.pipeline import driving
 
-    _check_clips(values, preset)
-    asked = {"frame_num": preset.frame_num, "refert_num": 1} | {**(defaults or {})} | {**values}
-    again, most = asked["refert_num"], values.get("num_clip")
-    if moving is None:
-        return {"num_clip": most or 2}  # a plan without a pose video
-    size = values.get("size", moving.size)
-    if size != moving.size:
-        why, own = "is not that of src_pose.mp4", "*".join(map(str, moving.size))
-        raise InputError("`size`", "*".join(map(str, size)), why, f"drop it; the video is {own}")
-    if moving.frames <= again:
-        why = f"has {moving.frames} frame(s), and more than `refert_num` {again} are needed"
+    _check_clip_settings(values, preset)
+    settings = {"frame_num": preset.frame_num, "refert_num": 1} | {**(defaults or {})} | {**values}
+    num_overlap_frames, max_clips = settings["refert_num"], values.get("num_clip")
+    if animate_inputs is None:
+        return {"num_clip": max_clips or 2}  # a plan without a pose video
+    size = values.get("size", animate_inputs.size)
+    if size != animate_inputs.size:
+        why, expected_size = "is not that of src_pose.mp4", "*".join(map(str, animate_inputs.size))
+        raise InputError(
+            "`size`", "*".join(map(str, size)), why, f"drop it; the video is {expected_size}"
+        )
+    if animate_inputs.num_frames <= num_overlap_frames:
+        why = f"has {animate_inputs.num_frames} frame(s), and more than `refert_num` {num_overlap_frames} are needed"
         remedy = "give a longer pose video"
         raise InputError("`src_root_path`", values["src_root_path"], why, remedy)
-    if again >= asked["frame_num"]:
+    if num_overlap_frames >= settings["frame_num"]:
         return {"num_clip": 1}  # refused by VideoParams
-    count = driving.clips(moving.frames, asked["frame_num"], again)
-    count = min(most or count, count)
-    return {"num_clip": count, "size": moving.size, "source_frames": moving.frames}
+    num_clips = driving.count_overlapping_clips(
+        animate_inputs.num_frames, settings["frame_num"], num_overlap_frames
+    )
+    num_clips = min(max_clips or num_clips, num_clips)
+    return {
+        "num_clip": num_clips,
+        "size": animate_inputs.size,
+        "source_frames": animate_inputs.num_frames,
+    }
 
 
-def _check_clips(values: Values, preset: Preset) -> None:
+def _check_clip_settings(values: Values, preset: Preset) -> None:
     """Refuses settings about latents that have no effect on a video of clips."""
     for name in ("decode_latents", "save_latents", "fixed_latents"):
         if values.get(name):
@@ -126,9 +137,9 @@ def _check_clips(values: Values, preset: Preset) -> None:
             raise InputError(f"`{name}`", None, why, "drop it")
 
 
-def check_chain(values: Values, request: Request) -> None:
+def check_chain_settings(values: Values, params: Request) -> None:
     """Refuses settings about latents that have no effect on a chained video."""
-    if request.chain is None:
+    if params.chain is None:
         return
     for name in ("decode_latents", "fixed_latents"):
         if values.get(name):
@@ -139,24 +150,24 @@ def check_chain(values: Values, request: Request) -> None:
         raise InputError("`save_latents=steps`", None, why, remedy)
 
 
-def clips(
-    values: Values, preset: Preset, sound: Sound | None, defaults: Values | None = None
+def count_s2v_clips(
+    values: Values, preset: Preset, audio: Sound | None, defaults: Values | None = None
 ) -> dict[str, Any]:
     """Counts the clips of an S2V video, and refuses settings without effect on them."""
     if values.get("frame_num"):
         why = f"has no effect on {preset.task}, whose clips have `infer_frames`"
         raise InputError("`frame_num`", None, why, "drop it")
-    _check_clips(values, preset)
+    _check_clip_settings(values, preset)
     if values.get("fps", preset.fps) != preset.fps:
         why = f"would break the sync with the audio: {preset.task} has {preset.fps:g} fps"
         raise InputError("`fps`", f"{values['fps']:g}", why, "drop it")
     if values.get("audio_sync") and values.get("start_from_ref"):
         why = "has no effect with `start_from_ref`, where frames and audio start together"
         raise InputError("`audio_sync`", None, why, "drop one of them")
-    most = values.get("num_clip")
-    if sound is None:
-        return {"num_clip": most or 2}  # a plan without audio
+    max_clips = values.get("num_clip")
+    if audio is None:
+        return {"num_clip": max_clips or 2}  # a plan without audio
     assert preset.infer_frames is not None
-    frames = {"infer_frames": preset.infer_frames} | {**(defaults or {})} | {**values}
-    count = sound.clips(frames["infer_frames"])
-    return {"num_clip": min(most or count, count)}
+    settings = {"infer_frames": preset.infer_frames} | {**(defaults or {})} | {**values}
+    num_clips = audio.clips(settings["infer_frames"])
+    return {"num_clip": min(max_clips or num_clips, num_clips)}

@@ -21,8 +21,15 @@ from wan.checkpoint.source import own
 from wan.device import Device
 from wan.log import Stages
 from wan.pipeline import conditioning
-from wan.pipeline.decoding import Codec
-from wan.pipeline.denoise import UNENDED, Boundary, Branches, Denoising, Stepped, both_here
+from wan.pipeline.decoding import VaeRunner
+from wan.pipeline.denoise import (
+    NEVER_CANCELLED,
+    CancellationPoint,
+    DenoisingLoop,
+    RunBranches,
+    StepCallback,
+    run_both_branches,
+)
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import Collected, Sink, VideoVAE
 from wan.settings import timesteps
@@ -36,16 +43,16 @@ if TYPE_CHECKING:
     from wan.modules.model import WanModel
     from wan.pipeline.clip import ClipVision
     from wan.pipeline.clips import Clip
-    from wan.pipeline.driving import DrivingVideos
+    from wan.pipeline.driving import AnimateInputs
     from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.residency import Parked
-    from wan.pipeline.sources import ControlSources
+    from wan.pipeline.sources import VaceInputs
 
-_SPARE = 1 << 30  # bytes reserved for kernels and fragmentation
+_RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
 
 
 @dataclass
-class Residency:
+class OffloadManager:
     """Offloads the weights of a pipeline's networks between their calls.
 
     Attributes:
@@ -58,28 +65,33 @@ class Residency:
 
     device: Device
     resident_blocks: int | None
-    beside: Callable[[Request], int]
+    bytes_outside_blocks: Callable[[Request], int]
     offload: Offload = True
-    request: Request | None = None
-    parked: list[Parked] = field(default_factory=list)
+    params: Request | None = None
+    offloaded_modules: list[Parked] = field(default_factory=list)
 
-    def resident(self, size: int, count: int) -> int:
+    def count_resident_blocks(self, block_bytes: int, num_blocks: int) -> int:
         """Computes how many of `num_blocks` blocks stay on the device."""
-        free = None if self.device.type == "cpu" else self.device.free_memory()
-        if self.resident_blocks is not None or free is None or self.request is None:
+        free_bytes = None if self.device.type == "cpu" else self.device.free_memory()
+        if self.resident_blocks is not None or free_bytes is None or self.params is None:
             return self.resident_blocks or 0
-        left = free - _SPARE - self.beside(self.request) * 5 // 4 - buffers(self.device.type) * size
-        return min(max(left // size, 0), count)
+        available = (
+            free_bytes
+            - _RESERVED_BYTES
+            - self.bytes_outside_blocks(self.params) * 5 // 4
+            - buffers(self.device.type) * block_bytes
+        )
+        return min(max(available // block_bytes, 0), num_blocks)
 
-    def park(self, network: nn.Module, left: Callable[[], None] = lambda: None) -> None:
+    def register(self, network: nn.Module, on_free: Callable[[], None] = lambda: None) -> None:
         """Adds a network that is offloaded to host memory. on_free: clears its caches."""
         from wan.pipeline.residency import Parked
 
-        Parked(network, self.device.torch_device, self.parked, left)
+        Parked(network, self.device.torch_device, self.offloaded_modules, on_free)
 
-    def leave(self) -> None:
+    def free_device(self) -> None:
         """Frees the accelerator memory of all offloaded networks."""
-        for network in self.parked:
+        for network in self.offloaded_modules:
             network.leave()
 
 
@@ -96,7 +108,7 @@ class Experts:
         *,
         offload: Offload,
         files: Mapping[str, Iterable[Path]] | None = None,
-        whole: Callable[[str], WanModel] | None = None,
+        load_editable: Callable[[str], WanModel] | None = None,
     ) -> None:
         """Loads nothing yet.
 
@@ -107,21 +119,21 @@ class Experts:
             load_editable: Loads an expert whose weights may be changed; default: `load`.
         """
         self._load, self.offload, self._files = load, offload, files or {}
-        self._whole = whole or load
+        self._load_editable = load_editable or load
         self._loaded: dict[str, WanModel] = {}
-        self._kept: dict[str, WanModel] = {}
+        self._editable: dict[str, WanModel] = {}
 
-    def keep(self, name: str) -> WanModel:
+    def load_editable(self, name: str) -> WanModel:
         """Returns an expert whose weights the caller may change; it is never released."""
-        if name not in self._kept:
-            loaded = name in self._loaded and isinstance(self.offload, bool)
-            network = self._loaded.pop(name) if loaded else self._whole(name)
-            self._kept[name] = own(network)
-        return self._kept[name]
+        if name not in self._editable:
+            is_reusable = name in self._loaded and isinstance(self.offload, bool)
+            network = self._loaded.pop(name) if is_reusable else self._load_editable(name)
+            self._editable[name] = own(network)
+        return self._editable[name]
 
     def get(self, name: str) -> WanModel:
-        if name in self._kept:
-            return self._kept[name]
+        if name in self._editable:
+            return self._editable[name]
         if name not in self._loaded:
             if self.offload in (True, "block"):
                 self.release()
@@ -133,56 +145,56 @@ class Experts:
 
         This takes no memory of the process or the device; loading then runs at memory speed.
         """
-        if name not in self._loaded and name not in self._kept:
-            _read_ahead(self._files.get(name, ()))
+        if name not in self._loaded and name not in self._editable:
+            _prefetch_weight_files(self._files.get(name, ()))
 
     def release(self) -> None:
-        freed = [weakref.ref(model) for model in self._loaded.values()]
+        model_refs = [weakref.ref(model) for model in self._loaded.values()]
         self._loaded.clear()
-        if any(model() is not None for model in freed):
+        if any(model() is not None for model in model_refs):
             gc.collect()  # a compiled module has reference cycles
 
 
-def _read_ahead(files: Iterable[Path]) -> None:
+def _prefetch_weight_files(files: Iterable[Path]) -> None:
     host.in_background(partial(host.read_ahead, sorted(set(files))))
 
 
 T = TypeVar("T")
 
 
-class Lazy(Generic[T]):
+class LazyModule(Generic[T]):
     """A network that is loaded on first use and can be released."""
 
-    def __init__(self, make: Callable[[], T], files: Iterable[Path] = ()) -> None:
+    def __init__(self, load: Callable[[], T], files: Iterable[Path] = ()) -> None:
         """Loads nothing yet. files: The weight files, for `prefetch`."""
-        self._make, self._files = make, files
-        self._value: T | None = None
+        self._load, self._files = load, files
+        self._module: T | None = None
 
     def prefetch(self) -> None:
-        if self._value is None:
-            _read_ahead(self._files)
+        if self._module is None:
+            _prefetch_weight_files(self._files)
 
     def get(self) -> T:
-        if self._value is None:
-            self._value = self._make()
-        return self._value
+        if self._module is None:
+            self._module = self._load()
+        return self._module
 
     def release(self) -> None:
-        if self._value is not None:
-            self._value = None
+        if self._module is not None:
+            self._module = None
             gc.collect()  # hooks and sharding make reference cycles
 
 
-FromMain = Callable[[Callable[[], Tensor]], Tensor]
+RunAndBroadcast = Callable[[Callable[[], Tensor]], Tensor]
 """Calls make() on one rank and returns its result on all ranks."""
 
 
-def make_here(make: Callable[[], Tensor]) -> Tensor:
+def run_locally(make: Callable[[], Tensor]) -> Tensor:
     return make()
 
 
 @dataclass(frozen=True)
-class Sharing:
+class WorkSharing:
     """Distributes work outside the DiT over ranks; by default every rank computes everything.
 
     Attributes:
@@ -191,9 +203,9 @@ class Sharing:
         run_branches: Computes the two guidance branches.
     """
 
-    text: FromMain = make_here
-    latents: FromMain = make_here
-    branches: Branches = both_here
+    run_text_encoder: RunAndBroadcast = run_locally
+    run_on_rank0: RunAndBroadcast = run_locally
+    run_branches: RunBranches = run_both_branches
 
 
 @dataclass(frozen=True)
@@ -216,23 +228,23 @@ class Inputs:
     last_image: Image.Image | None = None
     prompt_embeds: Tensor | None = None
     negative_prompt_embeds: Tensor | None = None
-    sound: Sound | None = None
+    audio: Sound | None = None
     pose: PoseVideo | None = None
-    driving: DrivingVideos | None = None
-    sources: ControlSources | None = None
-    start: Tensor | None = None
-    stepped: Stepped | None = None
-    done: int = 0
-    end: Tensor | None = None
+    animate: AnimateInputs | None = None
+    vace: VaceInputs | None = None
+    initial_latents: Tensor | None = None
+    callback_on_step_end: StepCallback | None = None
+    num_clips_done: int = 0
+    clip_state: Tensor | None = None
 
-    def digests(self) -> dict[str, str | None]:
+    def compute_digests(self) -> dict[str, str | None]:
         """Returns the SHA-256 of each input, by which ranks check that their inputs are equal."""
-        hooks = ("stepped", "done")
-        names = [one.name for one in fields(self) if one.name not in hooks]
-        return {name: _digest(getattr(self, name)) for name in names}
+        excluded = ("stepped", "done")
+        names = [entry.name for entry in fields(self) if entry.name not in excluded]
+        return {name: _hash_input(getattr(self, name)) for name in names}
 
 
-def _digest(content: Any) -> str | None:
+def _hash_input(content: Any) -> str | None:
     """Returns the SHA-256 of an input in hexadecimal, or None without an input."""
     if content is None:
         return None
@@ -248,8 +260,8 @@ def _digest(content: Any) -> str | None:
     else:
         files = content.files if hasattr(content, "files") else (content.path,)
         digest.update("".join(map(content_digest, files)).encode())
-        for picture in getattr(content, "pictures", ()):
-            digest.update(str(_digest(picture)).encode())
+        for image in getattr(content, "pictures", ()):
+            digest.update(str(_hash_input(image)).encode())
     return digest.hexdigest()
 
 
@@ -274,128 +286,146 @@ class Pipeline:
     """
 
     device: Device
-    text: Lazy[TextEncoder]
-    vae: Lazy[VideoVAE]
-    codec: Codec
-    clip: Lazy[ClipVision]
+    text_encoder: LazyModule[TextEncoder]
+    vae: LazyModule[VideoVAE]
+    vae_runner: VaeRunner
+    clip_vision: LazyModule[ClipVision]
     experts: Experts
     text_size: tuple[int, int]
-    residency: Residency
+    offload_manager: OffloadManager
     stages: Stages
     kernel: str
-    merges: bool
-    caches: Cache
-    sharing: Sharing = field(default_factory=Sharing)
-    hearing: Callable[[Sound], Tensor] | None = None
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    boundary: Boundary = UNENDED
+    returns_lse: bool
+    step_cache: Cache
+    work_sharing: WorkSharing = field(default_factory=WorkSharing)
+    encode_audio: Callable[[Sound], Tensor] | None = None
+    cached_prompt_embeds: dict[str, Tensor] = field(default_factory=dict)
+    cancellation_point: CancellationPoint = NEVER_CANCELLED
     is_main: bool = True
-    overlaps: bool = False
+    overlap_decoding: bool = False
 
     def set_offload(self, offload: Offload) -> None:
         """Sets `offload_model` for the next video; releases networks loaded for another mode."""
-        before, self.residency.offload = self.residency.offload, offload
+        previous, self.offload_manager.offload = self.offload_manager.offload, offload
         self.experts.offload = offload
-        if before != offload and not (isinstance(before, bool) and isinstance(offload, bool)):
-            self.residency.parked.clear()
-            for part in (self.text, self.vae, self.clip, self.experts):
-                part.release()
+        if previous != offload and not (isinstance(previous, bool) and isinstance(offload, bool)):
+            self.offload_manager.offloaded_modules.clear()
+            for network in (self.text_encoder, self.vae, self.clip_vision, self.experts):
+                network.release()
 
-    def latents(self, request: Request, inputs: Inputs = NO_INPUTS) -> Tensor:
+    def generate_latents(self, params: Request, inputs: Inputs = NO_INPUTS) -> Tensor:
         """Generates denoised latents, float32 [Z,f,h,w], on the device."""
-        if inputs.prompt_embeds is None and request.prompt not in self.kept:
-            self.text.prefetch()
-        self.experts.prefetch(timesteps.schedule(request).experts[0])
-        latents = self.advanced(self.prepared(request, inputs))
-        self.done(self.experts)
+        if inputs.prompt_embeds is None and params.prompt not in self.cached_prompt_embeds:
+            self.text_encoder.prefetch()
+        self.experts.prefetch(timesteps.schedule(params).experts[0])
+        latents = self.denoise(self.prepare_denoising(params, inputs))
+        self.release(self.experts)
         return latents
 
-    def clips(self, request: Request, inputs: Inputs) -> Iterator[Clip]:
+    def generate_clips(self, params: Request, inputs: Inputs) -> Iterator[Clip]:
         """Generates a video clip by clip; all ranks call it."""
         from wan.pipeline import chain, characters, clips
 
-        self.experts.prefetch(timesteps.schedule(request).experts[0])
-        if request.chain is not None:
-            return chain.made(self, request, inputs)
-        made = clips.made if inputs.driving is None else characters.made
-        return made(self, request, inputs)
+        self.experts.prefetch(timesteps.schedule(params).experts[0])
+        if params.chain is not None:
+            return chain.generate_chained_clips(self, params, inputs)
+        generate = (
+            clips.generate_s2v_clips
+            if inputs.animate is None
+            else characters.generate_animate_clips
+        )
+        return generate(self, params, inputs)
 
-    def sound_rows(self, sound: Sound, count: int) -> Tensor:
+    def sample_audio_features(self, audio: Sound, num_frames: int) -> Tensor:
         """Returns the audio features of each of `num_frames` video frames, [1,S,C,F]."""
         from wan.pipeline.sound import rows
 
-        assert self.hearing is not None
+        assert self.encode_audio is not None
         with self.stages("sound"):
-            made = partial(self.hearing, sound)
-            return rows(self.sharing.latents(made).to(self.device.torch_device), count)
-
-    def prepared(self, request: Request, inputs: Inputs = NO_INPUTS) -> Denoising:
-        """Encodes prompt and inputs, and returns the denoising loop before its first step."""
-        contexts = self.texts(request, inputs.prompt_embeds, inputs.negative_prompt_embeds)
-        with self.stages("conditioning"):
-            conditions = conditioning.prepare(
-                request,
-                contexts,
-                [one for one in (inputs.image, inputs.last_image) if one is not None],
-                self.encode,
-                self.look,
-                self.device.torch_device,
-                inputs.start,
+            encode = partial(self.encode_audio, audio)
+            return rows(
+                self.work_sharing.run_on_rank0(encode).to(self.device.torch_device), num_frames
             )
-            if request.preset.kind == "vace":
+
+    def prepare_denoising(self, params: Request, inputs: Inputs = NO_INPUTS) -> DenoisingLoop:
+        """Encodes prompt and inputs, and returns the denoising loop before its first step."""
+        contexts = self.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
+        with self.stages("conditioning"):
+            denoise_inputs = conditioning.prepare_denoise_inputs(
+                params,
+                contexts,
+                [image for image in (inputs.image, inputs.last_image) if image is not None],
+                self.encode,
+                self.encode_image,
+                self.device.torch_device,
+                inputs.initial_latents,
+            )
+            if params.preset.kind == "vace":
                 from wan.pipeline import control
 
-                conditions = control.added(request, conditions, inputs.sources, self.encode)
-            self.done(self.vae)
-        return Denoising(request, conditions, inputs.stepped)
+                denoise_inputs = control.add_vace_context(
+                    params, denoise_inputs, inputs.vace, self.encode
+                )
+            self.release(self.vae)
+        return DenoisingLoop(params, denoise_inputs, inputs.callback_on_step_end)
 
-    def advanced(self, video: Denoising, phases: int | None = None) -> Tensor:
+    def denoise(self, loop: DenoisingLoop, num_experts: int | None = None) -> Tensor:
         """Runs the steps of the next `num_experts` experts (default: all) and returns the latents.
 
         The last expert stays in memory. The step cache is started and ended in each call.
         """
-        self.residency.request = video.request
+        self.offload_manager.params = loop.params
         with self.stages("denoising"):
-            video.to(self.device.torch_device)
-            self.caches.start_video(video.request)
-            branches = self.sharing.branches
-            latents = video.advance(self.experts, branches, self.caches, phases, self.boundary)
-            self.caches.clear()
+            loop.to(self.device.torch_device)
+            self.step_cache.start_video(loop.params)
+            run_branches = self.work_sharing.run_branches
+            latents = loop.advance(
+                self.experts, run_branches, self.step_cache, num_experts, self.cancellation_point
+            )
+            self.step_cache.clear()
         return latents
 
-    def texts(
+    def encode_prompt(
         self,
-        request: Request,
+        params: Request,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the embeddings of the prompt and of the negative prompt."""
-        self.residency.request = request
+        self.offload_manager.params = params
         with self.stages("text"):
-            context = self._context(request.prompt, prompt_embeds)
-            negative = context  # not used without guidance
-            if request.guided:
-                negative = self._context(request.negative_prompt, negative_prompt_embeds)
-            self.done(self.text)
-        return context, negative
+            prompt_context = self._get_prompt_embeds(params.prompt, prompt_embeds)
+            negative_context = prompt_context  # not used without guidance
+            if params.guided:
+                negative_context = self._get_prompt_embeds(
+                    params.negative_prompt, negative_prompt_embeds
+                )
+            self.release(self.text_encoder)
+        return prompt_context, negative_context
 
-    def keep_texts(self, texts: Sequence[str], request: Request) -> None:
+    def cache_prompt_embeds(self, prompts: Sequence[str], params: Request) -> None:
         """Caches the embeddings of these prompts and drops all others. params: the first video."""
-        self.kept = {text: x for text, x in self.kept.items() if text in texts}
-        self.residency.request = request
+        self.cached_prompt_embeds = {
+            prompt: embeds
+            for prompt, embeds in self.cached_prompt_embeds.items()
+            if prompt in prompts
+        }
+        self.offload_manager.params = params
         with self.stages("text"):
-            for text in dict.fromkeys(texts):
-                if text not in self.kept:
-                    self.kept[text] = self._context(text, None).to("cpu", copy=True)  # no padding
-            self.done(self.text)
+            for prompt in dict.fromkeys(prompts):
+                if prompt not in self.cached_prompt_embeds:
+                    self.cached_prompt_embeds[prompt] = self._get_prompt_embeds(prompt, None).to(
+                        "cpu", copy=True
+                    )  # no padding
+            self.release(self.text_encoder)
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor | None:
         """Returns pixels [3,F,H,W] in [-1, 1] on the main rank, else None; all ranks call it."""
-        whole = Collected(self.device.torch_device)
-        return whole.video if self.stream(latents_Zfhw, whole) else None
+        collected = Collected(self.device.torch_device)
+        return collected.video if self.stream(latents_Zfhw, collected) else None
 
     def stream(
-        self, latents_Zfhw: Tensor, sink: Sink, part: Callable[[], None] = lambda: None
+        self, latents_Zfhw: Tensor, sink: Sink, release_ranks: Callable[[], None] = lambda: None
     ) -> bool:
         """Decodes into the main rank's sink; all ranks call it.
 
@@ -408,37 +438,37 @@ class Pipeline:
             Whether this is the main rank.
         """
         with self.stages("decoding"):
-            is_main = self.codec.decode(latents_Zfhw, sink, part)
-            self.done(self.vae)
+            is_main = self.vae_runner.decode(latents_Zfhw, sink, release_ranks)
+            self.release(self.vae)
         return is_main
 
     def abandon(self) -> None:
         """Releases all networks and the step cache after a failure."""
-        self.caches.clear()
-        for part in (self.text, self.clip, self.vae, self.experts):
-            self.done(part)
+        self.step_cache.clear()
+        for network in (self.text_encoder, self.clip_vision, self.vae, self.experts):
+            self.release(network)
 
     def encode(self, video_3FHW: Tensor) -> Tensor:
         """Returns the latents of pixels in [-1, 1] on every rank; all ranks call it."""
-        latents = self.codec.encode(video_3FHW)
+        latents = self.vae_runner.encode(video_3FHW)
 
-        def made() -> Tensor:
+        def get_latents() -> Tensor:
             assert latents is not None, "the main rank has them"
             return latents
 
-        return self.sharing.latents(made)
+        return self.work_sharing.run_on_rank0(get_latents)
 
-    def look(self, images: Sequence[Tensor]) -> Tensor:
+    def encode_image(self, images: Sequence[Tensor]) -> Tensor:
         """Computes CLIP features, and releases CLIP before the VAE needs its memory."""
-        found = self.sharing.latents(lambda: self.clip.get()(images))
-        self.done(self.clip)
-        return found
+        features = self.work_sharing.run_on_rank0(lambda: self.clip_vision.get()(images))
+        self.release(self.clip_vision)
+        return features
 
-    def _context(self, prompt: str, embeds: Tensor | None) -> Tensor:
+    def _get_prompt_embeds(self, prompt: str, embeds: Tensor | None) -> Tensor:
         if embeds is None:
-            embeds = self.kept.get(prompt)
+            embeds = self.cached_prompt_embeds.get(prompt)
         if embeds is None:
-            embeds = self.sharing.text(lambda: self.text.get()(prompt))
+            embeds = self.work_sharing.run_text_encoder(lambda: self.text_encoder.get()(prompt))
         length, channels = self.text_size
         if embeds.dim() != 2 or embeds.shape[1] != channels or len(embeds) > length:
             why = f"of shape {list(embeds.shape)} do not fit the DiT"
@@ -446,11 +476,11 @@ class Pipeline:
             raise InputError("Text embeddings", None, why, remedy)
         return embeds.to(self.device.torch_device)
 
-    def done(self, part: Lazy[Any] | Experts) -> None:
+    def release(self, network: LazyModule[Any] | Experts) -> None:
         """Releases or offloads a network after its stage, according to `offload_model`."""
-        if self.residency.offload == "cpu" and part in (self.text, self.experts):
-            self.residency.leave()
-        elif self.residency.offload:
-            part.release()
-        if self.residency.offload:
+        if self.offload_manager.offload == "cpu" and network in (self.text_encoder, self.experts):
+            self.offload_manager.free_device()
+        elif self.offload_manager.offload:
+            network.release()
+        if self.offload_manager.offload:
             self.device.empty_cache()

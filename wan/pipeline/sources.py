@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 from wan.log import logger
 from wan.pipeline import images
-from wan.pipeline.driving import Take, taken
+from wan.pipeline.driving import FrameReader, read_frames_at
 from wan.pipeline.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError
 
 if TYPE_CHECKING:
     from PIL import Image
 
-MOST_PICTURES = 16  # each adds a latent frame
+MAX_REFERENCE_IMAGES = 16  # each adds a latent frame
 _TRAINED_FPS = 16
-_SLOWEST, _FASTEST = 1, 240  # frames per second, the range of `fps`
+_MIN_FPS, _MAX_FPS = 1, 240  # frames per second, the range of `fps`
 
 
 @dataclass(frozen=True)
-class ControlSources:
+class VaceInputs:
     """The inputs of a VACE video.
 
     Attributes:
@@ -39,17 +39,17 @@ class ControlSources:
     """
 
     size: tuple[int, int] | None = None
-    frames: int = 0
+    num_frames: int = 0
     fps: float | None = None
-    video: Take | None = None
-    mask: Take | None = None
-    pictures: tuple[Image.Image, ...] = ()
+    video_reader: FrameReader | None = None
+    mask_reader: FrameReader | None = None
+    reference_images: tuple[Image.Image, ...] = ()
     files: tuple[Path, ...] = ()
 
 
-def read(
-    video: Path | None, mask: Path | None, pictures: Sequence[str | Path | Image.Image]
-) -> ControlSources:
+def read_vace_files(
+    video: Path | None, mask: Path | None, reference_images: Sequence[str | Path | Image.Image]
+) -> VaceInputs:
     """Reads images and the metadata of the videos; frames are read later.
 
     Args:
@@ -60,31 +60,39 @@ def read(
     Raises:
         InputError: A file is damaged, or the mask differs from the video in size or length.
     """
-    if len(pictures) > MOST_PICTURES:
-        why = f"has {len(pictures)} pictures, and at most {MOST_PICTURES} are allowed"
+    if len(reference_images) > MAX_REFERENCE_IMAGES:
+        why = (
+            f"has {len(reference_images)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
+        )
         raise InputError("`src_ref_images`", None, why, "choose some of them")
     if mask is not None and video is None:
         why, remedy = "is a mask without a video", "give the video with `src_video`"
         raise InputError("`src_mask`", mask, why, remedy)
-    shown = tuple(images.from_value(one, "src_ref_images") for one in pictures)
-    files = tuple(Path(one) for one in pictures if isinstance(one, str | Path))
+    loaded_images = tuple(images.from_value(image, "src_ref_images") for image in reference_images)
+    files = tuple(Path(image) for image in reference_images if isinstance(image, str | Path))
     if video is None:
-        return ControlSources(pictures=shown, files=files)
-    found = read_video(video, "`src_video`")
-    _check_pace(found)
-    masking: Take | None = None
+        return VaceInputs(reference_images=loaded_images, files=files)
+    video_file = read_video(video, "`src_video`")
+    _check_source_fps(video_file)
+    mask_reader: FrameReader | None = None
     if mask is not None:
-        masking = partial(taken, _mask(mask, found))
+        mask_reader = partial(read_frames_at, _read_mask_video(mask, video_file))
         files = (mask, *files)
-    own = partial(taken, found)
-    return ControlSources(
-        found.size, found.num_frames, found.fps, own, masking, shown, (video, *files)
+    video_reader = partial(read_frames_at, video_file)
+    return VaceInputs(
+        video_file.size,
+        video_file.num_frames,
+        video_file.fps,
+        video_reader,
+        mask_reader,
+        loaded_images,
+        (video, *files),
     )
 
 
-def _check_pace(video: VideoFile) -> None:
-    if not _SLOWEST <= video.fps <= _FASTEST:
-        why = f"has {video.fps:g} frames per second, and {_SLOWEST} to {_FASTEST} are allowed"
+def _check_source_fps(video: VideoFile) -> None:
+    if not _MIN_FPS <= video.fps <= _MAX_FPS:
+        why = f"has {video.fps:g} frames per second, and {_MIN_FPS} to {_MAX_FPS} are allowed"
         raise InputError("`src_video`", video.path, why, "convert it to 16")
     if abs(video.fps - _TRAINED_FPS) > 0.01 * _TRAINED_FPS:
         logger.warning(
@@ -93,7 +101,7 @@ def _check_pace(video: VideoFile) -> None:
         )
 
 
-def _mask(path: Path, video: VideoFile) -> VideoFile:
+def _read_mask_video(path: Path, video: VideoFile) -> VideoFile:
     """Reads the metadata of a mask, which must have the size and length of its video."""
     mask = read_video(path, "`src_mask`")
     remedy = "give a mask of the same size and length as `src_video`"

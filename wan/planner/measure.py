@@ -168,10 +168,10 @@ class Planner:
         if not self.setup.preset.images:
             return Weights(0)
         if path is None:
-            return Weights(clip.PUBLISHED * dtype.itemsize)
+            return Weights(clip.NUM_ELEMENTS * dtype.itemsize)
         with META:
-            network = clip.blueprint(path).make().to(dtype)
-        return self._split(network, clip.blueprint(path).tensors)
+            network = clip.make_clip_spec(path).make().to(dtype)
+        return self._split(network, clip.make_clip_spec(path).tensors)
 
     def _split(self, network: nn.Module, tensors: Mapping[str, TensorInfo]) -> Weights:
         """Splits the weights of a meta network with final dtypes into allocated and mapped ones."""
@@ -186,7 +186,7 @@ class Planner:
         with self._as_rank(0, parallel) as team:
             with META:
                 network: Any = text.published() if path is None else text.blueprint(path).make()
-            _, sharding = build.shardings(parallel, team)
+            _, sharding = build.make_weight_shardings(parallel, team)
             blocks, dtypes = network.encoder.block, text.dtypes(self.dtype)
             sources: Sources = {}
             if path is not None and self.device.type == "cpu" and ranks == 1:
@@ -265,11 +265,11 @@ class Planner:
         with self._as_rank(rank, parallel) as team:
             target = Target(self.device, checkpoint.head_dim, compute, operators.load)
             selected = select_kernels(setup.attention, target, {})
-            caches = build.step_caches(setup, team)
-            shared = build.collaborators(setup, selected, team, caches)
+            caches = build.build_step_cache(setup, team)
+            shared = build.build_components(setup, selected, team, caches)
             caches.start_run(dict.fromkeys(BRANCHES, caches.planned_steps))
             network, sources = self._network(setup, shared)
-            sharding, _ = build.shardings(parallel, team)
+            sharding, _ = build.make_weight_shardings(parallel, team)
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
             ranks = parallel.world_size if parallel.dit_fsdp else 1
             with _without_data(
@@ -285,7 +285,7 @@ class Planner:
         in_blocks = "masks" if setup.attention.use_rainfusion else "attention cache"
         kept[in_blocks] = kept.pop("self-attention", 0) * layers // measured
         size = replace(size, kept=+kept, activations=activations)
-        return Forward(size, sent, build.attention_line(setup, selected))
+        return Forward(size, sent, build.describe_attention(setup, selected))
 
     def _network(self, setup: Setup, shared: Any) -> tuple[WanModel, Sources]:
         """Builds the first expert's DiT with its quantized layers on the meta device.
@@ -301,7 +301,7 @@ class Planner:
             if setup.quantised is not None and self.device.type == "npu":
                 operators.quantise(network, setup.quantised.experts[expert].sizes)
             elif files.tensors:
-                change = adapt.adaptation(setup, expert, self.device, compute)
+                change = adapt.make_weight_transform(setup, expert, self.device, compute)
                 sources = change(network, mapped(files.tensors))
         read = self.device.type == "cpu" and not setup.parallel.dit_fsdp
         return network, sources if read else {}
@@ -332,7 +332,7 @@ class Planner:
         images = setup.preset.images
         more: dict[str, Any] = {}
         if images:
-            more["clip_fea"] = empty(images, clip.TOKENS, config["image_dim"])
+            more["clip_fea"] = empty(images, clip.NUM_TOKENS, config["image_dim"])
         sounds: list[Any] = [{}] * len(branches)
         if setup.preset.kind == "animate":
             pictures = 4 * (size[0] - 2) + 1

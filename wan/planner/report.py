@@ -124,7 +124,7 @@ def files(planner: Planner) -> Iterator[str]:
     if (path := checkpoint.tokenizer) is not None:
         yield f"  tokenizer: {_name(checkpoint, {path})}"
     if (path := checkpoint.image_encoder) is not None:
-        infos = list(clip.blueprint(path).tensors.values())
+        infos = list(clip.make_clip_spec(path).tensors.values())
         yield _read_from(checkpoint, "image encoder", infos, f"becomes {encoders}")
     if (path := checkpoint.sound_encoder) is not None:
         yield f"  sound encoder: {_name(checkpoint, {path})}; runs in fp32 on the CPU"

@@ -27,7 +27,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import PackedAttentionCall, PackedSelfAttention, SelfAttention
 from wan.output_files import remove_output
 from wan.pipeline import build, video
-from wan.pipeline.denoise import Denoising
+from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Result, Variant, rests, schedule
 from wan.run import Run
@@ -161,9 +161,11 @@ class Rounds:
                 remove_output(file, TRACE)
         self._chosen, self._rest = variants[0].name, 0.0
         self._lock: Lock | None = None
-        self._pipeline = build.pipeline(run.setup, team.device, team, attention=self._beside)
-        texts = self._pipeline.texts(run.request)
-        self._pipeline.text.release()
+        self._pipeline = build.build_pipeline(
+            run.setup, team.device, team, wrap_attention=self._beside
+        )
+        texts = self._pipeline.encode_prompt(run.request)
+        self._pipeline.text_encoder.release()
         self._inputs = Inputs(run.image, run.last_image, *texts)
 
     def _with_steps(self, count: int) -> Request:
@@ -211,13 +213,13 @@ class Rounds:
             for variant, recording in recordings.items():
                 self._chosen = variant.name
                 self._take(warm[variant])
-                warm[variant].rest()
+                warm[variant].offload()
                 begun = time.perf_counter()
                 with trace.recording(recording.recorder):
                     self._take(traced[variant])
                 device.synchronize()
                 steps.setdefault(expert, time.perf_counter() - begun)
-                traced[variant].rest()
+                traced[variant].offload()
                 if variant.comm_type == 1 and not self._rest:
                     own = statistics.median(rests(recording.events) or [0.0])
                     self._rest = max(self._team.gather(own))  # the same on all ranks
@@ -240,7 +242,7 @@ class Rounds:
         parallel = self._run.setup.parallel
         parallel = replace(parallel, comm_type=variant.comm_type, chunks=variant.chunks)
         setup = replace(self._run.setup, parallel=parallel)
-        merges, rank = self._pipeline.merges, self._team.rank
+        merges, rank = self._pipeline.returns_lse, self._team.rank
         plan = plan_of(setup, short, steps, merges, device.type, rank)
         return Recording(plan, device, team=self._team)
 
@@ -267,15 +269,15 @@ class Rounds:
             logger.info("No run with a locked clock: %s.", reasons[0])
             self.results = [result for result in self.results if not result.variant.locked]
 
-    def _prepared(self, request: Request) -> Denoising:
+    def _prepared(self, request: Request) -> DenoisingLoop:
         """Prepares a denoising loop and moves its tensors to host memory."""
-        video = self._pipeline.prepared(request, self._inputs)
-        video.rest()
+        video = self._pipeline.prepare_denoising(request, self._inputs)
+        video.offload()
         return video
 
-    def _take(self, video: Denoising) -> Tensor:
+    def _take(self, video: DenoisingLoop) -> Tensor:
         """Runs the steps of the next expert, or all steps with a step cache."""
-        return self._pipeline.advanced(video, self._phases)
+        return self._pipeline.denoise(video, self._phases)
 
     def measure(self, order: Sequence[Result]) -> None:
         """Runs and measures one round.
@@ -298,7 +300,7 @@ class Rounds:
             peaks = [span.peak for span in own if span.peak is not None]
             result.peak_memory = max([*peaks, result.peak_memory or 0]) if peaks else None
 
-    def _span(self, variant: Variant, video: Denoising, expert: str) -> _Metered:
+    def _span(self, variant: Variant, video: DenoisingLoop, expert: str) -> _Metered:
         """Runs and measures the steps of one expert with one variant."""
         device, self._chosen = self._team.device, variant.name
         device.reset_peak_memory()
@@ -311,7 +313,7 @@ class Rounds:
             self._take(video)
             device.synchronize()
             seconds = time.perf_counter() - begun
-        video.rest()
+        video.offload()
         steps = times.seconds()
         if self._timed is not self._run.request:  # extrapolates to all steps
             count = timesteps.schedule(self._run.request).experts.count(expert)

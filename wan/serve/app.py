@@ -28,7 +28,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wan.log import logger
-from wan.pipeline.sources import MOST_PICTURES
+from wan.pipeline.sources import MAX_REFERENCE_IMAGES
 from wan.serve import fields, pictures
 from wan.serve.fields import PICTURES
 from wan.serve.journal import QueuedVideo
@@ -357,7 +357,7 @@ async def _body(request: Request) -> dict[str, Any]:
 async def _form_fields(request: Request) -> dict[str, Any]:
     """Reads the fields of a form."""
     found: dict[str, Any] = {}
-    most = 8 + MOST_PICTURES
+    most = 8 + MAX_REFERENCE_IMAGES
     async with request.form(
         max_files=most, max_fields=100, max_part_size=sys.maxsize
     ) as form:  # `Guard` limits the size of the body

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.pipeline import driving
-from wan.pipeline.sources import MOST_PICTURES
+from wan.pipeline.sources import MAX_REFERENCE_IMAGES
 from wan.run import PATHS, Run
 from wan.settings.errors import InputError, Words
 from wan.settings.flags import ALIASES, FLAGS, check_given, read
@@ -104,8 +104,8 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
         if key in _OWN:
             own[key] = value
         elif name == PICTURES and isinstance(value, list):
-            if len(value) > MOST_PICTURES:  # before any picture is decoded
-                why = f"has {len(value)} pictures, and at most {MOST_PICTURES} are allowed"
+            if len(value) > MAX_REFERENCE_IMAGES:  # before any picture is decoded
+                why = f"has {len(value)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
                 raise InputError(key, why=why, remedy="choose some of them")
             for index, one in enumerate(value):
                 files[f"{PICTURES}/{index:03}"] = _content(*_part(key, one))

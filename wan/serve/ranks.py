@@ -194,19 +194,19 @@ class Ranks:
             self._pipeline,
             jobs,
             group_by_expert=len(jobs) > 1,
-            denoised=lambda job, latents: job.video.keep(latents),
-            failed=self._failed,
+            on_denoised=lambda job, latents: job.video.keep(latents),
+            on_failed=self._failed,
         )
         if len(jobs) > 1:
             self._pipeline.stages.seconds = jobs[0].stages
             self._embed(jobs)
-        for job in batch.made(make):
+        for job in batch.generate_videos(make):
             read = [one.stages.get("loading", 0.0) for one in jobs]
             alone = job.seconds - job.stages.get("loading", 0.0) + sum(read)
             self._link.cancelled.discard(job.id)
             self._tell("done", job=job.id, texts=job.reused, seconds=alone, loading=sum(read))
         newest = [*self._embeds][: self._most]
-        self._pipeline.kept = {text: self._embeds[text] for text in newest}
+        self._pipeline.cached_prompt_embeds = {text: self._embeds[text] for text in newest}
 
     def _failed(self, job: Served, error: Exception) -> None:
         """Reports a failed video to the front; raises errors that not all ranks have seen."""
@@ -222,14 +222,14 @@ class Ranks:
 
     def _embed(self, jobs: Sequence[Served]) -> None:
         """Encodes the prompts of jobs, and keeps the embeddings of earlier prompts."""
-        there = self._pipeline.kept
+        there = self._pipeline.cached_prompt_embeds
         for job in jobs:
-            needed = job.request.texts
+            needed = job.params.texts
             job.reused = sum(text in there for text in needed), len(needed)
-        own = dict.fromkeys(text for job in jobs for text in job.request.texts)
+        own = dict.fromkeys(text for job in jobs for text in job.params.texts)
         texts = [*own, *(text for text in self._embeds if text in there and text not in own)]
-        self._pipeline.keep_texts(texts, jobs[0].request)
-        self._embeds = {text: self._pipeline.kept[text] for text in texts}
+        self._pipeline.cache_prompt_embeds(texts, jobs[0].params)
+        self._embeds = {text: self._pipeline.cached_prompt_embeds[text] for text in texts}
 
     def _tell(self, what: str, **more: Any) -> None:
         if self._is_main:
@@ -267,7 +267,7 @@ def _serve(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> i
     link = FrontLink(front, env.rank(), env.node())
     try:
         device = devices.resolve(run.setup.execution.device) if team is None else team.device
-        pipeline = build.pipeline(run.setup, device, team)
+        pipeline = build.build_pipeline(run.setup, device, team)
         code = Ranks(flags.parse(front["flags"]), pipeline, team, link, front["texts"]).serve()
         if team is not None:
             team.close()
