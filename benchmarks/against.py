@@ -147,7 +147,7 @@ def make(task: str, folder: Path) -> None:
                 torch.bfloat16,
                 "blocks",
             ),
-            "text_encoder": (text.published(), torch.bfloat16, "block"),
+            "text_encoder": (text.build_published_text_encoder(), torch.bfloat16, "block"),
             "vae": (diffusers.AutoencoderKLWan(**vae), torch.float32, "no layers"),
         }
     for name, (network, dtype, layer) in networks.items():

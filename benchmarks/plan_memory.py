@@ -317,7 +317,7 @@ def measured(case: Case, planned: Run) -> dict[str, list[int]]:
 
 def compared(case: Case, folder: Path) -> list[dict[str, Any]]:
     planned = resolve(flags.parse(case.argv(folder)), lambda *_: None, plan=True)
-    stages = Planner(planned.setup, planned.request).stages()
+    stages = Planner(planned.setup, planned.request).stage_memory()
     real = measured(case, planned)
     return [
         {

@@ -133,7 +133,10 @@ def make(task: str, out: Path, layers: int | None) -> None:
     preset, config = PRESETS[task], configuration(task)
     with torch.device("meta"):
         dit = WanModel(**config, text_dim=4096)
-        encoder, autoencoder = text.published(), vae.published(preset.vae)
+        encoder, autoencoder = (
+            text.build_published_text_encoder(),
+            vae.build_published_vae(preset.vae),
+        )
     names = ["."] if len(preset.experts) == 1 else ["high_noise_model", "low_noise_model"]
     (out / names[0]).mkdir(exist_ok=True)
     (out / names[0] / "config.json").write_text(json.dumps(config))

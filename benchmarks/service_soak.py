@@ -119,7 +119,9 @@ def account(
             if files != {"video.mp4", "video.json"}:
                 wrong.append(f"{name} has {files}")
                 continue
-            shown = [frame.tobytes() for frame in read_video(own / "video.mp4", "video").every()]
+            shown = [
+                frame.tobytes() for frame in read_video(own / "video.mp4", "video").iter_frames()
+            ]
             if len(shown) != frames:
                 wrong.append(f"{name} has {len(shown)} frames, not {frames}")
             looks[asked[name]].add(hashlib.sha256(b"".join(shown)).hexdigest())

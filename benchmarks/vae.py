@@ -34,7 +34,7 @@ from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.pipeline import vae
 from wan.pipeline.conditioning import convert_image_to_tensor
-from wan.pipeline.vae import published
+from wan.pipeline.vae import build_published_vae
 from wan.settings.values import integer
 from wan.vae import tiles
 from wan.vae.network import Autoencoder
@@ -48,7 +48,7 @@ WITH_2_2 = {"z_dim": 48, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48, 
 
 def ours(version: str) -> Autoencoder:
     torch.manual_seed(0)
-    return published(version).eval().requires_grad_(False)
+    return build_published_vae(version).eval().requires_grad_(False)
 
 
 def latents(version: str, size: tuple[int, ...]) -> Tensor:
@@ -97,7 +97,7 @@ def shared(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
 
 def seams(weights: Path, image: Path) -> dict[str, Any]:
     """Measure the seams in five frames, each the image shifted by some pixels."""
-    blueprint = vae.blueprint(weights)
+    blueprint = vae.read_vae_spec(weights)
     loaded = blueprint.load(device=CPU, dtype_of=lambda *_: torch.float32)
     network = vae.VideoVAE(loaded)
     still = convert_image_to_tensor(Image.open(image))

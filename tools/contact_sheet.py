@@ -36,7 +36,7 @@ _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 def read_frames(video: Path) -> list[Image.Image]:
     """Read the frames of a video, in RGB."""
-    return [Image.fromarray(frame) for frame in read_video(video, "videos").every()]
+    return [Image.fromarray(frame) for frame in read_video(video, "videos").iter_frames()]
 
 
 def prompt_of(video: Path) -> str:

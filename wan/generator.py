@@ -351,7 +351,7 @@ class Generator:
             flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
         }
         image, last = (
-            None if named.get(name) is None else images.from_value(named[name], name)
+            None if named.get(name) is None else images.convert_to_image(named[name], name)
             for name in _IMAGES
         )
         pictures = _pictures(named.get(_PICTURES))

@@ -30,7 +30,7 @@ from wan.pipeline.following import (
     read_vace_inputs,
 )
 from wan.pipeline.setup import Setup
-from wan.pipeline.video import check_start, latents_shape
+from wan.pipeline.video import check_latents_shape, read_latents_shape
 from wan.settings import parallel, recipes, step_cache
 from wan.settings.attention import Attention
 from wan.settings.command import (
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from wan.pipeline.driving import AnimateInputs
-    from wan.pipeline.media import PoseVideo, Sound
+    from wan.pipeline.media import Audio, PoseVideo
     from wan.pipeline.pipeline import Inputs
     from wan.pipeline.sources import VaceInputs
 
@@ -149,7 +149,7 @@ class Run:
     output: Output
     image: Image | None
     last_image: Image | None
-    sound: Sound | None
+    sound: Audio | None
     pose: PoseVideo | None
     driving: AnimateInputs | None
     sources: VaceInputs | None
@@ -247,7 +247,7 @@ class Run:
 
     def contents(self) -> dict[str, Any]:
         """Returns digests of the weights and input files, by the setting that names them."""
-        setup, files = self.setup, self.setup.quantised
+        setup, files = self.setup, self.setup.quantized
         found: dict[str, Any] = {
             "--ckpt_dir": fingerprint(setup.checkpoint.files()),
             "--quant_dit_path": files and fingerprint(files.files()),
@@ -323,7 +323,7 @@ def resolve(
     defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)
     values = {**values, **_counted(values, preset, defaults, sound, moving, sources)}
     setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
-    check_start(values.get("fixed_latents"), request.latent_shape)
+    check_latents_shape(values.get("fixed_latents"), request.latent_shape)
     if not plan:
         more = ("image_encoder",) if preset.images else ("sound_encoder",) if sound else ()
         for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
@@ -370,7 +370,7 @@ def _counted(
     values: Values,
     preset: Preset,
     defaults: Values,
-    sound: Sound | None,
+    sound: Audio | None,
     moving: AnimateInputs | None,
     sources: VaceInputs | None,
 ) -> dict[str, Any]:
@@ -398,7 +398,7 @@ def _decide(
     denoising = {"quant_dit_path"}.union(*map(options, (Loras, Attention, Parallel, StepCache)))
     values = {name: value for name, value in values.items() if name not in denoising}
     path = values["decode_latents"]
-    channels, frames, height, width = latents_shape(path)
+    channels, frames, height, width = read_latents_shape(path)
     if channels != preset.latent_channels:
         why = f"and the {preset.vae} VAE of this task decodes {preset.latent_channels}"
         remedy = "give the `ckpt_dir` that the latents were made with"
@@ -567,7 +567,7 @@ def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, I
     from wan.pipeline import images
 
     first, last = (
-        images.read(values[name], name) if name in values else None
+        images.read_image(values[name], name) if name in values else None
         for name in ("image", "last_image")
     )
     return first, last

@@ -152,7 +152,7 @@ class Attacks:
         Image.fromarray(pixels).convert(draw.choice(("RGB", "L"))).save(file, kind)
         path = self.folder / "image"
         path.write_bytes(damaged(file.getvalue(), draw))
-        images.read(path)
+        images.read_image(path)
 
     def trace(self, draw: random.Random) -> None:
         trace = json.loads(json.dumps(self.traced))

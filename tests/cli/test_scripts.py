@@ -87,7 +87,7 @@ def test_arguments_pass_through_unchanged(call) -> None:
 
 def test_example_image(call) -> None:
     words = call("infer_i2v.sh")[1]
-    assert images.read(Path(after(words, "--image"))).size == (256, 256)
+    assert images.read_image(Path(after(words, "--image"))).size == (256, 256)
     for given in (["--image", "cat.jpg"], ["--image=cat.jpg"]):
         words = call("infer_i2v.sh", *given)[1]
         assert sum("--image" in word for word in words) == 1

@@ -29,7 +29,7 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.small_ops import BlockOps
 from wan.pipeline import text
-from wan.pipeline.text import TextEncoder, umt5_blocks
+from wan.pipeline.text import TextEncoder, list_umt5_blocks
 
 WORLDS = pytest.mark.parametrize("world", [2, slow(4)])
 SLOW = [(2, True), (4, False), (4, True)]
@@ -110,10 +110,10 @@ def test_dit_is_bit_equal(tiny, layout: str, world: int, fused: bool) -> None:
 def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextEncoder, nn.Module]:
     """The encoder and its network."""
     checkpoint = describe(folder)
-    network = text.blueprint(checkpoint.require("text_encoder")).load(
+    network = text.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
         device=CPU,
-        dtype_of=text.dtypes(dtype),
-        sharding=FsdpSharding(mesh(), umt5_blocks) if sharded else UNSHARDED,
+        dtype_of=text.choose_text_encoder_dtypes(dtype),
+        sharding=FsdpSharding(mesh(), list_umt5_blocks) if sharded else UNSHARDED,
     )
     tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
     return TextEncoder(network, tokenizer, dtype=dtype, text_len=64), network
@@ -170,7 +170,7 @@ def whole_parts(network: nn.Module, parts: list[nn.Module]) -> list[tuple[int, s
 def keep_only_the_share(folder: Path) -> None:
     model = dit(folder, torch.bfloat16, False, sharded=True, cached=False)
     encoder, umt5 = text_encoder(folder, torch.float32, sharded=True)
-    umt5_parts = umt5_blocks(umt5)
+    umt5_parts = list_umt5_blocks(umt5)
     context = torch.zeros(5, 64)
     calls: list[tuple[Any, list[nn.Module], Callable[[], Any]]] = [
         (model, list(model.blocks), lambda: velocity(model, 5.0, context)),

@@ -167,7 +167,7 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     video += ["--sample_steps", "8", "--ulysses_size", "2", "--step_cache", cache]
     one = command.resolved([*video, "--offload_model", "true"], plan=True)
     both, less = (
-        memory.fullest(one.setup, one.request, device="cpu", offload_model=way)[1]
+        memory.find_fullest_stage(one.setup, one.request, device="cpu", offload_model=way)[1]
         for way in (False, True)
     )
     assert less < both

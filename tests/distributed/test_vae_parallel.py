@@ -26,7 +26,7 @@ from wan.device import resolve
 from wan.distributed.exchange import SINGLE_RANK
 from wan.pipeline import memory
 from wan.pipeline.decoding import VaeRunner
-from wan.pipeline.vae import Collected, blueprint, published
+from wan.pipeline.vae import FrameCollector, build_published_vae, read_vae_spec
 from wan.run import make_setup
 from wan.settings.presets import PRESETS
 from wan.vae.layers import Downsample, ResidualBlock, Upsample, pad_conv_input
@@ -41,7 +41,7 @@ HEIGHT = 5  # rows of latents
 
 @cache
 def network(path: Path) -> Autoencoder:
-    return blueprint(path).load(device=CPU, dtype_of=lambda *_: torch.float32)
+    return read_vae_spec(path).load(device=CPU, dtype_of=lambda *_: torch.float32)
 
 
 def shared(height: int) -> ShardedRows:
@@ -176,7 +176,7 @@ def test_a_long_video(tiny, world: int, version: str) -> None:
 def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, float]:
     """Published widths: distance of the pixels, of their levels, their share, and of latents."""
     torch.manual_seed(0)
-    its = published(version).eval().requires_grad_(False)
+    its = build_published_vae(version).eval().requires_grad_(False)
     frames, height, width = size
     rows, scale = shared(height), its.version.scale
     z = random(1, its.version.z_dim, *size)
@@ -329,7 +329,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
         agreed.clear()
         codec.encode(random(3, 4 * frames - 3, 8, 16).tanh())
         encoding = len(agreed)
-        codec.decode(random(16, frames, 1, 2), Collected(CPU), lambda: None)
+        codec.decode(random(16, frames, 1, 2), FrameCollector(CPU), lambda: None)
         return encoding, len(agreed) - encoding
 
     for is_shared, frames in product((True, False), (1, 2, 3)):
@@ -361,7 +361,7 @@ def test_a_rank_needs_memory_for_its_own_rows(
     """Of two ranks that share the rows each has half; what fails but for memory ends the run."""
     monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: None)
     setup = make_setup({}, PRESETS["t2v-1.3B"], describe(tiny("t2v-1.3B")), world=2)[0]
-    need = memory.vae_activations(setup, "decode", (3, 32, 16))
+    need = memory.estimate_vae_activations(setup, "decode", (3, 32, 16))
     device: Any = SimpleNamespace(free_memory=lambda: free * need, empty_cache=lambda: None)
 
     def load() -> NoReturn:
@@ -374,5 +374,5 @@ def test_a_rank_needs_memory_for_its_own_rows(
 
     codec = VaeRunner(setup, device, load, rows)
     with pytest.raises(DamagedError):
-        codec.decode(random(16, 3, 4, 2), Collected(CPU), lambda: None)
+        codec.decode(random(16, 3, 4, 2), FrameCollector(CPU), lambda: None)
     assert codec.last_method == method

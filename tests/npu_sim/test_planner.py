@@ -40,7 +40,7 @@ class Both:
         self.wrong = dict[str, Any]()
 
     def __call__(self, name: str) -> Any:
-        vendor, planned = resolve_name(name), operators.load(name)
+        vendor, planned = resolve_name(name), operators.load_operator(name)
         if not name.startswith(("torch_npu", "mindiesd")):
             return vendor
         if not callable(vendor):

@@ -140,7 +140,7 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
     assert len([call for call in calls if call.name == "npu_quant_matmul"]) == len(quantised)
     assert torch.equal(out, velocity(network(folders[task], device.resolve("cpu"), name)))
     planned = meta_dit(describe(folders[task][0]).experts[name].config)
-    operators.quantise(planned, export.sizes)
+    operators.insert_quantized_linears(planned, export.sizes)
     for layer, module in quantised.items():
         ours, x = planned.get_submodule(layer), made(1, 7, module.weight.shape[0])
         found, expected = ours(x.to("meta")), module(x)

@@ -31,7 +31,7 @@ from wan.checkpoint.load import as_stored
 from wan.checkpoint.source import Source
 from wan.pipeline import residency
 from wan.pipeline.pipeline import Inputs
-from wan.pipeline.residency import streamed
+from wan.pipeline.residency import stream_blocks
 
 NPU = torch.device("npu", 0)
 
@@ -115,7 +115,7 @@ def recorded(
         network = Blocks(count)
     values = {f"blocks.{i}.weight": torch.full((64, 1), i + 1.0) for i in range(count)}
     sources = {name: Source(x.dtype, (64, 1), x.__getitem__) for name, x in values.items()}
-    adapt = streamed(as_stored, "blocks", NPU, lambda *_: torch.float32, lambda *_: resident)
+    adapt = stream_blocks(as_stored, "blocks", NPU, lambda *_: torch.float32, lambda *_: resident)
     found = []
     with streams.installed(), mock.patch.object(residency, "_SLAB", slab):
         adapt(network, sources)

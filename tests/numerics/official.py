@@ -49,7 +49,7 @@ class Parts:
         self.stages, self.work_sharing = Stages(lambda: None), WorkSharing()
         self.device: Any = type("Device", (), {"torch_device": CPU})
         self.experts: Any = experts
-        found = vae.blueprint(folder.parent / "vae21.weights.safetensors")
+        found = vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")
         self.vae = vae.VideoVAE(found.load(device=CPU, dtype_of=lambda *_: torch.float32))
         self.encode, self.decode = self.vae.encode, self.vae.decode
 

@@ -23,7 +23,7 @@ from wan.checkpoint import keymaps, lora
 from wan.checkpoint.layout import check_task, describe
 from wan.checkpoint.load import Blueprint, merged
 from wan.modules.networks import build_dit
-from wan.pipeline.tiny import diffusers_tensors, write_json
+from wan.pipeline.tiny import convert_to_diffusers, write_json
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 
@@ -75,7 +75,7 @@ def scaled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 WAYS: dict[str, Callable[[dict[str, Tensor], Path], Path]] = {
     "single": single_file,
     "ComfyUI": partial(single_file, prefix="model.diffusion_model."),
-    "diffusers": lambda tensors, folder: single_file(diffusers_tensors(tensors), folder),
+    "diffusers": lambda tensors, folder: single_file(convert_to_diffusers(tensors), folder),
     "without kernels": lambda tensors, folder: single_file(
         {name: x for name, x in tensors.items() if not name.endswith(".kernel")}, folder
     ),
@@ -133,7 +133,7 @@ def test_diffusers_folder(tiny: Any) -> None:
 
 
 def test_damaged_keys_and_values(tiny: Any, tmp_path: Path) -> None:
-    tensors = diffusers_tensors(stored_state(tiny("animate-14B")))
+    tensors = convert_to_diffusers(stored_state(tiny("animate-14B")))
     del tensors["face_adapter.0.to_v.bias"]
     with pytest.raises(InputError, match=r"to_k\.bias lacks the values of these keys"):
         loaded(single_file(tensors, tmp_path / "files"))

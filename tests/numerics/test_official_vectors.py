@@ -190,7 +190,9 @@ def stored_as(reference: Path, name: str, folder: Path, dtype: torch.dtype) -> P
 def test_text_encoder_in_fp32(reference: Path, tiny, tmp_path: Path, stored: torch.dtype) -> None:
     """Loaded as in a run; also from bfloat16 weights, which are upcast a layer at a time."""
     path = stored_as(reference, "t5", tmp_path, stored)
-    network = text.blueprint(path).load(device=CPU, dtype_of=text.dtypes(torch.float32))
+    network = text.read_text_encoder_spec(path).load(
+        device=CPU, dtype_of=text.choose_text_encoder_dtypes(torch.float32)
+    )
     assert network.config._attn_implementation == "eager"  # others are 2e-6 off
     tokenizer = text.load_tokenizer(tiny("t2v-1.3B") / "google/umt5-xxl")
     text.TextEncoder(network, tokenizer, dtype=torch.float32, text_len=160)
@@ -205,7 +207,7 @@ def test_text_encoder_in_fp32(reference: Path, tiny, tmp_path: Path, stored: tor
 @pytest.mark.parametrize("name", ["vae21", "vae22"])
 def test_vae(reference: Path, tmp_path: Path, name: str) -> None:
     path = stored_as(reference, name, tmp_path, torch.float32)
-    network = vae.blueprint(path).load(device=CPU, dtype_of=lambda *_: torch.float32)
+    network = vae.read_vae_spec(path).load(device=CPU, dtype_of=lambda *_: torch.float32)
     ours, cases = vae.VideoVAE(network), load_file(reference / f"{name}.cases.safetensors")
     for case in ("c0", "c1", "c2"):
         latent = ours.encode(cases[f"{case}.video"])

@@ -20,7 +20,7 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
 from wan.pipeline import clips, sound
 from wan.pipeline.conditioning import convert_image_to_tensor
-from wan.pipeline.media import read_sound
+from wan.pipeline.media import read_audio
 from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request, size_in_64
@@ -105,13 +105,13 @@ def test_sound(s2v: Path, name: str) -> None:
     """From the file to what the network hears in each frame."""
     case = told(s2v, "s2v_audio")["wav_cases"][name]
     stored = load_file(s2v / "s2v_audio.cases.safetensors")
-    heard = read_sound(s2v / case["file"])
+    heard = read_audio(s2v / case["file"])
     assert torch.equal(torch.from_numpy(heard.samples), stored[f"{name}.samples16k"].float())
-    assert (heard.states, heard.frames) == (case["hidden_frames"], case["frames30"])
-    assert heard.clips(case["infer_frames"]) == case["num_clips"]
-    sound.check(s2v / "wav2vec2_tiny", 32)
-    features = sound.features(s2v / "wav2vec2_tiny", heard)
-    found = sound.rows(features, case["num_clips"] * case["infer_frames"])
+    assert (heard.num_states, heard.num_features) == (case["hidden_frames"], case["frames30"])
+    assert heard.count_clips(case["infer_frames"]) == case["num_clips"]
+    sound.check_audio_encoder(s2v / "wav2vec2_tiny", 32)
+    features = sound.extract_audio_features(s2v / "wav2vec2_tiny", heard)
+    found = sound.sample_features_per_frame(features, case["num_clips"] * case["infer_frames"])
     assert distance(found, stored[f"{name}.audio_emb"]) <= 2e-5
 
 
@@ -119,7 +119,9 @@ def test_rows_of_sound(s2v: Path) -> None:
     stored = load_file(s2v / "s2v_audio.cases.safetensors")
     for name in ("p", "q_exact", "r", "s", "u_48"):
         case = told(s2v, "s2v_audio")["bucket_cases"][name]
-        found = sound.rows(stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"])
+        found = sound.sample_features_per_frame(
+            stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"]
+        )
         assert torch.equal(found[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"]), name
 
 
@@ -152,18 +154,20 @@ class _Pipeline(Parts):
         self.folder = folder
 
     def sample_audio_features(self, heard: Any, count: int) -> Tensor:
-        return sound.rows(sound.features(self.folder / "wav2vec2_tiny", heard), count)
+        return sound.sample_features_per_frame(
+            sound.extract_audio_features(self.folder / "wav2vec2_tiny", heard), count
+        )
 
 
 def test_whole_run(s2v: Path) -> None:
     """Two clips of `WanS2V.generate`: from a picture and a wav to frames, and between."""
     case = told(s2v, "e2e_s2v")["runs"]["unipc"]
     stored = load_file(s2v / "e2e_s2v.cases.safetensors")
-    image, heard = Image.open(s2v / case["image"]), read_sound(s2v / case["audio"])
+    image, heard = Image.open(s2v / case["image"]), read_audio(s2v / case["audio"])
     values = {
         "prompt": "",
         "infer_frames": case["infer_frames"],
-        "num_clip": heard.clips(case["infer_frames"]),
+        "num_clip": heard.count_clips(case["infer_frames"]),
         "sample_steps": case["steps"],
         "sample_shift": case["shift"],
         "sample_guide_scale": (case["guide_scale"],) * 2,

@@ -16,7 +16,7 @@ from wan.pipeline import text
 def test_a_prompt_is_embedded_as_with_512_tokens(tiny: Any, dtype: torch.dtype) -> None:
     """Also where it has more: what is left out, and how far a prompt is padded, changes nothing."""
     checkpoint = describe(tiny("t2v-A14B"))
-    network = text.blueprint(checkpoint.require("text_encoder")).load(
+    network = text.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
         device=torch.device("cpu"), dtype_of=lambda *_: dtype
     )
     tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))

@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
     "killed in text": (1, f"{PIPELINE}texts", "kill", False, None, 1),
     "killed in denoising": (0, f"{DENOISE}velocity", "kill", False, None, 1),
     "killed in decoding": (0, f"{PIPELINE}stream", "kill", False, None, 1),
-    "killed in writing": (0, "wan.pipeline.video:Mp4Encoder.put", "kill", False, None, 1),
+    "killed in writing": (0, "wan.pipeline.video:Mp4Encoder.write_frames", "kill", False, None, 1),
 }
 PLACES = dict.fromkeys(at for _, at, *_ in FAULTS.values())
 

@@ -192,5 +192,5 @@ def test_a_run_takes_no_more_than_planned(task: str, asked: Ask, tmp_path: Path)
     with live:
         assert run(*argv) == 0
     plan = resolve(command_line.parse([*argv, "--plan"]), lambda *_: None, plan=True)
-    planned = Planner(plan.setup, plan.request).need()
+    planned = Planner(plan.setup, plan.request).peak_bytes()
     assert live.peak.total() <= planned

@@ -18,7 +18,7 @@ from wan.log import Stages
 from wan.pipeline import characters, clips, sound
 from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
 from wan.pipeline.driving import count_overlapping_clips as count_clips
-from wan.pipeline.media import PoseVideo, Sound
+from wan.pipeline.media import Audio, PoseVideo
 from wan.pipeline.pipeline import Inputs, WorkSharing
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request
@@ -282,7 +282,7 @@ def test_every_how_many_frames_a_pose_is_taken() -> None:
 def test_the_sound_of_each_frame() -> None:
     """The nearest of 30 features a second for 16 frames; halves to even; zeros behind the end."""
     heard = torch.arange(1.0, 25).expand(2, 3, 24)
-    found = sound.rows(heard, 16)
+    found = sound.sample_features_per_frame(heard, 16)
     assert found.shape == (1, 2, 3, 16)
     expected = [0, 2, 4, 6, 8, 9, 11, 13, 15, 17, 19, 21, 22]
     assert found[0, 1, 2].tolist() == [place + 1.0 for place in expected] + [0.0] * 3
@@ -293,7 +293,7 @@ def test_the_features_of_a_sound(tiny) -> None:
     """Of transformers' network: normed at the end, and between 50 and 30 a second on a line."""
     folder = tiny("s2v-14B") / "wav2vec2-large-xlsr-53-english"
     samples = np.random.default_rng(4).standard_normal(9000).astype(np.float32) * 0.02 + 0.1
-    heard = Sound(Path("x"), samples)
+    heard = Audio(Path("x"), samples)
     network: Any = Wav2Vec2Model.from_pretrained(folder, attn_implementation="eager").eval()
     raw: list[Tensor] = []
     network.encoder.layers[-1].register_forward_hook(
@@ -305,8 +305,8 @@ def test_the_features_of_a_sound(tiny) -> None:
     states = torch.cat((*states, network.encoder.layer_norm(raw[0])))
     count = int(states.shape[1] / 50 * 30)
     at = np.linspace(0, states.shape[1] - 1, count)
-    found = sound.features(folder, heard)
-    assert found.shape == (25, states.shape[2], count) and heard.frames == count
+    found = sound.extract_audio_features(folder, heard)
+    assert found.shape == (25, states.shape[2], count) and heard.num_features == count
     for layer, channel in ((0, 0), (12, 3), (24, 1), (24, 7)):
         line = np.interp(at, np.arange(states.shape[1]), states[layer, :, channel].numpy())
         assert np.abs(found[layer, channel].numpy() - line).max() <= 1e-4

@@ -235,8 +235,8 @@ def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> N
     kinds = {name: "Q8_0" for name, x in named.items() if x.dim() == 2 and "rel_b" not in name}
     path = tmp_path / "umt5.gguf"
     values = gguf_files.write(path, named, kinds)
-    network = text.blueprint(path).load(
-        device=torch.device("cpu"), dtype_of=text.dtypes(torch.float32)
+    network = text.read_text_encoder_spec(path).load(
+        device=torch.device("cpu"), dtype_of=text.choose_text_encoder_dtypes(torch.float32)
     )
     expected = {
         t5_transformers_name(name): x for name, x in zip(state, values.values(), strict=True)
@@ -328,10 +328,10 @@ def test_kept_weights_take_the_bytes_of_the_file(stored_as: Any) -> None:
         words = ["--gguf_weights", how, "--precision", "bf16", "--frame_num", "1"]
         asked, pipeline = composed(files, *words, "--offload_model", "false")
         network = pipeline.experts.get("dit")
-        planned = Planner(asked.setup, asked.request).stages()["denoising"]["DiT weights"]
+        planned = Planner(asked.setup, asked.request).stage_memory()["denoising"]["DiT weights"]
         assert planned == pytest.approx(held(network), rel=0.03)
         found[how] = held(network.blocks)
         streams, _ = composed(files, *words, "--offload_model", "block")
-        copied = Planner(streams.setup, streams.request).streamed()
+        copied = Planner(streams.setup, streams.request).streaming_per_step()
         assert copied == (2, 2, pytest.approx(2 * found[how], rel=0.03))
     assert found["keep"] < 0.35 * found["upcast"]

@@ -66,7 +66,7 @@ def test_a_file_and_what_python_holds_of_it_give_the_same_pixels(tmp_path: Path)
         path = saved(tmp_path, rgb(SMOOTH), f"x.{extension}")
         expected = np.asarray(Image.open(path).convert("RGB"))
         values = path, str(path), Image.open(path), expected
-        for image in (images.read(path), *map(images.from_value, values)):
+        for image in (images.read_image(path), *map(images.convert_to_image, values)):
             assert np.array_equal(pixels(image), expected), extension
         assert np.abs(expected.astype(int) - SMOOTH).mean() < 12, "the lossy formats"
 
@@ -105,7 +105,7 @@ def test_turned_as_exif_says(tmp_path: Path) -> None:
             path = saved(tmp_path, stored, f"x.{extension}", exif=exif)
             expected = turn(np.asarray(stored.convert("RGB"))).astype(int)
             for given in (path, Image.open(io.BytesIO(path.read_bytes()))):
-                found = pixels(images.from_value(given))
+                found = pixels(images.convert_to_image(given))
                 if found.shape != expected.shape or np.abs(found - expected).mean() >= 12:
                     wrong.append((extension, mode, orientation))
     assert not wrong
@@ -119,9 +119,9 @@ def test_of_several_images_the_first_is_taken(tmp_path: Path) -> None:
         options |= {"save_all": True, "append_images": [Image.new("L", (5, 5))]}
         path = saved(tmp_path, rgb(), name, **options)
         assert Image.open(path).n_frames == 2
-    phone = images.read((tmp_path / "x.mpo").rename(tmp_path / "phone.jpg"))
+    phone = images.read_image((tmp_path / "x.mpo").rename(tmp_path / "phone.jpg"))
     assert phone.size == (SIZE[1], SIZE[0])
-    assert np.array_equal(pixels(images.read(tmp_path / "x.tiff")), RGB)
+    assert np.array_equal(pixels(images.read_image(tmp_path / "x.tiff")), RGB)
 
 
 def test_a_very_large_image_is_read_without_a_warning(
@@ -132,7 +132,7 @@ def test_a_very_large_image_is_read_without_a_warning(
     path = saved(tmp_path, rgb(), "x.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert np.array_equal(pixels(images.read(path)), RGB)
+        assert np.array_equal(pixels(images.read_image(path)), RGB)
 
 
 # More than 8 bits
@@ -154,7 +154,7 @@ def test_grey_of_16_bits(tmp_path: Path) -> None:
         expected = np.rint(DEEP / 257)
         expected = np.rot90(expected, -1) if orientation == 6 else expected
         for given in (path, Image.open(io.BytesIO(path.read_bytes()))):
-            found = grey(images.from_value(given))
+            found = grey(images.convert_to_image(given))
             assert np.array_equal(found, expected), (name, orientation)
 
 
@@ -175,7 +175,7 @@ def test_grey_tiff_of_other_depths_and_senses(tmp_path: Path) -> None:
         (16, 0, sixteen, [255, 0, 127, 254]),
     ):
         path.write_bytes(grey_tiff(bits, photometric, data, (4, 1)))
-        assert grey(images.read(path))[0].tolist() == expected, (bits, photometric)
+        assert grey(images.read_image(path))[0].tolist() == expected, (bits, photometric)
 
 
 UNIT = np.linspace(0, 1, 24 * 16, dtype=np.float32).reshape(16, 24)
@@ -192,9 +192,9 @@ def test_grey_of_32_bits(tmp_path: Path) -> None:
     }
     for name, (values, expected) in table.items():
         path = saved(tmp_path, Image.fromarray(values), "x.tiff")
-        found = grey(images.read(path))
+        found = grey(images.read_image(path))
         assert np.abs(found - expected).max() <= 0.5 + 1e-4, name
-        assert np.array_equal(grey(images.from_value(Image.fromarray(values))), found), name
+        assert np.array_equal(grey(images.convert_to_image(Image.fromarray(values))), found), name
 
 
 # Transparency and colour
@@ -215,7 +215,7 @@ def test_transparent_parts_become_white(caplog: pytest.LogCaptureFixture) -> Non
         if mode in ("LA", "La"):
             image = image.convert("LA")
             array = np.repeat(np.asarray(image)[..., :1], 3, -1)
-        found = pixels(images.from_value(image.convert(mode)))
+        found = pixels(images.convert_to_image(image.convert(mode)))
         assert np.abs(found - over_white(array, ALPHA)).max() <= (1 if mode[-1] == "A" else 2), mode
         assert caplog.messages == [f"The image {WARNING}."], mode
         caplog.clear()
@@ -229,14 +229,14 @@ def test_a_fully_transparent_file_is_white(
     for name in ("x.png", "x.webp", "x.tiff", "x.gif"):
         lossless = {"lossless": True, "exact": True} if name == "x.webp" else {}
         path = saved(tmp_path, image, name, **lossless)
-        assert (pixels(images.read(path)) == 255).all(), name
+        assert (pixels(images.read_image(path)) == 255).all(), name
         assert caplog.messages == [f"{path} {WARNING}."]
         caplog.clear()
 
 
 def test_an_unused_alpha_channel_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     opaque = Image.fromarray(np.dstack((RGB, np.full_like(ALPHA, 255))))
-    assert np.array_equal(pixels(images.from_value(opaque)), RGB)
+    assert np.array_equal(pixels(images.convert_to_image(opaque)), RGB)
     assert not caplog.messages
 
 
@@ -253,7 +253,7 @@ def test_one_transparent_colour(tmp_path: Path) -> None:
         else:
             key = (200,) * 3 if mode == "RGB" else 200
             saved(tmp_path, image.convert(mode), "x.png", transparency=key)
-        assert np.array_equal(grey(images.read(path)), expected), mode
+        assert np.array_equal(grey(images.read_image(path)), expected), mode
 
 
 def test_colours_of_every_mode() -> None:
@@ -265,7 +265,7 @@ def test_colours_of_every_mode() -> None:
     made = {"LAB": lab, "PA": three.quantize(3).convert("PA")}
     made |= {x: three.convert(x) for x in ("1", "L", "P", "CMYK", "YCbCr", "HSV", "RGBX")}
     for mode, image in made.items():
-        red, white, black = pixels(images.from_value(image))[0]
+        red, white, black = pixels(images.convert_to_image(image))[0]
         coloured = mode in ("1", "L") or (red[0] >= 245 and (red[1:] <= 25).all())
         if not ((white >= 250).all() and (black <= 5).all() and coloured):
             wrong[mode] = red, white, black
@@ -285,9 +285,9 @@ def test_arrays_and_tensors() -> None:
         array = (RGB if dtype == "uint8" else RGB / 255).astype(dtype)
         array = array if channels == "last" else array.transpose(2, 0, 1)
         for value in (array, torch.tensor(array).requires_grad_(dtype == "float32")):
-            assert np.array_equal(pixels(images.from_value(value)), RGB), (channels, dtype)
+            assert np.array_equal(pixels(images.convert_to_image(value)), RGB), (channels, dtype)
         if dtype == "float32":  # numpy has no bfloat16
-            rounded = pixels(images.from_value(torch.tensor(array).bfloat16()))
+            rounded = pixels(images.convert_to_image(torch.tensor(array).bfloat16()))
             assert np.abs(rounded - RGB).max() <= 1
 
 
@@ -324,7 +324,7 @@ def test_values_that_are_no_image(tmp_path: Path) -> None:
         "no name": "",
         "no file at home": "~/no such image.png",
     }
-    found = {name: said(images.from_value, value) for name, value in table.items()}
+    found = {name: said(images.convert_to_image, value) for name, value in table.items()}
     assert max(map(len, found.values())) < 200
     libraries = r"(?<=read as an image \().*(?=\))"
     check_refusals("images: values", found, [re.escape(str(Path.home())), libraries])
@@ -341,7 +341,7 @@ def test_of_a_damaged_tiff_only_the_sentence_is_seen(
             data[place] ^= 0xFF
         path.write_bytes(data)
         with pytest.raises(InputError, match="cannot be read as an image"):
-            images.read(path)
+            images.read_image(path)
     os.write(2, b"as before")
     assert capfd.readouterr().err == "as before"
 
@@ -375,19 +375,19 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
     found, path = {}, tmp_path / "x.png"
     for kind, content in CONTENT.items():
         path.write_bytes(content)
-        found[kind] = said(images.read, path)
+        found[kind] = said(images.read_image, path)
     animated = set()
     for kind in ("gif", "webp", "png", *AVIF):
         path = tmp_path / f"x.{kind}"
         rgb().save(path, save_all=True, append_images=[rgb(SMOOTH)])
-        animated.add(said(images.read, path).replace(path.name, "x"))
+        animated.add(said(images.read_image, path).replace(path.name, "x"))
     (found["animated"],) = animated
-    found["raw"] = said(images.read, saved(tmp_path, rgb(), "x.tiff", tiffinfo={254: 1}))
+    found["raw"] = said(images.read_image, saved(tmp_path, rgb(), "x.tiff", tiffinfo={254: 1}))
     for bad in (np.nan, np.inf, -0.5, 1.2, 3.5, 256):
         values = UNIT.copy()
         values[3, 4] = bad
         path = saved(tmp_path, Image.fromarray(values), "x.tiff")
-        found[f"grey of {bad}"] = said(images.read, path)
+        found[f"grey of {bad}"] = said(images.read_image, path)
     check_refusals("images: files", found)
 
 
@@ -400,7 +400,7 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     paths += ["no/cat.png", "~/cat.png", "file/cat.png", ".", "/dev/zero", "pipe.png"]
     paths += ["x" * 5000, "a\0b", "\ud800"]
     found = {
-        ascii(path)[:30]: said(images.read, Path(path)).encode("unicode_escape").decode()
+        ascii(path)[:30]: said(images.read_image, Path(path)).encode("unicode_escape").decode()
         for path in paths
     }
     check_refusals("images: paths", found)
@@ -411,7 +411,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     path = saved(tmp_path, rgb(), "x.png")
     path.chmod(0)
     with pytest.raises(InputError, match=r"cannot be read as an image \(Permission denied\)"):
-        images.read(path)
+        images.read_image(path)
 
 
 # Damaged files
@@ -471,7 +471,7 @@ def read_mutants(count: int, seed: int, folder: Path) -> int:
         for index in range(count):
             path.write_bytes(mutated(content, random_))
             try:
-                image = images.read(path)
+                image = images.read_image(path)
             except InputError as error:
                 refused += 1
                 assert "\n" not in str(error) and len(str(error)) < 400

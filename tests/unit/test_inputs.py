@@ -40,7 +40,7 @@ MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
         driving.FILES,
     ),
     "pose": (
-        lambda folder: Inputs(pose=media.read_pose(folder / "src_pose.mp4")),
+        lambda folder: Inputs(pose=media.read_pose_video(folder / "src_pose.mp4")),
         ("src_pose.mp4",),
     ),
 }
@@ -67,8 +67,8 @@ def test_what_is_no_file_counts_too(files: Path) -> None:
     """Samples, pixels and values; pictures of VACE that are in memory; their order."""
     pictures = [Image.open(files / name).convert("RGB") for name in ("a.png", "b.png")]
     values = torch.zeros(2, 3)
-    heard = media.read_sound(files / "voice.wav")
-    louder = media.Sound(heard.path, heard.samples * np.float32(1.5))
+    heard = media.read_audio(files / "voice.wav")
+    louder = media.Audio(heard.path, heard.samples * np.float32(1.5))
     pairs: list[tuple[str, Any, Any]] = [
         (
             "sources",

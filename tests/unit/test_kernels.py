@@ -165,7 +165,7 @@ def test_a_selection_names_what_can_run() -> None:
         (replace(RAIN, fa_quant="fp8"), CPU, {}, f"rainfusion v3 (per-block E4M3; {TILES})"),
     )
     for attention, device, exported, words in table:
-        target = Target(device, 64, torch.float32, operators.load)
+        target = Target(device, 64, torch.float32, operators.load_operator)
         assert select_kernels(attention, target, exported).describe() == words
 
 
@@ -227,7 +227,7 @@ def test_a_backend_in_a_plan() -> None:
         row = DENSE[name]
         if "cuda" not in row.make:
             continue
-        target = Target(CUDA, 64, torch.bfloat16, operators.load)
+        target = Target(CUDA, 64, torch.bfloat16, operators.load_operator)
         selected = select_kernels(Attention(attention_backend=name), target, {})
         assert selected.dense_kernel.can_return_lse == row.has_lse, name
         assert selected.text_kernel.name == "PyTorch SDPA on cuda"

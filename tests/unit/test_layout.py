@@ -291,12 +291,12 @@ def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path
 def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     path = speaking / SOUND_ENCODER
     assert describe(speaking).require("sound_encoder") == path
-    sound.check(path, 32)
-    found = {"another width": said(sound.check, path, 1024)}
+    sound.check_audio_encoder(path, 32)
+    found = {"another width": said(sound.check_audio_encoder, path, 1024)}
     set_config(path, num_hidden_layers=12)
-    found["fewer layers"] = said(sound.check, path, 32)
+    found["fewer layers"] = said(sound.check_audio_encoder, path, 32)
     (path / "config.json").write_text("{")
-    found["half a file"] = said(sound.check, path, 32)
+    found["half a file"] = said(sound.check_audio_encoder, path, 32)
     shutil.rmtree(path)
     found["none"] = said(describe(speaking).require, "sound_encoder")
     check("sound encoders", found)
@@ -370,7 +370,7 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
         assert schedule(run.request).high_noise_steps == high
         assert run.boundary == ratio
         assert f"boundary_ratio of model_index.json: {ratio}" in "\n".join(
-            report.files(Planner(run.setup, run.request))
+            report.describe_checkpoint_files(Planner(run.setup, run.request))
         )
         model = WanT2V("t2v-A14B", str(pipeline))
         made, _ = model._request(

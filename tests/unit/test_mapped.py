@@ -24,7 +24,7 @@ from wan.cli import main as generate
 from wan.modules.model import WanModel
 from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
-from wan.planner.report import lines, read_again
+from wan.planner.report import describe_plan, describe_rereads
 
 BF16 = ("--precision", "bf16", "--sample_steps", "2")
 DIT = "diffusion_pytorch_model.safetensors"
@@ -96,7 +96,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
         argv = (*argv, "--lora", str(a_lora(folder, tmp_path / "lora.safetensors")))
     asked, pipeline = composed(folder, *argv)
     planner = Planner(asked.setup, asked.request)
-    stages, stay = planner.stages(), planner.mapped()
+    stages, stay = planner.stage_memory(), planner.mapped_weights()
     networks = {
         ("text encoder", "text encoder weights"): pipeline.text_encoder.get()._model,
         ("denoising", "DiT weights"): pipeline.experts.get("dit"),
@@ -115,10 +115,13 @@ def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
     """Of guided steps, which call the network twice; never more than all of it each time."""
     asked, _ = composed(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
     planner = Planner(asked.setup, asked.request)
-    need, stay = planner.stages()["denoising"].total(), planner.mapped()["denoising"].total()
+    need, stay = (
+        planner.stage_memory()["denoising"].total(),
+        planner.mapped_weights()["denoising"].total(),
+    )
 
     def least(memory: int) -> list[str]:
-        said = [line for line in read_again(planner, memory) if "denoising" in line]
+        said = [line for line in describe_rereads(planner, memory) if "denoising" in line]
         return [line.partition("at least ")[2].partition(" from")[0] for line in said]
 
     assert least(need + stay) == [] == least(0)
@@ -126,7 +129,7 @@ def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
     assert least(1) == [
         f"{2 * stay / 1e3:.2f} kB" if 2 * stay < 1e5 else f"{2 * stay / 1e6:.2f} MB"
     ]
-    assert stay < 1e6 or any("mapped from files" in line for line in lines(planner, "t2v"))
+    assert stay < 1e6 or any("mapped from files" in line for line in describe_plan(planner, "t2v"))
 
 
 def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:

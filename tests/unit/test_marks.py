@@ -172,8 +172,8 @@ def test_the_text_encoder_in_one_file(tiny: Any, tmp_path: Path) -> None:
     stored["spiece_model"] = torch.zeros(100, dtype=torch.uint8)
     path = tmp_path / "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
     save_file(stored, path)
-    dtypes = text.dtypes(torch.float32)
-    network = text.blueprint(path).load(device=torch.device("cpu"), dtype_of=dtypes)
+    dtypes = text.choose_text_encoder_dtypes(torch.float32)
+    network = text.read_text_encoder_spec(path).load(device=torch.device("cpu"), dtype_of=dtypes)
     parameters = dict(network.named_parameters())
     assert parameters.keys() == meant.keys()
     assert all(torch.equal(parameters[name].float(), x) for name, x in meant.items())

@@ -60,7 +60,7 @@ def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
     make_sound.write(tmp_path / "sound.wav", 1.0)
     make_character.write(tmp_path / "moves", (32, 32), 5)
     for name, read in (
-        ("sound.wav", media.read_sound),
+        ("sound.wav", media.read_audio),
         ("moves/src_pose.mp4", lambda path: media.read_video(path, "`pose_video`")),
     ):
         script = tmp_path / "list.mp4"
@@ -89,11 +89,11 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     folder = tmp_path / f"of {name}"
     folder.mkdir()
     path.rename(folder / name)
-    video.join(folder, [name, name], path, "a comment")
+    video.join_videos(folder, [name, name], path, "a comment")
     assert driving.count_video_frames(path) == 10
     path.rename("10.mp4")
-    media.add_sound(Path("10.mp4"), Path("sound.wav"), path)
-    assert len(media.read_sound(path).samples) == pytest.approx(10_000, abs=1100)
+    media.add_audio(Path("10.mp4"), Path("sound.wav"), path)
+    assert len(media.read_audio(path).samples) == pytest.approx(10_000, abs=1100)
 
 
 def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
@@ -102,8 +102,8 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     assert len(stored(path)) == 20
     found = sources.read_vace_files(path, clock(tmp_path / "mask.mp4"), ())
     assert "clock.mp4" in caplog.text
-    pose = media.read_pose(path)
-    poses = np.stack(list(pose.frames()))
+    pose = media.read_pose_video(path)
+    poses = np.stack(list(pose.iter_poses()))
     shown = found.video_reader(range(found.num_frames))
     assert (found.mask_reader(range(found.num_frames)) == shown).all()
     for frames, rate in ((shown, found.fps), (poses, 16)):
@@ -114,7 +114,7 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     assert (
         driving.count_video_frames(path)
         == found.num_frames
-        == len(list(media.read_video(path, "x").every()))
+        == len(list(media.read_video(path, "x").iter_frames()))
     )
 
 
@@ -131,7 +131,7 @@ def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> Non
     path = clock(tmp_path / "late.mp4", late=0.5, variable=variable)
     found = sources.read_vace_files(path, path, ())
     assert "late.mp4" in caplog.text
-    frames = np.stack(list(media.read_video(path, "x").every()))
+    frames = np.stack(list(media.read_video(path, "x").iter_frames()))
     assert len(frames) == found.num_frames == driving.count_video_frames(path)
     wanted = np.maximum(np.arange(len(frames)) / found.fps - 0.5, 0)
     assert np.abs(seconds_shown(frames) - wanted).max() < 0.1
@@ -151,9 +151,9 @@ def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, 
     path = tmp_path / f"v.{suffix}"
     ffmpeg(*lavfi(f"testsrc2=s=96x64:r={rate}:d=1.3"), "-pix_fmt", "yuv420p", path)
     found = media.read_video(path, "x")
-    assert (np.stack(list(found.every())) == stored(path)).all()
+    assert (np.stack(list(found.iter_frames())) == stored(path)).all()
     assert f"{found.fps:.2f}" == f"{eval(rate):.2f}" and not caplog.messages
-    assert (np.stack(list(found.every(3))) == stored(path)[::3]).all()
+    assert (np.stack(list(found.iter_frames(3))) == stored(path)[::3]).all()
 
 
 def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
@@ -172,9 +172,11 @@ def test_a_rotated_video_is_read_as_it_is_shown(tmp_path: Path) -> None:
     ffmpeg("-display_rotation", 90, "-i", tmp_path / "v.mp4", "-c", "copy", tmp_path / "r.mp4")
     found = media.read_video(tmp_path / "r.mp4", "x")
     assert found.size == (64, 96)
-    upright = np.stack(list(media.read_video(tmp_path / "v.mp4", "x").every()))
+    upright = np.stack(list(media.read_video(tmp_path / "v.mp4", "x").iter_frames()))
     turned = np.rot90(upright, axes=(1, 2)).astype(int)
-    assert np.abs(np.stack(list(found.every())) - turned).mean() < 3  # chroma is turned before
+    assert (
+        np.abs(np.stack(list(found.iter_frames())) - turned).mean() < 3
+    )  # chroma is turned before
 
 
 def first_loud(samples: np.ndarray) -> float:
@@ -200,10 +202,10 @@ def test_a_sound_that_begins_late(suffix: str, codec: str, cut: float, tmp_path:
     picture = lavfi("color=blue:s=64x64:r=16:d=1.7")
     ffmpeg(*late, *picture, "-map", "1", "-map", "0", "-pix_fmt", "yuv420p", "-c:a", codec, talk)
     ffmpeg(*lavfi("color=red:s=64x64:r=16:d=1.5"), "-pix_fmt", "yuv420p", silent)
-    heard = media.read_sound(talk).samples
+    heard = media.read_audio(talk).samples
     assert first_loud(heard) == pytest.approx(0.5, abs=0.03)
     assert len(heard) / 16000 == pytest.approx(1.7, abs=0.06)
-    media.add_sound(silent, talk, out, cut)
+    media.add_audio(silent, talk, out, cut)
     sound = played(out)
     assert first_loud(sound) == pytest.approx(0.5 - cut, abs=0.03)
     assert len(sound) / 16000 == pytest.approx(1.5, abs=0.06)
@@ -214,7 +216,7 @@ def test_a_plain_sound_keeps_its_samples(tmp_path: Path) -> None:
         path = tmp_path / f"a.{suffix}"
         ffmpeg(*lavfi("sine=d=1.3:r=16000,volume=3"), "-c:a", codec, path)
         decoded = np.frombuffer(ffmpeg("-i", path, "-f", "f32le", "-"), np.float32)
-        assert (media.read_sound(path).samples == decoded).all(), suffix
+        assert (media.read_audio(path).samples == decoded).all(), suffix
 
 
 def test_channels_are_averaged(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     ffmpeg(*tones, "-filter_complex", graph, path)
     left, right = np.frombuffer(ffmpeg("-i", path, "-f", "f32le", "-"), np.float32).reshape(-1, 2).T
     assert np.abs(left - right).max() > 0.1
-    np.testing.assert_allclose(media.read_sound(path).samples, (left + right) / 2, atol=1e-6)
+    np.testing.assert_allclose(media.read_audio(path).samples, (left + right) / 2, atol=1e-6)
 
 
 def stripes(path: Path, width: int, height: int) -> Path:
@@ -255,8 +257,8 @@ def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_
     """Also of one with a sound, and of joined ones; players read by these tags."""
     path = stripes(tmp_path / "a.mp4", *size)
     make_sound.write(tmp_path / "sound.wav", 1.0)
-    media.add_sound(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")
-    video.join(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
+    media.add_audio(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")
+    video.join_videos(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
     for one in (path, tmp_path / "spoken.mp4", tmp_path / "joined.mp4"):
         assert described(one).startswith(f"yuv420p(tv, {name}")
         assert "/" not in described(one), "range, matrix, primaries and transfer"
@@ -266,7 +268,7 @@ def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_
         raw = ffmpeg("-i", one, "-frames:v", 1, "-vf", graph, "-f", "rawvideo", "-")
         (width, height), step = size, size[0] // 8
         frame = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
-        ours = next(media.read_video(one, "x").every())
+        ours = next(media.read_video(one, "x").iter_frames())
         for seen in (frame, ours):
             assert np.abs(seen[height // 2, step :: 2 * step].astype(int) - COLOURS).max() <= 4
 
@@ -286,7 +288,7 @@ def test_a_source_is_read_by_its_tags_or_height(tmp_path: Path) -> None:
         graph += ",setparams=colorspace=" + (tag or "unknown")
         ffmpeg(*raw, "-vf", graph, "-c:v", "libx264", "-crf", 1, path)
         assert (tag or "yuv420p(progressive") in described(path)
-        frame = next(media.read_video(path, "x").every())
+        frame = next(media.read_video(path, "x").iter_frames())
         errors[height, tag] = np.abs(frame[height // 2, 8::16].astype(int) - COLOURS).max()
     assert not {case: error for case, error in errors.items() if error > 4}
 
@@ -307,8 +309,8 @@ def test_hdr_is_tone_mapped_or_named(
 ) -> None:
     path = tmp_path / "hdr.mp4"
     white(transfer, signal)(path)
-    frame = next(media.read_video(path, "x").every())
+    frame = next(media.read_video(path, "x").iter_frames())
     assert frame.min() >= 235 and np.ptp(frame) <= 2 and not caplog.messages
     monkeypatch.setattr("wan.pipeline.video_reader.has_filters", lambda *names: False)
-    assert next(media.read_video(path, "x").every()).max() < 235
+    assert next(media.read_video(path, "x").iter_frames()).max() < 235
     assert len(caplog.messages) == 1 and "hdr.mp4" in caplog.text

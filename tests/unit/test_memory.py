@@ -31,22 +31,22 @@ def test_the_least_that_a_run_takes_must_be_free(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup, request = hd(device)
-    sizes = memory.estimate(setup, request)
-    stages = memory.stages(setup, request, sizes)
+    sizes = memory.estimate_network_sizes(setup, request)
+    stages = memory.compute_stage_memory(setup, request, sizes)
     least = max(usage.total() for usage in stages.values())
     for free, fits in ((least, True), (least - 1, False), (None, True)):
-        monkeypatch.setattr(memory, "free_memory", lambda _, free=free: free)
+        monkeypatch.setattr(memory, "get_free_memory", lambda _, free=free: free)
         if fits:
-            memory.check(setup, request, ranks_here=1)
+            memory.check_memory(setup, request, ranks_here=1)
             continue
         with pytest.raises(InputError, match=r"needs at least .* GB \(denoising\).*with plan\."):
-            memory.check(setup, request, ranks_here=1)
-    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * stages["denoising"].total() - 1)
+            memory.check_memory(setup, request, ranks_here=1)
+    monkeypatch.setattr(memory, "get_free_memory", lambda _: 2 * stages["denoising"].total() - 1)
     if device == "cuda":
-        memory.check(setup, request, ranks_here=2)
+        memory.check_memory(setup, request, ranks_here=2)
     else:  # ranks share the memory of a machine
         with pytest.raises(InputError, match="this machine has"):
-            memory.check(setup, request, ranks_here=2)
+            memory.check_memory(setup, request, ranks_here=2)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_a_device_that_torch_chooses(
 ) -> None:
     """A GPU here may be one that torch cannot use: the run is refused where nothing can hold it."""
     free = {"cuda": gpu, "cpu": host}
-    monkeypatch.setattr(memory, "gpu_memory", lambda _: [gpu])
-    monkeypatch.setattr(memory, "free_memory", free.get)
+    monkeypatch.setattr(memory, "query_gpu_memory", lambda _: [gpu])
+    monkeypatch.setattr(memory, "get_free_memory", free.get)
     if not where:
-        memory.check(*hd("auto"), ranks_here=1)
+        memory.check_memory(*hd("auto"), ranks_here=1)
         return
     with pytest.raises(InputError, match=where):
-        memory.check(*hd("auto"), ranks_here=1)
+        memory.check_memory(*hd("auto"), ranks_here=1)
 
 
 def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +74,8 @@ def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr("time.monotonic", lambda now=clock: now)  # an answer holds 10 seconds
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        assert memory.free_memory("cuda") == free
-    assert memory.free_memory("npu") is None
+        assert memory.get_free_memory("cuda") == free
+    assert memory.get_free_memory("npu") is None
 
 
 GROUPS = {  # of version 2, and of version 1
@@ -184,8 +184,10 @@ def vace_bytes(held: int) -> float:
 def test_the_largest_block_of_vace_has_two_buffers() -> None:
     for held in (0, 4):
         expected, run = vace_bytes(held), streamed_vace(held)
-        sizes = memory.estimate(run.setup, run.request)
-        estimated = memory.stages(run.setup, run.request, sizes)["denoising"]["DiT weights"]
+        sizes = memory.estimate_network_sizes(run.setup, run.request)
+        estimated = memory.compute_stage_memory(run.setup, run.request, sizes)["denoising"][
+            "DiT weights"
+        ]
         assert 0.95 * expected <= estimated <= expected
 
 
@@ -199,7 +201,7 @@ def streamed_vace(held: int) -> Run:
 @pytest.mark.parametrize("held", [0, 4])
 def test_the_plan_of_vace_has_two_buffers(held: int) -> None:
     run = streamed_vace(held)
-    measured = Planner(run.setup, run.request).stages()["denoising"]["DiT weights"]
+    measured = Planner(run.setup, run.request).stage_memory()["denoising"]["DiT weights"]
     assert measured == pytest.approx(vace_bytes(held), rel=0.01)
 
 
@@ -207,7 +209,9 @@ def needed(*words: object) -> dict[str, memory.Usage]:
     """What a plan of 320 x 192 pixels on one GPU is estimated to take, in bfloat16."""
     given = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
     run = planned(*given, *words)
-    return memory.stages(run.setup, run.request, memory.estimate(run.setup, run.request))
+    return memory.compute_stage_memory(
+        run.setup, run.request, memory.estimate_network_sizes(run.setup, run.request)
+    )
 
 
 PARAMETERS = {  # of the published files
@@ -268,4 +272,4 @@ def test_host_memory_of_networks_that_wait(offload: str, parameters: int) -> Non
     words = ["--task", "t2v-A14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda"]
     words += ["--convert_model_dtype", "--offload_model", offload]
     run = planned(*words)
-    assert Planner(run.setup, run.request).host() == 2 * parameters
+    assert Planner(run.setup, run.request).host_bytes() == 2 * parameters

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.refusals import check_refusals
 from wan.distributed import ring
-from wan.planner.placement import layouts
+from wan.planner.placement import list_layouts
 from wan.settings.errors import COMMAND_LINE, InputError
 from wan.settings.parallel import RING_TYPES, Parallel, check_guidance, legal, resolve, spanning
 from wan.settings.schedule import MODES
@@ -149,16 +149,18 @@ def test_groups_that_span_machines_are_noticed() -> None:
 
 def test_layouts_on_two_machines() -> None:
     """8 ranks, 4 on each; q of a rank's tokens is 1 MB."""
-    by_sizes = {one.sizes: one for one in layouts(8, 40, 2, 8e6, (100.0, 10.0))}
+    by_sizes = {one.sizes: one for one in list_layouts(8, 40, 2, 8e6, (100.0, 10.0))}
     whole, both = by_sizes[1, 1, 8], by_sizes[1, 2, 4]
-    assert (whole.inside, whole.between) == pytest.approx((4e6 * 3 / 8, 4e6 * 4 / 8))
-    assert (both.inside, both.between) == pytest.approx((4e6 * 3 / 4, 2e6))
+    assert (whole.bytes_inside, whole.bytes_between) == pytest.approx((4e6 * 3 / 8, 4e6 * 4 / 8))
+    assert (both.bytes_inside, both.bytes_between) == pytest.approx((4e6 * 3 / 4, 2e6))
     assert whole.seconds == pytest.approx(1.5e6 / 1e11 + 2e6 / 1e10)
     only = by_sizes[1, 8, 1]  # the rank that passes on to the other machine
-    assert (only.inside, only.between) == pytest.approx((0, 14e6))
-    assert layouts(8, 40, 2, 8e6, None)[0].between == min(o.between for o in by_sizes.values())
+    assert (only.bytes_inside, only.bytes_between) == pytest.approx((0, 14e6))
+    assert list_layouts(8, 40, 2, 8e6, None)[0].bytes_between == min(
+        o.bytes_between for o in by_sizes.values()
+    )
     with pytest.raises(InputError, match="does not divide the 8 ranks"):
-        layouts(8, 40, 3, 8e6, None)
+        list_layouts(8, 40, 3, 8e6, None)
 
 
 def test_alone() -> None:

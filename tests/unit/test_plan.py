@@ -22,7 +22,7 @@ from wan.pipeline import build, memory
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.pipeline.pipeline import Inputs
 from wan.planner.measure import Planner
-from wan.planner.report import check, lines
+from wan.planner.report import check_plan_memory, describe_plan
 from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.schedule import MODES
@@ -77,7 +77,7 @@ def test_weights_of_published_models_to_the_byte(
 ) -> None:
     """Counts of parameters from the published files' headers."""
     dtype, bytes_ = (("--precision", "fp32"), 4) if full else (("--convert_model_dtype",), 2)
-    stages = quarter(task, *dtype).stages()
+    stages = quarter(task, *dtype).stage_memory()
     assert stages["denoising"]["DiT weights"] == bytes_ * parameters
     assert stages["decoding"]["VAE weights"] == 4 * vae
     assert stages["text encoder"]["text encoder weights"] == 2 * 5_680_910_336
@@ -91,16 +91,16 @@ def test_vae_takes_what_was_measured() -> None:
         ("ti2v-5B", "decoding"): 0.7346,
     }
     for (task, stage), gigabytes in measured.items():
-        stages = quarter(task, "--convert_model_dtype").stages()
+        stages = quarter(task, "--convert_model_dtype").stage_memory()
         found = stages[stage]["activations"] / GB
         assert found == pytest.approx(gigabytes, rel=0.005), (task, stage)
 
 
 def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
     """Against the sums of tensors that the layers are known to hold, worked out by hand."""
-    stages, stream = hd.stages(), 9450 * 5120
+    stages, stream = hd.stage_memory(), 9450 * 5120
     denoising = stages["denoising"]
-    assert hd.need() == denoising.total() > stages["decoding"].total()
+    assert hd.peak_bytes() == denoising.total() > stages["decoding"].total()
     assert denoising["text K/V"] == 2 * 40 * 2 * 512 * 5120 * 2  # branches, layers, K and V
     chunk = 75600 * 128 * 2  # q, k, v or the result of the one head that a rank has of a chunk
     held = 4 * stream + 2 * stream + 3 * 2 * stream + 2 * stream  # residual, normed, qkv, result
@@ -128,7 +128,7 @@ class Recorder:
 def test_latents_in_the_loop(hd: Planner) -> None:
     """As many as the plan takes for granted live when the network is called, at most."""
     for solver in ("unipc", "dpm++"):
-        request = replace(hd.request, sample_solver=solver, size=(128, 128), sample_steps=5)
+        request = replace(hd.params, sample_solver=solver, size=(128, 128), sample_steps=5)
         live = Live("cpu")
         network = Recorder(live)
         with live:
@@ -136,14 +136,14 @@ def test_latents_in_the_loop(hd: Planner) -> None:
             conditions = DenoiseInputs(torch.zeros(request.latent_shape), empty, empty)
             DenoisingLoop(request, conditions).advance(network)
         one = 4 * prod(request.latent_shape)
-        assert hd.stages()["denoising"]["latents"] / 1e6 == pytest.approx(6 * LATENT_MB)
+        assert hd.stage_memory()["denoising"]["latents"] / 1e6 == pytest.approx(6 * LATENT_MB)
         assert 5 <= max(network.held) // one <= 6  # beside the solver's tables
 
 
 def forward(hd: Planner, **changes: object) -> int:
     """The most bytes beside weights and inputs, with other values of `Parallel`."""
     parallel = replace(hd.setup.parallel, **changes)
-    return max(forward.size.activations.total() for forward in hd.forwards(parallel))
+    return max(forward.size.activations.total() for forward in hd.measure_forwards(parallel))
 
 
 @pytest.mark.slow
@@ -166,8 +166,8 @@ def test_rings_hold_what_they_should(hd: Planner) -> None:
 @pytest.mark.slow
 def test_a_ring_gathers_what_cannot_be_merged() -> None:
     argv = ("--task", "t2v-A14B", *HD, "--ring_size", "2", "--ulysses_size", "4", "--comm_type", 1)
-    passed = lines(planner(*argv, "--chip", "A5"), "")
-    gathered = lines(planner(*argv, "--chip", "A5", "--fa_quant", "fp8"), "")
+    passed = describe_plan(planner(*argv, "--chip", "A5"), "")
+    gathered = describe_plan(planner(*argv, "--chip", "A5", "--fa_quant", "fp8"), "")
     assert any("Ring (keys and values are passed on): 20 tensors" in line for line in passed)
     assert any("Ring (keys and values are gathered): 20 tensors" in line for line in gathered)
 
@@ -175,7 +175,7 @@ def test_a_ring_gathers_what_cannot_be_merged() -> None:
 @pytest.mark.slow
 def test_sharded_weights() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--device", "cuda", "--convert_model_dtype")
-    stages = planner(*argv, "--dit_fsdp", "--t5_fsdp").stages()
+    stages = planner(*argv, "--dit_fsdp", "--t5_fsdp").stage_memory()
     weights = 2 * 14_288_491_584
     assert stages["denoising"]["DiT weights"] == pytest.approx(weights / 8, rel=1e-3)
     assert stages["text encoder"]["text encoder weights"] == pytest.approx(11.36 * GB / 8, rel=1e-3)
@@ -187,7 +187,7 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
     before = set(sys.modules)
     argv = ("--task", "t2v-1.3B", "--ulysses_size", "2", "--size", "832*480", "--frame_num", "5")
     npu = ("--chip", "A5", "--fa_quant", "fp8", "--quant_alltoall", "--fa_freq_cap", "1200")
-    assert planner(*argv, *npu).need()
+    assert planner(*argv, *npu).peak_bytes()
     new = {name for name in set(sys.modules) - before if name.startswith(("torch_npu", "mindiesd"))}
     assert not new
 
@@ -195,20 +195,22 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
 @pytest.mark.slow
 def test_vendors_kernels_hold_what_they_should() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT)
-    plain = planner(*argv, "--chip", "A2").need()
-    assert plain < planner(*argv, "--chip", "A2", "--attention_algo", "laser").need()
+    plain = planner(*argv, "--chip", "A2").peak_bytes()
+    assert plain < planner(*argv, "--chip", "A2", "--attention_algo", "laser").peak_bytes()
     fp8 = ("--chip", "A5", "--fa_quant", "fp8")
-    assert plain < (quantised := planner(*argv, *fp8).need())
-    assert planner(*argv, *fp8, "--quant_alltoall").need() < quantised
+    assert plain < (quantised := planner(*argv, *fp8).peak_bytes())
+    assert planner(*argv, *fp8, "--quant_alltoall").peak_bytes() < quantised
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
-    assert planner(*argv, "--chip", "A5", *v3).stages()["denoising"]["masks"] > 1e6
+    assert planner(*argv, "--chip", "A5", *v3).stage_memory()["denoising"]["masks"] > 1e6
 
 
 @pytest.mark.slow
 def test_cpu_slices_are_smaller() -> None:
     """Where the float32 copies of a norm are part of the most."""
     argv = ("--task", "ti2v-5B", "--ulysses_size", "4", "--precision", "bf16", "--device")
-    cpu, cuda = (planner(*argv, device).stages()["denoising"].total() for device in ("cpu", "cuda"))
+    cpu, cuda = (
+        planner(*argv, device).stage_memory()["denoising"].total() for device in ("cpu", "cuda")
+    )
     assert cpu < cuda
 
 
@@ -241,7 +243,7 @@ def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> Non
     """The largest of the plan's stages but decoding, which does not run here."""
     sizes = () if "--ring_size" in argv else ("--ulysses_size", "2")
     found = planned("--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *sizes, *argv)
-    want = Planner(found.setup, found.request).stages()["denoising"].total()
+    want = Planner(found.setup, found.request).stage_memory()["denoising"].total()
     real = max(peak for peak, _ in run(2, living, found))
     # Of 5 MB in all, what gloo's thread frees a moment earlier or later is 2 % from run to run.
     assert 0.95 * real <= want <= 1.08 * real
@@ -251,8 +253,8 @@ def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> Non
 def test_an_image_is_planned(tmp_path: Path) -> None:
     Image.new("RGB", (64, 96)).save(tmp_path / "a.png")
     size = ("--size", "64*96", "--frame_num", "9")
-    without = planner("--task", "ti2v-5B", *size).stages()
-    image = planner("--task", "ti2v-5B", *size, "--image", tmp_path / "a.png").stages()
+    without = planner("--task", "ti2v-5B", *size).stage_memory()
+    image = planner("--task", "ti2v-5B", *size, "--image", tmp_path / "a.png").stage_memory()
     assert "image encoder" in image and "image encoder" not in without
     assert image["denoising"].total() > without["denoising"].total()
 
@@ -268,7 +270,7 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
 def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None:
     found = planned("--task", "t2v-A14B", *HD, *EIGHT, "--device_memory", "64", *argv)
     with pytest.raises(InputError) as refused:
-        check(Planner(found.setup, found.request), found.device_memory)
+        check_plan_memory(Planner(found.setup, found.request), found.device_memory)
     assert words in str(refused.value)
     given = {word[2:] for word in argv if word.startswith("--")} - {"offload_model"}
     assert not given & set(str(refused.value).split("fits with")[-1].split())
@@ -278,7 +280,9 @@ def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None
 def test_only_flags_that_are_not_given_and_topologies_that_are_allowed() -> None:
     argv = ("--task", "t2v-A14B", *HD, "--comm_type", "1", "--ulysses_size", "2", "--dit_fsdp")
     with pytest.raises(InputError) as refused:
-        check(planner(*argv, "--t5_fsdp", "--vae_tiling", "--device", "cuda"), 12 * 10**9)
+        check_plan_memory(
+            planner(*argv, "--t5_fsdp", "--vae_tiling", "--device", "cuda"), 12 * 10**9
+        )
     assert "fits with ring_size=1 ulysses_size" in str(refused.value)
     assert "fsdp" not in str(refused.value) and "ulysses_size=1 " not in str(refused.value)
 
@@ -286,9 +290,9 @@ def test_only_flags_that_are_not_given_and_topologies_that_are_allowed() -> None
 @pytest.mark.slow
 def test_decoding_goes_over_to_less_memory() -> None:
     argv = ("--task", "t2v-A14B", *HD, "--dit_fsdp", "--t5_fsdp", "--device", "cuda")
-    assert check(planner(*argv, *EIGHT), 14 * 10**9).startswith("Fits: 13.52 GB")
+    assert check_plan_memory(planner(*argv, *EIGHT), 14 * 10**9).startswith("Fits: 13.52 GB")
     words = "Fits, if all ranks share the rows of the VAE: "
-    assert check(planner(*argv, *EIGHT), 13 * 10**9).startswith(words)
+    assert check_plan_memory(planner(*argv, *EIGHT), 13 * 10**9).startswith(words)
 
 
 @pytest.mark.slow
@@ -296,7 +300,7 @@ def test_decoding_goes_over_to_less_memory() -> None:
 def test_shared_rows_take_their_part(ranks: int) -> None:
     argv = ("--task", "t2v-1.3B", "--size", "832*480", "--device", "cuda")
     given = (*argv, "--ring_size", str(ranks), "--ulysses_size", "1")
-    whole, shared = (planner(*given, *more).stages() for more in ((), ("--vae_parallel",)))
+    whole, shared = (planner(*given, *more).stage_memory() for more in ((), ("--vae_parallel",)))
     video = 832 * 480 * 81 * 3 * 4
     part = (whole["decoding"]["activations"] - video) / ranks
     found = shared["decoding"].total() - shared["decoding"]["VAE weights"] - video
@@ -304,7 +308,7 @@ def test_shared_rows_take_their_part(ranks: int) -> None:
 
 
 def test_what_is_said(hd: Planner) -> None:
-    text = "\n".join(lines(hd, "t2v-14B"))
+    text = "\n".join(describe_plan(hd, "t2v-14B"))
     for fact in (
         "Plan: t2v-14B, 1280*720, 81 frames, bf16, 8 ranks (CUDA GPU)",
         "75600 + 0 padding, 9450 per rank",
@@ -313,22 +317,22 @@ def test_what_is_said(hd: Planner) -> None:
         "decoding 13.52 GB: activations 13.01 GB, VAE weights 0.51 GB",
     ):
         assert fact in text
-    assert check(hd, None).startswith("Not compared")
-    assert check(hd, 64 * 10**9) == "Fits: 30.70 GB of 64.00 GB per rank."
+    assert check_plan_memory(hd, None).startswith("Not compared")
+    assert check_plan_memory(hd, 64 * 10**9) == "Fits: 30.70 GB of 64.00 GB per rank."
 
 
 @pytest.mark.slow
 def test_fp8_exchanges_carry_scales() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--chip", "A5", "--fa_quant", "fp8")
-    text = "\n".join(lines(planner(*argv, "--quant_alltoall"), ""))
+    text = "\n".join(describe_plan(planner(*argv, "--quant_alltoall"), ""))
     assert "35 tensors of 19.40 MB or 9.70 MB or 2.37 kB or 1.18 kB per layer" in text
 
 
 def bound_and_plan(*argv: object) -> tuple[dict[str, int], dict[str, int]]:
     found = planner(*argv, "--device", "cuda")
-    stages = {name: parts.total() for name, parts in found.stages().items()}
-    sizes = memory.estimate(found.setup, found.request)
-    least = memory.stages(found.setup, found.request, sizes)
+    stages = {name: parts.total() for name, parts in found.stage_memory().items()}
+    sizes = memory.estimate_network_sizes(found.setup, found.params)
+    least = memory.compute_stage_memory(found.setup, found.params, sizes)
     return {name: usage.total() for name, usage in least.items()}, stages
 
 
@@ -355,13 +359,13 @@ def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:
 
 
 def estimated_as_measured(found: Planner) -> None:
-    measured, (width, height) = found.stages(), found.request.video_size
+    measured, (width, height) = found.stage_memory(), found.params.video_size
     for verb, stage in (("decode", "decoding"), ("encode", "image encoder")):
         if stage not in measured:
             continue
-        encodes_one = verb == "encode" and found.request.preset.kind == "ti2v"
-        steps = 1 if encodes_one else found.request.latent_shape[1]
-        least = memory.vae_activations(found.setup, verb, (steps, height, width))
+        encodes_one = verb == "encode" and found.params.preset.kind == "ti2v"
+        steps = 1 if encodes_one else found.params.latent_shape[1]
+        least = memory.estimate_vae_activations(found.setup, verb, (steps, height, width))
         want = measured[stage].total() - measured[stage]["VAE weights"]
         assert 0.92 * want <= least <= want, (verb, least / want)
 

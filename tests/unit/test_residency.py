@@ -30,10 +30,10 @@ from wan.modules.animate import WanAnimateModel
 from wan.modules.s2v import WanModel_S2V
 from wan.modules.vace import VaceWanModel
 from wan.pipeline import memory, residency
-from wan.pipeline.residency import streamed
+from wan.pipeline.residency import stream_blocks
 from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
-from wan.planner.report import check
+from wan.planner.report import check_plan_memory
 from wan.settings.errors import InputError
 
 CPU = torch.device("cpu")
@@ -159,7 +159,7 @@ def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread
         block.register_forward_hook(lambda *_: seen.append(held(network)))
     pipeline.generate_latents(asked.request)
     assert len(seen) == LAYERS * 2
-    plan = Planner(asked.setup, asked.request).stages()
+    plan = Planner(asked.setup, asked.request).stage_memory()
     whole = held(composed(folder, "--offload_model", "true")[1].experts.get("dit"))
     assert plan["denoising"]["DiT weights"] < whole
     assert plan["denoising"]["DiT weights"] == pytest.approx(max(seen), rel=0.03)
@@ -226,7 +226,7 @@ class Counted:
     ) -> Sum:
         with torch.device("meta"):
             network = Sum()
-        adapt = streamed(
+        adapt = stream_blocks(
             as_stored, "blocks", CPU, lambda *_: dtype, lambda *_: resident, table="table"
         )
         sources = adapt(network, sources or self.sources)
@@ -355,7 +355,7 @@ def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
 ) -> None:
     """On an accelerator a copy into it waits for the last module that was behind its block."""
     monkeypatch.setattr(residency, "CopyStream", Ordered)
-    monkeypatch.setattr(residency, "Pinned", Unpinned)
+    monkeypatch.setattr(residency, "PinnedMemory", Unpinned)
     meta, Ordered.log = torch.device("meta"), []
     with meta:
         network = Beside().requires_grad_(False)
@@ -363,9 +363,9 @@ def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
         name: Source(x.dtype, tuple(x.shape), lambda rows, x=x: x[rows])
         for name, x in Beside().named_parameters()
     }
-    adapt = streamed(
+    adapt = stream_blocks(
         *(as_stored, "blocks", meta, lambda *_: torch.float32),
-        behind=lambda network, layer: network.behind(layer),
+        adapter_modules=lambda network, layer: network.behind(layer),
     )
     fill(
         network,
@@ -505,10 +505,10 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = planned(*told, *argv)
         monkeypatch.setattr(host, "available_memory", lambda free=gigabytes: free * 10**9)
         name = f"{gigabytes} GB {' '.join(argv)}".strip()
-        found[name] = said(memory.check, asked.setup, asked.request, 1)
+        found[name] = said(memory.check_memory, asked.setup, asked.request, 1)
         block = replace(asked.setup.execution, offload_model="block", compile=False)
         if gigabytes == 8:
-            memory.check(replace(asked.setup, execution=block), asked.request, 1)
+            memory.check_memory(replace(asked.setup, execution=block), asked.request, 1)
     check_refusals("residency: too little memory", found)
 
 
@@ -524,7 +524,7 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], wor
     told = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
     asked = planned(*told, *argv)
     with pytest.raises(InputError) as refused:
-        check(Planner(asked.setup, asked.request), asked.device_memory)
+        check_plan_memory(Planner(asked.setup, asked.request), asked.device_memory)
     assert words in str(refused.value)
 
 
@@ -535,7 +535,7 @@ def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> Non
     told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
     asked = planned(*told)
     with pytest.raises(InputError) as refused:
-        check(Planner(asked.setup, asked.request), asked.device_memory)
+        check_plan_memory(Planner(asked.setup, asked.request), asked.device_memory)
     assert "fsdp" not in str(refused.value)
     assert (way == "block") == ("fits with offload_model=block" not in str(refused.value))
 
@@ -546,8 +546,8 @@ def test_the_bound_lies_below_the_plan(device_type: str) -> None:
     told = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
     asked = planned(*told, *argv)
-    stages = Planner(asked.setup, asked.request).stages()
-    sizes = memory.estimate(asked.setup, asked.request)
-    least = memory.stages(asked.setup, asked.request, sizes)
+    stages = Planner(asked.setup, asked.request).stage_memory()
+    sizes = memory.estimate_network_sizes(asked.setup, asked.request)
+    least = memory.compute_stage_memory(asked.setup, asked.request, sizes)
     for name, usage in least.items():
         assert 0.75 * stages[name].total() <= usage.total() <= stages[name].total(), name

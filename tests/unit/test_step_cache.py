@@ -540,7 +540,7 @@ def test_a_run_computes_what_its_policy_promises(
         assert {*listed} <= {*whole[branch]} if made.decides_per_step else listed == whole[branch]
     (line,) = (
         line
-        for line in report.lines(Planner(run.setup, run.request), "ti2v-5B")
+        for line in report.describe_plan(Planner(run.setup, run.request), "ti2v-5B")
         if line.startswith("Step cache")
     )
     for branch, listed in re.findall(r"(\w+) computes \d+ of 20 steps \(([\d,-]+)\)", line):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from wan.checkpoint.keymaps import vae_diffusers_name
-from wan.pipeline.vae import STATISTICS, Collected, VideoVAE
+from wan.pipeline.vae import LATENT_STATISTICS, FrameCollector, VideoVAE
 from wan.vae import tiles
 from wan.vae.network import VERSIONS, Autoencoder
 
@@ -23,7 +23,7 @@ VERSION = pytest.mark.parametrize("version", FILES)
 def theirs(version: str, base: int = 8, decoder_base: int = 8) -> Any:
     """diffusers' network of these widths; its weights are random."""
     sizes: dict[str, Any] = {"base_dim": base, "decoder_base_dim": decoder_base}
-    of, (mean, std) = VERSIONS[version], STATISTICS[VERSIONS[version].z_dim]
+    of, (mean, std) = VERSIONS[version], LATENT_STATISTICS[VERSIONS[version].z_dim]
     sizes |= {"z_dim": of.z_dim, "latents_mean": mean, "latents_std": std}
     if version == "2.2":
         sizes |= {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
@@ -99,11 +99,11 @@ def test_rows_that_make_no_latent_are_left_out(pair) -> None:
 
 @VERSION
 def test_parameters_have_the_published_shapes(version: str) -> None:
-    from wan.pipeline.vae import published
+    from wan.pipeline.vae import build_published_vae
 
     with torch.device("meta"):
         widths = {"2.1": (96, 96), "2.2": (160, 256)}[version]
-        our, their = published(version), theirs(version, *widths)
+        our, their = build_published_vae(version), theirs(version, *widths)
     shapes = [{n: tuple(p.shape) for n, p in net.named_parameters()} for net in (our, their)]
     assert shapes[0] == shapes[1]
 
@@ -141,10 +141,10 @@ def test_what_a_plan_counts_of_tiles() -> None:
 
 
 def test_a_video_that_is_decoded_anew_begins_with_its_first_frame() -> None:
-    whole, video = Collected(torch.device("cpu")), torch.rand(3, 5, 4, 6)
+    whole, video = FrameCollector(torch.device("cpu")), torch.rand(3, 5, 4, 6)
     whole.begin((5, 4, 6))
-    whole.put(torch.rand(3, 1, 4, 6))  # then memory was too short
+    whole.write_frames(torch.rand(3, 1, 4, 6))  # then memory was too short
     whole.begin((5, 4, 6))
     for first, end in ((0, 1), (1, 5)):
-        whole.put(video[:, first:end])
+        whole.write_frames(video[:, first:end])
     assert torch.equal(whole.video, video)

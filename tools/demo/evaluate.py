@@ -39,7 +39,7 @@ from wan.cli.flags import Parser
 from wan.cli.programs import output_path, run_program, typed
 from wan.configs import WAN_CONFIGS
 from wan.output_files import OutputKind, write_output
-from wan.pipeline.vae import VideoVAE, blueprint
+from wan.pipeline.vae import VideoVAE, read_vae_spec
 from wan.settings.values import integer, real
 
 SIDE, LONG = 64, 249
@@ -228,7 +228,7 @@ def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Itera
 def score_vae(file: Path, count: int) -> dict[str, float]:
     """Compute the mean and worst PSNR of held-out clips after encoding and decoding."""
     cpu = torch.device("cpu")
-    network = blueprint(file).load(device=cpu, dtype_of=lambda *_: torch.float32)
+    network = read_vae_spec(file).load(device=cpu, dtype_of=lambda *_: torch.float32)
     vae, found = VideoVAE(network), []
     for _, scene in held_out(count):
         clip = render(scene, 9, SIDE)

@@ -17,7 +17,7 @@ from tools.device_check.bench import Bench
 from tools.device_check.network import apart, case
 from tools.device_check.steps import Figure, Measured, error, gigabytes
 from wan.checkpoint import layout
-from wan.pipeline.vae import VideoVAE, published
+from wan.pipeline.vae import VideoVAE, build_published_vae
 from wan.planner.measure import Planner
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request
@@ -33,7 +33,7 @@ def vae(bench: Bench) -> Measured:
     """Check both VAEs: error against the host, a video's time and memory, tiles, bf16, layouts."""
     for version, (_, size, count) in VIDEOS.items():
         torch.manual_seed(0)  # tiny on a CPU
-        network = published(version) if bench.large else Autoencoder(version, 8, 10)
+        network = build_published_vae(version) if bench.large else Autoencoder(version, 8, 10)
         network = network.eval().requires_grad_(False)
         what = "{}: error, {} frames of {} x {}".format(version, *SMALL)
         yield what, partial(_errors, bench, copy.deepcopy(network))
@@ -80,7 +80,7 @@ def _video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[
     figures = [Figure("time", taken, "s"), gigabytes("memory without weights", held)]
     if held is not None and verb == "decode":
         setup = replace(case(bench).setup, preset=preset, checkpoint=layout.published(preset))
-        planned = Planner(setup, request).stages()["decoding"]
+        planned = Planner(setup, request).stage_memory()["decoding"]
         most = planned.total() - planned["VAE weights"] - given.nbytes
         figures.append(Figure("measured / planned", held / most, "", PLAN))
     return figures

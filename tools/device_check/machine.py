@@ -20,7 +20,7 @@ from wan import device as devices
 from wan import host
 from wan.device import Device
 from wan.log import versions
-from wan.pipeline.memory import gpu_memory
+from wan.pipeline.memory import query_gpu_memory
 from wan.settings.errors import InputError
 
 _PREFIXES = ("ASCEND", "CUDA", "HCCL", "NCCL", "NPU", "OMP", "PYTORCH", "TORCH", "TASK_QUEUE")
@@ -85,8 +85,8 @@ def machine(bench: Bench) -> Measured:
     names = ("torch", "torch-npu", "mindiesd", "driver", "CUDA", "cuDNN", "NCCL", "CANN")
     yield line("versions", *(Figure(name, str(found[name])) for name in names if name in found))
     sizes = {"host memory free": host.available_memory()}
-    if device.type == "cuda" and gpu_memory("total"):
-        sizes["device memory"] = min(gpu_memory("total"))
+    if device.type == "cuda" and query_gpu_memory("total"):
+        sizes["device memory"] = min(query_gpu_memory("total"))
     if device.type == "npu":
         place = device.torch_device
         sizes["device memory"] = torch.get_device_module(place).mem_get_info(place)[1]

@@ -196,8 +196,8 @@ def forward(bench: Bench) -> Measured:
     def memory() -> list[Figure]:
         """Measure the first forward, whose cached tensors (RoPE table) the plan includes."""
         held = bench.peak(lambda: given.call(model))
-        (planned, *_) = Planner(of.setup, of.request).forwards(of.setup.parallel)
-        most = (planned.size.activations + planned.size.kept).total()
+        (planned, *_) = Planner(of.setup, of.request).measure_forwards(of.setup.parallel)
+        most = (planned.size.activations + planned.size.cached).total()
         figures = [gigabytes("planned", most), gigabytes("measured", held)]
         if held is not None:
             figures.append(Figure("measured / planned", held / most, "", PLAN))

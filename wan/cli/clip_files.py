@@ -121,7 +121,7 @@ class ClipFiles:
     def join(self, path: Path, comment: str) -> None:
         """Joins all clips into one file."""
         names = [self._clip(index).name for index in range(self._run.request.num_clip or 0)]
-        video.join(self.folder, names, path, comment)
+        video.join_videos(self.folder, names, path, comment)
 
     def remove(self) -> None:
         """Removes the clips, and the folder if it is then empty."""

@@ -133,7 +133,7 @@ def _plan(argv: Sequence[str]) -> int:
     load_torch()
     from wan.planner import report
 
-    report.show(run)
+    report.print_plan_report(run)
     return 0
 
 

@@ -17,7 +17,7 @@ from wan.checkpoint.files import read_json, safetensors_metadata
 from wan.cli.output import check_outputs, check_trace, check_video_path, usable_paths
 from wan.output_files import numbered
 from wan.pipeline import memory
-from wan.pipeline.video import latents_shape
+from wan.pipeline.video import read_latents_shape
 from wan.run import DescribeFolder, Run, Values
 from wan.settings import recipes
 from wan.settings.errors import InputError, spoken
@@ -54,12 +54,12 @@ def resolve(
         if plan:
             found.setup.check_plan()
         elif found.decode_latents is None:
-            memory.check(found.setup, found.request, env.local_world_size())
+            memory.check_memory(found.setup, found.request, env.local_world_size())
         else:  # an image's aspect ratio follows from the latents
-            _, _, height, width = latents_shape(found.decode_latents)
+            _, _, height, width = read_latents_shape(found.decode_latents)
             _, rows, columns = found.request.preset.vae_stride
             request = replace(found.request, size=(width * columns, height * rows))
-            memory.check(found.setup, request, env.local_world_size(), "decoding")
+            memory.check_memory(found.setup, request, env.local_world_size(), "decoding")
         if "save_file" in values and not plan:
             check_outputs(found)
         check_trace(found.output, found.setup.execution.compile, found.request.sample_steps)
@@ -101,7 +101,7 @@ def _recorded(flags: Values) -> dict[str, Any]:
                 why = "has no effect with `decode_latents`, which only decodes"
                 raise InputError(f"`{name}`", why=why, remedy="drop it")
         path = flags["decode_latents"]
-        latents_shape(path)
+        read_latents_shape(path)
         settings = safetensors_metadata(path, "settings")
         if isinstance(settings, dict):  # the recorded name, but in the folder of the latents
             name = PureWindowsPath(str(settings.get("save_file", ""))).name or path.stem

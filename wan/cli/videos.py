@@ -203,7 +203,7 @@ class Video:
         if not self._is_main:
             self._pipeline.stream(latents, NoFrames(), part)
             return
-        file = video.video_file(self.run.output, self._place, self._comment())
+        file = video.open_mp4_encoder(self.run.output, self._place, self._comment())
         with latents_survive(self.latents_file), self._pipeline.stages("writing"), file as encoder:
             self._pipeline.stream(latents, encoder, part)
             power = None if meter is None else meter.stop()
@@ -259,14 +259,21 @@ class Video:
                         )
                     raise
             if self._is_main:
-                with self._pipeline.stages("writing"), video.writing(run.output.save_file):
+                with (
+                    self._pipeline.stages("writing"),
+                    video.wrap_write_errors(run.output.save_file),
+                ):
                     files.write(index, clip)
             del clip  # before the next one is made
         self._part_ways(meter)
         if not self._is_main:
             return
         whole = write_output(run.output.save_file, VIDEO, self._place)
-        with self._pipeline.stages("writing"), video.writing(run.output.save_file), whole as path:
+        with (
+            self._pipeline.stages("writing"),
+            video.wrap_write_errors(run.output.save_file),
+            whole as path,
+        ):
             files.join(path, self._comment())
         if not run.output.save_latents:
             files.remove()
@@ -300,14 +307,14 @@ class Video:
             return
         width, height = request.video_size
         frames = sum(map(request.clip_frames, range(count)))
-        file = video.video_file(run.output, self._place_with_sound, self._comment())
+        file = video.open_mp4_encoder(run.output, self._place_with_sound, self._comment())
         with pipeline.stages("writing"), file as encoder:
             encoder.begin((frames, height, width))
             done = 0
             try:
                 for clip in clips():
                     assert clip is not None, "the main rank has the frames"
-                    encoder.put(clip)
+                    encoder.write_frames(clip)
                     del clip
                     done += 1
             except BaseException:
@@ -344,7 +351,7 @@ class Video:
         cut = FIRST_DROPPED / FPS if run.settings.get("audio_sync") else 0.0
         spoken = silent.with_name(f"{silent.stem}.sound.mp4")
         try:
-            media.add_sound(silent, run.sound.path, spoken, cut)
+            media.add_audio(silent, run.sound.path, spoken, cut)
             spoken.replace(silent)
         except OSError as error:
             spoken.unlink(missing_ok=True)

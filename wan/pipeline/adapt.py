@@ -39,8 +39,8 @@ def make_weight_transform(
         name: The expert.
         compute_dtype: The dtype of its matrix products.
     """
-    if setup.quantised is not None:
-        return make_quantized_transform(setup.quantised.experts[name], device, compute_dtype)
+    if setup.quantized is not None:
+        return make_quantized_transform(setup.quantized.experts[name], device, compute_dtype)
 
     def transform(network: nn.Module, sources: Sources) -> Sources:
         stored_layers = install_weight_only_linears(
@@ -67,7 +67,10 @@ def install_weight_only_linears(
     Returns:
         Layer -> its weight in the file, and its LoRA changes.
     """
-    kept_dtypes, tensors = setup.kept(device_type), setup.checkpoint.experts[name].tensors
+    kept_dtypes, tensors = (
+        setup.unconverted_dtypes(device_type),
+        setup.checkpoint.experts[name].tensors,
+    )
     lora_changes = changes_of(setup.loras.get(name, ()))
     stored_layers: dict[str, tuple[TensorInfo, list[Change]]] = {}
     for layer, module in list(network.named_modules()) if kept_dtypes else ():

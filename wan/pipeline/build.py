@@ -49,7 +49,7 @@ from wan.pipeline.pipeline import (
     WorkSharing,
     run_locally,
 )
-from wan.pipeline.setup import KEEPABLE, Setup
+from wan.pipeline.setup import UNCONVERTED_DTYPES, Setup
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from wan.distributed.exchange import Group
     from wan.distributed.mesh import ParallelGroups
     from wan.pipeline.clip import ClipVision
-    from wan.pipeline.media import Sound
+    from wan.pipeline.media import Audio
     from wan.vae.sharded import ShardedRows
 
 _TIME_EMBEDDING = [f"time_embedding.{i}.{part}" for i in (0, 2) for part in ("weight", "bias")]
@@ -90,8 +90,8 @@ def build_pipeline(
     checkpoint, execution = setup.checkpoint, setup.execution
     compute_dtype = DTYPES[execution.dit_precision_on(device.type)]
     exported = {}
-    if setup.quantised is not None and setup.attention.fp8:
-        exported = rotations(setup.quantised)
+    if setup.quantized is not None and setup.attention.fp8:
+        exported = rotations(setup.quantized)
     if setup.multiplies_fp8:
         from wan.kernels.weight_only_linear import check_fp8_device
 
@@ -113,7 +113,7 @@ def build_pipeline(
         offload_manager=OffloadManager(
             device,
             execution.resident_blocks,
-            partial(memory.beside_blocks, setup),
+            partial(memory.estimate_bytes_outside_blocks, setup),
             execution.offload_model,
         ),
         groups=groups,
@@ -176,9 +176,9 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     network = f"{precision}, {layers} x {checkpoint.heads} heads"
     logger.info("%s checkpoint, %s, %s", checkpoint.layout, device.name(), network)
     logger.info("%s", describe_attention(setup, selected))
-    for name, kinds in KEEPABLE.items():
-        if stored_dtypes := setup.kinds & {*kinds}:
-            kept_dtypes = stored_dtypes & setup.kept(device.type)
+    for name, kinds in UNCONVERTED_DTYPES.items():
+        if stored_dtypes := setup.checkpoint_dtypes & {*kinds}:
+            kept_dtypes = stored_dtypes & setup.unconverted_dtypes(device.type)
             usage = "kept, upcast when used" if kept_dtypes else "upcast once"
             usage = (
                 "kept, products in FP8" if kept_dtypes & {*FP8} and setup.multiplies_fp8 else usage
@@ -266,7 +266,7 @@ class NetworkLoader:
         channel_checks, config = [], checkpoint.config
         self._vae_spec = self._clip_spec = self._text_encoder_spec = None
         if checkpoint.vae is not None:
-            self._vae_spec = vae.blueprint(checkpoint.vae)
+            self._vae_spec = vae.read_vae_spec(checkpoint.vae)
             channels = self._vae_spec.tensors["post_quant_conv.weight"].shape[0]
             channel_checks.append(
                 (self._vae_spec.origin, "latent channels", channels, config["out_dim"])
@@ -280,7 +280,7 @@ class NetworkLoader:
                 (self._clip_spec.origin, "channels of features", channels, config["image_dim"])
             )
         if checkpoint.text_encoder is not None:
-            self._text_encoder_spec = text.blueprint(checkpoint.text_encoder)
+            self._text_encoder_spec = text.read_text_encoder_spec(checkpoint.text_encoder)
             channels = self._text_encoder_spec.tensors["shared.weight"].shape[1]
             name = "channels of embeddings"
             channel_checks.append(
@@ -297,7 +297,9 @@ class NetworkLoader:
         if self._clip_spec is not None and is_main:
             self._clip_spec.check()
         if checkpoint.sound_encoder is not None and is_main:
-            sound.check(checkpoint.sound_encoder, cast(SoundConfig, config)["audio_dim"])
+            sound.check_audio_encoder(
+                checkpoint.sound_encoder, cast(SoundConfig, config)["audio_dim"]
+            )
         self._tokenizer: object = None
         self._runs_text_encoder = is_main or setup.parallel.t5_fsdp
         if self._text_encoder_spec is not None and self._runs_text_encoder:
@@ -318,17 +320,17 @@ class NetworkLoader:
                 setup, name, self.offload_manager.device, self.compute_dtype
             )
         if offload == "block":
-            from wan.pipeline.residency import streamed
+            from wan.pipeline.residency import stream_blocks
 
             count_resident_blocks = self.offload_manager.count_resident_blocks
             get_adapters = lambda network, layer: network.behind(layer)  # noqa: E731
-            transform = streamed(
+            transform = stream_blocks(
                 transform,
                 "blocks",
                 self._device,
                 dtypes,
                 count_resident_blocks,
-                behind=get_adapters,
+                adapter_modules=get_adapters,
             )
         self.offload_manager.free_device()  # free memory for the new network
         model = self._dit_specs[name].load(
@@ -343,8 +345,8 @@ class NetworkLoader:
 
     def list_dit_files(self) -> dict[str, list[Path]]:
         """Lists the files with most of each expert's weights, for prefetching."""
-        if self.setup.quantised is not None:
-            exports = self.setup.quantised.experts
+        if self.setup.quantized is not None:
+            exports = self.setup.quantized.experts
             return {name: [export.weights] for name, export in exports.items()}
         return {
             name: [tensor.file for tensor in dit.tensors.values()]
@@ -371,12 +373,17 @@ class NetworkLoader:
         checkpoint.require("text_encoder"), checkpoint.require("tokenizer")
         assert self._text_encoder_spec is not None
         device = torch.device("cpu") if self.setup.execution.t5_cpu else self._device
-        offload, dtypes = self.offload_manager.offload, text.dtypes(self.encoder_dtype)
+        offload, dtypes = (
+            self.offload_manager.offload,
+            text.choose_text_encoder_dtypes(self.encoder_dtype),
+        )
         transform: Adapt = as_stored
         if offload == "block":
-            from wan.pipeline.residency import streamed
+            from wan.pipeline.residency import stream_blocks
 
-            transform = streamed(transform, text.BLOCKS, device, dtypes, table=text.TABLE)
+            transform = stream_blocks(
+                transform, text.BLOCKS_NAME, device, dtypes, table=text.EMBEDDING_NAME
+            )
         model = self._text_encoder_spec.load(
             device=device, dtype_of=dtypes, sharding=self._t5_sharding, adapt=transform
         )
@@ -396,9 +403,9 @@ class NetworkLoader:
         )
         return ClipVision(network)
 
-    def encode_audio(self, audio: Sound) -> Tensor:
+    def encode_audio(self, audio: Audio) -> Tensor:
         """Computes audio features on the CPU; the encoder is released afterwards."""
-        return sound.features(self.setup.checkpoint.require("sound_encoder"), audio)
+        return sound.extract_audio_features(self.setup.checkpoint.require("sound_encoder"), audio)
 
     def load_video_vae(self) -> VideoVAE:
         """Loads the VAE."""
@@ -485,7 +492,7 @@ def make_weight_shardings(
         if parallel.dit_fsdp:
             dit = FsdpSharding(groups.world_mesh(), lambda network: network.parts())
         if parallel.t5_fsdp:
-            encoder = FsdpSharding(groups.world_mesh(), text.umt5_blocks)
+            encoder = FsdpSharding(groups.world_mesh(), text.list_umt5_blocks)
     return dit, encoder
 
 

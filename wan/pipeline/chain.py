@@ -28,7 +28,7 @@ from wan.pipeline.conditioning import (
     resize_image_to_video,
 )
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
-from wan.pipeline.vae import Collected
+from wan.pipeline.vae import FrameCollector
 from wan.settings.request import Request
 from wan.settings.timesteps import schedule
 
@@ -127,7 +127,7 @@ class _BackgroundDecode:
             executor.shutdown(wait=False)
 
     def _decode(self) -> Tensor:
-        pipeline, collected = self._pipeline, Collected(torch.device("cpu"))
+        pipeline, collected = self._pipeline, FrameCollector(torch.device("cpu"))
         with beside(pipeline.device.torch_device), pipeline.stages("decoding"):
             pipeline.vae_runner.decode_alone(self._latents, collected)
         return collected.video

@@ -159,7 +159,7 @@ def _get_crop_offset(source_side: int, target_side: int) -> int:
 
 def _read_pose_clips(pose: PoseVideo, params: Request) -> Iterator[Tensor]:
     """Yields the pose frames of each clip, [3,F,H,W] in [-1, 1]; black after the video's end."""
-    frames, count = pose.frames(), params.infer_frames
+    frames, count = pose.iter_poses(), params.infer_frames
     width, height = params.video_size
     while True:
         pose_frames = [_fit_pose_to_size(frame, (width, height)) for frame in islice(frames, count)]

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan.pipeline.denoise import DenoiseInputs
-from wan.pipeline.solvers import Draw
+from wan.pipeline.solvers import SampleNoise
 from wan.settings.request import Request
 from wan.settings.timesteps import schedule
 
@@ -25,7 +25,7 @@ EncodeImage = Callable[[Sequence[Tensor]], Tensor]
 """Images [3,H,W] in [-1, 1] to CLIP features [images,T,C]."""
 
 
-def make_noise_sampler(params: Request, device: torch.device) -> Draw:
+def make_noise_sampler(params: Request, device: torch.device) -> SampleNoise:
     """Returns a function that samples noise, float32 [Z,f,h,w], from the seed of the video.
 
     The first sample is the initial noise. It is sampled on the CPU by default, so that a seed gives

@@ -61,7 +61,7 @@ class VaeRunner:
         _, frames, height, width = video_3FHW.shape
         time_stride, space_stride, _ = self._setup.preset.vae_stride
         num_latent_frames = 1 + (frames - 1) // time_stride
-        min_bytes = memory.vae_activations(
+        min_bytes = memory.estimate_vae_activations(
             self._setup, "encode", (num_latent_frames, height, width)
         )
 
@@ -99,7 +99,7 @@ class VaeRunner:
                 if is_main:
                     video = self._get_vae().decode_in_tiles(latent_Zfhw)
                     sink.begin((video.shape[1], video.shape[2], video.shape[3]))
-                    sink.put(video)
+                    sink.write_frames(video)
                 return
             decode_to_sink = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
             # Ranks agree three times first, then twice per latent frame: after layers and sink.
@@ -125,7 +125,7 @@ class VaeRunner:
         _, num_latent_frames, height, width = latent_Zfhw.shape
         _, *space_strides = self._setup.preset.vae_stride
         size = num_latent_frames, height * space_strides[0], width * space_strides[1]
-        return memory.vae_activations(self._setup, "decode", size)
+        return memory.estimate_vae_activations(self._setup, "decode", size)
 
     def _try_methods(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
         """Calls attempt(method, may_fail) until one has enough memory; the last may not fail."""

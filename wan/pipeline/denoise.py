@@ -21,7 +21,7 @@ from wan import trace
 from wan.cache.policy import Cache
 from wan.kernels.base import StepInfo
 from wan.log import progress
-from wan.pipeline.solvers import Draw, make_solver
+from wan.pipeline.solvers import SampleNoise, make_solver
 from wan.settings.errors import NotFiniteError
 from wan.settings.request import Request
 from wan.settings.timesteps import schedule
@@ -74,7 +74,7 @@ class DenoiseInputs:
     negative_context: Tensor
     y: Tensor | None = None
     clip_fea: Tensor | None = None
-    sample_noise: Draw | None = None
+    sample_noise: SampleNoise | None = None
     expand_timestep: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
     fix_latents: Callable[[Tensor], Tensor] = lambda latents: latents
     model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

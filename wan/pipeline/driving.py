@@ -89,7 +89,7 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
             reason = f"has {num_frames} frames, not {pose.num_frames} as {_VIDEOS['pose']}"
             raise InputError(setting, video.path, reason, _REMEDY)
     return AnimateInputs(
-        images.read(folder / _PICTURE, "src_root_path"),
+        images.read_image(folder / _PICTURE, "src_root_path"),
         pose.size,
         pose.num_frames,
         pose.fps,
@@ -124,7 +124,7 @@ def read_frames_at(video: VideoFile, indices: Sequence[int]) -> np.ndarray:
     import numpy as np
 
     wanted_indices, frames_by_index = {*indices}, dict[int, np.ndarray]()
-    frames = video.every()
+    frames = video.iter_frames()
     for index, frame in zip(range(max(wanted_indices) + 1), frames, strict=False):
         if index in wanted_indices:
             frames_by_index[index] = frame

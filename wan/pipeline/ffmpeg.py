@@ -28,8 +28,8 @@ _FORMATS = (
 
 def build_input_args(path: Path) -> list[str]:
     """Builds the arguments of an input file; playlists and scripts are not allowed formats."""
-    lists = ["-protocol_whitelist", "file,pipe", "-format_whitelist", ",".join(_FORMATS)]
-    return [*lists, "-i", _file_url(path)]
+    whitelists = ["-protocol_whitelist", "file,pipe", "-format_whitelist", ",".join(_FORMATS)]
+    return [*whitelists, "-i", _make_file_url(path)]
 
 
 def build_clock_args(path: Path, streams: str) -> list[str]:
@@ -50,13 +50,13 @@ def build_clock_args(path: Path, streams: str) -> list[str]:
 
 def build_concat_args() -> list[str]:
     """Builds the arguments for a list of mp4 files on stdin, relative to the working folder."""
-    lists = ["-protocol_whitelist", "file,pipe", "-format_whitelist", "concat,mov"]
-    return [*lists, "-f", "concat", "-safe", "0", "-i", "pipe:0"]
+    whitelists = ["-protocol_whitelist", "file,pipe", "-format_whitelist", "concat,mov"]
+    return [*whitelists, "-f", "concat", "-safe", "0", "-i", "pipe:0"]
 
 
 def build_output_args(path: Path) -> list[str]:
     """Builds the arguments of an mp4 output with its index at the start; overwrites the file."""
-    return ["-movflags", "+faststart", "-f", "mp4", "-y", _file_url(path)]
+    return ["-movflags", "+faststart", "-f", "mp4", "-y", _make_file_url(path)]
 
 
 def run_ffmpeg(
@@ -72,7 +72,7 @@ def run_ffmpeg(
     Raises:
         OSError: ffmpeg cannot be started.
     """
-    command = [*_command("error"), *args]
+    command = [*_build_ffmpeg_command("error"), *args]
     return subprocess.run(command, cwd=folder, input=stdin, capture_output=True, check=False)
 
 
@@ -90,11 +90,11 @@ def start_ffmpeg(
     Raises:
         OSError: ffmpeg cannot be started.
     """
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    pipe, devnull = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(
-        [*_command(log_level), *args],
-        stdin=pipe if writes else nothing,
-        stdout=pipe if reads else nothing,
+        [*_build_ffmpeg_command(log_level), *args],
+        stdin=pipe if writes else devnull,
+        stdout=pipe if reads else devnull,
         stderr=pipe,
     )
 
@@ -111,12 +111,14 @@ def stop_ffmpeg(process: subprocess.Popen[bytes]) -> None:
 
 def build_passthrough_args() -> list[str]:
     """Builds the output option that neither repeats nor drops frames."""
-    return ["-fps_mode", "passthrough"] if "-fps_mode" in _help("long") else ["-vsync", "0"]
+    return (
+        ["-fps_mode", "passthrough"] if "-fps_mode" in _get_ffmpeg_help("long") else ["-vsync", "0"]
+    )
 
 
 def has_filters(*names: str) -> bool:
     """Returns whether this ffmpeg has all of these filters."""
-    return all(f"Filter {name}" in _help(f"filter={name}") for name in names)
+    return all(f"Filter {name}" in _get_ffmpeg_help(f"filter={name}") for name in names)
 
 
 def check_media_file(setting: str, path: Path, remedy: str) -> None:
@@ -149,11 +151,11 @@ def describe_failure(stderr: str) -> str:
     )
 
 
-def _file_url(path: Path) -> str:
+def _make_file_url(path: Path) -> str:
     return f"file:{path.absolute()}"
 
 
-def _command(log_level: str) -> list[str]:
+def _build_ffmpeg_command(log_level: str) -> list[str]:
     import imageio_ffmpeg
 
     try:
@@ -163,11 +165,13 @@ def _command(log_level: str) -> list[str]:
     return [program, "-hide_banner", "-nostdin", "-nostats", "-v", log_level]
 
 
-def _help(topic: str) -> str:
-    return _read_help(_command("info")[0], topic)
+def _get_ffmpeg_help(topic: str) -> str:
+    return _run_ffmpeg_help(_build_ffmpeg_command("info")[0], topic)
 
 
 @cache
-def _read_help(program: str, topic: str) -> str:
-    done = subprocess.run([program, "-hide_banner", "-h", topic], capture_output=True, check=False)
-    return done.stdout.decode(errors="replace")
+def _run_ffmpeg_help(program: str, topic: str) -> str:
+    result = subprocess.run(
+        [program, "-hide_banner", "-h", topic], capture_output=True, check=False
+    )
+    return result.stdout.decode(errors="replace")

@@ -13,13 +13,13 @@ from wan.settings.rules import Values
 
 if TYPE_CHECKING:
     from wan.pipeline.driving import AnimateInputs
-    from wan.pipeline.media import PoseVideo, Sound
+    from wan.pipeline.media import Audio, PoseVideo
     from wan.pipeline.sources import VaceInputs
 
 
 def read_s2v_inputs(
     values: Values, preset: Preset, plan: bool = False
-) -> tuple[Sound | None, PoseVideo | None]:
+) -> tuple[Audio | None, PoseVideo | None]:
     """Reads the audio and the metadata of the pose video of S2V."""
     if preset.kind != "s2v":
         for name in options(Sounds):
@@ -34,7 +34,7 @@ def read_s2v_inputs(
     from wan.pipeline import media
 
     pose = values.get("pose_video")
-    return media.read_sound(values["audio"]), None if pose is None else media.read_pose(pose)
+    return media.read_audio(values["audio"]), None if pose is None else media.read_pose_video(pose)
 
 
 def read_animate_inputs(values: Values, preset: Preset, plan: bool = False) -> AnimateInputs | None:
@@ -151,7 +151,7 @@ def check_chain_settings(values: Values, params: Request) -> None:
 
 
 def count_s2v_clips(
-    values: Values, preset: Preset, audio: Sound | None, defaults: Values | None = None
+    values: Values, preset: Preset, audio: Audio | None, defaults: Values | None = None
 ) -> dict[str, Any]:
     """Counts the clips of an S2V video, and refuses settings without effect on them."""
     if values.get("frame_num"):
@@ -169,5 +169,5 @@ def count_s2v_clips(
         return {"num_clip": max_clips or 2}  # a plan without audio
     assert preset.infer_frames is not None
     settings = {"infer_frames": preset.infer_frames} | {**(defaults or {})} | {**values}
-    num_clips = audio.clips(settings["infer_frames"])
+    num_clips = audio.count_clips(settings["infer_frames"])
     return {"num_clip": min(max_clips or num_clips, num_clips)}

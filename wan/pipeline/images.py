@@ -42,11 +42,11 @@ class ImageSetting:
     setting: str
     path: str | None = None
 
-    def refused(self, why: str, remedy: str) -> InputError:
+    def input_error(self, why: str, remedy: str) -> InputError:
         return InputError(f"`{self.setting}`", self.path, why, remedy)
 
 
-def read(path: Path, setting: str = "image") -> Image.Image:
+def read_image(path: Path, setting: str = "image") -> Image.Image:
     """Reads and decodes an image file to RGB, rotated by its EXIF orientation.
 
     A file with several images (MPO, TIFF) is read up to the first image; animations are refused.
@@ -60,20 +60,24 @@ def read(path: Path, setting: str = "image") -> Image.Image:
     Raises:
         InputError: The path is no such file, or the file is damaged.
     """
-    given = ImageSetting(setting, str(path))
-    _check_file(path, given)
+    image_setting = ImageSetting(setting, str(path))
+    _check_image_file(path, image_setting)
     from PIL import Image
 
     Image.init()
-    formats = [known for known in FORMATS if known in Image.OPEN]
+    formats = [name for name in FORMATS if name in Image.OPEN]
     # Opened as a file object: from a path, Pillow 13 memory-maps a TIFF, and confuses width and
     # height if the orientation rotates it.
-    with _decoding(given), path.open("rb") as file, Image.open(file, formats=formats) as image:
-        _check_still(image, given)
-        return _as_shown(image, given)
+    with (
+        _catch_decoder_errors(image_setting),
+        path.open("rb") as file,
+        Image.open(file, formats=formats) as image,
+    ):
+        _check_still_image(image, image_setting)
+        return _convert_to_rgb(image, image_setting)
 
 
-def from_value(value: object, setting: str = "image") -> Image.Image:
+def convert_to_image(value: object, setting: str = "image") -> Image.Image:
     """Converts a Python value to an RGB image, with the rules of `read_image`.
 
     Args:
@@ -88,33 +92,41 @@ def from_value(value: object, setting: str = "image") -> Image.Image:
     from PIL import Image
 
     if isinstance(value, str | Path):
-        return read(Path(os.path.expanduser(value)), setting)
-    given = ImageSetting(setting)
-    with _decoding(given):
+        return read_image(Path(os.path.expanduser(value)), setting)
+    image_setting = ImageSetting(setting)
+    with _catch_decoder_errors(image_setting):
         if isinstance(value, Image.Image):
-            return _as_shown(value, given)
-        return Image.fromarray(_levels(_array(value, given), given))
+            return _convert_to_rgb(value, image_setting)
+        return Image.fromarray(
+            _convert_to_uint8_rgb(_convert_to_array(value, image_setting), image_setting)
+        )
 
 
-def _check_file(path: Path, given: ImageSetting) -> None:
+def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
     try:
-        found = path.stat()
+        status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         if re.match(r"([a-z][a-z0-9+.-]+:/|data:)", str(path), re.IGNORECASE):
-            address = ImageSetting(given.setting)
-            raise address.refused("takes a file, not an address", "download it first") from None
-        raise given.refused("does not exist", "give an image") from None
+            address_setting = ImageSetting(image_setting.setting)
+            raise address_setting.input_error(
+                "takes a file, not an address", "download it first"
+            ) from None
+        raise image_setting.input_error("does not exist", "give an image") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
-        short = ImageSetting(given.setting, shown(path, str))  # the name may be too long to print
-        raise short.refused(f"cannot be used ({_reason(error)})", "give another one") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise given.refused("is not a file", "give an image")
-    if found.st_size == 0:
-        raise given.refused("is empty (0 bytes)", "give an image")
+        short_setting = ImageSetting(
+            image_setting.setting, shown(path, str)
+        )  # the name may be too long to print
+        raise short_setting.input_error(
+            f"cannot be used ({_describe_decoder_error(error)})", "give another one"
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise image_setting.input_error("is not a file", "give an image")
+    if status.st_size == 0:
+        raise image_setting.input_error("is empty (0 bytes)", "give an image")
 
 
 @contextmanager
-def _decoding(given: ImageSetting) -> Iterator[None]:
+def _catch_decoder_errors(image_setting: ImageSetting) -> Iterator[None]:
     """Turns every error of Pillow's decoders into an InputError, and hides Pillow's warnings.
 
     All of Exception is caught: on damaged files the decoders raise ValueError, SyntaxError,
@@ -130,60 +142,62 @@ def _decoding(given: ImageSetting) -> Iterator[None]:
         raise
     except UnidentifiedImageError as error:
         why = f"cannot be read as an image: it is no intact {_ACCEPTED}"
-        raise given.refused(why, "convert it to one") from error
+        raise image_setting.input_error(why, "convert it to one") from error
     except (Image.DecompressionBombError, MemoryError) as error:
-        raise given.refused("has too many pixels to be decoded", "scale it down") from error
+        raise image_setting.input_error(
+            "has too many pixels to be decoded", "scale it down"
+        ) from error
     except Exception as error:
-        why = f"cannot be read as an image ({_reason(error)})"
-        raise given.refused(why, "give a PNG or JPEG") from error
+        why = f"cannot be read as an image ({_describe_decoder_error(error)})"
+        raise image_setting.input_error(why, "give a PNG or JPEG") from error
 
 
-def _reason(error: Exception) -> str:
+def _describe_decoder_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return shown(error, str) or type(error).__name__
 
 
-def _check_still(image: Image.Image, given: ImageSetting) -> None:
+def _check_still_image(image: Image.Image, image_setting: ImageSetting) -> None:
     """Refuses animations, and TIFFs whose first page is a thumbnail."""
     if image.format == "TIFF":
-        if _tag(image, _SUBFILE_TYPE, 0) & 1:
+        if _get_tiff_tag(image, _SUBFILE_TYPE, 0) & 1:
             why = "begins with a thumbnail, as raw files of cameras do"
-            raise given.refused(why, "export it as PNG or JPEG")
+            raise image_setting.input_error(why, "export it as PNG or JPEG")
     elif image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
-        raise given.refused(f"is animated ({frames} frames)", "give a still image")
+        raise image_setting.input_error(f"is animated ({frames} frames)", "give a still image")
 
 
-def _as_shown(image: Image.Image, given: ImageSetting) -> Image.Image:
+def _convert_to_rgb(image: Image.Image, image_setting: ImageSetting) -> Image.Image:
     """Converts an image of any mode to 8-bit RGB: upright by its EXIF data, over white."""
     from PIL import ImageOps
 
     width, height = image.size
     if not width or not height:
-        raise given.refused(f"has no pixels ({width}x{height})", "give another image")
-    _decode(image)
-    turned = ImageOps.exif_transpose(image)
+        raise image_setting.input_error(f"has no pixels ({width}x{height})", "give another image")
+    _decode_pixels(image)
+    upright = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        turned = _eight_bits(turned, image, given)
-    return _over_white(turned, given).convert("RGB")
+        upright = _scale_to_eight_bits(upright, image, image_setting)
+    return _composite_over_white(upright, image_setting).convert("RGB")
 
 
-def _decode(image: Image.Image) -> None:
+def _decode_pixels(image: Image.Image) -> None:
     """Decodes an image, and discards the messages of libtiff on standard error."""
     if image.format != "TIFF" or sys.stderr is None:
         image.load()
         return
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
+    saved_stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         image.load()
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
+        os.close(devnull)
 
 
-def _over_white(image: Image.Image, given: ImageSetting) -> Image.Image:
+def _composite_over_white(image: Image.Image, image_setting: ImageSetting) -> Image.Image:
     """Composites an image with transparent parts over white, with a warning."""
     from PIL import Image
 
@@ -193,12 +207,14 @@ def _over_white(image: Image.Image, given: ImageSetting) -> Image.Image:
     rgba = image.convert(straight).convert("RGBA")
     if rgba.getchannel("A").getextrema() == (255, 255):
         return image
-    name = given.path or "The image"
+    name = image_setting.path or "The image"
     logger.warning("%s is transparent in places; they become white.", name)
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), rgba)
 
 
-def _eight_bits(turned: Image.Image, source: Image.Image, given: ImageSetting) -> Image.Image:
+def _scale_to_eight_bits(
+    upright: Image.Image, source: Image.Image, image_setting: ImageSetting
+) -> Image.Image:
     """Scales grey values of 16 or 32 bits, or floating ones, to 8 bits.
 
     Args:
@@ -208,15 +224,17 @@ def _eight_bits(turned: Image.Image, source: Image.Image, given: ImageSetting) -
     import numpy as np
     from PIL import Image
 
-    values = np.asarray(turned, dtype=np.float32)
+    values = np.asarray(upright, dtype=np.float32)
     low, high = float(values.min()), float(values.max())
-    white = _white(source, high)
+    white = _find_white_level(source, high)
     if white is None or low < 0 or high > white:
         allowed = "0 to 1 or 0 to 255" if source.mode == "F" else "0 to 255 or 0 to 65535"
         why = f"has grey values from {low:g} to {high:g}"
-        raise given.refused(why, f"they must be from {allowed}")
+        raise image_setting.input_error(why, f"they must be from {allowed}")
     grey = np.rint(values * np.float32(255) / np.float32(white)).astype(np.uint8)
-    if _tag(source, _PHOTOMETRIC, 1) == 0:  # TIFF's "white is zero", which Pillow ignores here
+    if (
+        _get_tiff_tag(source, _PHOTOMETRIC, 1) == 0
+    ):  # TIFF's "white is zero", which Pillow ignores here
         grey = 255 - grey
     eight = Image.fromarray(grey)
     if "transparency" in source.info:  # one grey value of the file is transparent
@@ -225,7 +243,7 @@ def _eight_bits(turned: Image.Image, source: Image.Image, given: ImageSetting) -
     return eight
 
 
-def _white(image: Image.Image, high: float) -> float | None:
+def _find_white_level(image: Image.Image, high: float) -> float | None:
     """Returns the grey value that is white; None if it is unclear (NaN).
 
     Floating values up to 1 are read as 0 to 1. Values up to 255 are read as 0 to 255, but only if
@@ -237,15 +255,15 @@ def _white(image: Image.Image, high: float) -> float | None:
         return 255 if 16 < high <= 255 else None
     if image.mode == "I" and image.format != "PNG":  # Pillow 10 opens 16-bit PNG as "I"
         return 255 if high <= 255 else 65535
-    return 2 ** _tag(image, _BITS_PER_SAMPLE, (16,))[0] - 1  # "I;16" is also 12-bit TIFF
+    return 2 ** _get_tiff_tag(image, _BITS_PER_SAMPLE, (16,))[0] - 1  # "I;16" is also 12-bit TIFF
 
 
-def _tag(image: Image.Image, number: int, default: T) -> T:
+def _get_tiff_tag(image: Image.Image, number: int, default: T) -> T:
     """Returns a tag of a TIFF image, or the default for other formats."""
     return getattr(image, "tag_v2", {}).get(number, default)
 
 
-def _array(value: object, given: ImageSetting) -> np.ndarray:
+def _convert_to_array(value: object, image_setting: ImageSetting) -> np.ndarray:
     """Converts a numpy array or torch tensor to an array, without importing torch."""
     import numpy as np
 
@@ -256,24 +274,24 @@ def _array(value: object, given: ImageSetting) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     remedy = "give a path, a PIL image, or an array or tensor [H,W,3]"
-    raise given.refused(f"is {shown(value)}", remedy)
+    raise image_setting.input_error(f"is {shown(value)}", remedy)
 
 
-def _levels(array: np.ndarray, given: ImageSetting) -> np.ndarray:
+def _convert_to_uint8_rgb(array: np.ndarray, image_setting: ImageSetting) -> np.ndarray:
     """Converts [H,W,3] or [3,H,W], uint8 or floating in [0, 1], to [H,W,3] uint8."""
     import numpy as np
 
     shape, last = list(array.shape), array.ndim - 1
     channels = next((axis for axis in (last, 0) if array.ndim == 3 and shape[axis] == 3), None)
     if channels is None or not array.size:
-        raise given.refused(f"has shape {shape}", "an image is [H,W,3] or [3,H,W]")
+        raise image_setting.input_error(f"has shape {shape}", "an image is [H,W,3] or [3,H,W]")
     array = np.moveaxis(array, channels, -1)
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if array.dtype.kind != "f":
-        raise given.refused(f"has dtype {array.dtype}", "an image is uint8 or floating")
+        raise image_setting.input_error(f"has dtype {array.dtype}", "an image is uint8 or floating")
     low, high = float(array.min()), float(array.max())
     if not (low >= 0 and high <= 1):  # NaN, too
         why = f"has values from {low:g} to {high:g}"
-        raise given.refused(why, "floating ones must be from 0 to 1")
+        raise image_setting.input_error(why, "floating ones must be from 0 to 1")
     return np.rint(array * 255).astype(np.uint8)

@@ -31,7 +31,7 @@ from wan.pipeline.denoise import (
     run_both_branches,
 )
 from wan.pipeline.text import TextEncoder
-from wan.pipeline.vae import Collected, Sink, VideoVAE
+from wan.pipeline.vae import FrameCollector, Sink, VideoVAE
 from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, buffers
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from wan.pipeline.clip import ClipVision
     from wan.pipeline.clips import Clip
     from wan.pipeline.driving import AnimateInputs
-    from wan.pipeline.media import PoseVideo, Sound
-    from wan.pipeline.residency import Parked
+    from wan.pipeline.media import Audio, PoseVideo
+    from wan.pipeline.residency import OffloadedModule
     from wan.pipeline.sources import VaceInputs
 
 _RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
@@ -68,7 +68,7 @@ class OffloadManager:
     bytes_outside_blocks: Callable[[Request], int]
     offload: Offload = True
     params: Request | None = None
-    offloaded_modules: list[Parked] = field(default_factory=list)
+    offloaded_modules: list[OffloadedModule] = field(default_factory=list)
 
     def count_resident_blocks(self, block_bytes: int, num_blocks: int) -> int:
         """Computes how many of `num_blocks` blocks stay on the device."""
@@ -85,14 +85,14 @@ class OffloadManager:
 
     def register(self, network: nn.Module, on_free: Callable[[], None] = lambda: None) -> None:
         """Adds a network that is offloaded to host memory. on_free: clears its caches."""
-        from wan.pipeline.residency import Parked
+        from wan.pipeline.residency import OffloadedModule
 
-        Parked(network, self.device.torch_device, self.offloaded_modules, on_free)
+        OffloadedModule(network, self.device.torch_device, self.offloaded_modules, on_free)
 
     def free_device(self) -> None:
         """Frees the accelerator memory of all offloaded networks."""
         for network in self.offloaded_modules:
-            network.leave()
+            network.free_device()
 
 
 class Experts:
@@ -228,7 +228,7 @@ class Inputs:
     last_image: Image.Image | None = None
     prompt_embeds: Tensor | None = None
     negative_prompt_embeds: Tensor | None = None
-    audio: Sound | None = None
+    audio: Audio | None = None
     pose: PoseVideo | None = None
     animate: AnimateInputs | None = None
     vace: VaceInputs | None = None
@@ -298,7 +298,7 @@ class Pipeline:
     returns_lse: bool
     step_cache: Cache
     work_sharing: WorkSharing = field(default_factory=WorkSharing)
-    encode_audio: Callable[[Sound], Tensor] | None = None
+    encode_audio: Callable[[Audio], Tensor] | None = None
     cached_prompt_embeds: dict[str, Tensor] = field(default_factory=dict)
     cancellation_point: CancellationPoint = NEVER_CANCELLED
     is_main: bool = True
@@ -336,14 +336,14 @@ class Pipeline:
         )
         return generate(self, params, inputs)
 
-    def sample_audio_features(self, audio: Sound, num_frames: int) -> Tensor:
+    def sample_audio_features(self, audio: Audio, num_frames: int) -> Tensor:
         """Returns the audio features of each of `num_frames` video frames, [1,S,C,F]."""
-        from wan.pipeline.sound import rows
+        from wan.pipeline.sound import sample_features_per_frame
 
         assert self.encode_audio is not None
         with self.stages("sound"):
             encode = partial(self.encode_audio, audio)
-            return rows(
+            return sample_features_per_frame(
                 self.work_sharing.run_on_rank0(encode).to(self.device.torch_device), num_frames
             )
 
@@ -421,7 +421,7 @@ class Pipeline:
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor | None:
         """Returns pixels [3,F,H,W] in [-1, 1] on the main rank, else None; all ranks call it."""
-        collected = Collected(self.device.torch_device)
+        collected = FrameCollector(self.device.torch_device)
         return collected.video if self.stream(latents_Zfhw, collected) else None
 
     def stream(

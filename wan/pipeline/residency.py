@@ -35,7 +35,7 @@ _ALIGNED = 512  # bytes, as PyTorch aligns an accelerator's memory
 _SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two, and keeps it
 
 
-class Flat:
+class FlatTensors:
     """Tensors of a module, packed one after the other into one buffer.
 
     Attributes:
@@ -47,51 +47,55 @@ class Flat:
         self._layout: list[tuple[slice, torch.dtype, torch.Size]] = []
         self.size = 0
         for tensor in self.tensors:
-            place = slice(self.size, self.size + tensor.nbytes)
-            self._layout.append((place, tensor.dtype, tensor.shape))
-            self.size = -(-place.stop // _ALIGNED) * _ALIGNED
+            span = slice(self.size, self.size + tensor.nbytes)
+            self._layout.append((span, tensor.dtype, tensor.shape))
+            self.size = -(-span.stop // _ALIGNED) * _ALIGNED
 
-    def use(self, memory: Tensor) -> None:
+    def bind_storage(self, memory: Tensor) -> None:
         """Makes the tensors views of `memory`, uint8 [>= size]."""
-        for tensor, (place, dtype, shape) in zip(self.tensors, self._layout, strict=True):
-            tensor.data = memory[place].view(dtype).view(shape)
+        for tensor, (span, dtype, shape) in zip(self.tensors, self._layout, strict=True):
+            tensor.data = memory[span].view(dtype).view(shape)
 
-    def rest(self) -> None:
+    def free_storage(self) -> None:
         """Replaces each tensor by one expanded element, which frees its memory."""
         for tensor, (_, dtype, shape) in zip(self.tensors, self._layout, strict=True):
-            nothing = float("nan") if dtype.is_floating_point else 0
-            tensor.data = torch.full((), nothing, dtype=dtype, device=tensor.device).expand(shape)
+            fill_value = float("nan") if dtype.is_floating_point else 0
+            tensor.data = torch.full((), fill_value, dtype=dtype, device=tensor.device).expand(
+                shape
+            )
 
-    def bytes(self) -> Iterator[tuple[int, Tensor]]:
+    def byte_views(self) -> Iterator[tuple[int, Tensor]]:
         """Yields the byte offset of each tensor, and its values as uint8."""
-        for tensor, (place, _, _) in zip(self.tensors, self._layout, strict=True):
-            yield place.start, tensor.reshape(-1).view(torch.uint8)
+        for tensor, (span, _, _) in zip(self.tensors, self._layout, strict=True):
+            yield span.start, tensor.reshape(-1).view(torch.uint8)
 
 
-class Pinned:
+class PinnedMemory:
     """Page-locked host memory of `size` bytes."""
 
     def __init__(self, size: int) -> None:
-        count = -(-size // _SLAB)
-        self._slabs = [torch.empty(_SLAB, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        num_slabs = -(-size // _SLAB)
+        self._slabs = [
+            torch.empty(_SLAB, dtype=torch.uint8, pin_memory=True) for _ in range(num_slabs)
+        ]
 
-    def parts(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+    def chunks(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
         """Splits `size` bytes from `start` at the slab boundaries.
 
         Yields:
             A slice of 0..size, and the uint8 view of its bytes.
         """
-        done = 0
-        while done < size:
-            slab, first = divmod(start + done, _SLAB)
-            part = self._slabs[slab][first : first + size - done]
-            yield slice(done, done + len(part)), part
-            done += len(part)
+        offset = 0
+        while offset < size:
+            slab, slab_offset = divmod(start + offset, _SLAB)
+            chunk = self._slabs[slab][slab_offset : slab_offset + size - offset]
+            yield slice(offset, offset + len(chunk)), chunk
+            offset += len(chunk)
 
-    def keep(self, start: int, values: Tensor) -> None:
+    def write(self, start: int, values: Tensor) -> None:
         """Copies uint8 values from a device to offset `start`, and waits for the copy."""
-        for place, part in self.parts(start, len(values)):
-            part.copy_(values[place])
+        for span, chunk in self.chunks(start, len(values)):
+            chunk.copy_(values[span])
 
 
 @dataclass(eq=False)
@@ -108,21 +112,21 @@ class StreamedBlock:
     """
 
     module: nn.Module
-    last: nn.Module
-    flat: Flat
+    last_module: nn.Module
+    flat: FlatTensors
     sources: Sequence[Source]
-    mapped: Sequence[Source] = ()
-    buffer: Buffer | None = None
+    mapped_sources: Sequence[Source] = ()
+    buffer: BlockBuffer | None = None
 
-    def read(self, memory: Tensor, done: Callable[[int], object] = int) -> None:
+    def load_into(self, memory: Tensor, update_progress: Callable[[int], object] = int) -> None:
         """Reads the weights from their sources into `memory`, and makes the tensors views of it."""
-        self.flat.use(memory)
+        self.flat.bind_storage(memory)
         for tensor, source in zip(self.flat.tensors, self.sources, strict=True):
-            copy(tensor, source, done=done)
+            copy(tensor, source, done=update_progress)
 
 
 @dataclass(eq=False)
-class Buffer:
+class BlockBuffer:
     """Device memory for one block at a time.
 
     Attributes:
@@ -134,71 +138,71 @@ class Buffer:
 
     memory: Tensor
     block: StreamedBlock | None = None
-    copied: Any = None
-    computed: Any = None
+    copy_event: Any = None
+    compute_event: Any = None
 
 
-class FromFiles:
+class FileBlockLoader:
     """Fills a CPU's buffer from the weight files when a block is called.
 
     The operating system reads the next block ahead meanwhile.
     """
 
     def __init__(self, blocks: Sequence[StreamedBlock]) -> None:
-        self._next = dict(zip(blocks, (*blocks[1:], *blocks[:1]), strict=True))
+        self._next_block = dict(zip(blocks, (*blocks[1:], *blocks[:1]), strict=True))
 
-    def fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
-        block.read(buffer.memory)
-        following = self._next[block]
-        for source in (*following.sources, *following.mapped):
+    def fetch(self, block: StreamedBlock, buffer: BlockBuffer) -> None:
+        block.load_into(buffer.memory)
+        next_block = self._next_block[block]
+        for source in (*next_block.sources, *next_block.mapped_sources):
             source.read_ahead()
 
-    def arrive(self, buffer: Buffer) -> None:
+    def wait_for_copy(self, buffer: BlockBuffer) -> None:
         """Does nothing: `fetch` has finished the copy."""
 
-    def leave(self, buffer: Buffer) -> None:
+    def release(self, buffer: BlockBuffer) -> None:
         """Does nothing: the CPU has finished its computations."""
 
 
-class FromHost:
+class HostBlockLoader:
     """Fills an accelerator's buffers from page-locked memory while blocks compute."""
 
     def __init__(
         self,
         blocks: Sequence[StreamedBlock],
-        buffers: Sequence[Buffer],
+        buffers: Sequence[BlockBuffer],
         stream: CopyStream,
-        done: Callable[[int], object],
+        update_progress: Callable[[int], object],
     ) -> None:
         """Reads all blocks into host memory through a device buffer, which converts the dtypes."""
         sizes = [block.flat.size for block in blocks]
-        starts = accumulate(sizes, initial=0)
-        self._starts = dict(zip(blocks, starts, strict=False))
-        self._host = Pinned(sum(sizes))
+        offsets = accumulate(sizes, initial=0)
+        self._offsets = dict(zip(blocks, offsets, strict=False))
+        self._host = PinnedMemory(sum(sizes))
         self._stream = stream
         for block in blocks:
-            block.read(buffers[0].memory, done)
-            self._host.keep(self._starts[block], buffers[0].memory[: block.flat.size])
-            block.flat.rest()
+            block.load_into(buffers[0].memory, update_progress)
+            self._host.write(self._offsets[block], buffers[0].memory[: block.flat.size])
+            block.flat.free_storage()
         for buffer in buffers:
             self._stream.uses(buffer.memory)
-            buffer.copied, buffer.computed = self._stream.event(), self._stream.event()
-            self.leave(buffer)
+            buffer.copy_event, buffer.compute_event = self._stream.event(), self._stream.event()
+            self.release(buffer)
 
-    def fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
+    def fetch(self, block: StreamedBlock, buffer: BlockBuffer) -> None:
         """Starts the copy of a block, after the last computation that uses the buffer."""
-        block.flat.use(buffer.memory)
-        parts = self._host.parts(self._starts[block], block.flat.size)
-        self._stream.copy(buffer.memory, parts, after=buffer.computed)
-        self._stream.copied(buffer.copied)
+        block.flat.bind_storage(buffer.memory)
+        chunks = self._host.chunks(self._offsets[block], block.flat.size)
+        self._stream.copy(buffer.memory, chunks, after=buffer.compute_event)
+        self._stream.copied(buffer.copy_event)
 
-    def arrive(self, buffer: Buffer) -> None:
+    def wait_for_copy(self, buffer: BlockBuffer) -> None:
         """Makes later computations wait for the copy into the buffer."""
-        self._stream.compute_after(buffer.copied)
+        self._stream.compute_after(buffer.copy_event)
 
-    def leave(self, buffer: Buffer) -> None:
+    def release(self, buffer: BlockBuffer) -> None:
         """Makes the next copy into the buffer wait for the computations queued so far."""
-        self._stream.computed(buffer.computed)
+        self._stream.computed(buffer.compute_event)
 
 
 class StreamedBlocks:
@@ -209,7 +213,7 @@ class StreamedBlocks:
     """
 
     def __init__(
-        self, blocks: Sequence[StreamedBlock], device: torch.device, resident: int
+        self, blocks: Sequence[StreamedBlock], device: torch.device, num_resident: int
     ) -> None:
         """Loads the resident blocks, and registers the forward hooks of all blocks.
 
@@ -219,65 +223,79 @@ class StreamedBlocks:
             num_resident: Number of resident blocks. They are spread evenly, so that a copy can
                 overlap with several blocks.
         """
-        count, on_cpu = len(blocks), device.type == "cpu"
-        resident = resident if count - resident > buffers(device.type) else count
-        moving = [b for i, b in enumerate(blocks) if i * resident % count >= resident]
-        staying = [block for block in blocks if block not in moving]
-        most = max((block.flat.size for block in moving), default=0)
+        num_blocks, on_cpu = len(blocks), device.type == "cpu"
+        num_resident = (
+            num_resident if num_blocks - num_resident > buffers(device.type) else num_blocks
+        )
+        streamed_blocks = [
+            b for i, b in enumerate(blocks) if i * num_resident % num_blocks >= num_resident
+        ]
+        resident_blocks = [block for block in blocks if block not in streamed_blocks]
+        buffer_size = max((block.flat.size for block in streamed_blocks), default=0)
 
-        def memory(size: int) -> Tensor:
+        def allocate(size: int) -> Tensor:
             return torch.empty(size, dtype=torch.uint8, device=device)
 
-        self._buffers = [Buffer(memory(most)) for _ in range(buffers(device.type)) if moving]
-        self._source: FromFiles | FromHost = FromFiles(moving)
-        first = staying if on_cpu else blocks
-        if first:
-            total = sum(block.flat.size for block in first)
+        self._buffers = [
+            BlockBuffer(allocate(buffer_size))
+            for _ in range(buffers(device.type))
+            if streamed_blocks
+        ]
+        self._loader: FileBlockLoader | HostBlockLoader = FileBlockLoader(streamed_blocks)
+        preloaded = resident_blocks if on_cpu else blocks
+        if preloaded:
+            total = sum(block.flat.size for block in preloaded)
             with progress(total, "loading blocks", "B") as bar, on_own_cores():
-                for block in staying:
-                    block.read(memory(block.flat.size), bar.update)
-                if moving and not on_cpu:
-                    self._source = FromHost(moving, self._buffers, CopyStream(device), bar.update)
+                for block in resident_blocks:
+                    block.load_into(allocate(block.flat.size), bar.update)
+                if streamed_blocks and not on_cpu:
+                    self._loader = HostBlockLoader(
+                        streamed_blocks, self._buffers, CopyStream(device), bar.update
+                    )
         for index, block in enumerate(blocks):
-            due = [b for b in (*blocks[index:], *blocks[:index]) if b in moving]
-            due = due[: len(self._buffers)] if not on_cpu or block in moving else []
-            block.module.register_forward_pre_hook(partial(self._before, block, due))
-            block.last.register_forward_hook(partial(self._after, block))
+            upcoming = [b for b in (*blocks[index:], *blocks[:index]) if b in streamed_blocks]
+            upcoming = (
+                upcoming[: len(self._buffers)] if not on_cpu or block in streamed_blocks else []
+            )
+            block.module.register_forward_pre_hook(partial(self._pre_forward, block, upcoming))
+            block.last_module.register_forward_hook(partial(self._post_forward, block))
 
-    def _before(self, block: StreamedBlock, due: Sequence[StreamedBlock], *_: object) -> None:
-        for wanted in due:
-            if wanted.buffer is None:
-                self._fetch(wanted, next(b for b in self._buffers if b.block not in due))
+    def _pre_forward(
+        self, block: StreamedBlock, upcoming: Sequence[StreamedBlock], *_: object
+    ) -> None:
+        for next_block in upcoming:
+            if next_block.buffer is None:
+                self._fetch(next_block, next(b for b in self._buffers if b.block not in upcoming))
         if block.buffer is not None:
-            self._source.arrive(block.buffer)
-        for source in block.mapped:
+            self._loader.wait_for_copy(block.buffer)
+        for source in block.mapped_sources:
             source.check()
 
-    def _fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
+    def _fetch(self, block: StreamedBlock, buffer: BlockBuffer) -> None:
         if buffer.block is not None:
-            buffer.block.flat.rest()
+            buffer.block.flat.free_storage()
             buffer.block.buffer, buffer.block = None, None
-        self._source.fetch(block, buffer)  # if it fails half-way, the buffer holds no block
+        self._loader.fetch(block, buffer)  # if it fails half-way, the buffer holds no block
         buffer.block, block.buffer = block, buffer
 
-    def _after(self, block: StreamedBlock, *_: object) -> None:
+    def _post_forward(self, block: StreamedBlock, *_: object) -> None:
         if block.buffer is not None:
-            self._source.leave(block.buffer)
+            self._loader.release(block.buffer)
 
 
-Resident = Callable[[int, int], int]
+CountResidentBlocks = Callable[[int, int], int]
 """(size, count) -> how many of `count` blocks of `size` bytes are resident."""
 
 
-def streamed(
-    adapt: Adapt,
+def stream_blocks(
+    transform: Adapt,
     blocks: str,
     device: torch.device,
     dtype_of: DTypeOf,
-    resident: Resident = lambda size, count: 0,
+    count_resident: CountResidentBlocks = lambda size, count: 0,
     *,
     table: str | None = None,
-    behind: Callable[[Any, int], Sequence[nn.Module]] = lambda network, index: (),
+    adapter_modules: Callable[[Any, int], Sequence[nn.Module]] = lambda network, index: (),
 ) -> Adapt:
     """Returns a weight transform that streams the blocks of a network instead of loading them.
 
@@ -292,28 +310,41 @@ def streamed(
         table: Name of an embedding whose rows are read from the files on each lookup.
     """
 
-    def adapted(network: nn.Module, sources: Sources) -> Sources:
-        sources = adapt(network, sources)
-        found, names = [], {module: f"{name}." for name, module in network.named_modules()}
+    def transform_and_stream(network: nn.Module, sources: Sources) -> Sources:
+        sources = transform(network, sources)
+        streamed_blocks, names = (
+            [],
+            {module: f"{name}." for name, module in network.named_modules()},
+        )
         for index, module in enumerate(network.get_submodule(blocks).children()):
-            moving = {names[one]: one for one in (module, *behind(network, index))}
-            placed = _on_device(moving, sources, device, dtype_of)
-            found.append(StreamedBlock(module, [*moving.values()][-1], *placed))
-        most = max(block.flat.size for block in found)
-        StreamedBlocks(found, device, min(resident(most, len(found)), len(found)))
+            block_modules = {
+                names[member]: member for member in (module, *adapter_modules(network, index))
+            }
+            block_weights = _move_meta_modules(block_modules, sources, device, dtype_of)
+            streamed_blocks.append(
+                StreamedBlock(module, [*block_modules.values()][-1], *block_weights)
+            )
+        largest = max(block.flat.size for block in streamed_blocks)
+        StreamedBlocks(
+            streamed_blocks,
+            device,
+            min(count_resident(largest, len(streamed_blocks)), len(streamed_blocks)),
+        )
         if table is not None:
             module = network.get_submodule(table)
-            _, read, _ = _on_device({f"{table}.": module}, sources, device, dtype_of)
-            for source in read:
-                module.register_forward_hook(partial(_look_up, source))
+            _, table_sources, _ = _move_meta_modules(
+                {f"{table}.": module}, sources, device, dtype_of
+            )
+            for source in table_sources:
+                module.register_forward_hook(partial(_look_up_embeddings, source))
         return sources
 
-    return adapted
+    return transform_and_stream
 
 
-def _on_device(
+def _move_meta_modules(
     modules: Mapping[str, nn.Module], sources: Sources, device: torch.device, dtype_of: DTypeOf
-) -> tuple[Flat, list[Source], list[Source]]:
+) -> tuple[FlatTensors, list[Source], list[Source]]:
     """Moves meta modules to a device, where their tensors have no memory yet.
 
     Args:
@@ -331,30 +362,34 @@ def _on_device(
             tensors[f"{prefix}{name}"] = tensor, sources[f"{prefix}{name}"]
     if device.type == "cpu":
         use_mapped(tensors.values())
-    read = [(tensor, source) for tensor, source in tensors.values() if is_own(tensor)]
-    flat = Flat([tensor for tensor, _ in read])
-    flat.rest()
-    mapped = [source for tensor, source in tensors.values() if not is_own(tensor)]
-    return flat, [source for _, source in read], mapped
+    copied_tensors = [(tensor, source) for tensor, source in tensors.values() if is_own(tensor)]
+    flat = FlatTensors([tensor for tensor, _ in copied_tensors])
+    flat.free_storage()
+    mapped_sources = [source for tensor, source in tensors.values() if not is_own(tensor)]
+    return flat, [source for _, source in copied_tensors], mapped_sources
 
 
-def _look_up(source: Source, _: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+def _look_up_embeddings(
+    source: Source, _: nn.Module, args: tuple[Tensor], output: Tensor
+) -> Tensor:
     """Replaces an embedding's output by rows that are read from `source`; a forward hook."""
-    rows, places = args[0].cpu().unique(return_inverse=True)
+    token_ids, inverse = args[0].cpu().unique(return_inverse=True)
     source.check()
-    found = torch.cat([source.read(slice(row, row + 1)) for row in rows.tolist()])
-    return found.to(output.dtype)[places].to(output.device)
+    embeddings = torch.cat(
+        [source.read(slice(token_id, token_id + 1)) for token_id in token_ids.tolist()]
+    )
+    return embeddings.to(output.dtype)[inverse].to(output.device)
 
 
-class Parked:
+class OffloadedModule:
     """A network with a copy in page-locked host memory, loaded to the accelerator when called."""
 
     def __init__(
         self,
         network: nn.Module,
         device: torch.device,
-        beside: list[Parked],
-        left: Callable[[], None],
+        offloaded_modules: list[OffloadedModule],
+        on_free: Callable[[], None],
     ) -> None:
         """Copies the network's tensors to host memory.
 
@@ -364,27 +399,27 @@ class Parked:
             offloaded_modules: All offloaded networks of a pipeline; at most one is on the device.
             on_free: Frees the network's caches when it is offloaded.
         """
-        self._flat = Flat([*network.parameters(), *network.buffers()])
-        self._device, self._beside, self._left = device, beside, left
-        self._host, self._there = Pinned(self._flat.size), True
-        for start, values in self._flat.bytes():
-            self._host.keep(start, values)
-        beside.append(self)
-        network.register_forward_pre_hook(self._before)
+        self._flat = FlatTensors([*network.parameters(), *network.buffers()])
+        self._device, self._offloaded_modules, self._on_free = device, offloaded_modules, on_free
+        self._host, self._is_on_device = PinnedMemory(self._flat.size), True
+        for start, values in self._flat.byte_views():
+            self._host.write(start, values)
+        offloaded_modules.append(self)
+        network.register_forward_pre_hook(self._pre_forward)
 
-    def leave(self) -> None:
+    def free_device(self) -> None:
         """Frees the network's memory on the accelerator."""
-        self._flat.rest()
-        self._left()
-        self._there = False
+        self._flat.free_storage()
+        self._on_free()
+        self._is_on_device = False
 
-    def _before(self, *_: object) -> None:
-        if self._there:
+    def _pre_forward(self, *_: object) -> None:
+        if self._is_on_device:
             return
-        for other in self._beside:
-            other.leave()
+        for other in self._offloaded_modules:
+            other.free_device()
         memory = torch.empty(self._flat.size, dtype=torch.uint8, device=self._device)
-        for place, part in self._host.parts(0, self._flat.size):
-            memory[place].copy_(part, non_blocking=True)
-        self._flat.use(memory)
-        self._there = True
+        for span, chunk in self._host.chunks(0, self._flat.size):
+            memory[span].copy_(chunk, non_blocking=True)
+        self._flat.bind_storage(memory)
+        self._is_on_device = True

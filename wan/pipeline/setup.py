@@ -25,7 +25,7 @@ from wan.settings.presets import Preset
 from wan.settings.request import Request
 from wan.settings.step_cache import StepCache
 
-KEEPABLE = {"fp8_weights": FP8, "gguf_weights": tuple(GGUF)}
+UNCONVERTED_DTYPES = {"fp8_weights": FP8, "gguf_weights": tuple(GGUF)}
 """Setting -> the stored dtypes of weights that it leaves unconverted or upcasts."""
 
 
@@ -50,28 +50,28 @@ class Setup:
     execution: Execution
     parallel: Parallel
     attention: Attention
-    quantised: QuantisedDit | None = None
+    quantized: QuantisedDit | None = None
     chip: str | None = None
     cache: StepCache = field(default_factory=StepCache)
     policy: Policy | None = None
     loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rules.check(rules.SETTINGS, self._facts())
+        rules.check(rules.SETTINGS, self._rule_values())
         attention.check(self.attention, self.execution)
         attention.check_layout(self.attention, self.parallel, self.checkpoint.head_dim)
         step_cache.check(self.cache, self.parallel, self.execution)
         if self.execution.device != "auto":
             self.check_device(*devices.candidates(self.execution.device, self.chip))
 
-    def _facts(self) -> dict[str, Any]:
+    def _rule_values(self) -> dict[str, Any]:
         """Returns the settings and properties that the conditions of `wan.settings.rules` read."""
         return {
             **vars(self.execution),
             **vars(self.parallel),
             **vars(self.cache),
-            "kinds": self.kinds,
-            "quantised": self.quantised is not None,
+            "kinds": self.checkpoint_dtypes,
+            "quantised": self.quantized is not None,
             "use_rainfusion": self.attention.use_rainfusion,
             "task": self.preset.task,
             "experts": len(self.preset.experts),
@@ -81,19 +81,23 @@ class Setup:
         }
 
     @property
-    def kinds(self) -> set[str]:
+    def checkpoint_dtypes(self) -> set[str]:
         """The dtypes of the DiTs' tensors in the checkpoint."""
         networks = self.checkpoint.experts.values()
-        return {info.dtype for dit in networks for info in dit.tensors.values()}
+        return {info.dtype for network in networks for info in network.tensors.values()}
 
-    def kept(self, device: str) -> set[str]:
+    def unconverted_dtypes(self, device: str) -> set[str]:
         """Returns the stored dtypes whose weights are not converted when they are loaded."""
-        if self.quantised is not None or self.parallel.dit_fsdp:
+        if self.quantized is not None or self.parallel.dit_fsdp:
             return set()
         # NPUs have no FP8, and unpacking GGUF is not tested on an NPU.
-        asked = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
-        settings = [name for name in KEEPABLE if getattr(self.execution, name) in asked]
-        return self.kinds & {kind for name in settings for kind in KEEPABLE[name]}
+        keep_values = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
+        settings = [
+            name for name in UNCONVERTED_DTYPES if getattr(self.execution, name) in keep_values
+        ]
+        return self.checkpoint_dtypes & {
+            dtype for name in settings for dtype in UNCONVERTED_DTYPES[name]
+        }
 
     @property
     def multiplies_fp8(self) -> bool:
@@ -108,44 +112,44 @@ class Setup:
         parallel = self.parallel
         if parallel.exchange != "auto":
             return parallel.exchange
-        measured = device in self.attention.dense.fused and parallel.ring_size == 1
-        return "fused" if measured and not self.execution.compile else "split"
+        is_measured = device in self.attention.dense.fused and parallel.ring_size == 1
+        return "fused" if is_measured and not self.execution.compile else "split"
 
     def changes_weights(self, expert: str, device: str) -> bool:
         """Returns whether loading an expert replaces layers or merges weights on this device."""
-        merged = bool(self.loras.get(expert))
-        return self.quantised is not None or merged or bool(self.kept(device))
+        has_loras = bool(self.loras.get(expert))
+        return self.quantized is not None or has_loras or bool(self.unconverted_dtypes(device))
 
-    def check_device(self, *rows: Capabilities) -> None:
+    def check_device(self, *candidates: Capabilities) -> None:
         """Refuses settings that none of these devices can run."""
-        weights = () if self.quantised is None else self.quantised.algorithms
+        weights = () if self.quantized is None else self.quantized.algorithms
         head_dim = self.checkpoint.head_dim
-        devices.check(rows, self.attention, self.execution, head_dim, weights)
-        if self.quantised is not None:
-            check_device(self.quantised, rows[0].type)
+        devices.check(candidates, self.attention, self.execution, head_dim, weights)
+        if self.quantized is not None:
+            check_device(self.quantized, candidates[0].type)
 
     def check_plan(self) -> None:
         """Refuses settings that no device matching `device` and `chip` can run."""
-        rows = devices.candidates(self.execution.device, self.chip)
-        for row in rows:
+        candidates = devices.candidates(self.execution.device, self.chip)
+        for candidate in candidates:
             try:
-                return self.check_device(row)
+                return self.check_device(candidate)
             except InputError:
                 continue
-        self.check_device(*rows)
+        self.check_device(*candidates)
 
-    def check_request(self, request: Request) -> tuple[str, ...]:
+    def check_request(self, params: Request) -> tuple[str, ...]:
         """Refuses settings that contradict a video's steps or size, and returns notices."""
-        steps, tokens = request.sample_steps, request.tokens
-        scales = request.conditioning_scale or ()
-        control = {"conditioning_scale": request.conditioning_scale, "scales": len(scales)}
-        rules.check(rules.REQUEST, self._facts() | control)
+        steps, tokens = params.sample_steps, params.tokens
+        scales = params.conditioning_scale or ()
+        control = {"conditioning_scale": params.conditioning_scale, "scales": len(scales)}
+        rules.check(rules.REQUEST, self._rule_values() | control)
         attention.check_request(self.attention, self.parallel, steps, tokens)
-        found = () if self.policy is None else self.policy.check_request(request)
+        notices = () if self.policy is None else self.policy.check_request(params)
         heads = self.checkpoint.heads
-        guidance = request.sample_guide_scale
-        return (*found, *parallel.check_guidance(self.parallel, guidance, heads))
+        guidance = params.sample_guide_scale
+        return (*notices, *parallel.check_guidance(self.parallel, guidance, heads))
 
     def check_grouping(self) -> None:
         """Refuses `group_by_expert` where it has no effect or is not possible."""
-        rules.check(rules.GROUPING, self._facts())
+        rules.check(rules.GROUPING, self._rule_values())

@@ -18,7 +18,7 @@ from wan.settings.request import Request
 from wan.settings.solvers import SOLVERS
 from wan.settings.timesteps import Schedule
 
-Draw = Callable[[], Tensor]
+SampleNoise = Callable[[], Tensor]
 """Draws new noise of the latents' shape in each call."""
 
 
@@ -33,24 +33,24 @@ class Stepper(Protocol):
 class Renoise:
     """Takes stochastic steps in float64 on the CPU; they are few, and NPUs have no float64."""
 
-    def __init__(self, levels: tuple[float, ...], draw: Draw) -> None:
-        self._levels, self._draw, self._index = levels, draw, 0
+    def __init__(self, sigmas: tuple[float, ...], sample_noise: SampleNoise) -> None:
+        self._sigmas, self._sample_noise, self._index = sigmas, sample_noise, 0
 
     def step(
         self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
     ) -> tuple[Tensor]:
         """Returns the latents at the next sigma, in the dtype and on the device of `sample`."""
-        sigma, after = self._levels[self._index : self._index + 2]
+        sigma, next_sigma = self._sigmas[self._index : self._index + 2]
         self._index += 1
         x, v = (tensor.to("cpu", torch.float64) for tensor in (sample, model_output))
         x = x - sigma * v
-        if after:
-            x = (1 - after) * x + after * self._draw().to("cpu", torch.float64)
+        if next_sigma:
+            x = (1 - next_sigma) * x + next_sigma * self._sample_noise().to("cpu", torch.float64)
         return (x.to(sample),)
 
 
 def make_solver(
-    request: Request, schedule: Schedule, draw: Draw | None = None
+    params: Request, schedule: Schedule, sample_noise: SampleNoise | None = None
 ) -> tuple[Stepper, Tensor]:
     """Makes the solver of a video.
 
@@ -62,19 +62,21 @@ def make_solver(
         The solver, and the timesteps [N] of the model: int64 with the official solvers, float32
         with the others.
     """
-    row = SOLVERS["euler" if request.ode else request.sample_solver]
-    whole = SOLVERS[request.sample_solver].whole
-    told = torch.tensor(schedule.timesteps, dtype=torch.int64 if whole else torch.float32)
-    module, _, kind = row.make.partition(":")
-    make = getattr(import_module(module), kind)
-    if row.draws:
-        assert draw is not None
-        return make(schedule.sigmas, draw), told
-    solver = make(**row.options)  # a scheduler of diffusers, with our sigmas
-    solver.set_timesteps(len(told))
+    spec = SOLVERS["euler" if params.ode else params.sample_solver]
+    has_integer_timesteps = SOLVERS[params.sample_solver].whole
+    timesteps = torch.tensor(
+        schedule.timesteps, dtype=torch.int64 if has_integer_timesteps else torch.float32
+    )
+    module, _, class_name = spec.make.partition(":")
+    solver_class = getattr(import_module(module), class_name)
+    if spec.draws:
+        assert sample_noise is not None
+        return solver_class(schedule.sigmas, sample_noise), timesteps
+    solver = solver_class(**spec.options)  # a scheduler of diffusers, with our sigmas
+    solver.set_timesteps(len(timesteps))
     solver.sigmas = torch.tensor(schedule.sigmas, dtype=torch.float32)
-    solver.timesteps = told
+    solver.timesteps = timesteps
     # The scheduler counts steps from 0 instead of searching the timestep: with many steps,
     # neighboring timesteps truncate to the same integer, and the search would start one step late.
     solver.set_begin_index(0)
-    return solver, told
+    return solver, timesteps

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.host import on_own_cores
-from wan.pipeline.media import Sound
+from wan.pipeline.media import Audio
 from wan.settings.errors import InputError
 from wan.settings.sound import FPS, ROW_RATE, SOUND_LAYERS
 from wan.settings.values import shown
 
 
-def check(path: Path, channels: int) -> None:
+def check_audio_encoder(path: Path, channels: int) -> None:
     """Refuses a folder without the audio encoder of a DiT; reads no weights.
 
     Args:
@@ -49,7 +49,7 @@ def check(path: Path, channels: int) -> None:
 
 
 @torch.no_grad()
-def features(path: Path, sound: Sound) -> Tensor:
+def extract_audio_features(path: Path, audio: Audio) -> Tensor:
     """Computes the hidden states [S,C,T] of an audio on the CPU, like the official code.
 
     Args:
@@ -59,7 +59,7 @@ def features(path: Path, sound: Sound) -> Tensor:
     from transformers import Wav2Vec2Model
     from transformers.utils import logging
 
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # about the unused head of the published file
     logging.disable_progress_bar()
     try:
@@ -71,20 +71,22 @@ def features(path: Path, sound: Sound) -> Tensor:
         raise InputError(str(path), None, why, "download it again") from error
     finally:
         logging.set_verbosity(verbosity)
-        if bar:
+        if has_progress_bar:
             logging.enable_progress_bar()
-    samples = torch.from_numpy(sound.samples)
+    samples = torch.from_numpy(audio.samples)
     samples = (samples - samples.mean()) / (samples.var(correction=0) + 1e-7).sqrt()
     with on_own_cores():
-        found = model.eval()(samples[None], output_hidden_states=True)
+        output = model.eval()(samples[None], output_hidden_states=True)
     # The last hidden state of transformers 5 lacks the final norm, unlike earlier versions.
-    states = [*found.hidden_states[:-1], found.last_hidden_state]
+    states = [*output.hidden_states[:-1], output.last_hidden_state]
     states_SCT = torch.cat(states).transpose(1, 2)
-    return F.interpolate(states_SCT, size=sound.frames, mode="linear", align_corners=True)
+    return F.interpolate(states_SCT, size=audio.num_features, mode="linear", align_corners=True)
 
 
-def rows(features_SCT: Tensor, count: int) -> Tensor:
+def sample_features_per_frame(features_SCT: Tensor, num_frames: int) -> Tensor:
     """Samples the feature nearest in time for each video frame: [1,S,C,R], 0 after the end."""
-    places = [round(row * ROW_RATE / FPS) for row in range(count)]  # rounds halves to even
-    taken = [place for place in places if place < features_SCT.shape[2]]
-    return F.pad(features_SCT[..., taken], (0, count - len(taken)))[None]
+    indices = [
+        round(frame * ROW_RATE / FPS) for frame in range(num_frames)
+    ]  # rounds halves to even
+    valid_indices = [index for index in indices if index < features_SCT.shape[2]]
+    return F.pad(features_SCT[..., valid_indices], (0, num_frames - len(valid_indices)))[None]

@@ -68,7 +68,9 @@ def read_vace_files(
     if mask is not None and video is None:
         why, remedy = "is a mask without a video", "give the video with `src_video`"
         raise InputError("`src_mask`", mask, why, remedy)
-    loaded_images = tuple(images.from_value(image, "src_ref_images") for image in reference_images)
+    loaded_images = tuple(
+        images.convert_to_image(image, "src_ref_images") for image in reference_images
+    )
     files = tuple(Path(image) for image in reference_images if isinstance(image, str | Path))
     if video is None:
         return VaceInputs(reference_images=loaded_images, files=files)

@@ -22,9 +22,9 @@ from wan.log import logger
 from wan.settings.errors import InputError
 from wan.settings.values import shown
 
-BLOCKS, TABLE = "encoder.block", "shared"
+BLOCKS_NAME, EMBEDDING_NAME = "encoder.block", "shared"
 """Names of the encoder's list of blocks and of its embedding."""
-ROWS = 16
+PAD_MULTIPLE = 16
 """A prompt is padded to a multiple of this number of tokens. The official code pads to 512, and
 removes the padding from the result; masked tokens change no other row."""
 
@@ -36,8 +36,8 @@ def clean_prompt(prompt: str) -> str:
     """
     import ftfy
 
-    mended = html.unescape(html.unescape(ftfy.fix_text(prompt)))
-    return re.sub(r"\s+", " ", mended).strip()
+    unescaped = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return re.sub(r"\s+", " ", unescaped).strip()
 
 
 class TextEncoder:
@@ -58,7 +58,7 @@ class TextEncoder:
         self.text_len = text_len
         self._tokenizer, self._model = tokenizer, network
         if next(network.parameters()).dtype != dtype:
-            _compute_in(network, dtype)
+            _upcast_layers(network, dtype)
 
     @torch.no_grad()
     def __call__(self, prompt: str) -> Tensor:
@@ -73,7 +73,7 @@ class TextEncoder:
             text,
             padding="max_length",
             truncation=True,
-            max_length=min(-(-length // ROWS) * ROWS, self.text_len),
+            max_length=min(-(-length // PAD_MULTIPLE) * PAD_MULTIPLE, self.text_len),
             return_tensors="pt",
         ).to(self._model.device)
         with on_own_cores():  # for an encoder on the CPU
@@ -90,46 +90,46 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     if path.is_file():
-        return _unigram(path, vocabulary(path))
+        return _make_unigram_tokenizer(path, vocabulary(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer("a", padding="max_length", truncation=True, max_length=2)
     except Exception as error:  # the tokenizers library raises nothing more specific
-        raise _unusable(path, error) from error
+        raise _make_tokenizer_error(path, error) from error
     return tokenizer
 
 
-def _unigram(path: Path, found: Vocabulary) -> Any:
+def _make_unigram_tokenizer(path: Path, vocab: Vocabulary) -> Any:
     """Builds T5's Unigram tokenizer from an embedded vocabulary."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = Tokenizer(models.Unigram(found.pieces, unk_id=2, byte_fallback=False))
-        if found.charsmap:
-            tokenizer.normalizer = normalizers.Precompiled(found.charsmap)
+        tokenizer = Tokenizer(models.Unigram(vocab.pieces, unk_id=2, byte_fallback=False))
+        if vocab.charsmap:
+            tokenizer.normalizer = normalizers.Precompiled(vocab.charsmap)
     except Exception as error:  # as above
-        raise _unusable(path, error) from error
+        raise _make_tokenizer_error(path, error) from error
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
     )
-    end = found.pieces[1][0]
+    end = vocab.pieces[1][0]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {end}", special_tokens=[(end, 1)]
     )
-    tokenizer.add_special_tokens(found.special)
-    pad, _, unknown = (piece for piece, _ in found.pieces[:3])
+    tokenizer.add_special_tokens(vocab.special)
+    pad, _, unknown = (piece for piece, _ in vocab.pieces[:3])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token=unknown
     )
 
 
-def _unusable(path: Path, error: Exception) -> InputError:
+def _make_tokenizer_error(path: Path, error: Exception) -> InputError:
     why = f"holds no usable tokenizer ({shown(error, str)})"
     return InputError(str(path), None, why, "download it")
 
 
-def blueprint(path: Path) -> Blueprint[nn.Module]:
+def read_text_encoder_spec(path: Path) -> Blueprint[nn.Module]:
     """Reads the sizes of a UMT5 encoder from the headers of its weights, without loading it.
 
     Raises:
@@ -155,10 +155,10 @@ def blueprint(path: Path) -> Blueprint[nn.Module]:
         why = f"does not hold the weights of a UMT5 encoder (unexpected {error})"
         remedy = "download models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again"
         raise InputError(str(path), None, why, remedy) from error
-    return Blueprint("text encoder", partial(umt5, **sizes), tensors, path)
+    return Blueprint("text encoder", partial(build_umt5, **sizes), tensors, path)
 
 
-def umt5(**sizes: int) -> Any:
+def build_umt5(**sizes: int) -> Any:
     """Builds the UMT5 encoder of transformers. sizes: arguments of UMT5Config."""
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -174,9 +174,9 @@ def umt5(**sizes: int) -> Any:
     return model
 
 
-def published() -> Any:
+def build_published_text_encoder() -> Any:
     """Builds the encoder of umt5-xxl, the text encoder of all published checkpoints."""
-    return umt5(
+    return build_umt5(
         vocab_size=256384,
         d_model=4096,
         d_kv=64,
@@ -187,35 +187,35 @@ def published() -> Any:
     )
 
 
-def dtypes(compute: torch.dtype) -> DTypeOf:
+def choose_text_encoder_dtypes(compute: torch.dtype) -> DTypeOf:
     """Chooses the weights' dtype: the stored dtype if `compute` is float32, else `compute`."""
-    return lambda _, stored: stored if compute == torch.float32 else compute
+    return lambda _, stored_dtype: stored_dtype if compute == torch.float32 else compute
 
 
-def umt5_blocks(model: Any) -> list[nn.Module]:
+def list_umt5_blocks(model: Any) -> list[nn.Module]:
     """Lists the large modules of a UMT5 encoder in the order of their calls."""
     return [model.shared, *model.encoder.block]
 
 
-def _compute_in(model: Any, dtype: torch.dtype) -> None:
+def _upcast_layers(model: Any, dtype: torch.dtype) -> None:
     """Registers hooks that upcast each layer during its forward, and restore its weights after it.
 
     The hooks read the weights when the layer runs, because FSDP's hooks gather a sharded layer
     just before.
     """
-    for part in [*model.encoder.block, model.encoder.final_layer_norm]:
-        stored: list[tuple[nn.Parameter, Tensor]] = []
+    for layer in [*model.encoder.block, model.encoder.final_layer_norm]:
+        stored_data: list[tuple[nn.Parameter, Tensor]] = []
 
-        def upcast(module: nn.Module, _: Any, stored: Any = stored) -> None:
-            stored.extend((parameter, parameter.data) for parameter in module.parameters())
-            for parameter, data in stored:
+        def upcast(module: nn.Module, _: Any, stored_data: Any = stored_data) -> None:
+            stored_data.extend((parameter, parameter.data) for parameter in module.parameters())
+            for parameter, data in stored_data:
                 parameter.data = data.to(dtype)
 
-        def restore(_: nn.Module, __: Any, ___: Any, stored: Any = stored) -> None:
-            for parameter, data in stored:
+        def restore(_: nn.Module, __: Any, ___: Any, stored_data: Any = stored_data) -> None:
+            for parameter, data in stored_data:
                 parameter.data = data
-            stored.clear()
+            stored_data.clear()
 
-        part.register_forward_pre_hook(upcast)
-        part.register_forward_hook(restore, always_call=True)
+        layer.register_forward_pre_hook(upcast)
+        layer.register_forward_hook(restore, always_call=True)
     model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].to(dtype))

@@ -36,7 +36,7 @@ from wan.checkpoint import keymaps
 from wan.checkpoint.layout import SOUND_ENCODER, published
 from wan.modules.networks import build_dit
 from wan.output_files import write_folder
-from wan.pipeline.vae import STATISTICS
+from wan.pipeline.vae import LATENT_STATISTICS
 from wan.settings.errors import InputError
 from wan.settings.presets import FACE_EVERY, PRESETS, Preset
 from wan.settings.sound import CONVOLUTIONS, SOUND_LAYERS, STATED
@@ -49,8 +49,8 @@ SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
 CLIP_DIM = 160  # two heads of CLIP's size
 TEXT_SIZES = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
 VAE_22: dict[str, Any] = {  # arguments of diffusers' AutoencoderKLWan for the VAE 2.2
-    "latents_mean": STATISTICS[48][0],
-    "latents_std": STATISTICS[48][1],
+    "latents_mean": LATENT_STATISTICS[48][0],
+    "latents_std": LATENT_STATISTICS[48][1],
     "z_dim": 48,
     "is_residual": True,
     "in_channels": 12,
@@ -60,13 +60,13 @@ VAE_22: dict[str, Any] = {  # arguments of diffusers' AutoencoderKLWan for the V
 }
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
 QUICK_CLIPS = {"size": "128*128", "infer_frames": 12, "sample_steps": 4}
-SOUND_DIM = 32
-SOUND_SIZES: dict[str, Any] = {  # a wav2vec2 with as many layers as the published one
-    "hidden_size": SOUND_DIM,
-    "intermediate_size": 2 * SOUND_DIM,
+AUDIO_DIM = 32
+AUDIO_ENCODER_SIZES: dict[str, Any] = {  # a wav2vec2 with as many layers as the published one
+    "hidden_size": AUDIO_DIM,
+    "intermediate_size": 2 * AUDIO_DIM,
     "num_hidden_layers": SOUND_LAYERS - 1,
     "num_attention_heads": 4,
-    "conv_dim": (SOUND_DIM,) * len(CONVOLUTIONS),
+    "conv_dim": (AUDIO_DIM,) * len(CONVOLUTIONS),
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4,
     "feat_extract_norm": "layer",
@@ -75,12 +75,12 @@ SOUND_SIZES: dict[str, Any] = {  # a wav2vec2 with as many layers as the publish
     "vocab_size": 33,
 }
 
-_STATED = (  # official keys of a DiT's config.json that cannot be read from the weights
+_CONFIG_KEYS = (  # official keys of a DiT's config.json that cannot be read from the weights
     *("dim", "eps", "ffn_dim", "freq_dim", "in_dim", "model_type", "num_heads", "num_layers"),
     *("out_dim", "text_len"),
 )
-_STATED_OF_CONTROL = ("vace_layers", "vace_in_dim")
-_STATED_OF_SOUND = ("audio_dim", "num_audio_token", "audio_inject_layers")
+_VACE_CONFIG_KEYS = ("vace_layers", "vace_in_dim")
+_S2V_CONFIG_KEYS = ("audio_dim", "num_audio_token", "audio_inject_layers")
 
 
 def make_checkpoint(
@@ -105,9 +105,9 @@ def make_checkpoint(
     Raises:
         InputError: A key is unknown, or `out` is not empty.
     """
-    for value, known in ((task, PRESETS), (layout, WRITERS), (dtype, DTYPES)):
-        if value not in known:
-            remedy = f"choose one of {', '.join(known)}"
+    for value, choices in ((task, PRESETS), (layout, WRITERS), (dtype, DTYPES)):
+        if value not in choices:
+            remedy = f"choose one of {', '.join(choices)}"
             raise InputError(repr(value), None, "is unknown here", remedy)
     preset = PRESETS[task]
     if preset.kind == "s2v" and layout != "official":
@@ -115,10 +115,12 @@ def make_checkpoint(
     with write_folder(out) as unfinished:
         networks = RandomNetworks(preset, seed, DTYPES[dtype], sizes or {})
         WRITERS[layout](unfinished, networks)
-        quick = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS
+        quick_settings = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS
         if preset.kind == "animate":  # its size is that of the pose video
-            quick = {name: value for name, value in quick.items() if name != "size"}
-        write_json(unfinished / "generation_config.json", quick)
+            quick_settings = {
+                name: value for name, value in quick_settings.items() if name != "size"
+            }
+        write_json(unfinished / "generation_config.json", quick_settings)
     return out
 
 
@@ -136,28 +138,30 @@ class RandomNetworks:
         self.task, self.tokenizer = task, train_tokenizer()
         is_22 = task.vae == "2.2"
         vae: Any = {"decoder_base_dim": 10, **VAE_22} if is_22 else {"z_dim": 16}
-        words = self.tokenizer.get_vocab_size()
+        vocab_size = self.tokenizer.get_vocab_size()
         dim = task.num_heads * task.tiny_head_dim
-        small: dict[str, Any] = {
+        small_sizes: dict[str, Any] = {
             "dim": dim,
             "ffn_dim": 2 * dim,
             "num_layers": 2,
             "text_dim": TEXT_SIZES["d_model"],
         }
         if task.images:
-            small["image_dim"] = CLIP_DIM
+            small_sizes["image_dim"] = CLIP_DIM
         if task.kind == "s2v":
-            layers = sizes.get("num_layers", small["num_layers"])
-            small |= {"audio_dim": SOUND_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
+            layers = sizes.get("num_layers", small_sizes["num_layers"])
+            small_sizes |= {"audio_dim": AUDIO_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
         if task.kind == "animate":
-            small["num_layers"] = FACE_EVERY
+            small_sizes["num_layers"] = FACE_EVERY
         if task.kind == "vace":  # control blocks after the first and the last of three blocks
             layers = sizes.get("num_layers", 3)
-            small |= {"num_layers": layers, "vace_layers": tuple(sorted({0, layers - 1}))}
-        self.config: dict[str, Any] = {**published(task).config, **small, **sizes}
+            small_sizes |= {"num_layers": layers, "vace_layers": tuple(sorted({0, layers - 1}))}
+        self.config: dict[str, Any] = {**published(task).config, **small_sizes, **sizes}
         with torch.device("meta"):  # the initial weights are replaced
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
-            config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
+            config: Any = UMT5Config(
+                vocab_size=vocab_size, feed_forward_proj="gated-gelu", **TEXT_SIZES
+            )
             self.text_encoder: Any = UMT5EncoderModel(config)
             self.dit = build_dit(self.config)
             self.clip: Any = CLIPVisionModel(
@@ -171,28 +175,32 @@ class RandomNetworks:
                     hidden_act="gelu",
                 )
             )
-            self.sound: Any = Wav2Vec2Model(Wav2Vec2Config(**SOUND_SIZES))
-        random = torch.Generator().manual_seed(seed)
-        self.dit_states = [_draw(self.dit, str, random, dtype) for _ in task.experts]
+            self.audio_encoder: Any = Wav2Vec2Model(Wav2Vec2Config(**AUDIO_ENCODER_SIZES))
+        generator = torch.Generator().manual_seed(seed)
+        self.dit_states = [_draw_tensors(self.dit, str, generator, dtype) for _ in task.experts]
         vae_name = partial(keymaps.vae_official_name, residual=is_22)
-        self.vae_state = _draw(self.vae, vae_name, random, torch.float32)
-        self.text_state = _draw(self.text_encoder, keymaps.t5_official_name, random, torch.bfloat16)
+        self.vae_state = _draw_tensors(self.vae, vae_name, generator, torch.float32)
+        self.text_state = _draw_tensors(
+            self.text_encoder, keymaps.t5_official_name, generator, torch.bfloat16
+        )
         self.clip_state: NamedTensors = OrderedDict()
         if task.images:
-            self.clip_state = _draw(self.clip, str, random, torch.float16)
-        self.sound_state: NamedTensors = OrderedDict()
+            self.clip_state = _draw_tensors(self.clip, str, generator, torch.float16)
+        self.audio_encoder_state: NamedTensors = OrderedDict()
         if task.kind == "s2v":
-            self.sound_state = _draw(self.sound, str, random, torch.float32)
+            self.audio_encoder_state = _draw_tensors(
+                self.audio_encoder, str, generator, torch.float32
+            )
 
-    def constants(self) -> list[tuple[str, Tensor]]:
+    def list_constants(self) -> list[tuple[str, Tensor]]:
         """Lists the buffers that official files contain."""
-        known = self.dit.state_dict()
-        names = sorted(known.keys() - self.dit_states[0].keys())
-        return [(name, known[name].contiguous()) for name in names]
+        state = self.dit.state_dict()
+        names = sorted(state.keys() - self.dit_states[0].keys())
+        return [(name, state[name].contiguous()) for name in names]
 
 
-def _draw(
-    module: Any, official_name: Callable[[str], str], random: torch.Generator, dtype: torch.dtype
+def _draw_tensors(
+    module: Any, official_name: Callable[[str], str], generator: torch.Generator, dtype: torch.dtype
 ) -> NamedTensors:
     """Draws the tensors of a module, in the order of their official names.
 
@@ -201,13 +209,13 @@ def _draw(
     shapes = {official_name(name): p.shape for name, p in module.named_parameters()}
     state: NamedTensors = OrderedDict()
     for name, shape in sorted(shapes.items()):
-        centre, spread = _distribution(name, shape)
-        noise = torch.randn(shape, generator=random)
-        state[name] = (centre + spread * noise).bfloat16().to(dtype)
+        mean, std = _choose_distribution(name, shape)
+        noise = torch.randn(shape, generator=generator)
+        state[name] = (mean + std * noise).bfloat16().to(dtype)
     return state
 
 
-def _distribution(name: str, shape: torch.Size) -> tuple[float, float]:
+def _choose_distribution(name: str, shape: torch.Size) -> tuple[float, float]:
     """Chooses a mean and a standard deviation that keep activations near 1."""
     if name.endswith("gamma") or (name.endswith("weight") and len(shape) == 1):
         return 1.0, 0.1  # scale of a norm
@@ -252,20 +260,20 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
     for name, state in zip(names, states, strict=True):
         (folder / name).mkdir(exist_ok=True)
-        told = {"_class_name": "WanModel", "_diffusers_version": "0.33.0"}
-        stated = {key: networks.config[key] for key in _STATED}
+        class_entries = {"_class_name": "WanModel", "_diffusers_version": "0.33.0"}
+        config = {key: networks.config[key] for key in _CONFIG_KEYS}
         if task.kind == "s2v":
-            told["_class_name"] = "WanModel_S2V"
-            stated |= STATED | {key: networks.config[key] for key in _STATED_OF_SOUND}
+            class_entries["_class_name"] = "WanModel_S2V"
+            config |= STATED | {key: networks.config[key] for key in _S2V_CONFIG_KEYS}
         if task.kind == "animate":
-            told["_class_name"] = "WanAnimateModel"
-            del stated["model_type"]
+            class_entries["_class_name"] = "WanAnimateModel"
+            del config["model_type"]
         if task.kind == "vace":
-            told["_class_name"] = "VaceWanModel"
-            stated |= {key: networks.config[key] for key in _STATED_OF_CONTROL}
-        write_json(folder / name / "config.json", told | stated)
+            class_entries["_class_name"] = "VaceWanModel"
+            config |= {key: networks.config[key] for key in _VACE_CONFIG_KEYS}
+        write_json(folder / name / "config.json", class_entries | config)
         if task.kind == "animate":
-            state = OrderedDict([*state.items(), *networks.constants()])
+            state = OrderedDict([*state.items(), *networks.list_constants()])
         _save_dit(folder / name, state, shards=2 if task.sharded else 1)
     if len(states) == 2:
         write_json(folder / "configuration.json", {"framework": "Pytorch"})
@@ -273,16 +281,16 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
     torch.save(networks.text_state, folder / "models_t5_umt5-xxl-enc-bf16.pth")
     if networks.clip_state:
         name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
-        torch.save(_official_clip(networks.clip_state), folder / name)
-    if networks.sound_state:
+        torch.save(_rename_clip_tensors(networks.clip_state), folder / name)
+    if networks.audio_encoder_state:
         path = folder / SOUND_ENCODER
-        _save_pretrained(path, networks.sound, networks.sound_state, sharded=False)
+        _save_pretrained(path, networks.audio_encoder, networks.audio_encoder_state, sharded=False)
     write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
 
 
-def _official_clip(state: NamedTensors) -> NamedTensors:
+def _rename_clip_tensors(state: NamedTensors) -> NamedTensors:
     """Renames CLIP's tensors, and adds the unused tensors of an official file (text tower)."""
-    found: NamedTensors = OrderedDict()
+    tensors: NamedTensors = OrderedDict()
     for name, tensor in state.items():
         official = keymaps.clip_official_name(name.replace("q_proj", "to_qkv"))
         if name.endswith(("class_embedding", "position_embedding.weight")):
@@ -290,24 +298,24 @@ def _official_clip(state: NamedTensors) -> NamedTensors:
         if ".q_proj." in name:
             tensor = torch.cat([state[name.replace("q_proj", f"{x}_proj")] for x in "qkv"])
         if ".k_proj." not in name and ".v_proj." not in name:
-            found[official] = tensor
-    found["visual.head"] = torch.zeros(CLIP_DIM, 8)
-    found["textual.token_embedding.weight"] = torch.zeros(4, 4)
-    found["log_scale"] = torch.zeros(())
-    return found
+            tensors[official] = tensor
+    tensors["visual.head"] = torch.zeros(CLIP_DIM, 8)
+    tensors["textual.token_embedding.weight"] = torch.zeros(4, 4)
+    tensors["log_scale"] = torch.zeros(())
+    return tensors
 
 
 def _save_dit(folder: Path, state: NamedTensors, shards: int) -> None:
     """Writes safetensors files of about equal size, with an index if there are several."""
-    stem, total, offset = "diffusion_pytorch_model", _nbytes(state), 0
+    stem, total, offset = "diffusion_pytorch_model", _sum_nbytes(state), 0
     weight_map = {}
     for name, tensor in state.items():
         shard = f"-{offset * shards // total + 1:05}-of-{shards:05}" if shards > 1 else ""
         weight_map[name] = f"{stem}{shard}.safetensors"
         offset += tensor.nbytes
     for file in set(weight_map.values()):
-        part = {name: tensor for name, tensor in state.items() if weight_map[name] == file}
-        save_file(part, folder / file, metadata={"format": "pt"})
+        shard_tensors = {name: tensor for name, tensor in state.items() if weight_map[name] == file}
+        save_file(shard_tensors, folder / file, metadata={"format": "pt"})
     if shards > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / f"{stem}.safetensors.index.json", index)
@@ -320,9 +328,12 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     pipeline, transformer = _DIFFUSERS_CLASSES.get(
         task.kind, ("WanPipeline", "WanTransformer3DModel")
     )
-    own: dict[str, Any] = {}
+    vace_sizes: dict[str, Any] = {}
     if task.kind == "vace":
-        own = {"vace_layers": [*config["vace_layers"]], "vace_in_channels": config["vace_in_dim"]}
+        vace_sizes = {
+            "vace_layers": [*config["vace_layers"]],
+            "vace_in_channels": config["vace_in_dim"],
+        }
     for name, state in zip(names, states, strict=True):
         with torch.device("meta"):
             dit = getattr(diffusers, transformer)(
@@ -336,9 +347,9 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
                 image_dim=config["image_dim"] or None,
                 added_kv_proj_dim=config["dim"] if task.images else None,
                 pos_embed_seq_len=config["image_positions"] or None,
-                **own,
+                **vace_sizes,
             )
-        _save_pretrained(folder / name, dit, diffusers_tensors(state), task.sharded)
+        _save_pretrained(folder / name, dit, convert_to_diffusers(state), task.sharded)
     tensors = {keymaps.vae_diffusers_name(key): x for key, x in networks.vae_state.items()}
     _save_pretrained(folder / "vae", networks.vae, tensors, sharded=False)
     tensors = {keymaps.t5_transformers_name(key): x for key, x in networks.text_state.items()}
@@ -352,7 +363,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=task.diffusers_shift
     )
     scheduler.save_pretrained(folder / "scheduler")
-    network, absent = ["diffusers", transformer], [None, None]
+    class_entry, no_class = ["diffusers", transformer], [None, None]
     index = {
         "_class_name": pipeline,
         "_diffusers_version": diffusers.__version__,
@@ -361,13 +372,13 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
-        "transformer": network,
-        "transformer_2": absent if task.boundary is None else network,
+        "transformer": class_entry,
+        "transformer_2": no_class if task.boundary is None else class_entry,
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     if task.kind in ("i2v", "animate"):
-        clip = ["transformers", "CLIPVisionModel"] if task.images else absent
-        index |= {"image_encoder": clip, "image_processor": absent}
+        clip = ["transformers", "CLIPVisionModel"] if task.images else no_class
+        index |= {"image_encoder": clip, "image_processor": no_class}
     write_json(folder / "model_index.json", index)
 
 
@@ -379,30 +390,30 @@ _DIFFUSERS_CLASSES = {
 """Kind of task -> its pipeline and transformer classes in diffusers, where they differ."""
 
 
-def diffusers_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert_to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Converts a DiT's tensors to the names and shapes of diffusers."""
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if ".linear1_kv." in name:
-            for half, part in zip("kv", tensor.chunk(2), strict=True):
-                renamed = keymaps.dit_diffusers_name(name.replace("_kv.", f"_{half}."))
-                found[renamed] = part.contiguous()
+            for projection, rows in zip("kv", tensor.chunk(2), strict=True):
+                renamed = keymaps.dit_diffusers_name(name.replace("_kv.", f"_{projection}."))
+                converted[renamed] = rows.contiguous()
         else:
             flat = name.startswith("motion_encoder.") and name.endswith(".bias")
-            found[keymaps.dit_diffusers_name(name)] = tensor.flatten() if flat else tensor
-    return found
+            converted[keymaps.dit_diffusers_name(name)] = tensor.flatten() if flat else tensor
+    return converted
 
 
 def _save_pretrained(
     folder: Path, module: Any, tensors: Mapping[str, Tensor], sharded: bool
 ) -> None:
     module.load_state_dict(tensors, assign=True)
-    total, largest = _nbytes(tensors), max(tensor.nbytes for tensor in tensors.values())
+    total, largest = _sum_nbytes(tensors), max(tensor.nbytes for tensor in tensors.values())
     # Files are filled up to the limit: this limit gives two files for any order of the tensors.
     module.save_pretrained(folder, max_shard_size=total // 2 + largest if sharded else total)
 
 
-def _nbytes(tensors: Mapping[str, Tensor]) -> int:
+def _sum_nbytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -46,8 +46,8 @@ _STD_48 = (
     0.7468, 0.7744,
 )
 # fmt: on
-STATISTICS = {16: (_MEAN_16, _STD_16), 48: (_MEAN_48, _STD_48)}
-_PUBLISHED = {"2.1": (96, 96), "2.2": (160, 256)}  # base widths of encoder and decoder
+LATENT_STATISTICS = {16: (_MEAN_16, _STD_16), 48: (_MEAN_48, _STD_48)}
+_PUBLISHED_WIDTHS = {"2.1": (96, 96), "2.2": (160, 256)}  # base widths of encoder and decoder
 
 
 class Sink(Protocol):
@@ -56,25 +56,25 @@ class Sink(Protocol):
     def begin(self, size: tuple[int, int, int]) -> None:
         """Starts a video of (frames, height, width); called again if decoding is restarted."""
 
-    def put(self, frames_3FHW: Tensor) -> None:
+    def write_frames(self, frames_3FHW: Tensor) -> None:
         """Receives the next frames, in [-1, 1], on any device."""
 
 
-class Collected:
+class FrameCollector:
     """A `Sink` that collects the video as a tensor [3,F,H,W]."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._done = device, 0
+        self._device, self._num_frames = device, 0
         self.video = torch.empty(0)
 
     def begin(self, size: tuple[int, int, int]) -> None:
-        self.video, self._done = torch.empty(0), 0
+        self.video, self._num_frames = torch.empty(0), 0
         self.video = torch.empty((3, *size), device=self._device)
 
-    def put(self, frames_3FHW: Tensor) -> None:
-        end = self._done + frames_3FHW.shape[1]
-        self.video[:, self._done : end] = frames_3FHW
-        self._done = end
+    def write_frames(self, frames_3FHW: Tensor) -> None:
+        end = self._num_frames + frames_3FHW.shape[1]
+        self.video[:, self._num_frames : end] = frames_3FHW
+        self._num_frames = end
 
 
 class VideoVAE:
@@ -86,7 +86,7 @@ class VideoVAE:
         if device.type == "cuda" or (device.type == "cpu" and network.dtype == torch.bfloat16):
             network.to_channels_last()
         self._network = network
-        mean, std = STATISTICS[network.version.z_dim]
+        mean, std = LATENT_STATISTICS[network.version.z_dim]
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1, 1)
         # The official code also stores the reciprocal, and divides by it when decoding.
         self.scale = 1 / torch.tensor(std, device=device).view(1, -1, 1, 1, 1)
@@ -110,62 +110,62 @@ class VideoVAE:
 
     def decode(self, latent_Zfhw: Tensor) -> Tensor:
         """Decodes normalized latents to pixels [3,F,H,W], clamped to [-1, 1]."""
-        whole = Collected(self.device)
-        self.stream(latent_Zfhw, whole)
-        return whole.video
+        collector = FrameCollector(self.device)
+        self.stream(latent_Zfhw, collector)
+        return collector.video
 
     @torch.no_grad()
     def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = ALL_ROWS) -> None:
         """Decodes latents, and writes the frames of each latent frame to the main rank's sink."""
-        latent = rows.run_together(partial(self._unnormalised, latent_Zfhw))
+        latent = rows.run_together(partial(self._denormalize, latent_Zfhw))
 
         def begin() -> None:
             if rows.is_main:
-                sink.begin(self._size(latent))
+                sink.begin(self._video_size(latent))
 
-        def put(frames_BCFHW: Tensor) -> None:
+        def write_frames(frames_BCFHW: Tensor) -> None:
             if rows.is_main:
-                sink.put(frames_BCFHW[0].float().clamp_(-1, 1))
+                sink.write_frames(frames_BCFHW[0].float().clamp_(-1, 1))
 
         rows.run_together(begin)
         with progress(latent.shape[2], "decoding", "latent frame") as bar:
             for frames in self._network.decode(latent, rows):
-                rows.run_together(partial(put, frames))
+                rows.run_together(partial(write_frames, frames))
                 bar.update()
 
     @torch.no_grad()
     def decode_in_tiles(self, latent_Zfhw: Tensor) -> Tensor:
         """Decodes in spatial tiles, with less memory; exact only with a single tile."""
-        latent = self._unnormalised(latent_Zfhw)
+        latent = self._denormalize(latent_Zfhw)
         with progress(None, "decoding", "latent frame of a tile") as bar:
-            if max(self._size(latent)[1:]) <= tiles.SIDE:
-                return self._decoded(latent, bar)[0].clamp_(-1, 1)
-            video = torch.empty((1, 3, *self._size(latent)), device=self.device)
+            if max(self._video_size(latent)[1:]) <= tiles.SIDE:
+                return self._decode_tile(latent, bar)[0].clamp_(-1, 1)
+            video = torch.empty((1, 3, *self._video_size(latent)), device=self.device)
             version = self._network.version
-            decode_tile = partial(self._decoded, bar=bar)
+            decode_tile = partial(self._decode_tile, bar=bar)
             tiles.decode_tiles(decode_tile, latent, version.scale, version.patch, video)
             return video[0].clamp_(-1, 1)
 
-    def _unnormalised(self, latent_Zfhw: Tensor) -> Tensor:
+    def _denormalize(self, latent_Zfhw: Tensor) -> Tensor:
         return latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
 
-    def _size(self, latent_BZfhw: Tensor) -> tuple[int, int, int]:
+    def _video_size(self, latent_BZfhw: Tensor) -> tuple[int, int, int]:
         """Returns frames, height and width of the decoded video."""
         (f, h, w), scale = latent_BZfhw.shape[2:], self._network.version.scale
         return 1 + (f - 1) * FRAMES_PER_LATENT, h * scale, w * scale
 
-    def _decoded(self, latent_BZfhw: Tensor, bar: Any) -> Tensor:
+    def _decode_tile(self, latent_BZfhw: Tensor, bar: Any) -> Tensor:
         """Decodes a tile to pixels [B,3,F,H,W]."""
-        video = torch.empty((1, 3, *self._size(latent_BZfhw)), device=self.device)
-        done = 0
+        video = torch.empty((1, 3, *self._video_size(latent_BZfhw)), device=self.device)
+        offset = 0
         for frames in self._network.decode(latent_BZfhw):
-            video[:, :, done : done + frames.shape[2]] = frames
-            done += frames.shape[2]
+            video[:, :, offset : offset + frames.shape[2]] = frames
+            offset += frames.shape[2]
             bar.update()
         return video
 
 
-def blueprint(path: Path) -> Blueprint[Autoencoder]:
+def read_vae_spec(path: Path) -> Blueprint[Autoencoder]:
     """Reads the sizes of an autoencoder from the headers of its weights, without loading it.
 
     Raises:
@@ -188,6 +188,6 @@ def blueprint(path: Path) -> Blueprint[Autoencoder]:
     return Blueprint("VAE", partial(Autoencoder, version, base, decoder_base), tensors, path)
 
 
-def published(version: str) -> Autoencoder:
+def build_published_vae(version: str) -> Autoencoder:
     """Builds the autoencoder of Wan "2.1" or "2.2"."""
-    return Autoencoder(version, *_PUBLISHED[version])
+    return Autoencoder(version, *_PUBLISHED_WIDTHS[version])

@@ -66,38 +66,38 @@ class Mp4Encoder:
         self.path, self._output, self._comment = path, output, comment
         self.size = (0, 0, 0)
         self._process: Popen[bytes] | None = None
-        self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING)
+        self._frame_queue: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED_FRAMES)
         self._thread: threading.Thread | None = None
 
     def begin(self, size: tuple[int, int, int]) -> None:
         """Starts ffmpeg. size: frames, height and width; yuv420p needs even height and width."""
-        self.end()
+        self.stop()
         self.size = size
         _, height, width = size
         rate = str(Fraction(self._output.fps).limit_denominator())
-        raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
-        coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10"]
-        coded += _build_colour_args(height)
-        coded += ["-metadata", f"comment={self._comment[:30_000]}"]  # argument limit: 128 kB
-        args = [*raw, "-i", "-", *coded, *build_output_args(self.path)]
-        with writing(self._output.save_file):
+        raw_args = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
+        codec_args = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10"]
+        codec_args += _build_color_args(height)
+        codec_args += ["-metadata", f"comment={self._comment[:30_000]}"]  # argument limit: 128 kB
+        args = [*raw_args, "-i", "-", *codec_args, *build_output_args(self.path)]
+        with wrap_write_errors(self._output.save_file):
             self._process = start_ffmpeg(args, writes=True)
         self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
         self._thread.start()
 
-    def put(self, frames_3FHW: Tensor) -> None:
-        with writing(self._output.save_file):
+    def write_frames(self, frames_3FHW: Tensor) -> None:
+        with wrap_write_errors(self._output.save_file):
             for frame in to_uint8(frames_3FHW):
-                self._waiting.put(frame.numpy().tobytes())
+                self._frame_queue.put(frame.numpy().tobytes())
 
     def finish(self) -> None:
         """Completes the file; raises OSError with ffmpeg's first error if a frame is missing."""
         if self._process is None or self._thread is None:
             raise OSError("there is no frame")
-        self._waiting.put(None)
+        self._frame_queue.put(None)
         self._thread.join()
         assert self._process.stderr is not None
-        said = self._process.stderr.read()
+        stderr = self._process.stderr.read()
         code = self._process.wait()
         stop_ffmpeg(self._process)
         self._process = None
@@ -106,18 +106,18 @@ class Mp4Encoder:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             raise OSError(f"the encoder was killed by {signal.Signals(-code).name}")
         if code > 0:
-            first = said.decode(errors="replace").strip().partition("\n")[0]
-            raise OSError(f"the encoder failed: {first.rpartition('] ')[2] or f'code {code}'}")
-        found, wanted = count_stored_frames(self.path), self.size[0]
-        if found != wanted or not wanted:
-            raise OSError(f"the encoder kept {found} of {wanted} frames")
+            first_line = stderr.decode(errors="replace").strip().partition("\n")[0]
+            raise OSError(f"the encoder failed: {first_line.rpartition('] ')[2] or f'code {code}'}")
+        num_written, num_expected = count_stored_frames(self.path), self.size[0]
+        if num_written != num_expected or not num_expected:
+            raise OSError(f"the encoder kept {num_written} of {num_expected} frames")
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stops ffmpeg at once, if it runs."""
         if self._process is None or self._thread is None:
             return
         self._process.kill()
-        self._waiting.put(None)
+        self._frame_queue.put(None)
         self._thread.join()
         stop_ffmpeg(self._process)
         self._process = None
@@ -125,21 +125,23 @@ class Mp4Encoder:
     def _feed(self, process: Popen[bytes]) -> None:
         """Writes queued frames to ffmpeg until None is queued; runs in a thread."""
         assert process.stdin is not None
-        while (frame := self._waiting.get()) is not None:
+        while (frame := self._frame_queue.get()) is not None:
             with suppress(OSError):  # it has ended; `finish` reports its error
                 process.stdin.write(frame)
         with suppress(OSError):
             process.stdin.close()
 
 
-_WAITING = 8
-MARK = json.dumps({"wan": wan.__version__})
+_MAX_QUEUED_FRAMES = 8
+DEFAULT_COMMENT = json.dumps({"wan": wan.__version__})
 """Comment of an mp4 without settings; `wan.output_files.VIDEO` recognizes an output by it."""
 
 
 @contextmanager
-def video_file(
-    output: Output, place: Callable[[Path], object] | None = None, comment: str = MARK
+def open_mp4_encoder(
+    output: Output,
+    move_into_place: Callable[[Path], object] | None = None,
+    comment: str = DEFAULT_COMMENT,
 ) -> Iterator[Mp4Encoder]:
     """Yields an encoder; on exit the file is complete or absent.
 
@@ -151,36 +153,36 @@ def video_file(
     Raises:
         WriteError: Not every frame could be written; the file is removed.
     """
-    own: BaseException | None = None
+    caller_error: BaseException | None = None
     try:
-        with write_output(output.save_file, VIDEO, place) as temporary:
+        with write_output(output.save_file, VIDEO, move_into_place) as temporary:
             encoder = Mp4Encoder(temporary, output, comment)
             try:
                 yield encoder
             except BaseException as error:
-                own = error
+                caller_error = error
                 raise
             finally:
-                if own is not None:
-                    encoder.end()
+                if caller_error is not None:
+                    encoder.stop()
             encoder.finish()
     except OSError as error:
-        if error is own:
+        if error is caller_error:
             raise
-        with writing(output.save_file):
+        with wrap_write_errors(output.save_file):
             raise
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def wrap_write_errors(path: Path) -> Iterator[None]:
     """Turns an OSError into a WriteError with a remedy."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
-        full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # None: the encoder failed
-        remedy = "free space there, or give" if full else "give"
+        is_disk_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # None: the encoder failed
+        remedy = "free space there, or give" if is_disk_full else "give"
         if error.errno == errno.EFBIG:
             remedy = "raise the shell's limit on the size of files (ulimit -f), or give"
         raise WriteError(
@@ -189,16 +191,16 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def save_video(video_3FHW: Tensor, output: Output, comment: str = MARK) -> None:
+def save_video(video_3FHW: Tensor, output: Output, comment: str = DEFAULT_COMMENT) -> None:
     """Writes a video in [-1, 1] with even height and width; raises like `open_mp4_encoder`."""
-    with video_file(output, comment=comment) as encoder:
+    with open_mp4_encoder(output, comment=comment) as encoder:
         _, frames, height, width = video_3FHW.shape
         encoder.begin((frames, height, width))
         for frame_3HW in video_3FHW.unbind(1):
-            encoder.put(frame_3HW[:, None])
+            encoder.write_frames(frame_3HW[:, None])
 
 
-def join(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
+def join_videos(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
     """Joins mp4 files of one size and rate without encoding their frames again.
 
     Args:
@@ -212,21 +214,21 @@ def join(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
     """
     args = [*build_concat_args(), "-c", "copy", "-metadata", f"comment={comment[:30_000]}"]
     with TemporaryDirectory() as temporary:
-        links = Path(temporary)  # the names need no quoting in ffmpeg's list
+        link_folder = Path(temporary)  # the names need no quoting in ffmpeg's list
         for index, name in enumerate(names):
-            (links / f"{index}.mp4").symlink_to((folder / name).absolute())
-        listed = "".join(f"file file:{index}.mp4\n" for index in range(len(names)))
-        done = run_ffmpeg([*args, *build_output_args(path)], links, listed.encode())
-    if done.returncode:
-        first = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-        raise OSError(f"the clips could not be joined: {first}")
-    found = count_stored_frames(path)
-    wanted = sum(count_stored_frames(folder / name) for name in names)
-    if found != wanted:
-        raise OSError(f"the joined video has {found} of {wanted} frames")
+            (link_folder / f"{index}.mp4").symlink_to((folder / name).absolute())
+        concat_list = "".join(f"file file:{index}.mp4\n" for index in range(len(names)))
+        result = run_ffmpeg([*args, *build_output_args(path)], link_folder, concat_list.encode())
+    if result.returncode:
+        first_line = result.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise OSError(f"the clips could not be joined: {first_line}")
+    num_joined = count_stored_frames(path)
+    num_expected = sum(count_stored_frames(folder / name) for name in names)
+    if num_joined != num_expected:
+        raise OSError(f"the joined video has {num_joined} of {num_expected} frames")
 
 
-def _build_colour_args(height: int) -> list[str]:
+def _build_color_args(height: int) -> list[str]:
     """Builds the color conversion and tags of an mp4: BT.709 from 720 lines on, else BT.601."""
     name = "bt709" if height >= HD_LINES else "smpte170m"
     tags = {"colorspace": name, "color_primaries": name, "color_trc": name}
@@ -245,27 +247,27 @@ def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> 
         temporary.write_bytes(save(tensors, metadata={"settings": json.dumps(settings)}))
 
 
-def latents_shape(path: Path) -> tuple[int, ...]:
+def read_latents_shape(path: Path) -> tuple[int, ...]:
     """Reads the shape (Z, f, h, w) of a file of `save_latents` from its header.
 
     Raises:
         InputError: The file holds no such latents.
     """
-    found = safetensors_header(path).get("latents")
-    if found is None:
+    info = safetensors_header(path).get("latents")
+    if info is None:
         why = "holds no latents of generate.py"
         raise InputError(str(path), None, why, "give a .latents.safetensors")
-    if found.dtype != "F32" or len(found.shape) != 4 or not all(found.shape):
-        why = f"holds latents of dtype {found.dtype} and shape {list(found.shape)}"
+    if info.dtype != "F32" or len(info.shape) != 4 or not all(info.shape):
+        why = f"holds latents of dtype {info.dtype} and shape {list(info.shape)}"
         remedy = "generate.py's are F32 [channels, frames, height, width], each at least 1"
         raise InputError(str(path), None, why, remedy)
-    return found.shape
+    return info.shape
 
 
-def check_start(path: Path | None, shape: tuple[int, ...]) -> None:
+def check_latents_shape(path: Path | None, shape: tuple[int, ...]) -> None:
     """Refuses `fixed_latents` whose shape differs from the video's latents."""
-    if path is not None and latents_shape(path) != shape:
-        why = f"holds latents of shape {list(latents_shape(path))}"
+    if path is not None and read_latents_shape(path) != shape:
+        why = f"holds latents of shape {list(read_latents_shape(path))}"
         remedy = f"this video's are {list(shape)}; change `size` or `frame_num`"
         raise InputError("`fixed_latents`", None, why, remedy)
 

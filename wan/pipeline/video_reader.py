@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 HD_LINES = 720  # a video without color tags is BT.709 from this height on, else BT.601
 _RATES = (16, 20, 24, 25, 30, 48, 50, 60, 120, 240)
 _NTSC = (24, 30, 60)  # may be divided by 1.001
-_LOST = 0.05  # fraction of the stored frames that resampling may drop
-_LAST = 0.1  # upper limit of the last frame's duration with a variable rate
-_FRAME = re.compile(r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) ")  # of `showinfo`
+_MAX_LOST = 0.05  # fraction of the stored frames that resampling may drop
+_MAX_LAST_SECONDS = 0.1  # upper limit of the last frame's duration with a variable rate
+_FRAME_PATTERN = re.compile(
+    r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) "
+)  # of `showinfo`
 _HDR = {"smpte2084": "PQ", "arib-std-b67": "HLG"}  # transfer functions
 
 
@@ -69,13 +71,13 @@ class VideoFile:
     def num_frames(self) -> int:
         return len(self.indices)
 
-    def every(self, step: int = 1) -> Iterator[np.ndarray]:
+    def iter_frames(self, step: int = 1) -> Iterator[np.ndarray]:
         """Decodes and yields every `step`th frame, uint8 [H,W,3]."""
-        with closing(self._decode()) as frames:
-            frame, stored = None, -1
+        with closing(self._decode_frames()) as frames:
+            frame, stored_index = None, -1
             for index in self.indices[::step]:
-                while stored < index:
-                    frame, stored = next(frames, None), stored + 1
+                while stored_index < index:
+                    frame, stored_index = next(frames, None), stored_index + 1
                 if frame is None:
                     return
                 yield frame
@@ -97,12 +99,12 @@ class VideoFile:
             return self
         resampled = self.resample(other.fps)
         missing = other.num_frames - resampled.num_frames
-        if abs(missing) > max(1, 2 * _LAST * other.fps):
+        if abs(missing) > max(1, 2 * _MAX_LAST_SECONDS * other.fps):
             return resampled
-        held = [resampled.indices[-1]] * max(missing, 0)
-        return replace(resampled, indices=[*resampled.indices[: other.num_frames], *held])
+        repeated = [resampled.indices[-1]] * max(missing, 0)
+        return replace(resampled, indices=[*resampled.indices[: other.num_frames], *repeated])
 
-    def _decode(self) -> Generator[np.ndarray]:
+    def _decode_frames(self) -> Generator[np.ndarray]:
         """Decodes and yields all stored frames."""
         import numpy as np
 
@@ -133,11 +135,11 @@ class _Probe:
     """
 
     size: tuple[int, int]
-    lines: int
+    stored_height: int
     fps: float
     times: list[Fraction | None]
-    pixels: str
-    colours: dict[str, str]
+    pixel_format: str
+    colors: dict[str, str]
     failure: str
 
 
@@ -167,16 +169,16 @@ def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
         raise InputError(setting, path, "has no frames that can be read", "give an mp4")
     filters = _choose_filters(probe, path)
     if _is_uniform(times):
-        exact = not rate or abs(probe.fps - rate) <= 0.01 * rate
-        constant = probe.fps if probe.fps and exact else rate
-        late = max(_round(times[0] * constant), 0)
+        is_exact = not rate or abs(probe.fps - rate) <= 0.01 * rate
+        constant_fps = probe.fps if probe.fps and is_exact else rate
+        late = max(_round_half_up(times[0] * constant_fps), 0)
         if late:
             logger.warning(
                 "%s begins %.2f s late: its first frame is shown from the beginning.",
                 *(path, times[0]),
             )
         indices = [*[0] * late, *range(len(times))] if late else range(len(times))
-        return VideoFile(path, probe.size, constant, times, indices, filters)
+        return VideoFile(path, probe.size, constant_fps, times, indices, filters)
     fps = fps or _choose_rate(times)
     logger.warning(
         "%s has no constant frame rate: it is resampled to %.4g frames per second.",
@@ -201,8 +203,8 @@ def _probe_video(path: Path) -> _Probe:
     process = start_ffmpeg(args, "info")
     assert process.stderr is not None
     header, failure = list[str](), ""
-    times, base = list[Fraction | None](), Fraction(1)
-    size, pixels, colours = (0, 0), "", dict[str, str]()
+    times, time_base = list[Fraction | None](), Fraction(1)
+    size, pixel_format, colors = (0, 0), "", dict[str, str]()
     try:
         for raw in process.stderr:
             line = raw.decode(errors="replace").rstrip()
@@ -211,24 +213,26 @@ def _probe_video(path: Path) -> _Probe:
                 failure = line if line.strip() else failure
                 if not times:
                     header.append(line)
-            elif found := re.match(r"config in time_base: (\d+)/(\d+)", printed):
-                base = Fraction(int(found[1]), max(int(found[2]), 1))
-            elif found := _FRAME.match(printed):
-                times.append(None if found[1] is None else int(found[1]) * base)
+            elif match := re.match(r"config in time_base: (\d+)/(\d+)", printed):
+                time_base = Fraction(int(match[1]), max(int(match[2]), 1))
+            elif match := _FRAME_PATTERN.match(printed):
+                times.append(None if match[1] is None else int(match[1]) * time_base)
                 if len(times) == 1:
-                    pixels, size = found[2], (int(found[3]), int(found[4]))
-            elif not colours and printed.startswith("color_range:"):
-                colours = dict(re.findall(r"color_(\w+):(\S+)", printed))
+                    pixel_format, size = match[2], (int(match[3]), int(match[4]))
+            elif not colors and printed.startswith("color_range:"):
+                colors = dict(re.findall(r"color_(\w+):(\S+)", printed))
     finally:
         stop_ffmpeg(process)
-    lines, fps = _parse_header(header)
-    return _Probe(size, lines or size[1], fps, times, pixels, colours, describe_failure(failure))
+    stored_height, fps = _parse_header(header)
+    return _Probe(
+        size, stored_height or size[1], fps, times, pixel_format, colors, describe_failure(failure)
+    )
 
 
 def _parse_header(header: Sequence[str]) -> tuple[int, float]:
     """Returns height and frames per second of the decoded stream; 0 if unknown."""
-    mapped = re.search(r"^ +Stream #(\d+:\d+) -> #0:0", "\n".join(header), re.MULTILINE)
-    start = rf"\s+Stream #{mapped[1]}(?!\d).*?: Video: " if mapped else r"\s+Stream .*?: Video: "
+    stream = re.search(r"^ +Stream #(\d+:\d+) -> #0:0", "\n".join(header), re.MULTILINE)
+    start = rf"\s+Stream #{stream[1]}(?!\d).*?: Video: " if stream else r"\s+Stream .*?: Video: "
     line = next((line for line in header if re.match(start, line)), "")
     height = re.search(r", \d+x(\d+)[ ,]", line + " ")
     rate = re.search(r", ([\d.]+)(k?) fps", line) or re.search(r", ([\d.]+)(k?) tbr", line)
@@ -262,53 +266,53 @@ def _is_uniform(times: Sequence[float]) -> bool:
 def _choose_rate(times: Sequence[float]) -> float:
     """Returns the lowest usual rate at which nearly all stored frames are shown."""
     for fps in _RATES:
-        if len({_round(time * fps) for time in times}) >= (1 - _LOST) * len(times):
+        if len({_round_half_up(time * fps) for time in times}) >= (1 - _MAX_LOST) * len(times):
             return min(fps, fps / 1.001, key=partial(_sum_offsets, times)) if fps in _NTSC else fps
     return 60
 
 
 def _sum_offsets(times: Sequence[float], fps: float) -> float:
     """Sums the distances of time stamps from the frames of a rate, in frames."""
-    return sum(abs(time * fps - _round(time * fps)) for time in times)
+    return sum(abs(time * fps - _round_half_up(time * fps)) for time in times)
 
 
 def _resample_times(times: Sequence[float], fps: float) -> list[int]:
     """Returns the index of the shown time stamp for each frame at a constant rate."""
-    last = min(times[-1] - times[-2], _LAST) if len(times) > 1 else 0.0
-    ticks = [max(_round(time * fps), 0) for time in times]
-    end = ticks[-1] + max(_round(last * fps), 1)
+    last = min(times[-1] - times[-2], _MAX_LAST_SECONDS) if len(times) > 1 else 0.0
+    ticks = [max(_round_half_up(time * fps), 0) for time in times]
+    end = ticks[-1] + max(_round_half_up(last * fps), 1)
     indices = [0] * ticks[0]
-    for index, (tick, following) in enumerate(pairwise([*ticks, end])):
-        indices += [index] * (following - tick)
+    for index, (tick, next_tick) in enumerate(pairwise([*ticks, end])):
+        indices += [index] * (next_tick - tick)
     return indices
 
 
-def _round(value: float) -> int:
+def _round_half_up(value: float) -> int:
     return int(value + 0.5) if value >= 0 else -int(0.5 - value)
 
 
 def _choose_filters(probe: _Probe, path: Path) -> str:
     """Chooses the filters of the color conversion by the tags, or by the height without tags."""
-    colours = {"range": "unknown", "space": "unknown", "primaries": "unknown", **probe.colours}
-    transfer = _HDR.get(colours.get("trc", ""))
+    colors = {"range": "unknown", "space": "unknown", "primaries": "unknown", **probe.colors}
+    transfer = _HDR.get(colors.get("trc", ""))
     if transfer:
         if has_filters("zscale", "tonemap"):
-            return _tone_map(colours)
+            return _build_tone_map_filters(colors)
         logger.warning(
             "%s is an HDR video (%s), and this ffmpeg cannot convert its colors: they look pale.",
             *(path, transfer),
         )
-    is_yuv = probe.pixels.startswith(("yuv", "nv", "p0"))
-    if is_yuv and colours["space"] == "unknown" and probe.lines >= HD_LINES:
+    is_yuv = probe.pixel_format.startswith(("yuv", "nv", "p0"))
+    if is_yuv and colors["space"] == "unknown" and probe.stored_height >= HD_LINES:
         return "scale=in_color_matrix=bt709"
     return ""
 
 
-def _tone_map(colours: dict[str, str]) -> str:
+def _build_tone_map_filters(colors: dict[str, str]) -> str:
     """Builds filters that map HDR's reference white (203 cd/m2) nearly to SDR's white."""
     values = {"min": ("space", "2020_ncl"), "pin": ("primaries", "2020"), "rin": ("range", "tv")}
     missing = [
-        f":{key}={value}" for key, (tag, value) in values.items() if colours[tag] == "unknown"
+        f":{key}={value}" for key, (tag, value) in values.items() if colors[tag] == "unknown"
     ]
     return (
         f"zscale=t=linear:npl=203{''.join(missing)},format=gbrpf32le,zscale=p=bt709,"

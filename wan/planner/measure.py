@@ -32,7 +32,7 @@ from wan.kernels.select import select_kernels
 from wan.modules.model import WanModel
 from wan.modules.networks import build_dit as build_network
 from wan.pipeline import adapt, build, clip, memory, text, vae
-from wan.pipeline.memory import NetworkSize, Sizes, Usage, Weights
+from wan.pipeline.memory import NetworkSize, NetworkSizes, Usage, WeightBytes
 from wan.pipeline.setup import Setup
 from wan.planner import operators
 from wan.settings.parallel import Parallel
@@ -44,7 +44,7 @@ from wan.torch_private import Live, WithoutData, fake_process_group, weight_byte
 from wan.vae import tiles
 
 META = torch.device("meta")
-Sent = list[tuple[str, int]]
+Sends = list[tuple[str, int]]
 """The collectives of a layer: c10d's name of the operation, bytes that a rank sends."""
 _LAYERS = {  # submodule of a block -> name of its tensors in a plan
     "": "norms",
@@ -57,7 +57,7 @@ _LAYERS = {  # submodule of a block -> name of its tensors in a plan
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardMeasurement:
     """Measurements of the forwards of a DiT on one rank.
 
     Attributes:
@@ -66,51 +66,51 @@ class Forward:
     """
 
     size: NetworkSize
-    sent: tuple[Sent, ...]
+    sends: tuple[Sends, ...]
     attention: str
 
 
 class Planner:
     """Measures a run with any topology and memory settings; measurements are cached."""
 
-    def __init__(self, setup: Setup, request: Request) -> None:
-        self.setup, self.request = setup, request
-        self.device = Device(META, memory.planned_device(setup))
+    def __init__(self, setup: Setup, params: Request) -> None:
+        self.setup, self.params = setup, params
+        self.device = Device(META, memory.find_planned_device(setup))
         self.precision = setup.execution.dit_precision_on(self.device.type)
         self.dtype = build.DTYPES[setup.execution.precision_on(self.device.type)]
         self._text_encoder = cache(self._measure_text_encoder)
         self._autoencoder = cache(self._measure_autoencoder)
         self._transformer = cache(self._measure_transformer)
 
-    def stages(self, setup: Setup | None = None) -> dict[str, Usage]:
+    def stage_memory(self, setup: Setup | None = None) -> dict[str, Usage]:
         """Computes the peak memory of each stage on the rank with the most memory.
 
         Args:
             setup: The setup of the run, or a variant with another topology or memory settings.
         """
         setup = self.setup if setup is None else setup
-        return memory.stages(setup, self.request, self._sizes(setup))
+        return memory.compute_stage_memory(setup, self.params, self._network_sizes(setup))
 
-    def need(self, setup: Setup | None = None) -> int:
+    def peak_bytes(self, setup: Setup | None = None) -> int:
         """Returns the peak memory of the rank with the most memory, in bytes."""
-        return max(usage.total() for usage in self.stages(setup).values())
+        return max(usage.total() for usage in self.stage_memory(setup).values())
 
-    def mapped(self) -> dict[str, Usage]:
+    def mapped_weights(self) -> dict[str, Usage]:
         """Sums the memory-mapped weights of each stage."""
-        return memory.mapped(self._sizes(self.setup))
+        return memory.sum_mapped_weights(self._network_sizes(self.setup))
 
-    def host(self) -> int:
+    def host_bytes(self) -> int:
         """Returns the page-locked host memory of the first rank for offloading, in bytes."""
         setup, execution = self.setup, self.setup.execution
         if self.device.type == "cpu" or isinstance(execution.offload_model, bool):
             return 0
-        dit = self.forwards(setup.parallel)[0].size
+        dit = self.measure_forwards(setup.parallel)[0].size
         encoder = None if execution.t5_cpu else self._text_encoder(1)
         if execution.offload_model == "block":  # networks are streamed one after the other
             return max(dit.blocks, encoder.blocks if encoder else 0)
         return len(setup.preset.experts) * dit.weights + (encoder.weights if encoder else 0)
 
-    def streamed(self) -> tuple[int, int, int]:
+    def streaming_per_step(self) -> tuple[int, int, int]:
         """Computes the copies of `offload_model=block` in a step.
 
         Returns:
@@ -119,42 +119,42 @@ class Planner:
         """
         setup, execution = self.setup, self.setup.execution
         layers = setup.checkpoint.config["num_layers"]
-        held = execution.blocks_held(layers, self.device.type)
-        moving = 0 if held == layers else layers - (execution.resident_blocks or 0)
+        num_held = execution.blocks_held(layers, self.device.type)
+        num_streamed = 0 if num_held == layers else layers - (execution.resident_blocks or 0)
         forwards = len(self.branches(setup.parallel))
-        size = self.forwards(setup.parallel)[0].size.block if moving else 0
-        return moving, forwards, moving * forwards * size
+        size = self.measure_forwards(setup.parallel)[0].size.block if num_streamed else 0
+        return num_streamed, forwards, num_streamed * forwards * size
 
     def branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
-        return ("cond", "uncond")[: 2 if self.request.guided and parallel.cfg_size == 1 else 1]
+        return ("cond", "uncond")[: 2 if self.params.guided and parallel.cfg_size == 1 else 1]
 
-    def tokens(self, parallel: Parallel) -> TokenPlan:
+    def token_plan(self, parallel: Parallel) -> TokenPlan:
         """Plans how the ranks shard the tokens."""
         ranks = parallel.sequence_size
         multiple = self.setup.attention.row_multiple(parallel.ring_size) if ranks > 1 else 1
-        return TokenPlan(self.request.tokens, ranks, multiple)
+        return TokenPlan(self.params.tokens, ranks, multiple)
 
-    def forwards(self, parallel: Parallel) -> list[Forward]:
+    def measure_forwards(self, parallel: Parallel) -> list[ForwardMeasurement]:
         """Measures the forwards of the ranks that may differ.
 
         They are the first rank, the last rank if tokens are padded, and a rank in the middle of a
         bidirectional ring.
         """
-        tokens, last = self.tokens(parallel), parallel.ring_size - 1
+        tokens, last = self.token_plan(parallel), parallel.ring_size - 1
         in_ring = {0, last if tokens.padded > tokens.tokens else 0}
         in_ring.add(parallel.ring_size // 2 if parallel.ring_type == "bidirectional" else 0)
         parallel = replace(parallel, t5_fsdp=False)  # it has no effect on a DiT
         return [self._transformer(parallel, i * parallel.ulysses_size) for i in sorted(in_ring)]
 
-    def _sizes(self, setup: Setup) -> Sizes:
+    def _network_sizes(self, setup: Setup) -> NetworkSizes:
         execution, parallel = setup.execution, setup.parallel
         on_device = self.device.type == "cpu" or not execution.t5_cpu
         ranks = parallel.world_size if execution.vae_parallel else 1
         weights, encoding, decoding = self._autoencoder(execution.vae_tiling, ranks)
-        forwards = [forward.size for forward in self.forwards(parallel)]
+        forwards = [forward.size for forward in self.measure_forwards(parallel)]
         encoder_ranks = parallel.world_size if parallel.t5_fsdp else 1
-        return Sizes(
+        return NetworkSizes(
             text=self._text_encoder(encoder_ranks) if on_device else None,
             clip=self._clip_weights(),
             vae=weights,
@@ -163,44 +163,48 @@ class Planner:
             dit=max(forwards, key=lambda size: size.activations.total()),
         )
 
-    def _clip_weights(self) -> Weights:
+    def _clip_weights(self) -> WeightBytes:
         path, dtype = self.setup.checkpoint.image_encoder, self.dtype
         if not self.setup.preset.images:
-            return Weights(0)
+            return WeightBytes(0)
         if path is None:
-            return Weights(clip.NUM_ELEMENTS * dtype.itemsize)
+            return WeightBytes(clip.NUM_ELEMENTS * dtype.itemsize)
         with META:
             network = clip.make_clip_spec(path).make().to(dtype)
-        return self._split(network, clip.make_clip_spec(path).tensors)
+        return self._split_mapped(network, clip.make_clip_spec(path).tensors)
 
-    def _split(self, network: nn.Module, tensors: Mapping[str, TensorInfo]) -> Weights:
+    def _split_mapped(self, network: nn.Module, tensors: Mapping[str, TensorInfo]) -> WeightBytes:
         """Splits the weights of a meta network with final dtypes into allocated and mapped ones."""
-        stay = mapped_bytes(network, mapped(tensors) if self.device.type == "cpu" else {})
-        return Weights(weight_bytes(network) - stay, stay)
+        mapped_total = mapped_bytes(network, mapped(tensors) if self.device.type == "cpu" else {})
+        return WeightBytes(weight_bytes(network) - mapped_total, mapped_total)
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
         """Measures the text encoder. ranks: number of ranks that shard the weights."""
         checkpoint = self.setup.checkpoint
         path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
         parallel = Parallel(ranks, 1, 1, ranks, t5_fsdp=ranks > 1)
-        with self._as_rank(0, parallel) as team:
+        with self._simulate_rank(0, parallel) as team:
             with META:
-                network: Any = text.published() if path is None else text.blueprint(path).make()
+                network: Any = (
+                    text.build_published_text_encoder()
+                    if path is None
+                    else text.read_text_encoder_spec(path).make()
+                )
             _, sharding = build.make_weight_shardings(parallel, team)
-            blocks, dtypes = network.encoder.block, text.dtypes(self.dtype)
+            blocks, dtypes = network.encoder.block, text.choose_text_encoder_dtypes(self.dtype)
             sources: Sources = {}
             if path is not None and self.device.type == "cpu" and ranks == 1:
-                sources = mapped(text.blueprint(path).tensors)
-            with _without_data(network, blocks, dtypes, sharding, sources) as (live, size):
+                sources = mapped(text.read_text_encoder_spec(path).tensors)
+            with _prepare_meta_network(network, blocks, dtypes, sharding, sources) as (live, size):
                 text.TextEncoder(network, None, dtype=self.dtype, text_len=length)
                 ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
                 with live:
                     network(ids, torch.ones_like(ids))
-                table = weight_bytes(network.get_submodule(text.TABLE))
+                table = weight_bytes(network.get_submodule(text.EMBEDDING_NAME))
         blocks = max(0, size.weights - table)
         return replace(size, blocks=blocks, activations=live.peak)
 
-    def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[Weights, Usage, Usage]:
+    def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[WeightBytes, Usage, Usage]:
         """Measures the weights and the activations of the VAE.
 
         Args:
@@ -211,13 +215,17 @@ class Planner:
         Returns:
             Weights, activations of encoding, activations of decoding.
         """
-        request, preset, path = self.request, self.setup.preset, self.setup.checkpoint.vae
+        params, preset, path = self.params, self.setup.preset, self.setup.checkpoint.vae
         with META:
-            network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
+            network = (
+                vae.build_published_vae(preset.vae)
+                if path is None
+                else vae.read_vae_spec(path).make()
+            )
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         model = vae.VideoVAE(network)
-        (channels, _, *size), sides = request.latent_shape, request.video_size[::-1]
-        frames = memory.decoded_frames(request)
+        (channels, _, *size), sides = params.latent_shape, params.video_size[::-1]
+        frames = memory.count_decoded_frames(params)
         time, scale, _ = preset.vae_stride
         if tiling:
             size = [min(side, tiles.SIDE // scale) for side in size]
@@ -230,64 +238,66 @@ class Planner:
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * time + 1, *sides)
             source = None  # the input of `video`, which stays in host memory
-            if self.device.type == "cpu" and request.preset.kind == "vace":
+            if self.device.type == "cpu" and params.preset.kind == "vace":
                 source = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # RGB, the mask twice
-            elif self.device.type == "cpu" and not request.clips:
+            elif self.device.type == "cpu" and not params.clips:
                 source = video.clone()
             model.encode(video[:, :, :rows] if ranks > 1 else video)
             del source
 
-        def peak(work: Callable[[int], None], frames: int) -> Usage:
+        def measure_peak(work: Callable[[int], None], frames: int) -> Usage:
             """Extrapolates from four latent frames; each from the third on adds the same."""
             peaks = []
-            for few in (min(frames, 3), min(frames, 4)):
+            for num_frames in (min(frames, 3), min(frames, 4)):
                 live = Live("meta")
                 live.leave_out(network.parameters())
-                with self._as_rank(0, Parallel()), META, live:
-                    work(few)
+                with self._simulate_rank(0, Parallel()), META, live:
+                    work(num_frames)
                 peaks.append(live.peak)
             further = max(0, frames - 4) * (peaks[1].total() - peaks[0].total())
             return peaks[1] + Usage(activations=further)
 
-        encoded = memory.encoded_frames(request)
-        encoding = peak(encode, encoded) if encoded else Usage()
+        num_encoded_frames = memory.count_encoded_frames(params)
+        encoding = measure_peak(encode, num_encoded_frames) if num_encoded_frames else Usage()
         length = 1 + (frames - 1) * time
-        blended = tiles.estimate_tile_bytes(sides, length) if tiling else 0
-        received = (sides[0] - rows) * sides[1] * 3 * length * 4 if ranks > 1 else 0
-        decoding = peak(decode, frames) + Usage({"tiles": blended, "other ranks' rows": received})
-        tensors = {} if path is None else vae.blueprint(path).tensors
-        return self._split(network, tensors), encoding, decoding
+        tile_bytes = tiles.estimate_tile_bytes(sides, length) if tiling else 0
+        received_bytes = (sides[0] - rows) * sides[1] * 3 * length * 4 if ranks > 1 else 0
+        decoding = measure_peak(decode, frames) + Usage(
+            {"tiles": tile_bytes, "other ranks' rows": received_bytes}
+        )
+        tensors = {} if path is None else vae.read_vae_spec(path).tensors
+        return self._split_mapped(network, tensors), encoding, decoding
 
-    def _measure_transformer(self, parallel: Parallel, rank: int) -> Forward:
+    def _measure_transformer(self, parallel: Parallel, rank: int) -> ForwardMeasurement:
         """Measures a DiT with two or three blocks, and scales cached state to all blocks."""
         setup, checkpoint = replace(self.setup, parallel=parallel), self.setup.checkpoint
         compute = build.DTYPES[self.precision]
-        with self._as_rank(rank, parallel) as team:
-            target = Target(self.device, checkpoint.head_dim, compute, operators.load)
+        with self._simulate_rank(rank, parallel) as team:
+            target = Target(self.device, checkpoint.head_dim, compute, operators.load_operator)
             selected = select_kernels(setup.attention, target, {})
             caches = build.build_step_cache(setup, team)
-            shared = build.build_components(setup, selected, team, caches)
+            components = build.build_components(setup, selected, team, caches)
             caches.start_run(dict.fromkeys(BRANCHES, caches.planned_steps))
-            network, sources = self._network(setup, shared)
+            network, sources = self._build_first_expert(setup, components)
             sharding, _ = build.make_weight_shardings(parallel, team)
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
             ranks = parallel.world_size if parallel.dit_fsdp else 1
-            with _without_data(
+            with _prepare_meta_network(
                 network, network.blocks, dtypes, sharding, sources, network.adapter_modules, ranks
             ) as (live, size):
-                sent = self._run_forwards(network, live, self.branches(parallel))
-                activations, kept = live.peak - live.held, +live.held
-                residuals = caches.cached_bytes()
+                sends = self._run_forwards(network, live, self.branches(parallel))
+                activations, cached = live.peak - live.held, +live.held
+                residual_bytes = caches.cached_bytes()
         layers = checkpoint.config["num_layers"] + checkpoint.control_blocks
-        measured = len(network.wan_blocks())
-        kept["text K/V"] = kept["text K/V"] * layers // measured
-        kept = kept - Usage(embeddings=residuals) + Usage({"step cache": residuals})
-        in_blocks = "masks" if setup.attention.use_rainfusion else "attention cache"
-        kept[in_blocks] = kept.pop("self-attention", 0) * layers // measured
-        size = replace(size, kept=+kept, activations=activations)
-        return Forward(size, sent, build.describe_attention(setup, selected))
+        num_measured = len(network.wan_blocks())
+        cached["text K/V"] = cached["text K/V"] * layers // num_measured
+        cached = cached - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
+        cache_label = "masks" if setup.attention.use_rainfusion else "attention cache"
+        cached[cache_label] = cached.pop("self-attention", 0) * layers // num_measured
+        size = replace(size, cached=+cached, activations=activations)
+        return ForwardMeasurement(size, sends, build.describe_attention(setup, selected))
 
-    def _network(self, setup: Setup, shared: Any) -> tuple[WanModel, Sources]:
+    def _build_first_expert(self, setup: Setup, components: Any) -> tuple[WanModel, Sources]:
         """Builds the first expert's DiT with its quantized layers on the meta device.
 
         Returns:
@@ -297,18 +307,18 @@ class Planner:
         compute = build.DTYPES[self.precision]
         sources: Sources = {}
         with META:
-            network = build_network(files.config, shared)
-            if setup.quantised is not None and self.device.type == "npu":
-                operators.quantise(network, setup.quantised.experts[expert].sizes)
+            network = build_network(files.config, components)
+            if setup.quantized is not None and self.device.type == "npu":
+                operators.insert_quantized_linears(network, setup.quantized.experts[expert].sizes)
             elif files.tensors:
-                change = adapt.make_weight_transform(setup, expert, self.device, compute)
-                sources = change(network, mapped(files.tensors))
-        read = self.device.type == "cpu" and not setup.parallel.dit_fsdp
-        return network, sources if read else {}
+                transform = adapt.make_weight_transform(setup, expert, self.device, compute)
+                sources = transform(network, mapped(files.tensors))
+        uses_mapped = self.device.type == "cpu" and not setup.parallel.dit_fsdp
+        return network, sources if uses_mapped else {}
 
     def _run_forwards(
         self, network: WanModel, live: Live, branches: tuple[str, ...]
-    ) -> tuple[Sent, ...]:
+    ) -> tuple[Sends, ...]:
         """Runs each guidance branch in a dense and a sparse step, and returns the sends of a layer.
 
         With a step cache the first step runs twice: the second time the cache holds the residuals
@@ -320,46 +330,57 @@ class Planner:
         for block in network.wan_blocks():
             for name, label in _LAYERS.items():
                 live.watch(block.get_submodule(name), label)
-        setup, request, config = self.setup, self.request, self.setup.checkpoint.config
-        (channels, *size), grid, steps = request.latent_shape, request.grid, request.sample_steps
+        setup, params, config = self.setup, self.params, self.setup.checkpoint.config
+        (channels, *size), grid, steps = params.latent_shape, params.grid, params.sample_steps
 
         def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=live.device)
 
         x, y = empty(channels, *size), empty(config["in_dim"] - channels, *size)
         text_size = config["text_len"], config["text_dim"]
-        texts = [empty(*text_size, dtype=self.dtype) for _ in branches]
-        images = setup.preset.images
-        more: dict[str, Any] = {}
-        if images:
-            more["clip_fea"] = empty(images, clip.NUM_TOKENS, config["image_dim"])
-        sounds: list[Any] = [{}] * len(branches)
+        prompt_embeds = [empty(*text_size, dtype=self.dtype) for _ in branches]
+        num_images = setup.preset.images
+        model_kwargs: dict[str, Any] = {}
+        if num_images:
+            model_kwargs["clip_fea"] = empty(num_images, clip.NUM_TOKENS, config["image_dim"])
+        audio_inputs: list[Any] = [{}] * len(branches)
         if setup.preset.kind == "animate":
-            pictures = 4 * (size[0] - 2) + 1
-            more["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
-            more["face_pixel_values"] = empty(1, 3, pictures, FACE_SIDE, FACE_SIDE)
+            num_face_images = 4 * (size[0] - 2) + 1
+            model_kwargs["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
+            model_kwargs["face_pixel_values"] = empty(1, 3, num_face_images, FACE_SIDE, FACE_SIDE)
         elif setup.preset.kind == "vace":
-            more["vace_context"] = [empty(cast(ControlConfig, config)["vace_in_dim"], *size)]
+            model_kwargs["vace_context"] = [
+                empty(cast(ControlConfig, config)["vace_in_dim"], *size)
+            ]
         elif setup.preset.kind == "s2v":
-            before = memory.encoded_frames(request)
-            more |= {
+            num_encoded_frames = memory.count_encoded_frames(params)
+            model_kwargs |= {
                 "ref_latents": [empty(channels, 1, *size[1:])],
                 "motion_latents": [empty(channels, MOTION_LATENTS, *size[1:])],
                 "cond_states": [empty(channels, *size)],
-                "drop_motion_frames": before == 1,
+                "drop_motion_frames": num_encoded_frames == 1,
             }
             features = SOUND_LAYERS, cast(SoundConfig, config)["audio_dim"], 4 * size[0]
-            sounds = [{"audio_input": empty(1, *features)} for _ in branches]
-        live.leave_out((x, y, *texts, *chain.from_iterable(map(_tensors, (more, *sounds)))))
+            audio_inputs = [{"audio_input": empty(1, *features)} for _ in branches]
+        live.leave_out(
+            (
+                x,
+                y,
+                *prompt_embeds,
+                *chain.from_iterable(map(_iter_tensors, (model_kwargs, *audio_inputs))),
+            )
+        )
         t = torch.tensor([500.0])
-        holds_frame = setup.preset.kind == "ti2v" and memory.encoded_frames(request) == 1
-        if holds_frame and live.device == "meta":  # the image's tokens have timestep 0
+        fixes_first_frame = setup.preset.kind == "ti2v" and memory.count_encoded_frames(params) == 1
+        if fixes_first_frame and live.device == "meta":  # the image's tokens have timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
         sparse_from = setup.attention.start_step(steps) if setup.attention.use_rainfusion else 0
-        kinds, sent = sorted({0, sparse_from}), list[Sent]()
-        for index in [0, *kinds] if setup.cache.policy != "none" else kinds:
+        step_indices, sends = sorted({0, sparse_from}), list[Sends]()
+        for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             live.sent.clear()
-            for branch, text_LC, sound in zip(branches, texts, sounds, strict=True):
+            for branch, text_LC, audio_input in zip(
+                branches, prompt_embeds, audio_inputs, strict=True
+            ):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
                 channels_of_image = {"y": [y]} if len(y) else {}
                 with live:
@@ -367,39 +388,43 @@ class Planner:
                         *([x], t),
                         context=[text_LC],
                         seq_len=prod(grid),
-                        **{**more, **sound, **channels_of_image},
+                        **{**model_kwargs, **audio_input, **channels_of_image},
                         step=step,
                     )
             layers = len(network.wan_blocks())
-            sent.append(live.sent[: len(live.sent) // len(branches) // layers])
-        return tuple(sent[-len(kinds) :])
+            sends.append(live.sent[: len(live.sent) // len(branches) // layers])
+        return tuple(sends[-len(step_indices) :])
 
     @contextmanager
-    def _as_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.ParallelGroups | None]:
+    def _simulate_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.ParallelGroups | None]:
         """Simulates a rank of a run, and yields its parallel groups; None for a single rank."""
-        several = parallel.world_size > 1
-        with torch.no_grad(), WithoutData(), log.silence(), ExitStack() as after:
-            if several:
+        is_distributed = parallel.world_size > 1
+        with torch.no_grad(), WithoutData(), log.silence(), ExitStack() as stack:
+            if is_distributed:
                 fake_process_group(rank, parallel.world_size)
-                after.callback(dist.destroy_process_group)
-            yield mesh.make_parallel_groups(resolve("cpu"), parallel.sizes) if several else None
+                stack.callback(dist.destroy_process_group)
+            yield (
+                mesh.make_parallel_groups(resolve("cpu"), parallel.sizes)
+                if is_distributed
+                else None
+            )
 
 
-def _tensors(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def _iter_tensors(model_kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among the keywords of a model, including those in lists."""
-    for value in given.values():
-        listed = value if isinstance(value, list) else [value]
-        yield from (one for one in listed if isinstance(one, torch.Tensor))
+    for value in model_kwargs.values():
+        items = value if isinstance(value, list) else [value]
+        yield from (item for item in items if isinstance(item, torch.Tensor))
 
 
 @contextmanager
-def _without_data(
+def _prepare_meta_network(
     network: nn.Module,
     blocks: nn.ModuleList,
     dtype_of: DTypeOf,
     sharding: Sharding,
     sources: Sources,
-    behind: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
+    adapter_modules: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
     ranks: int = 1,
 ) -> Iterator[tuple[Live, NetworkSize]]:
     """Prepares a meta network to run on tensors without data, with two or three of its blocks.
@@ -418,24 +443,38 @@ def _without_data(
         stored = sources[name].dtype if name in sources else torch.bfloat16
         parameter.data = parameter.data.to(dtype_of(name, stored))
     prefix = next(name for name, module in network.named_modules() if module is blocks)
-    stay, count = mapped_bytes(network, sources), len(blocks)
+    mapped_total, count = mapped_bytes(network, sources), len(blocks)
     in_blocks = mapped_bytes(network, sources, f"{prefix}.")
-    is_whole = sharding is UNSHARDED
-    few = 2 if is_whole else 3
-    beside = [[*behind(layer)] for layer in range(count)]
+    is_unsharded = sharding is UNSHARDED
+    num_kept_blocks = 2 if is_unsharded else 3
+    adapters = [[*adapter_modules(layer)] for layer in range(count)]
     names = {module: name for name, module in network.named_modules()}
-    for module in chain.from_iterable(beside):
+    for module in chain.from_iterable(adapters):
         in_blocks += mapped_bytes(network, sources, f"{names[module]}.")
-    moving = [sum(map(weight_bytes, modules)) // ranks for modules in beside]
-    rest = blocks[few:]
-    del blocks[few:]
-    for module in chain.from_iterable(beside[few:]):
+    adapter_bytes = [sum(map(weight_bytes, modules)) // ranks for modules in adapters]
+    removed_blocks = blocks[num_kept_blocks:]
+    del blocks[num_kept_blocks:]
+    for module in chain.from_iterable(adapters[num_kept_blocks:]):
         network.set_submodule(names[module], nn.Identity())
     sharding.prepare(network.eval().requires_grad_(False))
-    with without_memory(network, sharded=not is_whole) as live:
+    with without_memory(network, sharded=not is_unsharded) as live:
         block = weight_bytes(blocks[-1])
-        others = weight_bytes(rest) if is_whole else len(rest) * block
-        block += (sum(moving) - in_blocks) // count
-        weights = weight_bytes(network) + others + sum(moving[few:]) - stay
-        largest = block + max(moving) - sum(moving) // count if any(moving) and not stay else 0
-        yield live, NetworkSize(weights, block, count * block, mapped=stay, largest=largest)
+        removed_bytes = (
+            weight_bytes(removed_blocks) if is_unsharded else len(removed_blocks) * block
+        )
+        block += (sum(adapter_bytes) - in_blocks) // count
+        weights = (
+            weight_bytes(network)
+            + removed_bytes
+            + sum(adapter_bytes[num_kept_blocks:])
+            - mapped_total
+        )
+        largest = (
+            block + max(adapter_bytes) - sum(adapter_bytes) // count
+            if any(adapter_bytes) and not mapped_total
+            else 0
+        )
+        yield (
+            live,
+            NetworkSize(weights, block, count * block, mapped=mapped_total, largest_block=largest),
+        )

@@ -15,7 +15,7 @@ from wan.settings.parallel import legal, size_flags
 
 
 @dataclass(frozen=True)
-class Placed:
+class RankLayout:
     """The communication of a rank layout, for the slowest rank.
 
     Attributes:
@@ -26,34 +26,36 @@ class Placed:
     """
 
     sizes: tuple[int, int, int]
-    inside: float
-    between: float
+    bytes_inside: float
+    bytes_between: float
     seconds: float
 
 
-def sends(
-    sizes: tuple[int, int, int], tensor: float, per_machine: int
+def count_sent_bytes(
+    sizes: tuple[int, int, int], q_bytes: float, ranks_per_machine: int
 ) -> Iterator[tuple[float, float]]:
     """Yields the bytes (inside, between) of each rank. q_bytes: bytes of q on a rank."""
     _, ring, ulysses = sizes
     for rank in range(sizes[0] * ring * ulysses):
         bytes_to = dict[int, float]()
-        first = rank // ulysses * ulysses
-        for peer in range(first, first + ulysses):
-            bytes_to[peer] = 4 * tensor / ulysses
+        first_rank = rank // ulysses * ulysses
+        for peer in range(first_rank, first_rank + ulysses):
+            bytes_to[peer] = 4 * q_bytes / ulysses
         bytes_to[rank] = 0.0
         if ring > 1:
-            place = rank // ulysses % ring
-            following = rank + ((place + 1) % ring - place) * ulysses
-            bytes_to[following] = bytes_to.get(following, 0.0) + 2 * tensor * (ring - 1)
-        machine = rank // per_machine
-        inside = sum(size for peer, size in bytes_to.items() if peer // per_machine == machine)
+            ring_rank = rank // ulysses % ring
+            next_rank = rank + ((ring_rank + 1) % ring - ring_rank) * ulysses
+            bytes_to[next_rank] = bytes_to.get(next_rank, 0.0) + 2 * q_bytes * (ring - 1)
+        machine = rank // ranks_per_machine
+        inside = sum(
+            size for peer, size in bytes_to.items() if peer // ranks_per_machine == machine
+        )
         yield inside, sum(bytes_to.values()) - inside
 
 
-def layouts(
-    world: int, heads: int, nodes: int, sequence: float, rates: Sequence[float] | None
-) -> list[Placed]:
+def list_layouts(
+    world: int, heads: int, nodes: int, sequence_bytes: float, rates: Sequence[float] | None
+) -> list[RankLayout]:
     """Lists every layout of these ranks, fastest first.
 
     Args:
@@ -67,28 +69,32 @@ def layouts(
     if world % nodes:
         why = f"does not divide the {world} ranks"
         raise InputError("`nodes`", nodes, why, "give machines of equally many ranks")
-    found = []
+    candidates = []
     for sizes in legal(world, heads):
-        both = sends(sizes, sequence / (sizes[1] * sizes[2]), world // nodes)
+        bytes_per_rank = count_sent_bytes(
+            sizes, sequence_bytes / (sizes[1] * sizes[2]), world // nodes
+        )
         in_rate, out_rate = (1e15, 1e6) if rates is None else (rate * 1e9 for rate in rates)
-        seconds, inside, between = max((a / in_rate + b / out_rate, a, b) for a, b in both)
-        found.append(Placed(sizes, inside, between, seconds))
-    return sorted(found, key=lambda placed: placed.seconds)
+        seconds, inside, between = max(
+            (a / in_rate + b / out_rate, a, b) for a, b in bytes_per_rank
+        )
+        candidates.append(RankLayout(sizes, inside, between, seconds))
+    return sorted(candidates, key=lambda layout: layout.seconds)
 
 
-def lines(
-    placed: Sequence[Placed], chosen: tuple[int, int, int], rates: Sequence[float] | None
+def describe_layouts(
+    rank_layouts: Sequence[RankLayout], chosen: tuple[int, int, int], rates: Sequence[float] | None
 ) -> Iterator[str]:
     """Describes the layouts with the same cfg size as the chosen layout, one per line."""
-    rows = [one for one in placed if one.sizes[0] == chosen[0]]
-    words = "first between machines, then inside"
+    rows = [layout for layout in rank_layouts if layout.sizes[0] == chosen[0]]
+    order = "first between machines, then inside"
     if rates is not None:
-        words = f"with {rates[0]:g} GB/s inside a machine and {rates[1]:g} GB/s between machines"
-    yield f"Layouts, by what a rank sends per layer, {words}:"
-    for one in rows:
-        taken = "" if rates is None else f", {one.seconds * 1e3:.1f} ms"
+        order = f"with {rates[0]:g} GB/s inside a machine and {rates[1]:g} GB/s between machines"
+    yield f"Layouts, by what a rank sends per layer, {order}:"
+    for layout in rows:
+        duration = "" if rates is None else f", {layout.seconds * 1e3:.1f} ms"
         yield (
-            f"  {size_flags(*one.sizes)}: inside {one.inside / 1e6:.0f} MB, between "
-            f"{one.between / 1e6:.0f} MB{taken}{' (this run)' if one.sizes == chosen else ''}"
+            f"  {size_flags(*layout.sizes)}: inside {layout.bytes_inside / 1e6:.0f} MB, between "
+            f"{layout.bytes_between / 1e6:.0f} MB{duration}{' (this run)' if layout.sizes == chosen else ''}"
         )
     yield f"The cheapest is {size_flags(*rows[0].sizes)}."

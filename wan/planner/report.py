@@ -10,17 +10,17 @@ from wan import env, host
 from wan.checkpoint.files import TensorInfo
 from wan.checkpoint.layout import Checkpoint
 from wan.pipeline import clip, text, vae
-from wan.pipeline.memory import Usage, gpu_memory
+from wan.pipeline.memory import Usage, query_gpu_memory
 from wan.planner import placement
 from wan.planner.measure import Planner
-from wan.planner.placement import layouts
-from wan.planner.topology import decodings, nearest
+from wan.planner.placement import list_layouts
+from wan.planner.topology import find_nearest_run, iter_decodings
 from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.request import Request
 
 
-def show(run: Run) -> None:
+def print_plan_report(run: Run) -> None:
     """Prints the plan of a run; raises InputError if the run does not fit on its device."""
     planning = run.planning
     if planning.link_gbs is not None and planning.nodes is None:
@@ -29,75 +29,89 @@ def show(run: Run) -> None:
         remedy = "add `offload_model=block`"
         raise InputError("`host_gbs`", None, "has no effect where no blocks are copied", remedy)
     planner = Planner(run.setup, run.request)
-    words = env.words()
-    said = [*map(words.render, run.notices)]
-    said += lines(planner, run.settings["task"], planning.host_gbs)
+    flag_naming = env.words()
+    plan_lines = [*map(flag_naming.render, run.notices)]
+    plan_lines += describe_plan(planner, run.settings["task"], planning.host_gbs)
     if planning.nodes is not None:
-        said += map(words.render, _placed(planner, planning.nodes, planning.link_gbs))
-    print(*said, sep="\n", flush=True)
+        plan_lines += map(
+            flag_naming.render, _describe_placement(planner, planning.nodes, planning.link_gbs)
+        )
+    print(*plan_lines, sep="\n", flush=True)
     memory = run.device_memory or planner.device.can.memory
     if memory is None and planner.device.type == "cuda":
-        memory = min(gpu_memory("total"), default=None)
-    print(words.render(check(planner, memory)))
+        memory = min(query_gpu_memory("total"), default=None)
+    print(flag_naming.render(check_plan_memory(planner, memory)))
     free = host.available_memory() if run.device_memory is None else memory
-    for line in read_again(planner, free or 0):
+    for line in describe_rereads(planner, free or 0):
         print(line)
 
 
-def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[str]:
+def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) -> list[str]:
     """Describes a run line by line.
 
     Args:
         task: The task's name as the user typed it.
         host_gbs: GB/s of copies from host memory; None if unknown.
     """
-    setup, request, parallel = planner.setup, planner.request, planner.setup.parallel
-    folder, (width, height) = setup.checkpoint.folder, request.video_size
-    tokens, need = planner.tokens(parallel), planner.need()
-    found = [
-        f"Plan: {task}, {width}*{height}, {_frames(request)}, {planner.precision}, "
-        f"{_count(parallel.world_size, 'rank')} ({planner.device.can.name}); sizes "
+    setup, params, parallel = planner.setup, planner.params, planner.setup.parallel
+    folder, (width, height) = setup.checkpoint.folder, params.video_size
+    tokens, need = planner.token_plan(parallel), planner.peak_bytes()
+    plan_lines = [
+        f"Plan: {task}, {width}*{height}, {_describe_frames(params)}, {planner.precision}, "
+        f"{_format_count(parallel.world_size, 'rank')} ({planner.device.can.name}); sizes "
         + (f"of {folder}" if folder else "as published (no checkpoint folder)"),
-        *files(planner),
+        *describe_checkpoint_files(planner),
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
         f"{tokens.shard_len} per rank",
-        planner.forwards(parallel)[0].attention,
+        planner.measure_forwards(parallel)[0].attention,
     ]
     if setup.policy is not None:
-        found.append(setup.policy.describe(request, sync_branches=parallel.cfg_size == 2))
-    found += [*_traffic(planner), f"Memory of the fullest rank: {_size(need)}"]
-    mapped = planner.mapped()
-    for name, usage in planner.stages().items():
-        words = [f"{what} {_size(size)}" for what, size in usage.most_common() if size >= 1e6]
-        apart = mapped.get(name, Usage()).total()
-        words += [f"and mapped from files {_size(apart)}"] if apart >= 1e6 else []
-        found.append(f"  {name} {_size(usage.total())}: {', '.join(words)}")
-    host = planner.host()
-    if host:
-        found.append(f"Page-locked host memory of a rank: {_size(host)}")
-    moving, forwards, total = planner.streamed()
-    if moving:
-        fits = setup.execution.resident_blocks is None and planner.device.type != "cpu"
-        at_most = "at most " if fits else ""  # the run keeps as many blocks resident as fit
+        plan_lines.append(setup.policy.describe(params, sync_branches=parallel.cfg_size == 2))
+    plan_lines += [
+        *_describe_traffic(planner),
+        f"Memory of the fullest rank: {_format_bytes(need)}",
+    ]
+    mapped_by_stage = planner.mapped_weights()
+    for name, usage in planner.stage_memory().items():
+        items = [
+            f"{label} {_format_bytes(size)}" for label, size in usage.most_common() if size >= 1e6
+        ]
+        mapped_bytes = mapped_by_stage.get(name, Usage()).total()
+        items += (
+            [f"and mapped from files {_format_bytes(mapped_bytes)}"] if mapped_bytes >= 1e6 else []
+        )
+        plan_lines.append(f"  {name} {_format_bytes(usage.total())}: {', '.join(items)}")
+    host_bytes = planner.host_bytes()
+    if host_bytes:
+        plan_lines.append(f"Page-locked host memory of a rank: {_format_bytes(host_bytes)}")
+    num_streamed, forwards, total = planner.streaming_per_step()
+    if num_streamed:
+        is_upper_bound = setup.execution.resident_blocks is None and planner.device.type != "cpu"
+        at_most = (
+            "at most " if is_upper_bound else ""
+        )  # the run keeps as many blocks resident as fit
         seconds = (
             "" if host_gbs is None else f", {total / host_gbs / 1e9:.2f} s at {host_gbs:g} GB/s"
         )
-        found.append(
-            f"Copied per step: {at_most}{_size(total)}, {_count(moving, 'block')} in "
-            f"{_count(forwards, 'forward')}{seconds}"
+        plan_lines.append(
+            f"Copied per step: {at_most}{_format_bytes(total)}, {_format_count(num_streamed, 'block')} in "
+            f"{_format_count(forwards, 'forward')}{seconds}"
         )
-    return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
+    return [
+        *plan_lines,
+        "  not counted: driver, communication buffers, kernels' scratch, fragments",
+    ]
 
 
-def _frames(request: Request) -> str:
+def _describe_frames(params: Request) -> str:
     """Describes the number of frames, or the clips and the frames of a clip."""
-    if not request.clips:
-        return f"{request.frame_num} frames"
-    frames = request.infer_frames or request.frame_num
-    return f"{_count(request.num_clip or 0, 'clip')} of {frames} frames"
+    if not params.clips:
+        return f"{params.frame_num} frames"
+    frames = params.infer_frames or params.frame_num
+    return f"{_format_count(params.num_clip or 0, 'clip')} of {frames} frames"
 
 
-def files(planner: Planner) -> Iterator[str]:
+def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
     """Describes the files of each network of a checkpoint folder and its dtype after loading."""
     setup, checkpoint = planner.setup, planner.setup.checkpoint
     device, encoders = (
@@ -108,74 +122,86 @@ def files(planner: Planner) -> Iterator[str]:
         standard = f"the task's is {setup.preset.boundary:g}"
         yield f"  boundary_ratio of model_index.json: {checkpoint.boundary:g} ({standard})"
     for expert, dit in checkpoint.experts.items():
-        infos, becomes = list(dit.tensors.values()), f"becomes {planner.precision}"
-        stay = sorted(setup.kept(device) & {info.dtype for info in infos})
-        if setup.quantised is not None:
-            export = setup.quantised.experts[expert]
-            becomes += f", its {len(export.linears)} quantised layers are those of {export.weights}"
-        elif stay:
-            used = "is multiplied in FP8" if setup.multiplies_fp8 else "stays until it is used"
-            becomes = f"{', '.join(stay)} {used}, the rest {becomes}"
+        infos, conversion = list(dit.tensors.values()), f"becomes {planner.precision}"
+        unconverted_dtypes = sorted(
+            setup.unconverted_dtypes(device) & {info.dtype for info in infos}
+        )
+        if setup.quantized is not None:
+            export = setup.quantized.experts[expert]
+            conversion += (
+                f", its {len(export.linears)} quantised layers are those of {export.weights}"
+            )
+        elif unconverted_dtypes:
+            use = "is multiplied in FP8" if setup.multiplies_fp8 else "stays until it is used"
+            conversion = f"{', '.join(unconverted_dtypes)} {use}, the rest {conversion}"
         if infos:
-            yield _read_from(checkpoint, f"DiT {expert}", infos, becomes)
+            yield _describe_component(checkpoint, f"DiT {expert}", infos, conversion)
     if (path := checkpoint.text_encoder) is not None:
-        infos = list(text.blueprint(path).tensors.values())
-        yield _read_from(checkpoint, "text encoder", infos, f"becomes {encoders}")
+        infos = list(text.read_text_encoder_spec(path).tensors.values())
+        yield _describe_component(checkpoint, "text encoder", infos, f"becomes {encoders}")
     if (path := checkpoint.tokenizer) is not None:
-        yield f"  tokenizer: {_name(checkpoint, {path})}"
+        yield f"  tokenizer: {_format_paths(checkpoint, {path})}"
     if (path := checkpoint.image_encoder) is not None:
         infos = list(clip.make_clip_spec(path).tensors.values())
-        yield _read_from(checkpoint, "image encoder", infos, f"becomes {encoders}")
+        yield _describe_component(checkpoint, "image encoder", infos, f"becomes {encoders}")
     if (path := checkpoint.sound_encoder) is not None:
-        yield f"  sound encoder: {_name(checkpoint, {path})}; runs in fp32 on the CPU"
+        yield f"  sound encoder: {_format_paths(checkpoint, {path})}; runs in fp32 on the CPU"
     if (path := checkpoint.vae) is not None:
-        infos = list(vae.blueprint(path).tensors.values())
-        yield _read_from(checkpoint, "VAE", infos, f"becomes {setup.execution.vae_precision}")
+        infos = list(vae.read_vae_spec(path).tensors.values())
+        yield _describe_component(
+            checkpoint, "VAE", infos, f"becomes {setup.execution.vae_precision}"
+        )
 
 
-def _read_from(checkpoint: Checkpoint, part: str, infos: Iterable[TensorInfo], becomes: str) -> str:
+def _describe_component(
+    checkpoint: Checkpoint, component: str, infos: Iterable[TensorInfo], conversion: str
+) -> str:
     sizes = Counter[str]()
     for info in infos:
         sizes[info.dtype] += info.nbytes
-    held = ", ".join(f"{dtype} {_size(size)}" for dtype, size in sizes.most_common())
-    return f"  {part}: {_name(checkpoint, {info.file for info in infos})} ({held}); {becomes}"
+    dtypes = ", ".join(f"{dtype} {_format_bytes(size)}" for dtype, size in sizes.most_common())
+    return f"  {component}: {_format_paths(checkpoint, {info.file for info in infos})} ({dtypes}); {conversion}"
 
 
-def _name(checkpoint: Checkpoint, paths: Iterable[Path]) -> str:
-    first, *others = sorted(paths)
+def _format_paths(checkpoint: Checkpoint, paths: Iterable[Path]) -> str:
+    first, *other_paths = sorted(paths)
     folder = checkpoint.folder
     name = first.relative_to(folder) if folder and first.is_relative_to(folder) else first
-    return f"{name} and {len(others)} more" if others else f"{name}"
+    return f"{name} and {len(other_paths)} more" if other_paths else f"{name}"
 
 
-def read_again(planner: Planner, memory: int) -> Iterator[str]:
+def describe_rereads(planner: Planner, memory: int) -> Iterator[str]:
     """Describes the stages that read memory-mapped weights again because memory is short.
 
     Args:
         memory: Available bytes; 0 if unknown.
     """
-    stages, forwards = planner.stages(), len(planner.branches(planner.setup.parallel))
-    for name, usage in planner.mapped().items():
+    stages, forwards = planner.stage_memory(), len(planner.branches(planner.setup.parallel))
+    for name, usage in planner.mapped_weights().items():
         size, need = usage.total(), stages[name].total()
-        least = min(size, size + need - memory)
-        if memory and least > 0:
+        reread_bytes = min(size, size + need - memory)
+        if memory and reread_bytes > 0:
             times = forwards if name == "denoising" else 1
-            each = "each step" if name == "denoising" else "each call"
+            period = "each step" if name == "denoising" else "each call"
             yield (
-                f"Of {_size(size)} mapped weights, {name} reads at least {_size(least * times)} "
-                f"from the files again in {each}: {_size(memory)} are available."
+                f"Of {_format_bytes(size)} mapped weights, {name} reads at least {_format_bytes(reread_bytes * times)} "
+                f"from the files again in {period}: {_format_bytes(memory)} are available."
             )
 
 
-def _placed(planner: Planner, nodes: int, rates: tuple[float, float] | None) -> Iterator[str]:
+def _describe_placement(
+    planner: Planner, nodes: int, rates: tuple[float, float] | None
+) -> Iterator[str]:
     """Describes the bytes that each layout sends inside and between `nodes` machines."""
     parallel, checkpoint = planner.setup.parallel, planner.setup.checkpoint
-    sequence = planner.tokens(parallel).padded * checkpoint.config["dim"] * planner.dtype.itemsize
-    placed = layouts(parallel.world_size, checkpoint.heads, nodes, sequence, rates)
-    return placement.lines(placed, parallel.sizes, rates)
+    sequence_bytes = (
+        planner.token_plan(parallel).padded * checkpoint.config["dim"] * planner.dtype.itemsize
+    )
+    rank_layouts = list_layouts(parallel.world_size, checkpoint.heads, nodes, sequence_bytes, rates)
+    return placement.describe_layouts(rank_layouts, parallel.sizes, rates)
 
 
-def check(planner: Planner, memory: int | None) -> str:
+def check_plan_memory(planner: Planner, memory: int | None) -> str:
     """Returns a line that the run fits, or that the memory of the device is unknown.
 
     Args:
@@ -186,52 +212,56 @@ def check(planner: Planner, memory: int | None) -> str:
     """
     if memory is None:
         return "Not compared with a device's memory; give `device_memory` in GB."
-    sizes = {name: usage.total() for name, usage in planner.stages().items()}
+    sizes = {name: usage.total() for name, usage in planner.stage_memory().items()}
     stage, need = max(sizes.items(), key=lambda item: item[1])
-    for setup, words in decodings(planner.setup):
-        least = planner.need(setup)
-        if least <= memory:
-            return f"Fits{words}: {_size(least)} of {_size(memory)} per rank."
-    found = nearest(planner, memory)
+    for setup, condition in iter_decodings(planner.setup):
+        min_bytes = planner.peak_bytes(setup)
+        if min_bytes <= memory:
+            return (
+                f"Fits{condition}: {_format_bytes(min_bytes)} of {_format_bytes(memory)} per rank."
+            )
+    nearest_run = find_nearest_run(planner, memory)
     remedy = "no topology and no flag would help: choose a smaller `size` or `frame_num`"
-    if found is not None:
-        settings, ranks, least = found
-        remedy = f"it fits with {settings} on {_count(ranks, 'rank')} ({_size(least)})"
-    why = f"needs {_size(need)} on its fullest rank ({stage}), and a device has {_size(memory)}"
+    if nearest_run is not None:
+        settings, ranks, min_bytes = nearest_run
+        remedy = f"it fits with {settings} on {_format_count(ranks, 'rank')} ({_format_bytes(min_bytes)})"
+    why = f"needs {_format_bytes(need)} on its fullest rank ({stage}), and a device has {_format_bytes(memory)}"
     raise InputError("The run", why=why, remedy=remedy)
 
 
-def _traffic(planner: Planner) -> list[str]:
+def _describe_traffic(planner: Planner) -> list[str]:
     """Describes the bytes that a layer sends to other ranks, in dense and in sparse steps."""
-    forward, *_ = planner.forwards(planner.setup.parallel)
-    kinds = ("",) if len(forward.sent) == 1 else (" in dense steps", " in sparse steps")
+    forward, *_ = planner.measure_forwards(planner.setup.parallel)
+    step_kinds = ("",) if len(forward.sends) == 1 else (" in dense steps", " in sparse steps")
     checkpoint = planner.setup.checkpoint
     calls = checkpoint.config["num_layers"] + checkpoint.control_blocks
     calls *= len(planner.branches(planner.setup.parallel))
-    verbs = {
+    exchanges = {
         "alltoall_base_": "All-to-all (ranks exchange heads for tokens, and back)",
         "send": "Ring (keys and values are passed on)",
         "_allgather_base_": "Ring (keys and values are gathered)",
     }
-    found = []
-    for kind, sent in zip(kinds, forward.sent, strict=True):
-        for operation, words in verbs.items():
-            sizes = [size for name, size in sent if name == operation]
-            each = " or ".join(_size(size) for size in sorted(set(sizes), reverse=True))
+    traffic_lines = []
+    for step_kind, sends in zip(step_kinds, forward.sends, strict=True):
+        for operation, exchange in exchanges.items():
+            sizes = [size for name, size in sends if name == operation]
+            tensor_sizes = " or ".join(
+                _format_bytes(size) for size in sorted(set(sizes), reverse=True)
+            )
             if sizes:
-                tensors, total = _count(len(sizes), "tensor"), sum(sizes)
-                found.append(
-                    f"{words}{kind}: {tensors} of {each} per layer, together {_size(total)}; "
-                    f"{_size(total * calls)} per step and rank"
+                tensors, total = _format_count(len(sizes), "tensor"), sum(sizes)
+                traffic_lines.append(
+                    f"{exchange}{step_kind}: {tensors} of {tensor_sizes} per layer, together {_format_bytes(total)}; "
+                    f"{_format_bytes(total * calls)} per step and rank"
                 )
-    return found or ["All-to-all: none. Ring: none."]
+    return traffic_lines or ["All-to-all: none. Ring: none."]
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     if count < 1e5:
         return f"{count / 1e3:.2f} kB"
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

@@ -13,100 +13,113 @@ from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
 
-from wan.pipeline.memory import fullest
+from wan.pipeline.memory import find_fullest_stage
 from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
 from wan.settings.parallel import SIZES, Parallel, legal, resolve, size_flags
 
-BLOCKS, TILES = "`offload_model=block`", "`vae_tiling`"
-MOST_RANKS = 512  # and at most eight times the ranks of the run
+BLOCKS_SETTING, TILING_SETTING = "`offload_model=block`", "`vae_tiling`"
+MAX_RANKS = 512  # and at most eight times the ranks of the run
 
 
-def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
+def find_nearest_run(planner: Planner, memory: int) -> tuple[str, int, int] | None:
     """Finds the first candidate that fits.
 
     Returns:
         Its settings as text, its number of ranks, and the bytes of the rank with the most memory;
         None if no candidate fits.
     """
-    for words, setup in _candidates(planner, memory):
-        if fullest(setup, planner.request)[1] <= memory:
-            for decoding, _ in decodings(setup):
-                need = planner.need(decoding)
+    for settings, setup in _iter_candidates(planner, memory):
+        if find_fullest_stage(setup, planner.params)[1] <= memory:
+            for decoding, _ in iter_decodings(setup):
+                need = planner.peak_bytes(decoding)
                 if need <= memory:
-                    return words, setup.parallel.world_size, need
+                    return settings, setup.parallel.world_size, need
     return None
 
 
-def decodings(setup: Setup) -> Iterator[tuple[Setup, str]]:
+def iter_decodings(setup: Setup) -> Iterator[tuple[Setup, str]]:
     """Yields the decoding methods of a run in the order of its attempts, with a description."""
     yield setup, ""
-    several, execution = setup.parallel.world_size > 1, setup.execution
-    if several and not (execution.vae_parallel or execution.vae_tiling):
-        shared = replace(execution, vae_parallel=True)
-        yield replace(setup, execution=shared), ", if all ranks share the rows of the VAE"
+    is_distributed, execution = setup.parallel.world_size > 1, setup.execution
+    if is_distributed and not (execution.vae_parallel or execution.vae_tiling):
+        row_parallel = replace(execution, vae_parallel=True)
+        yield replace(setup, execution=row_parallel), ", if all ranks share the rows of the VAE"
     if not execution.vae_tiling:
-        tiles = replace(execution, vae_parallel=False, vae_tiling=True)
-        yield replace(setup, execution=tiles), ", if the VAE decodes in tiles, which is not exact"
+        tiled = replace(execution, vae_parallel=False, vae_tiling=True)
+        yield replace(setup, execution=tiled), ", if the VAE decodes in tiles, which is not exact"
 
 
-def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
-    present, others = planner.setup, list(_topologies(planner))
-    settings = _settings(planner, present, memory)
+def _iter_candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
+    current, topologies = planner.setup, list(_iter_topologies(planner))
+    settings = _list_saving_settings(planner, current, memory)
     for count in range(1, len(settings) + 1):
         for chosen in combinations(settings, count):
-            yield " ".join(chosen), _changed(present, chosen)
-    if present.execution.offload_model != "block":
-        for chosen in ((BLOCKS,), (BLOCKS, TILES)):
+            yield " ".join(chosen), _apply_settings(current, chosen)
+    if current.execution.offload_model != "block":
+        for chosen in ((BLOCKS_SETTING,), (BLOCKS_SETTING, TILING_SETTING)):
             with suppress(InputError):  # another setting may exclude it
-                yield " ".join(chosen), _changed(present, chosen)
-    yield from others
-    for words, setup in others:
-        settings = _settings(planner, setup, memory)
-        yield " ".join((words, *settings)), _changed(setup, settings)
+                yield " ".join(chosen), _apply_settings(current, chosen)
+    yield from topologies
+    for sizes, setup in topologies:
+        settings = _list_saving_settings(planner, setup, memory)
+        yield " ".join((sizes, *settings)), _apply_settings(setup, settings)
 
 
-def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
+def _iter_topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
     """Yields every other topology that the settings allow, with its flags; fewest ranks first."""
-    present, heads = planner.setup.parallel, planner.setup.checkpoint.heads
-    values = {f.name: getattr(present, f.name) for f in fields(Parallel)}
-    kept = {f.name: values[f.name] for f in fields(Parallel) if values[f.name] != f.default}
-    kept["compile"] = planner.setup.execution.compile
-    world = present.world_size
-    for ranks in range(world, max(world, min(8 * world, MOST_RANKS)) + 1):
-        for sizes in sorted(legal(ranks, heads), key=lambda sizes: sizes[0] != present.cfg_size):
+    current, heads = planner.setup.parallel, planner.setup.checkpoint.heads
+    values = {f.name: getattr(current, f.name) for f in fields(Parallel)}
+    changed_values = {
+        f.name: values[f.name] for f in fields(Parallel) if values[f.name] != f.default
+    }
+    changed_values["compile"] = planner.setup.execution.compile
+    world = current.world_size
+    for ranks in range(world, max(world, min(8 * world, MAX_RANKS)) + 1):
+        for sizes in sorted(legal(ranks, heads), key=lambda sizes: sizes[0] != current.cfg_size):
             try:
-                other, _ = resolve(kept | dict(zip(SIZES, sizes, strict=True)), ranks, heads)
+                other, _ = resolve(
+                    changed_values | dict(zip(SIZES, sizes, strict=True)), ranks, heads
+                )
                 setup = replace(planner.setup, parallel=other)
-                setup.check_request(planner.request)
+                setup.check_request(planner.params)
             except InputError:
                 continue
-            if other != present:
+            if other != current:
                 yield size_flags(*sizes), setup
 
 
-def _settings(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
+def _list_saving_settings(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
     """Lists the missing settings that would reduce the memory of a stage that does not fit."""
-    execution, parallel, several = setup.execution, setup.parallel, setup.parallel.world_size > 1
-    large = {name for name, usage in planner.stages().items() if usage.total() > memory}
-    text = "text encoder" in large or execution.offload_model is False
-    text = text and not (execution.t5_cpu or parallel.t5_fsdp)
-    shards = several and isinstance(execution.offload_model, bool)
-    offers = {
-        "`offload_model=true`": execution.offload_model is False,
-        "`dit_fsdp`": shards and not parallel.dit_fsdp and setup.quantised is None,
-        "`t5_fsdp`": shards and text,
-        "`t5_cpu`": not several and text and planner.device.type != "cpu",
+    execution, parallel, is_distributed = (
+        setup.execution,
+        setup.parallel,
+        setup.parallel.world_size > 1,
+    )
+    oversized_stages = {
+        name for name, usage in planner.stage_memory().items() if usage.total() > memory
     }
-    return tuple(setting for setting, offered in offers.items() if offered)
+    reduces_text = "text encoder" in oversized_stages or execution.offload_model is False
+    reduces_text = reduces_text and not (execution.t5_cpu or parallel.t5_fsdp)
+    can_shard = is_distributed and isinstance(execution.offload_model, bool)
+    candidates = {
+        "`offload_model=true`": execution.offload_model is False,
+        "`dit_fsdp`": can_shard and not parallel.dit_fsdp and setup.quantized is None,
+        "`t5_fsdp`": can_shard and reduces_text,
+        "`t5_cpu`": not is_distributed and reduces_text and planner.device.type != "cpu",
+    }
+    return tuple(setting for setting, applies in candidates.items() if applies)
 
 
-def _changed(setup: Setup, settings: Iterable[str]) -> Setup:
+def _apply_settings(setup: Setup, settings: Iterable[str]) -> Setup:
     changes: dict[str, Any] = {}
     for setting in settings:
         name, _, value = setting.strip("`").partition("=")
         changes[name] = value if value == "block" else True
-    sharded = {name: changes.pop(name) for name in ("dit_fsdp", "t5_fsdp") if name in changes}
-    parallel, execution = replace(setup.parallel, **sharded), replace(setup.execution, **changes)
+    fsdp_changes = {name: changes.pop(name) for name in ("dit_fsdp", "t5_fsdp") if name in changes}
+    parallel, execution = (
+        replace(setup.parallel, **fsdp_changes),
+        replace(setup.execution, **changes),
+    )
     return replace(setup, parallel=parallel, execution=execution)

@@ -269,7 +269,7 @@ def _fitted(options: Namespace, run: Run, team: ParallelGroups) -> Run:
     stage, need = "", 0
     for offload in ways:
         given: dict[str, Any] = {"device": kind, "offload_model": offload}
-        stage, need = memory.fullest(run.setup, run.request, here, **given)
+        stage, need = memory.find_fullest_stage(run.setup, run.request, here, **given)
         if not known or need <= min(known):
             where = "" if not known else f" of {min(known) / 1e9:.1f} GB free"
             how = f"--offload_model {offload}"
@@ -291,7 +291,7 @@ def _show_plan(options: Namespace, run: Run) -> int:
     size = f"{width}*{height}, {request.frame_num} frames, {request.sample_steps} steps"
     print(f"Comparison: {request.preset.task}, {size}, {run.setup.parallel.world_size} ranks")
     for offload, how in _NETWORKS.items():
-        stage, need = memory.fullest(run.setup, request, offload_model=offload)
+        stage, need = memory.find_fullest_stage(run.setup, request, offload_model=offload)
         fits = fits or need <= options.plan
         verdict = "fits" if need <= options.plan else "does not fit"
         print(f"  {how}: {need / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB")

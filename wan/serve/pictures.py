@@ -43,7 +43,7 @@ def picture(video: Path, kind: str, frames: int) -> Path:
 
 def _draw(video: Path, path: Path, kind: str, frames: int) -> None:
     count = 1 if kind == "thumbnail" else _COLUMNS * _ROWS
-    every = read_video(video, "save_file").every(max(frames // count, 1))
+    every = read_video(video, "save_file").iter_frames(max(frames // count, 1))
     small = [_small(Image.fromarray(frame)) for frame in islice(every, count)]
     if not small:
         raise ValueError(f"{video} has no frame")

@@ -534,8 +534,8 @@ class Service:
         """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
         try:
             run = self._checked(job)
-            sizes = memory.estimate(run.setup, run.request)
-            stages = memory.stages(run.setup, run.request, sizes).values()
+            sizes = memory.estimate_network_sizes(run.setup, run.request)
+            stages = memory.compute_stage_memory(run.setup, run.request, sizes).values()
             most = max(usage.total() for usage in stages)
             return f"--plan finds that it needs {most / 1e9:.1f} GB on each rank."
         except Exception:  # it is only a hint
