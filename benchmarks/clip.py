@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import CPU, busy, interleave, ratios, results_file, spread, write_json
-from wan.checkpoint.config import published_config
+from wan.checkpoint.config import make_reference_dit_config
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.modules.interfaces import ModelComponents
@@ -82,7 +82,7 @@ def counted(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[s
     found = {}
     for kept in (False, True):
         with torch.device("meta"):
-            config = published_config(PRESETS[task])
+            config = make_reference_dit_config(PRESETS[task])
             model = build_dit(config, ModelComponents(text_kv_cache=kept)).requires_grad_(False)
             given = arguments(task, frames, rows, columns)
         for name in ("first", "next") if kept else ("anew",):
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, values in found.items():
             print(f"{clip}, {name:5}: {values}")
     torch.manual_seed(0)
-    config = {**published_config(PRESETS[options.task]), **SMALL, "num_layers": 10}
+    config = {**make_reference_dit_config(PRESETS[options.task]), **SMALL, "num_layers": 10}
     if options.task == "s2v-14B":
         config |= {"num_layers": 8, "audio_inject_layers": LAYERS}
     anew = build_dit(config).requires_grad_(False)

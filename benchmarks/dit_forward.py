@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from wan import host
-from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
@@ -122,7 +122,7 @@ class Bench:
             text_dim=TEXT_DIM,
         )
         kept = set(model._keep_in_fp32_modules)
-        named = {dit_diffusers_name(name): tensor for name, tensor in weights.items()}
+        named = {rename_dit_to_diffusers(name): tensor for name, tensor in weights.items()}
         cast = {k: v if kept & set(k.split(".")) else v.to(self.dtype) for k, v in named.items()}
         model.load_state_dict(cast, assign=True)
         model.rope.to(self.device)

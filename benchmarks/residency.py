@@ -43,9 +43,9 @@ from benchmarks.common import results_file, write_json
 from tests.gguf_files import kind_of, quantise
 from tools.safetensors_stream import write
 from wan.checkpoint import lora
-from wan.checkpoint.keymaps import t5_official_name, vae_official_name
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import copy, mapped, merged
+from wan.checkpoint.keymaps import rename_t5_to_official, rename_vae_to_official
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import copy_rows, merge_loras, open_sources
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.modules.model import WanModel
@@ -145,9 +145,9 @@ def make(task: str, out: Path, layers: int | None) -> None:
     for other in names[1:]:
         (out / other).symlink_to(out / names[0])
     stem = out / "models_t5_umt5-xxl-enc-bf16.safetensors"
-    save(encoder, stem, t5_official_name, layer="block", layers=24)
+    save(encoder, stem, rename_t5_to_official, layer="block", layers=24)
     residual = autoencoder.version.shortcuts
-    state = {vae_official_name(n, residual): x for n, x in drawn(autoencoder, "no layers", 1)}
+    state = {rename_vae_to_official(n, residual): x for n, x in drawn(autoencoder, "no layers", 1)}
     torch.save(state, out / f"Wan{preset.vae}_VAE.pth")
     write_tokenizer(out / "google" / "umt5-xxl", train_tokenizer())
 
@@ -197,7 +197,7 @@ def copied(arguments: list[str], way: str) -> str:
 
 def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
     """Time reading one block into memory, without and with a LoRA on all its linear layers."""
-    checkpoint = describe(folder)
+    checkpoint = inspect_checkpoint(folder)
     name, files = next(iter(checkpoint.experts.items()))
     linears = {n: i for n, i in files.tensors.items() if n.startswith("blocks.0.")}
     pairs = {}
@@ -207,15 +207,15 @@ def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
             pairs[f"{layer}.lora_A.weight"] = torch.randn(rank, columns).bfloat16()
             pairs[f"{layer}.lora_B.weight"] = torch.randn(rows, rank).bfloat16()
     save_file(pairs, out / "lora.safetensors")
-    loras = lora.resolve({"lora": (str(out / "lora.safetensors"),)}, checkpoint)
-    plain = {key: source for key, source in mapped(linears).items() if len(source.shape) == 2}
-    added = {key: merged(plain, loras[name])[key] for key in plain}
+    loras = lora.resolve_loras({"lora": (str(out / "lora.safetensors"),)}, checkpoint)
+    plain = {key: source for key, source in open_sources(linears).items() if len(source.shape) == 2}
+    added = {key: merge_loras(plain, loras[name])[key] for key in plain}
     found = {}
     for words, sources in (("first", plain), ("plain", plain), ("with LoRA", added)):
         memory = [torch.empty(source.shape, dtype=torch.bfloat16) for source in sources.values()]
         start = time.perf_counter()
         for target, source in zip(memory, sources.values(), strict=True):
-            copy(target, source)
+            copy_rows(target, source)
         found[words] = time.perf_counter() - start
     return found
 

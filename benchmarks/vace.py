@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from benchmarks import common
 from wan import host
-from wan.checkpoint.config import published_config
-from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.checkpoint.config import make_reference_dit_config
+from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.modules.vace import VaceWanModel
@@ -37,7 +37,7 @@ DTYPE, CPU = torch.bfloat16, common.CPU
 
 def networks(layers: int) -> tuple[VaceWanModel, Any]:
     """Make our network and diffusers' with the same weights, in each library's dtypes."""
-    config: dict[str, Any] = {**published_config(PRESETS["vace-1.3B"])}
+    config: dict[str, Any] = {**make_reference_dit_config(PRESETS["vace-1.3B"])}
     every = config["num_layers"] // len(config["vace_layers"])
     config |= {"num_layers": layers, "vace_layers": [*range(0, layers, every)]}
     del config["image_dim"], config["image_positions"]
@@ -52,7 +52,7 @@ def networks(layers: int) -> tuple[VaceWanModel, Any]:
         vace_layers=config["vace_layers"],
     )
     kept = {*theirs._keep_in_fp32_modules}
-    named = {dit_diffusers_name(name): tensor for name, tensor in ours.state_dict().items()}
+    named = {rename_dit_to_diffusers(name): tensor for name, tensor in ours.state_dict().items()}
     cast = {k: v.float() if kept & {*k.split(".")} else v.to(DTYPE) for k, v in named.items()}
     theirs.load_state_dict(cast, assign=True)
     return ours.eval(), theirs.eval()

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wan.checkpoint.layout import describe
-from wan.checkpoint.source import is_own
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.source import owns_memory
 from wan.cli import flags
 from wan.cli.resolve import resolve as asked_for
 from wan.device import resolve
@@ -22,7 +22,7 @@ QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", 
 
 def on_cpu(task: str, folder: Path, **values: Any) -> Pipeline:
     """A checkpoint's pipeline in one process; values: as of the flags of these names."""
-    checkpoint = describe(folder)
+    checkpoint = inspect_checkpoint(folder)
     setup, _ = make_setup({**values, "device": "cpu"}, PRESETS[task], checkpoint, world=1)
     return build.build_pipeline(setup, resolve("cpu"))
 
@@ -51,6 +51,6 @@ def latents(folder: Path, *argv: str) -> Tensor:
 
 def held(network: nn.Module) -> int:
     """Bytes of memory behind the tensors of a network that are not in mapped files."""
-    tensors = (x for x in (*network.parameters(), *network.buffers()) if is_own(x))
+    tensors = (x for x in (*network.parameters(), *network.buffers()) if owns_memory(x))
     storages = (x.untyped_storage() for x in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

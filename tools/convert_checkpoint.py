@@ -35,14 +35,14 @@ from torch import Tensor
 from tools.safetensors_stream import write
 from wan.checkpoint.files import (
     TensorInfo,
-    check_complete,
-    fingerprint,
+    check_file_complete,
+    compute_fingerprint,
     read_json,
-    safetensors_header,
+    read_safetensors_header,
 )
-from wan.checkpoint.keymaps import dit_official_name
-from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, describe
-from wan.checkpoint.load import mapped, stored
+from wan.checkpoint.keymaps import rename_dit_to_official
+from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, inspect_checkpoint
+from wan.checkpoint.load import open_sources, read_headers
 from wan.cli.flags import Parser
 from wan.log import setup
 from wan.output_files import OutputKind, json_kind, remove_output, write_output
@@ -70,7 +70,7 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
             `out` holds something other than an unfinished conversion of this.
         OSError: `out` cannot be written.
     """
-    experts = describe(ckpt_dir).experts
+    experts = inspect_checkpoint(ckpt_dir).experts
     old = {info.file for dit in experts.values() for info in dit.tensors.values()}
     by_file: dict[Path, dict[str, TensorInfo]] = {}  # tensors to write, by their new file
     if networks:
@@ -85,7 +85,7 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
             for name, info in dit.tensors.items():
                 by_file.setdefault(info.file, {})[name] = info
     sources = {info.file for tensors in by_file.values() for info in tensors.values()}
-    _begin(out, {"from": fingerprint(sorted(sources)), "dtype": "bf16"})
+    _begin(out, {"from": compute_fingerprint(sorted(sources)), "dtype": "bf16"})
     files = {path for path in ckpt_dir.rglob("*") if path.is_file()} - old
     for file in sorted(files | by_file.keys()):
         target = out / file.relative_to(ckpt_dir)
@@ -107,7 +107,7 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
 
 def _network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
     """Read the tensors of a file; refuse a file that does not have all tensors of `dit`."""
-    tensors = stored(check_complete(file), dit_official_name)
+    tensors = read_headers(check_file_complete(file), rename_dit_to_official)
     found = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     for name in found.keys() | dit.tensors.keys():
         if name not in found or name not in dit.tensors:
@@ -145,7 +145,7 @@ def _dtype(name: str, stored: torch.dtype) -> torch.dtype:
 
 def _convert(path: Path, tensors: dict[str, TensorInfo], label: str, official: bool) -> None:
     """Write a file of converted weights under official names or the stored names."""
-    sources = mapped(tensors)
+    sources = open_sources(tensors)
     names = {name: name if official else info.name for name, info in tensors.items()}
     form = {
         names[name]: (_dtype(name, s.dtype), tensors[name].shape) for name, s in sources.items()
@@ -165,7 +165,7 @@ def _convert(path: Path, tensors: dict[str, TensorInfo], label: str, official: b
 def _index(file: Path, folder: Path) -> str:
     """Return the index with the total size of its files, which must exist."""
     index = read_json(file)
-    headers = [safetensors_header(folder / name) for name in set(index["weight_map"].values())]
+    headers = [read_safetensors_header(folder / name) for name in set(index["weight_map"].values())]
     total = sum(info.nbytes for header in headers for info in header.values())
     index["metadata"] = {**index.get("metadata", {}), "total_size": total}
     return json.dumps(index, indent=2) + "\n"

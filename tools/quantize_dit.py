@@ -32,11 +32,17 @@ from torch import Tensor
 
 from tools.safetensors_stream import write
 from wan.checkpoint import lora
-from wan.checkpoint.layout import Checkpoint, DitFiles, describe
-from wan.checkpoint.load import mapped, merged
+from wan.checkpoint.layout import Checkpoint, DitFiles, inspect_checkpoint
+from wan.checkpoint.load import merge_loras, open_sources
 from wan.checkpoint.lora import Lora
-from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
-from wan.checkpoint.source import Source
+from wan.checkpoint.source import TensorSource
+from wan.checkpoint.w8a8_export import (
+    DESCRIPTION_FILES,
+    FOLDERS,
+    FP8_DYNAMIC,
+    MAX_FILE_MODE,
+    W8A8_DYNAMIC,
+)
 from wan.cli.flags import Parser
 from wan.kernels.fp8 import make_hadamard_rotation
 from wan.kernels.int8_linear import quantize_per_token
@@ -68,7 +74,7 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) 
         OSError: `out` cannot be written.
     """
     with _reading(ckpt_dir):
-        checkpoint = describe(ckpt_dir)
+        checkpoint = inspect_checkpoint(ckpt_dir)
     added = _added({name: value for name, value in loras.items() if value is not None}, checkpoint)
     with write_folder(out) as unfinished:
         for name, dit in checkpoint.experts.items():
@@ -79,10 +85,10 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) 
 
 def _added(given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Read each network's LoRAs; refuse a LoRA that changes weights outside the export."""
-    found = lora.resolve(read(given), checkpoint)
+    found = lora.resolve_loras(read(given), checkpoint)
     for one in (one for ones in found.values() for one in ones):
         kept = [
-            name for name in one.changes if not LINEAR.fullmatch(name.replace(".bias", ".weight"))
+            name for name in one.deltas if not LINEAR.fullmatch(name.replace(".bias", ".weight"))
         ]
         if kept:
             raise InputError(
@@ -107,8 +113,8 @@ def _write_export(
 ) -> None:
     folder.mkdir(exist_ok=True)
     with _reading(dit.folder):
-        sources = merged(mapped(dit.tensors), loras)
-    entries: dict[str, str] = {"model_quant_type": EVERYWHERE, "version": "1.0.0"}
+        sources = merge_loras(open_sources(dit.tensors), loras)
+    entries: dict[str, str] = {"model_quant_type": W8A8_DYNAMIC, "version": "1.0.0"}
     entries |= dict.fromkeys(sorted(sources), "FLOAT")
     form: dict[str, tuple[torch.dtype, Shape]] = {}
     makers: list[Make] = []
@@ -125,14 +131,14 @@ def _write_export(
             for part in ("q_rot", "k_rot"):
                 form[f"{attention[1]}.{part}"] = rotation.dtype, tuple(rotation.shape)
             makers.append(partial(_rotations, attention[1], rotation))
-    entries |= {name: FP8_DYNAMIC if name.endswith("_rot") else EVERYWHERE for name in form}
-    weights = folder / f"quant_model_weight_{EVERYWHERE.lower()}.safetensors"
+    entries |= {name: FP8_DYNAMIC if name.endswith("_rot") else W8A8_DYNAMIC for name in form}
+    weights = folder / f"quant_model_weight_{W8A8_DYNAMIC.lower()}.safetensors"
     tensors = (made for make in makers for made in make())
     write(weights, form, tensors, f"quantizing {label}")
-    description = folder / next(iter(DESCRIPTIONS))
+    description = folder / next(iter(DESCRIPTION_FILES))
     description.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     for path in (weights, description):
-        path.chmod(MODE)
+        path.chmod(MAX_FILE_MODE)
 
 
 @contextmanager
@@ -146,7 +152,9 @@ def _reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _quantised(name: str, source: Source, bias: Source | None) -> Iterator[tuple[str, Tensor]]:
+def _quantised(
+    name: str, source: TensorSource, bias: TensorSource | None
+) -> Iterator[tuple[str, Tensor]]:
     payload_OI, scale_O1 = quantize_per_token(source.read(slice(None)))
     yield name, payload_OI
     yield f"{name}_scale", scale_O1

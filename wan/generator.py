@@ -15,8 +15,8 @@ from torch import Tensor
 
 from wan import device as devices
 from wan import env
-from wan.checkpoint.files import fingerprint
-from wan.checkpoint.layout import Checkpoint, check_task, describe
+from wan.checkpoint.files import compute_fingerprint
+from wan.checkpoint.layout import Checkpoint, check_task, inspect_checkpoint
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
 from wan.distributed.mesh import ParallelGroups
@@ -136,7 +136,7 @@ class Generator:
             own = [preset for preset in PRESETS.values() if preset.kind == self.kind]
             checkpoint = _described(checkpoint_dir, chosen, tuple(own))
             checkpoint = _with_files(checkpoint, self.config, chosen)
-            sizes = checkpoint.experts.keys(), checkpoint.images
+            sizes = checkpoint.experts.keys(), checkpoint.num_images
             fitting = [one for one in own if ({*one.experts}, one.images) == sizes]
             self._preset = (fitting or own[:1])[-1]  # of Wan2.1's t2v networks, the larger one
             check_task(checkpoint, self._preset)
@@ -280,9 +280,13 @@ class Generator:
         setup, loras = self._setup, self._setup.loras.items()
         parts = (setup.attention, setup.parallel, setup.execution, setup.cache)
         facts = {name: str(value) for part in parts for name, value in vars(part).items()}
-        facts["ckpt_dir"] = fingerprint(checkpoint.files())
+        facts["ckpt_dir"] = compute_fingerprint(checkpoint.list_files())
         facts["lora"] = str(
-            [(name, one.strength, fingerprint([one.file])) for name, ones in loras for one in ones]
+            [
+                (name, one.strength, compute_fingerprint([one.file]))
+                for name, ones in loras
+                for one in ones
+            ]
         )
         return {f"`{name}`": {"value": value} for name, value in facts.items()}
 
@@ -430,7 +434,7 @@ def _warn_of_other_task(config: Any, preset: Preset) -> None:
 def _described(folder: Any, chosen: NetworkFiles, presets: tuple[Preset, ...]) -> Checkpoint:
     if not isinstance(folder, str | Path):
         raise InputError("`ckpt_dir`", shown(folder), "must be the folder of a checkpoint")
-    return describe(Path(os.path.expanduser(folder)), chosen, presets)
+    return inspect_checkpoint(Path(os.path.expanduser(folder)), chosen, presets)
 
 
 def _with_files(checkpoint: Checkpoint, config: Any, chosen: NetworkFiles) -> Checkpoint:

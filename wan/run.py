@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from wan import env
 from wan.cache import policy
-from wan.checkpoint import lora, quantised
-from wan.checkpoint.files import content_digest, fingerprint, read_json
-from wan.checkpoint.layout import Checkpoint, check_task, describe, published
+from wan.checkpoint import lora, w8a8_export
+from wan.checkpoint.files import compute_file_digest, compute_fingerprint, read_json
+from wan.checkpoint.layout import (
+    Checkpoint,
+    check_task,
+    inspect_checkpoint,
+    make_reference_checkpoint,
+)
 from wan.pipeline.following import (
     check_chain_settings,
     count_animate_clips,
@@ -249,11 +254,11 @@ class Run:
         """Returns digests of the weights and input files, by the setting that names them."""
         setup, files = self.setup, self.setup.quantized
         found: dict[str, Any] = {
-            "--ckpt_dir": fingerprint(setup.checkpoint.files()),
-            "--quant_dit_path": files and fingerprint(files.files()),
+            "--ckpt_dir": compute_fingerprint(setup.checkpoint.list_files()),
+            "--quant_dit_path": files and compute_fingerprint(files.list_files()),
             "--step_cache_curve": setup.policy and setup.policy.content,
             "--lora": {
-                name: [(one.strength, fingerprint([one.file])) for one in ones]
+                name: [(one.strength, compute_fingerprint([one.file])) for one in ones]
                 for name, ones in setup.loras.items()
             },
         }
@@ -273,7 +278,7 @@ def resolve(
     values: Values,
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
-    describe: DescribeFolder = describe,
+    describe: DescribeFolder = inspect_checkpoint,
     inputs: bool = True,
 ) -> Run:
     """Resolves settings to a run and checks them.
@@ -309,7 +314,7 @@ def resolve(
     folder, is_demo = _checkpoint_folder(values, preset, chosen)
     meant = tuple(PRESETS[name] for name in (task, ALIASES.get(task)) if name in PRESETS)
     if is_demo and (plan or not folder.is_dir()):
-        checkpoint = published(preset)
+        checkpoint = make_reference_checkpoint(preset)
         if not plan:  # refuse before the checkpoint is written
             _decide(values, {}, preset, checkpoint, world, size)
             make_demo(preset.task, folder)
@@ -317,7 +322,7 @@ def resolve(
     else:
         checkpoint = describe(folder, chosen, meant)
     if task in ALIASES and checkpoint.experts.keys() == {"dit"}:
-        two = task == "i2v-14B" and checkpoint.images == 2
+        two = task == "i2v-14B" and checkpoint.num_images == 2
         preset = PRESETS["flf2v-14B" if two else task]
     check_task(checkpoint, preset)
     defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)
@@ -362,7 +367,7 @@ def _input_files(values: Values, moving: AnimateInputs | None) -> tuple[InputFil
         if moving is not None and name == "src_root_path":
             paths = moving.files
         several = [paths] if isinstance(paths, Path) else paths
-        found += [InputFile(name, Path(one), content_digest(Path(one))) for one in several]
+        found += [InputFile(name, Path(one), compute_file_digest(Path(one))) for one in several]
     return tuple(found)
 
 
@@ -436,13 +441,13 @@ def make_setup(
             why = f"is an NPU, but not `device={execution.device}`"
             raise InputError("`chip`", chip, why, "drop one of them")
         execution = replace(execution, device="npu")
-    topology, notices = parallel.resolve(values, world, checkpoint.heads)
+    topology, notices = parallel.resolve(values, world, checkpoint.num_heads)
     if env.world_size() > 1:
-        notices += parallel.spanning(topology, env.local_world_size(), checkpoint.heads)
+        notices += parallel.spanning(topology, env.local_world_size(), checkpoint.num_heads)
     attention = fill(Attention, values)
     exported = None
     if "quant_dit_path" in values:
-        exported = quantised.resolve(
+        exported = w8a8_export.read_quantized_dit(
             values["quant_dit_path"],
             checkpoint,
             device=execution.device,
@@ -451,7 +456,7 @@ def make_setup(
         )
     cache = fill(StepCache, values)
     steps = policy.make_policy(cache, preset, checkpoint.folder)
-    loras = lora.resolve(values, checkpoint)
+    loras = lora.resolve_loras(values, checkpoint)
     parts = (execution, topology, attention, exported, chip, cache, steps, loras)
     return Setup(preset, checkpoint, *parts), notices
 
@@ -475,14 +480,14 @@ def ask(
     checkpoint, name = setup.checkpoint, values.get("recipe", "auto")
     weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folder = [] if checkpoint.folder is None else [checkpoint.folder]
-    files = [one.file for ones in lora.named_files(values).values() for one in ones]
+    files = [one.file for ones in lora.list_lora_files(values).values() for one in ones]
     chosen, sampling = recipes.choose(name, [*folder, *sorted(weights)], files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
     values = recipes.under(values, recipes.under(sampling, {**(defaults or {}), **boundary}))
     request = make_request(setup.preset, values, image_size)
     check_chain_settings(values, request)
     recipes.check_chain(request.chain, files)
-    about_loras = lora.notices(setup.loras, setup.preset.kind, bool(chosen))
+    about_loras = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(chosen))
     said = (*recipes.notices(chosen, request, bool(files)), *about_loras)
     return request, (*said, *setup.check_request(request))
 

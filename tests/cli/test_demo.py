@@ -16,7 +16,7 @@ from tools.demo import evaluate, vace
 from tools.demo.scenes import caption
 from tools.demo.score import foreground, look
 from wan import WanI2V, WanT2V, WanVace
-from wan.checkpoint.layout import describe
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.configs import WAN_CONFIGS
 
@@ -50,8 +50,8 @@ def test_without_a_checkpoint_a_run_takes_the_demo_and_its_settings(
 
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
 def test_heads_are_many_enough_for_real_chunks(task: str) -> None:
-    checkpoint = describe(DEMO / task)
-    assert checkpoint.heads == 24 and checkpoint.head_dim == 8  # 8 ranks: 3 chunks; 2 ranks: 10
+    checkpoint = inspect_checkpoint(DEMO / task)
+    assert checkpoint.num_heads == 24 and checkpoint.head_dim == 8  # 8 ranks: 3 chunks; 2 ranks: 10
     assert checkpoint.experts.keys() == {"high_noise", "low_noise"}
 
 

@@ -85,7 +85,7 @@ def test_single_files_without_config(tiny, tmp_path: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    from wan.checkpoint.layout import describe
+    from wan.checkpoint.layout import inspect_checkpoint
 
     source = tiny("t2v-A14B")
     for expert in ("high_noise", "low_noise"):
@@ -96,7 +96,7 @@ def test_single_files_without_config(tiny, tmp_path: Path) -> None:
         save_file(prefixed, tmp_path / f"wan_{expert}_14B.safetensors")
     for name in ("Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "google"):
         os.symlink(source / name, tmp_path / name)
-    found = describe(tmp_path)
+    found = inspect_checkpoint(tmp_path)
     assert found.kind == "t2v" and set(found.experts) == {"high_noise", "low_noise"}
     config = found.experts["high_noise"].config
     assert (config["dim"], config["ffn_dim"], config["text_dim"]) == (240, 480, 64)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.conftest import Refusals, Tiny, slow
 from tests.dist import GENERATE, TORCHRUN, Ranks, launcher
 from tests.refusals import check_refusals
-from wan.checkpoint.layout import describe
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.cli import prompt_file
 from wan.cli.flags import parse
@@ -296,7 +296,7 @@ def test_lines_read_the_checkpoint_once(tiny: Tiny, tmp_path: Path) -> None:
 
     def counted(folder: Path, *more: Any) -> Any:
         described.append(folder)
-        return describe(folder, *more)
+        return inspect_checkpoint(folder, *more)
 
     given = parse(["--prompt_file", str(write(tmp_path, *map(str, range(20))))])
     given["ckpt_dir"] = tiny("t2v-A14B")

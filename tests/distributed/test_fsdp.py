@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.conftest import slow
 from tests.dist import run
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import UNSHARDED, Blueprint, dit_dtypes, stored
-from wan.checkpoint.source import Source, Sources
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import UNSHARDED, ModelSpec, make_dit_dtype_rule, read_headers
+from wan.checkpoint.source import TensorSource, TensorSources
 from wan.distributed.fsdp import FsdpSharding, compute_row_range
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.modules.interfaces import ModelComponents
@@ -57,13 +57,13 @@ def dit(
     cached: bool = True,
     fused: bool = False,
 ) -> WanModel:
-    files = next(iter(describe(folder).experts.values()))
+    files = next(iter(inspect_checkpoint(folder).experts.values()))
     ops = BlockOps(run_op=CompiledOps(STEPS_BY_OP, least=0)) if fused else BlockOps()
     shared = ModelComponents(ops=ops, text_kv_cache=sharded and cached)
     make = partial(WanModel, **files.config, components=shared)
-    return Blueprint("DiT", make, files.tensors, folder).load(
+    return ModelSpec("DiT", make, files.tensors, folder).load(
         device=CPU,
-        dtype_of=dit_dtypes(compute, convert_all),
+        dtype_of=make_dit_dtype_rule(compute, convert_all),
         sharding=FsdpSharding(mesh(), lambda network: network.blocks) if sharded else UNSHARDED,
     )
 
@@ -109,7 +109,7 @@ def test_dit_is_bit_equal(tiny, layout: str, world: int, fused: bool) -> None:
 
 def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextEncoder, nn.Module]:
     """The encoder and its network."""
-    checkpoint = describe(folder)
+    checkpoint = inspect_checkpoint(folder)
     network = text.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
         device=CPU,
         dtype_of=text.choose_text_encoder_dtypes(dtype),
@@ -230,20 +230,20 @@ def read_a_share(file: Path) -> tuple[int, int]:
     """(bytes asked for, bytes of the file that became resident)."""
     asked, held = [0], []
 
-    def read(rows: slice, source: Source) -> Tensor:
+    def read(rows: slice, source: TensorSource) -> Tensor:
         values = source.read(rows)
         asked[0] += values.nbytes
         return values
 
-    def counting(_: nn.Module, sources: Sources) -> Sources:
+    def counting(_: nn.Module, sources: TensorSources) -> TensorSources:
         held.extend(sources.values())  # so that the file is still mapped afterwards
         return {n: replace(s, read=partial(read, source=s)) for n, s in sources.items()}
 
-    Blueprint("", layers, stored(file, str), file).load(
+    ModelSpec("", layers, read_headers(file, str), file).load(
         device=CPU,
         dtype_of=lambda *_: torch.float32,
         sharding=FsdpSharding(mesh(), lambda network: network),
-        adapt=counting,
+        transform=counting,
     )
     touched = mapped_bytes(file)
     dist.barrier()

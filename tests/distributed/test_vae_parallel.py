@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tests.conftest import slow
 from tests.dist import Ranks, launcher, run
 from tests.pipelines import on_cpu
-from wan.checkpoint.layout import describe
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.device import resolve
 from wan.distributed.exchange import SINGLE_RANK
@@ -322,7 +322,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
     agreed: list[object] = []
     monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: agreed.append(None))
     vae = on_cpu("t2v-1.3B", tiny("t2v-1.3B")).vae
-    preset, checkpoint = PRESETS["t2v-1.3B"], describe(tiny("t2v-1.3B"))
+    preset, checkpoint = PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B"))
 
     def agreements(codec: VaeRunner, frames: int) -> tuple[int, int]:
         """Of encoding and of decoding."""
@@ -360,7 +360,7 @@ def test_a_rank_needs_memory_for_its_own_rows(
 ) -> None:
     """Of two ranks that share the rows each has half; what fails but for memory ends the run."""
     monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: None)
-    setup = make_setup({}, PRESETS["t2v-1.3B"], describe(tiny("t2v-1.3B")), world=2)[0]
+    setup = make_setup({}, PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B")), world=2)[0]
     need = memory.estimate_vae_activations(setup, "decode", (3, 32, 16))
     device: Any = SimpleNamespace(free_memory=lambda: free * need, empty_cache=lambda: None)
 

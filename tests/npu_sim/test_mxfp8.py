@@ -17,9 +17,9 @@ from tests.npu_sim.latents import Way, arguments
 from tests.npu_sim.oracles import far, made
 from tests.pipelines import no_demo
 from wan import device
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import Blueprint, dit_dtypes, mapped
-from wan.checkpoint.quantised import resolve
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import ModelSpec, make_dit_dtype_rule, open_sources
+from wan.checkpoint.w8a8_export import read_quantized_dit
 from wan.cli import flags
 from wan.cli.resolve import resolve as asked_for
 from wan.modules.model import WanModel
@@ -45,11 +45,11 @@ def meant(x: Tensor) -> Tensor:
 
 def export(checkpoint: Path, out: Path) -> Path:
     """All linear layers of the blocks of both experts."""
-    for expert, dit in describe(checkpoint).experts.items():
+    for expert, dit in inspect_checkpoint(checkpoint).experts.items():
         folder = out / f"{expert}_model"
         folder.mkdir(parents=True)
         tensors: dict[str, Tensor] = {}
-        sources = mapped(dit.tensors)
+        sources = open_sources(dit.tensors)
         entries = {"model_quant_type": "W8A8_MXFP8", **dict.fromkeys(dit.tensors, "FLOAT")}
         for name, info in dit.tensors.items():
             if len(info.shape) != 2 or not name.startswith("blocks."):
@@ -84,23 +84,25 @@ def test_networks_are_those_of_the_format(
     rig: Path, tmp_path: Path, chip: Callable[[str], None]
 ) -> None:
     chip("A5")
-    checkpoint, where = describe(rig), device.resolve("npu")
-    quantised = resolve(
+    checkpoint, where = inspect_checkpoint(rig), device.resolve("npu")
+    quantised = read_quantized_dit(
         export(rig, tmp_path / "q"), checkpoint, device="npu", dit_fsdp=False, fa_quant=None
     )
     assert quantised.algorithms == ("W8A8_MXFP8",)
     for expert, dit in checkpoint.experts.items():
-        blueprint = Blueprint("DiT", lambda dit=dit: WanModel(**dit.config), dit.tensors, rig)
+        blueprint = ModelSpec("DiT", lambda dit=dit: WanModel(**dit.config), dit.tensors, rig)
         npu = blueprint.load(
             device=where.torch_device,
-            dtype_of=dit_dtypes(torch.bfloat16, False),
-            adapt=adapt.make_quantized_transform(quantised.experts[expert], where, torch.bfloat16),
+            dtype_of=make_dit_dtype_rule(torch.bfloat16, False),
+            transform=adapt.make_quantized_transform(
+                quantised.experts[expert], where, torch.bfloat16
+            ),
         )
         plain = blueprint.load(
-            device=torch.device("cpu"), dtype_of=dit_dtypes(torch.bfloat16, False)
+            device=torch.device("cpu"), dtype_of=make_dit_dtype_rule(torch.bfloat16, False)
         )
         # Values are those of the file; the network's own parameters are rounded to bfloat16.
-        floats = mapped(dit.tensors)
+        floats = open_sources(dit.tensors)
         layers = {n for n, module in npu.named_modules() if type(module) is W8A8MXFP8QuantLinear}
         assert layers == quantised.experts[expert].linears.keys() != set()
         for name in layers:

@@ -21,9 +21,9 @@ from tests.npu_sim.oracles import made
 from tests.refusals import check_refusals
 from tools.quantize_dit import quantize
 from wan import device
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import Blueprint, dit_dtypes, rotations
-from wan.checkpoint.quantised import QuantisedDit, resolve
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import ModelSpec, load_rotations, make_dit_dtype_rule
+from wan.checkpoint.w8a8_export import QuantizedDit, read_quantized_dit
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear
 from wan.modules.model import WanModel
@@ -48,8 +48,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return made
 
 
-def read(pair: tuple[Path, Path], where: str = "npu") -> QuantisedDit:
-    return resolve(pair[1], describe(pair[0]), device=where, dit_fsdp=False, fa_quant=None)
+def read(pair: tuple[Path, Path], where: str = "npu") -> QuantizedDit:
+    return read_quantized_dit(
+        pair[1], inspect_checkpoint(pair[0]), device=where, dit_fsdp=False, fa_quant=None
+    )
 
 
 def stored(rows: int, columns: int, smooth: bool, prefix: str = "layer") -> dict[str, Tensor]:
@@ -103,11 +105,11 @@ def test_tool_rounds_as_mindiesd_does_online(folders: Folders, chip: Choose) -> 
 
 def network(pair: tuple[Path, Path], where: device.Device, name: str) -> WanModel:
     """Only its quantised layers are the device's."""
-    files, export = describe(pair[0]).experts[name], read(pair).experts[name]
-    return Blueprint("DiT", lambda: WanModel(**files.config), files.tensors, pair[0]).load(
+    files, export = inspect_checkpoint(pair[0]).experts[name], read(pair).experts[name]
+    return ModelSpec("DiT", lambda: WanModel(**files.config), files.tensors, pair[0]).load(
         device=where.torch_device,
-        dtype_of=dit_dtypes(torch.bfloat16, False),
-        adapt=adapt.make_quantized_transform(export, where, torch.bfloat16),
+        dtype_of=make_dit_dtype_rule(torch.bfloat16, False),
+        transform=adapt.make_quantized_transform(export, where, torch.bfloat16),
     )
 
 
@@ -139,8 +141,8 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
     out = velocity(model)
     assert len([call for call in calls if call.name == "npu_quant_matmul"]) == len(quantised)
     assert torch.equal(out, velocity(network(folders[task], device.resolve("cpu"), name)))
-    planned = meta_dit(describe(folders[task][0]).experts[name].config)
-    operators.insert_quantized_linears(planned, export.sizes)
+    planned = meta_dit(inspect_checkpoint(folders[task][0]).experts[name].config)
+    operators.insert_quantized_linears(planned, export.linear_bytes)
     for layer, module in quantised.items():
         ours, x = planned.get_submodule(layer), made(1, 7, module.weight.shape[0])
         found, expected = ours(x.to("meta")), module(x)
@@ -151,7 +153,7 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
 
 def test_layers_are_moved_to_the_device(folders: Folders, chip: Choose) -> None:
     """mindiesd leaves them on the CPU, where those of the simulated NPU lie too."""
-    model = meta_dit(describe(folders["t2v-1.3B"][0]).config)
+    model = meta_dit(inspect_checkpoint(folders["t2v-1.3B"][0]).config)
     export = read(folders["t2v-1.3B"]).experts["dit"]
     given = {"use_nz": True, "dtype": torch.bfloat16, "device": torch.device("meta")}
     linear.quantize_npu_linears(model, export.description, export.linears, **given)
@@ -161,10 +163,10 @@ def test_layers_are_moved_to_the_device(folders: Folders, chip: Choose) -> None:
 
 
 def test_fp8_entries_are_read_by_mindiesd(folders: Folders, chip: Choose) -> None:
-    model = meta_dit(describe(folders["t2v-1.3B"][0]).config)
+    model = meta_dit(inspect_checkpoint(folders["t2v-1.3B"][0]).config)
     export = read(folders["t2v-1.3B"]).experts["dit"]
     mindiesd.quantize(model, quant_des_path=str(export.description), dtype=torch.bfloat16)
-    found = rotations(read(folders["t2v-1.3B"]))
+    found = load_rotations(read(folders["t2v-1.3B"]))
     online = create_online_hadamard_rot(8, dtype=torch.bfloat16)
     for index, block in enumerate(model.blocks):
         theirs = block.self_attn.fa_quant
@@ -176,7 +178,7 @@ def test_fp8_entries_are_read_by_mindiesd(folders: Folders, chip: Choose) -> Non
 def test_file_modes(folders: Folders, chip: Choose) -> None:
     """What mindiesd refuses we refuse before, with the command that helps."""
     export = read(folders["t2v-1.3B"]).experts["dit"]
-    model = meta_dit(describe(folders["t2v-1.3B"][0]).config)
+    model = meta_dit(inspect_checkpoint(folders["t2v-1.3B"][0]).config)
     sentences = {}
     for path in (export.description, export.weights):
         for mode in (0o644, 0o660, 0o740):

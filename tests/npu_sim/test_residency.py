@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from tests.dist import run
 from tests.npu_sim import checkpoint
 from tests.npu_sim.latents import composed, latents
-from wan.checkpoint.load import as_stored
-from wan.checkpoint.source import Source
+from wan.checkpoint.load import keep_sources
+from wan.checkpoint.source import TensorSource
 from wan.pipeline import residency
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.residency import stream_blocks
@@ -114,8 +114,10 @@ def recorded(
     with torch.device("meta"):
         network = Blocks(count)
     values = {f"blocks.{i}.weight": torch.full((64, 1), i + 1.0) for i in range(count)}
-    sources = {name: Source(x.dtype, (64, 1), x.__getitem__) for name, x in values.items()}
-    adapt = stream_blocks(as_stored, "blocks", NPU, lambda *_: torch.float32, lambda *_: resident)
+    sources = {name: TensorSource(x.dtype, (64, 1), x.__getitem__) for name, x in values.items()}
+    adapt = stream_blocks(
+        keep_sources, "blocks", NPU, lambda *_: torch.float32, lambda *_: resident
+    )
     found = []
     with streams.installed(), mock.patch.object(residency, "_SLAB", slab):
         adapt(network, sources)

@@ -20,8 +20,8 @@ from tests.numerics.procedural import procedural
 from tests.numerics.test_animate import animate, inputs, state, told
 from tests.refusals import check_refusals, said
 from wan.checkpoint import keymaps, lora
-from wan.checkpoint.layout import check_task, describe
-from wan.checkpoint.load import Blueprint, merged
+from wan.checkpoint.layout import check_task, inspect_checkpoint
+from wan.checkpoint.load import ModelSpec, merge_loras
 from wan.modules.networks import build_dit
 from wan.pipeline.tiny import convert_to_diffusers, write_json
 from wan.settings.errors import InputError
@@ -35,14 +35,14 @@ KEYS_AND_VALUES = "face_adapter.fuser_blocks.0.linear1_kv.weight"
 
 def loaded(folder: Path, **values: Any) -> Any:
     """The network of a folder as a run loads it, in float32."""
-    checkpoint = describe(folder, presets=(PRESET,))
+    checkpoint = inspect_checkpoint(folder, presets=(PRESET,))
     check_task(checkpoint, PRESET)
     files = checkpoint.experts["dit"]
-    loras = lora.resolve(values, checkpoint).get("dit", ())
-    return Blueprint("DiT", partial(build_dit, files.config), files.tensors, folder).load(
+    loras = lora.resolve_loras(values, checkpoint).get("dit", ())
+    return ModelSpec("DiT", partial(build_dit, files.config), files.tensors, folder).load(
         device=torch.device("cpu"),
         dtype_of=lambda *_: torch.float32,
-        adapt=lambda _, sources: merged(sources, loras),
+        transform=lambda _, sources: merge_loras(sources, loras),
     )
 
 
@@ -114,7 +114,7 @@ def test_diffusers_folder(tiny: Any) -> None:
         folder / "transformer", torch_dtype=torch.float32
     ).eval()
     ours, of_official = loaded(folder), loaded(tiny("animate-14B")).state_dict()
-    names = {keymaps.dit_official_name(name) for name in theirs.state_dict()}
+    names = {keymaps.rename_dit_to_official(name) for name in theirs.state_dict()}
     names = {
         name.replace("linear1_k.", "linear1_kv.") for name in names if "linear1_v." not in name
     }

@@ -23,7 +23,7 @@ from PIL import Image
 
 import wan
 from tests.conftest import slow
-from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.configs import WAN_CONFIGS
 from wan.modules.model import WanModel
 from wan.pipeline.solvers import make_solver
@@ -65,7 +65,7 @@ def twins(in_dim: int, out_dim: int, heads: int, head_dim: int, model_type: str)
         eps=1e-6,
         rope_max_seq_len=1024,
     )
-    state = {dit_diffusers_name(name): tensor for name, tensor in ours.state_dict().items()}
+    state = {rename_dit_to_diffusers(name): tensor for name, tensor in ours.state_dict().items()}
     theirs.load_state_dict(state, strict=True)
     return ours, theirs
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from wan.checkpoint.layout import describe
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline import text
 
 
@@ -15,7 +15,7 @@ from wan.pipeline import text
 @torch.no_grad()
 def test_a_prompt_is_embedded_as_with_512_tokens(tiny: Any, dtype: torch.dtype) -> None:
     """Also where it has more: what is left out, and how far a prompt is padded, changes nothing."""
-    checkpoint = describe(tiny("t2v-A14B"))
+    checkpoint = inspect_checkpoint(tiny("t2v-A14B"))
     network = text.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
         device=torch.device("cpu"), dtype_of=lambda *_: dtype
     )

@@ -19,7 +19,7 @@ import wan
 from tests.conftest import slow
 from tests.numerics.recorded import STEP, Samples, padded, texts
 from tests.numerics.test_diffusers import TOLERANCE, official_scheduler
-from wan.checkpoint.keymaps import dit_diffusers_name, dit_official_name
+from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
 from wan.diffusers import apply_cache_on_pipe
 from wan.modules.interfaces import ModelComponents
 from wan.modules.vace import VaceWanModel
@@ -44,8 +44,8 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any
     theirs = WanVACETransformer3DModel(
         num_attention_heads=heads, attention_head_dim=head_dim, vace_layers=list(layers), **CONFIG
     )
-    state = {dit_diffusers_name(name): tensor for name, tensor in ours.state_dict().items()}
-    assert [dit_official_name(name) for name in state] == [*ours.state_dict()]
+    state = {rename_dit_to_diffusers(name): tensor for name, tensor in ours.state_dict().items()}
+    assert [rename_dit_to_official(name) for name in state] == [*ours.state_dict()]
     theirs.load_state_dict(state, strict=True)
     return ours, theirs
 

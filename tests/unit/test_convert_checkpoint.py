@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.pipelines import on_cpu
 from tests.refusals import check_refusals
 from tools import convert_checkpoint as tool
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import mapped
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import open_sources
 
 
 def predicted(task: str, folder: Path, expert: str) -> torch.Tensor:
@@ -29,7 +29,7 @@ def predicted(task: str, folder: Path, expert: str) -> torch.Tensor:
 def in_float32(folder: Path, copy: Path) -> Path:
     """A checkpoint as the official ones are stored."""
     shutil.copytree(folder, copy)
-    for dit in describe(copy).experts.values():
+    for dit in inspect_checkpoint(copy).experts.values():
         for file in {info.file for info in dit.tensors.values()}:
             save_file({name: x.float() for name, x in load_file(file).items()}, file)
     return copy
@@ -41,7 +41,7 @@ def test_the_same_bits_from_half_the_bytes(layout: str, tiny, tmp_path: Path) ->
     assert tool.main(["--ckpt_dir", str(source), "--out", str(out)]) == 0
     names = sorted(path.relative_to(source) for path in source.rglob("*"))
     assert sorted(path.relative_to(out) for path in out.rglob("*")) == names
-    before, after = describe(source), describe(out)
+    before, after = inspect_checkpoint(source), inspect_checkpoint(out)
     for name in before.experts:
         infos = after.experts[name].tensors.values()
         assert {info.dtype for info in infos} == {"BF16", "F32"}
@@ -70,12 +70,15 @@ def test_an_interruption_is_gone_on_from(tiny, tmp_path: Path, monkeypatch) -> N
     times, content = first.stat().st_mtime_ns, load_file(first)
     assert tool.main(arguments) == 0
     assert first.stat().st_mtime_ns == times and load_file(first).keys() == content.keys()
-    assert not mark.exists() and describe(out).experts.keys() == describe(source).experts.keys()
+    assert (
+        not mark.exists()
+        and inspect_checkpoint(out).experts.keys() == inspect_checkpoint(source).experts.keys()
+    )
 
 
 def published_file(folder: Path, expert: str, file: Path) -> Path:
     """One expert as rCM and TurboDiffusion publish it."""
-    sources = mapped(describe(folder).experts[expert].tensors)
+    sources = open_sources(inspect_checkpoint(folder).experts[expert].tensors)
     state = {f"net.{name}": source.read(slice(None)).float() for name, source in sources.items()}
     state["net.patch_embedding.weight"] = state["net.patch_embedding.weight"].flatten(1)
     state["net.blocks.0.self_attn.attn_op.local_attn.proj_l.weight"] = torch.ones(16, 16)

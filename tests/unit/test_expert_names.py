@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wan.checkpoint.expert_names import find_experts
+from wan.checkpoint.expert_names import detect_experts
 
 HIGH, LOW = "high_noise", "low_noise"
 
 
 def experts(*names: str) -> list[str | None]:
     """Of files that are given together."""
-    found = find_experts([Path("/data", name) for name in names])
+    found = detect_experts([Path("/data", name) for name in names])
     return [None if mark is None else mark.expert for mark in found.values()]
 
 
@@ -58,8 +58,8 @@ def test_the_name_counts_before_the_folder() -> None:
     assert experts("low_noise/style_high.safetensors") == [HIGH]
     assert experts("low_noise/style.safetensors") == [LOW]
     assert experts("low/style.safetensors") == [None], "somebody's folder"
-    inside = find_experts([Path("/low_noise/c/low/wan.gguf")], Path("/low_noise/c"))
+    inside = detect_experts([Path("/low_noise/c/low/wan.gguf")], Path("/low_noise/c"))
     assert [mark and mark.expert for mark in inside.values()] == [LOW], "of the checkpoint"
     for name, expert in (("low/b/x_high.gguf", HIGH), ("high_noise/low/x.gguf", LOW)):
-        (mark,) = find_experts([Path("/c") / name], Path("/c")).values()
+        (mark,) = detect_experts([Path("/c") / name], Path("/c")).values()
         assert mark and mark.expert == expert, "the nearest to the file counts"

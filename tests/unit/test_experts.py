@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from tests.refusals import check_refusals
 from wan import device, host
-from wan.checkpoint.load import mapped, merged, stored
+from wan.checkpoint.load import merge_loras, open_sources, read_headers
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.conditioning import prepare_denoise_inputs
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
@@ -242,9 +242,9 @@ def test_a_mapped_tensor_is_read_ahead(tmp_path: Path) -> None:
     path, rows = tmp_path / "x.safetensors", 12 << 10
     save_file({"x": torch.ones(rows, 1024), "y": torch.ones(rows, 1024)}, path)
     evict(path)
-    sources = merged(mapped(stored(path, str)), ())
+    sources = merge_loras(open_sources(read_headers(path, str)), ())
     assert cached(path) < 0.1
-    sources["x"].read_ahead()
+    sources["x"].prefetch()
     assert 0.45 < wait_for(path, 0.45) < 0.6, "one of the two"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import wan
 from tests.refusals import check_refusals, said
-from wan.checkpoint.layout import describe
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.pipeline.conditioning import make_noise_sampler
@@ -288,16 +288,19 @@ def test_networks_that_need_more_are_named(tiny: Any, tmp_path: Path) -> None:
     state, found = load_file(file), {}
     for name in ("blocks.0.self_attn.gate_compress.weight", "time_embedding_r.0.weight"):
         save_file({**state, name: torch.zeros(2, 2)}, file)
-        found[name] = said(describe, folder)
+        found[name] = said(inspect_checkpoint, folder)
     check_refusals("checkpoints: networks that need more", found)
 
 
 def test_turbo_weights_attend_densely(tiny: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "TurboWan2.1-T2V-1.3B"))
     file = folder / "diffusion_pytorch_model.safetensors"
-    plain, name = describe(folder).experts["dit"], "blocks.0.self_attn.attn_op.proj_l.weight"
+    plain, name = (
+        inspect_checkpoint(folder).experts["dit"],
+        "blocks.0.self_attn.attn_op.proj_l.weight",
+    )
     save_file({**load_file(file), name: torch.zeros(2, 2)}, file)
-    turbo = describe(folder).experts["dit"]
+    turbo = inspect_checkpoint(folder).experts["dit"]
     assert turbo.sparse_linear and not plain.sparse_linear
     assert turbo.tensors.keys() == plain.tensors.keys()
 

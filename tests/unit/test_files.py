@@ -12,10 +12,10 @@ import pytest
 from tests.refusals import check_refusals, said
 from wan.checkpoint.files import (
     TensorInfo,
-    fingerprint,
+    compute_fingerprint,
     is_further_shard,
     list_shards,
-    safetensors_header,
+    read_safetensors_header,
 )
 from wan.settings.errors import InputError
 
@@ -49,7 +49,7 @@ def small_file(path: Path, change: Callable[[Header], object] = len, data: int =
 
 def test_a_header(tmp_path: Path) -> None:
     path = small_file(tmp_path / "x.safetensors")
-    assert safetensors_header(path) == {
+    assert read_safetensors_header(path) == {
         "a": TensorInfo(path, "a", "F32", (2, 3), 24),
         "b": TensorInfo(path, "b", "F8_E4M3", (3,), 3),
         "c": TensorInfo(path, "c", "F4", (2,), 1),
@@ -61,11 +61,11 @@ def test_damaged_headers(tmp_path: Path) -> None:
     path, found = tmp_path / "x.safetensors", {}
     for case in (*DAMAGE, "truncated", "longer"):
         size = {"truncated": 27, "longer": 29}.get(case, 28)
-        found[case] = said(safetensors_header, small_file(path, DAMAGE.get(case, len), size))
+        found[case] = said(read_safetensors_header, small_file(path, DAMAGE.get(case, len), size))
     brackets = (10**5).to_bytes(8, "little") + b"[" * 10**5
     for case, content in (("empty", b""), ("brackets", brackets)):
         path.write_bytes(content)
-        found[case] = said(safetensors_header, path)
+        found[case] = said(read_safetensors_header, path)
     assert max(map(len, found.values())) < 400
     check_refusals("files: headers", found, [r"(?<=file \().*(?=\); )"])
 
@@ -79,7 +79,7 @@ def test_a_large_file_that_differs_in_a_byte(tmp_path: Path) -> None:
             if place is not None:
                 file.seek(place)
                 file.write(b"x")
-        seen.add(fingerprint([path]))
+        seen.add(compute_fingerprint([path]))
     assert len(seen) == 4
 
 
@@ -90,7 +90,7 @@ def test_a_small_file_that_differs_in_a_byte(tmp_path: Path) -> None:
         content = bytearray(1_000_000)
         content[place] = 1
         path.write_bytes(content)
-        found.add(fingerprint([path]))
+        found.add(compute_fingerprint([path]))
     assert len(found) == 21
 
 

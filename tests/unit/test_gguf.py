@@ -28,12 +28,12 @@ from tests.conftest import slow
 from tests.gguf_files import KINDS, finish, kind_of, meant, quantise, with_gguf
 from tests.pipelines import composed, held, latents
 from tests.refusals import check_refusals, said
-from wan.checkpoint.dequantise import TO_FLOAT, dequantise
-from wan.checkpoint.files import file_tensors
-from wan.checkpoint.gguf import metadata
-from wan.checkpoint.keymaps import t5_transformers_name
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import mapped
+from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
+from wan.checkpoint.files import read_file_headers
+from wan.checkpoint.gguf import read_gguf_metadata
+from wan.checkpoint.keymaps import rename_t5_to_transformers
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import open_sources
 from wan.kernels.weight_only_linear import WeightOnlyLinear
 from wan.pipeline import text
 from wan.pipeline.tiny import make_checkpoint
@@ -60,7 +60,7 @@ def test_values_of_any_bytes() -> None:
     for kind in KINDS:
         size = 300, quantise(torch.zeros(1, 512), kind).shape[1]
         stored = torch.randint(256, size, generator=generator, dtype=torch.uint8)
-        found, expected = dequantise(kind, stored), meant(stored.numpy(), kind)
+        found, expected = dequantize_gguf(kind, stored), meant(stored.numpy(), kind)
         assert expected.isnan().any(), kind
         if not torch.equal(*(x.nan_to_num(torch.inf) for x in (found, expected))) or not (
             torch.equal(found.isnan(), expected.isnan())
@@ -83,12 +83,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_headers_are_those_of_the_package(file: Path) -> None:
-    found, expected = file_tensors(file), gguf.GGUFReader(file).tensors
+    found, expected = read_file_headers(file), gguf.GGUFReader(file).tensors
     assert list(found) == [tensor.name for tensor in expected]
     for tensor in expected:
         info = found[tensor.name]
         assert info.dtype == tensor.tensor_type.name
-        assert info.start == tensor.data_offset and info.nbytes == tensor.n_bytes
+        assert info.data_offset == tensor.data_offset and info.nbytes == tensor.n_bytes
         assert info.shape == tuple(tensors()[tensor.name].shape)  # also where it was flattened
 
 
@@ -116,21 +116,21 @@ def test_headers_with_any_legal_metadata(tmp_path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[4:8] = version.to_bytes(4, "little")  # their layouts are the same
         path.write_bytes(content)
-        found, expected = file_tensors(path), gguf.GGUFReader(path).tensors
-        assert {name: info.start for name, info in found.items()} == {
+        found, expected = read_file_headers(path), gguf.GGUFReader(path).tensors
+        assert {name: info.data_offset for name, info in found.items()} == {
             tensor.name: tensor.data_offset for tensor in expected
         }
         for name, tensor in tensors().items():
-            assert torch.equal(mapped(found)[name].read(slice(None)), tensor)
+            assert torch.equal(open_sources(found)[name].read(slice(None)), tensor)
         wanted = {"x.bool": True, "x.float64": 0.5, "x.int64": 100, "x.text": "Übergröße"}
         wanted |= {"x.array.2": (True, False, True), "x.array.3": ("a", "", "数")}
-        assert metadata(path, list(wanted)) == wanted, (alignment, version)
+        assert read_gguf_metadata(path, list(wanted)) == wanted, (alignment, version)
 
 
 def test_rows_of_a_file(file: Path, tmp_path: Path) -> None:
     """Rows of the flattened matrix begin inside of blocks."""
     values = gguf_files.write(tmp_path / "y.gguf", tensors(), {"b.weight": "Q6_K"})["b.weight"]
-    source = mapped(file_tensors(file))["b.weight"]
+    source = open_sources(read_file_headers(file))["b.weight"]
     for rows in (slice(None), slice(1, 2), slice(7, 40), slice(60, 64)):
         assert torch.equal(source.read(rows), values[rows]), rows
 
@@ -141,7 +141,9 @@ def test_plain_kinds(tmp_path: Path) -> None:
         writer = gguf.GGUFWriter(path, "wan")
         writer.add_tensor("x", values.view(torch.uint8).numpy(), raw_dtype=kind_of(kind))
         finish(writer)
-        assert torch.equal(mapped(file_tensors(path))["x"].read(slice(3, 9)), values[3:9]), kind
+        assert torch.equal(
+            open_sources(read_file_headers(path))["x"].read(slice(3, 9)), values[3:9]
+        ), kind
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
@@ -156,11 +158,11 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         stored = np.zeros((4, 256 // values * size), np.uint8)
         writer.add_tensor("blocks.0.x", stored, raw_dtype=kind_of(kind))
         finish(writer)
-        found[kind] = said(file_tensors, path)
+        found[kind] = said(read_file_headers, path)
     path.unlink()
     for size in (0, 10):
         (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").write_bytes(b"GGUF" * 3 if size else b"")
-        found[f"{size} bytes"] = said(describe, tmp_path)
+        found[f"{size} bytes"] = said(inspect_checkpoint, tmp_path)
     counts = 2**64 - 1, 2**31, 70_000
     contents = {f"{keys} keys": struct.pack("<IQQ", 3, 0, keys) for keys in counts}
     contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
@@ -168,7 +170,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         path.write_bytes(b"GGUF" + content)
         os.truncate(path, 1 << 26)
         started = time.process_time()
-        found[name] = said(file_tensors, path)
+        found[name] = said(read_file_headers, path)
         assert time.process_time() - started < 0.5, name
     check_refusals("gguf: files", found)
 
@@ -176,7 +178,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
     """One sentence or a header that keeps to the file, at once and without memory."""
     whole, chance, refused = file.read_bytes(), random.Random(0), 0
-    data = min(info.start for info in file_tensors(file).values())
+    data = min(info.data_offset for info in read_file_headers(file).values())
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     path = tmp_path / "damaged.gguf"
     for number in range(500):
@@ -196,12 +198,12 @@ def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
             damaged[at : at + 4] = chance.randbytes(4)
         path.write_bytes(damaged)
         try:
-            found = file_tensors(path)
+            found = read_file_headers(path)
         except InputError as error:
             assert "\n" not in str(error) and len(str(error)) < 600
             refused += 1
         else:
-            assert all(i.start + i.nbytes <= len(damaged) for i in found.values())
+            assert all(i.data_offset + i.nbytes <= len(damaged) for i in found.values())
     assert refused > 250
     assert time.monotonic() - started < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # kB
@@ -239,7 +241,7 @@ def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> N
         device=torch.device("cpu"), dtype_of=text.choose_text_encoder_dtypes(torch.float32)
     )
     expected = {
-        t5_transformers_name(name): x for name, x in zip(state, values.values(), strict=True)
+        rename_t5_to_transformers(name): x for name, x in zip(state, values.values(), strict=True)
     }
     parameters = dict(network.named_parameters())
     assert parameters.keys() == expected.keys()

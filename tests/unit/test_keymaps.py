@@ -148,57 +148,63 @@ def assert_maps_onto(tensors: dict[str, Tensor], rule: Callable[[str], str], mod
 def test_dit_names_are_those_of_diffusers_and_back():
     with torch.device("meta"):
         ours, theirs = shapes(WanModel(**TINY_DIT)), shapes(dit(TINY_DIT))
-    assert {keymaps.dit_diffusers_name(name): shape for name, shape in ours.items()} == theirs
-    assert {keymaps.dit_official_name(name): shape for name, shape in theirs.items()} == ours
+    assert {keymaps.rename_dit_to_diffusers(name): shape for name, shape in ours.items()} == theirs
+    assert {keymaps.rename_dit_to_official(name): shape for name, shape in theirs.items()} == ours
     for name in theirs:
-        assert keymaps.dit_diffusers_name(keymaps.dit_official_name(name)) == name
+        assert keymaps.rename_dit_to_diffusers(keymaps.rename_dit_to_official(name)) == name
 
 
 def test_prefixed_and_official_dit_names_become_official():
     with torch.device("meta"):
         names = list(shapes(WanModel(**TINY_DIT)))
     for prefix in ("", "model.diffusion_model.", "diffusion_model.", "model."):
-        for rule in (str, keymaps.dit_diffusers_name):
-            assert [keymaps.dit_official_name(prefix + rule(name)) for name in names] == names
+        for rule in (str, keymaps.rename_dit_to_diffusers):
+            assert [keymaps.rename_dit_to_official(prefix + rule(name)) for name in names] == names
 
 
 def test_names_one_by_one():
     """Official ones and others, both ways; those of VAEs with nested lists are of Wan2.2."""
     wrong = []
     for official, other in pairs(DIT_PAIRS):
-        found = keymaps.dit_official_name(other), keymaps.dit_diffusers_name(official)
+        found = keymaps.rename_dit_to_official(other), keymaps.rename_dit_to_diffusers(official)
         wrong += [] if found == (official, other) else [(official, other, found)]
     for official, other in pairs(VAE_PAIRS):
         nested = official.count("samples.") > 1
-        found = keymaps.vae_official_name(other, nested), keymaps.vae_diffusers_name(official)
+        found = (
+            keymaps.rename_vae_to_official(other, nested),
+            keymaps.rename_vae_to_diffusers(official),
+        )
         wrong += [] if found == (official, other) else [(official, other, found)]
     for official, other in pairs(CLIP_PAIRS):
-        found = keymaps.clip_official_name(other), keymaps.clip_transformers_name(official)
+        found = (
+            keymaps.rename_clip_to_official(other),
+            keymaps.rename_clip_to_transformers(official),
+        )
         wrong += [] if found == (official, other) else [(official, other, found)]
-        assert keymaps.clip_transformers_name(f"vision_model.{other}") == other
+        assert keymaps.rename_clip_to_transformers(f"vision_model.{other}") == other
     assert not wrong
 
 
 def test_t5_names_and_back():
     with torch.device("meta"):
         names = set(shapes(UMT5EncoderModel(t5_config(300))))
-    official = {keymaps.t5_official_name(name) for name in names}
+    official = {keymaps.rename_t5_to_official(name) for name in names}
     layer = ["norm1", "attn.q", "attn.k", "attn.v", "attn.o", "pos_embedding.embedding"]
     layer += ["norm2", "ffn.gate.0", "ffn.fc1", "ffn.fc2"]
     expected = {f"blocks.{i}.{part}.weight" for i in range(3) for part in layer}
     assert official == expected | {"token_embedding.weight", "norm.weight"}
-    assert {keymaps.t5_transformers_name(name) for name in official} == names
-    assert {keymaps.t5_transformers_name(name) for name in names} == names
+    assert {keymaps.rename_t5_to_transformers(name) for name in official} == names
+    assert {keymaps.rename_t5_to_transformers(name) for name in names} == names
 
 
 def test_vae_names_are_a_bijection():
     for residual, count in ((False, 194), (True, 196)):
         with torch.device("meta"):
             names = set(shapes(AutoencoderKLWan(**vae_config(residual))))
-        official = {keymaps.vae_official_name(name, residual) for name in names}
+        official = {keymaps.rename_vae_to_official(name, residual) for name in names}
         assert len(official) == len(names) == count
-        assert {keymaps.vae_diffusers_name(name) for name in official} == names
-        assert {keymaps.vae_diffusers_name(name) for name in names} == names
+        assert {keymaps.rename_vae_to_diffusers(name) for name in official} == names
+        assert {keymaps.rename_vae_to_diffusers(name) for name in names} == names
 
 
 # The official tensors.
@@ -213,10 +219,10 @@ def test_official_dit_tensors_give_the_official_output(name: str, case: str):
     cases = load_file(REFERENCE / f"{name}.cases.safetensors")
     config = json.loads((REFERENCE / f"{name}.json").read_text())["config"]
     module = dit(config).eval()
-    assert_maps_onto(weights, keymaps.dit_diffusers_name, module)
-    assert set(weights) == {keymaps.dit_official_name(key) for key in shapes(module)}
+    assert_maps_onto(weights, keymaps.rename_dit_to_diffusers, module)
+    assert set(weights) == {keymaps.rename_dit_to_official(key) for key in shapes(module)}
 
-    module.load_state_dict(renamed(weights, keymaps.dit_diffusers_name))
+    module.load_state_dict(renamed(weights, keymaps.rename_dit_to_diffusers))
     x, text = cases[f"{case}.x"], cases[f"{case}.context"]
     if config["model_type"] == "i2v":
         x = torch.cat((x, cases[f"{case}.y"]))
@@ -233,10 +239,10 @@ def test_official_t5_tensors_give_the_official_output():
     config = t5_config(300)
     config._attn_implementation = "eager"
     module = UMT5EncoderModel(config).eval()
-    assert_maps_onto(weights, keymaps.t5_transformers_name, module)
-    assert set(weights) == {keymaps.t5_official_name(key) for key in shapes(module)}
+    assert_maps_onto(weights, keymaps.rename_t5_to_transformers, module)
+    assert set(weights) == {keymaps.rename_t5_to_official(key) for key in shapes(module)}
 
-    mapped = renamed(weights, keymaps.t5_transformers_name)
+    mapped = renamed(weights, keymaps.rename_t5_to_transformers)
     mapped["encoder.embed_tokens.weight"] = mapped["shared.weight"]
     module.load_state_dict(mapped)
     with torch.no_grad():
@@ -252,10 +258,10 @@ def test_official_vae_tensors_give_the_official_outputs(residual: bool):
     weights = load_file(REFERENCE / f"{name}.weights.safetensors")
     cases = load_file(REFERENCE / f"{name}.cases.safetensors")
     module = AutoencoderKLWan(**vae_config(residual)).eval()
-    assert_maps_onto(weights, keymaps.vae_diffusers_name, module)
-    assert set(weights) == {keymaps.vae_official_name(key, residual) for key in shapes(module)}
+    assert_maps_onto(weights, keymaps.rename_vae_to_diffusers, module)
+    assert set(weights) == {keymaps.rename_vae_to_official(key, residual) for key in shapes(module)}
 
-    module.load_state_dict(renamed(weights, keymaps.vae_diffusers_name))
+    module.load_state_dict(renamed(weights, keymaps.rename_vae_to_diffusers))
     mean, std = (cases[key].view(1, -1, 1, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
         for case in ("c0", "c1", "c2"):

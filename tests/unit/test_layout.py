@@ -21,9 +21,14 @@ from safetensors.torch import load_file, save_file
 from tests.pipelines import composed
 from tests.refusals import check_refusals, said
 from wan import WanT2V
-from wan.checkpoint.config import dit_config
-from wan.checkpoint.files import TensorInfo, fingerprint, read_json, safetensors_header
-from wan.checkpoint.layout import SOUND_ENCODER, check_task, describe, published
+from wan.checkpoint.config import read_dit_config
+from wan.checkpoint.files import TensorInfo, compute_fingerprint, read_json, read_safetensors_header
+from wan.checkpoint.layout import (
+    SOUND_ENCODER,
+    check_task,
+    inspect_checkpoint,
+    make_reference_checkpoint,
+)
 from wan.modules.animate import WanAnimateModel
 from wan.pipeline import sound
 from wan.planner import report
@@ -66,7 +71,7 @@ def folder(tiny: Any, tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    return said(describe, folder)
+    return said(inspect_checkpoint, folder)
 
 
 def check(table: str, found: dict[str, str]) -> None:
@@ -192,7 +197,7 @@ def test_shards_may_be_links(sharded: Path, tmp_path: Path) -> None:
     for number, shard in enumerate(sorted(sharded.glob("*-of-*"))):
         shard.rename(tmp_path / "blobs" / str(number))
         shard.symlink_to(Path("..", "blobs", str(number)))
-    files = describe(sharded).files()
+    files = inspect_checkpoint(sharded).list_files()
     assert len([file for file in files if file.parent == sharded]) == 4
 
 
@@ -206,7 +211,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     found, large = {}, tmp_path / "large.json"
     for path in (Path("/dev/zero"), Path("/dev/null"), tmp_path / "pipe", tmp_path):
-        for look in (read_json, safetensors_header):
+        for look in (read_json, read_safetensors_header):
             found[f"{path.name[:4]} by {look.__name__}"] = said(look, path)
     with large.open("wb") as file:
         file.truncate(30 * 10**9)  # takes no space
@@ -230,7 +235,7 @@ def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path
     before = (folder / "config.json").read_text()
     try:
         set_config(folder, **values)
-        config = describe(folder).config
+        config = inspect_checkpoint(folder).config
     except InputError as error:
         assert "\n" not in str(error)
     else:
@@ -243,10 +248,13 @@ def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path
 def test_published_networks_are_described_like_folders(tiny: Any) -> None:
     same = ("model_type", "patch_size", "in_dim", "out_dim", "freq_dim", "text_len", "eps")
     for task, preset in PRESETS.items():
-        found, like = published(preset), describe(tiny(task if task != "t2v-14B" else "t2v-1.3B"))
-        assert found.folder is None and not found.files(), task
+        found, like = (
+            make_reference_checkpoint(preset),
+            inspect_checkpoint(tiny(task if task != "t2v-14B" else "t2v-1.3B")),
+        )
+        assert found.folder is None and not found.list_files(), task
         assert found.experts.keys() == like.experts.keys() and found.kind == like.kind, task
-        assert found.heads == preset.num_heads and found.head_dim == 128, task
+        assert found.num_heads == preset.num_heads and found.head_dim == 128, task
         assert {key: found.config[key] for key in same} == {key: like.config[key] for key in same}
         assert found.config.keys() == like.config.keys(), task
         with pytest.raises(InputError, match="has no vae"):
@@ -281,16 +289,16 @@ def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path
     t2v = tiny("t2v-1.3B")
     shutil.copy(t2v / f"{STEM}.safetensors", models / "diffusion_models" / "t2v.safetensors")
     shutil.copytree(speaking / SOUND_ENCODER, models / SOUND_ENCODER)
-    found = describe(models, presets=(PRESETS["s2v-14B"],))
+    found = inspect_checkpoint(models, presets=(PRESETS["s2v-14B"],))
     assert found.kind == "s2v" and found.sound_encoder == models / SOUND_ENCODER
     assert found.config["audio_inject_layers"] == (0, 1)  # type: ignore[typeddict-item]
     (models / "diffusion_models" / "config.json").unlink()
-    assert describe(models, presets=(PRESETS["t2v-1.3B"],)).kind == "t2v"
+    assert inspect_checkpoint(models, presets=(PRESETS["t2v-1.3B"],)).kind == "t2v"
 
 
 def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     path = speaking / SOUND_ENCODER
-    assert describe(speaking).require("sound_encoder") == path
+    assert inspect_checkpoint(speaking).require("sound_encoder") == path
     sound.check_audio_encoder(path, 32)
     found = {"another width": said(sound.check_audio_encoder, path, 1024)}
     set_config(path, num_hidden_layers=12)
@@ -298,7 +306,7 @@ def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     (path / "config.json").write_text("{")
     found["half a file"] = said(sound.check_audio_encoder, path, 32)
     shutil.rmtree(path)
-    found["none"] = said(describe(speaking).require, "sound_encoder")
+    found["none"] = said(inspect_checkpoint(speaking).require, "sound_encoder")
     check("sound encoders", found)
 
 
@@ -313,7 +321,7 @@ def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
     save_file(state, tmp_path / f"{STEM}.safetensors")
     config = {"_class_name": "WanAnimateModel", "num_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    animate = describe(tmp_path)
+    animate = inspect_checkpoint(tmp_path)
     assert (animate.kind, animate.config["model_type"]) == ("animate", "animate")
     found = {"for i2v": said(check_task, animate, PRESETS["i2v-14B"])}
     check("Animate", found | each_value(tmp_path, "config.json", "model_type", ["i2v"]))
@@ -334,7 +342,7 @@ NO_PART = {"transformer_2": [None, None]}
 
 def test_parts_that_diffusers_names(pipeline: Path, tiny: Any, tmp_path: Path) -> None:
     """Where model_index.json names one network, or its boundary_ratio is null as diffusers'."""
-    assert {*describe(tiny("t2v-1.3B", "diffusers")).experts} == {"dit"}
+    assert {*inspect_checkpoint(tiny("t2v-1.3B", "diffusers")).experts} == {"dit"}
     found = {}
     for missing in ("transformer", "transformer_2"):
         (pipeline / missing).rename(tmp_path / "away")
@@ -349,12 +357,12 @@ def test_parts_that_diffusers_names(pipeline: Path, tiny: Any, tmp_path: Path) -
     classes = ["WanTransformer3DModel", 5, {}, [], ["diffusers"], True]
     found |= each_value(pipeline, INDEX, "transformer_2", classes)
     set_config(pipeline, INDEX, boundary_ratio=None)
-    one = describe(pipeline)
+    one = inspect_checkpoint(pipeline)
     assert {*one.experts} == {"dit"} and one.experts["dit"].folder.name == "transformer"
     found["no boundary"] = said(check_task, one, PRESETS["t2v-A14B"])
     set_config(pipeline, INDEX, boundary_ratio=None, **NO_PART)
     shutil.rmtree(pipeline / "transformer_2")
-    assert {*describe(pipeline).experts} == {"dit"}
+    assert {*inspect_checkpoint(pipeline).experts} == {"dit"}
     set_config(pipeline, INDEX, transformer_2=["diffusers", "WanTransformer3DModel"])
     found["a part without a boundary"] = refusal(pipeline)
     short = {case.replace("0" * 400, "0..."): text for case, text in found.items()}
@@ -388,7 +396,7 @@ def test_ranks_compare_the_content_of_every_part(pipeline: Path) -> None:
     files += [pipeline / INDEX, pipeline / "tokenizer/tokenizer.json"]
     for part in ("transformer_2", "vae", "text_encoder"):
         files.append(next((pipeline / part).glob("*.safetensors")))
-    seen = {fingerprint(describe(pipeline).files())}
+    seen = {compute_fingerprint(inspect_checkpoint(pipeline).list_files())}
     for file in files:
         before = file.read_bytes()
         content = bytearray(before)
@@ -396,7 +404,7 @@ def test_ranks_compare_the_content_of_every_part(pipeline: Path) -> None:
         middle = next(digits)
         content[middle] = ord("7" if content[middle] != ord("7") else "6")
         file.write_bytes(content)
-        seen.add(fingerprint(describe(pipeline).files()))
+        seen.add(compute_fingerprint(inspect_checkpoint(pipeline).list_files()))
         file.write_bytes(before)
     assert len(seen) == 1 + len(files)
 
@@ -427,14 +435,14 @@ def shards(folder: Path) -> list[Path]:
 
 
 def test_a_shard_brings_the_others(shards: list[Path], folder: Path, tiny: Any) -> None:
-    whole = describe(tiny("t2v-1.3B")).experts["dit"].tensors.keys()
+    whole = inspect_checkpoint(tiny("t2v-1.3B")).experts["dit"].tensors.keys()
     for shard in shards:
-        found = describe(folder, NetworkFiles(dit=shard), (PRESETS["t2v-1.3B"],))
+        found = inspect_checkpoint(folder, NetworkFiles(dit=shard), (PRESETS["t2v-1.3B"],))
         assert found.experts["dit"].tensors.keys() == whole
-        assert {*shards} <= {*found.files()}
+        assert {*shards} <= {*found.list_files()}
     for path in shards:
         path.rename(folder / path.name)
-    assert describe(folder).experts["dit"].tensors.keys() == whole
+    assert inspect_checkpoint(folder).experts["dit"].tensors.keys() == whole
 
 
 def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
@@ -443,7 +451,7 @@ def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
     for missing, other in (shards, shards[::-1]):
         content = missing.read_bytes()
         missing.unlink()
-        found[f"no {missing.name}"] = said(describe, folder, NetworkFiles(dit=other))
+        found[f"no {missing.name}"] = said(inspect_checkpoint, folder, NetworkFiles(dit=other))
         other.rename(folder / other.name)
         found[f"no {missing.name} there"] = refusal(folder)
         (folder / other.name).rename(other)
@@ -451,15 +459,15 @@ def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
     for name in ("w-00003-of-00002", "w-00000-of-00002", "w-00001-of-99999999"):
         path = folder.parent / f"{name}.safetensors"
         shutil.copy(shards[0], path)
-        found[name] = said(describe, folder, NetworkFiles(dit=path))
+        found[name] = said(inspect_checkpoint, folder, NetworkFiles(dit=path))
     shutil.copy(shards[0], shards[1])
-    found["a tensor twice"] = said(describe, folder, NetworkFiles(dit=shards[0]))
+    found["a tensor twice"] = said(inspect_checkpoint, folder, NetworkFiles(dit=shards[0]))
     check("shards", found)
 
 
 def test_a_published_networks_first_blocks_are_no_network() -> None:
     """A shard under another name; sizes of headers alone."""
-    one = published(PRESETS["t2v-1.3B"]).config
+    one = make_reference_checkpoint(PRESETS["t2v-1.3B"]).config
     shapes = {
         "patch_embedding.weight": (one["dim"], 16, 1, 2, 2),
         "time_embedding.0.weight": (one["dim"], 256),
@@ -472,7 +480,7 @@ def test_a_published_networks_first_blocks_are_no_network() -> None:
     def read(count: int) -> Any:
         names = [n for n in shapes if not n.startswith("blocks.") or int(n.split(".")[1]) < count]
         file = Path("x.safetensors")
-        return dit_config(file, {n: TensorInfo(file, n, "BF16", shapes[n], 0) for n in names})
+        return read_dit_config(file, {n: TensorInfo(file, n, "BF16", shapes[n], 0) for n in names})
 
     assert read(30)["num_layers"] == 30
     with pytest.raises(InputError, match="has 20 blocks"):
@@ -487,7 +495,7 @@ def test_a_chosen_file_of_another_expert(folder: Path) -> None:
     others = {"dit_low_noise": "wan_high", "dit_high_noise": "Wan-LowNoise"}
     for flag, name in (others | {"dit": "wan_high_noise_14B"}).items():
         path = path.rename(path.with_name(f"{name}.safetensors"))
-        found[flag] = said(describe, path.parent, NetworkFiles(**{flag: path}))
+        found[flag] = said(inspect_checkpoint, path.parent, NetworkFiles(**{flag: path}))
     check("chosen experts", found)
 
 
@@ -499,7 +507,7 @@ def test_experts_of_files_by_letters(tiny: Any, tmp_path: Path) -> None:
         }
         save_file(tensors, tmp_path / f"a_{part[0].upper()}.safetensors")
     high, low = tmp_path / "a_H.safetensors", tmp_path / "a_L.safetensors"
-    experts = describe(tmp_path, presets=(PRESETS["t2v-A14B"],)).experts
+    experts = inspect_checkpoint(tmp_path, presets=(PRESETS["t2v-A14B"],)).experts
     files = {e: {i.file for i in dit.tensors.values()} for e, dit in experts.items()}
     assert files == {"high_noise": {high}, "low_noise": {low}}
     other = low.rename(tmp_path / "a_2.safetensors")
@@ -507,15 +515,15 @@ def test_experts_of_files_by_letters(tiny: Any, tmp_path: Path) -> None:
     found = {"no letters": refusal(tmp_path)}
     other.unlink()
     high.rename(tmp_path / "a_high_noise.safetensors")
-    found["half of a pair"] = said(describe, tmp_path, presets=(PRESETS["t2v-14B"],))
+    found["half of a pair"] = said(inspect_checkpoint, tmp_path, presets=(PRESETS["t2v-14B"],))
     check("experts by letters", found)
 
 
 def test_files_of_tensors_that_are_joined_are_of_the_checkpoint(tmp_path: Path) -> None:
     """Animate's keys and values, of which a shard may hold the one and not the other."""
     parts = [TensorInfo(tmp_path / name, name, "F32", (2,), 8) for name in ("k", "v")]
-    both = TensorInfo(tmp_path / "k", "k", "F32", (4,), 16, parts=(parts[0], parts[1]))
-    plain = published(PRESETS["animate-14B"])
+    both = TensorInfo(tmp_path / "k", "k", "F32", (4,), 16, chunks=(parts[0], parts[1]))
+    plain = make_reference_checkpoint(PRESETS["animate-14B"])
     (expert,) = plain.experts
     files = replace(plain.experts[expert], tensors={"kv": both})
-    assert replace(plain, experts={expert: files}).files() == [tmp_path / "k", tmp_path / "v"]
+    assert replace(plain, experts={expert: files}).list_files() == [tmp_path / "k", tmp_path / "v"]

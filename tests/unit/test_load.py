@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import gguf_files
 from tests.refusals import check_refusals, said
 from wan import host
-from wan.checkpoint.files import fingerprint
-from wan.checkpoint.load import Blueprint, mapped, stored
-from wan.checkpoint.source import Source, Sources, is_own, own
+from wan.checkpoint.files import compute_fingerprint
+from wan.checkpoint.load import ModelSpec, open_sources, read_headers
+from wan.checkpoint.source import TensorSource, TensorSources, materialize_tensors, owns_memory
 from wan.settings.errors import FileChangedError, InputError
 
 CPU = torch.device("cpu")
@@ -35,11 +35,11 @@ def linear() -> nn.Linear:
     return nn.Linear(2, 3)
 
 
-def plan(file: Path, make: Callable[[], nn.Module] = linear) -> Blueprint[Any]:
-    return Blueprint("net", make, stored(file, str), file)
+def plan(file: Path, make: Callable[[], nn.Module] = linear) -> ModelSpec[Any]:
+    return ModelSpec("net", make, read_headers(file, str), file)
 
 
-def checked(file: Path) -> Blueprint[Any]:
+def checked(file: Path) -> ModelSpec[Any]:
     blueprint = plan(file)
     blueprint.check()
     return blueprint
@@ -119,9 +119,9 @@ def test_what_is_stored_as_it_is_used_stays_mapped(suffix: str, tmp_path: Path) 
     state = ones(bias=torch.ones(3, dtype=torch.bfloat16))
     file = alignable(write(state, tmp_path / f"weights{suffix}"))
     network = plan(file).load(device=CPU, dtype_of=lambda *_: torch.float32)
-    assert not is_own(network.weight) and is_own(network.bias)
+    assert not owns_memory(network.weight) and owns_memory(network.bias)
     assert file.name in mapping_of(network.weight) and file.name not in mapping_of(network.bias)
-    assert own(network) is network and is_own(network.weight)
+    assert materialize_tensors(network) is network and owns_memory(network.weight)
     network.weight.zero_(), network.bias.zero_()
     assert torch.equal(load(file).weight, torch.ones(3, 2))
 
@@ -176,13 +176,13 @@ def test_files_that_change_while_they_are_used(suffix: str, tmp_path: Path) -> N
 def test_a_file_that_was_truncated_before_it_is_copied(tmp_path: Path) -> None:
     file = write(ones(weight=torch.ones(3, 4096)), tmp_path / "weights.safetensors")
 
-    def adapt(_: nn.Module, sources: Sources) -> Sources:
+    def adapt(_: nn.Module, sources: TensorSources) -> TensorSources:
         os.truncate(file, 100)
         return sources
 
     with pytest.raises(FileChangedError, match="was changed"):
         plan(file, lambda: nn.Linear(4096, 3)).load(
-            device=CPU, dtype_of=lambda *_: torch.bfloat16, adapt=adapt
+            device=CPU, dtype_of=lambda *_: torch.bfloat16, transform=adapt
         )
 
 
@@ -227,12 +227,12 @@ def test_files_that_change_between_check_and_load(tmp_path: Path) -> None:
 
 def test_a_file_that_is_gone_has_no_fingerprint(tmp_path: Path) -> None:
     file = write(ones(), tmp_path / "weights.safetensors")
-    before = fingerprint([file])
+    before = compute_fingerprint([file])
     change(file, "truncated")
-    assert fingerprint([file]) != before
+    assert compute_fingerprint([file]) != before
     file.unlink()
     with pytest.raises(FileChangedError, match="weights"):
-        fingerprint([file])
+        compute_fingerprint([file])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -248,7 +248,7 @@ def test_products_have_the_same_bits_wherever_weights_begin(
         shift(file, len(mapped_at))
         network = load(file, lambda: nn.Linear(80, 96, bias=False))
         place = network.weight.data_ptr() % 64
-        mapped_at.append(None if is_own(network.weight) else place)
+        mapped_at.append(None if owns_memory(network.weight) else place)
         for x in inputs:
             assert torch.equal(network(x), nn.functional.linear(x, weight)), place
     found = sorted(place for place in mapped_at if place is not None)
@@ -281,11 +281,11 @@ def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
     b, a = torch.randn(rows, 2, generator=generator), torch.ones(2, columns)
     reads: list[slice] = []
 
-    def merged(of: slice, stored: Source) -> Tensor:
+    def merged(of: slice, stored: TensorSource) -> Tensor:
         reads.append(of)
         return stored.read(of).float() + b[of] @ a
 
-    def adapt(_: nn.Module, sources: Sources) -> Sources:
+    def adapt(_: nn.Module, sources: TensorSources) -> TensorSources:
         (stored,) = sources.values()
         assert stored.shape == (rows, columns) and stored.dtype == torch.bfloat16
         return {"weight": replace(stored, read=partial(merged, stored=stored))}
@@ -298,7 +298,7 @@ def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
 def test_what_has_memory_already_stays(tmp_path: Path) -> None:
     """As layers that a vendor's library put into a network on the meta device."""
 
-    def adapt(network: nn.Module, sources: Sources) -> Sources:
+    def adapt(network: nn.Module, sources: TensorSources) -> TensorSources:
         network[1] = nn.Linear(3, 3, device="cpu")
         network[1].register_buffer("scale", torch.full((3,), 5.0))
         network.kept = network[1].weight
@@ -334,14 +334,14 @@ def test_pickles_with_other_contents(tmp_path: Path, capsys: pytest.CaptureFixtu
     whole, found, file = io.BytesIO(), {}, tmp_path / "x.pth"
     for name, content in table.items():
         torch.save(content, file)
-        found[name] = said(stored, file, str)
+        found[name] = said(read_headers, file, str)
     torch.save(ones(), whole)
     damaged = {"plain pickle": pickle.dumps(Payload()), "noise": bytes(range(256)) * 8}
     for name, content in (damaged | {"truncated": whole.getvalue()[:-200]}).items():
         file.write_bytes(content)
-        found[name] = said(stored, file, str)
+        found[name] = said(read_headers, file, str)
     file = write({"x.weight": torch.ones(1), "weight": torch.ones(1)}, tmp_path / "x.safetensors")
-    found["twice"] = said(stored, file, lambda name: name.removeprefix("x."))
+    found["twice"] = said(read_headers, file, lambda name: name.removeprefix("x."))
     check_refusals("weights: other contents", found, [r"(?<=read \().*(?=\); )"])
     assert not capsys.readouterr().out
 
@@ -356,7 +356,7 @@ def test_a_file_larger_than_memory(tmp_path: Path) -> None:
     with file.open("wb") as opened:
         opened.write(len(header).to_bytes(8, "little") + header)
         opened.truncate(8 + len(header) + rows * 4096)
-    source = mapped(stored(file, str))["x"]
+    source = open_sources(read_headers(file, str))["x"]
     assert source.shape == (rows, 1024) and not source.read(slice(rows - 2, rows)).any()
 
 
@@ -374,7 +374,7 @@ def test_tensors_that_are_not_aligned(tmp_path: Path) -> None:
         values = torch.arange(12.0).reshape(4, 3).to(dtype)
         file = write({"x": values}, tmp_path / "x.safetensors")
         shift(file, 1)
-        found = mapped(stored(file, str))["x"].read(slice(1, 3))
+        found = open_sources(read_headers(file, str))["x"].read(slice(1, 3))
         assert torch.equal(found.float(), values[1:3].float()), dtype
 
 
@@ -406,8 +406,8 @@ def test_a_device_converts_what_it_gets(tmp_path: Path) -> None:
 def test_loading_uses_this_ranks_share_of_the_cores(tmp_path: Path, monkeypatch) -> None:
     file, seen = write(ones(), tmp_path / "weights.safetensors"), []
 
-    def adapt(_: nn.Module, sources: Sources) -> Sources:
-        def read(stored: Source, rows: slice) -> Tensor:
+    def adapt(_: nn.Module, sources: TensorSources) -> TensorSources:
+        def read(stored: TensorSource, rows: slice) -> Tensor:
             seen.append(torch.get_num_threads())
             return stored.read(rows)
 

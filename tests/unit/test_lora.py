@@ -17,10 +17,10 @@ from torch import Tensor
 from tests.pipelines import on_cpu
 from tests.refusals import check_refusals, said
 from wan.checkpoint import lora
-from wan.checkpoint.keymaps import dit_diffusers_name
-from wan.checkpoint.layout import Checkpoint, describe
-from wan.checkpoint.load import lora_sources, mapped, merged
-from wan.checkpoint.lora import Named, named
+from wan.checkpoint.keymaps import rename_dit_to_diffusers
+from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
+from wan.checkpoint.load import merge_loras, open_lora_sources, open_sources
+from wan.checkpoint.lora import LoraFile, parse_lora_file
 from wan.settings.errors import FileChangedError, InputError
 
 LAYERS = ("blocks.0.self_attn.q", "blocks.1.self_attn.o", "blocks.0.cross_attn.v", "blocks.1.ffn.0")
@@ -32,7 +32,7 @@ PAIR = {f"{Q}.lora_down.weight": A, f"{Q}.lora_up.weight": B}
 
 
 def theirs(layer: str) -> str:
-    return dit_diffusers_name(f"{layer}.weight").removesuffix(".weight")
+    return rename_dit_to_diffusers(f"{layer}.weight").removesuffix(".weight")
 
 
 def processor(layer: str) -> str:
@@ -82,11 +82,11 @@ def pair_of(checkpoint: Checkpoint, rank: int = 2) -> tuple[Tensor, Tensor]:
 
 def read(path: Path, folder: Path, strength: float = 1.0, expert: str = "dit") -> dict[str, Tensor]:
     """The merged weights of a network that the file changes."""
-    checkpoint = describe(folder)
+    checkpoint = inspect_checkpoint(folder)
     values = {"lora": (f"{path}={strength}",)}
-    loras = lora.resolve(values, checkpoint)[expert]
-    sources = merged(mapped(checkpoint.experts[expert].tensors), loras)
-    return {name: sources[name].read(slice(None)) for one in loras for name in one.changes}
+    loras = lora.resolve_loras(values, checkpoint)[expert]
+    sources = merge_loras(open_sources(checkpoint.experts[expert].tensors), loras)
+    return {name: sources[name].read(slice(None)) for one in loras for name in one.deltas}
 
 
 def test_families(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def test_rows_are_the_same_bits_wherever_they_are_cut(
     down, up = pair(weights[f"{layer}.weight"].shape, 16, 0, torch.float32)
     halves = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
     save_file(halves, tmp_path / "x.safetensors")
-    checkpoint = describe(tiny("t2v-1.3B"))
-    (one,) = lora.resolve({"lora": (str(tmp_path / "x.safetensors"),)}, checkpoint)["dit"]
-    source = merged(mapped(checkpoint.experts["dit"].tensors), [one])[f"{layer}.weight"]
+    checkpoint = inspect_checkpoint(tiny("t2v-1.3B"))
+    (one,) = lora.resolve_loras({"lora": (str(tmp_path / "x.safetensors"),)}, checkpoint)["dit"]
+    source = merge_loras(open_sources(checkpoint.experts["dit"].tensors), [one])[f"{layer}.weight"]
     whole = source.read(slice(None))
     for cut in (1, 7, 100, len(whole) - 1):
         parts = (source.read(slice(0, cut)), source.read(slice(cut, None)))
@@ -204,7 +204,7 @@ def test_rows_are_the_same_bits_wherever_they_are_cut(
 def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> None:
     """transformer. and transformer_2., or files for each; several files add up."""
     folder = tiny("t2v-A14B")
-    checkpoint = describe(folder)
+    checkpoint = inspect_checkpoint(folder)
     down, up = pair_of(checkpoint)
     end = "blocks.0.attn1.to_q.lora_{}.weight"
     high = {f"transformer.{end.format('A')}": down, f"transformer.{end.format('B')}": up}
@@ -218,21 +218,21 @@ def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> No
         "lora": (str(tmp_path / "both.safetensors"),),
         "lora_high_noise": (f"{tmp_path / 'one.safetensors'}=-2",),
     }
-    found = lora.resolve(values, checkpoint)
+    found = lora.resolve_loras(values, checkpoint)
     with pytest.raises(InputError, match="both experts' tensors"):
-        lora.resolve({"lora_low_noise": (str(tmp_path / "both.safetensors"),)}, checkpoint)
+        lora.resolve_loras({"lora_low_noise": (str(tmp_path / "both.safetensors"),)}, checkpoint)
     added = {"high_noise": -1.0, "low_noise": 4.0}
     for expert, factor in added.items():
-        plain = mapped(checkpoint.experts[expert].tensors)
+        plain = open_sources(checkpoint.experts[expert].tensors)
         name = f"{Q}.weight"
         exact = plain[name].read(slice(None)).double() + factor * up.double() @ down.double()
-        changed = merged(plain, found[expert])[name].read(slice(None))
+        changed = merge_loras(plain, found[expert])[name].read(slice(None))
         torch.testing.assert_close(changed.double(), exact, atol=1e-9, rtol=1.2e-7)
 
 
 def test_experts_in_capitals_and_names_that_say_none(tiny: Any, tmp_path: Path) -> None:
     """`HIGH` is an expert where it is a word; a low rank and a highway are none."""
-    checkpoint = describe(tiny("i2v-A14B"))
+    checkpoint = inspect_checkpoint(tiny("i2v-A14B"))
     down, up = pair_of(checkpoint)
     names = {
         "SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16": {"high_noise"},
@@ -243,34 +243,40 @@ def test_experts_in_capitals_and_names_that_say_none(tiny: Any, tmp_path: Path) 
     for name, experts in names.items():
         file = tmp_path / f"{name}.safetensors"
         save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, file)
-        found = lora.resolve({"lora": (str(file),)}, checkpoint)
+        found = lora.resolve_loras({"lora": (str(file),)}, checkpoint)
         assert {expert for expert, ones in found.items() if ones} == experts
 
 
 def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None:
     """Both files given with `lora`: their names say the expert."""
-    checkpoint, stem = describe(tiny("t2v-A14B")), tmp_path / "wan2.2_t2v_A14b_lora_rank64_1022"
+    checkpoint, stem = (
+        inspect_checkpoint(tiny("t2v-A14B")),
+        tmp_path / "wan2.2_t2v_A14b_lora_rank64_1022",
+    )
     down, up = pair_of(checkpoint)
     ends = {"high_noise": "_high_noise", "low_noise": "-LowNoise"}
     files = {name: f"{stem}{end}.safetensors" for name, end in ends.items()}
     for file in files.values():
         save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, file)
-    found = lora.resolve({"lora": tuple(files.values())}, checkpoint)
+    found = lora.resolve_loras({"lora": tuple(files.values())}, checkpoint)
     given = {name: [str(one.file) for one in ones] for name, ones in found.items()}
     assert given == {name: [file] for name, file in files.items()}
     with pytest.raises(InputError, match="says high_noise in its name"):
-        lora.resolve({"lora_low_noise": (files["high_noise"],)}, checkpoint)
-    said = list(lora.notices(found, "t2v", distilled=True))
+        lora.resolve_loras({"lora_low_noise": (files["high_noise"],)}, checkpoint)
+    said = list(lora.iter_lora_notices(found, "t2v", distilled=True))
     assert said == [f"LoRA of {n}: {files[n]}, strength 1, 1 layers." for n in found]
-    alone = lora.resolve({"lora": (files["high_noise"],)}, checkpoint)
-    assert "low_noise expert has no LoRA" in list(lora.notices(alone, "i2v", distilled=True))[-1]
-    assert "says t2v in its name" in list(lora.notices(alone, "i2v", False))[-1]
+    alone = lora.resolve_loras({"lora": (files["high_noise"],)}, checkpoint)
+    assert (
+        "low_noise expert has no LoRA"
+        in list(lora.iter_lora_notices(alone, "i2v", distilled=True))[-1]
+    )
+    assert "says t2v in its name" in list(lora.iter_lora_notices(alone, "i2v", False))[-1]
 
 
 @pytest.fixture
 def styles(tiny: Any, tmp_path: Path) -> Callable[..., dict[str, list[str]]]:
     """styles(*names, **flags) -> the files of each expert and the notices, of equal LoRAs."""
-    checkpoint = describe(tiny("t2v-A14B"))
+    checkpoint = inspect_checkpoint(tiny("t2v-A14B"))
     down, up = pair_of(checkpoint)
     layer = "blocks.0.self_attn.q.lora_{}.weight"
 
@@ -282,9 +288,11 @@ def styles(tiny: Any, tmp_path: Path) -> Callable[..., dict[str, list[str]]]:
 
     def resolved(*names: str, **flags: str) -> dict[str, list[str]]:
         values: dict[str, Any] = {flag: (make(name),) for flag, name in flags.items()}
-        found = lora.resolve(values | {"lora": tuple(map(make, names))}, checkpoint)
+        found = lora.resolve_loras(values | {"lora": tuple(map(make, names))}, checkpoint)
         files = {n: [str(x.file.relative_to(tmp_path)) for x in ones] for n, ones in found.items()}
-        lines = [line for line in lora.notices(found, "t2v", False) if "LoRA of" not in line]
+        lines = [
+            line for line in lora.iter_lora_notices(found, "t2v", False) if "LoRA of" not in line
+        ]
         return {n: [x.removesuffix(".safetensors") for x in xs] for n, xs in files.items()} | {
             "notices": lines
         }
@@ -330,7 +338,7 @@ def test_flags_against_names(styles: Any) -> None:
 
 
 def test_a_file_of_both_experts_whatever_its_name(tiny: Any, tmp_path: Path) -> None:
-    checkpoint, path = describe(tiny("t2v-A14B")), tmp_path / "fly_high.safetensors"
+    checkpoint, path = inspect_checkpoint(tiny("t2v-A14B")), tmp_path / "fly_high.safetensors"
     end, (down, up) = "blocks.0.attn1.to_q.lora_{}.weight", pair_of(checkpoint)
     tensors = {
         f"{prefix}.{end.format(part)}": tensor.clone()
@@ -338,7 +346,7 @@ def test_a_file_of_both_experts_whatever_its_name(tiny: Any, tmp_path: Path) -> 
         for part, tensor in (("A", down), ("B", up))
     }
     save_file(tensors, path)
-    found = lora.resolve({"lora": (str(path),)}, checkpoint)
+    found = lora.resolve_loras({"lora": (str(path),)}, checkpoint)
     assert [len(ones) for ones in found.values()] == [1, 1]
 
 
@@ -432,18 +440,18 @@ def test_a_configuration_among_other_files_is_adapter_models(tiny: Any, tmp_path
 
 def test_a_file_that_changes_after_the_check(tiny: Any, tmp_path: Path) -> None:
     """Before it is mapped, and after; where it is merged, and where it stays beside weights."""
-    path, checkpoint = tmp_path / "x.safetensors", describe(tiny("t2v-1.3B"))
-    base = mapped(checkpoint.experts["dit"].tensors)
+    path, checkpoint = tmp_path / "x.safetensors", inspect_checkpoint(tiny("t2v-1.3B"))
+    base = open_sources(checkpoint.experts["dit"].tensors)
 
     def source(use: Any, ones: Any) -> Any:
-        if use is merged:
-            return merged(base, ones)[f"{Q}.weight"]
-        return lora_sources({Q: ones[0].changes[f"{Q}.weight"]}, torch.float32)[f"{Q}.lora_up"]
+        if use is merge_loras:
+            return merge_loras(base, ones)[f"{Q}.weight"]
+        return open_lora_sources({Q: ones[0].changes[f"{Q}.weight"]}, torch.float32)[f"{Q}.lora_up"]
 
-    for use, mapped_before in product((merged, lora_sources), (True, False)):
+    for use, mapped_before in product((merge_loras, open_lora_sources), (True, False)):
         path.unlink(missing_ok=True)
         save_file(PAIR, path)
-        ones = lora.resolve({"lora": (str(path),)}, checkpoint)["dit"]
+        ones = lora.resolve_loras({"lora": (str(path),)}, checkpoint)["dit"]
         one = source(use, ones) if mapped_before else None
         os.truncate(path, 300)
         with pytest.raises(FileChangedError, match=r"x\.safetensors"):
@@ -451,11 +459,11 @@ def test_a_file_that_changes_after_the_check(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_strength_is_split_off_at_the_last_equals_sign() -> None:
-    assert named("a=b.safetensors") == Named(Path("a=b.safetensors"))
-    assert named("a=b.safetensors=0.25") == Named(Path("a=b.safetensors"), 0.25)
-    assert named("a.safetensors=-1e-1") == Named(Path("a.safetensors"), -0.1)
+    assert parse_lora_file("a=b.safetensors") == LoraFile(Path("a=b.safetensors"))
+    assert parse_lora_file("a=b.safetensors=0.25") == LoraFile(Path("a=b.safetensors"), 0.25)
+    assert parse_lora_file("a.safetensors=-1e-1") == LoraFile(Path("a.safetensors"), -0.1)
     with pytest.raises(InputError, match="strength inf"):
-        named("a.safetensors=inf")
+        parse_lora_file("a.safetensors=inf")
 
 
 BAD: dict[str, dict[str, Tensor]] = {
@@ -535,8 +543,8 @@ def test_bad_places(tiny: Any, tmp_path: Path) -> None:
         "an empty lora_dir": {"lora_dir": folder},
         "an export": quantised,
     }
-    checkpoint = describe(tiny("t2v-1.3B"))
-    found = {name: said(lora.resolve, values, checkpoint) for name, values in table.items()}
+    checkpoint = inspect_checkpoint(tiny("t2v-1.3B"))
+    found = {name: said(lora.resolve_loras, values, checkpoint) for name, values in table.items()}
     check_refusals("LoRA: places", found, [r"(?<=file \().*(?=\); )"])
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.unit.test_lora import Q, pair, pair_of, peft_folder, read
 from wan.checkpoint import lora
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import mapped, merged
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import merge_loras, open_sources
 from wan.cli import main as generate
 
 V = "blocks.0.self_attn.v"
@@ -55,19 +55,19 @@ def test_alphas_of_layers_count_and_then_nothing_of_peft(
 
 def test_the_metadata_of_each_expert_is_its_own(tiny: Any, tmp_path: Path) -> None:
     """By hand: alpha / rank, and alpha / sqrt(rank) with rsLoRA, of the low-noise expert."""
-    checkpoint, path = describe(tiny("t2v-A14B")), tmp_path / "x.safetensors"
+    checkpoint, path = inspect_checkpoint(tiny("t2v-A14B")), tmp_path / "x.safetensors"
     down, up = pair_of(checkpoint, 4)
     for stabilised, factor in ((False, 8 / 4), (True, 8 / 2), (None, 8 / 4)):
         told: dict[str, Any] = {"transformer.lora_alpha": 2, "transformer.use_rslora": False}
         told |= {"transformer_2.lora_alpha": 8, "transformer_2.use_rslora": stabilised}
         tensors = diffusers(Q, down, up) | diffusers(Q, down, up, "transformer_2")
         save_file(tensors, path, {"lora_adapter_metadata": json.dumps(told)})
-        loras = lora.resolve({"lora": (str(path),)}, checkpoint)
+        loras = lora.resolve_loras({"lora": (str(path),)}, checkpoint)
         for expert, wanted in (("high_noise", 2 / 4), ("low_noise", factor)):
-            plain = mapped(checkpoint.experts[expert].tensors)
+            plain = open_sources(checkpoint.experts[expert].tensors)
             weight = plain[f"{Q}.weight"].read(slice(None)).double()
             exact = weight + wanted * up.double() @ down.double()
-            found = merged(plain, loras[expert])[f"{Q}.weight"].read(slice(None))
+            found = merge_loras(plain, loras[expert])[f"{Q}.weight"].read(slice(None))
             torch.testing.assert_close(found.double(), exact, atol=1e-9, rtol=1.2e-7)
 
 
@@ -86,7 +86,7 @@ def test_adapter_config_counts_before_the_metadata(
 def test_ranks_compare_content_and_strength_and_no_folders(tiny: Any, tmp_path: Path) -> None:
     """What differs between ranks with the same file elsewhere, another strength, other values."""
     folder = tiny("t2v-1.3B")
-    shape = describe(folder).experts["dit"].tensors[f"{Q}.weight"].shape
+    shape = inspect_checkpoint(folder).experts["dit"].tensors[f"{Q}.weight"].shape
     down, up = pair(torch.Size(shape), 2, 0, torch.float32)
     here, there = tmp_path / "here.safetensors", tmp_path / "other" / "there.safetensors"
     save_file(diffusers(Q, down, up), here)

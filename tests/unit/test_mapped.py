@@ -19,7 +19,7 @@ from tests.unit.test_load import shift
 from tests.unit.test_residency import LAYERS, a_lora, with_fp8
 from tools.quantize_dit import quantize
 from tools.safetensors_stream import write
-from wan.checkpoint.source import is_own
+from wan.checkpoint.source import owns_memory
 from wan.cli import main as generate
 from wan.modules.model import WanModel
 from wan.pipeline.tiny import make_checkpoint
@@ -34,7 +34,7 @@ def split(network: nn.Module) -> tuple[int, int]:
     """The bytes of a network's tensors in memory of its own, and in mapped files."""
     found = [0, 0]
     for tensor in (*network.parameters(), *network.buffers()):
-        found[not is_own(tensor)] += tensor.nbytes
+        found[not owns_memory(tensor)] += tensor.nbytes
     return found[0], found[1]
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.pipelines import latents
 from tests.refusals import check_refusals, said
-from wan.checkpoint.files import safetensors_header
-from wan.checkpoint.keymaps import t5_transformers_name
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import mapped
-from wan.checkpoint.marks import network_tensors
+from wan.checkpoint.files import read_safetensors_header
+from wan.checkpoint.keymaps import rename_t5_to_transformers
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import open_sources
+from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.pipeline import text
 from wan.settings.errors import InputError
 
@@ -99,7 +99,7 @@ def written(
 def of_file(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> dict[str, Any]:
     """The network's tensors that a file of these is understood to hold."""
     save_file(dict(tensors), path, metadata)
-    return network_tensors(safetensors_header(path), str)
+    return collect_network_tensors(read_safetensors_header(path), str)
 
 
 def test_values(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_values(tmp_path: Path) -> None:
         stored, meant = written({"blocks.0.q.weight": weight}, form)
         found = of_file(tmp_path / "x.safetensors", stored)
         assert found.keys() == meant.keys()
-        source = mapped(found)["blocks.0.q.weight"]
+        source = open_sources(found)["blocks.0.q.weight"]
         assert source.shape == shape
         for rows in (slice(None), slice(5, 6), slice(40, 96)):
             values = source.read(rows)
@@ -139,7 +139,7 @@ def test_marks_in_the_metadata(tmp_path: Path) -> None:
     tensors = {f"a.{part}": x for part, x in stored.items()}
     layers = {"a": {"format": "int8_tensorwise"}}
     marks = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
-    found = mapped(of_file(tmp_path / "x.safetensors", tensors, **marks))
+    found = open_sources(of_file(tmp_path / "x.safetensors", tensors, **marks))
     assert torch.equal(found["a.weight"].read(slice(None)), meant)
 
 
@@ -165,7 +165,7 @@ def test_a_folder_of_modelopt(tiny: Any, tmp_path: Path, one_thread: None) -> No
 def test_the_text_encoder_in_one_file(tiny: Any, tmp_path: Path) -> None:
     """transformers' names, FP8 with scales, and the tokenizer's bytes beside them."""
     state = torch.load(tiny("t2v-1.3B") / "models_t5_umt5-xxl-enc-bf16.pth")
-    stored, meant = written({t5_transformers_name(k): x for k, x in state.items()}, "float8")
+    stored, meant = written({rename_t5_to_transformers(k): x for k, x in state.items()}, "float8")
     stored = {n.replace("weight_scale", "scale_weight"): x for n, x in stored.items()}
     stored = {name: x for name, x in stored.items() if "comfy_quant" not in name}
     stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
@@ -248,4 +248,4 @@ def test_int8_without_a_mark_is_refused(tiny: Any, tmp_path: Path) -> None:
     stored, _ = written(load_file(file), "int8")
     save_file({name: x for name, x in stored.items() if "comfy_quant" not in name}, file)
     with pytest.raises(InputError, match="is stored as I8"):
-        describe(folder)
+        inspect_checkpoint(folder)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.pipelines import planned
 from wan import host
-from wan.checkpoint.layout import published
+from wan.checkpoint.layout import make_reference_checkpoint
 from wan.pipeline import memory
 from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
@@ -22,7 +22,7 @@ from wan.settings.request import Request, make_request
 
 def hd(device: str) -> tuple[Setup, Request]:
     preset = PRESETS["t2v-A14B"]
-    setup, _ = make_setup({"device": device}, preset, published(preset), world=1)
+    setup, _ = make_setup({"device": device}, preset, make_reference_checkpoint(preset), world=1)
     return setup, make_request(preset, {"prompt": "", "size": (1280, 720)})
 
 

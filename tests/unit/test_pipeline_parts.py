@@ -88,7 +88,7 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
             clip.make_clip_spec(path).load(
                 device=torch.device("cpu"),
                 dtype_of=lambda *_: torch.float32,
-                adapt=clip.add_clip_position_ids,
+                transform=clip.add_clip_position_ids,
             )
         )(images)
         for path in (folder, official, tmp_path / "clip.safetensors")

@@ -26,9 +26,9 @@ from tests.pipelines import on_cpu
 from tests.refusals import check_refusals, said
 from tools import quantize_dit
 from tools.quantize_dit import quantize
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import rotations
-from wan.checkpoint.quantised import QuantisedDit, check_device, resolve
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import load_rotations
+from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device, read_quantized_dit
 from wan.kernels.int8_linear import W8A8Linear, multiply_padded, quantize_per_token
 from wan.modules.model import WanModel
 from wan.pipeline.pipeline import Inputs
@@ -66,9 +66,9 @@ def broken(export: Export, tmp_path: Path) -> Path:
     return Path(shutil.copytree(export(fa="fp8"), tmp_path / "broken"))
 
 
-def read(folder: Path, checkpoint: Path, **how: Any) -> QuantisedDit:
+def read(folder: Path, checkpoint: Path, **how: Any) -> QuantizedDit:
     given = {"device": "cpu", "dit_fsdp": False, "fa_quant": None, **how}
-    return resolve(folder, describe(checkpoint), **given)
+    return read_quantized_dit(folder, inspect_checkpoint(checkpoint), **given)
 
 
 # --- the layer
@@ -196,7 +196,7 @@ def test_tool_writes_fp8_attention(tiny: Any, export: Export) -> None:
     folder = export(fa="fp8")
     said = json.loads((folder / DESCRIPTION).read_text())
     assert [said[f"blocks.{i}.self_attn.quant_type"] for i in range(2)] == ["FP8_DYNAMIC"] * 2
-    found = rotations(read(folder, tiny("t2v-1.3B"), fa_quant="fp8"))
+    found = load_rotations(read(folder, tiny("t2v-1.3B"), fa_quant="fp8"))
     assert found.keys() == {("dit", 0), ("dit", 1)}
     for q_rot, k_rot in found.values():
         assert q_rot.dtype == torch.bfloat16 and torch.equal(q_rot, k_rot)
@@ -204,7 +204,7 @@ def test_tool_writes_fp8_attention(tiny: Any, export: Export) -> None:
             torch.equal(q_rot.float() @ q_rot.float().T, torch.eye(8))
             or (q_rot.float() @ q_rot.float().T - torch.eye(8)).abs().max() < 4e-3
         )
-    assert rotations(read(export(), tiny("t2v-1.3B"), fa_quant="fp8")) == {}
+    assert load_rotations(read(export(), tiny("t2v-1.3B"), fa_quant="fp8")) == {}
 
 
 def test_tool_reads_diffusers_folders(tiny: Any, export: Export, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_tool_refuses_and_leaves_nothing(
     # A folder cannot take the place of a link.
     cases |= {f"a link to {name}": [*small, f"link to {name}"] for name in ("empty", "none")}
     # Nothing may be read before.
-    monkeypatch.setattr("wan.checkpoint.load.in_safetensors", None)
+    monkeypatch.setattr("wan.checkpoint.load.map_safetensors", None)
     found = {}
     for name, arguments in cases.items():
         assert quantize_dit.main([str(a) for a in arguments]) == 2, name
@@ -257,7 +257,7 @@ def test_tool_says_what_it_could_not_read(
     """As on a disk that fails between the headers and the tensors."""
     argv = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(tmp_path / "q")]
     for error in (OSError(5, "Input/output error"), SafetensorError("incomplete")):
-        monkeypatch.setattr("wan.checkpoint.load.in_safetensors", mock.Mock(side_effect=error))
+        monkeypatch.setattr("wan.checkpoint.load.map_safetensors", mock.Mock(side_effect=error))
         assert quantize_dit.main(argv) == 2
         text = capsys.readouterr().err
         assert f"{tiny('t2v-1.3B')} cannot be read" in text and "--out" not in text
@@ -268,7 +268,7 @@ def test_tool_interrupted(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupted = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("wan.checkpoint.load.in_safetensors", interrupted)
+    monkeypatch.setattr("wan.checkpoint.load.map_safetensors", interrupted)
     argv = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(tmp_path / "q")]
     assert quantize_dit.main(argv) == 130
     assert "Interrupted; nothing was written.\n" in capsys.readouterr().err
@@ -464,11 +464,11 @@ def test_file_modes_matter_to_npus_only(broken: Path, tiny: Any) -> None:
     assert read(broken, checkpoint, device="npu").algorithms == ("W8A8_DYNAMIC",)
     (broken / WEIGHTS).chmod(0o644)
     loose = read(broken, checkpoint, device="auto")
-    check_device(loose, "cpu")
+    check_export_device(loose, "cpu")
     with pytest.raises(InputError, match=f"mode 0644.*chmod 0640 .*{WEIGHTS}"):
-        check_device(loose, "npu")
+        check_export_device(loose, "npu")
     (broken / WEIGHTS).chmod(0o600)
-    check_device(loose, "npu")
+    check_export_device(loose, "npu")
     (broken / DESCRIPTION).rename(broken / "elsewhere.json")
     (broken / DESCRIPTION).symlink_to(broken / "elsewhere.json")
     with pytest.raises(InputError, match="symbolic link"):

@@ -23,8 +23,8 @@ from tests.refusals import check_refusals, said
 from tools.quantize_dit import quantize
 from wan import WanTI2V, host
 from wan import device as devices
-from wan.checkpoint.load import as_stored, fill
-from wan.checkpoint.source import Source
+from wan.checkpoint.load import keep_sources, load_weights
+from wan.checkpoint.source import TensorSource
 from wan.cli import main as generate
 from wan.modules.animate import WanAnimateModel
 from wan.modules.s2v import WanModel_S2V
@@ -211,26 +211,26 @@ class Counted:
         self.read: Counter[str] = Counter()
         self.sources = {name: self._source(name, x) for name, x in self.plain.named_parameters()}
 
-    def _source(self, name: str, values: Tensor) -> Source:
+    def _source(self, name: str, values: Tensor) -> TensorSource:
         def read(rows: slice) -> Tensor:
             self.read[name] += 1
             return values[rows]
 
-        return Source(values.dtype, tuple(values.shape), read)
+        return TensorSource(values.dtype, tuple(values.shape), read)
 
     def network(
         self,
         resident: int = 0,
         dtype: torch.dtype = torch.float32,
-        sources: dict[str, Source] | None = None,
+        sources: dict[str, TensorSource] | None = None,
     ) -> Sum:
         with torch.device("meta"):
             network = Sum()
         adapt = stream_blocks(
-            as_stored, "blocks", CPU, lambda *_: dtype, lambda *_: resident, table="table"
+            keep_sources, "blocks", CPU, lambda *_: dtype, lambda *_: resident, table="table"
         )
         sources = adapt(network, sources or self.sources)
-        fill(network, sources, device=CPU, dtype_of=lambda *_: dtype, label="sum")
+        load_weights(network, sources, device=CPU, dtype_of=lambda *_: dtype, label="sum")
         return network
 
     def times(self) -> list[int]:
@@ -360,14 +360,14 @@ def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
     with meta:
         network = Beside().requires_grad_(False)
     sources = {
-        name: Source(x.dtype, tuple(x.shape), lambda rows, x=x: x[rows])
+        name: TensorSource(x.dtype, tuple(x.shape), lambda rows, x=x: x[rows])
         for name, x in Beside().named_parameters()
     }
     adapt = stream_blocks(
-        *(as_stored, "blocks", meta, lambda *_: torch.float32),
+        *(keep_sources, "blocks", meta, lambda *_: torch.float32),
         adapter_modules=lambda network, layer: network.behind(layer),
     )
-    fill(
+    load_weights(
         network,
         adapt(network, sources),
         device=meta,

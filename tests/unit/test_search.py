@@ -22,9 +22,9 @@ from tests import gguf_files
 from tests.conftest import slow
 from tests.pipelines import composed, latents
 from tests.refusals import check_refusals, said
-from wan.checkpoint.keymaps import t5_transformers_name
-from wan.checkpoint.layout import describe
-from wan.checkpoint.vocabulary import vocabulary
+from wan.checkpoint.embedded_tokenizer import read_embedded_tokenizer
+from wan.checkpoint.keymaps import rename_t5_to_transformers
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline import text
 from wan.planner import report
 from wan.planner.measure import Planner
@@ -62,7 +62,7 @@ def comfy(source: Path, root: Path, dits: str = "diffusion_models") -> Path:
         file = f"wan2.2_{name.get(network.name, 'ti2v_5B')}_fp16.safetensors"
         save(state(network), root / dits / file)
     encoder = state(next(source.glob("models_t5*")))
-    named = {t5_transformers_name(name): tensor for name, tensor in encoder.items()}
+    named = {rename_t5_to_transformers(name): tensor for name, tensor in encoder.items()}
     save(named, root / "text_encoders" / TEXT)
     for stem, name in VAES.items():
         for file in source.glob(f"{stem}.*"):
@@ -242,7 +242,7 @@ def test_a_files_name_says_its_expert_before_its_folders(
         inside.mkdir(parents=True)
         (inside / file.name).symlink_to(file)
         shutil.copy(tree / "diffusion_models" / "config.json", inside)
-    experts = describe(root).experts
+    experts = inspect_checkpoint(root).experts
     files = {name: {x.file.name for x in dit.tensors.values()} for name, dit in experts.items()}
     for name, (file_name,) in files.items():
         assert name in file_name
@@ -353,7 +353,7 @@ def test_a_tree_without_a_tokenizers_folder(
     converted = T5Tokenizer.from_pretrained(spiece.parent, extra_ids=2)
     converted.save_pretrained(with_folder / "tokenizer")
     words = ("--task", "t2v-A14B", *WORDS)
-    assert describe(root).tokenizer == root / "text_encoders" / TEXT
+    assert inspect_checkpoint(root).tokenizer == root / "text_encoders" / TEXT
     assert torch.equal(latents(root, *words), latents(with_folder, *words))
 
 
@@ -424,13 +424,13 @@ def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path)
     path = tmp_path / "x.safetensors"
     for name, piece_ in ODD.items():
         save_file({"spiece_model": torch.tensor(list(FIRST + piece_), dtype=torch.uint8)}, path)
-        found[name] = said(vocabulary, path)
+        found[name] = said(read_embedded_tokenizer, path)
     usual: dict[str, Any] = {"tokens": ["<pad>", "</s>", "<unk>"], "scores": [0.0, 0.0, 0.0]}
     usual["token_type"] = [3, 3, 2]
-    assert not said(vocabulary, gguf_tokenizer(tmp_path / "x.gguf", usual))
+    assert not said(read_embedded_tokenizer, gguf_tokenizer(tmp_path / "x.gguf", usual))
     for changed in STRANGE:
         path = gguf_tokenizer(tmp_path / "x.gguf", usual | changed)
-        found[str(changed)] = said(vocabulary, path)
+        found[str(changed)] = said(read_embedded_tokenizer, path)
     sentence = re.compile(r"\S+ holds a damaged tokenizer \(.+\); download it again\.")
     assert not {name: words for name, words in found.items() if not sentence.fullmatch(words)}
 
@@ -452,4 +452,4 @@ def test_rules_of_a_tokenizer_in_gguf_are_bytes_with_or_without_a_sign(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert vocabulary(path).charsmap == rules
+    assert read_embedded_tokenizer(path).precompiled_charsmap == rules

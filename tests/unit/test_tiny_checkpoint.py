@@ -95,12 +95,12 @@ def official_tensors(folder: Path, task: str, layout: str) -> dict[str, Tensor]:
         t5 = torch.load(folder / "models_t5_umt5-xxl-enc-bf16.pth", weights_only=True)
     else:
         vae, t5 = (safetensors_in(folder / part) for part in ("vae", "text_encoder"))
-        vae = {keymaps.vae_official_name(k, VAE[task] == "2.2"): t for k, t in vae.items()}
-        t5 = {keymaps.t5_official_name(k): t for k, t in t5.items()}
+        vae = {keymaps.rename_vae_to_official(k, VAE[task] == "2.2"): t for k, t in vae.items()}
+        t5 = {keymaps.rename_t5_to_official(k): t for k, t in t5.items()}
     parts = {"vae": vae, "t5": t5}
     for number, dit in enumerate(DITS[layout]["A14B" in task]):
         state = safetensors_in(folder / dit)
-        parts[f"dit{number}"] = {keymaps.dit_official_name(k): t for k, t in state.items()}
+        parts[f"dit{number}"] = {keymaps.rename_dit_to_official(k): t for k, t in state.items()}
     return {f"{part}/{k}": t for part, state in parts.items() for k, t in state.items()}
 
 
@@ -159,7 +159,7 @@ def test_diffusers_loads_its_folder(make: Make, task: str):
 def test_official_vae_decodes_to_images_that_are_not_saturated(make: Make, task: str):
     vae = diffusers.AutoencoderKLWan.from_pretrained(make(task, "diffusers") / "vae")
     state = torch.load(make(task, "official") / f"Wan{VAE[task]}_VAE.pth", weights_only=True)
-    vae.load_state_dict({keymaps.vae_diffusers_name(name): t for name, t in state.items()})
+    vae.load_state_dict({keymaps.rename_vae_to_diffusers(name): t for name, t in state.items()})
     z = vae.config.z_dim
     assert (z, vae.config.latents_mean[0]) == (
         (48, -0.2289) if task == "ti2v-5B" else (16, -0.7571)

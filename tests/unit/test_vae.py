@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from tests.conftest import slow
-from wan.checkpoint.keymaps import vae_diffusers_name
+from wan.checkpoint.keymaps import rename_vae_to_diffusers
 from wan.pipeline.vae import LATENT_STATISTICS, FrameCollector, VideoVAE
 from wan.vae import tiles
 from wan.vae.network import VERSIONS, Autoencoder
@@ -38,7 +38,7 @@ def pair(tiny):
     def load(version: str) -> tuple[Any, Autoencoder]:
         task, file = FILES[version]
         state = torch.load(tiny(task) / file, weights_only=True)
-        state = {vae_diffusers_name(name): tensor for name, tensor in state.items()}
+        state = {rename_vae_to_diffusers(name): tensor for name, tensor in state.items()}
         their = theirs(version, 8, 8 if version == "2.1" else 10)
         their.load_state_dict(state)
         our = Autoencoder(version, 8, 8 if version == "2.1" else 10).eval().requires_grad_(False)

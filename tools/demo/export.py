@@ -81,8 +81,8 @@ def _write_dits(state: Path, folder: Path, kind: str) -> None:
 
 def _write_shared(state: Path, folder: Path) -> None:
     vae = torch.load(state / "vae_official.pt", weights_only=True)
-    _save(vae, folder / _VAE, lambda name: keymaps.vae_official_name(name, residual=False))
-    _save(trained_weights(state), folder / _TEXT, keymaps.t5_official_name)
+    _save(vae, folder / _VAE, lambda name: keymaps.rename_vae_to_official(name, residual=False))
+    _save(trained_weights(state), folder / _TEXT, keymaps.rename_t5_to_official)
     write_tokenizer(folder / _TOKENIZER, tokenizer())
 
 

@@ -21,7 +21,7 @@ from tests.gguf_files import with_gguf
 from tools.demo.evaluate import rows
 from tools.quantize_dit import quantize
 from wan import WanT2V, log
-from wan.checkpoint.quantised import FOLDERS
+from wan.checkpoint.w8a8_export import FOLDERS
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.output_files import write_folder

@@ -79,7 +79,9 @@ def _video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[
     held = bench.peak(timed)
     figures = [Figure("time", taken, "s"), gigabytes("memory without weights", held)]
     if held is not None and verb == "decode":
-        setup = replace(case(bench).setup, preset=preset, checkpoint=layout.published(preset))
+        setup = replace(
+            case(bench).setup, preset=preset, checkpoint=layout.make_reference_checkpoint(preset)
+        )
         planned = Planner(setup, request).stage_memory()["decoding"]
         most = planned.total() - planned["VAE weights"] - given.nbytes
         figures.append(Figure("measured / planned", held / most, "", PLAN))

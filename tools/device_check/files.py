@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tools.device_check.bench import Bench
 from tools.device_check.steps import SLOW, Figure, Measured, UnavailableError, error, line, share
-from wan.checkpoint.load import Blueprint, dit_dtypes, stored
+from wan.checkpoint.load import ModelSpec, make_dit_dtype_rule, read_headers
 from wan.modules.model import WanModel
 from wan.pipeline.pipeline import Experts
 
@@ -52,9 +52,9 @@ def _bytes(model: WanModel) -> int:
     return sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
 
 
-def _blueprint(bench: Bench, path: Path) -> Blueprint[WanModel]:
+def _blueprint(bench: Bench, path: Path) -> ModelSpec[WanModel]:
     made = partial(WanModel, **_config(bench))
-    return Blueprint("DiT", made, stored(path, lambda name: name), path)
+    return ModelSpec("DiT", made, read_headers(path, lambda name: name), path)
 
 
 def _forget(path: Path) -> None:
@@ -102,7 +102,7 @@ def loading(bench: Bench) -> Measured:
         blueprint.check()
         compute = torch.bfloat16 if bench.device.type != "cpu" else torch.float32
         start = time.perf_counter()
-        model = blueprint.load(device=bench.place, dtype_of=dit_dtypes(compute, False))
+        model = blueprint.load(device=bench.place, dtype_of=make_dit_dtype_rule(compute, False))
         bench.device.synchronize()
         taken, size = time.perf_counter() - start, path.stat().st_size
         kept, far = load_file(path), 0.0
@@ -159,7 +159,7 @@ def experts(bench: Bench) -> Measured:
     path = _written(bench, "bf16")
 
     def load(_: str) -> WanModel:
-        dtype_of = dit_dtypes(torch.bfloat16, convert_all=True)
+        dtype_of = make_dit_dtype_rule(torch.bfloat16, convert_all=True)
         return _blueprint(bench, path).load(device=bench.place, dtype_of=dtype_of)
 
     def held() -> int:

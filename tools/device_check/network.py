@@ -24,9 +24,9 @@ from benchmarks import common
 from tools.device_check import steps
 from tools.device_check.bench import Bench, distance, ranks_text
 from tools.device_check.steps import SLOW, Figure, Measured, error, gigabytes, line, milliseconds
-from wan.checkpoint.layout import published
-from wan.checkpoint.load import UNSHARDED, dit_dtypes, fill
-from wan.checkpoint.source import Source
+from wan.checkpoint.layout import make_reference_checkpoint
+from wan.checkpoint.load import UNSHARDED, load_weights, make_dit_dtype_rule
+from wan.checkpoint.source import TensorSource
 from wan.distributed import mesh
 from wan.distributed.fsdp import FsdpSharding
 from wan.distributed.mesh import ParallelGroups
@@ -98,7 +98,7 @@ class Case:
         """Make random weights on the device, equal on all ranks: norms near 1, biases near 0."""
         with torch.device("meta"):
             parameters = WanModel(**self.config).named_parameters()
-        dtype_of, found = dit_dtypes(torch.bfloat16, False), Weights()
+        dtype_of, found = make_dit_dtype_rule(torch.bfloat16, False), Weights()
         torch.manual_seed(0)
         for name, given in parameters:
             values = self.bench.randn(*given.shape, dtype=dtype_of(name, given.dtype))
@@ -146,7 +146,9 @@ def case(bench: Bench) -> Case:
     kind, name = bench.device.type, bench.device.can.name
     execution = Execution(device=kind, precision="bf16", text_kv_cache=False)
     chip = name if name in CHIPS else None
-    setup = Setup(preset, published(preset), execution, Parallel(), Attention(), chip=chip)
+    setup = Setup(
+        preset, make_reference_checkpoint(preset), execution, Parallel(), Attention(), chip=chip
+    )
     size, frames = ((1280, 720), 81) if bench.large else ((192, 128), 9)
     values = {"size": size, "frame_num": frames, "prompt": "", "base_seed": 0}
     return Case(bench, setup, make_request(preset, values))
@@ -307,7 +309,7 @@ def layers(bench: Bench) -> Measured:
     want = given.call(model).cpu()
     alone = bench.seconds(lambda: given.call(model), 1)
     yield line("one device", milliseconds(alone / LAYERS, "a layer"))
-    for parallel in topologies(bench, of.setup.checkpoint.heads):
+    for parallel in topologies(bench, of.setup.checkpoint.num_heads):
         team = mesh.make_parallel_groups(bench.device, parallel.sizes)
         ways = {MODES[0].name: parallel}
         if parallel.ulysses_size > 1:
@@ -419,15 +421,19 @@ def fsdp(bench: Bench) -> Measured:
     of = case(bench)
     given = of.inputs((5, 16, 16) if bench.large else SMALL)
     weights = {name: x.cpu() for name, x in of.weights().items()}
-    stored = {name: Source(x.dtype, tuple(x.shape), x.__getitem__) for name, x in weights.items()}
+    stored = {
+        name: TensorSource(x.dtype, tuple(x.shape), x.__getitem__) for name, x in weights.items()
+    }
 
     def differ(convert: bool) -> list[Figure]:
         assert bench.team is not None, "the step is carried out together"
-        outs, dtype_of = [], dit_dtypes(torch.bfloat16, convert)
+        outs, dtype_of = [], make_dit_dtype_rule(torch.bfloat16, convert)
         sharding = FsdpSharding(bench.team.world_mesh(), lambda network: network.blocks)
         for where in (UNSHARDED, sharding):
             model, place = of.empty(), bench.place
-            fill(model, stored, device=place, dtype_of=dtype_of, label="DiT", sharding=where)
+            load_weights(
+                model, stored, device=place, dtype_of=dtype_of, label="DiT", sharding=where
+            )
             outs.append(given.call(model).cpu())
         return [Figure("values that differ", int((outs[0] != outs[1]).sum()), "", 0)]
 

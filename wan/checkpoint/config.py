@@ -15,11 +15,11 @@ from wan.settings.values import shown
 
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
 MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate", "vace")
-SOUND = "casual_audio_encoder.weights"  # a key only S2V has; "casual" is the official spelling
-FACE = "face_adapter.fuser_blocks.0.linear1_q.weight"  # a key only Animate has
-CONTROL = "vace_patch_embedding.weight"  # a key only VACE has
-IN_BLOCKS = ("blocks.", "vace_blocks.")  # key prefixes of the transformer blocks
-_HEAD_SIZE = "face_adapter.fuser_blocks.0.q_norm.weight"
+S2V_KEY = "casual_audio_encoder.weights"  # a key only S2V has; "casual" is the official spelling
+ANIMATE_KEY = "face_adapter.fuser_blocks.0.linear1_q.weight"  # a key only Animate has
+VACE_KEY = "vace_patch_embedding.weight"  # a key only VACE has
+BLOCK_PREFIXES = ("blocks.", "vace_blocks.")  # key prefixes of the transformer blocks
+_HEAD_DIM_KEY = "face_adapter.fuser_blocks.0.q_norm.weight"
 
 
 class DitConfig(TypedDict):
@@ -44,7 +44,7 @@ class DitConfig(TypedDict):
     image_positions: int
 
 
-class SoundConfig(DitConfig):
+class S2VConfig(DitConfig):
     """The constructor arguments of S2V's network."""
 
     audio_dim: int
@@ -52,19 +52,19 @@ class SoundConfig(DitConfig):
     audio_inject_layers: tuple[int, ...]
 
 
-class ControlConfig(DitConfig):
+class VaceConfig(DitConfig):
     """The constructor arguments of VACE's network."""
 
     vace_layers: tuple[int, ...]
     vace_in_dim: int
 
 
-def control_layers(config: DitConfig) -> tuple[int, ...]:
+def get_vace_layers(config: DitConfig) -> tuple[int, ...]:
     """Returns the indices of the blocks that take a VACE hint; () for other networks."""
-    return cast(ControlConfig, config).get("vace_layers", ())
+    return cast(VaceConfig, config).get("vace_layers", ())
 
 
-def published_config(preset: Preset) -> DitConfig:
+def make_reference_dit_config(preset: Preset) -> DitConfig:
     """Returns the configuration of a task's published networks."""
     config = {
         **_DEFAULTS,
@@ -86,8 +86,12 @@ def published_config(preset: Preset) -> DitConfig:
         "image_positions": 514 if preset.images == 2 else 0,
     }
     if preset.kind == "s2v":
-        sound = {"audio_dim": 1024, "num_audio_token": 4, "audio_inject_layers": INJECT_LAYERS}
-        config |= sound
+        audio_config = {
+            "audio_dim": 1024,
+            "num_audio_token": 4,
+            "audio_inject_layers": INJECT_LAYERS,
+        }
+        config |= audio_config
     if preset.kind == "vace":
         layers = tuple(range(0, preset.num_layers, preset.control_every))
         config |= {"vace_layers": layers, "vace_in_dim": CONTROL_CHANNELS}
@@ -96,7 +100,7 @@ def published_config(preset: Preset) -> DitConfig:
 
 # A config.json must agree with the tensor shapes; _RULES check the values that no shape shows.
 
-_SHAPES = {  # key -> (tensor, its number of dimensions, the dimension that has the value)
+_CONFIG_FROM_SHAPES = {  # key -> (tensor, its number of dimensions, the dimension that has the value)
     "dim": ("patch_embedding.weight", 5, 0),
     "in_dim": ("patch_embedding.weight", 5, 1),
     "ffn_dim": ("blocks.0.ffn.0.weight", 2, 0),
@@ -104,7 +108,10 @@ _SHAPES = {  # key -> (tensor, its number of dimensions, the dimension that has 
     "text_dim": ("text_embedding.0.weight", 2, 1),
     "out_dim": ("head.head.weight", 2, 0),  # out_dim * prod(patch_size)
 }
-_IMAGE = {"image_dim": ("img_emb.proj.1.weight", 1), "image_positions": ("img_emb.emb_pos", 1)}
+_IMAGE_SHAPES = {
+    "image_dim": ("img_emb.proj.1.weight", 1),
+    "image_positions": ("img_emb.emb_pos", 1),
+}
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model_type": (lambda value: value in MODEL_TYPES, ", ".join(MODEL_TYPES)),
     "num_heads": (lambda value: type(value) is int and 1 <= value <= 1024, "from 1 to 1024"),
@@ -112,103 +119,111 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "window_size": (lambda value: value == [-1, -1], "[-1, -1], all of the video"),
     "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
 }
-_CLASSES = (
+_CLASS_NAMES = (
     *("WanModel", "WanModel_S2V", "WanAnimateModel", "VaceWanModel"),
     *("WanTransformer3DModel", "WanAnimateTransformer3DModel", "WanVACETransformer3DModel"),
 )
-_VACE = "vace_blocks."
+_VACE_PREFIX = "vace_blocks."
 _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
 
-def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
+def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
     """Returns the configuration of a DiT.
 
     Raises:
         InputError: The config.json is damaged or does not agree with the tensors.
     """
-    told = _told_by_shapes(folder, tensors)
+    shape_config = _infer_config_from_shapes(folder, tensors)
     path = folder / "config.json"
-    stated = _stated(path) if path.is_file() else {}
-    for key, value in told.items():
-        said = stated.get(key, value)
-        if type(said) is not type(value) or said != value:
-            why = f"is {shown(said)}, but the tensors' shapes give {shown(value)}"
+    config_json = _read_config_json(path) if path.is_file() else {}
+    for key, value in shape_config.items():
+        json_value = config_json.get(key, value)
+        if type(json_value) is not type(value) or json_value != value:
+            why = f"is {shown(json_value)}, but the tensors' shapes give {shown(value)}"
             raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
-    for key, (fits, allowed) in _RULES.items():
-        if key in stated and not fits(stated[key]):
-            raise _damaged(path, key, stated[key], allowed)
-    kind = kind_of(tensors, told["in_dim"]) or "t2v"
-    said = stated.get("model_type", kind)
-    if said != kind and (said == "vace" or {said, kind} & {"s2v", "animate"}):
-        why = f"is {shown(said)}, but the tensors are those of {kind}"
+    for key, (is_valid, allowed) in _RULES.items():
+        if key in config_json and not is_valid(config_json[key]):
+            raise _make_config_error(path, key, config_json[key], allowed)
+    kind = detect_kind(tensors, shape_config["in_dim"]) or "t2v"
+    json_value = config_json.get("model_type", kind)
+    if json_value != kind and (json_value == "vace" or {json_value, kind} & {"s2v", "animate"}):
+        why = f"is {shown(json_value)}, but the tensors are those of {kind}"
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
-    if not stated:
-        _check_blocks(folder, told)
-    heads = max(told["dim"] // 128, 1)  # all published networks have 128 channels per head
-    free = {key: stated[key] for key in _RULES if key in stated}
-    config = {**_DEFAULTS, "model_type": kind, "num_heads": heads, **free, **told}
-    dim, heads = config["dim"], config["num_heads"]
-    if heads < 1 or dim % (2 * heads):
-        why = f"is {heads}, but {dim} channels are not {heads} heads of an even size"
+    if not config_json:
+        _check_blocks(folder, shape_config)
+    num_heads = max(
+        shape_config["dim"] // 128, 1
+    )  # all published networks have 128 channels per head
+    overrides = {key: config_json[key] for key in _RULES if key in config_json}
+    config = {**_DEFAULTS, "model_type": kind, "num_heads": num_heads, **overrides, **shape_config}
+    dim, num_heads = config["dim"], config["num_heads"]
+    if num_heads < 1 or dim % (2 * num_heads):
+        why = f"is {num_heads}, but {dim} channels are not {num_heads} heads of an even size"
         raise InputError(f"{path}: num_heads", None, why, "download config.json again")
     if kind == "s2v":
-        config |= _sound_config(path, tensors, config)
+        config |= _read_s2v_config(path, tensors, config)
     if kind == "vace":
-        config |= _control_config(path, tensors, config["num_layers"])
+        config |= _read_vace_config(path, tensors, config["num_layers"])
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
     return cast(DitConfig, frozen)
 
 
-def _check_blocks(folder: Path, told: Mapping[str, Any]) -> None:
+def _check_blocks(folder: Path, shape_config: Mapping[str, Any]) -> None:
     """Refuses a network that has fewer blocks than the published one of the same dimensions."""
-    sizes = told["dim"], told["ffn_dim"]
-    counts = {one.num_layers for one in PRESETS.values() if (one.dim, one.ffn_dim) == sizes}
-    if counts and told["num_layers"] < min(counts):
-        why = f"has {told['num_layers']} blocks, and Wan's networks of these sizes {min(counts)}"
+    sizes = shape_config["dim"], shape_config["ffn_dim"]
+    block_counts = {
+        preset.num_layers for preset in PRESETS.values() if (preset.dim, preset.ffn_dim) == sizes
+    }
+    if block_counts and shape_config["num_layers"] < min(block_counts):
+        why = f"has {shape_config['num_layers']} blocks, and Wan's networks of these sizes {min(block_counts)}"
         remedy = "give all of its files, or put its config.json into the same folder"
         raise InputError(f"{folder}", None, why, remedy)
 
 
-def kind_of(tensors: Collection[str], in_dim: int) -> str | None:
+def detect_kind(tensors: Collection[str], in_dim: int) -> str | None:
     """Returns the kind of a network by its tensor names and input channels; None if unknown."""
-    special = {SOUND: "s2v", FACE: "animate", CONTROL: "vace"}
-    return next((kind for name, kind in special.items() if name in tensors), KINDS.get(in_dim))
+    kind_keys = {S2V_KEY: "s2v", ANIMATE_KEY: "animate", VACE_KEY: "vace"}
+    return next((kind for name, kind in kind_keys.items() if name in tensors), KINDS.get(in_dim))
 
 
-def _sound_config(
+def _read_s2v_config(
     path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments that only S2V's network has."""
-    stated = read_json(path) if path.is_file() else {}
+    config_json = read_json(path) if path.is_file() else {}
     for key, value in STATED.items():
-        if stated.get(key, value) != value:
-            raise _damaged(path, key, stated[key], f"{shown(value)}, as in the published network")
-    local = tensors.get("casual_audio_encoder.encoder.conv1_local.conv.weight")
+        if config_json.get(key, value) != value:
+            raise _make_config_error(
+                path, key, config_json[key], f"{shown(value)}, as in the published network"
+            )
+    conv_weight = tensors.get("casual_audio_encoder.encoder.conv1_local.conv.weight")
     injectors = {
         name.split(".")[2] for name in tensors if name.startswith("audio_injector.injector.")
     }
-    tokens = 0 if local is None else local.shape[0] // max(config["dim"] // 4, 1)
-    if local is None or not tokens or not injectors:
+    num_audio_tokens = (
+        0 if conv_weight is None else conv_weight.shape[0] // max(config["dim"] // 4, 1)
+    )
+    if conv_weight is None or not num_audio_tokens or not injectors:
         why = "lacks tensors of the audio encoder or audio injectors of S2V"
         raise InputError(f"{path.parent}", None, why, "download it again")
-    told = {"audio_dim": local.shape[1], "num_audio_token": tokens}
-    for key, value in told.items():
-        if stated.get(key, value) != value:
-            why = f"is {shown(stated[key])}, but the tensors' shapes give {value}"
+    shape_config = {"audio_dim": conv_weight.shape[1], "num_audio_token": num_audio_tokens}
+    for key, value in shape_config.items():
+        if config_json.get(key, value) != value:
+            why = f"is {shown(config_json[key])}, but the tensors' shapes give {value}"
             raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
-    layers = stated.get("audio_inject_layers", INJECT_LAYERS)
-    whole = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
+    layers = config_json.get("audio_inject_layers", INJECT_LAYERS)
+    is_int_list = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
     if (
-        not whole
+        not is_int_list
         or len({*layers}) != len(injectors)
         or not 0 <= min(layers) <= max(layers) < config["num_layers"]
     ):
         allowed = f"{len(injectors)} different layers below {config['num_layers']}"
-        raise _damaged(path, "audio_inject_layers", layers, allowed)
-    return told | {"audio_inject_layers": tuple(sorted(layers))}
+        raise _make_config_error(path, "audio_inject_layers", layers, allowed)
+    return shape_config | {"audio_inject_layers": tuple(sorted(layers))}
 
 
-def _control_config(
+def _read_vace_config(
     path: Path, tensors: Mapping[str, TensorInfo], num_layers: int
 ) -> dict[str, Any]:
     """Returns the arguments that only VACE's network has.
@@ -216,64 +231,78 @@ def _control_config(
     If config.json has no `vace_layers`, the control blocks are spaced evenly over the layers, as in
     all published networks.
     """
-    stated = read_json(path) if path.is_file() else {}
-    shape, names = tensors[CONTROL].shape, {n.split(".")[1] for n in tensors if n.startswith(_VACE)}
-    count = len(names)
-    if len(shape) != 5 or not count or names != {str(index) for index in range(count)}:
+    config_json = read_json(path) if path.is_file() else {}
+    shape, block_ids = (
+        tensors[VACE_KEY].shape,
+        {n.split(".")[1] for n in tensors if n.startswith(_VACE_PREFIX)},
+    )
+    num_control_blocks = len(block_ids)
+    if (
+        len(shape) != 5
+        or not num_control_blocks
+        or block_ids != {str(index) for index in range(num_control_blocks)}
+    ):
         why = "lacks tensors of the control blocks of VACE"
         raise InputError(f"{path.parent}", None, why, "download it again")
-    if stated.get("vace_in_dim") not in (None, shape[1]):
-        why = f"is {shown(stated['vace_in_dim'])}, but the tensors' shapes give {shape[1]}"
+    if config_json.get("vace_in_dim") not in (None, shape[1]):
+        why = f"is {shown(config_json['vace_in_dim'])}, but the tensors' shapes give {shape[1]}"
         remedy = "download config.json and weights again"
         raise InputError(f"{path}: vace_in_dim", None, why, remedy)
-    layers = stated.get("vace_layers")
+    layers = config_json.get("vace_layers")
     if layers is None:
-        layers = list(range(0, num_layers, max(1, num_layers // count)))[:count]
-    whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    if not whole or len({*layers}) != count or min(layers) != 0 or max(layers) >= num_layers:
-        allowed = f"{count} different layers below {num_layers}, of which 0 is one"
-        raise _damaged(path, "vace_layers", layers, allowed)
+        layers = list(range(0, num_layers, max(1, num_layers // num_control_blocks)))[
+            :num_control_blocks
+        ]
+    is_int_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if (
+        not is_int_list
+        or len({*layers}) != num_control_blocks
+        or min(layers) != 0
+        or max(layers) >= num_layers
+    ):
+        allowed = f"{num_control_blocks} different layers below {num_layers}, of which 0 is one"
+        raise _make_config_error(path, "vace_layers", layers, allowed)
     return {"vace_layers": tuple(sorted(layers)), "vace_in_dim": shape[1]}
 
 
-def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+def _infer_config_from_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """Infers a configuration from tensor shapes, with JSON's types.
 
     Only Animate's tensors show the number of heads.
     """
-    told: dict[str, Any] = {}
-    for key, (name, rank, axis) in _SHAPES.items():
+    config: dict[str, Any] = {}
+    for key, (name, rank, axis) in _CONFIG_FROM_SHAPES.items():
         shape = tensors[name].shape if name in tensors else ()
         if len(shape) != rank or 0 in shape:
             why = f"holds no Wan DiT (no {name} of {rank} dimensions)"
             raise InputError(f"{folder}", None, why, "check `ckpt_dir`")
-        told[key] = shape[axis]
-    told["patch_size"] = list(tensors["patch_embedding.weight"].shape[2:])
-    told["out_dim"] //= prod(told["patch_size"])
-    layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
-    told["num_layers"] = len(layers)
-    if layers != {str(index) for index in range(len(layers))}:
+        config[key] = shape[axis]
+    config["patch_size"] = list(tensors["patch_embedding.weight"].shape[2:])
+    config["out_dim"] //= prod(config["patch_size"])
+    block_ids = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    config["num_layers"] = len(block_ids)
+    if block_ids != {str(index) for index in range(len(block_ids))}:
         why = "lacks one of the blocks of its network"
         raise InputError(f"{folder}", None, why, "download it again")
-    told["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
-    told["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
-    if (own := tensors.get(_HEAD_SIZE)) is not None and all(own.shape):
-        told["num_heads"] = told["dim"] // own.shape[0]
-    for key, (name, axis) in _IMAGE.items():
-        told[key] = tensors[name].shape[axis] if name in tensors else 0
-    return told
+    config["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
+    config["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
+    if (norm_weight := tensors.get(_HEAD_DIM_KEY)) is not None and all(norm_weight.shape):
+        config["num_heads"] = config["dim"] // norm_weight.shape[0]
+    for key, (name, axis) in _IMAGE_SHAPES.items():
+        config[key] = tensors[name].shape[axis] if name in tensors else 0
+    return config
 
 
-def _stated(path: Path) -> dict[str, Any]:
+def _read_config_json(path: Path) -> dict[str, Any]:
     """Reads an official or diffusers config.json and returns it under the official names."""
     raw = read_json(path)
-    if (kind := raw.get("_class_name", _CLASSES[0])) not in _CLASSES:
-        why = f"is of the class {shown(kind)}, which is not supported"
-        raise InputError(str(path), None, why, f"{', '.join(_CLASSES)} are")
+    if (class_name := raw.get("_class_name", _CLASS_NAMES[0])) not in _CLASS_NAMES:
+        why = f"is of the class {shown(class_name)}, which is not supported"
+        raise InputError(str(path), None, why, f"{', '.join(_CLASS_NAMES)} are")
     if "num_attention_heads" in raw:
         for key in ("num_attention_heads", "attention_head_dim"):
             if type(raw.get(key)) is not int:
-                raise _damaged(path, key, raw.get(key), "a whole number")
+                raise _make_config_error(path, key, raw.get(key), "a whole number")
         raw |= {
             "num_heads": raw["num_attention_heads"],
             "dim": raw["num_attention_heads"] * raw["attention_head_dim"],
@@ -286,6 +315,6 @@ def _stated(path: Path) -> dict[str, Any]:
     return {key: raw[key] for key in DitConfig.__annotations__ if key in raw}
 
 
-def _damaged(path: Path, key: str, value: object, allowed: str) -> InputError:
+def _make_config_error(path: Path, key: str, value: object, allowed: str) -> InputError:
     why = f"is {shown(value)}, but must be {allowed}"
     return InputError(f"{path}: {key}", None, why, "download config.json again")

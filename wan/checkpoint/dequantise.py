@@ -18,7 +18,7 @@ from torch import Tensor
 from wan.checkpoint.files import FP8, GGUF
 
 
-def dequantise(kind: str, stored: Tensor) -> Tensor:
+def dequantize_gguf(qtype: str, data: Tensor) -> Tensor:
     """Dequantizes whole GGUF blocks.
 
     Args:
@@ -28,21 +28,21 @@ def dequantise(kind: str, stored: Tensor) -> Tensor:
     Returns:
         The values, float32 [rows, columns].
     """
-    blocks = stored.view(torch.uint8).reshape(-1, GGUF[kind][1])
-    return _VALUES[kind](blocks).view(len(stored), -1)
+    blocks = data.view(torch.uint8).reshape(-1, GGUF[qtype][1])
+    return _DEQUANTIZERS[qtype](blocks).view(len(data), -1)
 
 
-def _parts(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+def _split_blocks(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
     """Splits blocks [B,bytes] along their bytes."""
     return blocks.split(sizes, dim=1)
 
 
-def _float(half: Tensor) -> Tensor:
+def _read_float16(data: Tensor) -> Tensor:
     """Converts float16 stored as two bytes [B,2] to float32 [B,1]."""
-    return half.contiguous().view(torch.float16).float()
+    return data.contiguous().view(torch.float16).float()
 
 
-def _unpacked(packed: Tensor, width: int, bits: int) -> Tensor:
+def _unpack_bits(packed: Tensor, width: int, bits: int) -> Tensor:
     """Unpacks values of 1, 2 or 4 bits to uint8 [B,V].
 
     Each group of `width` bytes holds first the values in the lowest bits of all its bytes, then
@@ -53,84 +53,86 @@ def _unpacked(packed: Tensor, width: int, bits: int) -> Tensor:
     return values.bitwise_and_((1 << bits) - 1).view(len(packed), -1)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    scale, values = _parts(blocks, 2, 32)
-    return values.contiguous().view(torch.int8).float() * _float(scale)
+def _dequantize_q8_0(blocks: Tensor) -> Tensor:
+    scale, values = _split_blocks(blocks, 2, 32)
+    return values.contiguous().view(torch.int8).float() * _read_float16(scale)
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    scale, low = _parts(blocks, 2, 16)
-    return _float(scale) * (_unpacked(low, 16, 4).float() - 8)
+def _dequantize_q4_0(blocks: Tensor) -> Tensor:
+    scale, low_bits = _split_blocks(blocks, 2, 16)
+    return _read_float16(scale) * (_unpack_bits(low_bits, 16, 4).float() - 8)
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    scale, least, low = _parts(blocks, 2, 2, 16)
-    return _float(scale) * _unpacked(low, 16, 4).float() + _float(least)
+def _dequantize_q4_1(blocks: Tensor) -> Tensor:
+    scale, minimum, low_bits = _split_blocks(blocks, 2, 2, 16)
+    return _read_float16(scale) * _unpack_bits(low_bits, 16, 4).float() + _read_float16(minimum)
 
 
-def _with_fifth(low: Tensor, fifth: Tensor, width: int) -> Tensor:
+def _unpack_5_bits(low_bits: Tensor, high_bits: Tensor, width: int) -> Tensor:
     """Combines the low four bits and the fifth bit of each value, uint8 [B,V]."""
-    return _unpacked(low, max(width, 16), 4) | (_unpacked(fifth, width, 1) << 4)
+    return _unpack_bits(low_bits, max(width, 16), 4) | (_unpack_bits(high_bits, width, 1) << 4)
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    scale, fifth, low = _parts(blocks, 2, 4, 16)
-    return _float(scale) * (_with_fifth(low, fifth, 1).float() - 16)
+def _dequantize_q5_0(blocks: Tensor) -> Tensor:
+    scale, high_bits, low_bits = _split_blocks(blocks, 2, 4, 16)
+    return _read_float16(scale) * (_unpack_5_bits(low_bits, high_bits, 1).float() - 16)
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    scale, least, fifth, low = _parts(blocks, 2, 2, 4, 16)
-    return _float(scale) * _with_fifth(low, fifth, 1).float() + _float(least)
+def _dequantize_q5_1(blocks: Tensor) -> Tensor:
+    scale, minimum, high_bits, low_bits = _split_blocks(blocks, 2, 2, 4, 16)
+    return _read_float16(scale) * _unpack_5_bits(low_bits, high_bits, 1).float() + _read_float16(
+        minimum
+    )
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
-    each, low, scale, least = _parts(blocks, 16, 64, 2, 2)
-    values = _unpacked(low, 32, 2).view(-1, 16, 16).float()
-    scales = (_float(scale) * (each & 15).float()).unsqueeze(-1)
-    offsets = (_float(least) * (each >> 4).float()).unsqueeze(-1)
+def _dequantize_q2_k(blocks: Tensor) -> Tensor:
+    packed_scales, low_bits, scale, min_scale = _split_blocks(blocks, 16, 64, 2, 2)
+    values = _unpack_bits(low_bits, 32, 2).view(-1, 16, 16).float()
+    scales = (_read_float16(scale) * (packed_scales & 15).float()).unsqueeze(-1)
+    offsets = (_read_float16(min_scale) * (packed_scales >> 4).float()).unsqueeze(-1)
     return (scales * values - offsets).flatten(1)
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
-    third, low, low_scales, high_scales, scale = _parts(blocks, 32, 64, 8, 4, 2)
-    each = _unpacked(low_scales, 8, 4) | (_unpacked(high_scales, 4, 2) << 4)
-    scales = _float(scale) * (each.float() - 32)
-    values = _unpacked(low, 32, 2) | (_unpacked(third, 32, 1) << 2)
+def _dequantize_q3_k(blocks: Tensor) -> Tensor:
+    high_bits, low_bits, low_scales, high_scales, scale = _split_blocks(blocks, 32, 64, 8, 4, 2)
+    sub_scales = _unpack_bits(low_scales, 8, 4) | (_unpack_bits(high_scales, 4, 2) << 4)
+    scales = _read_float16(scale) * (sub_scales.float() - 32)
+    values = _unpack_bits(low_bits, 32, 2) | (_unpack_bits(high_bits, 32, 1) << 2)
     return (scales.unsqueeze(-1) * (values.view(-1, 16, 16).float() - 4)).flatten(1)
 
 
-def _scales(scale: Tensor, least: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_k_scales(scale: Tensor, min_scale: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
     """Unpacks the scales and offsets of the eight sub-blocks of Q4_K and Q5_K, [B,8,1] each."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, (last & 15) | ((first >> 2) & 48)], dim=1)
     offsets = torch.cat([second & 63, (last >> 4) | ((second >> 2) & 48)], dim=1)
     return (
-        (_float(scale) * scales.float()).unsqueeze(-1),
-        (_float(least) * offsets.float()).unsqueeze(-1),
+        (_read_float16(scale) * scales.float()).unsqueeze(-1),
+        (_read_float16(min_scale) * offsets.float()).unsqueeze(-1),
     )
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    scale, least, packed, low = _parts(blocks, 2, 2, 12, 128)
-    scales, offsets = _scales(scale, least, packed)
-    return (scales * _unpacked(low, 32, 4).view(-1, 8, 32).float() - offsets).flatten(1)
+def _dequantize_q4_k(blocks: Tensor) -> Tensor:
+    scale, min_scale, packed_scales, low_bits = _split_blocks(blocks, 2, 2, 12, 128)
+    scales, offsets = _unpack_k_scales(scale, min_scale, packed_scales)
+    return (scales * _unpack_bits(low_bits, 32, 4).view(-1, 8, 32).float() - offsets).flatten(1)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
-    scale, least, packed, fifth, low = _parts(blocks, 2, 2, 12, 32, 128)
-    scales, offsets = _scales(scale, least, packed)
-    values = _with_fifth(low, fifth, 32).view(-1, 8, 32).float()
+def _dequantize_q5_k(blocks: Tensor) -> Tensor:
+    scale, min_scale, packed_scales, high_bits, low_bits = _split_blocks(blocks, 2, 2, 12, 32, 128)
+    scales, offsets = _unpack_k_scales(scale, min_scale, packed_scales)
+    values = _unpack_5_bits(low_bits, high_bits, 32).view(-1, 8, 32).float()
     return (scales * values - offsets).flatten(1)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
-    low, high, each, scale = _parts(blocks, 128, 64, 16, 2)
-    scales = _float(scale) * each.contiguous().view(torch.int8).float()
-    values = _unpacked(low, 64, 4) | (_unpacked(high, 32, 2) << 4)
+def _dequantize_q6_k(blocks: Tensor) -> Tensor:
+    low_bits, high_bits, sub_scales, scale = _split_blocks(blocks, 128, 64, 16, 2)
+    scales = _read_float16(scale) * sub_scales.contiguous().view(torch.int8).float()
+    values = _unpack_bits(low_bits, 64, 4) | (_unpack_bits(high_bits, 32, 2) << 4)
     return (scales.unsqueeze(-1) * (values.view(-1, 16, 16).float() - 32)).flatten(1)
 
 
-def nvfp4(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
+def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
     """Dequantizes ComfyUI's NVFP4.
 
     Args:
@@ -141,40 +143,42 @@ def nvfp4(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
     Returns:
         The values, float32 [rows, columns].
     """
-    values = torch.tensor(_E2M1, device=stored.device)
-    bits = torch.stack([stored >> 4, stored & 15], dim=-1).int()
-    blocks = values[bits].view(len(stored), -1, 16)
-    each = (scale * scales[:, : blocks.shape[1]].float()).unsqueeze(-1)
-    return (blocks * each).flatten(1)
+    values = torch.tensor(_E2M1, device=packed.device)
+    codes = torch.stack([packed >> 4, packed & 15], dim=-1).int()
+    blocks = values[codes].view(len(packed), -1, 16)
+    factors = (tensor_scale * block_scales[:, : blocks.shape[1]].float()).unsqueeze(-1)
+    return (blocks * factors).flatten(1)
 
 
-def untiled(scales: Tensor, rows: int) -> Tensor:
+def untile_scales(scales: Tensor, num_rows: int) -> Tensor:
     """Converts NVFP4 block scales from the tiled layout of cuBLAS, as stored, to row-major.
 
     Tiles have 128 rows and 4 columns. A tile is 32 groups of 16 scales: the four columns of the
     rows n, n + 32, n + 64 and n + 96.
     """
-    down = -(-rows // 128)
-    tiles = scales.reshape(down, -1, 32, 4, 4).transpose(2, 3)  # [down, across, row, row, column]
-    return tiles.permute(0, 2, 3, 1, 4).reshape(128 * down, -1)[:rows]
+    num_row_tiles = -(-num_rows // 128)
+    tiles = scales.reshape(num_row_tiles, -1, 32, 4, 4).transpose(
+        2, 3
+    )  # [down, across, row, row, column]
+    return tiles.permute(0, 2, 3, 1, 4).reshape(128 * num_row_tiles, -1)[:num_rows]
 
 
 _E2M1 = [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-_VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "Q8_0": _q8_0,
-    "Q6_K": _q6_k,
-    "Q5_K": _q5_k,
-    "Q5_1": _q5_1,
-    "Q5_0": _q5_0,
-    "Q4_K": _q4_k,
-    "Q4_1": _q4_1,
-    "Q4_0": _q4_0,
-    "Q3_K": _q3_k,
-    "Q2_K": _q2_k,
+_DEQUANTIZERS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Q8_0": _dequantize_q8_0,
+    "Q6_K": _dequantize_q6_k,
+    "Q5_K": _dequantize_q5_k,
+    "Q5_1": _dequantize_q5_1,
+    "Q5_0": _dequantize_q5_0,
+    "Q4_K": _dequantize_q4_k,
+    "Q4_1": _dequantize_q4_1,
+    "Q4_0": _dequantize_q4_0,
+    "Q3_K": _dequantize_q3_k,
+    "Q2_K": _dequantize_q2_k,
 }
 """GGUF type -> function from blocks, uint8 [B,bytes], to float32 values [B,V]."""
 TO_FLOAT: Mapping[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(FP8, Tensor.float),
-    **{kind: partial(dequantise, kind) for kind in _VALUES},
+    **{qtype: partial(dequantize_gguf, qtype) for qtype in _DEQUANTIZERS},
 }
 """Dtype -> function from stored rows to float32; FP8 is multiplied by its scale afterwards."""

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EXPERTS = ("high_noise", "low_noise")
-_WORDS = {"high": "high_noise", "hn": "high_noise", "low": "low_noise", "ln": "low_noise"}
-_SHORT = {"h": "high_noise", "hi": "high_noise", "l": "low_noise", "lo": "low_noise"}
-_JOINED = re.compile(r"hi(?:gh)?noise|(?<![sfgplbe])lo(?:w)?noise", re.IGNORECASE)
+_EXPERT_WORDS = {"high": "high_noise", "hn": "high_noise", "low": "low_noise", "ln": "low_noise"}
+_SHORT_WORDS = {"h": "high_noise", "hi": "high_noise", "l": "low_noise", "lo": "low_noise"}
+_NOISE_WORD = re.compile(r"hi(?:gh)?noise|(?<![sfgplbe])lo(?:w)?noise", re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_]+")
 _VERSION = re.compile(r"(?<=[A-Za-z])(?=[vV]\d)")
-_DESCRIBED = re.compile(
+_DESCRIBED_NOUN = re.compile(
     r"angle|angles|bit|bitrate|budget|cfg|contrast|cut|def|definition|detail|"
     r"detailed|details|dynamic|end|fantasy|fashion|fi|fidelity|five|fps|freq|"
     r"frequency|grade|guidance|heel|heeled|heels|jump|key|kick|level|light|"
@@ -37,7 +37,7 @@ _DESCRIBED = re.compile(
 
 
 @dataclass(frozen=True)
-class ExpertMark:
+class ExpertTag:
     """A part of a path that names an expert.
 
     Attributes:
@@ -51,55 +51,55 @@ class ExpertMark:
 
     expert: str
     text: str
-    base: tuple[str, ...]
-    noise: bool = False
-    doubtful: bool = False
-    in_name: bool = True
+    other_words: tuple[str, ...]
+    has_noise: bool = False
+    is_ambiguous: bool = False
+    in_file_name: bool = True
 
 
-def find_marks(name: str) -> list[ExpertMark]:
+def find_expert_tags(name: str) -> list[ExpertTag]:
     """Returns all expert tags in a file or folder name."""
     spaced = _VERSION.sub(" ", name)
-    words = [*_WORD.finditer(spaced)]
-    found: list[ExpertMark] = []
-    for index, word in enumerate(words):
-        text, end = word[0].lower(), word.end()
-        following = words[index + 1] if index + 1 < len(words) else None
-        after = "" if following is None else following[0].lower()
-        is_joined = following is not None and following.start() == end
-        expert, count, noise, doubtful = None, 1, False, False
-        if joined := _JOINED.search(text):
-            expert, noise = EXPERTS[joined[0][0] == "l"], True
-        elif text in ("high", "hi", "low", "lo") and after.startswith("noise"):
-            expert, count, noise = EXPERTS[text[0] == "l"], 2, True
-        elif text in _WORDS:
-            expert = _WORDS[text]
-            compound = is_joined and after.isalpha() and after != "lora"
-            doubtful = _DESCRIBED(after) is not None or compound
-        elif text in _SHORT and not (is_joined and after.isdecimal()):  # not H264
-            expert, doubtful = _SHORT[text], True
+    matches = [*_WORD.finditer(spaced)]
+    tags: list[ExpertTag] = []
+    for index, match in enumerate(matches):
+        text, end = match[0].lower(), match.end()
+        next_match = matches[index + 1] if index + 1 < len(matches) else None
+        next_word = "" if next_match is None else next_match[0].lower()
+        is_adjacent = next_match is not None and next_match.start() == end
+        expert, num_words, has_noise, is_ambiguous = None, 1, False, False
+        if noise_match := _NOISE_WORD.search(text):
+            expert, has_noise = EXPERTS[noise_match[0][0] == "l"], True
+        elif text in ("high", "hi", "low", "lo") and next_word.startswith("noise"):
+            expert, num_words, has_noise = EXPERTS[text[0] == "l"], 2, True
+        elif text in _EXPERT_WORDS:
+            expert = _EXPERT_WORDS[text]
+            is_compound = is_adjacent and next_word.isalpha() and next_word != "lora"
+            is_ambiguous = _DESCRIBED_NOUN(next_word) is not None or is_compound
+        elif text in _SHORT_WORDS and not (is_adjacent and next_word.isdecimal()):  # not H264
+            expert, is_ambiguous = _SHORT_WORDS[text], True
         if expert is not None:
-            last = words[index + count - 1]
-            base = _base([*words[:index], *words[index + count :]])
-            text = spaced[word.start() : last.end()]
-            found.append(ExpertMark(expert, text, base, noise, doubtful))
-    return found
+            last = matches[index + num_words - 1]
+            other_words = _normalize_words([*matches[:index], *matches[index + num_words :]])
+            text = spaced[match.start() : last.end()]
+            tags.append(ExpertTag(expert, text, other_words, has_noise, is_ambiguous))
+    return tags
 
 
-def _base(words: Sequence[re.Match[str]]) -> tuple[str, ...]:
+def _normalize_words(matches: Sequence[re.Match[str]]) -> tuple[str, ...]:
     """Returns the words in lower case, without numbers and versions."""
-    small = (word[0].lower() for word in words)
-    return tuple(word for word in small if word != "v" and not word.isdecimal())
+    lowercase = (word[0].lower() for word in matches)
+    return tuple(word for word in lowercase if word != "v" and not word.isdecimal())
 
 
-def words_of(name: str) -> tuple[str, ...]:
+def split_name_words(name: str) -> tuple[str, ...]:
     """Returns the words of a name in the form of `ExpertTag.other_words`."""
-    return _base([*_WORD.finditer(_VERSION.sub(" ", name))])
+    return _normalize_words([*_WORD.finditer(_VERSION.sub(" ", name))])
 
 
-def find_experts(
+def detect_experts(
     paths: Collection[Path], folder: Path | None = None
-) -> dict[Path, ExpertMark | None]:
+) -> dict[Path, ExpertTag | None]:
     """Returns the decisive expert tag of each path; None without one or with tags of both experts.
 
     A file's name takes precedence over its folder's, and that over its parent's; in each name, tags
@@ -110,64 +110,77 @@ def find_experts(
         folder: The checkpoint that contains all paths. If None, the names of a file's folder and of
             the parents that the files do not share are searched.
     """
-    marks = {path: [*_marks_of_path(path, paths, folder)] for path in paths}
+    tags_by_path = {path: [*_find_path_tags(path, paths, folder)] for path in paths}
     return {
-        path: _choose(own) or _choose_doubtful(own, [m for p, m in marks.items() if p != path])
-        for path, own in marks.items()
+        path: _pick_certain_tag(path_tags)
+        or _pick_ambiguous_tag(path_tags, [m for p, m in tags_by_path.items() if p != path])
+        for path, path_tags in tags_by_path.items()
     }
 
 
-def _marks_of_path(
+def _find_path_tags(
     path: Path, paths: Collection[Path], folder: Path | None
-) -> list[list[ExpertMark]]:
+) -> list[list[ExpertTag]]:
     """Returns the expert tags of a file's name, of its folder's name, and of each parent's."""
     name = path.stem if path.suffix in (".safetensors", ".gguf", ".ckpt", ".pth") else path.name
     if folder is not None:
-        above = [*path.relative_to(folder).parts[-2::-1]]
+        folder_names = [*path.relative_to(folder).parts[-2::-1]]
     else:
-        absolute = [Path(os.path.abspath(one)) for one in paths]
-        shared = os.path.commonpath([one.parent.parent for one in absolute])
-        own = Path(os.path.abspath(path)).parent.relative_to(shared)
-        above = [*reversed(own.parts)]
-    found = [find_marks(name)]
-    for index, part in enumerate(above):
-        others = [words_of(one) for at, one in enumerate(above) if at != index]
-        base = tuple(word for words in (words_of(name), *others) for word in words)
-        found.append(
+        absolute_paths = [Path(os.path.abspath(entry)) for entry in paths]
+        common = os.path.commonpath([entry.parent.parent for entry in absolute_paths])
+        relative = Path(os.path.abspath(path)).parent.relative_to(common)
+        folder_names = [*reversed(relative.parts)]
+    path_tags = [find_expert_tags(name)]
+    for index, folder_name in enumerate(folder_names):
+        words_of_others = [
+            split_name_words(entry)
+            for other_index, entry in enumerate(folder_names)
+            if other_index != index
+        ]
+        path_words = tuple(
+            word for name_words in (split_name_words(name), *words_of_others) for word in name_words
+        )
+        path_tags.append(
             [
-                ExpertMark(
-                    mark.expert,
-                    mark.text,
-                    (*mark.base, *base),
-                    mark.noise,
-                    mark.doubtful or (folder is None and not mark.noise),
-                    in_name=False,
+                ExpertTag(
+                    tag.expert,
+                    tag.text,
+                    (*tag.other_words, *path_words),
+                    tag.has_noise,
+                    tag.is_ambiguous or (folder is None and not tag.has_noise),
+                    in_file_name=False,
                 )
-                for mark in find_marks(part)
+                for tag in find_expert_tags(folder_name)
             ]
         )
-    return found
+    return path_tags
 
 
-def _choose(names: Sequence[Sequence[ExpertMark]]) -> ExpertMark | None:
+def _pick_certain_tag(tag_lists: Sequence[Sequence[ExpertTag]]) -> ExpertTag | None:
     """Returns the first unambiguous tag whose name has tags of one expert only."""
-    for marks in names:
-        for chosen in ([m for m in marks if m.noise], [m for m in marks if not m.doubtful]):
-            if len({mark.expert for mark in chosen}) == 1:
-                return chosen[0]
-            if chosen:
+    for tags in tag_lists:
+        for candidates in (
+            [m for m in tags if m.has_noise],
+            [m for m in tags if not m.is_ambiguous],
+        ):
+            if len({tag.expert for tag in candidates}) == 1:
+                return candidates[0]
+            if candidates:
                 break
     return None
 
 
-def _choose_doubtful(
-    names: Sequence[Sequence[ExpertMark]], others: Sequence[Sequence[Sequence[ExpertMark]]]
-) -> ExpertMark | None:
+def _pick_ambiguous_tag(
+    tag_lists: Sequence[Sequence[ExpertTag]],
+    other_tag_lists: Sequence[Sequence[Sequence[ExpertTag]]],
+) -> ExpertTag | None:
     """Returns the first ambiguous tag whose counterpart is among the other paths' tags."""
-    theirs = {(m.expert, m.base) for path in others for marks in path for m in marks}
-    for marks in names:
-        for mark in marks:
-            (other,) = {*EXPERTS} - {mark.expert}
-            if mark.doubtful and (other, mark.base) in theirs:
-                return mark
+    counterparts = {
+        (m.expert, m.other_words) for path in other_tag_lists for tags in path for m in tags
+    }
+    for tags in tag_lists:
+        for tag in tags:
+            (other_expert,) = {*EXPERTS} - {tag.expert}
+            if tag.is_ambiguous and (other_expert, tag.other_words) in counterparts:
+                return tag
     return None

@@ -38,19 +38,28 @@ GGUF = {
 """Quantized GGUF type -> (values per block, bytes per block)."""
 NVFP4 = "NVFP4"  # ComfyUI's: two 4-bit values per byte, an FP8 scale per 16 values
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `read_file_headers` reads
-_INDEX = ".safetensors.index.json"
-_STEMS = ("diffusion_pytorch_model", "model")  # weight file names of diffusers and transformers
+_INDEX_SUFFIX = ".safetensors.index.json"
+_WEIGHT_STEMS = (
+    "diffusion_pytorch_model",
+    "model",
+)  # weight file names of diffusers and transformers
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{3,})-of-(?P<count>\d{3,})(?P<suffix>\.\w+)")
-OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone DiT
-_FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}  # dtype -> struct's code
-_SAMPLE = 1 << 16  # bytes
-_WHOLE = 32 << 20  # bytes; larger files are fingerprinted by samples
-_AGAIN = "download it again"
-_MOST_SHARDS = 1000
-_MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
+OTHER_COMPONENTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone DiT
+_STRUCT_CODES = {
+    "F64": "d",
+    "F32": "f",
+    "F16": "e",
+    "I64": "q",
+    "I32": "i",
+}  # dtype -> struct's code
+_SAMPLE_BYTES = 1 << 16  # bytes
+_MAX_FULL_DIGEST = 32 << 20  # bytes; larger files are fingerprinted by samples
+_DOWNLOAD_AGAIN = "download it again"
+_MAX_SHARDS = 1000
+_MAX_JSON_BYTES = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
-def alignment(itemsize: int) -> int:
+def get_tensor_alignment(itemsize: int) -> int:
     """Returns the byte alignment at which a memory-mapped tensor can be used without a copy.
 
     64, PyTorch's own alignment, for elements of 4 and 8 bytes; the element size for smaller ones.
@@ -81,11 +90,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     scale: TensorInfo | None = None
-    blocks: TensorInfo | None = None
+    block_scales: TensorInfo | None = None
     full_precision: bool = False
-    first: int = 0
-    start: int = 0
-    parts: tuple[TensorInfo, ...] = ()
+    first_row: int = 0
+    data_offset: int = 0
+    chunks: tuple[TensorInfo, ...] = ()
     state: FileState | None = field(default=None, compare=False)
 
 
@@ -93,13 +102,13 @@ FileState = tuple[int, int]
 """A file's size in bytes and the time of its last modification in nanoseconds."""
 
 
-def file_state(file: Path | int) -> FileState:
+def read_file_state(file: Path | int) -> FileState:
     """Returns the state of a path or a file descriptor."""
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns
 
 
-def as_bytes(info: TensorInfo) -> TensorInfo:
+def view_as_bytes(info: TensorInfo) -> TensorInfo:
     """Returns the tensor as stored: GGUF blocks as bytes [rows, bytes], others without a scale."""
     if info.dtype in GGUF:
         return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
@@ -116,7 +125,7 @@ def is_folder(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_regular_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a regular file; devices and pipes are refused, since reading them may not end."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -130,10 +139,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; InputError for anything else, and for more than 16 MB."""
-    with opened(path) as file:
-        content = file.read(_MAX_JSON + 1)
-    if len(content) > _MAX_JSON:
-        why = f"has more than {_MAX_JSON // 10**6} MB"
+    with open_regular_file(path) as file:
+        content = file.read(_MAX_JSON_BYTES + 1)
+    if len(content) > _MAX_JSON_BYTES:
+        why = f"has more than {_MAX_JSON_BYTES // 10**6} MB"
         raise InputError(f"{path}", None, why, "give the right file")
     try:
         value = json.loads(content.decode("utf-8"))
@@ -149,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def file_tensors(path: Path) -> dict[str, TensorInfo]:
+def read_file_headers(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a safetensors or GGUF file by name; for a shard, of all its shards.
 
     Raises:
@@ -157,19 +166,21 @@ def file_tensors(path: Path) -> dict[str, TensorInfo]:
     """
     tensors: dict[str, TensorInfo] = {}
     for shard in list_shards(path):
-        for name, info in _one_files_tensors(shard).items():
-            twin = tensors.setdefault(name, info)
-            if twin is not info:
-                raise InputError(f"{shard}", None, f"repeats {name} of {twin.file.name}", _AGAIN)
+        for name, info in _read_single_header(shard).items():
+            first_info = tensors.setdefault(name, info)
+            if first_info is not info:
+                raise InputError(
+                    f"{shard}", None, f"repeats {name} of {first_info.file.name}", _DOWNLOAD_AGAIN
+                )
     return tensors
 
 
-def _one_files_tensors(path: Path) -> dict[str, TensorInfo]:
+def _read_single_header(path: Path) -> dict[str, TensorInfo]:
     if path.suffix == ".gguf":
         from wan.checkpoint import gguf
 
-        return gguf.header(path)
-    return safetensors_header(path)
+        return gguf.read_gguf_header(path)
+    return read_safetensors_header(path)
 
 
 def list_shards(path: Path) -> list[Path]:
@@ -178,17 +189,17 @@ def list_shards(path: Path) -> list[Path]:
     Raises:
         InputError: A shard is missing.
     """
-    named = _SHARD.fullmatch(path.name)
-    if named is None:
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
         return [path]
-    number, count = int(named["number"]), int(named["count"])
+    number, count = int(match["number"]), int(match["count"])
     shards = [
         path.with_name(
-            f"{named['stem']}-{i:0{len(named['number'])}}-of-{named['count']}{named['suffix']}"
+            f"{match['stem']}-{i:0{len(match['number'])}}-of-{match['count']}{match['suffix']}"
         )
-        for i in range(1, min(count, _MOST_SHARDS) + 1)
+        for i in range(1, min(count, _MAX_SHARDS) + 1)
     ]
-    if not 1 <= number <= count <= _MOST_SHARDS:
+    if not 1 <= number <= count <= _MAX_SHARDS:
         why = f"has the name of shard {number} of {count}"
         raise InputError(f"{path}", None, why, "give it the name that it was published with")
     missing = [shard.name for shard in shards if not shard.is_file()]
@@ -200,32 +211,34 @@ def list_shards(path: Path) -> list[Path]:
 
 def is_further_shard(path: Path) -> bool:
     """Returns whether a file is a shard, by its name, and its folder has an earlier one."""
-    named = _SHARD.fullmatch(path.name)
-    if named is None:
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
         return False
-    width, rest = len(named["number"]), f"-of-{named['count']}{named['suffix']}"
-    earlier = range(1, min(int(named["number"]), _MOST_SHARDS))
-    return any(path.with_name(f"{named['stem']}-{i:0{width}}{rest}").is_file() for i in earlier)
+    width, name_end = len(match["number"]), f"-of-{match['count']}{match['suffix']}"
+    earlier_numbers = range(1, min(int(match["number"]), _MAX_SHARDS))
+    return any(
+        path.with_name(f"{match['stem']}-{i:0{width}}{name_end}").is_file() for i in earlier_numbers
+    )
 
 
-def safetensors_header(path: Path) -> dict[str, TensorInfo]:
+def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a safetensors file by name; InputError if it is incomplete."""
-    found = {}
-    with _safetensors(path) as handle:
-        state = file_state(path)
+    tensors = {}
+    with _open_safetensors(path) as handle:
+        state = read_file_state(path)
         for name in handle.keys():  # noqa: SIM118
-            part = handle.get_slice(name)
-            dtype, shape = part.get_dtype(), tuple(part.get_shape())
+            tensor_slice = handle.get_slice(name)
+            dtype, shape = tensor_slice.get_dtype(), tuple(tensor_slice.get_shape())
             digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
             bits = int(digits[0]) if digits else 8
             size = prod(shape) * bits // 8
-            found[name] = TensorInfo(path, name, dtype, shape, size, state=state)
-    return found
+            tensors[name] = TensorInfo(path, name, dtype, shape, size, state=state)
+    return tensors
 
 
-def safetensors_metadata(path: Path, key: str) -> Any:
+def read_safetensors_metadata(path: Path, key: str) -> Any:
     """Returns a value of the metadata, decoded from JSON; None if it is absent or no JSON."""
-    with _safetensors(path) as handle:
+    with _open_safetensors(path) as handle:
         text = (handle.metadata() or {}).get(key, "")
     try:
         return json.loads(text)
@@ -233,9 +246,9 @@ def safetensors_metadata(path: Path, key: str) -> Any:
         return None
 
 
-def safetensors_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
+def read_safetensors_offsets(path: Path) -> dict[str, tuple[str, list[int], int]]:
     """Returns dtype, shape and first byte of each tensor; the header must have been checked."""
-    with opened(path) as file:
+    with open_regular_file(path) as file:
         size = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(min(size, path.stat().st_size)))
@@ -246,91 +259,99 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
             }
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             why = "is not a valid safetensors file (its header is damaged)"
-            raise InputError(f"{path}", None, why, _AGAIN) from None
+            raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
 
 
-def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
+def read_safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
     """Returns the first number of each tensor, which may have any float or integer dtype."""
-    wanted, found = set(names), {}
+    wanted, scalars = set(names), {}
     if not wanted:
         return {}
-    places = safetensors_places(path)
-    with opened(path) as file:  # safetensors would need numpy, which has no bfloat16
+    offsets = read_safetensors_offsets(path)
+    with open_regular_file(path) as file:  # safetensors would need numpy, which has no bfloat16
         for name in wanted:
-            form, _, start = places[name]
-            file.seek(start)
-            if form == "BF16":
-                found[name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
-            elif form in _FORMATS:
-                layout = f"<{_FORMATS[form]}"
-                found[name] = struct.unpack(layout, file.read(struct.calcsize(layout)))[0]
+            dtype, _, offset = offsets[name]
+            file.seek(offset)
+            if dtype == "BF16":
+                scalars[name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
+            elif dtype in _STRUCT_CODES:
+                struct_format = f"<{_STRUCT_CODES[dtype]}"
+                scalars[name] = struct.unpack(
+                    struct_format, file.read(struct.calcsize(struct_format))
+                )[0]
             else:
-                why = f"is stored as {form}"
+                why = f"is stored as {dtype}"
                 raise InputError(f"{path}: {name}", None, why, "give it as F32")
-    return found
+    return scalars
 
 
 @contextmanager
-def _safetensors(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     """Opens a file with `safetensors`, which checks the header against the file's size."""
-    with opened(path):
+    with open_regular_file(path):
         try:
             with safe_open(path, framework="np") as handle:
                 yield handle
         except SafetensorError as error:
             reason = shown(str(error).removeprefix("Error while deserializing header: "), str)
             why = f"is not a valid safetensors file ({reason})"
-            raise InputError(f"{path}", None, why, _AGAIN) from None
+            raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
 
 
-def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
+def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
     """Returns the tensors of a folder of weights; None if it holds none.
 
     The folder may hold shards with an index, one file with a library's name, or a single file of
     any name.
     """
-    for stem in _STEMS:
-        index, file = folder / (stem + _INDEX), folder / f"{stem}.safetensors"
+    for stem in _WEIGHT_STEMS:
+        index, file = folder / (stem + _INDEX_SUFFIX), folder / f"{stem}.safetensors"
         if index.is_file():
-            return _sharded_tensors(index)
+            return _read_sharded_headers(index)
         if file.is_file():
-            return safetensors_header(file)
+            return read_safetensors_header(file)
         if any(folder.glob(f"{stem}-*-of-*.safetensors")):
             why = "is missing, but its shards exist"
             raise InputError(f"{index}", None, why, "download the index")
     for suffix in WEIGHT_FILES:
-        firsts = [file for file in folder.glob(f"*{suffix}") if not is_further_shard(file)]
-        lone = [file for file in firsts if not OTHER_PARTS.search(_SHARD.sub(r"\1", file.name))]
-        if lone:
-            return file_tensors(lone[0]) if len(lone) == 1 else None
+        first_shards = [file for file in folder.glob(f"*{suffix}") if not is_further_shard(file)]
+        single_files = [
+            file
+            for file in first_shards
+            if not OTHER_COMPONENTS.search(_SHARD.sub(r"\1", file.name))
+        ]
+        if single_files:
+            return read_file_headers(single_files[0]) if len(single_files) == 1 else None
     return None
 
 
-def has_network(folder: Path) -> bool:
+def has_library_weights(folder: Path) -> bool:
     """Returns whether the folder holds weights under a name of diffusers or transformers."""
-    names = [f"{stem}{suffix}" for stem in _STEMS for suffix in (_INDEX, ".safetensors")]
-    shards = (folder.glob(f"{stem}-*-of-*.safetensors") for stem in _STEMS)
+    names = [
+        f"{stem}{suffix}" for stem in _WEIGHT_STEMS for suffix in (_INDEX_SUFFIX, ".safetensors")
+    ]
+    shards = (folder.glob(f"{stem}-*-of-*.safetensors") for stem in _WEIGHT_STEMS)
     return any((folder / name).is_file() for name in names) or any(map(any, shards))
 
 
-def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
+def _read_sharded_headers(index: Path) -> dict[str, TensorInfo]:
     """Reads the headers of the shards that an index file lists, which are in its folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index}", None, "has no weight_map", _AGAIN)
+        raise InputError(f"{index}", None, "has no weight_map", _DOWNLOAD_AGAIN)
     shards: dict[str, dict[str, TensorInfo]] = {}
     for name, file in weight_map.items():
-        plain = isinstance(file, str) and Path(file).name == file
-        if not plain or not file.endswith(".safetensors"):
-            where = f"places {shown(name, str)} in {shown(file)}"
-            why = f"{where}, which is no weight file in its folder"
+        is_file_name = isinstance(file, str) and Path(file).name == file
+        if not is_file_name or not file.endswith(".safetensors"):
+            entry = f"places {shown(name, str)} in {shown(file)}"
+            why = f"{entry}, which is no weight file in its folder"
             raise InputError(f"{index}", None, why, "download the index again")
         shard = index.parent / file
         if not shard.is_file():
             why = f"is missing, but {index.name} names it"
             raise InputError(f"{shard}", None, why, "download the shard")
         if file not in shards:
-            shards[file] = safetensors_header(shard)
+            shards[file] = read_safetensors_header(shard)
         if name not in shards[file]:
             why = f"lacks the tensor {name} that {index.name} places there"
             remedy = "the shard belongs to another download: fetch index and shards again"
@@ -338,28 +359,28 @@ def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
     return {name: shards[file][name] for name, file in weight_map.items()}
 
 
-def check_complete(path: Path) -> Path:
+def check_file_complete(path: Path) -> Path:
     """Returns the path of a file; InputError if the file is missing or incomplete."""
     if not path.is_file():
         raise InputError(f"{path}", None, "does not exist or is no file", "give another one")
     if path.suffix == ".pth" and not zipfile.is_zipfile(path):  # its directory is at the end
         why = "is not a complete PyTorch file, but truncated or corrupt"
-        raise InputError(f"{path}", None, why, _AGAIN)
+        raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN)
     if path.suffix in WEIGHT_FILES:
-        file_tensors(path)
+        read_file_headers(path)
     return path
 
 
-def content_digest(path: Path) -> str:
+def compute_file_digest(path: Path) -> str:
     """Returns the SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
-    with opened(path) as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+    with open_regular_file(path) as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
-def file_gone(path: Path, error: OSError) -> FileChangedError:
+def make_file_gone_error(path: Path, error: OSError) -> FileChangedError:
     """Returns the error for a file that was checked and cannot be read any more."""
     reason = error.strerror or error
     return FileChangedError(
@@ -367,7 +388,7 @@ def file_gone(path: Path, error: OSError) -> FileChangedError:
     )
 
 
-def fingerprint(paths: Iterable[Path]) -> str:
+def compute_fingerprint(paths: Iterable[Path]) -> str:
     """Returns a short hash of the files' content; of large files the size and three samples.
 
     Raises:
@@ -377,14 +398,16 @@ def fingerprint(paths: Iterable[Path]) -> str:
     for path in paths:
         try:
             with path.open("rb") as file:
-                size, _ = file_state(file.fileno())
+                size, _ = read_file_state(file.fileno())
                 digest.update(str(size).encode())
                 samples = (
-                    (0, size // 2, size - _SAMPLE) if size > _WHOLE else range(0, size, _SAMPLE)
+                    (0, size // 2, size - _SAMPLE_BYTES)
+                    if size > _MAX_FULL_DIGEST
+                    else range(0, size, _SAMPLE_BYTES)
                 )
                 for offset in samples:
                     file.seek(offset)
-                    digest.update(file.read(_SAMPLE))
+                    digest.update(file.read(_SAMPLE_BYTES))
         except OSError as error:
-            raise file_gone(path, error) from None
+            raise make_file_gone_error(path, error) from None
     return digest.hexdigest()[:16]

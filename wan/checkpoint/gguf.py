@@ -15,11 +15,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wan.checkpoint.files import GGUF, TensorInfo, file_state, opened
+from wan.checkpoint.files import GGUF, TensorInfo, open_regular_file, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import shown
 
-_KINDS = {
+_TYPE_NAMES = {
     **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
     **dict(enumerate(("Q5_0", "Q5_1", "Q8_0", "Q8_1"), start=6)),
     **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), start=10)),
@@ -33,16 +33,16 @@ _KINDS = {
     40: "NVFP4",
 }
 """Number of a tensor type in the format -> its name, including unsupported types."""
-_PLAIN = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)}  # (values, bytes), like `GGUF`
+_FLOAT_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)}  # (values, bytes), like `GGUF`
 # Type of a metadata number -> its code in `struct`.
-_NUMBERS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", start=10))
+_STRUCT_CODES = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", start=10))
 _STRING, _ARRAY = 8, 9
-_ALIGNMENT = "general.alignment"
-_ORIGINAL = "comfy.gguf.orig_shape."  # + tensor name: the shape before flattening
-_LONGEST = 1 << 25  # bytes; a header with a tokenizer of 256 000 tokens has 10 MB
-_MOST_AXES = 8
-_MOST_KEYS = 1 << 16
-_MOST_VALUES = 1 << 20  # strings of an array; skipping so many takes half a second
+_ALIGNMENT_KEY = "general.alignment"
+_ORIGINAL_SHAPE_PREFIX = "comfy.gguf.orig_shape."  # + tensor name: the shape before flattening
+_MAX_HEADER_BYTES = 1 << 25  # bytes; a header with a tokenizer of 256 000 tokens has 10 MB
+_MAX_DIMS = 8
+_MAX_KEYS = 1 << 16
+_MAX_VALUES = 1 << 20  # strings of an array; skipping so many takes half a second
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class _DamagedError(Exception):
     """A header is damaged; the message is the reason."""
 
 
-class _Header:
+class _HeaderReader:
     """Reads a header sequentially.
 
     Attributes:
@@ -60,161 +60,171 @@ class _Header:
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory, self.at, self.size = memory, 0, len(memory)
-        self._end = min(self.size, _LONGEST)
+        self._memory, self.position, self.file_size = memory, 0, len(memory)
+        self._end = min(self.file_size, _MAX_HEADER_BYTES)
 
     def skip(self, size: int) -> int:
         """Skips `size` bytes and returns the offset of the first; raises if they are missing."""
-        start = self.at
+        start = self.position
         if size > self._end - start:
-            long = self._end == _LONGEST
-            raise _DamagedError(f"more than {_LONGEST >> 20} MB of header" if long else "truncated")
-        self.at = start + size
+            is_limit = self._end == _MAX_HEADER_BYTES
+            raise _DamagedError(
+                f"more than {_MAX_HEADER_BYTES >> 20} MB of header" if is_limit else "truncated"
+            )
+        self.position = start + size
         return start
 
-    def numbers(self, form: str) -> tuple[Any, ...]:
+    def read_numbers(self, codes: str) -> tuple[Any, ...]:
         """Reads numbers by their codes in `struct`."""
-        form = f"<{form}"
-        return struct.unpack_from(form, self._memory, self.skip(struct.calcsize(form)))
+        codes = f"<{codes}"
+        return struct.unpack_from(codes, self._memory, self.skip(struct.calcsize(codes)))
 
-    def number(self, form: str) -> int:
+    def read_number(self, code: str) -> int:
         """Reads one number."""
-        return int(self.numbers(form)[0])
+        return int(self.read_numbers(code)[0])
 
-    def text(self) -> str:
+    def read_text(self) -> str:
         """Reads a string."""
-        size = self.number("Q")
+        size = self.read_number("Q")
         start = self.skip(size)
         try:
             return self._memory[start : start + size].decode("utf-8")
         except UnicodeDecodeError:
             raise _DamagedError("a name is not valid UTF-8") from None
 
-    def value(self, wanted: bool) -> Any:
+    def read_value(self, keep: bool) -> Any:
         """Reads the value of a key, a number, a string or a tuple; skips it if not `keep`."""
-        kind, count = self.number("I"), 1
-        if is_array := kind == _ARRAY:
-            kind, count = self.numbers("IQ")
-        if count > _MOST_VALUES:
+        value_type, count = self.read_number("I"), 1
+        if is_array := value_type == _ARRAY:
+            value_type, count = self.read_numbers("IQ")
+        if count > _MAX_VALUES:
             raise _DamagedError(f"{count} values of one key")
-        if kind == _STRING:
-            found: list[Any] = []
+        if value_type == _STRING:
+            values: list[Any] = []
             for _ in range(count):
-                if wanted:
-                    found.append(self.text())
+                if keep:
+                    values.append(self.read_text())
                 else:
-                    self.skip(self.number("Q"))
-        elif kind not in _NUMBERS:
-            raise _DamagedError(f"metadata of the unknown type {kind}")
+                    self.skip(self.read_number("Q"))
+        elif value_type not in _STRUCT_CODES:
+            raise _DamagedError(f"metadata of the unknown type {value_type}")
         else:
-            form, memory = struct.Struct(f"<{_NUMBERS[kind]}"), self._memory
-            start = self.skip(form.size * count)
-            bytes_ = memory[start : self.at] if wanted else b""
-            found = [number for (number,) in form.iter_unpack(bytes_)]
-        return None if not wanted else tuple(found) if is_array else found[0]
+            item_format, memory = struct.Struct(f"<{_STRUCT_CODES[value_type]}"), self._memory
+            start = self.skip(item_format.size * count)
+            data = memory[start : self.position] if keep else b""
+            values = [number for (number,) in item_format.iter_unpack(data)]
+        return None if not keep else tuple(values) if is_array else values[0]
 
 
-def header(path: Path) -> dict[str, TensorInfo]:
+def read_gguf_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a GGUF file by name.
 
     Raises:
         InputError: The file is incomplete, or has tensors of an unsupported type.
     """
-    tensors = _read(path, lambda read: _tensors(path, read))
-    state = file_state(path)
+    tensors = _parse_gguf_file(path, lambda reader: _read_tensor_section(path, reader))
+    state = read_file_state(path)
     return {name: replace(info, state=state) for name, info in tensors.items()}
 
 
-def metadata(path: Path, names: Collection[str]) -> dict[str, Any]:
+def read_gguf_metadata(path: Path, names: Collection[str]) -> dict[str, Any]:
     """Returns the requested values of a GGUF file's metadata; InputError if it is incomplete."""
-    return _read(path, lambda read: _values(read, lambda name: name in names)[1])
+    return _parse_gguf_file(
+        path, lambda reader: _read_metadata_section(reader, lambda name: name in names)[1]
+    )
 
 
-def _read(path: Path, work: Callable[[_Header], T]) -> T:
-    with opened(path) as file:
+def _parse_gguf_file(path: Path, parse: Callable[[_HeaderReader], T]) -> T:
+    with open_regular_file(path) as file:
         if path.stat().st_size < 24:  # an empty file cannot be mapped
-            raise _not_whole(path, "truncated")
+            raise _make_gguf_error(path, "truncated")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
             try:
-                return work(_Header(memory))
+                return parse(_HeaderReader(memory))
             except _DamagedError as error:
-                raise _not_whole(path, str(error)) from None
+                raise _make_gguf_error(path, str(error)) from None
 
 
-def _not_whole(path: Path, reason: str) -> InputError:
+def _make_gguf_error(path: Path, reason: str) -> InputError:
     return InputError(f"{path}", None, f"is not a valid GGUF file ({reason})", "download it again")
 
 
-def _values(read: _Header, wanted: Callable[[str], bool]) -> tuple[int, dict[str, Any]]:
+def _read_metadata_section(
+    reader: _HeaderReader, select_key: Callable[[str], bool]
+) -> tuple[int, dict[str, Any]]:
     """Reads the start of a header; returns the number of tensors and the selected metadata."""
-    if read.number("I") != int.from_bytes(b"GGUF", "little"):
+    if reader.read_number("I") != int.from_bytes(b"GGUF", "little"):
         raise _DamagedError("it does not begin with GGUF")
-    if (version := read.number("I")) not in (2, 3):
+    if (version := reader.read_number("I")) not in (2, 3):
         raise _DamagedError(f"version {version}; 2 and 3 are supported")
-    count, keys = read.numbers("QQ")
-    if keys > _MOST_KEYS:
-        raise _DamagedError(f"{keys} keys of metadata")
-    found: dict[str, Any] = {}
-    for _ in range(keys):
-        name = read.text()
-        is_wanted = wanted(name)
-        value = read.value(is_wanted)
+    num_tensors, num_keys = reader.read_numbers("QQ")
+    if num_keys > _MAX_KEYS:
+        raise _DamagedError(f"{num_keys} keys of metadata")
+    values: dict[str, Any] = {}
+    for _ in range(num_keys):
+        name = reader.read_text()
+        is_wanted = select_key(name)
+        value = reader.read_value(is_wanted)
         if is_wanted:
-            found[name] = value
-    return count, found
+            values[name] = value
+    return num_tensors, values
 
 
-def _tensors(path: Path, read: _Header) -> dict[str, TensorInfo]:
-    count, said = _values(read, lambda name: name == _ALIGNMENT or name.startswith(_ORIGINAL))
-    for name, value in said.items():
+def _read_tensor_section(path: Path, reader: _HeaderReader) -> dict[str, TensorInfo]:
+    num_tensors, metadata_values = _read_metadata_section(
+        reader, lambda name: name == _ALIGNMENT_KEY or name.startswith(_ORIGINAL_SHAPE_PREFIX)
+    )
+    for name, value in metadata_values.items():
         sizes = value if isinstance(value, tuple) else (value,)
-        if len(sizes) > _MOST_AXES or any(type(size) is not int for size in sizes):
+        if len(sizes) > _MAX_DIMS or any(type(size) is not int for size in sizes):
             raise _DamagedError(f"{shown(name, str)} is no shape or size")
-    alignment = said.get(_ALIGNMENT, 32)
+    alignment = metadata_values.get(_ALIGNMENT_KEY, 32)
     if type(alignment) is not int or alignment not in (1 << bits for bits in range(3, 21)):
         raise _DamagedError(f"alignment {alignment}")
-    found: dict[str, TensorInfo] = {}
-    for _ in range(count):
-        name = read.text()
-        axes = read.number("I")
-        if axes > _MOST_AXES:
-            raise _DamagedError(f"{shown(name, str)} has {axes} axes")
-        sizes = read.numbers(f"{axes}Q")
-        kind, start = read.numbers("IQ")
-        if name in found:
+    tensors: dict[str, TensorInfo] = {}
+    for _ in range(num_tensors):
+        name = reader.read_text()
+        num_dims = reader.read_number("I")
+        if num_dims > _MAX_DIMS:
+            raise _DamagedError(f"{shown(name, str)} has {num_dims} axes")
+        sizes = reader.read_numbers(f"{num_dims}Q")
+        type_number, offset = reader.read_numbers("IQ")
+        if name in tensors:
             raise _DamagedError(f"{shown(name, str)} occurs twice")
-        if start % alignment:
+        if offset % alignment:
             raise _DamagedError(f"{shown(name, str)} does not begin at a multiple of {alignment}")
-        shape = said.get(_ORIGINAL + name, sizes[::-1])
+        shape = metadata_values.get(_ORIGINAL_SHAPE_PREFIX + name, sizes[::-1])
         shape = shape if isinstance(shape, tuple) else (shape,)
-        found[name] = _info(path, name, kind, sizes, shape, start)
-    data = -(-read.at // alignment) * alignment
-    for name, info in found.items():
-        if data + info.start + info.nbytes > read.size:
+        tensors[name] = _make_tensor_info(path, name, type_number, sizes, shape, offset)
+    data_start = -(-reader.position // alignment) * alignment
+    for name, info in tensors.items():
+        if data_start + info.data_offset + info.nbytes > reader.file_size:
             raise _DamagedError(f"{shown(name, str)} ends after the end of the file")
-        found[name] = replace(info, start=data + info.start)
-    return found
+        tensors[name] = replace(info, data_offset=data_start + info.data_offset)
+    return tensors
 
 
-def _info(
+def _make_tensor_info(
     path: Path,
     name: str,
-    kind: int,
+    type_number: int,
     sizes: tuple[int, ...],
     shape: tuple[int, ...],
-    start: int,
+    offset: int,
 ) -> TensorInfo:
     """Describes a tensor; `offset` is its first byte after the header."""
-    dtype = _KINDS.get(kind, f"kind {kind}")
-    known = _PLAIN | GGUF
-    if dtype not in known:
+    dtype = _TYPE_NAMES.get(type_number, f"kind {type_number}")
+    block_sizes = _FLOAT_SIZES | GGUF
+    if dtype not in block_sizes:
         why = f"is stored as {dtype}, which is not supported"
-        remedy = f"get a file of {', '.join(known)}"
+        remedy = f"get a file of {', '.join(block_sizes)}"
         raise InputError(f"{path}: {shown(name, str)}", None, why, remedy)
-    values, nbytes = known[dtype]
-    count = prod(sizes)
-    if count < 1 or (sizes[0] if sizes else 1) % values:
+    block_values, block_bytes = block_sizes[dtype]
+    num_elements = prod(sizes)
+    if num_elements < 1 or (sizes[0] if sizes else 1) % block_values:
         raise _DamagedError(f"{shown(name, str)} has rows that are no whole blocks of {dtype}")
-    if min(shape, default=1) < 1 or prod(shape) != count:
+    if min(shape, default=1) < 1 or prod(shape) != num_elements:
         raise _DamagedError(f"{shown(name, str)} has two shapes")
-    return TensorInfo(path, name, dtype, shape, count // values * nbytes, start=start)
+    return TensorInfo(
+        path, name, dtype, shape, num_elements // block_values * block_bytes, data_offset=offset
+    )

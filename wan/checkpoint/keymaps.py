@@ -72,9 +72,9 @@ _FACE: Renames = (
     (".k_norm", ".norm_k"),
     # Last, since the convolutions have the same names as those above.
     *(
-        (f"face_encoder.{layer}.conv.{part}", f"face_encoder.{layer}.{part}")
+        (f"face_encoder.{layer}.conv.{suffix}", f"face_encoder.{layer}.{suffix}")
         for layer in ("conv1_local", "conv2", "conv3")
-        for part in ("weight", "bias")
+        for suffix in ("weight", "bias")
     ),
 )
 
@@ -96,7 +96,7 @@ _T5_GGUF: Renames = (  # (llama.cpp's, transformers')
     ("enc.output_norm", "encoder.final_layer_norm"),
     ("enc.blk", "encoder.block"),
     (".attn_norm", ".layer.0.layer_norm"),
-    *((f".attn_{part}", f".layer.0.SelfAttention.{part}") for part in "qkvo"),
+    *((f".attn_{suffix}", f".layer.0.SelfAttention.{suffix}") for suffix in "qkvo"),
     (".attn_rel_b", ".layer.0.SelfAttention.relative_attention_bias"),
     (".ffn_norm", ".layer.1.layer_norm"),
     (".ffn_gate", ".layer.1.DenseReluDense.wi_0"),
@@ -156,61 +156,61 @@ _VAE_NESTED: Renames = (
 )
 
 
-def dit_official_name(name: str) -> str:
+def rename_dit_to_official(name: str) -> str:
     """Returns the official name of a DiT tensor, from diffusers' name or a name with a prefix."""
     for prefix in ("net.", "model.", "diffusion_model."):  # net.: from training code
         name = name.removeprefix(prefix)
-    return _rename(name, _inverse(_rows(name)))
+    return _apply_rules(name, _invert_rules(_get_dit_rules(name)))
 
 
-def dit_diffusers_name(official: str) -> str:
+def rename_dit_to_diffusers(official: str) -> str:
     """Returns the diffusers name of an official DiT tensor.
 
     Animate's official `linear1_kv` must be given as its halves `linear1_k` and `linear1_v`.
     """
-    return _rename(official, _rows(official))
+    return _apply_rules(official, _get_dit_rules(official))
 
 
-def t5_transformers_name(name: str) -> str:
+def rename_t5_to_transformers(name: str) -> str:
     """Returns the UMT5EncoderModel name of an official or llama.cpp text encoder tensor."""
-    return _rename(name, _T5_GGUF + _T5)
+    return _apply_rules(name, _T5_GGUF + _T5)
 
 
-def t5_official_name(name: str) -> str:
+def rename_t5_to_official(name: str) -> str:
     """Returns the official name of a UMT5EncoderModel tensor."""
-    return _rename(name, _inverse(_T5))
+    return _apply_rules(name, _invert_rules(_T5))
 
 
-def clip_transformers_name(official: str) -> str:
+def rename_clip_to_transformers(official: str) -> str:
     """Returns the CLIPVisionModel name of an official CLIP tensor."""
-    return _rename(official.removeprefix("vision_model."), _CLIP)
+    return _apply_rules(official.removeprefix("vision_model."), _CLIP)
 
 
-def clip_official_name(name: str) -> str:
+def rename_clip_to_official(name: str) -> str:
     """Returns the official name of a CLIPVisionModel tensor."""
-    return _rename(name.removeprefix("vision_model."), _inverse(_CLIP))
+    return _apply_rules(name.removeprefix("vision_model."), _invert_rules(_CLIP))
 
 
-def vae_diffusers_name(official: str) -> str:
+def rename_vae_to_diffusers(official: str) -> str:
     """Returns the AutoencoderKLWan name of an official tensor of the 2.1 or the 2.2 VAE."""
-    return _rename(official, _VAE_NESTED + _VAE_FLAT + _VAE)
+    return _apply_rules(official, _VAE_NESTED + _VAE_FLAT + _VAE)
 
 
-def vae_official_name(name: str, residual: bool) -> str:
+def rename_vae_to_official(name: str, residual: bool) -> str:
     """Returns the official name of an AutoencoderKLWan tensor; `residual` selects the 2.2 VAE."""
-    return _rename(name, _inverse((_VAE_NESTED if residual else _VAE_FLAT) + _VAE))
+    return _apply_rules(name, _invert_rules((_VAE_NESTED if residual else _VAE_FLAT) + _VAE))
 
 
-def _rows(name: str) -> Renames:
+def _get_dit_rules(name: str) -> Renames:
     return _FACE if name.startswith(("motion_encoder.", "face_")) else _DIT
 
 
-def _inverse(rows: Renames) -> Renames:
-    return tuple((new, old) for old, new in reversed(rows))
+def _invert_rules(rules: Renames) -> Renames:
+    return tuple((new, old) for old, new in reversed(rules))
 
 
-def _rename(name: str, rows: Iterable[tuple[str, str]]) -> str:
-    for old, new in rows:
+def _apply_rules(name: str, rules: Iterable[tuple[str, str]]) -> str:
+    for old, new in rules:
         if old.startswith("."):
             name = f"{name}.".replace(f"{old}.", f"{new}.")[:-1]
         elif f"{name}.".startswith(f"{old}."):

@@ -13,41 +13,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wan.checkpoint.config import (
-    CONTROL,
-    FACE,
+    ANIMATE_KEY,
     KINDS,
-    SOUND,
+    S2V_KEY,
+    VACE_KEY,
     DitConfig,
-    control_layers,
-    dit_config,
-    kind_of,
-    published_config,
+    detect_kind,
+    get_vace_layers,
+    make_reference_dit_config,
+    read_dit_config,
 )
-from wan.checkpoint.expert_names import find_experts
+from wan.checkpoint.discovery import COMPONENTS, WeightFile, WeightFinder, inspect_weights
+from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
+from wan.checkpoint.expert_names import detect_experts
 from wan.checkpoint.files import (
     FLOATS,
-    OTHER_PARTS,
+    OTHER_COMPONENTS,
     WEIGHT_FILES,
     TensorInfo,
-    check_complete,
-    file_tensors,
-    folder_tensors,
-    has_network,
+    check_file_complete,
+    has_library_weights,
     is_folder,
     list_shards,
+    read_file_headers,
+    read_folder_headers,
     read_json,
 )
-from wan.checkpoint.keymaps import dit_diffusers_name, dit_official_name
-from wan.checkpoint.marks import network_tensors
-from wan.checkpoint.search import PARTS, Found, Search, look
-from wan.checkpoint.vocabulary import has_vocabulary
+from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
+from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.values import shown
 
 NO_FILES = NetworkFiles()
-_LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16, "animate": 16, "vace": 16}
+_LATENT_CHANNELS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16, "animate": 16, "vace": 16}
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
 _DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _STEMS = {  # official files end with .pth or .safetensors
@@ -55,7 +55,7 @@ _STEMS = {  # official files end with .pth or .safetensors
     "image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14",
 }
 SOUND_ENCODER = "wav2vec2-large-xlsr-53-english"
-_EXPECTED = {
+_EXPECTED_FILES = {
     "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth, vae/ or another file of it",
     "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or another file of it",
     "image_encoder": f"{_STEMS['image_encoder']}.pth, image_encoder/ or clip_vision/",
@@ -63,7 +63,10 @@ _EXPECTED = {
     "sound_encoder": f"the folder {SOUND_ENCODER}",
 }
 PIPELINE_INDEX = "model_index.json"
-_FLAGS = {"text_encoder": ", or give one with `text_encoder`", "vae": ", or give one with `vae`"}
+_FLAG_HINTS = {
+    "text_encoder": ", or give one with `text_encoder`",
+    "vae": ", or give one with `vae`",
+}
 
 
 @dataclass(frozen=True)
@@ -112,68 +115,68 @@ class Checkpoint:
         return next(iter(self.experts.values())).config
 
     @property
-    def heads(self) -> int:
+    def num_heads(self) -> int:
         """The number of attention heads."""
         return self.config["num_heads"]
 
     @property
     def head_dim(self) -> int:
         """The channels per attention head."""
-        return self.config["dim"] // self.heads
+        return self.config["dim"] // self.num_heads
 
-    def files(self) -> list[Path]:
+    def list_files(self) -> list[Path]:
         """Returns all files that affect the networks' results, sorted."""
         infos = [info for dit in self.experts.values() for info in dit.tensors.values()]
-        found = [part.file for info in infos for part in (info, *info.parts)]
-        for part in (self.vae, self.text_encoder, self.image_encoder):
-            if part is not None:
-                found += list_shards(part) if part.is_file() else _files_in(part)
+        paths = [item.file for info in infos for item in (info, *info.chunks)]
+        for item in (self.vae, self.text_encoder, self.image_encoder):
+            if item is not None:
+                paths += list_shards(item) if item.is_file() else _list_component_files(item)
         if self.boundary is not None and self.folder is not None:
-            found.append(self.folder / PIPELINE_INDEX)
+            paths.append(self.folder / PIPELINE_INDEX)
         for folder in (self.sound_encoder, self.tokenizer):
             if folder is not None:
-                found += [folder] if folder.is_file() else _files_in(folder)
-        return sorted(set(found))
+                paths += [folder] if folder.is_file() else _list_component_files(folder)
+        return sorted(set(paths))
 
     @property
-    def images(self) -> int:
+    def num_images(self) -> int:
         """The number of images that condition the DiT: 0, 1 or 2."""
         return 0 if not self.config["image_dim"] else 2 if self.config["image_positions"] else 1
 
     @property
-    def control_blocks(self) -> int:
+    def num_control_blocks(self) -> int:
         """The number of VACE control blocks; 0 for other networks."""
-        return len(control_layers(self.config))
+        return len(get_vace_layers(self.config))
 
-    def require(self, part: str) -> Path:
+    def require(self, component: str) -> Path:
         """Returns the path of a component: "vae", "text_encoder", "tokenizer", ...
 
         Raises:
             InputError: The folder does not contain it.
         """
-        path: Path | None = getattr(self, part)
+        path: Path | None = getattr(self, component)
         if path is None:
-            why = f"has no {part.replace('_', ' ')}; expected {_EXPECTED[part]}"
-            remedy = f"download the missing files of the checkpoint{_FLAGS.get(part, '')}"
+            why = f"has no {component.replace('_', ' ')}; expected {_EXPECTED_FILES[component]}"
+            remedy = f"download the missing files of the checkpoint{_FLAG_HINTS.get(component, '')}"
             raise InputError(f"{self.folder}", None, why, remedy)
         return path
 
 
-def _files_in(folder: Path) -> list[Path]:
+def _list_component_files(folder: Path) -> list[Path]:
     """Returns the weight, config and vocabulary files of a transformers or diffusers folder."""
     patterns = ("*.safetensors", "*.bin", "*.json", "*.model", "*.txt")
     return [path for pattern in patterns for path in folder.glob(pattern)]
 
 
-def published(preset: Preset) -> Checkpoint:
+def make_reference_checkpoint(preset: Preset) -> Checkpoint:
     """Returns a checkpoint without files that has the configuration of a task's published DiTs."""
-    files = DitFiles(Path(preset.folder), published_config(preset), {})
+    files = DitFiles(Path(preset.folder), make_reference_dit_config(preset), {})
     return Checkpoint(None, "official", preset.kind, dict.fromkeys(preset.experts, files))
 
 
-def describe(
+def inspect_checkpoint(
     folder: Path,
-    chosen: NetworkFiles = NO_FILES,
+    network_files: NetworkFiles = NO_FILES,
     presets: tuple[Preset, ...] = tuple(PRESETS.values()),
 ) -> Checkpoint:
     """Identifies the networks of a checkpoint folder.
@@ -196,36 +199,40 @@ def describe(
                 "download the checkpoint first, if it is a model hub's name, and give its folder"
             )
         raise InputError("`ckpt_dir`", folder, why, remedy)
-    search, index = Search(folder), _PipelineIndex.read(folder)
+    finder, index = WeightFinder(folder), _PipelineIndex.read(folder)
     diffusers = any((folder / name).is_dir() for name in _DIFFUSERS_FOLDERS.values())
-    experts = _chosen_experts(chosen, presets)
+    experts = _read_explicit_experts(network_files, presets)
     if not experts.keys() >= {"dit"} and not experts.keys() >= {*EXPERT_FOLDERS}:
-        found = _find_experts(search, folder, index if diffusers else None, presets, experts)
-        experts = {**found, **experts}
-    first, *others = experts.values()
-    if any(files.config != first.config for files in others):
+        dits = _read_folder_experts(finder, folder, index if diffusers else None, presets, experts)
+        experts = {**dits, **experts}
+    first_dit, *other_dits = experts.values()
+    if any(files.config != first_dit.config for files in other_dits):
         why = "mixes networks of different tasks or sizes"
         raise InputError(f"{folder}", None, why, "download it again")
-    kind = _kind(first)
-    parts: dict[str, Path | None] = {}
+    kind = _detect_network_kind(first_dit)
+    components: dict[str, Path | None] = {}
     stems = {"vae": "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE", **_STEMS}
-    for part, stem in stems.items():
-        if part == "image_encoder" and not first.config["image_dim"]:
-            parts[part] = None
-        elif (path := getattr(chosen, part, None)) is not None:
-            parts[part] = _chosen(part, path, kind)
+    for component, stem in stems.items():
+        if component == "image_encoder" and not first_dit.config["image_dim"]:
+            components[component] = None
+        elif (path := getattr(network_files, component, None)) is not None:
+            components[component] = _check_explicit_component(component, path, kind)
         else:
-            known = _library_part(folder / part) if diffusers else _file(folder, stem)
-            parts[part] = known or _found(search, part, kind)
+            standard_path = (
+                _find_library_component(folder / component)
+                if diffusers
+                else _find_official_file(folder, stem)
+            )
+            components[component] = standard_path or _find_component(finder, component, kind)
     return Checkpoint(
         folder=folder,
         layout="diffusers" if diffusers else "official",
         kind=kind,
         experts=experts,
-        tokenizer=_tokenizer(folder, parts["text_encoder"]),
-        sound_encoder=_sound_encoder(folder) if kind == "s2v" else None,
+        tokenizer=_find_tokenizer(folder, components["text_encoder"]),
+        sound_encoder=_find_audio_encoder(folder) if kind == "s2v" else None,
         boundary=index.boundary if len(experts) == 2 else None,
-        **parts,
+        **components,
     )
 
 
@@ -241,7 +248,7 @@ class _PipelineIndex:
 
     boundary: float | None = None
     is_single: bool = False
-    named: frozenset[str] = frozenset()
+    components: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, folder: Path) -> _PipelineIndex:
@@ -249,27 +256,37 @@ class _PipelineIndex:
         path = folder / PIPELINE_INDEX
         if not path.is_file():
             return cls()
-        stated = read_json(path)
-        boundary = stated.get("boundary_ratio")
-        number = isinstance(boundary, int | float) and not isinstance(boundary, bool)
-        if boundary is not None and not (number and 0 < boundary < 1):
+        model_index = read_json(path)
+        boundary = model_index.get("boundary_ratio")
+        is_number = isinstance(boundary, int | float) and not isinstance(boundary, bool)
+        if boundary is not None and not (is_number and 0 < boundary < 1):
             why = f"is {shown(boundary)}, but must be a number between 0 and 1, or null"
             raise InputError(
                 f"{path}: boundary_ratio", None, why, "download model_index.json again"
             )
-        parts = {part: stated[part] for part in _PIPELINE_PARTS if part in stated}
-        for part, value in parts.items():
+        components = {
+            component: model_index[component]
+            for component in _PIPELINE_COMPONENTS
+            if component in model_index
+        }
+        for component, value in components.items():
             if value is not None and not (isinstance(value, list) and len(value) == 2):
                 why = f"is {shown(value)}, but must be a library and a class"
-                raise InputError(f"{path}: {part}", None, why, "download model_index.json again")
+                raise InputError(
+                    f"{path}: {component}", None, why, "download model_index.json again"
+                )
         return cls(
             None if boundary is None else float(boundary),
-            "boundary_ratio" in stated and boundary is None,
-            frozenset(part for part, value in parts.items() if value not in (None, [None, None])),
+            "boundary_ratio" in model_index and boundary is None,
+            frozenset(
+                component
+                for component, value in components.items()
+                if value not in (None, [None, None])
+            ),
         )
 
 
-_PIPELINE_PARTS = (
+_PIPELINE_COMPONENTS = (
     *_DIFFUSERS_FOLDERS.values(),
     "vae",
     "text_encoder",
@@ -278,49 +295,60 @@ _PIPELINE_PARTS = (
 )
 
 
-def _chosen_experts(chosen: NetworkFiles, presets: tuple[Preset, ...]) -> dict[str, DitFiles]:
+def _read_explicit_experts(
+    network_files: NetworkFiles, presets: tuple[Preset, ...]
+) -> dict[str, DitFiles]:
     """Reads the DiTs that were given as single files or folders (`dit`, `dit_high_noise`, ...)."""
-    given = {"dit": chosen.dit, "high_noise": chosen.dit_high_noise}
-    given |= {"low_noise": chosen.dit_low_noise}
-    if chosen.dit is not None and (chosen.dit_high_noise or chosen.dit_low_noise):
+    paths = {"dit": network_files.dit, "high_noise": network_files.dit_high_noise}
+    paths |= {"low_noise": network_files.dit_low_noise}
+    if network_files.dit is not None and (
+        network_files.dit_high_noise or network_files.dit_low_noise
+    ):
         why = "is a task's only network, and cannot be given with one of two experts"
-        raise InputError("`dit`", chosen.dit, why, "give `dit_high_noise` and `dit_low_noise`")
-    if chosen.dit_high_noise is not None and chosen.dit_high_noise == chosen.dit_low_noise:
+        raise InputError(
+            "`dit`", network_files.dit, why, "give `dit_high_noise` and `dit_low_noise`"
+        )
+    if (
+        network_files.dit_high_noise is not None
+        and network_files.dit_high_noise == network_files.dit_low_noise
+    ):
         why = "is given for both experts"
-        raise InputError("`dit_high_noise`", chosen.dit_high_noise, why, "give two files")
-    found: dict[str, DitFiles] = {}
-    for expert, path in given.items():
+        raise InputError("`dit_high_noise`", network_files.dit_high_noise, why, "give two files")
+    dits: dict[str, DitFiles] = {}
+    for expert, path in paths.items():
         if path is None:
             continue
         flag = "`dit`" if expert == "dit" else f"`dit_{expert}`"
         if not any(expert in preset.experts for preset in presets):
-            of = "two experts" if expert == "dit" else "one network"
+            num_networks = "two experts" if expert == "dit" else "one network"
             remedy = "use `dit_high_noise` and `dit_low_noise`" if expert == "dit" else "use `dit`"
             tasks = " or ".join(preset.task for preset in presets)
-            raise InputError(flag, path, f"does not fit {tasks}, which has {of}", remedy)
-        _check_part(flag, path, "dit")
-        _check_name(flag, path, expert)
-        found[expert] = _dit_files(path) if path.is_dir() else _dit_files(path.parent, path)
-    return found
+            raise InputError(flag, path, f"does not fit {tasks}, which has {num_networks}", remedy)
+        _check_component_file(flag, path, "dit")
+        _check_expert_in_name(flag, path, expert)
+        dits[expert] = (
+            _read_dit_files(path) if path.is_dir() else _read_dit_files(path.parent, path)
+        )
+    return dits
 
 
-def _check_name(flag: str, path: Path, expert: str) -> None:
+def _check_expert_in_name(flag: str, path: Path, expert: str) -> None:
     """Refuses an explicit file for another expert, by its name, or one of two experts as `dit`."""
-    mark = find_experts([path])[path]
-    if mark is None or mark.expert == expert or not (mark.noise or mark.in_name):
+    tag = detect_experts([path])[path]
+    if tag is None or tag.expert == expert or not (tag.has_noise or tag.in_file_name):
         return
     if expert == "dit":
-        if mark.noise:
-            raise InputError(flag, path, f"is named as the {mark.expert} expert", _HALF)
+        if tag.has_noise:
+            raise InputError(flag, path, f"is named as the {tag.expert} expert", _GIVE_BOTH_EXPERTS)
         return
-    remedy = f"give it with `dit_{mark.expert}`, or rename it"
-    raise InputError(flag, path, f"is named as the {mark.expert} expert", remedy)
+    remedy = f"give it with `dit_{tag.expert}`, or rename it"
+    raise InputError(flag, path, f"is named as the {tag.expert} expert", remedy)
 
 
-_HALF = "it is one of two experts: give both to a task that has two, or rename it"
+_GIVE_BOTH_EXPERTS = "it is one of two experts: give both to a task that has two, or rename it"
 
 
-def _check_part(flag: str, path: Path, part: str) -> Found | None:
+def _check_component_file(flag: str, path: Path, component: str) -> WeightFile | None:
     """Refuses an explicit file or folder that holds another network.
 
     Returns:
@@ -328,97 +356,111 @@ def _check_part(flag: str, path: Path, part: str) -> Found | None:
     """
     if not path.exists():
         raise InputError(flag, path, "does not exist", "give a weight file or its folder")
-    if path.is_file() and path.suffix == ".pth" and part != "dit":
-        check_complete(path)
+    if path.is_file() and path.suffix == ".pth" and component != "dit":
+        check_file_complete(path)
         return None
     if path.is_file() and path.suffix not in WEIGHT_FILES:
         remedy = f"give one of {', '.join(WEIGHT_FILES)}"
         if path.suffix == ".pth":
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(flag, path, "is not in a supported weight format", remedy)
-    found = look(path)
-    if found.part != part:
-        holds = PARTS[found.part] if found.part else "none of Wan's networks"
-        raise InputError(flag, path, f"holds {holds}", f"give {PARTS[part]}")
-    return found
+    weight_file = inspect_weights(path)
+    if weight_file.component != component:
+        content = (
+            COMPONENTS[weight_file.component] if weight_file.component else "none of Wan's networks"
+        )
+        raise InputError(flag, path, f"holds {content}", f"give {COMPONENTS[component]}")
+    return weight_file
 
 
-def _chosen(part: str, path: Path, kind: str) -> Path:
+def _check_explicit_component(component: str, path: Path, kind: str) -> Path:
     """Checks an explicit text encoder, image encoder or VAE and returns its path."""
-    found = _check_part(f"`{part}`", path, part)
-    if found is not None and part == "vae" and found.channels != _LATENTS[kind]:
-        why = f"has {found.channels} latent channels, and the networks of {kind} have "
-        raise InputError("`vae`", path, f"{why}{_LATENTS[kind]}", "give the VAE of this task")
+    weight_file = _check_component_file(f"`{component}`", path, component)
+    if (
+        weight_file is not None
+        and component == "vae"
+        and weight_file.channels != _LATENT_CHANNELS[kind]
+    ):
+        why = f"has {weight_file.channels} latent channels, and the networks of {kind} have "
+        raise InputError(
+            "`vae`", path, f"{why}{_LATENT_CHANNELS[kind]}", "give the VAE of this task"
+        )
     return path
 
 
-def _found(search: Search, part: str, kind: str) -> Path | None:
+def _find_component(finder: WeightFinder, component: str, kind: str) -> Path | None:
     """Searches the folder for a component."""
-    among = search.all(part)
-    if part == "vae":
-        among = [one for one in among if one.channels == _LATENTS[kind]]
-    one = search.one(part, among, part)
-    return None if one is None else one.path
+    candidates = finder.find_all(component)
+    if component == "vae":
+        candidates = [
+            weight_file
+            for weight_file in candidates
+            if weight_file.channels == _LATENT_CHANNELS[kind]
+        ]
+    weight_file = finder.pick_one(component, candidates, component)
+    return None if weight_file is None else weight_file.path
 
 
-def _tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
+def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
     """Returns the tokenizer's folder, or the text encoder file if it contains the tokenizer."""
-    beside = [] if text_encoder is None else [text_encoder.parent]
-    for base in (folder, *beside):
+    encoder_folders = [] if text_encoder is None else [text_encoder.parent]
+    for parent in (folder, *encoder_folders):
         for name in ("google/umt5-xxl", "tokenizer"):
-            if (base / name).is_dir():
-                return base / name
-    return text_encoder if text_encoder is not None and has_vocabulary(text_encoder) else None
+            if (parent / name).is_dir():
+                return parent / name
+    return (
+        text_encoder if text_encoder is not None and has_embedded_tokenizer(text_encoder) else None
+    )
 
 
-def _sound_encoder(folder: Path) -> Path | None:
+def _find_audio_encoder(folder: Path) -> Path | None:
     """Returns the folder of wav2vec2: its published name or any that begins with "wav2vec2"."""
-    found = [folder / SOUND_ENCODER, *sorted(folder.glob("wav2vec2*"))]
-    return next((path for path in found if (path / "config.json").is_file()), None)
+    folders = [folder / SOUND_ENCODER, *sorted(folder.glob("wav2vec2*"))]
+    return next((path for path in folders if (path / "config.json").is_file()), None)
 
 
 def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
     """Refuses a checkpoint whose networks are not those of the task."""
 
-    def networks(kind: str, names: Collection[str]) -> str:
+    def describe_networks(kind: str, names: Collection[str]) -> str:
         return f"{'two experts' if len(names) == 2 else 'one network'} for {kind}"
 
     if (checkpoint.kind, {*checkpoint.experts}) != (preset.kind, {*preset.experts}):
-        held = networks(checkpoint.kind, checkpoint.experts)
+        actual = describe_networks(checkpoint.kind, checkpoint.experts)
         folder = checkpoint.folder
         if (
             folder is not None
             and "dit" in checkpoint.experts
             and (folder / "transformer_2").is_dir()
         ):
-            held = f"{held} (boundary_ratio is null in {PIPELINE_INDEX})"
-        needed = networks(preset.kind, preset.experts)
-    elif checkpoint.images != preset.images:
-        held = f"a network for {checkpoint.images} input images"
-        needed = f"one for {preset.images}"
+            actual = f"{actual} (boundary_ratio is null in {PIPELINE_INDEX})"
+        expected = describe_networks(preset.kind, preset.experts)
+    elif checkpoint.num_images != preset.images:
+        actual = f"a network for {checkpoint.num_images} input images"
+        expected = f"one for {preset.images}"
     else:
         return
-    why = f"holds {held}, but task {preset.task} needs {needed}"
+    why = f"holds {actual}, but task {preset.task} needs {expected}"
     remedy = f"give `ckpt_dir` a {preset.folder} folder or choose another `task`"
     raise InputError(f"{checkpoint.folder}", None, why, remedy)
 
 
-def _file(folder: Path, stem: str) -> Path | None:
+def _find_official_file(folder: Path, stem: str) -> Path | None:
     files = (folder / (stem + suffix) for suffix in (".pth", ".safetensors"))
-    return next((check_complete(file) for file in files if file.is_file()), None)
+    return next((check_file_complete(file) for file in files if file.is_file()), None)
 
 
-def _library_part(folder: Path) -> Path | None:
+def _find_library_component(folder: Path) -> Path | None:
     """Returns a folder of diffusers or transformers if it contains complete weights."""
-    return folder if folder.is_dir() and folder_tensors(folder) else None
+    return folder if folder.is_dir() and read_folder_headers(folder) else None
 
 
-def _find_experts(
-    search: Search,
+def _read_folder_experts(
+    finder: WeightFinder,
     folder: Path,
     index: _PipelineIndex | None,
     presets: tuple[Preset, ...],
-    chosen: Collection[str],
+    explicit_experts: Collection[str],
 ) -> dict[str, DitFiles]:
     """Reads the DiTs of a folder, except for the experts that are given explicitly.
 
@@ -428,93 +470,130 @@ def _find_experts(
         explicit_experts: Experts that are not read from the folder.
     """
     names = EXPERT_FOLDERS if index is None else _DIFFUSERS_FOLDERS
-    folders = {expert: folder / sub for expert, sub in names.items() if (folder / sub).is_dir()}
-    if index is not None and not chosen and "high_noise" in folders:
-        named = "transformer_2" in index.named
-        is_whole = len(folders) == 2 or not (named or index.boundary is not None)
-        if is_whole and (index.is_single or len(folders) == 1):
-            return {"dit": _dit_files(folders["high_noise"])}
-    if folders and len(folders.keys() | {*chosen}) == 1:
+    folders = {
+        expert: folder / subfolder
+        for expert, subfolder in names.items()
+        if (folder / subfolder).is_dir()
+    }
+    if index is not None and not explicit_experts and "high_noise" in folders:
+        has_second = "transformer_2" in index.components
+        is_complete = len(folders) == 2 or not (has_second or index.boundary is not None)
+        if is_complete and (index.is_single or len(folders) == 1):
+            return {"dit": _read_dit_files(folders["high_noise"])}
+    if folders and len(folders.keys() | {*explicit_experts}) == 1:
         missing = folder / names[({"high_noise", "low_noise"} - folders.keys()).pop()]
         remedy = "download the other expert too"
         raise InputError(f"{missing}", None, "is missing", remedy)
     if folders:
-        rest = {expert: path for expert, path in folders.items() if expert not in chosen}
-        return {expert: _dit_files(path) for expert, path in rest.items()}
-    if has_network(folder):
-        return {"dit": _dit_files(folder)}
-    return _searched_experts(search, folder, presets, chosen) or {"dit": _dit_files(folder)}
+        remaining = {
+            expert: path for expert, path in folders.items() if expert not in explicit_experts
+        }
+        return {expert: _read_dit_files(path) for expert, path in remaining.items()}
+    if has_library_weights(folder):
+        return {"dit": _read_dit_files(folder)}
+    return _read_expert_files(finder, folder, presets, explicit_experts) or {
+        "dit": _read_dit_files(folder)
+    }
 
 
-def _searched_experts(
-    search: Search, folder: Path, presets: tuple[Preset, ...], chosen: Collection[str]
+def _read_expert_files(
+    finder: WeightFinder,
+    folder: Path,
+    presets: tuple[Preset, ...],
+    explicit_experts: Collection[str],
 ) -> dict[str, DitFiles]:
     """Reads the DiTs that are in the folder as files of any name; {} if there are none."""
-    every = search.all("dit")
-    fitting = [one for one in every if any(_fits(one, preset) for preset in presets)] or every
+    weight_files = finder.find_all("dit")
+    matching = [
+        weight_file
+        for weight_file in weight_files
+        if any(_fits_preset(weight_file, preset) for preset in presets)
+    ] or weight_files
 
-    def files(one: Found) -> DitFiles:
-        own = (one.path.parent / "config.json").is_file()
-        return _dit_files(one.path.parent if own else folder, one.path)
+    def read_dit(weight_file: WeightFile) -> DitFiles:
+        has_config = (weight_file.path.parent / "config.json").is_file()
+        return _read_dit_files(weight_file.path.parent if has_config else folder, weight_file.path)
 
     pair = {}
     for expert in EXPERT_FOLDERS:
-        among = [one for one in fitting if one.expert == expert]
-        if expert not in chosen and any(len(preset.experts) == 2 for preset in presets):
-            pair[expert] = search.one("dit", among, f"dit_{expert}")
-    missing = [expert for expert, one in pair.items() if one is None]
-    if (pair and len(missing) < len(pair)) or (pair and chosen):
+        candidates = [weight_file for weight_file in matching if weight_file.expert == expert]
+        if expert not in explicit_experts and any(len(preset.experts) == 2 for preset in presets):
+            pair[expert] = finder.pick_one("dit", candidates, f"dit_{expert}")
+    missing = [expert for expert, weight_file in pair.items() if weight_file is None]
+    if (pair and len(missing) < len(pair)) or (pair and explicit_experts):
         if missing:
-            words = missing[0].replace("_", "-")
-            why = f"holds no {words} expert ({', '.join(p.name for p in _paths(fitting))})"
+            label = missing[0].replace("_", "-")
+            why = f"holds no {label} expert ({', '.join(p.name for p in _list_sorted_paths(matching))})"
             remedy = f"download it, or give one with `dit_{missing[0]}`"
             raise InputError(f"{folder}", None, why, remedy)
-        return {expert: files(one) for expert, one in pair.items() if one is not None}
-    single = [one for one in fitting if one.expert is None] or fitting
+        return {
+            expert: read_dit(weight_file)
+            for expert, weight_file in pair.items()
+            if weight_file is not None
+        }
+    single = [weight_file for weight_file in matching if weight_file.expert is None] or matching
     dims = {preset.dim for preset in presets}
     if len(single) > 1 and len(presets) < len(PRESETS):
-        own = [one for one in single if (*one.shape("patch_embedding.weight"), 0)[0] in dims]
-        single = own or single
-    found = search.one("dit", single, "dit")
-    if found is not None and found.mark is not None and found.mark.noise:
-        raise InputError(f"{found.path}", None, f"is named as the {found.expert} expert", _HALF)
-    return {} if found is None else {"dit": files(found)}
+        same_dim = [
+            weight_file
+            for weight_file in single
+            if (*weight_file.find_shape("patch_embedding.weight"), 0)[0] in dims
+        ]
+        single = same_dim or single
+    match = finder.pick_one("dit", single, "dit")
+    if match is not None and match.tag is not None and match.tag.has_noise:
+        raise InputError(
+            f"{match.path}", None, f"is named as the {match.expert} expert", _GIVE_BOTH_EXPERTS
+        )
+    return {} if match is None else {"dit": read_dit(match)}
 
 
-def _paths(found: Collection[Found]) -> list[Path]:
-    return sorted(one.path for one in found)[:3]
+def _list_sorted_paths(weight_files: Collection[WeightFile]) -> list[Path]:
+    return sorted(weight_file.path for weight_file in weight_files)[:3]
 
 
-def _fits(found: Found, preset: Preset) -> bool:
+def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
     """Returns whether a DiT has the kind and the image input of the task."""
-    theirs = {SOUND: SOUND, FACE: dit_diffusers_name(FACE), CONTROL: CONTROL}
-    special = [name for name in theirs if found.shape(name, theirs[name])]
-    kind = kind_of(special, found.channels)
-    images = bool(found.shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight"))
-    return kind == preset.kind and images == bool(preset.images)
+    library_keys = {
+        S2V_KEY: S2V_KEY,
+        ANIMATE_KEY: rename_dit_to_diffusers(ANIMATE_KEY),
+        VACE_KEY: VACE_KEY,
+    }
+    present_keys = [
+        name for name in library_keys if weight_file.find_shape(name, library_keys[name])
+    ]
+    kind = detect_kind(present_keys, weight_file.channels)
+    takes_images = bool(
+        weight_file.find_shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight")
+    )
+    return kind == preset.kind and takes_images == bool(preset.images)
 
 
-def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
+def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
     """Reads the configuration and tensors of a folder's DiT, or of one file in it."""
-    found = folder_tensors(folder) if file is None else file_tensors(file)
-    if found is None:
+    infos = read_folder_headers(folder) if file is None else read_file_headers(file)
+    if infos is None:
         why = "holds no video network (DiT)"
         remedy = (
             "expected diffusion_pytorch_model.safetensors, its shards with an index, or the "
             "folders high_noise_model/ and low_noise_model/"
         )
-        pickled = [path.name for path in folder.glob("*.pth") if not OTHER_PARTS.search(path.name)]
-        if pickled:
-            why = f"holds {pickled[0]}, but a video network is read from safetensors only"
+        pickle_names = [
+            path.name for path in folder.glob("*.pth") if not OTHER_COMPONENTS.search(path.name)
+        ]
+        if pickle_names:
+            why = f"holds {pickle_names[0]}, but a video network is read from safetensors only"
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)
-    tensors = network_tensors(found, dit_official_name)
-    tensors = _official({name: i for name, i in tensors.items() if not _CONSTANT(name)})
+    tensors = collect_network_tensors(infos, rename_dit_to_official)
+    tensors = _restore_official_shapes(
+        {name: i for name, i in tensors.items() if not _CONSTANT(name)}
+    )
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
-    return DitFiles(folder, dit_config(folder, dense), dense, len(dense) < len(tensors))
+    return DitFiles(folder, read_dit_config(folder, dense), dense, len(dense) < len(tensors))
 
 
-def _official(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _restore_official_shapes(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Converts Animate's tensors from the diffusers layout to the official names and shapes."""
     for name in [name for name in tensors if ".linear1_k." in name]:
         keys, values = tensors.pop(name), tensors.pop(name.replace("_k.", "_v."), None)
@@ -527,25 +606,25 @@ def _official(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
             keys.dtype if keys.dtype == values.dtype in FLOATS else "F32",
             (2 * keys.shape[0], *keys.shape[1:]),
             keys.nbytes + values.nbytes,
-            parts=(keys, values),
+            chunks=(keys, values),
         )
     for name, info in tensors.items():
-        if _CONVOLVED(name) and len(info.shape) == 1:
+        if _CONV_BIAS(name) and len(info.shape) == 1:
             tensors[name] = replace(info, shape=(1, *info.shape, 1, 1))
     return tensors
 
 
-def _kind(files: DitFiles) -> str:
+def _detect_network_kind(files: DitFiles) -> str:
     in_dim = files.config["in_dim"]
     if in_dim not in KINDS:
         why = f"is a Wan network that is not supported ({in_dim} input channels)"
         raise InputError(f"{files.folder}", None, why, "t2v (16), i2v (36) and ti2v (48) are")
-    for part, (shows, remedy) in _UNSUPPORTED.items():
-        name = next((name for name in files.tensors if part in name), None)
+    for name_part, (feature, remedy) in _UNSUPPORTED.items():
+        name = next((name for name in files.tensors if name_part in name), None)
         if name is not None:
-            why = f"has {name}, {shows}, which is not supported"
+            why = f"has {name}, {feature}, which is not supported"
             raise InputError(f"{files.folder}", None, why, remedy)
-    return kind_of(files.tensors, in_dim) or KINDS[in_dim]
+    return detect_kind(files.tensors, in_dim) or KINDS[in_dim]
 
 
 _UNSUPPORTED = {
@@ -555,5 +634,5 @@ _UNSUPPORTED = {
 }
 """Part of a tensor's name -> (unsupported feature, remedy)."""
 _CONSTANT = re.compile(r"motion_encoder\..*\.kernel$").match  # a constant, the same in every file
-_CONVOLVED = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
+_CONV_BIAS = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them

@@ -26,39 +26,39 @@ import torch
 from torch import Tensor, nn
 
 from wan import host
-from wan.checkpoint.dequantise import dequantise, nvfp4, untiled
+from wan.checkpoint.dequantise import dequantize_gguf, dequantize_nvfp4, untile_scales
 from wan.checkpoint.files import (
     FP8,
     GGUF,
     NVFP4,
     TensorInfo,
-    as_bytes,
-    file_state,
-    file_tensors,
-    folder_tensors,
-    safetensors_places,
+    read_file_headers,
+    read_file_state,
+    read_folder_headers,
+    read_safetensors_offsets,
+    view_as_bytes,
 )
-from wan.checkpoint.lora import Change, Lora, changes_of
-from wan.checkpoint.marks import network_tensors
-from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
+from wan.checkpoint.lora import Lora, WeightDelta, collect_deltas
+from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.source import (
     MappedFile,
-    Source,
-    Sources,
-    is_own,
-    joined,
-    tensors_of,
-    use_mapped,
-    watch,
+    TensorSource,
+    TensorSources,
+    concat_sources,
+    get_named_tensors,
+    owns_memory,
+    use_mapped_tensors,
+    watch_mapped_files,
 )
+from wan.checkpoint.w8a8_export import FP8_DYNAMIC, Export, QuantizedDit
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import shown
 
-_PICKLED = (".pth", ".ckpt")
-_SLICE = 1 << 24  # elements per copy
-_TILE = 256  # rows per LoRA merge
+_PICKLE_SUFFIXES = (".pth", ".ckpt")
+_COPY_ELEMENTS = 1 << 24  # elements per copy
+_TILE_ROWS = 256  # rows per LoRA merge
 _FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = {
     **{name: dtype for dtype, name in _FLOATS.items()},
@@ -74,38 +74,38 @@ DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 class Sharding(Protocol):
     """Selects the rows of each parameter on this rank (`wan.distributed.fsdp.FsdpSharding`)."""
 
-    def prepare(self, network: nn.Module) -> None:
+    def shard(self, network: nn.Module) -> None:
         """Shards a network on the meta device, whose parameters have their final dtypes."""
 
-    def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
+    def get_local_rows(self, parameter: Tensor) -> tuple[Tensor, slice]:
         """Returns this rank's tensor of a parameter, and the rows of the parameter it holds."""
 
 
 class Unsharded:
     """Every rank holds all rows."""
 
-    def prepare(self, network: nn.Module) -> None:
+    def shard(self, network: nn.Module) -> None:
         """Leaves the network as it is."""
 
-    def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
+    def get_local_rows(self, parameter: Tensor) -> tuple[Tensor, slice]:
         return parameter, slice(None)
 
 
 UNSHARDED = Unsharded()
 N = TypeVar("N", bound=nn.Module)
-Adapt = Callable[[nn.Module, Sources], Sources]
+WeightTransform = Callable[[nn.Module, TensorSources], TensorSources]
 """Changes a network on the meta device, or the sources of its weights. Called with the network and
 a source for each of its tensors; returns sources for all tensors that the network has on the meta
 device afterwards, and possibly more."""
 
 
-def as_stored(_: nn.Module, sources: Sources) -> Sources:
+def keep_sources(_: nn.Module, sources: TensorSources) -> TensorSources:
     """Returns the sources unchanged."""
     return sources
 
 
 @dataclass
-class Blueprint(Generic[N]):
+class ModelSpec(Generic[N]):
     """A network that is built, checked against its files, and loaded on demand.
 
     The first `load` uses the network that `check` has built; each further `load` builds a new one.
@@ -121,12 +121,12 @@ class Blueprint(Generic[N]):
     make: Callable[[], N]
     tensors: Mapping[str, TensorInfo]
     origin: Path
-    _checked: N | None = field(default=None, init=False)
+    _network: N | None = field(default=None, init=False)
 
     def check(self) -> None:
         """Checks the network against the files; InputError names the first tensor that differs."""
-        if self._checked is None:
-            self._checked = self._built()
+        if self._network is None:
+            self._network = self._build_network()
 
     def load(
         self,
@@ -134,36 +134,38 @@ class Blueprint(Generic[N]):
         device: torch.device,
         dtype_of: DTypeOf,
         sharding: Sharding = UNSHARDED,
-        adapt: Adapt = as_stored,
+        transform: WeightTransform = keep_sources,
     ) -> N:
         """Returns the network for inference, with this rank's weights."""
-        network = self._built() if self._checked is None else self._checked
-        self._checked = None
-        sources = adapt(network, mapped(self.tensors))
-        fill(
+        network = self._build_network() if self._network is None else self._network
+        self._network = None
+        sources = transform(network, open_sources(self.tensors))
+        load_weights(
             network, sources, device=device, dtype_of=dtype_of, label=self.label, sharding=sharding
         )
         return network
 
-    def _built(self) -> N:
+    def _build_network(self) -> N:
         with torch.device("meta"):
             network = self.make()
-        _compare(network, self.tensors, self.origin)
+        _check_names_and_shapes(network, self.tensors, self.origin)
         return network
 
 
-def _compare(network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path) -> None:
+def _check_names_and_shapes(
+    network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path
+) -> None:
     """Refuses differing names or shapes; a parameter with two names needs only the first."""
     expected = dict(network.named_parameters())
-    known = {name for name, _ in network.named_parameters(remove_duplicate=False)}
-    unknown = [info.name for name, info in tensors.items() if name not in known]
-    for kind, names in (
+    all_names = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    unknown = [info.name for name, info in tensors.items() if name not in all_names]
+    for problem, names in (
         ("lacks", sorted(expected.keys() - tensors.keys())),
         ("has the unknown", sorted(unknown)),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            why = f"{kind} tensor {names[0]}{more}"
+            why = f"{problem} tensor {names[0]}{more}"
             raise InputError(f"{origin}", None, why, "download it again")
     for name, parameter in expected.items():
         info = tensors[name]
@@ -172,9 +174,9 @@ def _compare(network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path
             raise InputError(f"{info.file}: tensor {info.name}", None, why, "download it again")
 
 
-def fill(
+def load_weights(
     network: nn.Module,
-    sources: Sources,
+    sources: TensorSources,
     *,
     device: torch.device,
     dtype_of: DTypeOf,
@@ -190,32 +192,36 @@ def fill(
     for name, parameter in network.named_parameters():
         if parameter.is_meta:
             parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))  # still meta
-    sharding.prepare(network.eval().requires_grad_(False))
-    empty = {name for name, tensor in tensors_of(network).items() if tensor.is_meta}
+    sharding.shard(network.eval().requires_grad_(False))
+    meta_names = {name for name, tensor in get_named_tensors(network).items() if tensor.is_meta}
     for module in reversed(list(network.modules())):  # a sharded module reads its children
-        if all(tensor.is_meta for tensor in tensors_of(module, recurse=False).values()):
+        if all(tensor.is_meta for tensor in get_named_tensors(module, recurse=False).values()):
             module.to_empty(device=device, recurse=False)
-    kept = {
-        name: sharding.share(tensor) if isinstance(tensor, nn.Parameter) else (tensor, slice(None))
-        for name, tensor in tensors_of(network).items()
-        if name in empty
+    targets = {
+        name: sharding.get_local_rows(tensor)
+        if isinstance(tensor, nn.Parameter)
+        else (tensor, slice(None))
+        for name, tensor in get_named_tensors(network).items()
+        if name in meta_names
     }
     if device.type == "cpu" and sharding is UNSHARDED:
-        used = use_mapped((tensor, sources[name]) for name, (tensor, _) in kept.items())
-        kept = {name: found for name, found in kept.items() if is_own(found[0])}
-        watch(network, used)
-    total = sum(tensor.nbytes for tensor, _ in kept.values())
-    with progress(total, f"loading {label}", "B") as bar, host.on_own_cores():
-        for name, (tensor, rows) in kept.items():
-            copy(tensor, sources[name], rows, bar.update)
+        mapped_sources = use_mapped_tensors(
+            (tensor, sources[name]) for name, (tensor, _) in targets.items()
+        )
+        targets = {name: target for name, target in targets.items() if owns_memory(target[0])}
+        watch_mapped_files(network, mapped_sources)
+    num_bytes = sum(tensor.nbytes for tensor, _ in targets.values())
+    with progress(num_bytes, f"loading {label}", "B") as bar, host.on_own_cores():
+        for name, (tensor, rows) in targets.items():
+            copy_rows(tensor, sources[name], rows, bar.update)
 
 
 @torch.no_grad()
-def copy(
+def copy_rows(
     target: Tensor,
-    source: Source,
+    source: TensorSource,
     rows: slice = slice(None),
-    done: Callable[[int], object] = int,
+    on_progress: Callable[[int], object] = int,
 ) -> None:
     """Copies rows of a source into a tensor, slice by slice.
 
@@ -228,17 +234,19 @@ def copy(
     """
     source.check()
     start, stop, _ = rows.indices(source.shape[0])
-    step = max(1, _SLICE // max(1, prod(source.shape[1:])))
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        part = target[first - start : last - start]
+    rows_per_copy = max(1, _COPY_ELEMENTS // max(1, prod(source.shape[1:])))
+    for first_row in range(start, stop, rows_per_copy):
+        last_row = min(first_row + rows_per_copy, stop)
+        target_slice = target[first_row - start : last_row - start]
         # Moved in the stored dtype and converted on the device: converting on a CPU takes longer
         # than the transfer. From unpinned memory the call returns after the values were read.
-        part.copy_(source.read(slice(first, last)).to(part.device, non_blocking=True))
-        done(part.nbytes)
+        target_slice.copy_(
+            source.read(slice(first_row, last_row)).to(target_slice.device, non_blocking=True)
+        )
+        on_progress(target_slice.nbytes)
 
 
-def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
+def read_headers(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     """Returns the tensors of one network in a file or folder, without reading weights.
 
     Args:
@@ -249,75 +257,81 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     Raises:
         InputError: The path is not one of these, or is damaged.
     """
-    if path.suffix in _PICKLED:
-        state = in_pth(path)
-        dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
-        at = file_state(path)
-        found = {
-            name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes, state=at)
-            for name, t in state.items()
+    if path.suffix in _PICKLE_SUFFIXES:
+        state_dict = load_pth(path)
+        dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state_dict.items()}
+        current_state = read_file_state(path)
+        tensors = {
+            name: TensorInfo(
+                path, name, dtypes[name], tuple(t.shape), t.nbytes, state=current_state
+            )
+            for name, t in state_dict.items()
         }
     else:
-        found = (file_tensors(path) if path.is_file() else folder_tensors(path)) or {}
-    if not found:
+        tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
+    if not tensors:
         raise InputError(f"{path}", None, "holds no weights", "download them")
-    return network_tensors(found, rename)
+    return collect_network_tensors(tensors, rename)
 
 
-def in_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+def map_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Returns tensors of a file by name, as views of mapped memory that must not be written.
 
     The `safetensors` library maps files writable, which Linux refuses for files larger than memory.
     """
-    places = safetensors_places(file)
-    return _views(file, {name: places[name] for name in names})
+    locations = read_safetensors_offsets(file)
+    return _map_tensors(file, {name: locations[name] for name in names})
 
 
-def in_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
+def map_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
     """Returns tensors of a file by name, as read-only views; quantized ones are uint8 [bytes]."""
-    places = {}
+    locations = {}
     for info in tensors:
-        plain = info.dtype not in GGUF
-        shape = list(info.shape) if plain else [info.nbytes]
-        places[info.name] = info.dtype if plain else "U8", shape, info.start
-    return _views(file, places)
+        is_float = info.dtype not in GGUF
+        shape = list(info.shape) if is_float else [info.nbytes]
+        locations[info.name] = info.dtype if is_float else "U8", shape, info.data_offset
+    return _map_tensors(file, locations)
 
 
-def _views(file: Path, places: Mapping[str, tuple[str, list[int], int]]) -> dict[str, Tensor]:
+def _map_tensors(
+    file: Path, locations: Mapping[str, tuple[str, list[int], int]]
+) -> dict[str, Tensor]:
     """Maps a file and returns views at the given locations: name -> (dtype, shape, offset)."""
-    with file.open("rb") as opened:
-        memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    found = {}
+    with file.open("rb") as handle:
+        memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    tensors = {}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # memory is read-only
-        for name, (dtype, shape, start) in places.items():
-            of = {"dtype": DTYPES[dtype], "count": prod(shape), "offset": start}
-            found[name] = torch.frombuffer(memory, **of).view(shape)
-    return found
+        for name, (dtype, shape, offset) in locations.items():
+            buffer_args = {"dtype": DTYPES[dtype], "count": prod(shape), "offset": offset}
+            tensors[name] = torch.frombuffer(memory, **buffer_args).view(shape)
+    return tensors
 
 
-def in_pth(path: Path) -> dict[str, Tensor]:
+def load_pth(path: Path) -> dict[str, Tensor]:
     """Returns all tensors of a file, or of its entry `state_dict`, without unpickling code.
 
     Raises:
         InputError: The file contains anything but tensors.
     """
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state_dict = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         why = "holds something other than weights and was not opened, because it could run code"
         raise InputError(f"{path}", None, why, "download it again") from None
     except Exception as error:  # torch raises half a dozen kinds for damaged files
         why = f"cannot be read ({shown(error, str)})"
         raise InputError(f"{path}", None, why, "download it again") from None
-    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]  # training code saves its state too
+    if isinstance(state_dict, dict) and isinstance(state_dict.get("state_dict"), dict):
+        state_dict = state_dict["state_dict"]  # training code saves its state too
     entries: Iterable[tuple[Any, Any]]
-    entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
+    entries = (
+        state_dict.items() if isinstance(state_dict, dict) else [(type(state_dict).__name__, None)]
+    )
     for name, value in entries:
-        plain = isinstance(name, str) and type(value) in (Tensor, nn.Parameter)
+        is_tensor = isinstance(name, str) and type(value) in (Tensor, nn.Parameter)
         # A damaged view may extend past the end of its storage.
         if not (
-            plain
+            is_tensor
             and value.layout == torch.strided
             and value.device.type == "cpu"
             and value.untyped_storage().nbytes() >= value.nbytes
@@ -327,111 +341,128 @@ def in_pth(path: Path) -> dict[str, Tensor]:
     return dict(entries)
 
 
-def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
+def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
     """Maps tensors into memory, opening each file once."""
     by_file: dict[Path, list[str]] = {}
     for name, info in tensors.items():
-        if not info.parts:
+        if not info.chunks:
             by_file.setdefault(info.file, []).append(name)
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     for file, names in by_file.items():
         infos = [tensors[name] for name in names]
-        opened = MappedFile.open(file, infos[0].state)
+        mapped_file = MappedFile.open(file, infos[0].state)
         try:
             if file.suffix == ".gguf":
-                views = in_gguf(file, infos)
-            elif file.suffix in _PICKLED:
-                views = in_pth(file)
+                views = map_gguf(file, infos)
+            elif file.suffix in _PICKLE_SUFFIXES:
+                views = load_pth(file)
             else:
-                views = in_safetensors(file, {info.name for info in infos})
+                views = map_safetensors(file, {info.name for info in infos})
         except (OSError, LookupError, ValueError):
-            opened.check()  # it may have changed since it was opened
+            mapped_file.check()  # it may have changed since it was opened
             raise
         for name, info in zip(names, infos, strict=True):
             view = views[info.name]
             if info.dtype in GGUF:
-                sources[name] = _dequantised(view, info, opened)
+                sources[name] = _make_gguf_source(view, info, mapped_file)
                 continue
             if info.dtype != NVFP4 and view.shape != info.shape:
                 rows = view.reshape(-1, *info.shape[1:])
-                view = rows[info.first : info.first + info.shape[0]]
-            sources[name] = _source(view, opened)
+                view = rows[info.first_row : info.first_row + info.shape[0]]
+            sources[name] = _make_view_source(view, mapped_file)
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
-        blocks = {name: i.blocks for name, i in tensors.items() if i.blocks is not None}
-        factors, of_blocks = mapped(scales), mapped(blocks)
+        block_scales = {
+            name: i.block_scales for name, i in tensors.items() if i.block_scales is not None
+        }
+        scale_sources, block_scale_sources = open_sources(scales), open_sources(block_scales)
         for name in scales:
-            stored, scale = sources[name], factors[name]
-            if name in blocks:
-                sources[name] = _nvfp4(stored, scale, of_blocks[name])
+            source, scale = sources[name], scale_sources[name]
+            if name in block_scales:
+                sources[name] = _make_nvfp4_source(source, scale, block_scale_sources[name])
             else:
-                sources[name] = _scaled(stored, scale)
+                sources[name] = _make_scaled_source(source, scale)
     for name, info in tensors.items():
-        if info.parts:
-            parts = mapped({str(i): part for i, part in enumerate(info.parts)})
-            sources[name] = joined(list(parts.values()), info.shape)
+        if info.chunks:
+            chunks = open_sources({str(i): chunk for i, chunk in enumerate(info.chunks)})
+            sources[name] = concat_sources(list(chunks.values()), info.shape)
     return sources
 
 
-def _source(view: Tensor, file: MappedFile | None = None) -> Source:
+def _make_view_source(view: Tensor, file: MappedFile | None = None) -> TensorSource:
     """Returns a source that reads rows of a view of a mapped file."""
     view = view.reshape(1) if view.dim() == 0 else view
-    return Source(view.dtype, tuple(view.shape), view.__getitem__, view, file)
+    return TensorSource(view.dtype, tuple(view.shape), view.__getitem__, view, file)
 
 
-def _scaled(stored: Source, scale: Source) -> Source:
+def _make_scaled_source(quantized: TensorSource, scale: TensorSource) -> TensorSource:
     """Returns a source of FP8 or int8 values times their scale (per tensor or row), float32."""
-    factors, one = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
+    factors, is_scalar = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
 
     def read(rows: slice) -> Tensor:
-        part = stored.read(rows)
-        return part.to(torch.float32).mul_(factors if one else factors[rows])
+        values = quantized.read(rows)
+        return values.to(torch.float32).mul_(factors if is_scalar else factors[rows])
 
-    return Source(torch.float32, stored.shape, read, stored.mapped, stored.file)
+    return TensorSource(
+        torch.float32, quantized.shape, read, quantized.mapped_tensor, quantized.file
+    )
 
 
-def _nvfp4(stored: Source, scale: Source, blocks: Source) -> Source:
+def _make_nvfp4_source(
+    packed: TensorSource, scale: TensorSource, block_scales: TensorSource
+) -> TensorSource:
     """Returns a source that dequantizes NVFP4."""
-    rows, columns = stored.shape[0], 2 * stored.shape[1]
-    one = scale.read(slice(None)).float()
+    num_rows, num_columns = packed.shape[0], 2 * packed.shape[1]
+    tensor_scale = scale.read(slice(None)).float()
 
-    def read(wanted: slice) -> Tensor:
-        return nvfp4(
-            stored.read(wanted), untiled(blocks.read_checked(slice(None)), rows)[wanted], one
+    def read(row_slice: slice) -> Tensor:
+        return dequantize_nvfp4(
+            packed.read(row_slice),
+            untile_scales(block_scales.read_checked(slice(None)), num_rows)[row_slice],
+            tensor_scale,
         )
 
-    return Source(torch.float32, (rows, columns), read, stored.mapped, stored.file)
+    return TensorSource(
+        torch.float32, (num_rows, num_columns), read, packed.mapped_tensor, packed.file
+    )
 
 
-def _dequantised(stored: Tensor, info: TensorInfo, file: MappedFile) -> Source:
+def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> TensorSource:
     """Returns a source that dequantizes GGUF; blocks may span rows, if the tensor was flattened."""
-    values, size = GGUF[info.dtype]
-    columns, blocks = prod(info.shape[1:]), stored.view(-1, size)
+    block_values, block_bytes = GGUF[info.dtype]
+    row_elements, blocks = prod(info.shape[1:]), data.view(-1, block_bytes)
 
     def read(rows: slice) -> Tensor:
         start, stop, _ = rows.indices(info.shape[0])
-        first, last = start * columns // values, -(-stop * columns // values)
-        part = dequantise(info.dtype, blocks[first:last]).view(-1)[
-            start * columns - first * values :
+        first_block, last_block = (
+            start * row_elements // block_values,
+            -(-stop * row_elements // block_values),
+        )
+        elements = dequantize_gguf(info.dtype, blocks[first_block:last_block]).view(-1)[
+            start * row_elements - first_block * block_values :
         ]
-        return part[: (stop - start) * columns].view(stop - start, *info.shape[1:])
+        return elements[: (stop - start) * row_elements].view(stop - start, *info.shape[1:])
 
-    return Source(torch.float32, info.shape, read, stored, file)
+    return TensorSource(torch.float32, info.shape, read, data, file)
 
 
-def kept_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
+def open_weight_only_sources(weights: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
     """Returns sources of the buffers of weight-only quantized layers, from layer -> weight."""
-    infos = {f"{layer}.weight": as_bytes(info) for layer, info in kept.items()}
-    scales = {f"{layer}.weight_scale": i.scale for layer, i in kept.items() if i.dtype in FP8}
-    sources = mapped(infos | {name: info for name, info in scales.items() if info is not None})
+    infos = {f"{layer}.weight": view_as_bytes(info) for layer, info in weights.items()}
+    scales = {f"{layer}.weight_scale": i.scale for layer, i in weights.items() if i.dtype in FP8}
+    sources = open_sources(
+        infos | {name: info for name, info in scales.items() if info is not None}
+    )
     for name, info in scales.items():
         values = torch.ones(1) if info is None else sources[name].read(slice(None)).float()
         values = values.reshape(1) if values.numel() == 1 else values.reshape(-1, 1)
-        sources[name] = _source(values)
+        sources[name] = _make_view_source(values)
     return sources
 
 
-def lora_sources(pairs: Mapping[str, Sequence[Change]], dtype: torch.dtype) -> dict[str, Source]:
+def open_lora_sources(
+    deltas_by_layer: Mapping[str, Sequence[WeightDelta]], dtype: torch.dtype
+) -> dict[str, TensorSource]:
     """Returns sources of the low-rank factors of weight-only quantized layers.
 
     Args:
@@ -439,47 +470,51 @@ def lora_sources(pairs: Mapping[str, Sequence[Change]], dtype: torch.dtype) -> d
         dtype: The factors are rounded to it once.
     """
     infos = {
-        f"{layer}.{index}.{part}": info
-        for layer, changes in pairs.items()
-        for index, change in enumerate(changes)
-        for part, info in (("up", change.up), ("down", change.down))
+        f"{layer}.{index}.{factor}": info
+        for layer, deltas in deltas_by_layer.items()
+        for index, delta in enumerate(deltas)
+        for factor, info in (("up", delta.up), ("down", delta.down))
         if info is not None
     }
-    read, found = mapped(infos), {}
+    factor_sources, sources = open_sources(infos), {}
 
-    def values(layer: str, part: str, rows: slice) -> Tensor:
+    def read_factors(layer: str, factor: str, rows: slice) -> Tensor:
         """Returns rows of all ups concatenated along dim 1, or all downs along dim 0."""
-        tensors = []
-        for index, change in enumerate(pairs[layer]):
-            one = (
-                read[f"{layer}.{index}.{part}"]
+        matrices = []
+        for index, delta in enumerate(deltas_by_layer[layer]):
+            matrix = (
+                factor_sources[f"{layer}.{index}.{factor}"]
                 .read_checked(slice(None))
                 .to(torch.float64)
                 .flatten(1)
             )
-            tensors.append(one * change.factor if part == "up" else one)
-        whole = torch.cat(tensors, dim=1 if part == "up" else 0)[rows].to(dtype)
-        _check_finite(whole, pairs[layer])
-        return whole
+            matrices.append(matrix * delta.factor if factor == "up" else matrix)
+        stacked = torch.cat(matrices, dim=1 if factor == "up" else 0)[rows].to(dtype)
+        _check_finite(stacked, deltas_by_layer[layer])
+        return stacked
 
-    for layer, changes in pairs.items():
-        rank = sum(change.rank for change in changes)
-        for part in ("up", "down"):
-            info = infos[f"{layer}.0.{part}"]
-            shape = (info.shape[0], rank) if part == "up" else (rank, prod(info.shape[1:]))
-            found[f"{layer}.lora_{part}"] = Source(dtype, shape, partial(values, layer, part))
-    return found
+    for layer, deltas in deltas_by_layer.items():
+        rank = sum(delta.rank for delta in deltas)
+        for factor in ("up", "down"):
+            info = infos[f"{layer}.0.{factor}"]
+            shape = (info.shape[0], rank) if factor == "up" else (rank, prod(info.shape[1:]))
+            sources[f"{layer}.lora_{factor}"] = TensorSource(
+                dtype, shape, partial(read_factors, layer, factor)
+            )
+    return sources
 
 
-def _check_finite(values: Tensor, changes: Sequence[Change]) -> None:
+def _check_finite(values: Tensor, deltas: Sequence[WeightDelta]) -> None:
     if not bool(values.isfinite().all()):
-        files = {str(info.file) for c in changes if (info := c.full or c.up) is not None}
+        files = {str(info.file) for delta in deltas if (info := delta.full or delta.up) is not None}
         why = "makes weights NaN or infinite"
         remedy = "it is damaged, or its strength is too large"
         raise InputError("LoRA", ", ".join(sorted(files)), why, remedy)
 
 
-def merged(sources: Sources, loras: Sequence[Lora], beside: Collection[str] = ()) -> Sources:
+def merge_loras(
+    sources: TensorSources, loras: Sequence[Lora], skipped_names: Collection[str] = ()
+) -> TensorSources:
     """Returns sources that merge LoRAs into weights on reading; merged weights are float32.
 
     Rows are summed in float64 in tiles that begin at multiples of the tile size, wherever a rank's
@@ -488,55 +523,64 @@ def merged(sources: Sources, loras: Sequence[Lora], beside: Collection[str] = ()
     Args:
         skipped_names: Weights that are not changed.
     """
-    changes = {name: c for name, c in changes_of(loras).items() if name not in beside}
+    deltas_by_name = {
+        name: name_deltas
+        for name, name_deltas in collect_deltas(loras).items()
+        if name not in skipped_names
+    }
     infos = {
         f"{info.file}:{info.name}": info
-        for added in changes.values()
-        for change in added
-        for info in (change.up, change.down, change.full)
+        for deltas in deltas_by_name.values()
+        for delta in deltas
+        for info in (delta.up, delta.down, delta.full)
         if info is not None
     }
-    read = mapped(infos)
+    delta_sources = open_sources(infos)
 
-    def values(info: TensorInfo, rows: slice) -> Tensor:
-        return read[f"{info.file}:{info.name}"].read_checked(rows).to(torch.float64)
+    def read_values(info: TensorInfo, rows: slice) -> Tensor:
+        return delta_sources[f"{info.file}:{info.name}"].read_checked(rows).to(torch.float64)
 
     return {
         **sources,
-        **{name: _summed(sources[name], added, values) for name, added in changes.items()},
+        **{
+            name: _make_merged_source(sources[name], deltas, read_values)
+            for name, deltas in deltas_by_name.items()
+        },
     }
 
 
-def _summed(
-    base: Source, changes: Sequence[Change], values: Callable[[TensorInfo, slice], Tensor]
-) -> Source:
+def _make_merged_source(
+    base: TensorSource,
+    deltas: Sequence[WeightDelta],
+    read_values: Callable[[TensorInfo, slice], Tensor],
+) -> TensorSource:
     """Adds deltas to a source; `read_values` reads rows of a LoRA's tensor in float64."""
 
-    def tile(start: int) -> Tensor:
-        rows = slice(start, min(start + _TILE, base.shape[0]))
-        kept = base.read(rows)
-        total = kept.to(torch.float64, copy=True).reshape(kept.shape[0], -1)
-        for change in changes:
-            if change.full is not None:
-                full = values(change.full, rows)
-                total.add_(full.reshape(total.shape), alpha=change.factor)
+    def merge_tile(start: int) -> Tensor:
+        rows = slice(start, min(start + _TILE_ROWS, base.shape[0]))
+        base_rows = base.read(rows)
+        total = base_rows.to(torch.float64, copy=True).reshape(base_rows.shape[0], -1)
+        for delta in deltas:
+            if delta.full is not None:
+                full = read_values(delta.full, rows)
+                total.add_(full.reshape(total.shape), alpha=delta.factor)
                 continue
-            assert change.up is not None and change.down is not None
-            up, down = values(change.up, rows), values(change.down, slice(None))
-            total.addmm_(up.flatten(1), down.flatten(1), alpha=change.factor)
-        _check_finite(total.float(), changes)
-        return total.reshape(kept.shape)
+            assert delta.up is not None and delta.down is not None
+            up, down = read_values(delta.up, rows), read_values(delta.down, slice(None))
+            total.addmm_(up.flatten(1), down.flatten(1), alpha=delta.factor)
+        _check_finite(total.float(), deltas)
+        return total.reshape(base_rows.shape)
 
     def read(rows: slice) -> Tensor:
         start, stop, _ = rows.indices(base.shape[0])
-        first = start // _TILE * _TILE
-        tiles = [tile(at) for at in range(first, stop, _TILE)]
-        return torch.cat(tiles)[start - first : stop - first].float()
+        first_row = start // _TILE_ROWS * _TILE_ROWS
+        tiles = [merge_tile(tile_start) for tile_start in range(first_row, stop, _TILE_ROWS)]
+        return torch.cat(tiles)[start - first_row : stop - first_row].float()
 
-    return Source(torch.float32, base.shape, read, base.mapped, base.file)
+    return TensorSource(torch.float32, base.shape, read, base.mapped_tensor, base.file)
 
 
-def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
+def make_dit_dtype_rule(compute_dtype: torch.dtype, convert_all: bool) -> DTypeOf:
     """Returns the rule for the dtypes of a DiT's parameters.
 
     Args:
@@ -544,33 +588,33 @@ def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
         convert_all: All parameters have it (`convert_model_dtype`). Otherwise parameters that the
             official code computes with in float32 stay float32.
     """
-    return lambda name, _: torch.float32 if keeps_fp32(name) and not convert_all else compute
+    return lambda name, _: torch.float32 if keeps_fp32(name) and not convert_all else compute_dtype
 
 
-def int8_sources(export: Export, dtype: torch.dtype) -> dict[str, Source]:
+def open_int8_sources(export: Export, dtype: torch.dtype) -> dict[str, TensorSource]:
     """Returns sources of the buffers of int8 layers, with scales and biases rounded to a dtype."""
     layers = export.linears.items()
-    infos = {f"{name}.{part}": i for name, layer in layers for part, i in layer.tensors.items()}
-    sources = mapped(infos)
+    infos = {f"{name}.{suffix}": i for name, layer in layers for suffix, i in layer.tensors.items()}
+    sources = open_sources(infos)
     for name, source in list(sources.items()):
         if name.endswith((".weight_scale", ".bias")):
-            sources[name] = _rounded(source, dtype)
+            sources[name] = _make_rounded_source(source, dtype)
         elif name.endswith(".mul_scale"):
             sources[name.removesuffix("mul_scale") + "factors"] = sources.pop(name)
     return sources
 
 
-def _rounded(stored: Source, dtype: torch.dtype) -> Source:
+def _make_rounded_source(source: TensorSource, dtype: torch.dtype) -> TensorSource:
     """Returns a source that rounds a vector or a column to a dtype, as a vector."""
-    read = stored.read
-    shape, file = stored.shape[:1], stored.file
-    return Source(dtype, shape, lambda rows: read(rows).reshape(-1).to(dtype), file=file)
+    read = source.read
+    shape, file = source.shape[:1], source.file
+    return TensorSource(dtype, shape, lambda rows: read(rows).reshape(-1).to(dtype), file=file)
 
 
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotations(quantised: QuantisedDit) -> dict[tuple[str, int], Rotation]:
+def load_rotations(quantized_dit: QuantizedDit) -> dict[tuple[str, int], Rotation]:
     """Loads the exported rotations of queries and keys for FP8 attention, [D,D] on the CPU.
 
     Returns:
@@ -579,15 +623,15 @@ def rotations(quantised: QuantisedDit) -> dict[tuple[str, int], Rotation]:
     """
     layers = {
         (expert, index): layer.tensors
-        for expert, export in quantised.experts.items()
+        for expert, export in quantized_dit.experts.items()
         for index, layer in export.attentions.items()
         if layer.algorithm == FP8_DYNAMIC
     }
-    sources = mapped(
-        {f"{key}{p}": info for key, parts in layers.items() for p, info in parts.items()}
+    sources = open_sources(
+        {f"{key}{suffix}": info for key, infos in layers.items() for suffix, info in infos.items()}
     )
 
-    def read(name: str) -> Tensor:
+    def read_matrix(name: str) -> Tensor:
         return sources[name].read(slice(None)).clone()
 
-    return {key: (read(f"{key}q_rot"), read(f"{key}k_rot")) for key in layers}
+    return {key: (read_matrix(f"{key}q_rot"), read_matrix(f"{key}k_rot")) for key in layers}

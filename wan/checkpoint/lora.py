@@ -16,16 +16,16 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wan.checkpoint.expert_names import EXPERTS, ExpertMark, find_experts, find_marks
+from wan.checkpoint.expert_names import EXPERTS, ExpertTag, detect_experts, find_expert_tags
 from wan.checkpoint.files import (
     FLOATS,
     TensorInfo,
-    fingerprint,
+    compute_fingerprint,
     list_shards,
-    safetensors_header,
-    safetensors_scalars,
+    read_safetensors_header,
+    read_safetensors_scalars,
 )
-from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.peft_settings import read_peft_settings
 from wan.settings.command import Loras
@@ -54,13 +54,16 @@ class Naming(NamedTuple):
 
 _A_B = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
 _DOWN_UP = (".lora_down.weight", ".lora_up.weight", ".lora_up.bias")
-_FIRST, _SECOND = "transformer.", "transformer_2."  # diffusers' names of the experts
+_HIGH_NOISE_PREFIX, _LOW_NOISE_PREFIX = (
+    "transformer.",
+    "transformer_2.",
+)  # diffusers' names of the experts
 NAMINGS = (
     Naming("LightX2V, ComfyUI", "diffusion_model.", *_DOWN_UP),
     Naming("ComfyUI, with the whole model's prefix", "model.", *_DOWN_UP),
     Naming("musubi-tuner, kohya", "lora_unet_", *_DOWN_UP),
-    Naming("diffusers", _FIRST, *_A_B),
-    Naming("diffusers, the low-noise expert", _SECOND, *_A_B),
+    Naming("diffusers", _HIGH_NOISE_PREFIX, *_A_B),
+    Naming("diffusers, the low-noise expert", _LOW_NOISE_PREFIX, *_A_B),
     Naming(
         "PEFT",
         "base_model.model.",
@@ -83,12 +86,12 @@ DIFFERENCES = {
     ".diff_m": "modulation",
 }
 """Suffix of a full difference -> the parameter to which it is added."""
-_PREFIXES = [row.prefix for row in NAMINGS if row.prefix]
-_ENDS = {  # suffix -> kind of tensor
-    **{row.down: "down" for row in NAMINGS},
-    **{row.up: "up" for row in NAMINGS},
-    **{end: f"difference of the {part}" for end, part in DIFFERENCES.items()},
-    **{row.bias: "bias" for row in NAMINGS if row.bias is not None},
+_PREFIXES = [naming.prefix for naming in NAMINGS if naming.prefix]
+_SUFFIX_KINDS = {  # suffix -> kind of tensor
+    **{naming.down: "down" for naming in NAMINGS},
+    **{naming.up: "up" for naming in NAMINGS},
+    **{suffix: f"difference of the {parameter}" for suffix, parameter in DIFFERENCES.items()},
+    **{naming.bias: "bias" for naming in NAMINGS if naming.bias is not None},
     ".alpha": "alpha",
 }
 _UNSUPPORTED = {
@@ -100,15 +103,15 @@ _UNSUPPORTED = {
     r"\.(on_input|ia3_\w+)$": "IA3",
     r"\.(vera_\w+|lora_embedding_\w+|reshape_weight|set_weight)$": "not a plain LoRA",
 }
-_TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
+_TEXT_ENCODER_PREFIXES = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
-_RELIGHTING = "use_relighting_lora"
+_RELIGHTING_FLAG = "use_relighting_lora"
 _RELIGHTING_FILES = ("relighting_lora.ckpt", "relighting_lora/adapter_model.safetensors")
-_MOST = 1e6  # of a strength or an alpha; larger ones may overflow
+_MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightDelta:
     """A weight delta of one parameter: factor * up @ down, or factor * full."""
 
     factor: float
@@ -133,19 +136,19 @@ class Lora:
 
     file: Path
     strength: float
-    changes: dict[str, tuple[Change, ...]]
-    mark: str = ""
+    deltas: dict[str, tuple[WeightDelta, ...]]
+    tag: str = ""
 
 
 @dataclass(frozen=True)
-class Named:
+class LoraFile:
     """A LoRA file and its strength, given as `FILE=STRENGTH`."""
 
     file: Path
     strength: float = 1.0
 
 
-def named(text: str) -> Named:
+def parse_lora_file(text: str) -> LoraFile:
     """Splits `FILE=STRENGTH` at the last "="; without a number after it, all of it is the file.
 
     Raises:
@@ -157,21 +160,21 @@ def named(text: str) -> Named:
     except ValueError:
         strength = None
     if strength is None:
-        return Named(Path(os.path.expanduser(text)))
-    if not abs(strength) <= _MOST:
+        return LoraFile(Path(os.path.expanduser(text)))
+    if not abs(strength) <= _MAX_ABS:
         why = f"has the strength {shown(tail)}"
-        raise InputError("LoRA", file, why, f"give a number from -{_MOST:g} to {_MOST:g}")
-    return Named(Path(os.path.expanduser(file)), strength)
+        raise InputError("LoRA", file, why, f"give a number from -{_MAX_ABS:g} to {_MAX_ABS:g}")
+    return LoraFile(Path(os.path.expanduser(file)), strength)
 
 
-def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
+def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]]:
     """Returns the files of the settings `Loras` by network; "both" are for all networks.
 
     Raises:
         InputError: A folder of `lora_dir` lacks a file, or a strength is not finite.
     """
-    found = {
-        network: tuple(named(text) for text in values.get(flag, ()))
+    lora_files = {
+        network: tuple(parse_lora_file(text) for text in values.get(flag, ()))
         for network, flag in _FLAGS.items()
     }
     for expert in EXPERTS if "lora_dir" in values else ():
@@ -180,20 +183,24 @@ def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
             files = " and ".join(f"{name}_model.safetensors" for name in EXPERTS)
             remedy = f"give a folder with {files}, or `lora_high_noise` and `lora_low_noise`"
             raise InputError("`lora_dir`", path.parent, f"has no {path.name}", remedy)
-        found[expert] += (Named(path),)
-    return found
+        lora_files[expert] += (LoraFile(path),)
+    return lora_files
 
 
-def _in_folder(one: Named, folder: Path) -> Named:
+def _locate_lora_file(lora_file: LoraFile, folder: Path) -> LoraFile:
     """Looks up a file that does not exist as given in ComfyUI's folder `loras`."""
-    file, here = Path(os.path.abspath(one.file)), Path.cwd()
-    there = folder / "loras" / (file.relative_to(here) if file.is_relative_to(here) else file.name)
-    return Named(there, one.strength) if not one.file.exists() and there.is_file() else one
+    path, cwd = Path(os.path.abspath(lora_file.file)), Path.cwd()
+    fallback = folder / "loras" / (path.relative_to(cwd) if path.is_relative_to(cwd) else path.name)
+    return (
+        LoraFile(fallback, lora_file.strength)
+        if not lora_file.file.exists() and fallback.is_file()
+        else lora_file
+    )
 
 
-def _place_by_name(
-    files: Mapping[str, tuple[Named, ...]],
-) -> tuple[dict[str, tuple[Named, ...]], dict[Path, ExpertMark]]:
+def _assign_by_name(
+    files: Mapping[str, tuple[LoraFile, ...]],
+) -> tuple[dict[str, tuple[LoraFile, ...]], dict[Path, ExpertTag]]:
     """Assigns files whose names have an expert tag, as in published pairs, to that expert only.
 
     Returns:
@@ -202,54 +209,58 @@ def _place_by_name(
     Raises:
         InputError: A name contradicts the flag, or only one file of a pair has an expert tag.
     """
-    marks = find_experts({one.file for ones in files.values() for one in ones})
-    placed: dict[str, tuple[Named, ...]] = dict.fromkeys(files, ())
-    counted: dict[Path, ExpertMark] = {}
-    for network, ones in files.items():
-        for one in ones:
-            mark = marks[one.file]
-            if mark is None or (network == "both" and _holds_both_experts(one.file)):
-                placed[network] += (one,)
+    tags = detect_experts(
+        {lora_file.file for lora_files in files.values() for lora_file in lora_files}
+    )
+    files_by_network: dict[str, tuple[LoraFile, ...]] = dict.fromkeys(files, ())
+    applied_tags: dict[Path, ExpertTag] = {}
+    for network, lora_files in files.items():
+        for lora_file in lora_files:
+            tag = tags[lora_file.file]
+            if tag is None or (network == "both" and _holds_both_experts(lora_file.file)):
+                files_by_network[network] += (lora_file,)
             elif network == "both":
-                counted[one.file] = mark
-                placed[mark.expert] += (one,)
+                applied_tags[lora_file.file] = tag
+                files_by_network[tag.expert] += (lora_file,)
             else:
-                if network != mark.expert and (mark.in_name or mark.noise):
-                    remedy = f"give it with `{_FLAGS[mark.expert]}`, or rename it"
-                    why = f"is named as the {mark.expert} expert"
-                    raise InputError(f"`{_FLAGS[network]}`", one.file, why, remedy)
-                placed[network] += (one,)
-    for one in placed["both"]:
-        _check_twin(one.file, counted)
-    return placed, counted
+                if network != tag.expert and (tag.in_file_name or tag.has_noise):
+                    remedy = f"give it with `{_FLAGS[tag.expert]}`, or rename it"
+                    why = f"is named as the {tag.expert} expert"
+                    raise InputError(f"`{_FLAGS[network]}`", lora_file.file, why, remedy)
+                files_by_network[network] += (lora_file,)
+    for lora_file in files_by_network["both"]:
+        _check_untagged_pair(lora_file.file, applied_tags)
+    return files_by_network, applied_tags
 
 
 def _holds_both_experts(file: Path) -> bool:
     """Returns whether a file has tensors of both experts."""
     if not file.is_file() or file.suffix != ".safetensors":
         return False
-    return len({name.startswith(_SECOND) for name in safetensors_header(file)}) == 2
+    return len({name.startswith(_LOW_NOISE_PREFIX) for name in read_safetensors_header(file)}) == 2
 
 
-def _check_twin(file: Path, counted: Mapping[Path, ExpertMark]) -> None:
+def _check_untagged_pair(file: Path, applied_tags: Mapping[Path, ExpertTag]) -> None:
     """Refuses a file for both experts whose name equals an expert's file name without its tag."""
 
     def squeeze(name: str) -> str:
         return re.sub(r"[\W_]+", "", name.lower())
 
-    halves = {
-        mark.expert: other
-        for other, mark in counted.items()
-        if mark.in_name and squeeze(other.stem.replace(mark.text, "", 1)) == squeeze(file.stem)
+    matches = {
+        tag.expert: other
+        for other, tag in applied_tags.items()
+        if tag.in_file_name and squeeze(other.stem.replace(tag.text, "", 1)) == squeeze(file.stem)
     }
-    if len(halves) == 1:
-        (expert, other) = next(iter(halves.items()))
+    if len(matches) == 1:
+        (expert, other) = next(iter(matches.items()))
         why = f"has no expert in its name, and {other.name} is named as the {expert} expert"
         remedy = "give each with `lora_high_noise` or `lora_low_noise`"
         raise InputError("`lora`", file, why, remedy)
 
 
-def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> Iterator[str]:
+def iter_lora_notices(
+    loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool
+) -> Iterator[str]:
     """Yields log lines: the LoRAs of each network, and probable mistakes.
 
     Args:
@@ -257,190 +268,218 @@ def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> 
         kind: The task's, such as "t2v".
         distilled: A recipe is used whose LoRAs are published for each expert.
     """
-    for network, ones in loras.items():
-        for one in ones:
-            layers = len({name.rpartition(".")[0] for name in one.changes})
-            yield f"LoRA of {network}: {one.file}, strength {one.strength:g}, {layers} layers."
+    for network, network_loras in loras.items():
+        for lora in network_loras:
+            layers = len({name.rpartition(".")[0] for name in lora.deltas})
+            yield f"LoRA of {network}: {lora.file}, strength {lora.strength:g}, {layers} layers."
     if len(loras) == len(EXPERTS):
-        yield from _notices_of_names(loras)
-    for file in dict.fromkeys(one.file for ones in loras.values() for one in ones):
-        said = re.findall(r"(?<![a-z])(?:ti2v|t2v|i2v|flf2v)(?![a-z])", file.stem.lower())
-        kinds = {kind, {"i2v": "flf2v", "vace": "t2v"}.get(kind, kind)}
-        if said and not kinds & {*said}:
-            yield f"{file} has {said[0]} in its name, but the task is a {kind} one."
-    without = [network for network, ones in loras.items() if not ones]
-    if distilled and without and len(without) < len(loras):
+        yield from _iter_name_notices(loras)
+    for file in dict.fromkeys(
+        lora.file for network_loras in loras.values() for lora in network_loras
+    ):
+        named_kinds = re.findall(r"(?<![a-z])(?:ti2v|t2v|i2v|flf2v)(?![a-z])", file.stem.lower())
+        allowed_kinds = {kind, {"i2v": "flf2v", "vace": "t2v"}.get(kind, kind)}
+        if named_kinds and not allowed_kinds & {*named_kinds}:
+            yield f"{file} has {named_kinds[0]} in its name, but the task is a {kind} one."
+    empty_networks = [network for network, network_loras in loras.items() if not network_loras]
+    if distilled and empty_networks and len(empty_networks) < len(loras):
         yield (
-            f"The {without[0]} expert has no LoRA, but the recipe has a pair; give its file with "
-            f"`lora_{without[0]}`."
+            f"The {empty_networks[0]} expert has no LoRA, but the recipe has a pair; give its file with "
+            f"`lora_{empty_networks[0]}`."
         )
 
 
-def _notices_of_names(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
+def _iter_name_notices(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
     """Yields log lines on files assigned to one expert by name, and on ambiguous names."""
-    files = {network: {one.file for one in ones} for network, ones in loras.items()}
+    files = {
+        network: {lora.file for lora in network_loras} for network, network_loras in loras.items()
+    }
     shared = files["high_noise"] & files["low_noise"]
     for network, other in (EXPERTS, EXPERTS[::-1]):
         if files[other] <= shared:  # otherwise a pair was given
-            for one in loras[network]:
-                if one.mark:
+            for lora in loras[network]:
+                if lora.tag:
                     yield (
-                        f'{one.file.name} goes into the {network} expert only, because of "'
-                        f'{one.mark}" in its name; give the file of the other expert too, or '
+                        f'{lora.file.name} goes into the {network} expert only, because of "'
+                        f'{lora.tag}" in its name; give the file of the other expert too, or '
                         "rename it if it is for both."
                     )
-    for file in dict.fromkeys(one.file for one in loras["high_noise"] if one.file in shared):
-        mark = next((mark for mark in find_marks(file.stem) if mark.doubtful), None)
-        if mark is not None:
+    for file in dict.fromkeys(lora.file for lora in loras["high_noise"] if lora.file in shared):
+        tag = next((tag for tag in find_expert_tags(file.stem) if tag.is_ambiguous), None)
+        if tag is not None:
             yield (
-                f'{file.name} goes into both experts; if "{mark.text}" in its name means the '
-                f"{mark.expert} one, give it with `{_FLAGS[mark.expert]}`."
+                f'{file.name} goes into both experts; if "{tag.text}" in its name means the '
+                f"{tag.expert} one, give it with `{_FLAGS[tag.expert]}`."
             )
 
 
-def _relighting(folder: Path) -> Path:
+def _find_relighting_lora(folder: Path) -> Path:
     """Returns the relighting LoRA of an Animate checkpoint."""
-    found = next((folder / name for name in _RELIGHTING_FILES if (folder / name).is_file()), None)
-    if found is None:
+    path = next((folder / name for name in _RELIGHTING_FILES if (folder / name).is_file()), None)
+    if path is None:
         why = f"needs {' or '.join(_RELIGHTING_FILES)}, which {folder} lacks"
-        raise InputError(f"`{_RELIGHTING}`", None, why, "download it, or give a file with `lora`")
-    return found
+        raise InputError(
+            f"`{_RELIGHTING_FLAG}`", None, why, "download it, or give a file with `lora`"
+        )
+    return path
 
 
-def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
+def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Reads the headers of the files of the settings `Loras` for each network of a checkpoint.
 
     Raises:
         InputError: A file does not fit the network or cannot be read, or other settings exclude
             LoRAs.
     """
-    given = [flag for flag in options(Loras) if values.get(flag)]
-    files = named_files(values)
-    if not given:
+    flags = [flag for flag in options(Loras) if values.get(flag)]
+    files = list_lora_files(values)
+    if not flags:
         return {}
-    what = f"`{given[0]}`"
+    subject = f"`{flags[0]}`"
     if checkpoint.folder is None:  # a plan from published sizes; LoRAs do not change them
         return {}
     if values.get("quant_dit_path") is not None:
         why = "changes weights, but those of `quant_dit_path` are already quantised"
-        raise InputError(what, None, why, "quantise them with tools/quantize_dit.py --lora")
-    if values.get(_RELIGHTING):
-        files["both"] += (Named(_relighting(checkpoint.folder)),)
-    if "dit" in checkpoint.experts and not {*given} <= {"lora", _RELIGHTING}:
-        flag = next(flag for flag in given if flag not in ("lora", _RELIGHTING))
+        raise InputError(subject, None, why, "quantise them with tools/quantize_dit.py --lora")
+    if values.get(_RELIGHTING_FLAG):
+        files["both"] += (LoraFile(_find_relighting_lora(checkpoint.folder)),)
+    if "dit" in checkpoint.experts and not {*flags} <= {"lora", _RELIGHTING_FLAG}:
+        flag = next(flag for flag in flags if flag not in ("lora", _RELIGHTING_FLAG))
         why = "is for two experts, but this checkpoint has one network"
         raise InputError(f"`{flag}`", None, why, "use `lora`")
     files = {
-        network: tuple(_in_folder(one, checkpoint.folder) for one in ones)
-        for network, ones in files.items()
+        network: tuple(_locate_lora_file(lora_file, checkpoint.folder) for lora_file in lora_files)
+        for network, lora_files in files.items()
     }
-    marks: dict[Path, ExpertMark] = {}
+    tags: dict[Path, ExpertTag] = {}
     if "dit" not in checkpoint.experts:
-        files, marks = _place_by_name(files)
+        files, tags = _assign_by_name(files)
     for expert in EXPERTS:
-        for one in files[expert]:
-            reader = _FactorReader(one, checkpoint, expert)
-            if len({name.startswith(_SECOND) for name in reader.header}) == 2:
-                raise reader.refusal(
-                    f"holds both experts' tensors ({_FIRST} and {_SECOND}), but is given for the "
+        for lora_file in files[expert]:
+            reader = _LoraReader(lora_file, checkpoint, expert)
+            if len({name.startswith(_LOW_NOISE_PREFIX) for name in reader.tensors}) == 2:
+                raise reader.make_error(
+                    f"holds both experts' tensors ({_HIGH_NOISE_PREFIX} and {_LOW_NOISE_PREFIX}), but is given for the "
                     f"{expert} one",
                     "give it with `lora`",
                 )
     return {
         expert: tuple(
             replace(
-                _FactorReader(one, checkpoint, expert).read(),
-                mark=marks[one.file].text if one.file in marks else "",
+                _LoraReader(lora_file, checkpoint, expert).read(),
+                tag=tags[lora_file.file].text if lora_file.file in tags else "",
             )
-            for one in (*files["both"], *files.get(expert, ()))
+            for lora_file in (*files["both"], *files.get(expert, ()))
         )
         for expert in checkpoint.experts
     }
 
 
-class _FactorReader:
+class _LoraReader:
     """Reads the header of one LoRA file, for one network of a checkpoint."""
 
-    def __init__(self, given: Named, checkpoint: Checkpoint, expert: str) -> None:
-        self.path, self.strength, self.expert = given.file, given.strength, expert
+    def __init__(self, lora_file: LoraFile, checkpoint: Checkpoint, expert: str) -> None:
+        self.path, self.strength, self.expert = lora_file.file, lora_file.strength, expert
         if not self.path.is_file():
-            raise self.refusal("does not exist or is no file", "give a .safetensors file")
+            raise self.make_error("does not exist or is no file", "give a .safetensors file")
         if self.path.suffix not in (".safetensors", ".ckpt"):
-            raise self.refusal("is no .safetensors file", "convert it")
+            raise self.make_error("is no .safetensors file", "convert it")
         if len(list_shards(self.path)) > 1:
-            raise self.refusal("is one of several shards", "give a LoRA in one file")
-        self.header = _header(self.path)
+            raise self.make_error("is one of several shards", "give a LoRA in one file")
+        self.tensors = _read_lora_header(self.path)
         tensors = checkpoint.experts[expert].tensors
-        self.parameters = {name: info.shape for name, info in tensors.items()}
+        self.parameter_shapes = {name: info.shape for name, info in tensors.items()}
 
-    def refusal(self, why: str, remedy: str = "it was made for another model") -> InputError:
+    def make_error(self, why: str, remedy: str = "it was made for another model") -> InputError:
         return InputError("LoRA", self.path, why, remedy)
 
     def read(self) -> Lora:
         """Returns the file's weight deltas for the network."""
-        layers = self.layers()
-        alphas = {layer: kinds["alpha"] for layer, kinds in layers.items() if "alpha" in kinds}
+        layers = self.group_by_layer()
+        alphas = {
+            layer: layer_tensors["alpha"]
+            for layer, layer_tensors in layers.items()
+            if "alpha" in layer_tensors
+        }
         for info in alphas.values():
             if prod(info.shape) != 1:
-                raise self.refusal(f"holds {info.name}, which is no single number", "it is damaged")
+                raise self.make_error(
+                    f"holds {info.name}, which is no single number", "it is damaged"
+                )
         if alphas and self.path.suffix == ".ckpt":
-            raise self.refusal("holds alphas, which are read from .safetensors only", "convert it")
-        scalars = safetensors_scalars(self.path, [info.name for info in alphas.values()])
+            raise self.make_error(
+                "holds alphas, which are read from .safetensors only", "convert it"
+            )
+        scalars = read_safetensors_scalars(self.path, [info.name for info in alphas.values()])
         # PEFT's scale settings apply only to files without alphas.
-        for_two = any(name.startswith(_SECOND) for name in self.header)
-        prefix = _SECOND if for_two and self.expert == "low_noise" else _FIRST
-        stated = read_peft_settings(self.path, prefix)
-        peft = {} if alphas else stated
-        changes: dict[str, list[Change]] = {}
+        is_pair = any(name.startswith(_LOW_NOISE_PREFIX) for name in self.tensors)
+        prefix = _LOW_NOISE_PREFIX if is_pair and self.expert == "low_noise" else _HIGH_NOISE_PREFIX
+        settings = read_peft_settings(self.path, prefix)
+        scale_settings = {} if alphas else settings
+        deltas: dict[str, list[WeightDelta]] = {}
         for layer, tensors in layers.items():
-            own = scalars[alphas[layer].name] if layer in alphas else peft.get("lora_alpha")
-            for name, change in self.changes(layer, tensors, own, bool(peft.get("use_rslora"))):
-                changes.setdefault(name, []).append(change)
-        return Lora(self.path, self.strength, {name: tuple(c) for name, c in changes.items()})
+            alpha = (
+                scalars[alphas[layer].name] if layer in alphas else scale_settings.get("lora_alpha")
+            )
+            for name, delta in self.iter_deltas(
+                layer, tensors, alpha, bool(scale_settings.get("use_rslora"))
+            ):
+                deltas.setdefault(name, []).append(delta)
+        return Lora(
+            self.path,
+            self.strength,
+            {name: tuple(deltas_of_name) for name, deltas_of_name in deltas.items()},
+        )
 
-    def layers(self) -> dict[str, dict[str, TensorInfo]]:
+    def group_by_layer(self) -> dict[str, dict[str, TensorInfo]]:
         """Groups the file's tensors by official layer name, then by kind (`_SUFFIX_KINDS`)."""
-        for_two = any(name.startswith(_SECOND) for name in self.header)
-        if for_two and self.expert == "dit":
+        is_pair = any(name.startswith(_LOW_NOISE_PREFIX) for name in self.tensors)
+        if is_pair and self.expert == "dit":
             remedy = "this checkpoint has one network"
-            raise self.refusal(f"is for two experts ({_SECOND}...)", remedy)
-        spellings = _spellings(self.parameters)
-        found: dict[str, dict[str, TensorInfo]] = {}
-        for name, info in self.header.items():
-            for pattern, form in _UNSUPPORTED.items():
+            raise self.make_error(f"is for two experts ({_LOW_NOISE_PREFIX}...)", remedy)
+        spellings = _list_layer_spellings(self.parameter_shapes)
+        layers: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in self.tensors.items():
+            for pattern, variant in _UNSUPPORTED.items():
                 if re.search(pattern, name):
                     remedy = "merge it into the checkpoint with the program it was made with"
-                    raise self.refusal(f"holds {name} ({form}), which is not supported", remedy)
-            if name.startswith(_TEXT):
+                    raise self.make_error(
+                        f"holds {name} ({variant}), which is not supported", remedy
+                    )
+            if name.startswith(_TEXT_ENCODER_PREFIXES):
                 remedy = "only those of the video network are supported"
-                raise self.refusal(f"holds {name}, which changes a text encoder", remedy)
-            of_second = name.startswith(_SECOND)
-            if for_two and of_second != (self.expert == "low_noise"):
+                raise self.make_error(f"holds {name}, which changes a text encoder", remedy)
+            is_low_noise = name.startswith(_LOW_NOISE_PREFIX)
+            if is_pair and is_low_noise != (self.expert == "low_noise"):
                 continue
-            end = next((end for end in _ENDS if name.endswith(end)), None)
-            if end is None and name.endswith((".weight", ".bias", ".modulation")):
+            suffix = next((suffix for suffix in _SUFFIX_KINDS if name.endswith(suffix)), None)
+            if suffix is None and name.endswith((".weight", ".bias", ".modulation")):
                 why = f"holds {name}: full weights, not differences"
-                raise self.refusal(why, "give such a file as a checkpoint (`ckpt_dir`)")
-            if end is None:
+                raise self.make_error(why, "give such a file as a checkpoint (`ckpt_dir`)")
+            if suffix is None:
                 why = f"holds {name}, which is not a known LoRA tensor"
-                raise self.refusal(why, "convert it to one of the namings of docs/few_step.md")
-            stem = name.removesuffix(end).replace(".processor.", ".")
+                raise self.make_error(why, "convert it to one of the namings of docs/few_step.md")
+            stem = name.removesuffix(suffix).replace(".processor.", ".")
             while prefix := next((p for p in _PREFIXES if stem.startswith(p)), None):
                 stem = stem.removeprefix(prefix)
             if stem not in spellings:
-                whose = f"the {self.expert} network of this checkpoint"
-                raise self.refusal(f"changes {stem or name}, which {whose} does not have")
+                network = f"the {self.expert} network of this checkpoint"
+                raise self.make_error(f"changes {stem or name}, which {network} does not have")
             layer = spellings[stem]
-            twin = found.setdefault(layer, {}).setdefault(_ENDS[end], info)
-            if twin is not info:
-                raise self.refusal(f"changes {layer} twice ({twin.name} and {name})", "remove one")
-        if not found:
-            raise self.refusal(f"holds nothing for the {self.expert} network", "give another one")
-        return found
+            first_info = layers.setdefault(layer, {}).setdefault(_SUFFIX_KINDS[suffix], info)
+            if first_info is not info:
+                raise self.make_error(
+                    f"changes {layer} twice ({first_info.name} and {name})", "remove one"
+                )
+        if not layers:
+            raise self.make_error(
+                f"holds nothing for the {self.expert} network", "give another one"
+            )
+        return layers
 
-    def changes(
-        self, layer: str, tensors: Mapping[str, TensorInfo], alpha: Any, stabilised: bool
-    ) -> Iterator[tuple[str, Change]]:
+    def iter_deltas(
+        self, layer: str, tensors: Mapping[str, TensorInfo], alpha: Any, use_rslora: bool
+    ) -> Iterator[tuple[str, WeightDelta]]:
         """Yields (parameter name, weight delta) for a layer.
 
         Args:
@@ -452,93 +491,96 @@ class _FactorReader:
         for kind, info in tensors.items():
             if info.dtype not in FLOATS and kind != "alpha":
                 remedy = f"give it in one of {', '.join(FLOATS)}"
-                raise self.refusal(f"holds {info.name}, which is stored as {info.dtype}", remedy)
+                raise self.make_error(f"holds {info.name}, which is stored as {info.dtype}", remedy)
         up, down, scale = tensors.get("up"), tensors.get("down"), 1.0
         if up is not None and down is not None:
             self.check_pair(up, down, f"{layer}.weight")
             rank = down.shape[0]
             alpha = rank if alpha is None else alpha
-            number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-            if not number or not abs(alpha) <= _MOST:
+            is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+            if not is_number or not abs(alpha) <= _MAX_ABS:
                 why = f"has an alpha of {layer} that is {shown(alpha)}"
-                raise self.refusal(why, "it is damaged")
-            scale = alpha / (math.sqrt(rank) if stabilised else rank)
-            yield f"{layer}.weight", Change(scale * self.strength, up=up, down=down)
-        elif half := up or down:
-            raise self.refusal(f"has {half.name}, but not the other factor", "it is damaged")
+                raise self.make_error(why, "it is damaged")
+            scale = alpha / (math.sqrt(rank) if use_rslora else rank)
+            yield f"{layer}.weight", WeightDelta(scale * self.strength, up=up, down=down)
+        elif unpaired := up or down:
+            raise self.make_error(f"has {unpaired.name}, but not the other factor", "it is damaged")
         elif "bias" in tensors or tensors.keys() == {"alpha"}:
-            lone = tensors.get("bias") or tensors["alpha"]
-            raise self.refusal(f"has {lone.name}, but no LoRA for this layer", "it is damaged")
-        whole = {f"difference of the {part}": part for part in DIFFERENCES.values()}
-        for kind, part in {**whole, "bias": "bias"}.items():
+            orphan = tensors.get("bias") or tensors["alpha"]
+            raise self.make_error(f"has {orphan.name}, but no LoRA for this layer", "it is damaged")
+        difference_kinds = {
+            f"difference of the {parameter}": parameter for parameter in DIFFERENCES.values()
+        }
+        for kind, parameter in {**difference_kinds, "bias": "bias"}.items():
             if kind in tensors:
-                info, name = tensors[kind], f"{layer}.{part}"
-                shape = self.parameters.get(name)
+                info, name = tensors[kind], f"{layer}.{parameter}"
+                shape = self.parameter_shapes.get(name)
                 if info.shape != shape:
-                    size = "absent in this network" if shape is None else list(shape)
-                    why = (
-                        f"holds {info.name} {list(info.shape)}, which does not fit {name} ({size})"
-                    )
-                    raise self.refusal(why, "it was made for another model, or is damaged")
+                    expected_shape = "absent in this network" if shape is None else list(shape)
+                    why = f"holds {info.name} {list(info.shape)}, which does not fit {name} ({expected_shape})"
+                    raise self.make_error(why, "it was made for another model, or is damaged")
                 factor = scale if kind == "bias" else 1.0
-                yield name, Change(factor * self.strength, full=info)
+                yield name, WeightDelta(factor * self.strength, full=info)
 
     def check_pair(self, up: TensorInfo, down: TensorInfo, name: str) -> None:
         """Refuses a pair that does not fit the parameter.
 
         `up` is [rows, rank, 1, ...], `down` is [rank, columns...].
         """
-        shape = self.parameters.get(name, ())
+        shape = self.parameter_shapes.get(name, ())
         fits = bool(shape) and len(up.shape) >= 2 and len(down.shape) >= 2 and prod(down.shape) > 0
         fits = fits and up.shape[1] == down.shape[0] and prod(up.shape[2:]) == 1
         if not fits or (up.shape[0], prod(down.shape[1:])) != (shape[0], prod(shape[1:])):
             pair = f"{up.name} {list(up.shape)} and {down.name} {list(down.shape)}"
             why = f"holds {pair}, which do not fit {name} {list(shape)}"
-            raise self.refusal(why, "it was made for another model, or is damaged")
+            raise self.make_error(why, "it was made for another model, or is damaged")
 
 
-def _header(path: Path) -> dict[str, TensorInfo]:
+def _read_lora_header(path: Path) -> dict[str, TensorInfo]:
     if path.suffix == ".safetensors":
-        return safetensors_header(path)
-    from wan.checkpoint.load import stored  # imports torch and, circularly, this module
+        return read_safetensors_header(path)
+    from wan.checkpoint.load import read_headers  # imports torch and, circularly, this module
 
-    return stored(path, str)
+    return read_headers(path, str)
 
 
-def _spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
+def _list_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
     """Returns all spellings of layer names, without prefixes -> the official name."""
-    found: dict[str, str] = {}
+    spellings: dict[str, str] = {}
     for name in parameters:
-        official, _, end = name.rpartition(".")
-        theirs = dit_diffusers_name(name)
-        names = [official, theirs.removesuffix(f".{end}") if end != "modulation" else official]
+        official, _, parameter = name.rpartition(".")
+        diffusers_name = rename_dit_to_diffusers(name)
+        names = [
+            official,
+            diffusers_name.removesuffix(f".{parameter}") if parameter != "modulation" else official,
+        ]
         if names[1].endswith(".to_out.0"):  # diffusers' attention processors have to_out_lora
             names.append(names[1].removesuffix(".0"))
         for spelling in names:
-            found[spelling] = found[spelling.replace(".", "_")] = official
-    return found
+            spellings[spelling] = spellings[spelling.replace(".", "_")] = official
+    return spellings
 
 
-def changes_of(loras: Sequence[Lora]) -> dict[str, list[Change]]:
+def collect_deltas(loras: Sequence[Lora]) -> dict[str, list[WeightDelta]]:
     """Returns the weight deltas of all LoRAs of a network by parameter name."""
-    changes: dict[str, list[Change]] = {}
+    deltas: dict[str, list[WeightDelta]] = {}
     for lora in loras:
-        for name, added in lora.changes.items():
-            changes.setdefault(name, []).extend(added)
-    return changes
+        for name, lora_deltas in lora.deltas.items():
+            deltas.setdefault(name, []).extend(lora_deltas)
+    return deltas
 
 
-def record(loras: Mapping[str, Sequence[Lora]]) -> dict[str, Any]:
+def make_lora_record(loras: Mapping[str, Sequence[Lora]]) -> dict[str, Any]:
     """Returns the files, strengths and fingerprints of each network, for the JSON record."""
     return {
         network: [
             {
-                "file": str(one.file.absolute()),
-                "strength": one.strength,
-                "fingerprint": fingerprint([one.file]),
+                "file": str(lora.file.absolute()),
+                "strength": lora.strength,
+                "fingerprint": compute_fingerprint([lora.file]),
             }
-            for one in ones
+            for lora in network_loras
         ]
-        for network, ones in loras.items()
-        if ones
+        for network, network_loras in loras.items()
+        if network_loras
     }

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from wan import host
-from wan.checkpoint.files import FileState, alignment, file_gone, file_state
+from wan.checkpoint.files import (
+    FileState,
+    get_tensor_alignment,
+    make_file_gone_error,
+    read_file_state,
+)
 from wan.settings.errors import FileChangedError
 
 N = TypeVar("N", bound=nn.Module)
@@ -31,7 +36,7 @@ class MappedFile:
     """
 
     path: Path
-    opened: BinaryIO
+    handle: BinaryIO
     state: FileState
 
     @classmethod
@@ -45,16 +50,16 @@ class MappedFile:
             FileChangedError: The file has another state or does not exist.
         """
         try:
-            opened = path.open("rb")
+            handle = path.open("rb")
         except OSError as error:
-            raise file_gone(path, error) from None
-        file = cls(path, opened, file_state(opened.fileno()) if state is None else state)
+            raise make_file_gone_error(path, error) from None
+        file = cls(path, handle, read_file_state(handle.fileno()) if state is None else state)
         file.check()
         return file
 
     def check(self) -> None:
         """Raises FileChangedError if the file was written or truncated; takes microseconds."""
-        if file_state(self.opened.fileno()) != self.state:
+        if read_file_state(self.handle.fileno()) != self.state:
             raise FileChangedError(
                 f"{self.path} was changed while its weights were used; start again. To replace a "
                 "weight file, move the new one to its name instead of writing into it."
@@ -62,7 +67,7 @@ class MappedFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """Reads the values of one tensor, possibly dequantized or merged.
 
     Attributes:
@@ -76,13 +81,13 @@ class Source:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[slice], Tensor]
-    mapped: Tensor | None = None
+    mapped_tensor: Tensor | None = None
     file: MappedFile | None = None
 
-    def read_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Starts reading the tensor from disk into the page cache, without waiting."""
-        if self.mapped is not None:
-            host.read_ahead_mapped(self.mapped.data_ptr(), self.mapped.nbytes)
+        if self.mapped_tensor is not None:
+            host.read_ahead_mapped(self.mapped_tensor.data_ptr(), self.mapped_tensor.nbytes)
 
     def read_checked(self, rows: slice) -> Tensor:
         """Checks the file and returns rows."""
@@ -101,97 +106,102 @@ class Source:
         one row in float32 depend on the alignment of the matrix, and the same tensors must give
         the same video from every file layout. ADR 8 has the measurements.
         """
-        view = self.mapped
+        view = self.mapped_tensor
         return (
             view is not None
             and self.file is not None
             and self.read == view.__getitem__
             and (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
             and view.is_contiguous()
-            and view.data_ptr() % alignment(view.itemsize) == 0
+            and view.data_ptr() % get_tensor_alignment(view.itemsize) == 0
         )
 
 
-Sources = Mapping[str, Source]
+TensorSources = Mapping[str, TensorSource]
 
 
-def joined(parts: Sequence[Source], shape: tuple[int, ...]) -> Source:
+def concat_sources(sources: Sequence[TensorSource], shape: tuple[int, ...]) -> TensorSource:
     """Concatenates sources with equally many rows along dim 0."""
-    size = shape[0] // len(parts)
+    rows_per_source = shape[0] // len(sources)
 
     def read(rows: slice) -> Tensor:
         start, stop, _ = rows.indices(shape[0])
-        found = []
-        for i, part in enumerate(parts):
-            first, last = max(start - i * size, 0), min(stop - i * size, size)
-            if first < last:
-                found.append(part.read_checked(slice(first, last)))
-        return torch.cat(found)
+        tensors = []
+        for i, source in enumerate(sources):
+            first_row, last_row = (
+                max(start - i * rows_per_source, 0),
+                min(stop - i * rows_per_source, rows_per_source),
+            )
+            if first_row < last_row:
+                tensors.append(source.read_checked(slice(first_row, last_row)))
+        return torch.cat(tensors)
 
-    return Source(parts[0].dtype, shape, read, file=parts[0].file)
+    return TensorSource(sources[0].dtype, shape, read, file=sources[0].file)
 
 
-def use_mapped(tensors: Iterable[tuple[Tensor, Source]]) -> list[Source]:
+def use_mapped_tensors(tensors: Iterable[tuple[Tensor, TensorSource]]) -> list[TensorSource]:
     """Replaces tensors on a CPU by views of the mapped files, where dtype and alignment allow it.
 
     Returns:
         The sources of the replaced tensors.
     """
-    found = []
+    sources = []
     for tensor, source in tensors:
-        if source.mapped is not None and source.stays_mapped(tensor):
-            tensor.data = source.mapped
-            found.append(source)
-    return found
+        if source.mapped_tensor is not None and source.stays_mapped(tensor):
+            tensor.data = source.mapped_tensor
+            sources.append(source)
+    return sources
 
 
-def watch(network: nn.Module, used: Sequence[Source]) -> None:
+def watch_mapped_files(network: nn.Module, sources: Sequence[TensorSource]) -> None:
     """Prefetches mapped weights, and checks their files whenever the network is called.
 
     The weights are read from disk in the background if the memory suffices for all of them. Calling
     the network or one of its children raises FileChangedError if a file has changed.
     """
-    host.in_background(partial(_read_ahead, used))
-    files = {source.file for source in used if source.file is not None}
+    host.in_background(partial(_prefetch_sources, sources))
+    files = {source.file for source in sources if source.file is not None}
     for module in (network, *network.children()) if files else ():
-        module.register_forward_pre_hook(partial(_check_files, files))
+        module.register_forward_pre_hook(partial(_check_mapped_files, files))
 
 
-def _read_ahead(sources: Iterable[Source]) -> None:
-    size = sum(source.mapped.nbytes for source in sources if source.mapped is not None)
+def _prefetch_sources(sources: Iterable[TensorSource]) -> None:
+    size = sum(
+        source.mapped_tensor.nbytes for source in sources if source.mapped_tensor is not None
+    )
     if size <= (host.available_memory() or 0):  # else the last pages evict the first
         for source in sources:
-            source.read_ahead()
+            source.prefetch()
 
 
-def _check_files(files: Iterable[MappedFile], *_: object) -> None:
+def _check_mapped_files(files: Iterable[MappedFile], *_: object) -> None:
     for file in files:
         file.check()
 
 
-def mapped_bytes(network: nn.Module, sources: Sources, prefix: str = "") -> int:
+def count_mapped_bytes(network: nn.Module, sources: TensorSources, prefix: str = "") -> int:
     """Returns the bytes of a meta network's tensors, of those with `prefix`, that stay mapped."""
     return sum(
         tensor.nbytes
-        for name, tensor in tensors_of(network).items()
+        for name, tensor in get_named_tensors(network).items()
         if name.startswith(prefix) and name in sources and sources[name].stays_mapped(tensor)
     )
 
 
-def is_own(tensor: Tensor) -> bool:
+def owns_memory(tensor: Tensor) -> bool:
     """Returns whether a tensor's memory was allocated by PyTorch and is not a mapped file."""
     return tensor.untyped_storage().resizable()
 
 
-def own(network: N) -> N:
+def materialize_tensors(network: N) -> N:
     """Copies mapped tensors into memory, so that they may be written; returns the network."""
-    for tensor in tensors_of(network).values():
-        if not is_own(tensor):
+    for tensor in get_named_tensors(network).values():
+        if not owns_memory(tensor):
             tensor.data = tensor.data.clone()
     return network
 
 
-def tensors_of(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+def get_named_tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
     """Returns the parameters and the buffers of a module by name."""
     parameters = module.named_parameters(recurse=recurse)
     return dict(parameters) | dict(module.named_buffers(recurse=recurse))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import wan
-from wan.checkpoint.files import content_digest, safetensors_metadata
+from wan.checkpoint.files import compute_file_digest, read_safetensors_metadata
 from wan.log import logger
 from wan.output_files import VIDEO, remove_output, safetensors_kind, write_output
 from wan.pipeline import video
@@ -56,7 +56,7 @@ class ClipFiles:
                 return index
             try:
                 why = self._difference(index, before)
-                before = safetensors_metadata(state, "digests")["state"]
+                before = read_safetensors_metadata(state, "digests")["state"]
             except (InputError, OSError, LookupError, TypeError):
                 why = "is damaged"
             if why is not None:
@@ -71,13 +71,13 @@ class ClipFiles:
             previous_digest: Digest of the previous clip's state; "" for the first clip.
         """
         state = self._state(index)
-        made, digests = (safetensors_metadata(state, key) for key in ("settings", "digests"))
+        made, digests = (read_safetensors_metadata(state, key) for key in ("settings", "digests"))
         asked = json.loads(json.dumps(self._settings(index), default=str))
         changed = [n for n in sorted({*asked, *made}) if asked.get(n) != made.get(n)]
         if changed:
             return f"differs in {', '.join(changed)}"
         found = {
-            "video": content_digest(self._clip(index)),
+            "video": compute_file_digest(self._clip(index)),
             "state": _tensor_digest(self._read_state(index)),
             "before": before,
         }
@@ -109,7 +109,7 @@ class ClipFiles:
         video.save_video(clip.frames, output, comment)
         end = clip.state.float().cpu().contiguous()
         digests = {
-            "video": content_digest(self._clip(index)),
+            "video": compute_file_digest(self._clip(index)),
             "state": _tensor_digest(end),
             "before": _tensor_digest(self._read_state(index - 1)) if index else "",
         }

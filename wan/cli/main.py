@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import wan
 from wan import env, host, log
-from wan.checkpoint.layout import describe
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import failures, flags
 from wan.cli.output import check_current_folder, usable_paths
 from wan.cli.resolve import resolve
@@ -120,7 +120,9 @@ def resolved(
 
             return prompt_file.resolved(
                 given,
-                partial(resolve, make_demo=partial(make_demo, once), describe=cache(describe)),
+                partial(
+                    resolve, make_demo=partial(make_demo, once), describe=cache(inspect_checkpoint)
+                ),
             )
         return resolve(given, partial(make_demo, once), plan, inputs=inputs)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wan import env
-from wan.checkpoint.files import opened
+from wan.checkpoint.files import open_regular_file
 from wan.cli import failures
 from wan.cli.output import check_outputs
 from wan.log import logger
@@ -92,7 +92,7 @@ _NOT_WITH = ("decode_latents", "trace", "use_prompt_extend", "prompt")
 
 
 def _texts(path: Path) -> list[tuple[int, str]]:
-    with opened(path) as file:
+    with open_regular_file(path) as file:
         content = file.read(MOST_BYTES + 1)
     try:
         text = content.decode("utf-8-sig")

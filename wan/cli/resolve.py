@@ -13,7 +13,7 @@ from typing import Any
 
 from wan import env, run
 from wan.checkpoint import layout
-from wan.checkpoint.files import read_json, safetensors_metadata
+from wan.checkpoint.files import read_json, read_safetensors_metadata
 from wan.cli.output import check_outputs, check_trace, check_video_path, usable_paths
 from wan.output_files import numbered
 from wan.pipeline import memory
@@ -29,7 +29,7 @@ def resolve(
     given: Values,
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
-    describe: DescribeFolder = layout.describe,
+    describe: DescribeFolder = layout.inspect_checkpoint,
     inputs: bool = True,
 ) -> Run:
     """Resolves flags to a checked run.
@@ -102,7 +102,7 @@ def _recorded(flags: Values) -> dict[str, Any]:
                 raise InputError(f"`{name}`", why=why, remedy="drop it")
         path = flags["decode_latents"]
         read_latents_shape(path)
-        settings = safetensors_metadata(path, "settings")
+        settings = read_safetensors_metadata(path, "settings")
         if isinstance(settings, dict):  # the recorded name, but in the folder of the latents
             name = PureWindowsPath(str(settings.get("save_file", ""))).name or path.stem
             names = numbered((path.parent / name).with_suffix(".mp4"))

@@ -426,7 +426,7 @@ class Video:
                 **asdict(run.setup.parallel),
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
-            **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
+            **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
             **({"step_cache": found} if (found := pipeline.step_cache.make_record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
             "peak_memory_bytes": {"device": device.peak_memory(), **host.peak_memory().record()},

@@ -18,7 +18,7 @@ from torch import Tensor
 from wan import device as devices
 from wan.cache.tea import compute_embedding_changes
 from wan.checkpoint.config import KINDS, DitConfig
-from wan.checkpoint.layout import Checkpoint, DitFiles, published
+from wan.checkpoint.layout import Checkpoint, DitFiles, make_reference_checkpoint
 from wan.distributed import mesh
 from wan.distributed.mesh import ParallelGroups
 from wan.kernels.base import StepInfo, Target
@@ -310,7 +310,7 @@ def _describe_networks(networks: Networks) -> tuple[Preset, Checkpoint]:
         return preset.kind == kind, experts, preset.images == num_images, preset.num_heads == heads
 
     preset = max(PRESETS.values(), key=similarity)
-    base = published(preset)
+    base = make_reference_checkpoint(preset)
     overrides = {
         "dim": heads * config.attention_head_dim,
         "num_heads": heads,

@@ -43,14 +43,14 @@ class FsdpSharding:
                 "sharded over one: flatten it."
             )
 
-    def prepare(self, network: nn.Module) -> None:
+    def shard(self, network: nn.Module) -> None:
         """Shards a network on the meta device, for inference: without gradients."""
         for block in self.blocks(network):
             fully_shard(block, mesh=self.mesh, reshard_after_forward=True)
         # The root is resharded after each call, too: the VAE needs the memory.
         fully_shard(network, mesh=self.mesh, reshard_after_forward=True)
 
-    def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
+    def get_local_rows(self, parameter: Tensor) -> tuple[Tensor, slice]:
         """Returns the local tensor, to be written in place, and its range of rows."""
         assert isinstance(parameter, DTensor), "the network has not been sharded"
         return parameter.to_local(), compute_row_range(parameter)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
-from wan.checkpoint.config import control_layers
+from wan.checkpoint.config import get_vace_layers
 from wan.evidence import order
 from wan.evidence.order import Plan, Trace
 from wan.log import logger
@@ -57,7 +57,7 @@ def plan_of(
         comm_type=parallel.comm_type,
         overlap=parallel.fa_alltoall_overlap,
         chunks=parallel.chunks,
-        heads=setup.checkpoint.heads,
+        heads=setup.checkpoint.num_heads,
         layers=setup.checkpoint.config["num_layers"],
         tokens=request.clip_tokens(0),  # of the traced clip
         multiple=attention.row_multiple(parallel.ring_size) if several else 1,
@@ -69,7 +69,7 @@ def plan_of(
         sparse_from=attention.start_step(request.sample_steps) if sparse else None,
         steps={step: experts[step] for step in steps},
         fused=setup.exchange_on(device_type) == "fused",
-        control=control_layers(setup.checkpoint.config),
+        control=get_vace_layers(setup.checkpoint.config),
     )
 
 

@@ -14,7 +14,7 @@ def build_dit(config: Mapping[str, Any], components: ModelComponents | None = No
     """Builds the DiT of a model type.
 
     Args:
-        config: From `wan.checkpoint.config.dit_config`; the arguments of the class.
+        config: From `wan.checkpoint.config.read_dit_config`; the arguments of the class.
         components: Attention, kernels, sharding and caches; None: those for one device.
     """
     module_name, class_name = _MODEL_CLASSES.get(

@@ -8,21 +8,21 @@ from math import prod
 import torch
 from torch import nn
 
-from wan.checkpoint.config import IN_BLOCKS
+from wan.checkpoint.config import BLOCK_PREFIXES
 from wan.checkpoint.dequantise import TO_FLOAT
-from wan.checkpoint.files import FP8, GGUF, TensorInfo, as_bytes
+from wan.checkpoint.files import FP8, GGUF, TensorInfo, view_as_bytes
 from wan.checkpoint.load import (
     DTYPES,
-    Adapt,
-    as_stored,
-    int8_sources,
-    kept_sources,
-    lora_sources,
-    merged,
+    WeightTransform,
+    keep_sources,
+    merge_loras,
+    open_int8_sources,
+    open_lora_sources,
+    open_weight_only_sources,
 )
-from wan.checkpoint.lora import Change, changes_of
-from wan.checkpoint.quantised import Export
-from wan.checkpoint.source import Sources
+from wan.checkpoint.lora import WeightDelta, collect_deltas
+from wan.checkpoint.source import TensorSources
+from wan.checkpoint.w8a8_export import Export
 from wan.device import Device
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
@@ -32,7 +32,7 @@ from wan.pipeline.setup import Setup
 
 def make_weight_transform(
     setup: Setup, name: str, device: Device, compute_dtype: torch.dtype
-) -> Adapt:
+) -> WeightTransform:
     """Returns the transform of an expert; `Setup` refuses LoRAs with quantized layers.
 
     Args:
@@ -42,16 +42,16 @@ def make_weight_transform(
     if setup.quantized is not None:
         return make_quantized_transform(setup.quantized.experts[name], device, compute_dtype)
 
-    def transform(network: nn.Module, sources: Sources) -> Sources:
+    def transform(network: nn.Module, sources: TensorSources) -> TensorSources:
         stored_layers = install_weight_only_linears(
             setup, name, device.type, network, compute_dtype
         )
         lora_changes = {layer: changes for layer, (_, changes) in stored_layers.items() if changes}
         unmerged_weights = {f"{layer}.weight" for layer in stored_layers}
         return {
-            **merged(sources, setup.loras.get(name, ()), unmerged_weights),
-            **kept_sources({layer: info for layer, (info, _) in stored_layers.items()}),
-            **lora_sources(lora_changes, compute_dtype),
+            **merge_loras(sources, setup.loras.get(name, ()), unmerged_weights),
+            **open_weight_only_sources({layer: info for layer, (info, _) in stored_layers.items()}),
+            **open_lora_sources(lora_changes, compute_dtype),
         }
 
     return transform
@@ -59,7 +59,7 @@ def make_weight_transform(
 
 def install_weight_only_linears(
     setup: Setup, name: str, device_type: str, network: nn.Module, compute_dtype: torch.dtype
-) -> dict[str, tuple[TensorInfo, list[Change]]]:
+) -> dict[str, tuple[TensorInfo, list[WeightDelta]]]:
     """Replaces linear layers of the blocks by `KeptLinear`, which holds the stored weight.
 
     A layer is not replaced if a LoRA file contains a full weight for it: this is merged instead.
@@ -71,11 +71,11 @@ def install_weight_only_linears(
         setup.unconverted_dtypes(device_type),
         setup.checkpoint.experts[name].tensors,
     )
-    lora_changes = changes_of(setup.loras.get(name, ()))
-    stored_layers: dict[str, tuple[TensorInfo, list[Change]]] = {}
+    lora_changes = collect_deltas(setup.loras.get(name, ()))
+    stored_layers: dict[str, tuple[TensorInfo, list[WeightDelta]]] = {}
     for layer, module in list(network.named_modules()) if kept_dtypes else ():
         info = tensors.get(f"{layer}.weight")
-        if not (isinstance(module, nn.Linear) and layer.startswith(IN_BLOCKS)):
+        if not (isinstance(module, nn.Linear) and layer.startswith(BLOCK_PREFIXES)):
             continue
         if (
             info is None
@@ -99,11 +99,11 @@ def _make_empty_linear(
     linear_class: type[WeightOnlyLinear],
     info: TensorInfo,
     module: nn.Linear,
-    changes: Sequence[Change],
+    changes: Sequence[WeightDelta],
     compute_dtype: torch.dtype,
 ) -> WeightOnlyLinear:
     """Makes a layer on the meta device."""
-    weight, scale, lora = as_bytes(info), None, None
+    weight, scale, lora = view_as_bytes(info), None, None
     if info.dtype in FP8:
         rows = 1 if info.scale is None else prod(info.scale.shape)
         scale = torch.empty(1 if rows == 1 else (rows, 1), device="meta")
@@ -122,7 +122,9 @@ def _make_empty_linear(
     )
 
 
-def make_quantized_transform(export: Export, device: Device, compute_dtype: torch.dtype) -> Adapt:
+def make_quantized_transform(
+    export: Export, device: Device, compute_dtype: torch.dtype
+) -> WeightTransform:
     """Replaces a DiT's linear layers by the quantized layers of an export.
 
     On an NPU these are mindiesd's layers; on other devices `W8A8Linear`, the only algorithm that
@@ -132,7 +134,7 @@ def make_quantized_transform(export: Export, device: Device, compute_dtype: torc
         compute_dtype: The dtype of the layers' inputs and outputs; 16 bits on an NPU.
     """
 
-    def install_npu_linears(network: nn.Module, sources: Sources) -> Sources:
+    def install_npu_linears(network: nn.Module, sources: TensorSources) -> TensorSources:
         npu_linear.quantize_npu_linears(
             network,
             export.description,
@@ -143,7 +145,7 @@ def make_quantized_transform(export: Export, device: Device, compute_dtype: torc
         )
         return sources
 
-    def install_w8a8_linears(network: nn.Module, sources: Sources) -> Sources:
+    def install_w8a8_linears(network: nn.Module, sources: TensorSources) -> TensorSources:
         for name, layer in export.linears.items():
             meta_tensors = {
                 key: torch.empty(info.shape, device="meta") for key, info in layer.tensors.items()
@@ -157,8 +159,8 @@ def make_quantized_transform(export: Export, device: Device, compute_dtype: torc
                 device_type=device.type,
             )
             network.set_submodule(name, linear)
-        return {**sources, **int8_sources(export, compute_dtype)}
+        return {**sources, **open_int8_sources(export, compute_dtype)}
 
     if not export.linears:
-        return as_stored
+        return keep_sources
     return install_npu_linears if device.type == "npu" else install_w8a8_linears

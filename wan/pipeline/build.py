@@ -17,18 +17,18 @@ from torch import Tensor
 
 from wan import host
 from wan.cache.policy import Cache
-from wan.checkpoint.config import SoundConfig
+from wan.checkpoint.config import S2VConfig
 from wan.checkpoint.files import FP8
 from wan.checkpoint.load import (
     UNSHARDED,
-    Adapt,
-    Blueprint,
+    ModelSpec,
     Sharding,
-    as_stored,
-    dit_dtypes,
-    mapped,
-    merged,
-    rotations,
+    WeightTransform,
+    keep_sources,
+    load_rotations,
+    make_dit_dtype_rule,
+    merge_loras,
+    open_sources,
 )
 from wan.device import Device
 from wan.kernels.base import Target
@@ -91,7 +91,7 @@ def build_pipeline(
     compute_dtype = DTYPES[execution.dit_precision_on(device.type)]
     exported = {}
     if setup.quantized is not None and setup.attention.fp8:
-        exported = rotations(setup.quantized)
+        exported = load_rotations(setup.quantized)
     if setup.multiplies_fp8:
         from wan.kernels.weight_only_linear import check_fp8_device
 
@@ -173,7 +173,7 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     """Logs the checkpoint, the device, attention settings and dtypes of weights."""
     checkpoint, execution = setup.checkpoint, setup.execution
     precision, layers = execution.dit_precision_on(device.type), checkpoint.config["num_layers"]
-    network = f"{precision}, {layers} x {checkpoint.heads} heads"
+    network = f"{precision}, {layers} x {checkpoint.num_heads} heads"
     logger.info("%s checkpoint, %s, %s", checkpoint.layout, device.name(), network)
     logger.info("%s", describe_attention(setup, selected))
     for name, kinds in UNCONVERTED_DTYPES.items():
@@ -195,7 +195,7 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
 def describe_attention(setup: Setup, selected: SelectedKernels) -> str:
     """Describes the self-attention settings in one line, for the start of a run."""
     attention, parallel = setup.attention, setup.parallel
-    sizes = heads_per_chunk(setup.checkpoint.heads, parallel.ulysses_size, parallel.mode.chunks)
+    sizes = heads_per_chunk(setup.checkpoint.num_heads, parallel.ulysses_size, parallel.mode.chunks)
     chunk_sizes = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
     chunks = f"{len(sizes)} head chunk{'s' if len(sizes) > 1 else ''} of {chunk_sizes} per rank"
     exchange = ""
@@ -253,7 +253,7 @@ class NetworkLoader:
         self._device = self.offload_manager.device.torch_device
         self._dit_sharding, self._t5_sharding = make_weight_shardings(setup.parallel, self.groups)
         self._dit_specs = {
-            name: Blueprint(
+            name: ModelSpec(
                 f"DiT {name}",
                 partial(build_dit, files.config, self.make_components(name)),
                 files.tensors,
@@ -298,7 +298,7 @@ class NetworkLoader:
             self._clip_spec.check()
         if checkpoint.sound_encoder is not None and is_main:
             sound.check_audio_encoder(
-                checkpoint.sound_encoder, cast(SoundConfig, config)["audio_dim"]
+                checkpoint.sound_encoder, cast(S2VConfig, config)["audio_dim"]
             )
         self._tokenizer: object = None
         self._runs_text_encoder = is_main or setup.parallel.t5_fsdp
@@ -311,8 +311,8 @@ class NetworkLoader:
         """Loads one expert. editable: Its weights stay on the device and may be changed."""
         setup, execution = self.setup, self.setup.execution
         offload = False if editable else self.offload_manager.offload
-        dtypes = dit_dtypes(self.compute_dtype, execution.convert_model_dtype)
-        transform: Adapt = as_stored
+        dtypes = make_dit_dtype_rule(self.compute_dtype, execution.convert_model_dtype)
+        transform: WeightTransform = keep_sources
         if setup.changes_weights(name, self._device.type):
             from wan.pipeline.adapt import make_weight_transform
 
@@ -334,7 +334,7 @@ class NetworkLoader:
             )
         self.offload_manager.free_device()  # free memory for the new network
         model = self._dit_specs[name].load(
-            device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, adapt=transform
+            device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, transform=transform
         )
         if offload == "cpu":
             self.offload_manager.register(model, model.clear_caches)
@@ -357,7 +357,9 @@ class NetworkLoader:
         """Computes the change of an expert's time embedding from each timestep to the next."""
         from wan.cache.tea import compute_embedding_changes
 
-        sources = merged(mapped(self._dit_specs[name].tensors), self.setup.loras.get(name, ()))
+        sources = merge_loras(
+            open_sources(self._dit_specs[name].tensors), self.setup.loras.get(name, ())
+        )
         weights = {key: sources[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
         return compute_embedding_changes(weights, timesteps)
 
@@ -377,7 +379,7 @@ class NetworkLoader:
             self.offload_manager.offload,
             text.choose_text_encoder_dtypes(self.encoder_dtype),
         )
-        transform: Adapt = as_stored
+        transform: WeightTransform = keep_sources
         if offload == "block":
             from wan.pipeline.residency import stream_blocks
 
@@ -385,7 +387,7 @@ class NetworkLoader:
                 transform, text.BLOCKS_NAME, device, dtypes, table=text.EMBEDDING_NAME
             )
         model = self._text_encoder_spec.load(
-            device=device, dtype_of=dtypes, sharding=self._t5_sharding, adapt=transform
+            device=device, dtype_of=dtypes, sharding=self._t5_sharding, transform=transform
         )
         if offload == "cpu" and device.type != "cpu":
             self.offload_manager.register(model)
@@ -399,7 +401,9 @@ class NetworkLoader:
         from wan.pipeline.clip import ClipVision, add_clip_position_ids
 
         network = self._clip_spec.load(
-            device=self._device, dtype_of=lambda *_: self.encoder_dtype, adapt=add_clip_position_ids
+            device=self._device,
+            dtype_of=lambda *_: self.encoder_dtype,
+            transform=add_clip_position_ids,
         )
         return ClipVision(network)
 

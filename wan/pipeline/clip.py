@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.checkpoint.files import TensorInfo
-from wan.checkpoint.keymaps import clip_transformers_name
-from wan.checkpoint.load import Blueprint, stored
-from wan.checkpoint.source import Source, Sources
+from wan.checkpoint.keymaps import rename_clip_to_transformers
+from wan.checkpoint.load import ModelSpec, read_headers
+from wan.checkpoint.source import TensorSource, TensorSources
 from wan.settings.errors import InputError
 
 IMAGE_SIZE = 224  # pixels
@@ -60,13 +60,13 @@ def preprocess_clip_image(image_3HW: Tensor) -> Tensor:
     return (x * 0.5 + 0.5 - mean) / std
 
 
-def make_clip_spec(path: Path) -> Blueprint[Any]:
+def make_clip_spec(path: Path) -> ModelSpec[Any]:
     """Describes CLIP's vision tower without its last block, from a file or folder of weights.
 
     Raises:
         InputError: The weights belong to another network.
     """
-    all_infos = stored(path, clip_transformers_name)
+    all_infos = read_headers(path, rename_clip_to_transformers)
     infos = {name: info for name, info in all_infos.items() if not _match_unused(name)}
     last_layer = max(
         (int(name.split(".")[2]) for name in infos if name.startswith(_LAYERS)), default=0
@@ -84,22 +84,22 @@ def make_clip_spec(path: Path) -> Blueprint[Any]:
                 continue
             rows = shape[0] // 3
             for index, projection in enumerate(("q_proj", "k_proj", "v_proj")):
-                projection_info = replace(info, shape=(rows, *shape[1:]), first=index * rows)
+                projection_info = replace(info, shape=(rows, *shape[1:]), first_row=index * rows)
                 tensors[name.replace("to_qkv", projection)] = projection_info
         dim, _, patch_size, _ = tensors["embeddings.patch_embedding.weight"].shape
         mlp_dim, _ = tensors[f"{_LAYERS}0.mlp.fc1.weight"].shape
     except (LookupError, ValueError) as error:
         why = f"holds no CLIP vision network (unexpected {error})"
         raise InputError(str(path), None, why, "download it again") from error
-    return Blueprint(
+    return ModelSpec(
         "CLIP", partial(_build_clip_network, dim, mlp_dim, last_layer, patch_size), tensors, path
     )
 
 
-def add_clip_position_ids(network: Any, sources: Sources) -> Sources:
+def add_clip_position_ids(network: Any, sources: TensorSources) -> TensorSources:
     """Adds the network's buffer of position ids, which no file contains."""
     ids = torch.arange(len(network.embeddings.position_embedding.weight)).unsqueeze(0)
-    positions = Source(ids.dtype, tuple(ids.shape), ids.__getitem__)
+    positions = TensorSource(ids.dtype, tuple(ids.shape), ids.__getitem__)
     return {**sources, "embeddings.position_ids": positions}
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from wan import host
-from wan.checkpoint.config import IN_BLOCKS, SoundConfig
-from wan.checkpoint.files import alignment, folder_tensors, safetensors_places
+from wan.checkpoint.config import BLOCK_PREFIXES, S2VConfig
+from wan.checkpoint.files import get_tensor_alignment, read_folder_headers, read_safetensors_offsets
 from wan.pipeline.setup import Setup
 from wan.settings import devices
 from wan.settings.devices import Capabilities
@@ -301,7 +301,7 @@ def _estimate_dit(setup: Setup, params: Request) -> NetworkSize:
     e = _ITEMSIZE[execution.dit_precision_on(device)]
     fp32 = e if execution.convert_model_dtype else 4
     num_control_blocks = (
-        setup.checkpoint.control_blocks
+        setup.checkpoint.num_control_blocks
     )  # of VACE; each is copied together with a block
     image_kv_channels = (
         2 * c if config["image_dim"] else 0
@@ -318,17 +318,17 @@ def _estimate_dit(setup: Setup, params: Request) -> NetworkSize:
     ):
         largest_block = 2 * uniform_block + c * c * e
     if setup.quantized is not None:
-        block = sum(next(iter(setup.quantized.experts.values())).sizes.values()) // layers
+        block = sum(next(iter(setup.quantized.experts.values())).linear_bytes.values()) // layers
     elif unconverted_dtypes := setup.unconverted_dtypes(device):
         tensors = next(iter(setup.checkpoint.experts.values())).tensors
         sizes = [
             info.nbytes if info.dtype in unconverted_dtypes else prod(info.shape) * e
             for name, info in tensors.items()
-            if name.startswith(IN_BLOCKS) and len(info.shape) == 2
+            if name.startswith(BLOCK_PREFIXES) and len(info.shape) == 2
         ]
         block = sum(sizes) // layers
     if "audio_inject_layers" in config:  # audio attention of S2V, copied together with a block
-        num_injected_layers = len(cast(SoundConfig, config)["audio_inject_layers"])
+        num_injected_layers = len(cast(S2VConfig, config)["audio_inject_layers"])
         block += num_injected_layers * 6 * c * c * e // layers
     if setup.preset.kind == "animate":  # every fifth block has attention to the face
         block += -(-layers // FACE_EVERY) * 4 * c * c * e // layers
@@ -367,7 +367,7 @@ def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
     execution, mapped_bytes = setup.execution, Counter[bool]()
     compute_dtype = {"bf16": "BF16", "fp32": "F32"}[execution.dit_precision_on("cpu")]
     unconverted_dtypes = setup.unconverted_dtypes("cpu")
-    changed_names = {name for lora in setup.loras.get(expert, ()) for name in lora.changes}
+    changed_names = {name for lora in setup.loras.get(expert, ()) for name in lora.deltas}
     tensors = {
         n: x
         for n, x in files.tensors.items()
@@ -377,22 +377,24 @@ def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
         for layer, linear in setup.quantized.experts[expert].linears.items():
             tensors[f"{layer}.weight"] = linear.tensors["weight"]
     weight_files = {info.file for info in tensors.values() if info.file.suffix == ".safetensors"}
-    tensor_layouts = {file: safetensors_places(file) for file in weight_files}
+    tensor_layouts = {file: read_safetensors_offsets(file) for file in weight_files}
     for name, info in tensors.items():
         loaded_dtype = (
             "F32" if keeps_fp32(name) and not execution.convert_model_dtype else compute_dtype
         )
         offset = (
-            tensor_layouts[info.file][info.name][2] if info.file in tensor_layouts else info.start
+            tensor_layouts[info.file][info.name][2]
+            if info.file in tensor_layouts
+            else info.data_offset
         )
         itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is stored as bytes
         needs_no_conversion = (
             info.scale is None and info.dtype in (loaded_dtype, "I8")
         ) or info.dtype in unconverted_dtypes
         if needs_no_conversion and (
-            info.dtype in unconverted_dtypes or offset % alignment(itemsize) == 0
+            info.dtype in unconverted_dtypes or offset % get_tensor_alignment(itemsize) == 0
         ):
-            mapped_bytes[name.startswith(IN_BLOCKS)] += info.nbytes
+            mapped_bytes[name.startswith(BLOCK_PREFIXES)] += info.nbytes
     return mapped_bytes[True], mapped_bytes[False]
 
 
@@ -441,7 +443,7 @@ def _count_stored_bytes(path: Path) -> int:
     """Counts the bytes of the weights in a file or folder; a .pth stores them uncompressed."""
     if path.is_file():
         return path.stat().st_size
-    return sum(info.nbytes for info in (folder_tensors(path) or {}).values())
+    return sum(info.nbytes for info in (read_folder_headers(path) or {}).values())
 
 
 def check_memory(setup: Setup, params: Request, ranks_here: int, stage: str | None = None) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from wan import host
 from wan.cache.policy import Cache
-from wan.checkpoint.files import content_digest
-from wan.checkpoint.source import own
+from wan.checkpoint.files import compute_file_digest
+from wan.checkpoint.source import materialize_tensors
 from wan.device import Device
 from wan.log import Stages
 from wan.pipeline import conditioning
@@ -128,7 +128,7 @@ class Experts:
         if name not in self._editable:
             is_reusable = name in self._loaded and isinstance(self.offload, bool)
             network = self._loaded.pop(name) if is_reusable else self._load_editable(name)
-            self._editable[name] = own(network)
+            self._editable[name] = materialize_tensors(network)
         return self._editable[name]
 
     def get(self, name: str) -> WanModel:
@@ -259,7 +259,7 @@ def _hash_input(content: Any) -> str | None:
         digest.update(content.samples.tobytes())
     else:
         files = content.files if hasattr(content, "files") else (content.path,)
-        digest.update("".join(map(content_digest, files)).encode())
+        digest.update("".join(map(compute_file_digest, files)).encode())
         for image in getattr(content, "pictures", ()):
             digest.update(str(_hash_input(image)).encode())
     return digest.hexdigest()

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.load import Adapt, DTypeOf, copy
-from wan.checkpoint.source import Source, Sources, is_own, use_mapped
+from wan.checkpoint.load import DTypeOf, WeightTransform, copy_rows
+from wan.checkpoint.source import TensorSource, TensorSources, owns_memory, use_mapped_tensors
 from wan.device import CopyStream
 from wan.host import on_own_cores
 from wan.log import progress
@@ -114,15 +114,15 @@ class StreamedBlock:
     module: nn.Module
     last_module: nn.Module
     flat: FlatTensors
-    sources: Sequence[Source]
-    mapped_sources: Sequence[Source] = ()
+    sources: Sequence[TensorSource]
+    mapped_sources: Sequence[TensorSource] = ()
     buffer: BlockBuffer | None = None
 
     def load_into(self, memory: Tensor, update_progress: Callable[[int], object] = int) -> None:
         """Reads the weights from their sources into `memory`, and makes the tensors views of it."""
         self.flat.bind_storage(memory)
         for tensor, source in zip(self.flat.tensors, self.sources, strict=True):
-            copy(tensor, source, done=update_progress)
+            copy_rows(tensor, source, on_progress=update_progress)
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ class FileBlockLoader:
         block.load_into(buffer.memory)
         next_block = self._next_block[block]
         for source in (*next_block.sources, *next_block.mapped_sources):
-            source.read_ahead()
+            source.prefetch()
 
     def wait_for_copy(self, buffer: BlockBuffer) -> None:
         """Does nothing: `fetch` has finished the copy."""
@@ -288,7 +288,7 @@ CountResidentBlocks = Callable[[int, int], int]
 
 
 def stream_blocks(
-    transform: Adapt,
+    transform: WeightTransform,
     blocks: str,
     device: torch.device,
     dtype_of: DTypeOf,
@@ -296,7 +296,7 @@ def stream_blocks(
     *,
     table: str | None = None,
     adapter_modules: Callable[[Any, int], Sequence[nn.Module]] = lambda network, index: (),
-) -> Adapt:
+) -> WeightTransform:
     """Returns a weight transform that streams the blocks of a network instead of loading them.
 
     Args:
@@ -310,7 +310,7 @@ def stream_blocks(
         table: Name of an embedding whose rows are read from the files on each lookup.
     """
 
-    def transform_and_stream(network: nn.Module, sources: Sources) -> Sources:
+    def transform_and_stream(network: nn.Module, sources: TensorSources) -> TensorSources:
         sources = transform(network, sources)
         streamed_blocks, names = (
             [],
@@ -343,8 +343,11 @@ def stream_blocks(
 
 
 def _move_meta_modules(
-    modules: Mapping[str, nn.Module], sources: Sources, device: torch.device, dtype_of: DTypeOf
-) -> tuple[FlatTensors, list[Source], list[Source]]:
+    modules: Mapping[str, nn.Module],
+    sources: TensorSources,
+    device: torch.device,
+    dtype_of: DTypeOf,
+) -> tuple[FlatTensors, list[TensorSource], list[TensorSource]]:
     """Moves meta modules to a device, where their tensors have no memory yet.
 
     Args:
@@ -353,7 +356,7 @@ def _move_meta_modules(
     Returns:
         The tensors to copy, their sources, and the sources of the memory-mapped tensors.
     """
-    tensors: dict[str, tuple[Tensor, Source]] = {}
+    tensors: dict[str, tuple[Tensor, TensorSource]] = {}
     for prefix, module in modules.items():
         for name, parameter in module.named_parameters(prefix=prefix[:-1]):
             parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))
@@ -361,16 +364,18 @@ def _move_meta_modules(
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             tensors[f"{prefix}{name}"] = tensor, sources[f"{prefix}{name}"]
     if device.type == "cpu":
-        use_mapped(tensors.values())
-    copied_tensors = [(tensor, source) for tensor, source in tensors.values() if is_own(tensor)]
+        use_mapped_tensors(tensors.values())
+    copied_tensors = [
+        (tensor, source) for tensor, source in tensors.values() if owns_memory(tensor)
+    ]
     flat = FlatTensors([tensor for tensor, _ in copied_tensors])
     flat.free_storage()
-    mapped_sources = [source for tensor, source in tensors.values() if not is_own(tensor)]
+    mapped_sources = [source for tensor, source in tensors.values() if not owns_memory(tensor)]
     return flat, [source for _, source in copied_tensors], mapped_sources
 
 
 def _look_up_embeddings(
-    source: Source, _: nn.Module, args: tuple[Tensor], output: Tensor
+    source: TensorSource, _: nn.Module, args: tuple[Tensor], output: Tensor
 ) -> Tensor:
     """Replaces an embedding's output by rows that are read from `source`; a forward hook."""
     token_ids, inverse = args[0].cpu().unique(return_inverse=True)

@@ -14,7 +14,7 @@ from wan.cache.policy import Policy
 from wan.checkpoint.files import FP8, GGUF
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
-from wan.checkpoint.quantised import QuantisedDit, check_device
+from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device
 from wan.settings import attention, devices, parallel, rules, step_cache
 from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
@@ -50,7 +50,7 @@ class Setup:
     execution: Execution
     parallel: Parallel
     attention: Attention
-    quantized: QuantisedDit | None = None
+    quantized: QuantizedDit | None = None
     chip: str | None = None
     cache: StepCache = field(default_factory=StepCache)
     policy: Policy | None = None
@@ -76,7 +76,7 @@ class Setup:
             "task": self.preset.task,
             "experts": len(self.preset.experts),
             "policy": self.cache.policy,
-            "control_blocks": self.checkpoint.control_blocks,
+            "control_blocks": self.checkpoint.num_control_blocks,
             "group_by_expert": True,
         }
 
@@ -126,7 +126,7 @@ class Setup:
         head_dim = self.checkpoint.head_dim
         devices.check(candidates, self.attention, self.execution, head_dim, weights)
         if self.quantized is not None:
-            check_device(self.quantized, candidates[0].type)
+            check_export_device(self.quantized, candidates[0].type)
 
     def check_plan(self) -> None:
         """Refuses settings that no device matching `device` and `chip` can run."""
@@ -146,7 +146,7 @@ class Setup:
         rules.check(rules.REQUEST, self._rule_values() | control)
         attention.check_request(self.attention, self.parallel, steps, tokens)
         notices = () if self.policy is None else self.policy.check_request(params)
-        heads = self.checkpoint.heads
+        heads = self.checkpoint.num_heads
         guidance = params.sample_guide_scale
         return (*notices, *parallel.check_guidance(self.parallel, guidance, heads))
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.keymaps import t5_transformers_name
-from wan.checkpoint.load import Blueprint, DTypeOf, stored
-from wan.checkpoint.vocabulary import Vocabulary, vocabulary
+from wan.checkpoint.embedded_tokenizer import UnigramVocab, read_embedded_tokenizer
+from wan.checkpoint.keymaps import rename_t5_to_transformers
+from wan.checkpoint.load import DTypeOf, ModelSpec, read_headers
 from wan.host import on_own_cores
 from wan.log import logger
 from wan.settings.errors import InputError
@@ -90,7 +90,7 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     if path.is_file():
-        return _make_unigram_tokenizer(path, vocabulary(path))
+        return _make_unigram_tokenizer(path, read_embedded_tokenizer(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer("a", padding="max_length", truncation=True, max_length=2)
@@ -99,26 +99,26 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def _make_unigram_tokenizer(path: Path, vocab: Vocabulary) -> Any:
+def _make_unigram_tokenizer(path: Path, vocab: UnigramVocab) -> Any:
     """Builds T5's Unigram tokenizer from an embedded vocabulary."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = Tokenizer(models.Unigram(vocab.pieces, unk_id=2, byte_fallback=False))
-        if vocab.charsmap:
-            tokenizer.normalizer = normalizers.Precompiled(vocab.charsmap)
+        tokenizer = Tokenizer(models.Unigram(vocab.vocab, unk_id=2, byte_fallback=False))
+        if vocab.precompiled_charsmap:
+            tokenizer.normalizer = normalizers.Precompiled(vocab.precompiled_charsmap)
     except Exception as error:  # as above
         raise _make_tokenizer_error(path, error) from error
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
     )
-    end = vocab.pieces[1][0]
+    end = vocab.vocab[1][0]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {end}", special_tokens=[(end, 1)]
     )
-    tokenizer.add_special_tokens(vocab.special)
-    pad, _, unknown = (piece for piece, _ in vocab.pieces[:3])
+    tokenizer.add_special_tokens(vocab.special_tokens)
+    pad, _, unknown = (piece for piece, _ in vocab.vocab[:3])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token=unknown
     )
@@ -129,13 +129,13 @@ def _make_tokenizer_error(path: Path, error: Exception) -> InputError:
     return InputError(str(path), None, why, "download it")
 
 
-def read_text_encoder_spec(path: Path) -> Blueprint[nn.Module]:
+def read_text_encoder_spec(path: Path) -> ModelSpec[nn.Module]:
     """Reads the sizes of a UMT5 encoder from the headers of its weights, without loading it.
 
     Raises:
         InputError: The weights belong to another network.
     """
-    tensors = stored(path, t5_transformers_name)
+    tensors = read_headers(path, rename_t5_to_transformers)
     layer = "encoder.block.0.layer"
     try:
         vocab_size, d_model = tensors["shared.weight"].shape
@@ -155,7 +155,7 @@ def read_text_encoder_spec(path: Path) -> Blueprint[nn.Module]:
         why = f"does not hold the weights of a UMT5 encoder (unexpected {error})"
         remedy = "download models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again"
         raise InputError(str(path), None, why, remedy) from error
-    return Blueprint("text encoder", partial(build_umt5, **sizes), tensors, path)
+    return ModelSpec("text encoder", partial(build_umt5, **sizes), tensors, path)
 
 
 def build_umt5(**sizes: int) -> Any:

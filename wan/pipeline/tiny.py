@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from wan.checkpoint import keymaps
-from wan.checkpoint.layout import SOUND_ENCODER, published
+from wan.checkpoint.layout import SOUND_ENCODER, make_reference_checkpoint
 from wan.modules.networks import build_dit
 from wan.output_files import write_folder
 from wan.pipeline.vae import LATENT_STATISTICS
@@ -156,7 +156,11 @@ class RandomNetworks:
         if task.kind == "vace":  # control blocks after the first and the last of three blocks
             layers = sizes.get("num_layers", 3)
             small_sizes |= {"num_layers": layers, "vace_layers": tuple(sorted({0, layers - 1}))}
-        self.config: dict[str, Any] = {**published(task).config, **small_sizes, **sizes}
+        self.config: dict[str, Any] = {
+            **make_reference_checkpoint(task).config,
+            **small_sizes,
+            **sizes,
+        }
         with torch.device("meta"):  # the initial weights are replaced
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
             config: Any = UMT5Config(
@@ -178,10 +182,10 @@ class RandomNetworks:
             self.audio_encoder: Any = Wav2Vec2Model(Wav2Vec2Config(**AUDIO_ENCODER_SIZES))
         generator = torch.Generator().manual_seed(seed)
         self.dit_states = [_draw_tensors(self.dit, str, generator, dtype) for _ in task.experts]
-        vae_name = partial(keymaps.vae_official_name, residual=is_22)
+        vae_name = partial(keymaps.rename_vae_to_official, residual=is_22)
         self.vae_state = _draw_tensors(self.vae, vae_name, generator, torch.float32)
         self.text_state = _draw_tensors(
-            self.text_encoder, keymaps.t5_official_name, generator, torch.bfloat16
+            self.text_encoder, keymaps.rename_t5_to_official, generator, torch.bfloat16
         )
         self.clip_state: NamedTensors = OrderedDict()
         if task.images:
@@ -292,7 +296,7 @@ def _rename_clip_tensors(state: NamedTensors) -> NamedTensors:
     """Renames CLIP's tensors, and adds the unused tensors of an official file (text tower)."""
     tensors: NamedTensors = OrderedDict()
     for name, tensor in state.items():
-        official = keymaps.clip_official_name(name.replace("q_proj", "to_qkv"))
+        official = keymaps.rename_clip_to_official(name.replace("q_proj", "to_qkv"))
         if name.endswith(("class_embedding", "position_embedding.weight")):
             tensor = tensor.reshape(1, -1, CLIP_DIM)
         if ".q_proj." in name:
@@ -350,9 +354,9 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
                 **vace_sizes,
             )
         _save_pretrained(folder / name, dit, convert_to_diffusers(state), task.sharded)
-    tensors = {keymaps.vae_diffusers_name(key): x for key, x in networks.vae_state.items()}
+    tensors = {keymaps.rename_vae_to_diffusers(key): x for key, x in networks.vae_state.items()}
     _save_pretrained(folder / "vae", networks.vae, tensors, sharded=False)
-    tensors = {keymaps.t5_transformers_name(key): x for key, x in networks.text_state.items()}
+    tensors = {keymaps.rename_t5_to_transformers(key): x for key, x in networks.text_state.items()}
     tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]  # tied weights, saved once
     _save_pretrained(folder / "text_encoder", networks.text_encoder, tensors, sharded=True)
     write_tokenizer(folder / "tokenizer", networks.tokenizer)
@@ -396,11 +400,11 @@ def convert_to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if ".linear1_kv." in name:
             for projection, rows in zip("kv", tensor.chunk(2), strict=True):
-                renamed = keymaps.dit_diffusers_name(name.replace("_kv.", f"_{projection}."))
+                renamed = keymaps.rename_dit_to_diffusers(name.replace("_kv.", f"_{projection}."))
                 converted[renamed] = rows.contiguous()
         else:
             flat = name.startswith("motion_encoder.") and name.endswith(".bias")
-            converted[keymaps.dit_diffusers_name(name)] = tensor.flatten() if flat else tensor
+            converted[keymaps.rename_dit_to_diffusers(name)] = tensor.flatten() if flat else tensor
     return converted
 
 

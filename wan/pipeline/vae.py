@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wan.checkpoint.keymaps import vae_diffusers_name
-from wan.checkpoint.load import Blueprint, stored
+from wan.checkpoint.keymaps import rename_vae_to_diffusers
+from wan.checkpoint.load import ModelSpec, read_headers
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.vae import tiles
@@ -165,13 +165,13 @@ class VideoVAE:
         return video
 
 
-def read_vae_spec(path: Path) -> Blueprint[Autoencoder]:
+def read_vae_spec(path: Path) -> ModelSpec[Autoencoder]:
     """Reads the sizes of an autoencoder from the headers of its weights, without loading it.
 
     Raises:
         InputError: The weights belong to another network.
     """
-    tensors = stored(path, vae_diffusers_name)
+    tensors = read_headers(path, rename_vae_to_diffusers)
     try:
         base, channels = tensors["encoder.conv_in.weight"].shape[:2]
         z_dim = tensors["post_quant_conv.weight"].shape[0]
@@ -185,7 +185,7 @@ def read_vae_spec(path: Path) -> Blueprint[Autoencoder]:
         why = f"does not hold the weights of a Wan 2.1 or 2.2 VAE (unexpected {error})"
         remedy = "download Wan2.1_VAE.pth or Wan2.2_VAE.pth (or vae/) again"
         raise InputError(str(path), None, why, remedy) from error
-    return Blueprint("VAE", partial(Autoencoder, version, base, decoder_base), tensors, path)
+    return ModelSpec("VAE", partial(Autoencoder, version, base, decoder_base), tensors, path)
 
 
 def build_published_vae(version: str) -> Autoencoder:

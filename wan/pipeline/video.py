@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import wan
-from wan.checkpoint.files import safetensors_header
+from wan.checkpoint.files import read_safetensors_header
 from wan.output_files import LATENTS, VIDEO, write_output
 from wan.pipeline.ffmpeg import (
     build_concat_args,
@@ -253,7 +253,7 @@ def read_latents_shape(path: Path) -> tuple[int, ...]:
     Raises:
         InputError: The file holds no such latents.
     """
-    info = safetensors_header(path).get("latents")
+    info = read_safetensors_header(path).get("latents")
     if info is None:
         why = "holds no latents of generate.py"
         raise InputError(str(path), None, why, "give a .latents.safetensors")

@@ -21,10 +21,10 @@ from torch import nn
 
 from wan import log
 from wan.cache.policy import BRANCHES
-from wan.checkpoint.config import ControlConfig, SoundConfig
+from wan.checkpoint.config import S2VConfig, VaceConfig
 from wan.checkpoint.files import TensorInfo
-from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, dit_dtypes, mapped
-from wan.checkpoint.source import Sources, mapped_bytes
+from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, make_dit_dtype_rule, open_sources
+from wan.checkpoint.source import TensorSources, count_mapped_bytes
 from wan.device import Device, resolve
 from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
@@ -175,7 +175,9 @@ class Planner:
 
     def _split_mapped(self, network: nn.Module, tensors: Mapping[str, TensorInfo]) -> WeightBytes:
         """Splits the weights of a meta network with final dtypes into allocated and mapped ones."""
-        mapped_total = mapped_bytes(network, mapped(tensors) if self.device.type == "cpu" else {})
+        mapped_total = count_mapped_bytes(
+            network, open_sources(tensors) if self.device.type == "cpu" else {}
+        )
         return WeightBytes(weight_bytes(network) - mapped_total, mapped_total)
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
@@ -192,9 +194,9 @@ class Planner:
                 )
             _, sharding = build.make_weight_shardings(parallel, team)
             blocks, dtypes = network.encoder.block, text.choose_text_encoder_dtypes(self.dtype)
-            sources: Sources = {}
+            sources: TensorSources = {}
             if path is not None and self.device.type == "cpu" and ranks == 1:
-                sources = mapped(text.read_text_encoder_spec(path).tensors)
+                sources = open_sources(text.read_text_encoder_spec(path).tensors)
             with _prepare_meta_network(network, blocks, dtypes, sharding, sources) as (live, size):
                 text.TextEncoder(network, None, dtype=self.dtype, text_len=length)
                 ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
@@ -280,7 +282,7 @@ class Planner:
             caches.start_run(dict.fromkeys(BRANCHES, caches.planned_steps))
             network, sources = self._build_first_expert(setup, components)
             sharding, _ = build.make_weight_shardings(parallel, team)
-            dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
+            dtypes = make_dit_dtype_rule(compute, setup.execution.convert_model_dtype)
             ranks = parallel.world_size if parallel.dit_fsdp else 1
             with _prepare_meta_network(
                 network, network.blocks, dtypes, sharding, sources, network.adapter_modules, ranks
@@ -288,7 +290,7 @@ class Planner:
                 sends = self._run_forwards(network, live, self.branches(parallel))
                 activations, cached = live.peak - live.held, +live.held
                 residual_bytes = caches.cached_bytes()
-        layers = checkpoint.config["num_layers"] + checkpoint.control_blocks
+        layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.wan_blocks())
         cached["text K/V"] = cached["text K/V"] * layers // num_measured
         cached = cached - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
@@ -297,7 +299,7 @@ class Planner:
         size = replace(size, cached=+cached, activations=activations)
         return ForwardMeasurement(size, sends, build.describe_attention(setup, selected))
 
-    def _build_first_expert(self, setup: Setup, components: Any) -> tuple[WanModel, Sources]:
+    def _build_first_expert(self, setup: Setup, components: Any) -> tuple[WanModel, TensorSources]:
         """Builds the first expert's DiT with its quantized layers on the meta device.
 
         Returns:
@@ -305,14 +307,16 @@ class Planner:
         """
         expert, files = next(iter(setup.checkpoint.experts.items()))
         compute = build.DTYPES[self.precision]
-        sources: Sources = {}
+        sources: TensorSources = {}
         with META:
             network = build_network(files.config, components)
             if setup.quantized is not None and self.device.type == "npu":
-                operators.insert_quantized_linears(network, setup.quantized.experts[expert].sizes)
+                operators.insert_quantized_linears(
+                    network, setup.quantized.experts[expert].linear_bytes
+                )
             elif files.tensors:
                 transform = adapt.make_weight_transform(setup, expert, self.device, compute)
-                sources = transform(network, mapped(files.tensors))
+                sources = transform(network, open_sources(files.tensors))
         uses_mapped = self.device.type == "cpu" and not setup.parallel.dit_fsdp
         return network, sources if uses_mapped else {}
 
@@ -349,9 +353,7 @@ class Planner:
             model_kwargs["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
             model_kwargs["face_pixel_values"] = empty(1, 3, num_face_images, FACE_SIDE, FACE_SIDE)
         elif setup.preset.kind == "vace":
-            model_kwargs["vace_context"] = [
-                empty(cast(ControlConfig, config)["vace_in_dim"], *size)
-            ]
+            model_kwargs["vace_context"] = [empty(cast(VaceConfig, config)["vace_in_dim"], *size)]
         elif setup.preset.kind == "s2v":
             num_encoded_frames = memory.count_encoded_frames(params)
             model_kwargs |= {
@@ -360,7 +362,7 @@ class Planner:
                 "cond_states": [empty(channels, *size)],
                 "drop_motion_frames": num_encoded_frames == 1,
             }
-            features = SOUND_LAYERS, cast(SoundConfig, config)["audio_dim"], 4 * size[0]
+            features = SOUND_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
             audio_inputs = [{"audio_input": empty(1, *features)} for _ in branches]
         live.leave_out(
             (
@@ -423,7 +425,7 @@ def _prepare_meta_network(
     blocks: nn.ModuleList,
     dtype_of: DTypeOf,
     sharding: Sharding,
-    sources: Sources,
+    sources: TensorSources,
     adapter_modules: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
     ranks: int = 1,
 ) -> Iterator[tuple[Live, NetworkSize]]:
@@ -443,20 +445,20 @@ def _prepare_meta_network(
         stored = sources[name].dtype if name in sources else torch.bfloat16
         parameter.data = parameter.data.to(dtype_of(name, stored))
     prefix = next(name for name, module in network.named_modules() if module is blocks)
-    mapped_total, count = mapped_bytes(network, sources), len(blocks)
-    in_blocks = mapped_bytes(network, sources, f"{prefix}.")
+    mapped_total, count = count_mapped_bytes(network, sources), len(blocks)
+    in_blocks = count_mapped_bytes(network, sources, f"{prefix}.")
     is_unsharded = sharding is UNSHARDED
     num_kept_blocks = 2 if is_unsharded else 3
     adapters = [[*adapter_modules(layer)] for layer in range(count)]
     names = {module: name for name, module in network.named_modules()}
     for module in chain.from_iterable(adapters):
-        in_blocks += mapped_bytes(network, sources, f"{names[module]}.")
+        in_blocks += count_mapped_bytes(network, sources, f"{names[module]}.")
     adapter_bytes = [sum(map(weight_bytes, modules)) // ranks for modules in adapters]
     removed_blocks = blocks[num_kept_blocks:]
     del blocks[num_kept_blocks:]
     for module in chain.from_iterable(adapters[num_kept_blocks:]):
         network.set_submodule(names[module], nn.Identity())
-    sharding.prepare(network.eval().requires_grad_(False))
+    sharding.shard(network.eval().requires_grad_(False))
     with without_memory(network, sharded=not is_unsharded) as live:
         block = weight_bytes(blocks[-1])
         removed_bytes = (

@@ -197,7 +197,9 @@ def _describe_placement(
     sequence_bytes = (
         planner.token_plan(parallel).padded * checkpoint.config["dim"] * planner.dtype.itemsize
     )
-    rank_layouts = list_layouts(parallel.world_size, checkpoint.heads, nodes, sequence_bytes, rates)
+    rank_layouts = list_layouts(
+        parallel.world_size, checkpoint.num_heads, nodes, sequence_bytes, rates
+    )
     return placement.describe_layouts(rank_layouts, parallel.sizes, rates)
 
 
@@ -234,7 +236,7 @@ def _describe_traffic(planner: Planner) -> list[str]:
     forward, *_ = planner.measure_forwards(planner.setup.parallel)
     step_kinds = ("",) if len(forward.sends) == 1 else (" in dense steps", " in sparse steps")
     checkpoint = planner.setup.checkpoint
-    calls = checkpoint.config["num_layers"] + checkpoint.control_blocks
+    calls = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
     calls *= len(planner.branches(planner.setup.parallel))
     exchanges = {
         "alltoall_base_": "All-to-all (ranks exchange heads for tokens, and back)",

@@ -69,7 +69,7 @@ def _iter_candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup
 
 def _iter_topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
     """Yields every other topology that the settings allow, with its flags; fewest ranks first."""
-    current, heads = planner.setup.parallel, planner.setup.checkpoint.heads
+    current, heads = planner.setup.parallel, planner.setup.checkpoint.num_heads
     values = {f.name: getattr(current, f.name) for f in fields(Parallel)}
     changed_values = {
         f.name: values[f.name] for f in fields(Parallel) if values[f.name] != f.default

@@ -101,7 +101,7 @@ class Workload:
         multiple = run.setup.attention.row_multiple(parallel.ring_size)
         plan = TokenPlan(request.tokens, parallel.sequence_size, multiple)
         branches = 2 if request.guided and parallel.cfg_size == 1 else 1
-        layers = config["num_layers"] + run.setup.checkpoint.control_blocks
+        layers = config["num_layers"] + run.setup.checkpoint.num_control_blocks
         layers *= request.sample_steps * branches
         return cls(plan, config, parallel.ulysses_size, parallel.ring_size, layers)
 

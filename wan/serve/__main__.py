@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from wan import env, log
-from wan.checkpoint.files import opened
+from wan.checkpoint.files import open_regular_file
 from wan.cli import failures, flags, main
 from wan.cli.flags import Parser
 from wan.cli.programs import typed
@@ -178,7 +178,7 @@ def _key(path: Path | None, host: str) -> str | None:
             why = "is reachable from other machines"
             raise InputError(f"--host {host}", None, why, "add --api_key FILE")
         return None
-    with opened(path) as file:
+    with open_regular_file(path) as file:
         key = file.read(1000).decode("utf-8", "replace").strip()
     if len(key) < 16:
         raise InputError(f"--api_key {path} holds a key of {len(key)} characters; give at least 16")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan import env, log
-from wan.checkpoint.layout import describe
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import failures, flags, main
 from wan.cli.prompt_file import over
 from wan.cli.resolve import resolve
@@ -138,7 +138,7 @@ class Ranks:
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
         make_demo = partial(main.make_demo, lambda make: make())
-        self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
+        self._resolve = partial(resolve, make_demo=make_demo, describe=cache(inspect_checkpoint))
         self._most = texts
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.files import read_json
-from wan.checkpoint.layout import describe
+from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main
 from wan.cli.prompt_file import over
 from wan.cli.resolve import resolve
@@ -114,7 +114,7 @@ class Service:
         self._most = limits.together if can_group(run) else 1
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())
-        self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
+        self._resolve = partial(resolve, make_demo=make_demo, describe=cache(inspect_checkpoint))
         for job in self.journal.recover():
             self._clear(job, goes_on=False)
         for job in self.journal.in_state("queued"):

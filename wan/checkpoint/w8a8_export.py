@@ -15,25 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wan.checkpoint.files import TensorInfo, is_folder, read_json, safetensors_header
+from wan.checkpoint.files import TensorInfo, is_folder, read_json, read_safetensors_header
 from wan.checkpoint.layout import EXPERT_FOLDERS, Checkpoint, DitFiles
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 
 FOLDERS = {**EXPERT_FOLDERS, "dit": "."}
-MODE = 0o640  # mindiesd rejects files with wider permissions
-DESCRIPTIONS = {  # in search order -> whether an NPU uses the NZ layout
+MAX_FILE_MODE = 0o640  # mindiesd rejects files with wider permissions
+DESCRIPTION_FILES = {  # in search order -> whether an NPU uses the NZ layout
     "quant_model_description_w8a8_dynamic.json": True,
     "quant_model_description_w8a8_mxfp8.json": False,
     "quant_model_description_w4a4_mxfp4_dualscale.json": True,
 }
-EVERYWHERE = "W8A8_DYNAMIC"  # the only algorithm for all types of devices
+W8A8_DYNAMIC = "W8A8_DYNAMIC"  # the only algorithm for all types of devices
 FP8_DYNAMIC = "FP8_DYNAMIC"
-_FLOATING = ("F32", "BF16", "F16")
-_STATIC = ("input_scale", "input_offset", "deq_scale", "quant_bias")
+_FLOAT_DTYPES = ("F32", "BF16", "F16")
+_STATIC_TENSORS = ("input_scale", "input_offset", "deq_scale", "quant_bias")
 
 
-class _Format(NamedTuple):
+class _LinearFormat(NamedTuple):
     """The storage format of a linear layer in an algorithm.
 
     Attributes:
@@ -42,39 +42,39 @@ class _Format(NamedTuple):
         scale_dtypes: Of "weight_scale".
     """
 
-    tensors: tuple[str, ...] = ("weight_scale",)
-    weight: tuple[str, ...] = ("I8",)
-    scale: tuple[str, ...] = _FLOATING
+    extra_tensors: tuple[str, ...] = ("weight_scale",)
+    weight_dtypes: tuple[str, ...] = ("I8",)
+    scale_dtypes: tuple[str, ...] = _FLOAT_DTYPES
 
 
-_LINEAR = {
-    EVERYWHERE: _Format(),
-    "W8A8": _Format(_STATIC),
-    "W8A8_TIMESTEP": _Format(("weight_scale", *_STATIC)),
-    "W8A8_MXFP8": _Format(weight=("F8_E4M3",), scale=("U8",)),
-    "W4A4_DYNAMIC": _Format(),
-    "W4A4_MXFP4": _Format(weight=("F8_E4M3", "U8"), scale=("U8",)),
-    "W4A4_MXFP4_DUALSCALE": _Format(
+_LINEAR_FORMATS = {
+    W8A8_DYNAMIC: _LinearFormat(),
+    "W8A8": _LinearFormat(_STATIC_TENSORS),
+    "W8A8_TIMESTEP": _LinearFormat(("weight_scale", *_STATIC_TENSORS)),
+    "W8A8_MXFP8": _LinearFormat(weight_dtypes=("F8_E4M3",), scale_dtypes=("U8",)),
+    "W4A4_DYNAMIC": _LinearFormat(),
+    "W4A4_MXFP4": _LinearFormat(weight_dtypes=("F8_E4M3", "U8"), scale_dtypes=("U8",)),
+    "W4A4_MXFP4_DUALSCALE": _LinearFormat(
         ("weight_scale", "weight_dual_scale"), ("F8_E4M3", "U8"), ("U8",)
     ),
-    "W8A16": _Format(),
-    "W4A16": _Format(),
+    "W8A16": _LinearFormat(),
+    "W4A16": _LinearFormat(),
 }
 """Algorithm -> storage format of a linear layer."""
-_ATTENTION = {  # algorithm of a self-attention -> whether rotations are required
+_ATTENTION_ALGORITHMS = {  # algorithm of a self-attention -> whether rotations are required
     FP8_DYNAMIC: True,
     "MXFP8_DYNAMIC": True,
     "MXFP4_DYNAMIC": False,
 }
-_KNOWN = (*_LINEAR, *_ATTENTION)
+_ALGORITHMS = (*_LINEAR_FORMATS, *_ATTENTION_ALGORITHMS)
 _FLOAT = "FLOAT"  # excludes a layer; case-sensitive
-_UNQUANTISED = ("W16A16", "NO_QUANT")  # algorithms without quantization
+_NO_QUANTIZATION = ("W16A16", "NO_QUANT")  # algorithms without quantization
 # Suffixes of a layer's entries, in mindiesd's search order.
 _SUFFIXES = (".linear.weight", ".weight", "", ".fa_q.scale", ".quant_type")
 
 
 @dataclass(frozen=True)
-class Layer:
+class QuantizedLayer:
     """A quantized layer.
 
     Attributes:
@@ -101,11 +101,11 @@ class Export:
     description: Path
     weights: Path
     use_nz: bool
-    linears: dict[str, Layer]
-    attentions: dict[int, Layer]
+    linears: dict[str, QuantizedLayer]
+    attentions: dict[int, QuantizedLayer]
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def linear_bytes(self) -> dict[str, int]:
         """The stored bytes of each linear layer."""
         return {
             name: sum(info.nbytes for info in layer.tensors.values())
@@ -114,7 +114,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class QuantisedDit:
+class QuantizedDit:
     """A folder of quantized weights, with an export for each network of the checkpoint."""
 
     folder: Path
@@ -126,15 +126,15 @@ class QuantisedDit:
         layers = (layer for export in self.experts.values() for layer in export.linears.values())
         return tuple(sorted({layer.algorithm for layer in layers}))
 
-    def files(self) -> list[Path]:
+    def list_files(self) -> list[Path]:
         """Returns the descriptions and weight files, sorted."""
         exports = self.experts.values()
         return sorted(path for export in exports for path in (export.description, export.weights))
 
 
-def resolve(
+def read_quantized_dit(
     folder: Path, checkpoint: Checkpoint, *, device: str, dit_fsdp: bool, fa_quant: str | None
-) -> QuantisedDit:
+) -> QuantizedDit:
     """Reads the exports for a checkpoint's networks and checks them against the settings.
 
     Args:
@@ -151,22 +151,22 @@ def resolve(
     if not is_folder(folder):
         raise InputError("`quant_dit_path`", folder, "is not a folder", "give the exported folder")
     exports = {n: _read_export(folder / FOLDERS[n], dit) for n, dit in checkpoint.experts.items()}
-    quantised = QuantisedDit(folder, exports)
+    quantized_dit = QuantizedDit(folder, exports)
     if dit_fsdp:
         why = "shards parameters, and quantised weights are buffers"
         raise InputError("`dit_fsdp`", None, why, "drop it, or drop `quant_dit_path`")
     attentions = (layer for export in exports.values() for layer in export.attentions.values())
-    others = {layer.algorithm for layer in attentions} - {FP8_DYNAMIC}
-    if fa_quant is not None and others:
-        why = f"as {min(others)}, but `fa_quant={fa_quant}` is built for {FP8_DYNAMIC}"
+    unsupported = {layer.algorithm for layer in attentions} - {FP8_DYNAMIC}
+    if fa_quant is not None and unsupported:
+        why = f"as {min(unsupported)}, but `fa_quant={fa_quant}` is built for {FP8_DYNAMIC}"
         remedy = f"drop `fa_quant`, or export with {FP8_DYNAMIC}"
         raise InputError(f"{folder}", None, f"quantises attention {why}", remedy)
     if device != "auto":
-        check_device(quantised, device)
-    return quantised
+        check_export_device(quantized_dit, device)
+    return quantized_dit
 
 
-def check_device(quantised: QuantisedDit, device: str) -> None:
+def check_export_device(quantized_dit: QuantizedDit, device: str) -> None:
     """Refuses an export that a type of device cannot run; `wan.settings.devices` checks NPU models.
 
     Args:
@@ -176,17 +176,17 @@ def check_device(quantised: QuantisedDit, device: str) -> None:
         InputError: An algorithm runs on NPUs only, or mindiesd would reject a file.
     """
     if device == "npu":
-        for path in quantised.files():
-            _check_mode(path)
+        for path in quantized_dit.list_files():
+            _check_file_mode(path)
         return
-    for algorithm in quantised.algorithms:
-        if algorithm != EVERYWHERE:
+    for algorithm in quantized_dit.algorithms:
+        if algorithm != W8A8_DYNAMIC:
             why = f"holds {algorithm} weights, which run on NPUs only"
-            remedy = f"use `device=npu`, or an export in {EVERYWHERE}"
-            raise InputError(f"{quantised.folder}", None, why, remedy)
+            remedy = f"use `device=npu`, or an export in {W8A8_DYNAMIC}"
+            raise InputError(f"{quantized_dit.folder}", None, why, remedy)
 
 
-def _check_mode(path: Path) -> None:
+def _check_file_mode(path: Path) -> None:
     """Applies mindiesd's rules for files: no link, owned by the user or its group, limited mode."""
     if path.is_symlink():
         why = "is a symbolic link, which mindiesd does not read"
@@ -196,83 +196,87 @@ def _check_mode(path: Path) -> None:
         why = "belongs to another user and group, whose files mindiesd does not read"
         raise InputError(f"{path}", None, why, f"run chown $(id -u) {path}")
     mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o777 & ~MODE:
-        limit = f"mindiesd reads files of mode {MODE:04o} or stricter only"
-        remedy = f"run chmod {MODE:04o} {path}"
+    if mode & 0o777 & ~MAX_FILE_MODE:
+        limit = f"mindiesd reads files of mode {MAX_FILE_MODE:04o} or stricter only"
+        remedy = f"run chmod {MAX_FILE_MODE:04o} {path}"
         raise InputError(f"{path}", None, f"has mode {mode:04o}, but {limit}", remedy)
 
 
 def _read_export(folder: Path, dit: DitFiles) -> Export:
     """Reads a network's export; InputError if it is incomplete or does not fit the network."""
-    description = next((folder / name for name in DESCRIPTIONS if (folder / name).is_file()), None)
+    description = next(
+        (folder / name for name in DESCRIPTION_FILES if (folder / name).is_file()), None
+    )
     if description is None:
-        _refuse_ranks(folder, "quant_model_description*")
-        names = (
-            f"{' or '.join(DESCRIPTIONS)} (two experts: in high_noise_model/ and low_noise_model/)"
-        )
+        _refuse_rank_shards(folder, "quant_model_description*")
+        names = f"{' or '.join(DESCRIPTION_FILES)} (two experts: in high_noise_model/ and low_noise_model/)"
         why = "holds no description of quantised weights"
         raise InputError(f"{folder}", None, why, f"expected {names}")
     entries = read_json(description)
-    kind = entries.get("model_quant_type")
-    if kind not in (*_KNOWN, "W16A16"):
-        why = "has no model_quant_type" if kind is None else f"has the model_quant_type {kind!r}"
-        remedy = f"export again as one of {', '.join(_KNOWN)}"
+    quant_type = entries.get("model_quant_type")
+    if quant_type not in (*_ALGORITHMS, "W16A16"):
+        why = (
+            "has no model_quant_type"
+            if quant_type is None
+            else f"has the model_quant_type {quant_type!r}"
+        )
+        remedy = f"export again as one of {', '.join(_ALGORITHMS)}"
         raise InputError(f"{description}", None, why, remedy)
-    _check_entries(description, entries, dit)
-    weights = folder / f"quant_model_weight_{kind.lower()}.safetensors"
+    _check_export_entries(description, entries, dit)
+    weights = folder / f"quant_model_weight_{quant_type.lower()}.safetensors"
     if not weights.is_file():
-        _refuse_ranks(folder, weights.stem)
+        _refuse_rank_shards(folder, weights.stem)
         remedy = f"copy or export it into the folder of {description.name}"
         raise InputError(f"{weights}", None, "is missing", remedy)
-    reader = _EntryReader(dit, description, entries, weights, safetensors_header(weights))
-    linears = {n: layer for n in _linear_layers(dit) if (layer := reader.linear(n))}
+    reader = _EntryReader(dit, description, entries, weights, read_safetensors_header(weights))
+    linears = {n: layer for n in _list_linear_layers(dit) if (layer := reader.read_linear(n))}
     attentions = {
         int(name.split(".")[1]): layer
-        for name in _self_attentions(dit)
-        if (layer := reader.attention(name))
+        for name in _list_self_attentions(dit)
+        if (layer := reader.read_attention(name))
     }
     if not linears and not attentions:
         raise InputError(f"{description}", None, "quantises no layer", "drop `quant_dit_path`")
-    return Export(description, weights, DESCRIPTIONS[description.name], linears, attentions)
+    return Export(description, weights, DESCRIPTION_FILES[description.name], linears, attentions)
 
 
-def _refuse_ranks(folder: Path, stem: str) -> None:
+def _refuse_rank_shards(folder: Path, stem: str) -> None:
     for path in sorted(folder.glob(f"{stem}_*")):
         if re.search(r"_\d+$", path.stem):
             why = "is one rank's shard of an export, which is not supported"
             raise InputError(f"{path}", None, why, "export the network unsharded")
 
 
-def _linear_layers(dit: DitFiles) -> list[str]:
+def _list_linear_layers(dit: DitFiles) -> list[str]:
     return [n.removesuffix(".weight") for n, info in dit.tensors.items() if len(info.shape) == 2]
 
 
-def _self_attentions(dit: DitFiles) -> list[str]:
-    return [n.removesuffix(".q") for n in _linear_layers(dit) if n.endswith(".self_attn.q")]
+def _list_self_attentions(dit: DitFiles) -> list[str]:
+    return [n.removesuffix(".q") for n in _list_linear_layers(dit) if n.endswith(".self_attn.q")]
 
 
-def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles) -> None:
+def _check_export_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles) -> None:
     """Refuses entries with an unknown algorithm, or for a layer that cannot have the algorithm."""
-    parts = [name.split(".") for name in dit.tensors]
-    modules = {".".join(name[:end]) for name in parts for end in range(1, len(name))}
-    linears, attentions = set(_linear_layers(dit)), set(_self_attentions(dit))
+    name_parts = [name.split(".") for name in dit.tensors]
+    modules = {".".join(name[:end]) for name in name_parts for end in range(1, len(name))}
+    linears, attentions = set(_list_linear_layers(dit)), set(_list_self_attentions(dit))
     biases = {f"{name}.bias" for name in linears}  # quantized with their weights
     for key, value in entries.items():
         suffix = next((s for s in _SUFFIXES if s and key.endswith(s)), "")
         name = key.removesuffix(suffix)
         algorithm = str(value).upper()
-        named = suffix or name in modules or (name in dit.tensors and name not in biases)
-        if algorithm in (_FLOAT, *_UNQUANTISED) or not named:
+        is_layer = suffix or name in modules or (name in dit.tensors and name not in biases)
+        if algorithm in (_FLOAT, *_NO_QUANTIZATION) or not is_layer:
             continue  # other keys describe the export or its extra tensors
-        kind = "linear layer" if algorithm in _LINEAR else "self-attention"
-        if algorithm not in _KNOWN:
+        layer_type = "linear layer" if algorithm in _LINEAR_FORMATS else "self-attention"
+        if algorithm not in _ALGORITHMS:
             why = f"gives {key} the unknown algorithm {value!r}"
-            remedy = f"known are {', '.join(_KNOWN)}"
+            remedy = f"known are {', '.join(_ALGORITHMS)}"
         elif name not in modules and name not in dit.tensors:
             why = f"quantises {name}, which {dit.folder} does not have"
             remedy = "the export belongs to another checkpoint"
-        elif name not in (linears if algorithm in _LINEAR else linears | attentions):
-            why = f"quantises {name} as {algorithm}, but it is no {kind}"
+        elif name not in (linears if algorithm in _LINEAR_FORMATS else linears | attentions):
+            why = f"quantises {name} as {algorithm}, but it is no {layer_type}"
             remedy = "export it as FLOAT"
         else:
             continue
@@ -289,74 +293,80 @@ class _EntryReader:
     weights: Path
     tensors: Mapping[str, TensorInfo]  # of the weight file
 
-    def algorithm(self, name: str) -> str | None:
+    def get_algorithm(self, name: str) -> str | None:
         """Returns a layer's algorithm by mindiesd's rule: None with FLOAT, else the first one.
 
         Algorithms are case-insensitive, FLOAT is not: other spellings of it are ignored.
         """
-        stated = [self.entries[name + s] for s in _SUFFIXES if name + s in self.entries]
-        known = [word for value in stated if (word := str(value).upper()) != _FLOAT]
-        if _FLOAT in stated or not known or known[0] in _UNQUANTISED:
+        values = [self.entries[name + s] for s in _SUFFIXES if name + s in self.entries]
+        algorithms = [
+            name_upper for value in values if (name_upper := str(value).upper()) != _FLOAT
+        ]
+        if _FLOAT in values or not algorithms or algorithms[0] in _NO_QUANTIZATION:
             return None
-        return known[0]
+        return algorithms[0]
 
-    def linear(self, name: str) -> Layer | None:
-        algorithm = self.algorithm(name)
+    def read_linear(self, name: str) -> QuantizedLayer | None:
+        algorithm = self.get_algorithm(name)
         if algorithm is None:
             return None
-        if algorithm not in _LINEAR:
+        if algorithm not in _LINEAR_FORMATS:
             why = f"gives the linear layer {name} {algorithm}, an algorithm for attention"
             raise InputError(f"{self.description}", None, why, "export again")
         if keeps_fp32(f"{name}.weight"):
             why = f"quantises {name}, which is computed in float32 here"
             raise InputError(f"{self.description}", None, why, "export it as FLOAT")
         # A smoothed layer has its tensors one level deeper, and the factors of its inputs.
-        form, smooth = _LINEAR[algorithm], f"{name}.div.mul_scale"
-        prefix = f"{name}.linear" if smooth in self.tensors else name
-        parts = ("weight", *form.tensors)
-        parts += ("bias",) if f"{name}.bias" in self.dit.tensors else ()
-        tensors = {part: self.tensor(f"{prefix}.{part}") for part in parts}
+        linear_format, smooth_key = _LINEAR_FORMATS[algorithm], f"{name}.div.mul_scale"
+        prefix = f"{name}.linear" if smooth_key in self.tensors else name
+        suffixes = ("weight", *linear_format.extra_tensors)
+        suffixes += ("bias",) if f"{name}.bias" in self.dit.tensors else ()
+        tensors = {suffix: self.get_tensor(f"{prefix}.{suffix}") for suffix in suffixes}
         if prefix != name:
-            tensors["mul_scale"] = self.tensor(smooth)
-        rows, columns = self.dit.tensors[f"{name}.weight"].shape
-        width = columns // 2 if tensors["weight"].dtype == "U8" else columns
-        self.check(algorithm, tensors["weight"], form.weight, (rows, width))
+            tensors["mul_scale"] = self.get_tensor(smooth_key)
+        num_rows, num_columns = self.dit.tensors[f"{name}.weight"].shape
+        width = num_columns // 2 if tensors["weight"].dtype == "U8" else num_columns
+        self.check_tensor(
+            algorithm, tensors["weight"], linear_format.weight_dtypes, (num_rows, width)
+        )
         # mindiesd documents the shapes of scales for one algorithm, and the dtypes for all.
-        known = algorithm == EVERYWHERE
+        has_known_shapes = algorithm == W8A8_DYNAMIC
         if "weight_scale" in tensors:
-            shapes = ((rows,), (rows, 1)) if known else ()
-            self.check(algorithm, tensors["weight_scale"], form.scale, *shapes)
-        for part, size in (("bias", rows), ("mul_scale", columns)):
-            if known and part in tensors:
-                self.check(algorithm, tensors[part], _FLOATING, (size,))
-        return Layer(algorithm, tensors)
+            shapes = ((num_rows,), (num_rows, 1)) if has_known_shapes else ()
+            self.check_tensor(
+                algorithm, tensors["weight_scale"], linear_format.scale_dtypes, *shapes
+            )
+        for suffix, size in (("bias", num_rows), ("mul_scale", num_columns)):
+            if has_known_shapes and suffix in tensors:
+                self.check_tensor(algorithm, tensors[suffix], _FLOAT_DTYPES, (size,))
+        return QuantizedLayer(algorithm, tensors)
 
-    def attention(self, name: str) -> Layer | None:
-        algorithm = self.algorithm(name)
-        if algorithm not in _ATTENTION:
+    def read_attention(self, name: str) -> QuantizedLayer | None:
+        algorithm = self.get_algorithm(name)
+        if algorithm not in _ATTENTION_ALGORITHMS:
             return None
         size = self.dit.config["dim"] // self.dit.config["num_heads"]
-        names = {part: f"{name}.{part}" for part in ("q_rot", "k_rot")}
+        names = {suffix: f"{name}.{suffix}" for suffix in ("q_rot", "k_rot")}
         tensors = {
-            part: self.tensor(full)
-            for part, full in names.items()
-            if _ATTENTION[algorithm] or full in self.tensors
+            suffix: self.get_tensor(full_name)
+            for suffix, full_name in names.items()
+            if _ATTENTION_ALGORITHMS[algorithm] or full_name in self.tensors
         }
         for info in tensors.values():
-            self.check(algorithm, info, _FLOATING, (size, size))
-        return Layer(algorithm, tensors)
+            self.check_tensor(algorithm, info, _FLOAT_DTYPES, (size, size))
+        return QuantizedLayer(algorithm, tensors)
 
-    def tensor(self, name: str) -> TensorInfo:
+    def get_tensor(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             why = f"lacks the tensor {name} that {self.description.name} requires"
             raise InputError(f"{self.weights}", None, why, "export the weights again")
         return self.tensors[name]
 
-    def check(
+    def check_tensor(
         self, algorithm: str, info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]
     ) -> None:
         if info.dtype not in dtypes or (shapes and info.shape not in shapes):
-            wanted = " ".join((" or ".join(dtypes), *(str(list(shape)) for shape in shapes[:1])))
-            why = f"{info.dtype} {list(info.shape)}, but {algorithm} takes {wanted} there"
+            expected = " ".join((" or ".join(dtypes), *(str(list(shape)) for shape in shapes[:1])))
+            why = f"{info.dtype} {list(info.shape)}, but {algorithm} takes {expected} there"
             remedy = "the export belongs to another checkpoint, or is damaged"
             raise InputError(f"{self.weights}: {info.name}", None, f"is {why}", remedy)

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from wan.checkpoint.expert_names import ExpertMark, find_experts
+from wan.checkpoint.expert_names import ExpertTag, detect_experts
 from wan.checkpoint.files import (
     WEIGHT_FILES,
     TensorInfo,
-    file_tensors,
-    folder_tensors,
     is_further_shard,
+    read_file_headers,
+    read_folder_headers,
 )
 from wan.settings.errors import InputError
 
-PARTS = {
+COMPONENTS = {
     "dit": "a video network (DiT)",
     "text_encoder": "a UMT5 text encoder",
     "vae": "a Wan VAE",
@@ -35,7 +35,7 @@ _SUBFOLDERS = {  # ComfyUI's
     "vae": ("vae",),
     "image_encoder": ("clip_vision",),
 }
-_SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
+_SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "dit": (
         ("patch_embedding.weight", "blocks.0.ffn.0.weight"),
         ("patch_embedding.weight", "blocks.0.ffn.net.0.proj.weight"),
@@ -56,7 +56,7 @@ _SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 @dataclass(frozen=True)
-class Found:
+class WeightFile:
     """A weight file, or a folder of one network in the layout of diffusers or transformers.
 
     Attributes:
@@ -66,52 +66,54 @@ class Found:
     """
 
     path: Path
-    part: str | None
+    component: str | None
     tensors: Mapping[str, TensorInfo]
-    mark: ExpertMark | None = None
+    tag: ExpertTag | None = None
 
     @property
     def expert(self) -> str | None:
         """The expert in the path: "high_noise", "low_noise" or None."""
-        return None if self.mark is None else self.mark.expert
+        return None if self.tag is None else self.tag.expert
 
-    def shape(self, *names: str) -> tuple[int, ...]:
+    def find_shape(self, *names: str) -> tuple[int, ...]:
         """Returns the shape of the first tensor that has one of the names; () if there is none.
 
         Names also match with the prefix of ComfyUI's files of a whole model.
         """
-        ways = (*names, *(f"model.diffusion_model.{name}" for name in names))
-        return next((self.tensors[name].shape for name in ways if name in self.tensors), ())
+        keys = (*names, *(f"model.diffusion_model.{name}" for name in names))
+        return next((self.tensors[name].shape for name in keys if name in self.tensors), ())
 
     @property
     def channels(self) -> int:
         """Input channels of a DiT, or latent channels of a VAE; 0 if unknown."""
-        if self.part == "dit":
-            return (*self.shape("patch_embedding.weight"), 0, 0)[1]
-        return (*self.shape("post_quant_conv.weight", "conv2.weight"), 0)[0]
+        if self.component == "dit":
+            return (*self.find_shape("patch_embedding.weight"), 0, 0)[1]
+        return (*self.find_shape("post_quant_conv.weight", "conv2.weight"), 0)[0]
 
 
-def look(path: Path) -> Found:
+def inspect_weights(path: Path) -> WeightFile:
     """Reads the headers of a weight file or folder and detects its component.
 
     Raises:
         InputError: A file is incomplete.
     """
-    tensors = (file_tensors(path) if path.is_file() else folder_tensors(path)) or {}
-    return Found(path, _part(tensors), tensors)
+    tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
+    return WeightFile(path, _detect_component(tensors), tensors)
 
 
-def _part(tensors: Mapping[str, TensorInfo]) -> str | None:
+def _detect_component(tensors: Mapping[str, TensorInfo]) -> str | None:
     names = tuple(tensors)
-    for part, ways in _SIGNS.items():
-        for signs in ways:
-            if all(any(name.endswith(sign) for name in names) for sign in signs):
-                volume = part != "vae" or any(len(info.shape) == 5 for info in tensors.values())
-                return part if volume else None
+    for component, signatures in _SIGNATURES.items():
+        for signature in signatures:
+            if all(any(name.endswith(suffix) for name in names) for suffix in signature):
+                is_video = component != "vae" or any(
+                    len(info.shape) == 5 for info in tensors.values()
+                )
+                return component if is_video else None
     return None
 
 
-class Search:
+class WeightFinder:
     """Searches a folder for weight files; each header is read once, on demand.
 
     Attributes:
@@ -120,39 +122,45 @@ class Search:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._look = lru_cache(maxsize=None)(look)
-        self.damaged: list[InputError] = []
+        self._inspect = lru_cache(maxsize=None)(inspect_weights)
+        self.errors: list[InputError] = []
 
-    def all(self, part: str) -> list[Found]:
+    def find_all(self, component: str) -> list[WeightFile]:
         """Returns all files of a component, in the folder itself and in ComfyUI's subfolders."""
         paths = [*self._folder.iterdir(), *self._folder.glob("*/*.gguf")]
-        for name in _SUBFOLDERS[part]:
+        for name in _SUBFOLDERS[component]:
             paths += [*self._folder.glob(f"{name}/*"), *self._folder.glob(f"{name}/*/*")]
-        found: dict[Path, Found] = {}
+        weight_files: dict[Path, WeightFile] = {}
         for path in sorted({path for path in paths if path.suffix in WEIGHT_FILES}):
             if not path.is_file() or is_further_shard(path):
                 continue
             try:
-                one = self._look(path)
+                weight_file = self._inspect(path)
             except InputError as error:
-                self.damaged.append(error)
+                self.errors.append(error)
                 continue
-            if one.part == part:
-                found[path] = one
-        marks = find_experts(found, self._folder)
-        return [replace(one, mark=marks[path]) for path, one in found.items()]
+            if weight_file.component == component:
+                weight_files[path] = weight_file
+        tags = detect_experts(weight_files, self._folder)
+        return [replace(weight_file, tag=tags[path]) for path, weight_file in weight_files.items()]
 
-    def one(self, part: str, among: Collection[Found], flag: str) -> Found | None:
+    def pick_one(
+        self, component: str, candidates: Collection[WeightFile], flag: str
+    ) -> WeightFile | None:
         """Returns the only candidate; None if there is none.
 
         Raises:
             InputError: There are several; or none, but a damaged file that might be one.
         """
-        if len(among) > 1:
-            names = sorted(str(one.path.relative_to(self._folder)) for one in among)
-            shown = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
-            why = f"holds {len(names)} files with {PARTS[part]} to choose from ({shown})"
+        if len(candidates) > 1:
+            names = sorted(
+                str(weight_file.path.relative_to(self._folder)) for weight_file in candidates
+            )
+            listing = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+            why = (
+                f"holds {len(names)} files with {COMPONENTS[component]} to choose from ({listing})"
+            )
             raise InputError(f"{self._folder}", None, why, f"choose one with `{flag}`")
-        if not among and self.damaged:
-            raise self.damaged[0]
-        return next(iter(among), None)
+        if not candidates and self.errors:
+            raise self.errors[0]
+        return next(iter(candidates), None)

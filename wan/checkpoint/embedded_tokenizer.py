@@ -1,0 +1,137 @@
+"""Reads the tokenizer's vocabulary that is embedded in a text encoder's weight file.
+
+ComfyUI's files contain a SentencePiece model as bytes (tensor `spiece_model`); GGUF files contain
+its vocabulary in their metadata (llama.cpp's keys). Three fields of SentencePiece's protobuf
+message are needed, so neither the sentencepiece nor the protobuf library is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from wan.checkpoint import gguf
+from wan.checkpoint.files import open_regular_file, read_safetensors_offsets
+from wan.settings.errors import InputError
+from wan.settings.values import shown
+
+_TENSOR_NAME = "spiece_model"
+_GGUF_KEYS = {  # llama.cpp's, for T5's Unigram vocabulary
+    "pieces": "tokenizer.ggml.tokens",
+    "scores": "tokenizer.ggml.scores",
+    "types": "tokenizer.ggml.token_type",
+    "charsmap": "tokenizer.ggml.precompiled_charsmap",
+}
+_SPECIAL_TYPES = (3, 4)  # SentencePiece's types: control, user defined
+_UNIGRAM = 1
+
+
+@dataclass(frozen=True)
+class UnigramVocab:
+    """A Unigram tokenizer's vocabulary.
+
+    Attributes:
+        vocab: Text and score of each token, by id.
+        special_tokens: Tokens that are matched in a text before it is split.
+        precompiled_charsmap: SentencePiece's compiled rules for normalizing a text.
+    """
+
+    vocab: list[tuple[str, float]]
+    special_tokens: list[str]
+    precompiled_charsmap: bytes
+
+
+def has_embedded_tokenizer(path: Path) -> bool:
+    """Returns whether a text encoder's file contains its tokenizer, by tensor or metadata names."""
+    if path.suffix == ".safetensors" and path.is_file():
+        return _TENSOR_NAME in read_safetensors_offsets(path)
+    if path.suffix == ".gguf":
+        return _GGUF_KEYS["scores"] in gguf.read_gguf_metadata(path, (_GGUF_KEYS["scores"],))
+    return False
+
+
+def read_embedded_tokenizer(path: Path) -> UnigramVocab:
+    """Reads the vocabulary embedded in a weight file; InputError if it is damaged."""
+    try:
+        return _read_gguf_vocab(path) if path.suffix == ".gguf" else _read_sentencepiece_vocab(path)
+    except (ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
+        why = f"holds a damaged tokenizer ({error})"
+        raise InputError(f"{path}", None, why, "download it again") from None
+
+
+def _read_gguf_vocab(path: Path) -> UnigramVocab:
+    metadata = gguf.read_gguf_metadata(path, _GGUF_KEYS.values())
+    tokens, scores = metadata[_GGUF_KEYS["pieces"]], metadata[_GGUF_KEYS["scores"]]
+    types = metadata.get(_GGUF_KEYS["types"], (1,) * len(tokens))
+    charsmap = metadata.get(_GGUF_KEYS["charsmap"], ())
+    return _check_vocab(
+        list(zip(tokens, scores, types, strict=True)), bytes(x & 255 for x in charsmap)
+    )
+
+
+def _read_sentencepiece_vocab(path: Path) -> UnigramVocab:
+    _, shape, offset = read_safetensors_offsets(path)[_TENSOR_NAME]
+    (size,) = shape
+    with open_regular_file(path) as file:
+        file.seek(offset)
+        model = file.read(size)
+    tokens, charsmap, model_type = [], b"", _UNIGRAM
+    for field, value in _iter_protobuf_fields(model):
+        if field == 1:
+            token = {1: b"", 2: 0.0, 3: 1, **dict(_iter_protobuf_fields(value))}
+            tokens.append((token[1].decode("utf-8"), token[2], token[3]))
+        elif field == 2:
+            model_type = dict(_iter_protobuf_fields(value)).get(3, model_type)
+        elif field == 3:
+            charsmap = dict(_iter_protobuf_fields(value)).get(2, b"")
+    if model_type != _UNIGRAM:
+        raise ValueError(f"a model of kind {model_type}, not Unigram")
+    return _check_vocab(tokens, charsmap)
+
+
+def _check_vocab(tokens: list[tuple[str, float, int]], charsmap: bytes) -> UnigramVocab:
+    for token, score, token_type in tokens:
+        is_score = isinstance(score, float) and isfinite(score)
+        if not (isinstance(token, str) and is_score and isinstance(token_type, int)):
+            raise ValueError(f"{shown(token)} with the score {shown(score)}")
+    if not isinstance(charsmap, bytes):
+        raise ValueError("its normalization rules are no bytes")
+    first_tokens = [token for token, _, _ in tokens[:3]]
+    if first_tokens != ["<pad>", "</s>", "<unk>"]:
+        raise ValueError(f"its first tokens are {first_tokens}, not T5's")
+    special_tokens = [token for token, _, token_type in tokens if token_type in _SPECIAL_TYPES]
+    return UnigramVocab([(token, score) for token, score, _ in tokens], special_tokens, charsmap)
+
+
+def _iter_protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yields (number, value) of a protobuf message's fields; values are int, float or bytes."""
+    position = 0
+
+    def read_varint() -> int:
+        nonlocal position
+        result = shift = 0
+        while True:
+            if position >= len(message) or shift > 63:
+                raise ValueError("truncated")
+            byte = message[position]
+            position, result, shift = position + 1, result | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return result
+
+    while position < len(message):
+        key = read_varint()
+        wire_type = key & 7
+        if wire_type == 0:
+            yield key >> 3, read_varint()
+            continue
+        size = {1: 8, 5: 4}.get(wire_type) or (
+            read_varint() if wire_type == 2 else len(message) + 1
+        )
+        value, position = message[position : position + size], position + size
+        if position > len(message):
+            raise ValueError("truncated")
+        yield key >> 3, struct.unpack("<f", value)[0] if wire_type == 5 else value

@@ -1,0 +1,186 @@
+"""Reads the scales and format metadata of quantized weights in safetensors files.
+
+- ComfyUI writes a layer's format as JSON in the bytes of a tensor `X.comfy_quant`, or all formats
+  in the file's metadata (`_quantization_metadata`; see its QUANTIZATION.md). Older files have only
+  scales (`X.scale_weight`), or FP8 values without scales.
+- NVIDIA's ModelOpt writes only scales (`X.weight_scale`).
+
+Static scales of a layer's input are ignored: FP8 matrix products use dynamic scales per token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from wan.checkpoint.files import (
+    FLOATS,
+    FP8,
+    GGUF,
+    NVFP4,
+    TensorInfo,
+    open_regular_file,
+    read_safetensors_metadata,
+    read_safetensors_offsets,
+)
+from wan.settings.errors import InputError
+from wan.settings.values import shown
+
+_FORMAT_DTYPES = {"float8_e4m3fn": "F8_E4M3", "int8_tensorwise": "I8", "nvfp4": "U8"}
+"""ComfyUI's format -> the dtype of the stored tensor."""
+_COMFY_QUANT_SUFFIX, _METADATA_KEY = ".comfy_quant", "_quantization_metadata"
+_MAX_METADATA_BYTES = 1 << 12  # bytes of a layer's format
+_SCALE_SUFFIXES = (".scale_weight", ".weight_scale")
+_IGNORED_SUFFIXES = (
+    "scaled_fp8",
+    ".scale_input",
+    ".input_scale",
+    _COMFY_QUANT_SUFFIX,
+    "spiece_model",
+)
+_DOWNLOAD_AGAIN = "download it again"
+
+
+def collect_network_tensors(
+    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str]
+) -> dict[str, TensorInfo]:
+    """Attaches scales to quantized weights and renames the tensors of one network.
+
+    Args:
+        tensors: By stored name.
+        rename: Maps a stored name to the network's name.
+
+    Raises:
+        InputError: A tensor has an unsupported format, or two tensors get the same name.
+    """
+    renamed: dict[str, TensorInfo] = {}
+    for name, info in _attach_scales(tensors).items():
+        is_scaled_int8 = info.dtype == "I8" and info.scale is not None
+        if info.dtype not in (*FLOATS, *FP8, *GGUF, NVFP4) and not is_scaled_int8:
+            why = f"is stored as {info.dtype}, which is not supported for this weight"
+            remedy = f"give weights in one of {', '.join(FLOATS)}"
+            raise InputError(f"{info.file}: {name}", None, why, remedy)
+        first_info = renamed.setdefault(rename(name), info)
+        if first_info is not info:
+            why = f"has both {name} and {first_info.name}, which are the same tensor"
+            raise InputError(f"{info.file}", None, why, _DOWNLOAD_AGAIN)
+    return renamed
+
+
+def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Attaches scales to their weights, and drops ignored tensors."""
+    infos = {name: i for name, i in tensors.items() if not name.endswith(_IGNORED_SUFFIXES)}
+    layer_formats = _read_layer_formats(tensors)
+    for layer, layer_format in layer_formats.items():
+        weight = infos.get(f"{layer}.weight")
+        if weight is None:
+            continue  # the file's metadata may name layers differently
+        format_name = layer_format.get("format")
+        if (
+            not isinstance(format_name, str)
+            or format_name not in _FORMAT_DTYPES
+            or layer_format.get("convrot")
+        ):
+            description = (
+                "int8 of rotated weights"
+                if format_name in [*_FORMAT_DTYPES]
+                else shown(format_name)
+            )
+            why = f"is marked as {description}, which is not supported"
+            remedy = f"get a file of {', '.join(_FORMAT_DTYPES)}"
+            raise InputError(f"{weight.file}: {layer}", None, why, remedy)
+        if weight.dtype != _FORMAT_DTYPES[format_name]:
+            why = f"is marked as {format_name}, and stored as {weight.dtype}"
+            raise InputError(f"{weight.file}: {weight.name}", None, why, _DOWNLOAD_AGAIN)
+        if format_name == "nvfp4":
+            infos[f"{layer}.weight"] = _attach_nvfp4_scales(infos, layer, weight)
+        elif layer_format.get("full_precision_matrix_mult"):
+            infos[f"{layer}.weight"] = replace(weight, full_precision=True)
+    for name in [name for name in infos if name.endswith(_SCALE_SUFFIXES)]:
+        layer = name.rpartition(".")[0]
+        weight = infos.get(f"{layer}.weight")
+        is_quantized = weight is not None and (
+            weight.dtype in FP8 or (weight.dtype == "I8" and layer in layer_formats)
+        )
+        if weight is None or weight.scale is not None or not is_quantized:
+            continue  # the caller refuses the unknown tensor
+        info = infos.pop(name)
+        if prod(info.shape) not in (1, *weight.shape[:1]) or info.dtype not in FLOATS:
+            description = f"{info.file}: {name} {list(info.shape)} {info.dtype}"
+            why = f"is no scale of {layer}.weight {list(weight.shape)}"
+            raise InputError(description, None, why, _DOWNLOAD_AGAIN)
+        infos[f"{layer}.weight"] = replace(weight, scale=info)
+    return infos
+
+
+def _attach_nvfp4_scales(
+    infos: dict[str, TensorInfo], layer: str, weight: TensorInfo
+) -> TensorInfo:
+    """Attaches the FP8 scale per 16 values and the scale of the tensor to an NVFP4 weight."""
+    block_scales, tensor_scale = (
+        infos.pop(f"{layer}.{n}", None) for n in ("weight_scale", "weight_scale_2")
+    )
+    num_rows, num_columns = (*weight.shape, 1)[0], 2 * prod(weight.shape[1:])
+    num_scales = -(-num_rows // 128) * 128 * -(-(num_columns // 16) // 4) * 4
+    has_block_scales = (
+        block_scales is not None
+        and block_scales.dtype in FP8
+        and prod(block_scales.shape) == num_scales
+    )
+    has_tensor_scale = (
+        tensor_scale is not None and tensor_scale.dtype in FLOATS and prod(tensor_scale.shape) == 1
+    )
+    if len(weight.shape) != 2 or num_columns % 16 or not has_block_scales or not has_tensor_scale:
+        description = f"{weight.file}: {weight.name} {list(weight.shape)}"
+        raise InputError(description, None, "has no scales that fit NVFP4", _DOWNLOAD_AGAIN)
+    return replace(
+        weight,
+        dtype=NVFP4,
+        shape=(num_rows, num_columns),
+        scale=tensor_scale,
+        block_scales=block_scales,
+    )
+
+
+def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
+    """Returns the formats that files state for their layers: layer -> JSON object."""
+    layer_formats: dict[str, dict[str, Any]] = {}
+    by_file: dict[Path, list[str]] = {}
+    for name, info in tensors.items():
+        by_file.setdefault(info.file, [])
+        if name.endswith(_COMFY_QUANT_SUFFIX):
+            by_file[info.file].append(name)
+    for file, names in by_file.items():
+        if file.suffix != ".safetensors":
+            continue
+        metadata = read_safetensors_metadata(file, _METADATA_KEY)
+        layers = metadata.get("layers") if isinstance(metadata, dict) else None
+        if isinstance(layers, dict):
+            layer_formats |= {
+                layer: layer_format
+                for layer, layer_format in layers.items()
+                if isinstance(layer_format, dict)
+            }
+        offsets = read_safetensors_offsets(file) if names else {}
+        with open_regular_file(file) as handle:
+            for name in names:
+                dtype, shape, offset = offsets[tensors[name].name]
+                handle.seek(offset)
+                layer_formats[name.removesuffix(_COMFY_QUANT_SUFFIX)] = _parse_layer_format(
+                    f"{file}: {name}", dtype, handle.read(min(prod(shape), _MAX_METADATA_BYTES))
+                )
+    return layer_formats
+
+
+def _parse_layer_format(subject: str, dtype: str, text: bytes) -> dict[str, Any]:
+    try:
+        layer_format = json.loads(text) if dtype == "U8" else None
+    except (ValueError, RecursionError):
+        layer_format = None
+    if not isinstance(layer_format, dict):
+        raise InputError(subject, None, f"is no JSON object ({shown(text[:40])})", _DOWNLOAD_AGAIN)
+    return layer_format
