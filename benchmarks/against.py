@@ -50,7 +50,7 @@ from wan.pipeline.tiny import VAE_22, train_tokenizer, write_tokenizer
 from wan.pipeline.tiny import write_json as write_object
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.values import frame_num, integer, real, size
+from wan.settings.values import integer, read_frame_num, read_size, real
 
 SIZES: dict[str, dict[str, int]] = {
     "t2v-1.3B": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
@@ -268,11 +268,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--official_folder", type=Path, help="the same weights in the official layout"
     )
     parser.add_argument("--size", default="320*192")
-    parser.add_argument("--frames", type=typed(frame_num), default=17)
+    parser.add_argument("--frames", type=typed(read_frame_num), default=17)
     parser.add_argument("--steps", type=typed(integer(1, 1000)), default=8)
     parser.add_argument(
         "--guidance",
-        type=typed(real(0, 100, above=True)),
+        type=typed(real(0, 100, exclude_min=True)),
         nargs="+",
         default=[5.0],
         help="guidance scales LOW HIGH, or one for both",
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(own, argparse.Namespace(given=given))
-    size("--size", options.size)
+    read_size("--size", options.size)
     if options.folder is None and options.task not in SIZES:
         parser.error(f"--task {options.task} needs --folder")
     if (options.official is None) != (options.official_folder is None):

@@ -30,7 +30,7 @@ from benchmarks.attention_runs import Size
 from benchmarks.common import CPU, launch, slowest
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
-from wan.settings.schedule import MODES
+from wan.settings.attention_modes import MODES
 from wan.settings.values import integer
 
 Record = dict[str, Any]

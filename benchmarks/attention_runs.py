@@ -31,8 +31,8 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
+from wan.settings.attention_modes import MODES, OVERLAP, Mode, list_head_ranges
 from wan.settings.parallel import EXCHANGES
-from wan.settings.schedule import MODES, OVERLAP, Mode, head_ranges
 
 TEXT = 512
 Forward = Callable[[Callable[..., Any]], Tensor]
@@ -78,7 +78,7 @@ def attention(mode: int, overlap: bool = False, **collaborators: Any) -> FAPower
 
 
 def chunks(size: Size, mode: Mode) -> int:
-    return len(head_ranges(size.heads, dist.get_world_size(), mode.chunks))
+    return len(list_head_ranges(size.heads, dist.get_world_size(), mode.chunks))
 
 
 def group_of_one() -> Group:

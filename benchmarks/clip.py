@@ -25,7 +25,7 @@ from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.modules.interfaces import ModelComponents
 from wan.modules.networks import build_dit
-from wan.settings.presets import FACE_SIDE, PRESETS
+from wan.settings.presets import FACE_SIZE, PRESETS
 from wan.settings.values import integer
 
 SMALL = {"dim": 1024, "ffn_dim": 2752, "num_heads": 8}
@@ -66,7 +66,7 @@ def arguments(task: str, frames: int, rows: int, columns: int) -> dict[str, Any]
             "y": latents(frames, 20),
             "clip_fea": torch.randn(1, 257, 1280),
             "pose_latents": latents(frames - 1)[0][None],
-            "face_pixel_values": torch.rand(1, 3, pictures, FACE_SIDE, FACE_SIDE) * 2 - 1,
+            "face_pixel_values": torch.rand(1, 3, pictures, FACE_SIZE, FACE_SIZE) * 2 - 1,
         }
     return given | {
         "seq_len": 0,

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 from wan import host
 from wan.cli.programs import output_path, typed
 from wan.output_files import json_kind, write_output
-from wan.settings.values import integer, shown
+from wan.settings.values import format_value, integer
 
 _SPIN = """
 import os
@@ -193,7 +193,7 @@ def grid(text: str) -> tuple[int, ...]:
     read = typed(integer(1, 10_000))
     sizes = tuple(read(size) for size in text.split(","))
     if len(sizes) != 3:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not F,H,W")
+        raise argparse.ArgumentTypeError(f"{format_value(text)} is not F,H,W")
     return sizes
 
 

@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2)
     parser.add_argument("--grid", type=common.grid, default=(5, 20, 20))
     parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
-    parser.add_argument("--limit", type=typed(real(0, 1e5, above=True)), default=180)
+    parser.add_argument("--limit", type=typed(real(0, 1e5, exclude_min=True)), default=180)
     parser.add_argument("--json", type=common.results_file)
     given = parser.parse_args(argv)
     found = launch(given.ranks, measure, given.ranks, given.grid, given.rounds)

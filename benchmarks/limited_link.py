@@ -46,8 +46,8 @@ from wan.evidence.order import TRACE, Plan, Trace, file_of, write
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.output_files import check_output
+from wan.settings.attention_modes import MODES, OVERLAP, Mode, count_heads_per_chunk
 from wan.settings.parallel import EXCHANGES
-from wan.settings.schedule import MODES, OVERLAP, Mode, heads_per_chunk
 from wan.settings.values import integer, real
 
 MODES_HERE: dict[str, tuple[int, bool, int | None]] = {  # comm_type, overlap, chunks
@@ -246,7 +246,7 @@ def predicted(
         return max(hop, part) * (ranks - 1) + part
     comm_type, overlap, chunks = MODES_HERE[way]
     mode: Mode = OVERLAP if overlap else MODES[comm_type]
-    sizes = heads_per_chunk(heads, ranks, mode.chunks if chunks is None else chunks)
+    sizes = count_heads_per_chunk(heads, ranks, mode.chunks if chunks is None else chunks)
     now = lane = 0.0
     arrived, returned = dict[int, float](), dict[int, float]()
     for verb, chunk in mode.order(len(sizes)):
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--head_dim", type=typed(integer(1, 1024)), default=64)
     parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=3)
     parser.add_argument(
-        "--rates", type=typed(real(0, 1e6, above=True)), nargs="+", default=[4.0, 1.0, 0.25]
+        "--rates", type=typed(real(0, 1e6, exclude_min=True)), nargs="+", default=[4.0, 1.0, 0.25]
     )
     parser.add_argument(
         "--out", type=Path, default=Path("limited_link"), help="folder of the traces (limited_link)"

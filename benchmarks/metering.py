@@ -101,7 +101,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--period", type=typed(real(0, 3600, above=True)), default=PERIOD, help="seconds"
+        "--period", type=typed(real(0, 3600, exclude_min=True)), default=PERIOD, help="seconds"
     )
     parser.add_argument(
         "--size", type=typed(integer(1, 100_000)), default=512, help="of the matrices"

@@ -263,14 +263,14 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
     if parallel.world_size > 1:
         world = parallel.world_size
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
-        team = mesh.make_parallel_groups(resolve_device("cpu"), parallel.sizes)
+        team = mesh.make_parallel_groups(resolve_device("cpu"), parallel.mesh_shape)
     sampler = Sampler()
     sampler.start()
     live = Live("cpu", resized=parallel.dit_fsdp or parallel.t5_fsdp)
     pipeline = build.build_pipeline(setup, resolve_device("cpu"), team)
     pipeline.stages = stages = Watched(live, sampler)
     texts = torch.zeros(2, *pipeline.text_size) if case.loop else (None, None)
-    if run.request.clips:
+    if run.request.has_clips:
         with live:
             clips = pipeline.generate_clips(run.request, run.inputs())
             while next(clips, None) is not None:

@@ -37,7 +37,7 @@ from wan.evidence.nvml import Lock
 from wan.kernels.base import Kernel, Target
 from wan.kernels.select import make_dense_kernel
 from wan.settings.attention import Attention
-from wan.settings.schedule import MODES, near_even, q_ranges
+from wan.settings.attention_modes import MODES, q_ranges, split_evenly
 from wan.settings.values import integer, real
 
 RANKS = 4
@@ -76,7 +76,7 @@ def mode(number: int) -> Layer:
 
     def layer(share: Share) -> None:
         heads = share.qkv[0].shape[2]
-        for first, last in near_even(heads, min(row.chunks, heads)):
+        for first, last in split_evenly(heads, min(row.chunks, heads)):
             q, k, v = (share.exchange(x[:, :, first:last]) for x in share.qkv)
             blocks = q_ranges(q.shape[1], row.blocks)
             share.exchange(torch.cat([share.kernel(q[:, a:b], k, v) for a, b in blocks], dim=1))
@@ -89,7 +89,7 @@ def rests(share: Share) -> None:
     q, k, v = (share.exchange(x) for x in share.qkv)
     heads = q.shape[2]
     parts: list[Tensor] = []
-    for first, last in near_even(heads, min(MODES[1].chunks, heads)):
+    for first, last in split_evenly(heads, min(MODES[1].chunks, heads)):
         if parts:
             share.device.idle(4 * parts[-1].nbytes * (RANKS - 1) / RANKS / share.link)
         parts.append(share.kernel(*(x[:, :, first:last].contiguous() for x in (q, k, v))))
@@ -150,12 +150,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=typed(integer(1, 1_000_000)), default=5120)
     parser.add_argument(
         "--link_gbs",
-        type=typed(real(0, 1e6, above=True)),
+        type=typed(real(0, 1e6, exclude_min=True)),
         default=20.0,
         help="assumed bandwidth of the link, GB/s (20)",
     )
     parser.add_argument(
-        "--seconds", type=typed(real(0, 1e6, above=True)), default=40.0, help="duration of a block"
+        "--seconds",
+        type=typed(real(0, 1e6, exclude_min=True)),
+        default=40.0,
+        help="duration of a block",
     )
     parser.add_argument(
         "--rounds", type=typed(integer(1, 10_000)), default=3, help="blocks of each variant"

@@ -232,7 +232,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", nargs="+", default=["bf16"], help="bf16 or kinds of GGUF")
     parser.add_argument("--ways", nargs="+", default=["true", "block"])
     parser.add_argument(
-        "--limit", type=typed(real(0, 1e5, above=True)), default=14, help="GB of anonymous memory"
+        "--limit",
+        type=typed(real(0, 1e5, exclude_min=True)),
+        default=14,
+        help="GB of anonymous memory",
     )
     parser.add_argument(
         "--keep", type=Path, help="folder that keeps the written checkpoint for later runs"

@@ -142,7 +142,7 @@ def account(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the load, and prints the states of the jobs and the errors."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=typed(real(0, 1e5, above=True)), default=30)
+    parser.add_argument("--minutes", type=typed(real(0, 1e5, exclude_min=True)), default=30)
     parser.add_argument(
         "--jobs",
         type=typed(integer(1, 10_000_000)),

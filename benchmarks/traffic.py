@@ -46,9 +46,9 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.modules.small_ops import BlockOps
+from wan.settings.attention_modes import MODES
 from wan.settings.numerics import keeps_fp32
 from wan.settings.parallel import EXCHANGES
-from wan.settings.schedule import MODES
 from wan.settings.values import integer
 from wan.torch_private import Live, WithoutData, fake_process_group
 

@@ -86,10 +86,10 @@ def forgetful(*_: object) -> object:
 def wrong_kernel(bench: object) -> Measured:
     """The real step, where one of two kernels of this machine is wrong."""
     from tools.device_check import attention
-    from wan.settings.kernels import DENSE
+    from wan.settings.kernels import DENSE_KERNELS
 
     wrong = {"cpu": "tests.check_steps:forgetful"}
-    DENSE["fused"] = replace(DENSE["fused"], make=wrong)  # type: ignore[index]
+    DENSE_KERNELS["fused"] = replace(DENSE_KERNELS["fused"], factories=wrong)  # type: ignore[index]
     yield from attention.dense(bench)  # type: ignore[arg-type]
 
 

@@ -32,10 +32,10 @@ from wan.modules.interfaces import RunBlocks
 from wan.output_files import check_output, write_output
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs
-from wan.settings import timesteps
-from wan.settings.errors import InputError, WriteError, exit_code
+from wan.settings import noise_schedule
+from wan.settings.errors import InputError, WriteError, get_exit_code
 from wan.settings.step_cache import StepCache
-from wan.settings.values import path
+from wan.settings.values import read_path
 
 
 class Recorder(Cache):
@@ -78,7 +78,7 @@ def calibrate(argv: list[str]) -> Curve:
     request, setup = run.request, run.setup
     if setup.cache.policy != "none":
         raise InputError("A curve is measured without a step cache; drop --step_cache.")
-    if not request.guided:
+    if not request.uses_guidance:
         raise InputError("A curve needs both guidance branches; drop --sample_guide_scale 1.")
     everything = StepCache(f"steps:0-{request.sample_steps - 1}")
     recorder = Recorder(policy.make_policy(everything, setup.preset))
@@ -89,7 +89,7 @@ def calibrate(argv: list[str]) -> Curve:
         task=setup.preset.task,
         sample_shift=request.sample_shift,
         steps=request.sample_steps,
-        high_noise_steps=timesteps.schedule(request).high_noise_steps,
+        high_noise_steps=noise_schedule.make_noise_schedule(request).high_noise_steps,
         ratios={branch: tuple(ratios) for branch, ratios in recorder.ratios.items()},
     )
 
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=typed(path), help="JSON file of the curve (mag_curve.json in --ckpt_dir)"
+        "--out", type=typed(read_path), help="JSON file of the curve (mag_curve.json in --ckpt_dir)"
     )
     try:
         options, rest = parser.parse_known_args(argv)
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
             curve.save(temporary)
     except (InputError, WriteError) as error:
         print(f"calibrate_mag.py: {error}", file=sys.stderr)
-        return exit_code(error)
+        return get_exit_code(error)
     print(f"{out}: {curve.steps} steps, shift {curve.sample_shift:g}")
     return 0
 

@@ -34,7 +34,7 @@ from wan import env
 from wan.cli.failures import terminable
 from wan.cli.flags import Parser
 from wan.output_files import check_output
-from wan.settings.errors import InputError, Terminated, WriteError, exit_code
+from wan.settings.errors import InputError, Terminated, WriteError, get_exit_code
 from wan.settings.execution import DEVICE_TYPES
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, steps: tuple[Step, ...] = STEPS) -> 
             told = isinstance(error, InputError | WriteError)
             words = str(error) if told else "interrupted."
             print(f"check_device.py: {words}", file=sys.stderr)
-        return exit_code(error)
+        return get_exit_code(error)
 
 
 def _options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argparse.Namespace:

@@ -22,7 +22,7 @@ from wan.cli.flags import Parser
 from wan.cli.programs import output_path, typed
 from wan.output_files import json_kind, write_output
 from wan.pipeline.video import load_latents
-from wan.settings.errors import InputError, exit_code
+from wan.settings.errors import InputError, get_exit_code
 from wan.settings.values import real
 
 RESULTS = json_kind("results of compare_latents.py", "steps", "least", "departs")
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = compared(options.a, options.b)
     except (InputError, OSError) as error:
         print(f"compare_latents.py: {error}", file=sys.stderr)
-        return exit_code(error)
+        return get_exit_code(error)
     departs = next((one["step"] for one in steps if not one["cosine"] >= options.least), None)
     for one in steps:
         mark = "  <- departs" if one["step"] == departs else ""

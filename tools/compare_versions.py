@@ -49,8 +49,8 @@ from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case  # noqa: E402
 from wan.cli.flags import Parser  # noqa: E402
 from wan.cli.programs import output_path, typed  # noqa: E402
 from wan.output_files import OutputKind, json_kind, remove_output, write_folder, write_output  # noqa: E402
-from wan.settings.errors import InputError, WriteError, exit_code  # noqa: E402
-from wan.settings.values import integer, path  # noqa: E402
+from wan.settings.errors import InputError, WriteError, get_exit_code  # noqa: E402
+from wan.settings.values import integer, read_path  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,7 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=typed(integer(1, 1000)), default=os.cpu_count(), help="cases at a time"
     )
-    parser.add_argument("--keep", type=typed(path), help="folder that keeps the base's results")
+    parser.add_argument(
+        "--keep", type=typed(read_path), help="folder that keeps the base's results"
+    )
     parser.add_argument("--base_only", action="store_true", help="make the base's results only")
     parser.add_argument(
         "--json", type=output_path(OUTCOMES), help="also write the outcomes, with their commands"
@@ -155,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcomes = run_cases(cases, options.jobs, folders, options.base_only)
     except (RefusedError, InputError, OSError) as error:
         print(f"compare_versions.py: {error}", file=sys.stderr)
-        return exit_code(error) if isinstance(error, WriteError) else 2
+        return get_exit_code(error) if isinstance(error, WriteError) else 2
     except KeyboardInterrupt:
         print("compare_versions.py: interrupted.", file=sys.stderr)
         return 130

@@ -20,9 +20,9 @@ from wan.checkpoint.lora import DIFFERENCES, NAMINGS
 from wan.cli.programs import run_program
 from wan.output_files import OutputKind, write_output
 from wan.settings.errors import InputError
-from wan.settings.fields import options
+from wan.settings.fields import list_options
 from wan.settings.flags import GROUPS
-from wan.settings.kernels import DENSE
+from wan.settings.kernels import DENSE_KERNELS
 
 DOCS = Path(__file__).parents[1] / "docs"
 Row = tuple[str, ...]
@@ -33,7 +33,7 @@ def flags() -> Iterable[Row]:
     yield "Flag", "Meaning", "Python", "diffusers", "in records"
     for title, kinds in GROUPS.items():
         yield f"**{title}**", "", "", "", ""
-        for name, flag in (item for kind in kinds for item in options(kind).items()):
+        for name, flag in (item for kind in kinds for item in list_options(kind).items()):
             call = {"load": "constructor", "video": "`generate`", None: ""}[flag.python]
             names = [f"`--{one}`" for one in (name, flag.alias) if one is not None]
             yield (
@@ -50,9 +50,9 @@ def flags() -> Iterable[Row]:
 def kernels() -> Iterable[Row]:
     """Yield a row for each dense kernel that a flag selects."""
     yield "Flag", "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
-    for row in DENSE.values():
-        devices = [d.upper() if d != "cuda" else "GPU" for d in row.make if d != "npu"]
-        devices += row.chips if "npu" in row.make else ()
+    for row in DENSE_KERNELS.values():
+        devices = [d.upper() if d != "cuda" else "GPU" for d in row.factories if d != "npu"]
+        devices += row.chips if "npu" in row.factories else ()
         dtypes = ", ".join(row.precisions)
         yield (
             f"`--{row.flag}`",
@@ -60,7 +60,7 @@ def kernels() -> Iterable[Row]:
             ", ".join(devices),
             f"{dtypes}, quantised" if row.low_precision else dtypes,
             "yes" if row.has_lse else "",
-            ", ".join(("xfuser", *row.install) if row.member is not None else ()),
+            ", ".join(("xfuser", *row.install) if row.xfuser_member is not None else ()),
         )
 
 

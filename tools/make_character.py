@@ -24,10 +24,10 @@ from wan.cli.programs import run_program
 from wan.output_files import VIDEO, check_output, marked_kind, write_output
 from wan.pipeline.video import save_video
 from wan.settings.command import Output
-from wan.settings.errors import COMMAND_LINE, InputError, spoken
-from wan.settings.presets import FACE_SIDE
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
+from wan.settings.presets import FACE_SIZE
 from wan.settings.values import integer
-from wan.settings.values import size as read_size
+from wan.settings.values import read_size as read_size
 
 FPS = 30
 _PROGRAM = "tools/make_character.py"
@@ -98,7 +98,7 @@ def write(out: Path, size: tuple[int, int], frames: int) -> None:
     mark = PngInfo()
     mark.add_text("Software", _PROGRAM)
     for name, drawn in videos.items():
-        sides = (FACE_SIDE, FACE_SIDE) if name == "face" else size
+        sides = (FACE_SIZE, FACE_SIZE) if name == "face" else size
         each = [_drawn(drawn, index / frames, sides) for index in range(frames)]
         video = torch.from_numpy(np.stack(each)).permute(3, 0, 1, 2).float() / 127.5 - 1
         save_video(video, Output(save_file=out / f"src_{name}.mp4", fps=FPS))
@@ -112,7 +112,7 @@ def _drawn(draw: Draw, time: float, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(square.resize(size, Image.Resampling.LANCZOS))
 
 
-@spoken(COMMAND_LINE)
+@name_settings(COMMAND_LINE_NAMING)
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)

@@ -40,7 +40,7 @@ from wan.output_files import (
     remove_output,
     write_output,
 )
-from wan.settings.errors import InputError, Terminated, exit_code
+from wan.settings.errors import InputError, Terminated, get_exit_code
 from wan.settings.values import integer, real
 
 REPO = Path(__file__).resolve().parent.parent
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ckpt_dir", type=Path, help="a checkpoint of t2v-A14B (the demo)")
     parser.add_argument(
         "--minutes",
-        type=typed(real(0, 1e5, above=True)),
+        type=typed(real(0, 1e5, exclude_min=True)),
         default=25.0,
         help="time limit of all programs together (25)",
     )
@@ -235,4 +235,4 @@ if __name__ == "__main__":
     except (InputError, KeyboardInterrupt, Terminated) as error:
         words = str(error) if isinstance(error, InputError) else "interrupted."
         print(f"measure_device.py: {words}", file=sys.stderr)
-        sys.exit(exit_code(error))
+        sys.exit(get_exit_code(error))

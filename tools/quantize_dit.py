@@ -50,8 +50,8 @@ from wan.log import setup
 from wan.output_files import write_folder
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
-from wan.settings.fields import options
-from wan.settings.flags import read
+from wan.settings.fields import list_options
+from wan.settings.flags import read_settings
 
 LINEAR = re.compile(r"(blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02]))\.weight")
 SELF_ATTENTION = re.compile(r"(blocks\.\d+\.self_attn)\.q\.weight")
@@ -85,7 +85,7 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) 
 
 def _added(given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Read each network's LoRAs; refuse a LoRA that changes weights outside the export."""
-    found = lora.resolve_loras(read(given), checkpoint)
+    found = lora.resolve_loras(read_settings(given), checkpoint)
     for one in (one for ones in found.values() for one in ones):
         kept = [
             name for name in one.deltas if not LINEAR.fullmatch(name.replace(".bias", ".weight"))
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ckpt_dir", required=True, type=_folder, help="a checkpoint folder")
     parser.add_argument("--out", required=True, type=_folder, help="a new or empty folder")
     parser.add_argument("--fa", choices=["fp8"], help="also export FP8 attention")
-    for name in options(Loras):
+    for name in list_options(Loras):
         action = {"lora_dir": "store", "use_relighting_lora": "store_true"}.get(name, "append")
         parser.add_argument(f"--{name}", action=action, default=None, help="as in generate.py")
     setup()

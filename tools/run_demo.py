@@ -23,7 +23,7 @@ from tools import contact_sheet  # noqa: E402
 from wan.cli.flags import Parser  # noqa: E402
 from wan.cli.programs import run_program, typed  # noqa: E402
 from wan.output_files import VIDEO, check_output  # noqa: E402
-from wan.settings.schedule import MODES  # noqa: E402
+from wan.settings.attention_modes import MODES  # noqa: E402
 from wan.settings.values import integer  # noqa: E402
 
 PROMPTS = (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wan import host, trace
 from wan.output_files import KERNEL_TRACE, write_output
-from wan.settings.devices import Capabilities, of_type
+from wan.settings.devices import Capabilities, get_capabilities
 from wan.settings.errors import InputError
 
 
@@ -227,7 +227,7 @@ def resolve(wish: str, index: int = 0) -> Device:
         elif (refusal := hidden_accelerator()) is not None:
             raise refusal
     if wish == "cpu":
-        return Device(torch.device("cpu"), of_type("cpu"))
+        return Device(torch.device("cpu"), get_capabilities("cpu"))
     if wish == "cuda":
         return _cuda(index)
     if wish == "npu":
@@ -281,7 +281,7 @@ def _cuda(index: int) -> Device:
         raise InputError("`device=cuda`", why=why, remedy="use `device=cpu`")
     _check_index("CUDA device", index, torch.cuda.device_count())
     torch.cuda.set_device(index)
-    return Device(torch.device("cuda", index), of_type("cuda"))
+    return Device(torch.device("cuda", index), get_capabilities("cuda"))
 
 
 def _npu(index: int) -> Device:
@@ -300,7 +300,7 @@ def _npu(index: int) -> Device:
     npu.config.allow_internal_format = False
     npu.set_compile_mode(jit_compile=False)
     npu.set_device(index)
-    return Device(torch.device("npu", index), of_type("npu", npu.get_soc_version()))
+    return Device(torch.device("npu", index), get_capabilities("npu", npu.get_soc_version()))
 
 
 def _torch_npu() -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from wan.settings.errors import COMMAND_LINE, InputError, Words
+from wan.settings.errors import COMMAND_LINE_NAMING, FlagNaming, InputError
 from wan.settings.flags import FLAGS
-from wan.settings.values import either
+from wan.settings.values import join_with_or
 
 _REFUSED: dict[str, tuple[str | None, str]] = {
     "USE_SUB_HEAD": (
@@ -104,27 +104,27 @@ def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
             raise InputError(
                 name,
                 repr(environ[name]),
-                f"must be {either(allowed)}",
-                f"unset it, or use {either([f'`{flag}`' for flag in flags])}",
+                f"must be {join_with_or(allowed)}",
+                f"unset it, or use {join_with_or([f'`{flag}`' for flag in flags])}",
             )
     return found
 
 
-def words(environ: Mapping[str, str] = os.environ) -> Words:
+def words(environ: Mapping[str, str] = os.environ) -> FlagNaming:
     """Returns how the command line writes settings, with the variable that may have set each.
 
     The variable is omitted where a message has another value of the setting than the variable's.
     """
 
     def setting(name: str, value: str | None) -> str:
-        text = COMMAND_LINE.setting(name, value)
+        text = COMMAND_LINE_NAMING.format_setting(name, value)
         for variable, meanings in FLAGS[name].variables.items() if name in FLAGS else ():
             meaning = meanings.get(environ.get(variable, ""))
             if meaning is not None and (value is None or _says(meaning, value)):
                 return f"{text} (or {variable}={environ[variable]})"
         return text
 
-    return Words(setting)
+    return FlagNaming(setting)
 
 
 def _says(meaning: Any, value: str) -> bool:

@@ -104,7 +104,9 @@ def _failed(summary: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, or 2 for a refusal."""
     parser = Parser(prog="python -m wan.gallery", description=(__doc__ or "").strip())
-    parser.add_argument("folder", type=typed(values.path), help="folder of a prompt file's videos")
+    parser.add_argument(
+        "folder", type=typed(values.read_path), help="folder of a prompt file's videos"
+    )
     parser.add_argument("--out", type=output_path(PAGE), help="the page; default FOLDER/index.html")
 
     def work() -> None:

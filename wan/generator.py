@@ -37,13 +37,20 @@ from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
 from wan.run import ask, make_setup
 from wan.settings.command import Loras, NetworkFiles
-from wan.settings.errors import InputError, spoken
-from wan.settings.execution import OFFLOAD, Offload
-from wan.settings.fields import fill, options
-from wan.settings.flags import FLAGS, KEYWORDS, PYTHON, for_loading, is_for, read
+from wan.settings.errors import InputError, name_settings
+from wan.settings.execution import OFFLOAD_MODEL, Offload
+from wan.settings.fields import build_from_values, list_options
+from wan.settings.flags import (
+    FLAGS,
+    PYTHON_KEYWORDS,
+    PYTHON_NAMING,
+    is_python_setting,
+    read_constructor_settings,
+    read_settings,
+)
 from wan.settings.presets import PRESETS, Preset
-from wan.settings.request import Request
-from wan.settings.values import choice, integer, shown, switch
+from wan.settings.request import VideoParams
+from wan.settings.values import choice, format_value, integer, switch
 
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
 _IMAGES = ("image", "last_image")
@@ -124,36 +131,38 @@ class Generator:
         Raises:
             InputError: A ValueError: the folder or a setting is invalid.
         """
-        with spoken(PYTHON):
+        with name_settings(PYTHON_NAMING):
             env.refused()
             self.config = _config(config)
             flags = {"t5_fsdp": t5_fsdp, "dit_fsdp": dit_fsdp, "t5_cpu": t5_cpu}
-            values = for_loading({**settings, **flags, "convert_model_dtype": convert_model_dtype})
+            values = read_constructor_settings(
+                {**settings, **flags, "convert_model_dtype": convert_model_dtype}
+            )
             if "precision" not in values and self.config.param_dtype == torch.float32:
                 values["precision"] = "fp32"
             integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
-            chosen = fill(NetworkFiles, values)
+            chosen = build_from_values(NetworkFiles, values)
             own = [preset for preset in PRESETS.values() if preset.kind == self.kind]
             checkpoint = _described(checkpoint_dir, chosen, tuple(own))
             checkpoint = _with_files(checkpoint, self.config, chosen)
             sizes = checkpoint.experts.keys(), checkpoint.num_images
-            fitting = [one for one in own if ({*one.experts}, one.images) == sizes]
+            fitting = [one for one in own if ({*one.experts}, one.num_clip_vision_images) == sizes]
             self._preset = (fitting or own[:1])[-1]  # of Wan2.1's t2v networks, the larger one
             check_task(checkpoint, self._preset)
             _warn_of_other_task(self.config, self._preset)
             world = _world(use_sp)
             self._setup, notices = make_setup(values, self._preset, checkpoint, world)
             for notice in notices:
-                logger.warning(PYTHON.render(notice))
+                logger.warning(PYTHON_NAMING.render(notice))
             device = devices.resolve(
                 self._setup.execution.device, integer(0, 10**6)("`device_id`", device_id)
             )
             self._setup.check_device(device.can)
             self._team: ParallelGroups | None = None
             if world > 1:
-                self._team = mesh.make_parallel_groups(device, self._setup.parallel.sizes)
+                self._team = mesh.make_parallel_groups(device, self._setup.parallel.mesh_shape)
                 self._agreed(lambda: checkpoint, self._model_facts)
-            kept = ("noise_device", *options(Loras))
+            kept = ("noise_device", *list_options(Loras))
             self._values = {name: values[name] for name in kept if name in values}
             t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
             self._pipeline = build.build_pipeline(
@@ -203,21 +212,21 @@ class Generator:
         Raises:
             InputError: A ValueError: a value is invalid.
         """
-        with spoken(PYTHON):
-            offload = OFFLOAD("`offload_model`", offload_model)
+        with name_settings(PYTHON_NAMING):
+            offload = OFFLOAD_MODEL("`offload_model`", offload_model)
             setup = self._with_offload(offload)
             grouped = switch("`group_by_expert`", group_by_expert)
             if grouped:
                 setup.check_grouping()
             if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
-                raise InputError("calls", shown(calls), "is no list of calls", "give a list")
+                raise InputError("calls", format_value(calls), "is no list of calls", "give a list")
             asked = [self._asked(self._bound(call, shared), setup) for call in calls]
         return self._made(asked, offload, grouped)
 
     def _generate(self, call: dict[str, Any]) -> Tensor | None:
         """Generates one video from the arguments of `generate`."""
-        with spoken(PYTHON):
-            offload = OFFLOAD("`offload_model`", call["offload_model"])
+        with name_settings(PYTHON_NAMING):
+            offload = OFFLOAD_MODEL("`offload_model`", call["offload_model"])
             asked = self._asked(call, self._with_offload(offload))
         (made,) = self._made([asked], offload, False)
         return made
@@ -225,7 +234,9 @@ class Generator:
     def _bound(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all arguments of `generate`, defaults included, for a call of `generate_many`."""
         if not isinstance(call, str | Mapping):
-            raise InputError(f"A call is {shown(call)}; give a prompt, or arguments of generate.")
+            raise InputError(
+                f"A call is {format_value(call)}; give a prompt, or arguments of generate."
+            )
         own = {"input_prompt": call} if isinstance(call, str) else call
         if "offload_model" in own:
             raise InputError("offload_model applies to all calls; give it to generate_many.")
@@ -247,11 +258,11 @@ class Generator:
         pipeline = self._pipeline
 
         def make(call: VideoCall, latents: Callable[[], Tensor]) -> Tensor | None:
-            if call.params.clips:
+            if call.params.has_clips:
                 return self._joined(call)
             return latents() if call.output_type == "latent" else pipeline.decode(latents())
 
-        with spoken(PYTHON):
+        with name_settings(PYTHON_NAMING):
             pipeline.set_offload(offload)
             try:
                 yield from Batch(pipeline, calls, group_by_expert=grouped).generate_videos(make)
@@ -340,17 +351,19 @@ class Generator:
         setup.check_device(self._pipeline.device.can)
         return setup
 
-    def _request(self, call: dict[str, Any], setup: Setup) -> tuple[Request, Inputs]:
+    def _request(self, call: dict[str, Any], setup: Setup) -> tuple[VideoParams, Inputs]:
         """Returns a call's parameters and inputs."""
-        unknown = [name for name in call["settings"] if not is_for(name, "video")]
+        unknown = [name for name in call["settings"] if not is_python_setting(name, "video")]
         if unknown:
             raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
-        twins = [name for name in call["settings"] if KEYWORDS.get(name) in call]
+        twins = [name for name in call["settings"] if PYTHON_KEYWORDS.get(name) in call]
         if twins:
-            raise InputError(f"{twins[0]} is called {KEYWORDS[twins[0]]} here; use that keyword.")
+            raise InputError(
+                f"{twins[0]} is called {PYTHON_KEYWORDS[twins[0]]} here; use that keyword."
+            )
         if "image" in call["settings"]:
             raise InputError("image has no effect on a text-to-video model; remove it.")
-        flags = {keyword: flag for flag, keyword in KEYWORDS.items()}
+        flags = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
         named = {
             flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
         }
@@ -364,8 +377,8 @@ class Generator:
             _PICTURES,
             *(n for n in (*_OPTIONAL, *call["settings"]) if named.get(n) is None),
         }
-        given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
-        values = self._values | read(given)
+        given = {n: named[n] for n in named if is_python_setting(n, "video") and n not in absent}
+        values = self._values | read_settings(given)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
@@ -373,7 +386,9 @@ class Generator:
         absent = {
             n for n in values if isinstance(named.get(n), DefaultFloat | DefaultInt | DefaultStr)
         }
-        below = {} if self._preset.images else {name: values[name] for name in absent}
+        below = (
+            {} if self._preset.num_clip_vision_images else {name: values[name] for name in absent}
+        )
         values = {name: value for name, value in values.items() if name not in absent}
         size = None if image is None else image.size
         values["last_image"] = last
@@ -396,7 +411,7 @@ class Generator:
         values, below = (values | boundary, below) if edited else (values, below | boundary)
         request, notices = ask(setup, values, size, below)
         for notice in notices:
-            logger.warning(PYTHON.render(notice))
+            logger.warning(PYTHON_NAMING.render(notice))
         return request, inputs
 
 
@@ -411,11 +426,13 @@ def _facts(call: VideoCall) -> dict[str, Any]:
 def _config(config: Any) -> Any:
     if isinstance(config, str):
         if config not in WAN_CONFIGS:
-            raise InputError(f"config is {shown(config)}; names are {', '.join(WAN_CONFIGS)}.")
+            raise InputError(
+                f"config is {format_value(config)}; names are {', '.join(WAN_CONFIGS)}."
+            )
         return WAN_CONFIGS[config]
     if not hasattr(config, "sample_neg_prompt"):
         raise InputError(
-            f"config is {shown(config)}; give an entry of WAN_CONFIGS, or its name "
+            f"config is {format_value(config)}; give an entry of WAN_CONFIGS, or its name "
             f"({', '.join(WAN_CONFIGS)})."
         )
     return config
@@ -433,7 +450,7 @@ def _warn_of_other_task(config: Any, preset: Preset) -> None:
 
 def _described(folder: Any, chosen: NetworkFiles, presets: tuple[Preset, ...]) -> Checkpoint:
     if not isinstance(folder, str | Path):
-        raise InputError("`ckpt_dir`", shown(folder), "must be the folder of a checkpoint")
+        raise InputError("`ckpt_dir`", format_value(folder), "must be the folder of a checkpoint")
     return inspect_checkpoint(Path(os.path.expanduser(folder)), chosen, presets)
 
 
@@ -468,11 +485,11 @@ def _pictures(value: Any) -> tuple[Any, ...]:
         return ()
     several = [*value] if isinstance(value, list | tuple) else [value]
     if all(isinstance(one, str | Path) for one in several):
-        return FLAGS[_PICTURES].read(f"`{_PICTURES}`", several) if several else ()
+        return FLAGS[_PICTURES].reader(f"`{_PICTURES}`", several) if several else ()
     return tuple(several)
 
 
-def _motion(value: Any, request: Request) -> Tensor | None:
+def _motion(value: Any, request: VideoParams) -> Tensor | None:
     if value is None:
         return None
     if request.chain != "latent":
@@ -480,7 +497,7 @@ def _motion(value: Any, request: Request) -> Tensor | None:
     channels, _, *sides = request.latent_shape
     shape = (channels, 1, *sides)
     if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
-        given = list(value.shape) if isinstance(value, Tensor) else shown(value)
+        given = list(value.shape) if isinstance(value, Tensor) else format_value(value)
         raise InputError("motion_latent", given, f"must be floats of shape {list(shape)}")
     return value.float()
 

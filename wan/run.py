@@ -42,20 +42,20 @@ from wan.settings.command import (
     Loras,
     NetworkFiles,
     Output,
-    Planning,
+    PlanOptions,
     PromptExtension,
 )
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.fields import fill, options
-from wan.settings.flags import FLAGS, read
-from wan.settings.parallel import SIZES, Parallel
-from wan.settings.presets import ALIASES, PRESETS, Preset
-from wan.settings.request import Request, make_request
+from wan.settings.fields import build_from_values, list_options
+from wan.settings.flags import FLAGS, read_settings
+from wan.settings.parallel import SIZE_FLAGS, Parallel
+from wan.settings.presets import PRESETS, TASK_ALIASES, Preset
+from wan.settings.request import VideoParams, make_video_params
 from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
-from wan.settings.values import path as read_path
-from wan.settings.values import pictures as read_pictures
+from wan.settings.values import read_image_files as read_pictures
+from wan.settings.values import read_path as read_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -69,13 +69,15 @@ MAX_RANKS = 4096  # of a --plan
 _DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained checkpoints
 DescribeFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
 """Reads the description of a checkpoint folder."""
-PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]
+PATHS = [name for name, flag in FLAGS.items() if flag.reader is read_path]
 """Settings that are paths: absolute in records, and possibly different between ranks."""
 INPUTS = [
     name
     for name, flag in FLAGS.items()
     if name in ("fixed_latents", "decode_latents")
-    or (flag.line and flag.read in (read_path, read_pictures) and name not in options(Output))
+    or (
+        flag.line and flag.reader in (read_path, read_pictures) and name not in list_options(Output)
+    )
 ]
 """Settings that name the input files of a video."""
 
@@ -150,7 +152,7 @@ class Run:
     """
 
     setup: Setup
-    request: Request
+    request: VideoParams
     output: Output
     image: Image | None
     last_image: Image | None
@@ -162,7 +164,7 @@ class Run:
     extension: PromptExtension | None
     decode_latents: Path | None
     fixed_latents: Path | None
-    planning: Planning
+    planning: PlanOptions
     device_memory: int | None
     power: bool
     settings: dict[str, Any]
@@ -191,7 +193,7 @@ class Run:
 
     def with_prompt(self, prompt: str) -> Run:
         """Returns the run with the extended prompt; its record does not extend the prompt again."""
-        kept = {n: v for n, v in self.settings.items() if n not in options(PromptExtension)}
+        kept = {n: v for n, v in self.settings.items() if n not in list_options(PromptExtension)}
         settings = kept | {"prompt": prompt, "use_prompt_extend": False}
         return replace(self, request=replace(self.request, prompt=prompt), settings=settings)
 
@@ -270,7 +272,7 @@ class Run:
 
 def without_paths(settings: Values) -> dict[str, Any]:
     """Returns settings without the seed and without paths, which may differ between ranks."""
-    own = (*PATHS, *options(Loras), "src_ref_images", "base_seed")
+    own = (*PATHS, *list_options(Loras), "src_ref_images", "base_seed")
     return {name: value for name, value in settings.items() if name not in own}
 
 
@@ -297,10 +299,10 @@ def resolve(
         InputError: A setting is invalid, or settings do not fit together.
     """
     task: str = values.get("task", "t2v-A14B")
-    preset = PRESETS[ALIASES.get(task, task)]
+    preset = PRESETS[TASK_ALIASES.get(task, task)]
     world, decodes = env.world_size(), "decode_latents" in values
     if plan and world == 1:
-        world = prod(values.get(name) or 1 for name in SIZES)
+        world = prod(values.get(name) or 1 for name in SIZE_FLAGS)
         if world > MAX_RANKS:
             raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
     lacks = plan or not inputs
@@ -310,9 +312,9 @@ def resolve(
     moving = None if decodes else read_animate_inputs(values, preset, lacks)
     sources = None if decodes else read_vace_inputs(values, preset, lacks)
     size = sources.size if sources is not None else size
-    chosen = fill(NetworkFiles, values)
+    chosen = build_from_values(NetworkFiles, values)
     folder, is_demo = _checkpoint_folder(values, preset, chosen)
-    meant = tuple(PRESETS[name] for name in (task, ALIASES.get(task)) if name in PRESETS)
+    meant = tuple(PRESETS[name] for name in (task, TASK_ALIASES.get(task)) if name in PRESETS)
     if is_demo and (plan or not folder.is_dir()):
         checkpoint = make_reference_checkpoint(preset)
         if not plan:  # refuse before the checkpoint is written
@@ -321,7 +323,7 @@ def resolve(
             checkpoint = describe(folder, chosen, meant)
     else:
         checkpoint = describe(folder, chosen, meant)
-    if task in ALIASES and checkpoint.experts.keys() == {"dit"}:
+    if task in TASK_ALIASES and checkpoint.experts.keys() == {"dit"}:
         two = task == "i2v-14B" and checkpoint.num_images == 2
         preset = PRESETS["flf2v-14B" if two else task]
     check_task(checkpoint, preset)
@@ -330,12 +332,18 @@ def resolve(
     setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
     check_latents_shape(values.get("fixed_latents"), request.latent_shape)
     if not plan:
-        more = ("image_encoder",) if preset.images else ("sound_encoder",) if sound else ()
+        more = (
+            ("image_encoder",)
+            if preset.num_clip_vision_images
+            else ("sound_encoder",)
+            if sound
+            else ()
+        )
         for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
             checkpoint.require(part)
     own = request.fps, moving and defaults.get("fps", moving.fps), sources and sources.fps
     name = {"save_file": Path(generated_name(task, request)), "fps": [f for f in own if f][-1]}
-    output = fill(Output, name | {**values})
+    output = build_from_values(Output, name | {**values})
     demo = folder if is_demo and not plan else None
     return Run(
         setup=setup,
@@ -348,10 +356,12 @@ def resolve(
         driving=moving,
         sources=sources,
         input_files=() if plan else _input_files(values, moving),
-        extension=fill(PromptExtension, values) if values.get("use_prompt_extend") else None,
+        extension=build_from_values(PromptExtension, values)
+        if values.get("use_prompt_extend")
+        else None,
         decode_latents=values.get("decode_latents"),
         fixed_latents=values.get("fixed_latents"),
-        planning=fill(Planning, values),
+        planning=build_from_values(PlanOptions, values),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
         power=values.get("power", False),
         settings=_record({**values, "task": task, "ckpt_dir": folder}, setup, request, output),
@@ -394,13 +404,15 @@ def _decide(
     checkpoint: Checkpoint,
     world: int,
     image_size: tuple[int, int] | None,
-) -> tuple[Setup, Request, tuple[str, ...]]:
+) -> tuple[Setup, VideoParams, tuple[str, ...]]:
     """Returns the pipeline's setup, the parameters of the video, and notices."""
     if "decode_latents" not in values:
         setup, notices = make_setup(values, preset, checkpoint, world)
         request, more = ask(setup, values, image_size, defaults)
         return setup, request, (*notices, *more)
-    denoising = {"quant_dit_path"}.union(*map(options, (Loras, Attention, Parallel, StepCache)))
+    denoising = {"quant_dit_path"}.union(
+        *map(list_options, (Loras, Attention, Parallel, StepCache))
+    )
     values = {name: value for name, value in values.items() if name not in denoising}
     path = values["decode_latents"]
     channels, frames, height, width = read_latents_shape(path)
@@ -422,7 +434,7 @@ def _decide(
         remedy = "start it without torchrun, or add `vae_parallel`"
         raise InputError("`decode_latents`", None, why, remedy)
     setup, _ = make_setup(values, preset, checkpoint, world)  # the notices are about the DiT
-    request = make_request(preset, recipes.under(values, defaults), image_size)
+    request = make_video_params(preset, recipes.merge_defaults(values, defaults), image_size)
     return setup, request, setup.check_request(request)
 
 
@@ -435,16 +447,18 @@ def make_setup(
         values: Settings; those that do not concern the setup are ignored.
         world_size: Ranks per video.
     """
-    execution, chip = fill(Execution, values), values.get("chip")
+    execution, chip = build_from_values(Execution, values), values.get("chip")
     if chip is not None:
         if execution.device not in ("auto", "npu"):
             why = f"is an NPU, but not `device={execution.device}`"
             raise InputError("`chip`", chip, why, "drop one of them")
         execution = replace(execution, device="npu")
-    topology, notices = parallel.resolve(values, world, checkpoint.num_heads)
+    topology, notices = parallel.resolve_topology(values, world, checkpoint.num_heads)
     if env.world_size() > 1:
-        notices += parallel.spanning(topology, env.local_world_size(), checkpoint.num_heads)
-    attention = fill(Attention, values)
+        notices += parallel.note_machine_spanning(
+            topology, env.local_world_size(), checkpoint.num_heads
+        )
+    attention = build_from_values(Attention, values)
     exported = None
     if "quant_dit_path" in values:
         exported = w8a8_export.read_quantized_dit(
@@ -454,7 +468,7 @@ def make_setup(
             dit_fsdp=topology.dit_fsdp,
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
-    cache = fill(StepCache, values)
+    cache = build_from_values(StepCache, values)
     steps = policy.make_policy(cache, preset, checkpoint.folder)
     loras = lora.resolve_loras(values, checkpoint)
     parts = (execution, topology, attention, exported, chip, cache, steps, loras)
@@ -466,7 +480,7 @@ def ask(
     values: Values,
     image_size: tuple[int, int] | None = None,
     defaults: Values | None = None,
-) -> tuple[Request, tuple[str, ...]]:
+) -> tuple[VideoParams, tuple[str, ...]]:
     """Returns the parameters of a video, and notices.
 
     Settings override a recipe, which is named or recognised by file names; the recipe overrides
@@ -481,14 +495,18 @@ def ask(
     weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folder = [] if checkpoint.folder is None else [checkpoint.folder]
     files = [one.file for ones in lora.list_lora_files(values).values() for one in ones]
-    chosen, sampling = recipes.choose(name, [*folder, *sorted(weights)], files, setup.preset)
+    chosen, sampling = recipes.choose_recipes(
+        name, [*folder, *sorted(weights)], files, setup.preset
+    )
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
-    values = recipes.under(values, recipes.under(sampling, {**(defaults or {}), **boundary}))
-    request = make_request(setup.preset, values, image_size)
+    values = recipes.merge_defaults(
+        values, recipes.merge_defaults(sampling, {**(defaults or {}), **boundary})
+    )
+    request = make_video_params(setup.preset, values, image_size)
     check_chain_settings(values, request)
-    recipes.check_chain(request.chain, files)
+    recipes.check_svi_loras(request.chain, files)
     about_loras = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(chosen))
-    said = (*recipes.notices(chosen, request, bool(files)), *about_loras)
+    said = (*recipes.make_recipe_notices(chosen, request, bool(files)), *about_loras)
     return request, (*said, *setup.check_request(request))
 
 
@@ -502,10 +520,10 @@ def generation_config(folder: Path) -> dict[str, Any]:
         if key not in allowed:
             why = f"sets {key!r}, but a checkpoint may set {', '.join(allowed)}"
             raise InputError(str(path), why=why, remedy="remove it")
-    return read(raw, f"{path}: {{}}")
+    return read_settings(raw, f"{path}: {{}}")
 
 
-def generated_name(task: str, request: Request) -> str:
+def generated_name(task: str, request: VideoParams) -> str:
     """Returns `task_WxH_start-of-prompt_seed_time.mp4`.
 
     Only letters, digits, `_`, `-` and `.` of the prompt are used, so that the name is valid on
@@ -520,10 +538,10 @@ def generated_name(task: str, request: Request) -> str:
     return "_".join(filter(None, parts)) + ".mp4"
 
 
-def _record(values: Values, setup: Setup, request: Request, output: Output) -> dict[str, Any]:
+def _record(values: Values, setup: Setup, request: VideoParams, output: Output) -> dict[str, Any]:
     """Returns all settings that are needed to repeat the video, by flag name."""
     found: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
-    found |= step_cache.given(setup.cache) | {"step_cache": setup.cache.step_cache}
+    found |= step_cache.get_changed_parameters(setup.cache) | {"step_cache": setup.cache.step_cache}
     found |= {**values, **vars(request), **vars(output)}  # saved latents keep their settings
     if request.infer_frames is not None:
         del found["frame_num"]  # derived from infer_frames
@@ -578,7 +596,7 @@ def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, I
     return first, last
 
 
-def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:
+def _about(request: VideoParams, output: Output, demo: Path | None, defaults: Values) -> list[str]:
     """Returns notices about a demo checkpoint, an untrained size and an existing output file."""
     lines, preset = [], request.preset
     if demo is not None:

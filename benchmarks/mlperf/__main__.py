@@ -35,8 +35,8 @@ from wan.checkpoint.files import read_json
 from wan.cli.flags import Parser
 from wan.cli.programs import typed
 from wan.output_files import check_output, json_kind, marked_kind, write_output
-from wan.settings.errors import InputError, WriteError, exit_code
-from wan.settings.values import integer, path, real
+from wan.settings.errors import InputError, WriteError, get_exit_code
+from wan.settings.values import integer, read_path, real
 
 _DRIVER = "benchmarks.mlperf.driver"
 _TITLE = "# MLPerf-shaped, not a submission"
@@ -215,7 +215,7 @@ def run(argv: list[str]) -> int:
     )
     command.add_argument("--service", action="store_true", help="drive python -m wan.serve")
     command.add_argument(
-        "--score", type=typed(path), help="only compute the accuracy from this file of VBench"
+        "--score", type=typed(read_path), help="only compute the accuracy from this file of VBench"
     )
     options = command.parse_args(argv[:place])
     if options.score is not None:
@@ -244,6 +244,6 @@ if __name__ == "__main__":
         sys.exit(run(sys.argv[1:]))
     except (InputError, WriteError) as error:
         print(f"benchmarks.mlperf: {error}", file=sys.stderr)
-        sys.exit(exit_code(error))
+        sys.exit(get_exit_code(error))
     except subprocess.CalledProcessError as error:
         sys.exit(error.returncode)

@@ -30,7 +30,7 @@ from wan.cli.flags import Parser
 from wan.cli.videos import Video
 from wan.output_files import VIDEO, check_output, is_output, json_kind, write_output
 from wan.run import Run
-from wan.settings.errors import exit_code
+from wan.settings.errors import get_exit_code
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -261,4 +261,4 @@ if __name__ == "__main__":
         if (sentence := failures.describe(error)) is None:
             raise
         failures.say(sentence, "benchmarks.mlperf")
-        sys.exit(exit_code(error))
+        sys.exit(get_exit_code(error))

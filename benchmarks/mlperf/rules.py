@@ -16,8 +16,8 @@ from typing import Any
 
 from wan.cli.flags import parse
 from wan.cli.programs import typed
-from wan.settings.errors import COMMAND_LINE, InputError, spoken
-from wan.settings.values import path
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
+from wan.settings.values import read_path
 
 DIMENSIONS = (
     "subject_consistency",
@@ -140,7 +140,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     number("--tests", nargs="+", choices=kinds, default=kinds[:1])
     number("--small", action="store_true", help="six small videos, for a machine without GPUs")
     number("--cached", action="store_true", help="answer from a cache, which TEST04 must detect")
-    number("--out", type=typed(path), default=Path("mlperf"), help="folder of the results (mlperf)")
+    number(
+        "--out",
+        type=typed(read_path),
+        default=Path("mlperf"),
+        help="folder of the results (mlperf)",
+    )
 
 
 def check(flags: Sequence[str]) -> None:
@@ -149,7 +154,7 @@ def check(flags: Sequence[str]) -> None:
     Raises:
         InputError: A flag skips a part of the computation.
     """
-    with spoken(COMMAND_LINE):
+    with name_settings(COMMAND_LINE_NAMING):
         given = parse(flags)
         for name in ("step_cache", "use_attentioncache", "use_rainfusion", "use_prompt_extend"):
             if given.get(name, "none") not in ("none", False):

@@ -204,7 +204,7 @@ def test_sparse_attention_starts_after_a_quarter_of_the_steps(
 ) -> None:
     run = resolved("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", steps)
     assert run.setup.attention == Attention(use_rainfusion=True)
-    assert run.setup.attention.start_step(run.request.sample_steps) == start
+    assert run.setup.attention.resolve_sparse_start_step(run.request.sample_steps) == start
 
 
 NPU = [
@@ -269,7 +269,9 @@ def test_a_start_that_nobody_gave_follows_the_repeats_steps(tiny: Tiny, tmp_path
         path.write_text(json.dumps({"settings": first.settings}))
         for more, expected in (((), start), (("--sample_steps", 4), later)):
             run = resolved("--from_json", path, *more)
-            assert run.setup.attention.start_step(run.request.sample_steps) == expected
+            assert (
+                run.setup.attention.resolve_sparse_start_step(run.request.sample_steps) == expected
+            )
 
 
 MX = "quant_model_description_w8a8_mxfp8.json"

@@ -53,7 +53,7 @@ _DEFECT = re.compile(r"\b\w+(Error|Exception)\(")
 
 def value(name: str, draw: random.Random) -> str:
     """One that may be right, or an odd one."""
-    choices = FLAGS[name].read.choices
+    choices = FLAGS[name].reader.choices
     if choices and draw.random() < 0.8:
         return draw.choice(choices)
     return draw.choice(ODD)

@@ -16,7 +16,7 @@ from wan.cli import main as generate
 from wan.evidence import order
 from wan.pipeline import video
 from wan.settings.command import Output
-from wan.settings.fields import options
+from wan.settings.fields import list_options
 
 SMALL = ("--size", "32*32", "--frame_num", "1", "--sample_steps", "6", "--base_seed", "7")
 
@@ -67,7 +67,7 @@ def test_a_run_has_the_outcome_of_the_same_run(make: Make) -> None:
     assert make() == make.__wrapped__()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", options(Output))
+@pytest.mark.parametrize("name", list_options(Output))
 @pytest.mark.usefixtures("one_thread")
 def test_a_setting_of_the_output_arrives(name: str, make: Make) -> None:
     """In the encoder's command, the names of the files, the trace or the log.

@@ -15,7 +15,7 @@ import pytest
 from tests.dist import REPO
 from tests.pipelines import on_cpu
 from wan.pipeline import images, video
-from wan.settings.schedule import MODES
+from wan.settings.attention_modes import MODES
 
 SCRIPTS = ("infer_t2v.sh", "infer_i2v.sh")
 

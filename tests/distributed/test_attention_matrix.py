@@ -19,7 +19,7 @@ from tests.dist import run
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.kernels.base import Kernel
 from wan.kernels.sdpa import SdpaKernel
-from wan.settings.schedule import TokenPlan
+from wan.settings.attention_modes import TokenPlan
 
 pytestmark = pytest.mark.dist
 
@@ -75,7 +75,9 @@ def compare_modes(case: Case, kernel: Callable[[], Kernel], same_bits: bool = Tr
         assert found.dtype == qkv[0].dtype and found.shape == qkv[0].shape
         off = (found.float() - expected).abs()
         assert (off <= tolerance).all(), f"mode {mode} is off by {off.max()} at {case}"
-        assert not found[:, plan.valid(dist.get_rank()) :].any(), f"padding of mode {mode}, {case}"
+        assert not found[:, plan.count_valid_tokens(dist.get_rank()) :].any(), (
+            f"padding of mode {mode}, {case}"
+        )
     largest = out["0"].float().abs().max()
     # A bfloat16 has 7 bits behind the leading one: what 2 units in the last place are.
     limit = 1e-6 if dtype == "float32" else 2 * torch.exp2(largest.log2().floor() - 7)

@@ -20,7 +20,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
-from wan.settings.schedule import MODES
+from wan.settings.attention_modes import MODES
 
 pytestmark = pytest.mark.dist
 

@@ -29,7 +29,7 @@ from wan.kernels.fp8 import DequantizedAttention, Fp8Attention, Fp8Quantizer, Ro
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
-from wan.settings.schedule import TokenPlan, heads_per_chunk, q_ranges
+from wan.settings.attention_modes import TokenPlan, count_heads_per_chunk, q_ranges
 
 pytestmark = pytest.mark.dist
 
@@ -221,7 +221,7 @@ def test_a_call_does_what_its_row_says() -> None:
     which = [Call(Topology(2, 1), mode, heads) for mode in ROWS for heads in (8, 24)]
     for call, ((events, attended), _) in zip(which, made(which), strict=True):
         row = ROWS[call.mode]
-        chunks = heads_per_chunk(call.heads, 2, row.chunks)
+        chunks = count_heads_per_chunk(call.heads, 2, row.chunks)
         assert events.split().count("A2A") == 4 * len(chunks), call
         heads = [chunks[chunk] for verb, chunk in row.order(len(chunks)) if verb == "attend"]
         blocks = [b - a for a, b in q_ranges(call.tokens, row.blocks)]

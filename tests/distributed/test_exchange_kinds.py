@@ -23,7 +23,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import make_rope_table
-from wan.settings.schedule import TokenPlan
+from wan.settings.attention_modes import TokenPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
@@ -74,7 +74,7 @@ def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: tor
             if out is not None:
                 found[mode, exchange] = out
                 counts[mode, exchange] = seen.found["alltoall_base_"]
-    return found, counts, was_written, plan.valid(dist.get_rank())
+    return found, counts, was_written, plan.count_valid_tokens(dist.get_rank())
 
 
 def check(topology: Topology, kind: Kind, *rest: Any) -> None:

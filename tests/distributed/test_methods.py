@@ -27,10 +27,10 @@ from wan.kernels.base import AttendRows, QuantizedTensor, StepInfo
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
 from wan.settings.attention import Attention
+from wan.settings.attention_modes import TokenPlan
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import PRESETS
-from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 
@@ -73,7 +73,7 @@ def compare_modes(case: Case, expected: Tensor) -> None:
     limit = 2e-5 if dtype == "float32" else 2**-7 * expected.float().abs().max()
     assert off <= limit, f"mode 0 is off by {off} at {case}"
     for mode, found in out.items():
-        rows = plan.valid(dist.get_rank())
+        rows = plan.count_valid_tokens(dist.get_rank())
         assert found.dtype == mine.dtype and not found[:, rows:].any(), f"mode {mode} at {case}"
         assert torch.equal(found, out["0"]), f"mode {mode} has other bits at {case}"
 
@@ -217,7 +217,7 @@ def told(topology: Topology, tokens: int) -> list[bool]:
     rows = torch.arange(tokens)[:, None] + torch.arange(heads) / 64
     plan = TokenPlan(tokens, topology.world, 1)
     own = shard(rows[None, ..., None].expand(1, -1, -1, 4), plan, torch.nan)
-    found, valid = list[bool](), plan.valid(dist.get_rank())
+    found, valid = list[bool](), plan.count_valid_tokens(dist.get_rank())
     for mode, exchange in product(ROWS, ("split", "fused")):
         method = Places()
         layer = attention_layer(topology, mode, methods=[method], exchange=exchange)

@@ -21,7 +21,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.vace import VaceWanModel
-from wan.settings.schedule import MODES
+from wan.settings.attention_modes import MODES
 
 pytestmark = pytest.mark.dist
 

@@ -16,9 +16,9 @@ from torch.profiler import profile
 
 from tests import dist
 from tests.refusals import check_refusals
+from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
-from wan.settings.parallel import Parallel, check_guidance, resolve
-from wan.settings.schedule import MODES
+from wan.settings.parallel import Parallel, check_guidance, resolve_topology
 
 pytestmark = pytest.mark.dist
 HEADS, TOKENS = 12, 36  # of the grid below; not divisible by 8
@@ -38,7 +38,7 @@ def velocities(parallel: Parallel | None) -> Any:
     collaborators = ModelComponents()
     branches = run_both_branches
     if parallel is not None:
-        team = make_parallel_groups(devices.resolve("cpu"), parallel.sizes)
+        team = make_parallel_groups(devices.resolve("cpu"), parallel.mesh_shape)
         branches = team.compute_branches if parallel.cfg_size == 2 else run_both_branches
         layer = FAPowerCapAttention(
             SimpleNamespace(comm_type=parallel.comm_type),
@@ -100,7 +100,7 @@ def expected() -> Any:
 )
 def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
     try:
-        parallel, _ = resolve(flags, world, HEADS)
+        parallel, _ = resolve_topology(flags, world, HEADS)
         check_guidance(parallel, (3.0, 4.0), HEADS)
     except InputError as error:
         assert "\n" not in str(error)

@@ -29,7 +29,7 @@ from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.power.__main__ import main as power
 from wan.power.report import RankReport, analyse
-from wan.settings.schedule import Action, Mode, heads_per_chunk
+from wan.settings.attention_modes import Action, Mode, count_heads_per_chunk
 from wan.trace import HostClock, Recorder
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
@@ -158,7 +158,7 @@ def test_every_way_is_as_planned(layouts: list[Topology]) -> None:
             assert rank.order.layers == 2, case
             assert (rank.duty > 0) == (rank.counts["FA"] > 0), f"{case}: padding attends nowhere"
             if topology == Topology(2, 1):
-                chunks = len(heads_per_chunk(JOB.heads, 2, ROWS[mode].chunks))
+                chunks = len(count_heads_per_chunk(JOB.heads, 2, ROWS[mode].chunks))
                 scales = 3 * chunks if kind == "fp8 exchange" else 0
                 expected = {"A2A": 4 * chunks, "FA": chunks * ROWS[mode].blocks, "scales": scales}
                 assert {key: rank.counts[key] for key in expected} == expected, case

@@ -22,7 +22,7 @@ from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.base import AttentionBackend, Kernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.settings.schedule import MODES, OVERLAP, Mode, TokenPlan
+from wan.settings.attention_modes import MODES, OVERLAP, Mode, TokenPlan
 
 ROWS: dict[str, Mode] = {str(comm_type): row for comm_type, row in MODES.items()}
 ROWS["overlap"] = OVERLAP
@@ -53,7 +53,7 @@ def topologies(*worlds: int) -> list[Topology]:
 
 def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
     """This rank's tokens; behind them `fill`."""
-    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
+    first, valid = dist.get_rank() * plan.shard_len, plan.count_valid_tokens(dist.get_rank())
     missing = plan.shard_len - valid
     return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.npu_sim.ranks import HEAD_DIM
 from wan.pipeline.tiny import make_checkpoint
-from wan.settings.presets import FACE_EVERY
+from wan.settings.presets import FACE_BLOCK_INTERVAL
 
 TASK = "t2v-A14B"
 
@@ -18,6 +18,6 @@ def make(
     out: Path, task: str = TASK, heads: int = 8, layers: int = 1, layout: str = "official"
 ) -> Path:
     """Write the folder `out` and return it."""
-    layers = FACE_EVERY if task == "animate-14B" else layers
+    layers = FACE_BLOCK_INTERVAL if task == "animate-14B" else layers
     sizes = {"num_heads": heads, "dim": heads * HEAD_DIM, "num_layers": layers, "ffn_dim": 64}
     return make_checkpoint(task, out, layout=layout, sizes=sizes)

@@ -16,12 +16,12 @@ from wan.distributed import mesh
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs, Pipeline
 from wan.run import Run
-from wan.settings import schedule
+from wan.settings import attention_modes
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of ranks fits
 WIDE = ("--size", "1024*512", "--frame_num", "1")  # 2048 tokens
 LONG = ("--size", "512*512", "--frame_num", "13")  # 4096
-MODES = {str(comm_type): ("--comm_type", str(comm_type)) for comm_type in schedule.MODES}
+MODES = {str(comm_type): ("--comm_type", str(comm_type)) for comm_type in attention_modes.MODES}
 MODES["overlap"] = ("--fa_alltoall_overlap",)
 
 
@@ -69,7 +69,9 @@ def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
     asked = resolve(flags.parse(argv), none)
     device = on_chip(chip)
-    team = None if world == "1" else mesh.make_parallel_groups(device, asked.setup.parallel.sizes)
+    team = (
+        None if world == "1" else mesh.make_parallel_groups(device, asked.setup.parallel.mesh_shape)
+    )
     return asked, build.build_pipeline(asked.setup, device, team)
 
 

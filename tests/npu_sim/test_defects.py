@@ -29,7 +29,7 @@ from tests.npu_sim.ranks import composed as parts_of
 from wan.kernels.base import StepInfo
 from wan.modules.model import WanModel
 from wan.settings.attention import Attention
-from wan.settings.schedule import TokenPlan
+from wan.settings.attention_modes import TokenPlan
 
 pytestmark = pytest.mark.dist
 

@@ -31,8 +31,8 @@ from wan.kernels import rainfusion as sparse
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
+from wan.settings.attention_modes import TokenPlan, count_heads_per_chunk
 from wan.settings.numerics import keeps_fp32
-from wan.settings.schedule import TokenPlan, heads_per_chunk
 
 pytestmark = pytest.mark.dist
 
@@ -112,7 +112,7 @@ def expected(kind: Kind, ring: int, mode: str) -> str:
     into, attended = chunk(kind, ring, row.blocks)
     if row.overlaps:  # one chunk ahead, of two
         return f"{into} {into} {attended} A2A {attended} A2A"
-    return " ".join([f"{into} {attended} A2A"] * len(heads_per_chunk(HEADS, 2, row.chunks)))
+    return " ".join([f"{into} {attended} A2A"] * len(count_heads_per_chunk(HEADS, 2, row.chunks)))
 
 
 def grid_of(kind: Kind, ring: int, mode: str) -> Grid:

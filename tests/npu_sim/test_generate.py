@@ -121,7 +121,7 @@ def clips(argv: list[str], chip: str, device: str) -> Tensor:
     else:
         asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), none)
         pipeline = build.build_pipeline(asked.setup, devices.resolve("cpu"))
-    if not asked.request.clips:
+    if not asked.request.has_clips:
         return pipeline.generate_latents(asked.request, asked.inputs()).cpu()
     made = pipeline.generate_clips(asked.request, asked.inputs())
     return torch.cat([clip.latents.cpu() for clip in made], dim=1)

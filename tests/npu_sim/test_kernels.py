@@ -63,7 +63,7 @@ def test_fused(name: str, chip: Choose, calls: list[Any]) -> None:
 def test_selected_kernels_are_those_that_settings_promise(name: str) -> None:
     kind = KINDS[name]
     dense = composed(kind).dense_kernel
-    assert dense.can_return_lse == kind.attention.dense.has_lse
+    assert dense.can_return_lse == kind.attention.dense_kernel.has_lse
     assert dense.name.startswith("npu ")
 
 

@@ -32,8 +32,8 @@ from tests.npu_sim.ranks import (
     step_info,
 )
 from wan import trace
+from wan.settings.attention_modes import TokenPlan
 from wan.settings.parallel import EXCHANGES
-from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 
@@ -55,7 +55,7 @@ def ulp(x: Tensor) -> float:
 
 
 def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
-    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
+    first, valid = dist.get_rank() * plan.shard_len, plan.count_valid_tokens(dist.get_rank())
     padding = [0, 0, 0, 0, 0, plan.shard_len - valid]
     return F.pad(x_BSND[:, first : first + valid], padding, value=fill)
 
@@ -65,7 +65,7 @@ def compare_modes(case: Case, expected: Tensor) -> None:
     topology, kind, heads, grid = case
     multiple = kind.attention.row_multiple(topology.ring) if topology.world > 1 else 1
     plan = TokenPlan(prod(grid), topology.world, multiple)
-    out, valid = {}, plan.valid(dist.get_rank())
+    out, valid = {}, plan.count_valid_tokens(dist.get_rank())
     for mode in ROWS:
         chosen = composed(kind)
         own = [shard(x, plan, torch.nan) for x in arranged(chosen, heads, grid)]

@@ -108,6 +108,6 @@ def test_a_plan_makes_what_the_vendor_makes(chip: Callable[[str], None]) -> None
     for name in ("A2", "A5"):
         chip(name)
         rows = SMALL_OPS.items()
-        call_all([op for op, row in rows if "npu" in row.make and name in row.chips], both)
+        call_all([op for op, row in rows if "npu" in row.factories and name in row.chips], both)
     assert not both.wrong
     assert len(both.called) == 10

@@ -21,7 +21,7 @@ from wan.modules.rope import apply_rope, make_rope_table
 from wan.settings.kernels import SMALL_OPS
 
 Choose = Callable[[str], None]
-NAMES = tuple(name for name, row in SMALL_OPS.items() if "npu" in row.make)
+NAMES = tuple(name for name, row in SMALL_OPS.items() if "npu" in row.factories)
 EPS, F32 = 1e-6, torch.float32
 
 

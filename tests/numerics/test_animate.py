@@ -24,7 +24,7 @@ from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_
 from wan.pipeline.driving import count_overlapping_clips as count_clips
 from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request, make_request
+from wan.settings.request import VideoParams, make_video_params
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_helpers(animate: Path) -> None:
         tail = plan["tail_of_padded_index"]
         assert make_ping_pong_indices(plan["real"] - 2, len(tail), plan["real"]) == tail
         assert make_ping_pong_indices(plan["target"] - 1, 1, plan["real"]) == [plan["last_index"]]
-        frames = [request.clip_frames(index) for index in range(plan["clips"])]
+        frames = [request.count_clip_frames(index) for index in range(plan["clips"])]
         assert sum(frames) == plan["real"]
         assert frames[0] == min(plan["clip_len"], plan["real"])
     for name, case in plans["i2v_mask"].items():
@@ -142,10 +142,10 @@ def test_helpers(animate: Path) -> None:
         assert torch.equal(fold_mask_to_latent(mask), out), name
 
 
-def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> Request:
+def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> VideoParams:
     values = {"frame_num": clip, "refert_num": refert, "size": (64, 48), "source_frames": frames}
     count = count_clips(frames, clip, refert)
-    return make_request(PRESETS["animate-14B"], {**values, "num_clip": count, **more})
+    return make_video_params(PRESETS["animate-14B"], {**values, "num_clip": count, **more})
 
 
 class _Networks(Networks):
@@ -219,7 +219,7 @@ def test_whole_run(animate: Path, run: str) -> None:
         limit = {"y": 2e-2, "latent": 1e-2, "video": 5e-3}
     assert distance(pipeline.looked[0], stored[f"{run}.clip_input"]) <= limit["video"]
     calls, steps = pipeline.experts.calls, case["sampling_steps"]
-    branches = 2 if request.guided else 1
+    branches = 2 if request.uses_guidance else 1
     assert len(calls) == branches * steps * len(done)
     for index, clip in enumerate(done):
         get = partial("{}.clip{}.{}".format, run, index)

@@ -27,9 +27,9 @@ from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.configs import WAN_CONFIGS
 from wan.modules.model import WanModel
 from wan.pipeline.solvers import make_solver
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_request
-from wan.settings.timesteps import schedule
+from wan.settings.request import make_video_params
 
 # diffusers' timestep sinusoid is float32: up to 4e-5 off, which moves the output by 2.5e-5.
 TOLERANCE = 1e-4
@@ -102,8 +102,8 @@ def official_scheduler(solver: str, shift: float) -> Any:
 
     def official(steps: int) -> Any:
         values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
-        request = make_request(PRESETS["t2v-A14B"], {"prompt": "", **values})
-        return make_solver(request, schedule(request))[0]
+        request = make_video_params(PRESETS["t2v-A14B"], {"prompt": "", **values})
+        return make_solver(request, make_noise_schedule(request))[0]
 
     if solver == "euler":
 

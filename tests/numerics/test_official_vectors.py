@@ -24,9 +24,9 @@ from wan.pipeline import clip, text, vae
 from wan.pipeline.conditioning import convert_image_to_tensor
 from wan.pipeline.solvers import make_solver
 from wan.pipeline.video import to_uint8
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_request, size_covered, size_from_area
-from wan.settings.timesteps import schedule
+from wan.settings.request import compute_i2v_size, compute_ti2v_size, make_video_params
 
 SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}
 DIT_CASES = [
@@ -158,8 +158,8 @@ def test_sigma_tables_are_exact(reference: Path) -> None:
         steps, shift = map(int, re.search(r"s(\d+)_shift(\d+)", table).groups())
         solver = "unipc" if table.endswith("unipc") else "dpm++"
         values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
-        request = make_request(PRESETS["t2v-A14B"], {"prompt": "", **values})
-        stepper, timesteps = make_solver(request, schedule(request))
+        request = make_video_params(PRESETS["t2v-A14B"], {"prompt": "", **values})
+        stepper, timesteps = make_solver(request, make_noise_schedule(request))
         assert torch.equal(stepper.sigmas, cases[f"{table}.sigmas"]), table
         assert torch.equal(timesteps, cases[f"{table}.timesteps"]), table
 
@@ -169,8 +169,8 @@ def test_trajectories(reference: Path) -> None:
     for solver, (steps, shift) in product(SOLVERS, ((4, 5), (20, 12), (40, 5))):
         run = f"s{steps}_shift{shift}"
         values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
-        request = make_request(PRESETS["t2v-A14B"], {"prompt": "", **values})
-        stepper, timesteps = make_solver(request, schedule(request))
+        request = make_video_params(PRESETS["t2v-A14B"], {"prompt": "", **values})
+        stepper, timesteps = make_solver(request, make_noise_schedule(request))
         trajectory = [cases[f"{run}.noise"]]
         for index, t in enumerate(timesteps):
             velocity = cases[f"{run}.model_outputs"][index]
@@ -220,10 +220,10 @@ def test_vae(reference: Path, tmp_path: Path, name: str) -> None:
 def test_sizes_and_prompt_cleaning(reference: Path) -> None:
     tables = json.loads((reference / "preprocess.json").read_text())
     for row in tables["ti2v_best_output_size"]:
-        size = size_covered(PRESETS["ti2v-5B"], tuple(row["image_wh"]), row["max_area"])
+        size = compute_ti2v_size(PRESETS["ti2v-5B"], tuple(row["image_wh"]), row["max_area"])
         assert list(size) == row["out_wh"]
     for row in tables["i2v_size"]:
-        size = size_from_area(PRESETS["i2v-A14B"], tuple(row["image_wh"]), row["max_area"])
+        size = compute_i2v_size(PRESETS["i2v-A14B"], tuple(row["image_wh"]), row["max_area"])
         assert list(size) == row["pixel_hw"][::-1]
     for row in tables["text_clean"]:
         assert text.clean_prompt(row["raw"]) == row["clean"]

@@ -23,7 +23,7 @@ from wan.pipeline.conditioning import convert_image_to_tensor
 from wan.pipeline.media import read_audio
 from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_request, size_in_64
+from wan.settings.request import compute_s2v_size, make_video_params
 
 CASES = ("a_first", "b_next", "b_null", "b_dropped", "c_wide", "d_short_motion", "e_one_frame")
 
@@ -128,7 +128,7 @@ def test_rows_of_sound(s2v: Path) -> None:
 def test_sizes(s2v: Path) -> None:
     for row in told(s2v, "s2v_size")["rows"]:
         image, (height, width) = tuple(row["image_wh"]), row["out_hw"]
-        assert size_in_64(image, row["max_area"]) == (width, height)
+        assert compute_s2v_size(image, row["max_area"]) == (width, height)
         white = Image.new("RGB", image, "white")
         framed = clips.fit_image_to_size(white, (width, height))
         assert framed.size == (width, height)
@@ -174,7 +174,7 @@ def test_whole_run(s2v: Path) -> None:
         "base_seed": case["seed"],
         "max_area": case["max_area"],
     }
-    request = make_request(PRESETS["s2v-14B"], values, image.size)
+    request = make_video_params(PRESETS["s2v-14B"], values, image.size)
     assert request.video_size == tuple(reversed(case["size_hw"]))
     picture = convert_image_to_tensor(clips.fit_image_to_size(image, request.video_size))
     assert distance(picture.unsqueeze(1), stored["unipc.ref_pixels"]) <= 1e-6

@@ -22,7 +22,7 @@ from wan.pipeline import build, denoise
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.serve import ranks
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_request
+from wan.settings.request import make_video_params
 
 
 class Front:
@@ -58,7 +58,7 @@ class Experts:
 
 def denoising(steps: int) -> DenoisingLoop:
     given = {"prompt": "x", "size": (32, 32), "frame_num": 5, "sample_steps": steps}
-    request = make_request(PRESETS["t2v-A14B"], given | {"base_seed": 1})
+    request = make_video_params(PRESETS["t2v-A14B"], given | {"base_seed": 1})
     text = torch.zeros(1, 4)
     return DenoisingLoop(request, DenoiseInputs(torch.ones(request.latent_shape), text, text))
 

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from tests.refusals import check_refusals, said
 from wan.settings import attention as subject
-from wan.settings import schedule, values
+from wan.settings import attention_modes, values
 from wan.settings.attention import Attention
+from wan.settings.attention_modes import MODES, TokenPlan
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.kernels import DENSE, RAINFUSION, dense_names
+from wan.settings.kernels import DENSE_KERNELS, RAINFUSION, list_dense_kernels
 from wan.settings.numerics import LASER_ROWS
 from wan.settings.parallel import Parallel
-from wan.settings.schedule import MODES, TokenPlan
 
 LASER = Attention(attention_algo="laser")
 ATTENTIONS = st.builds(
     Attention,
-    attention_algo=st.sampled_from(dense_names("attention_algo")),
-    attention_backend=st.sampled_from(("auto", "auto", *dense_names("attention_backend"))),
+    attention_algo=st.sampled_from(list_dense_kernels("attention_algo")),
+    attention_backend=st.sampled_from(("auto", "auto", *list_dense_kernels("attention_backend"))),
     fa_quant=st.sampled_from(("fp8", "none")),
     quant_alltoall=st.booleans(),
     use_rainfusion=st.booleans(),
@@ -57,16 +57,16 @@ def test_what_is_accepted_has_an_effect_and_no_contradiction(
     found: Attention, execution: Execution, steps: int, parallel: Parallel, dim: int
 ) -> None:
     try:
-        subject.check(found, execution)
-        subject.check_layout(found, parallel, dim)
-        subject.check_request(found, parallel, steps, 9000)
+        subject.check_attention(found, execution)
+        subject.check_attention_layout(found, parallel, dim)
+        subject.check_attention_request(found, parallel, steps, 9000)
     except InputError as error:
         text = str(error)
         assert text.endswith(".") and "\n" not in text
         assert any(one.name in text for one in fields(found)), "it names a setting"
         return
     if found.use_rainfusion:
-        start = found.start_step(steps)
+        start = found.resolve_sparse_start_step(steps)
         assert found.rainfusion_type in ("v2", "v3") and start < steps and not execution.compile
         assert found.mask_refresh_interval == 1 or steps - start > 1, "no step uses a mask again"
         assert found.attention_algo == "fused" or start > 0, "no step is dense"
@@ -74,11 +74,13 @@ def test_what_is_accepted_has_an_effect_and_no_contradiction(
         assert dim == 64 and found.attention_algo == "fused" and not execution.compile
         assert not found.use_rainfusion or found.rainfusion_type == "v3"
     if found.attention_backend != "auto":
-        row = DENSE[found.attention_backend]
+        row = DENSE_KERNELS[found.attention_backend]
         assert found.attention_algo == "fused" and not found.fp8
-        assert not found.use_rainfusion or found.start_step(steps) > 0, "no step is dense"
+        assert not found.use_rainfusion or found.resolve_sparse_start_step(steps) > 0, (
+            "no step is dense"
+        )
         assert execution.precision in ("auto", *row.precisions)
-        assert not execution.compile or row.member is None
+        assert not execution.compile or row.xfuser_member is None
     if found.quant_alltoall:
         assert found.fp8 and not found.use_rainfusion and parallel.ulysses_size > 1
     if found.fa_freq_cap is not None:
@@ -100,14 +102,16 @@ def test_laser_is_refused_where_any_call_would_be_too_short(
     parallel = sizes(ring, ulysses, **modes)
     attention = Attention(attention_algo="laser", use_rainfusion=sparse)
     plan = TokenPlan(tokens, ring * ulysses, attention.row_multiple(ring))
-    held = [sum(plan.valid(r * ulysses + u) for u in range(ulysses)) for r in range(ring)]
+    held = [
+        sum(plan.count_valid_tokens(r * ulysses + u) for u in range(ulysses)) for r in range(ring)
+    ]
     blocks = parallel.mode.blocks
-    calls = [b - a for rows in held for a, b in schedule.q_ranges(rows, blocks) if a < b]
+    calls = [b - a for rows in held for a, b in attention_modes.q_ranges(rows, blocks) if a < b]
     if min(calls) >= LASER_ROWS:
-        subject.check_request(attention, parallel, 8, tokens)
+        subject.check_attention_request(attention, parallel, 8, tokens)
         return
     with pytest.raises(InputError, match=f"has one of {min(calls)} x {tokens}"):
-        subject.check_request(attention, parallel, 8, tokens)
+        subject.check_attention_request(attention, parallel, 8, tokens)
 
 
 def test_what_is_refused() -> None:
@@ -117,28 +121,33 @@ def test_what_is_refused() -> None:
     compiled = Execution(compile=True)
     one, two = Parallel(), sizes(1, 2)
     found = {
-        "an exchange of one rank": said(subject.check_layout, exchanged, one, 128),
-        "an exchange of heads of 6": said(subject.check_layout, exchanged, two, 6),
-        "LASER's heads": said(subject.check_layout, LASER, one, 256),
-        "one sparse step": said(subject.check_request, rain, one, 41, 9000),
-        "no sparse step": said(subject.check_request, rain, one, 40, 9000),
-        "LASER's rows": said(subject.check_request, LASER, one, 40, LASER_ROWS - 1),
-        "LASER in fp32": said(subject.check, LASER, Execution(precision="fp32")),
-        "a clock above": said(subject.check, Attention(fa_freq_cap=1651), Execution()),
-        "a clock, compiled": said(subject.check, Attention(fa_freq_cap=1650), compiled),
+        "an exchange of one rank": said(subject.check_attention_layout, exchanged, one, 128),
+        "an exchange of heads of 6": said(subject.check_attention_layout, exchanged, two, 6),
+        "LASER's heads": said(subject.check_attention_layout, LASER, one, 256),
+        "one sparse step": said(subject.check_attention_request, rain, one, 41, 9000),
+        "no sparse step": said(subject.check_attention_request, rain, one, 40, 9000),
+        "LASER's rows": said(subject.check_attention_request, LASER, one, 40, LASER_ROWS - 1),
+        "LASER in fp32": said(subject.check_attention, LASER, Execution(precision="fp32")),
+        "a clock above": said(subject.check_attention, Attention(fa_freq_cap=1651), Execution()),
+        "a clock, compiled": said(subject.check_attention, Attention(fa_freq_cap=1650), compiled),
     }
     check_refusals("attention: settings", found)
-    subject.check_layout(exchanged, two, 128)
-    subject.check_layout(LASER, one, 128)
-    subject.check_request(rain, one, 42, 9000)
-    subject.check_request(LASER, one, 40, LASER_ROWS)
-    subject.check(LASER, Execution(precision="auto"))
-    subject.check(Attention(fa_freq_cap=1650), Execution())
+    subject.check_attention_layout(exchanged, two, 128)
+    subject.check_attention_layout(LASER, one, 128)
+    subject.check_attention_request(rain, one, 42, 9000)
+    subject.check_attention_request(LASER, one, 40, LASER_ROWS)
+    subject.check_attention(LASER, Execution(precision="auto"))
+    subject.check_attention(Attention(fa_freq_cap=1650), Execution())
 
 
 def test_the_first_sparse_step_is_a_quarter_of_the_steps() -> None:
-    assert [Attention().start_step(steps) for steps in (1, 4, 5, 40)] == [1, 1, 2, 10]
-    assert Attention(sparse_start_step=0).start_step(40) == 0
+    assert [Attention().resolve_sparse_start_step(steps) for steps in (1, 4, 5, 40)] == [
+        1,
+        1,
+        2,
+        10,
+    ]
+    assert Attention(sparse_start_step=0).resolve_sparse_start_step(40) == 0
 
 
 def test_shards_are_padded_for_blocks_only_where_one_can_be_split() -> None:
@@ -151,7 +160,7 @@ def test_shards_are_padded_for_blocks_only_where_one_can_be_split() -> None:
 
 
 def test_a_choice_of_several_words() -> None:
-    read = values.some_of("a", "b", "c")
+    read = values.subset_of("a", "b", "c")
     assert read("--x", "c, a,a") == read("--x", ["a", "c"]) == ("a", "c")
     assert read("--x", "none") == read("--x", ["none"]) == read("--x", []) == ()
     assert read("--x", "auto") == read("--x", ["auto"]) == ("auto",)
@@ -160,10 +169,10 @@ def test_a_choice_of_several_words() -> None:
 
 
 def test_real_numbers_within_bounds() -> None:
-    share = values.real(0, 1, below=True)
+    share = values.real(0, 1, exclude_max=True)
     assert share("--x", "0") == 0.0 and share("--x", 0.999) == 0.999
     wrong = (1, "1e9", None, "inf", True, "-1e-9", "nan")
     found = {f"share {x!r}": said(share, "--x", x) for x in wrong}
-    above = values.real(0, 5, above=True)
+    above = values.real(0, 5, exclude_min=True)
     assert above("--x", 5) == 5.0
     check_refusals("values: numbers", found | {"above 0": said(above, "--x", 0)})

@@ -21,7 +21,7 @@ from wan.pipeline.driving import count_overlapping_clips as count_clips
 from wan.pipeline.media import Audio, PoseVideo
 from wan.pipeline.pipeline import Inputs, WorkSharing
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_request
+from wan.settings.request import make_video_params
 
 TEXTS = torch.full((2, 4), 1.0), torch.full((3, 4), -1.0)
 SAMPLING = {"prompt": "", "base_seed": 7, "sample_steps": 2, "sample_guide_scale": (2.0, 2.0)}
@@ -117,7 +117,7 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
     image, poses = picture(128, 64), np.random.default_rng(2).integers(0, 256, (11, 96, 96, 3))
     poses = poses.astype(np.uint8)
     values = {**SAMPLING, "infer_frames": 8, "num_clip": 3, "start_from_ref": from_picture}
-    request = make_request(PRESETS["s2v-14B"], {**values, "max_area": 128 * 64}, (128, 64))
+    request = make_video_params(PRESETS["s2v-14B"], {**values, "max_area": 128 * 64}, (128, 64))
     rows = torch.randn(1, 25, 6, 24)
     pose = SimpleNamespace(frames=lambda: iter(poses)) if posed else None
     loop: Any = Loop()
@@ -167,7 +167,7 @@ def test_clips_of_a_character(replaces: bool, again: int) -> None:
     count = count_clips(23, 13, again)
     values = {**SAMPLING, "frame_num": 13, "refert_num": again, "replace_flag": replaces}
     values |= {"size": size, "source_frames": 23, "num_clip": count}
-    request, loop = make_request(PRESETS["animate-14B"], values), Loop()
+    request, loop = make_video_params(PRESETS["animate-14B"], values), Loop()
     assert count == {1: 2, 5: 3}[again]
     made: Any = characters.generate_animate_clips(loop, request, Inputs(animate=driving))  # type: ignore[arg-type]
     done, draw = list(made), torch.Generator().manual_seed(7)

@@ -9,7 +9,7 @@ from wan.settings import devices
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.kernels import DENSE, RAINFUSION, SMALL_OPS
+from wan.settings.kernels import DENSE_KERNELS, RAINFUSION, SMALL_OPS
 from wan.settings.kernels import FP8 as KERNEL
 
 BF16, FP32 = Execution(precision="bf16"), Execution(precision="fp32")
@@ -20,19 +20,19 @@ NPUS = {"A2", "A3", "A5"}
 def test_npu_of_a_soc_version() -> None:
     """From mindiesd's own device table; 260 alone is an A5."""
     ends = {200: "Duo", 205: "Duo", 220: "A2", 225: "A2", 250: "A3", 255: "A3", 260: "A5"}
-    assert {soc: devices.of_type("npu", soc).name for soc in ends} == ends
+    assert {soc: devices.get_capabilities("npu", soc).name for soc in ends} == ends
     others = (0, 199, 206, 219, 226, 249, 256, 259, 261)
-    found = {str(soc): said(devices.of_type, "npu", soc) for soc in others}
+    found = {str(soc): said(devices.get_capabilities, "npu", soc) for soc in others}
     assert all(found.values())
     check_refusals("devices: SOC versions", {"261": found["261"]})
 
 
 def test_what_a_device_flag_may_mean() -> None:
-    names = [row.name for row in devices.candidates("npu")]
+    names = [row.name for row in devices.list_candidate_devices("npu")]
     assert names == list(devices.CHIPS) == ["A2", "A3", "A5", "Duo"]
-    assert [row.name for row in devices.candidates("cpu")] == ["CPU"]
-    assert {row.name for row in devices.candidates("auto")} == {*devices.DEVICES}
-    assert [row.name for row in devices.candidates("npu", "A5")] == ["A5"]
+    assert [row.name for row in devices.list_candidate_devices("cpu")] == ["CPU"]
+    assert {row.name for row in devices.list_candidate_devices("auto")} == {*devices.DEVICES}
+    assert [row.name for row in devices.list_candidate_devices("npu", "A5")] == ["A5"]
 
 
 def rain(kind: str, fa_quant: str = "none") -> Attention:
@@ -46,7 +46,7 @@ def refusal(
     head_dim: int = 128,
     weights: tuple[str, ...] = (),
 ) -> str:
-    return said(devices.check, (row,), attention, execution, head_dim, weights)
+    return said(devices.check_device_support, (row,), attention, execution, head_dim, weights)
 
 
 PLAIN, LASER = Attention(), Attention(attention_algo="laser")
@@ -123,12 +123,12 @@ def test_float32_where_the_kernels_take_it() -> None:
 
 
 def test_refused_only_where_every_device_that_may_be_meant_refuses() -> None:
-    devices.check(devices.candidates("npu"), LASER, BF16, 128)
+    devices.check_device_support(devices.list_candidate_devices("npu"), LASER, BF16, 128)
     with pytest.raises(InputError, match="this device is an A5"):
-        devices.check(devices.candidates("npu", "A5"), LASER, BF16, 128)
+        devices.check_device_support(devices.list_candidate_devices("npu", "A5"), LASER, BF16, 128)
 
 
 def test_kernels_name_npus_of_the_table() -> None:
-    for row in (*DENSE.values(), *RAINFUSION.values(), *SMALL_OPS.values(), KERNEL):
+    for row in (*DENSE_KERNELS.values(), *RAINFUSION.values(), *SMALL_OPS.values(), KERNEL):
         assert set(row.chips) <= set(devices.CHIPS)
-        assert set(row.make) <= {one.type for one in devices.DEVICES.values()}
+        assert set(row.factories) <= {one.type for one in devices.DEVICES.values()}

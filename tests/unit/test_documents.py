@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from wan.settings.attention_modes import MODES
 from wan.settings.presets import PRESETS
-from wan.settings.schedule import MODES
 from wan.settings.solvers import SOLVERS
 
 REPO = Path(__file__).parents[2]

@@ -33,7 +33,9 @@ def test_aliases() -> None:
     )
     for environ, settings in table:
         assert env.aliases(environ) == settings, environ
-        assert flags.read(settings, "{}") == settings, "the flags would not take these values"
+        assert flags.read_settings(settings, "{}") == settings, (
+            "the flags would not take these values"
+        )
 
 
 def test_other_values_are_refused() -> None:

@@ -25,9 +25,9 @@ from wan.pipeline.conditioning import prepare_denoise_inputs
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.pipeline.pipeline import NO_INPUTS, Experts, LazyModule
 from wan.settings.errors import InputError
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request, make_request
-from wan.settings.timesteps import schedule
+from wan.settings.request import VideoParams, make_video_params
 
 
 class Recorder:
@@ -44,11 +44,11 @@ class Recorder:
         self.calls.append(f"prefetch {name}")
 
 
-def six(**more: Any) -> tuple[Request, DenoiseInputs]:
+def six(**more: Any) -> tuple[VideoParams, DenoiseInputs]:
     """Six steps of two experts."""
     values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 6}
     values |= {"base_seed": 0, "sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
-    request = make_request(PRESETS["t2v-A14B"], values | more)
+    request = make_video_params(PRESETS["t2v-A14B"], values | more)
     context = torch.zeros(1, 4)
     conditions = prepare_denoise_inputs(
         request, (context, context), [], lambda v: v, None, torch.device("cpu")
@@ -182,7 +182,7 @@ def test_one_network_has_gone_before_the_next_is_loaded() -> None:
 def test_the_next_expert_is_announced_when_the_first_is_there() -> None:
     source = Recorder()
     DenoisingLoop(*six()).advance(source)
-    high = sum(timestep >= 875 for timestep in schedule(six()[0]).timesteps)
+    high = sum(timestep >= 875 for timestep in make_noise_schedule(six()[0]).timesteps)
     assert 0 < high < 6
     steps = ["high_noise"] * high + ["low_noise"] * (6 - high)
     assert source.calls == ["high_noise", "prefetch low_noise", *steps]

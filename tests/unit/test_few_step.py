@@ -25,18 +25,20 @@ from wan.pipeline.solvers import make_solver
 from wan.run import Run
 from wan.settings import recipes
 from wan.settings.errors import InputError
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request, make_request
+from wan.settings.request import VideoParams, make_video_params
 from wan.settings.solvers import SOLVERS
-from wan.settings.timesteps import schedule
 
 
 def planned(words: str) -> Run:
     return resolve(flags.parse(["--plan", *words.split()]), lambda *_: None, plan=True)
 
 
-def request(task: str = "t2v-A14B", **values: Any) -> Request:
-    return make_request(PRESETS[task], {"prompt": "", "size": (64, 64), "frame_num": 5, **values})
+def request(task: str = "t2v-A14B", **values: Any) -> VideoParams:
+    return make_video_params(
+        PRESETS[task], {"prompt": "", "size": (64, 64), "frame_num": 5, **values}
+    )
 
 
 def euler(steps: int, shift: float) -> list[float]:
@@ -45,7 +47,9 @@ def euler(steps: int, shift: float) -> list[float]:
 
 def test_euler_levels() -> None:
     for steps, shift in ((4, 5.0), (1, 3.0), (8, 12.0)):
-        plan = schedule(request(sample_solver="euler", sample_steps=steps, sample_shift=shift))
+        plan = make_noise_schedule(
+            request(sample_solver="euler", sample_steps=steps, sample_shift=shift)
+        )
         wanted = euler(steps, shift)
         np.testing.assert_allclose(plan.sigmas, [*wanted, 0], atol=1e-15)
         np.testing.assert_allclose(plan.timesteps, [1000 * s for s in wanted], atol=1e-12)
@@ -56,20 +60,24 @@ def test_euler_levels() -> None:
 def test_rcm_levels() -> None:
     four = {"sample_solver": "rcm", "sample_steps": 4}
     for first, share in ((80, 0.9877), (200, 0.9950), (1600, 0.9994)):
-        plan = schedule(request(**four, sigma_max=first))
+        plan = make_noise_schedule(request(**four, sigma_max=first))
         np.testing.assert_allclose(plan.sigmas, [share, 0.9338, 0.8529, 0.6090, 0], atol=5e-5)
         angles = (math.atan(first), 1.5, 1.4, 1.0)
         wanted = [math.sin(t) / (math.sin(t) + math.cos(t)) for t in angles]
         np.testing.assert_allclose(plan.sigmas[:-1], wanted, atol=1e-15)
-        two = schedule(request(sample_solver="rcm", sample_steps=2, sigma_max=first))
+        two = make_noise_schedule(request(sample_solver="rcm", sample_steps=2, sigma_max=first))
         assert two.sigmas == (*plan.sigmas[:2], 0)
     # what a run starts with is noise of the first level
     for task, share in (("t2v-A14B", 0.9877), ("i2v-A14B", 0.995)):
-        assert schedule(request(task, **four)).sigmas[0] == pytest.approx(share, abs=5e-5)
+        assert make_noise_schedule(request(task, **four)).sigmas[0] == pytest.approx(
+            share, abs=5e-5
+        )
 
 
-def stepped(asked: Request, velocities: Tensor, start: Tensor, draw: Any = None) -> list[Tensor]:
-    solver, told = make_solver(asked, schedule(asked), draw)
+def stepped(
+    asked: VideoParams, velocities: Tensor, start: Tensor, draw: Any = None
+) -> list[Tensor]:
+    solver, told = make_solver(asked, make_noise_schedule(asked), draw)
     found = [start]
     for t, v in zip(told, velocities, strict=True):
         found.append(solver.step(v, t.float(), found[-1], return_dict=False)[0])
@@ -88,7 +96,7 @@ STEPS = {
 def test_steps_against_the_formulas_in_float64() -> None:
     for name, values in STEPS.items():
         asked, generator = request(**values), torch.Generator().manual_seed(0)
-        plan, count = schedule(asked), asked.sample_steps
+        plan, count = make_noise_schedule(asked), asked.sample_steps
         velocities = torch.randn(count, 3, 4, generator=generator)
         start, *fresh = torch.randn(10, 3, 4, generator=generator)
         found = stepped(asked, velocities, start, iter(fresh).__next__)
@@ -102,14 +110,14 @@ def test_steps_against_the_formulas_in_float64() -> None:
                 wanted = (1 - after) * (x - sigma * v) + after * fresh[index].double()
             x = found[index].double()
             assert torch.allclose(x, wanted, rtol=1e-7, atol=1e-7), (name, index)
-    assert schedule(request(**STEPS["dmd"])).sigmas == (1.0, 0.757, 0.522, 0.0)
+    assert make_noise_schedule(request(**STEPS["dmd"])).sigmas == (1.0, 0.757, 0.522, 0.0)
 
 
 def test_euler_is_diffusers() -> None:
     asked = request(**STEPS["euler"])
     velocities, start = torch.randn(4, 2, 3), torch.randn(2, 3)
     theirs = diffusers.FlowMatchEulerDiscreteScheduler()
-    theirs.set_timesteps(sigmas=schedule(asked).sigmas[:-1])
+    theirs.set_timesteps(sigmas=make_noise_schedule(asked).sigmas[:-1])
     x, found = start, stepped(asked, velocities, start)
     for index, t in enumerate(theirs.timesteps):
         x = theirs.step(velocities[index], t, x, return_dict=False)[0]
@@ -126,11 +134,11 @@ def test_noise_is_drawn_anew() -> None:
 def test_experts_by_step() -> None:
     """Shift 16 has three of four levels above 0.9: two are wanted."""
     four = {"sample_solver": "euler", "sample_steps": 4, "sample_shift": 16.0}
-    assert schedule(request("i2v-A14B", **four)).high_noise_steps == 3
-    two = schedule(request("i2v-A14B", **four, boundary_step=2))
+    assert make_noise_schedule(request("i2v-A14B", **four)).high_noise_steps == 3
+    two = make_noise_schedule(request("i2v-A14B", **four, boundary_step=2))
     assert two.experts == ("high_noise", "high_noise", "low_noise", "low_noise")
-    assert schedule(request(**four, boundary_step=0)).high_noise_steps == 0
-    assert schedule(request(**four, boundary_step=4)).high_noise_steps == 4
+    assert make_noise_schedule(request(**four, boundary_step=0)).high_noise_steps == 0
+    assert make_noise_schedule(request(**four, boundary_step=4)).high_noise_steps == 4
 
 
 def test_refused() -> None:
@@ -161,8 +169,8 @@ def test_refused() -> None:
 def test_recipes() -> None:
     run = planned("--recipe lightning-4step").request
     assert (run.sample_solver, run.sample_steps, run.sample_shift) == ("euler", 4, 5.0)
-    assert run.sample_guide_scale == (1.0, 1.0) and not run.guided
-    assert schedule(run).high_noise_steps == 2
+    assert run.sample_guide_scale == (1.0, 1.0) and not run.uses_guidance
+    assert make_noise_schedule(run).high_noise_steps == 2
     more = planned("--recipe distill-4step --sample_steps 8 --sample_guide_scale 2")
     assert more.request.sample_steps == 8 and more.request.boundary_step is None
     assert any("guidance blurs" in line for line in more.notices)
@@ -187,13 +195,13 @@ def test_recipes_are_recognised_by_names() -> None:
     ):
         path = Path("/models") / name
         where = ([], [path]) if "ora" in name or "Lightning" in name else ([path], [])
-        assert recipes.choose("auto", *where, PRESETS[task])[0] == tuple(found), name
-        assert recipes.choose("none", *where, PRESETS[task]) == ((), {}), name
+        assert recipes.choose_recipes("auto", *where, PRESETS[task])[0] == tuple(found), name
+        assert recipes.choose_recipes("none", *where, PRESETS[task]) == ((), {}), name
 
 
 def test_a_folder_around_a_base_model_shows_no_recipe() -> None:
     for name in ("Wan2.2-Lightning/Wan2.2-T2V-A14B", "rCM-Wan/Wan2.2-T2V-A14B"):
-        assert recipes.choose("auto", [Path(name)], [], PRESETS["t2v-A14B"])[0] == ()
+        assert recipes.choose_recipes("auto", [Path(name)], [], PRESETS["t2v-A14B"])[0] == ()
 
 
 def test_a_recipe_is_asked_for_anew_of_a_record(tmp_path: Path) -> None:
@@ -204,7 +212,7 @@ def test_a_recipe_is_asked_for_anew_of_a_record(tmp_path: Path) -> None:
     again = planned(f"--from_json {path} --recipe lightning-4step")
     assert (again.request.frame_num, again.output.fps) == (33, 9)  # which it does not set
     run = planned(f"--from_json {path} --recipe rcm-4step --ode").request
-    assert (run.sample_solver, run.sample_steps, run.guided) == ("rcm", 4, False)
+    assert (run.sample_solver, run.sample_steps, run.uses_guidance) == ("rcm", 4, False)
     path.write_text(json.dumps({"settings": planned("--recipe lightning-4step").settings}))
     again = planned(f"--from_json {path}").request
     assert (again.sample_solver, again.sample_steps) == ("euler", 4)
@@ -312,7 +320,7 @@ def test_every_solver_ends_where_a_known_flow_ends() -> None:
     video = torch.randn(shape, **exact)
     for solver in SOLVERS:
         asked = request(sample_solver=solver, sample_steps=4 if solver == "rcm" else 12)
-        levels, x = schedule(asked), torch.randn(shape, **exact)
+        levels, x = make_noise_schedule(asked), torch.randn(shape, **exact)
         stepper, told = make_solver(asked, levels, lambda: torch.randn(shape, **exact))
         for timestep, sigma in zip(told, levels.sigmas, strict=False):
             velocity = (x - video) / sigma

@@ -33,8 +33,8 @@ from wan.modules.small_ops import BlockOps
 from wan.pipeline.build import DTYPES
 from wan.planner import operators
 from wan.settings.attention import Attention
-from wan.settings.devices import of_type
-from wan.settings.kernels import DENSE, FP8, RAINFUSION, SMALL_OPS, dense_names
+from wan.settings.devices import get_capabilities
+from wan.settings.kernels import DENSE_KERNELS, FP8, RAINFUSION, SMALL_OPS, list_dense_kernels
 
 
 def qkv(head: int, rows: int = 19, keys: int = 33) -> list[Tensor]:
@@ -142,8 +142,8 @@ def test_the_record_names_cudnn_on_gpus() -> None:
         assert found["no-such-package"] == "not installed as a package"
 
 
-CPU = Device(torch.device("cpu"), of_type("cpu"))
-CUDA = Device(torch.device("meta"), of_type("cuda"))  # as a plan has it: no GPU is here
+CPU = Device(torch.device("cpu"), get_capabilities("cpu"))
+CUDA = Device(torch.device("meta"), get_capabilities("cuda"))  # as a plan has it: no GPU is here
 RAIN = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
 LATER = Attention(use_rainfusion=True)  # after a quarter of the steps
 EXPORTED = {("dit", 0): (torch.eye(64), torch.eye(64))}
@@ -170,9 +170,9 @@ def test_a_selection_names_what_can_run() -> None:
 
 
 def makers() -> list[str]:
-    rows = [*DENSE.values(), *RAINFUSION.values(), FP8, *SMALL_OPS.values()]
-    texts = [text for row in rows for text in row.make.values()]
-    return sorted({text for text in [*texts, *FP8.quantise.values()] if ":" in text})
+    rows = [*DENSE_KERNELS.values(), *RAINFUSION.values(), FP8, *SMALL_OPS.values()]
+    texts = [text for row in rows for text in row.factories.values()]
+    return sorted({text for text in [*texts, *FP8.quantizers.values()] if ":" in text})
 
 
 def test_what_a_row_names_is_there() -> None:
@@ -182,13 +182,17 @@ def test_what_a_row_names_is_there() -> None:
         assert all(callable(getattr(BlockOps, step)) for step in steps)
 
 
-ON_CPU = [name for name, row in DENSE.items() if "cpu" in row.make and row.member is None]
+ON_CPU = [
+    name
+    for name, row in DENSE_KERNELS.items()
+    if "cpu" in row.factories and row.xfuser_member is None
+]
 
 
 def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
     """Those of xfuser are compared in tests/xfuser, those of NPUs in tests/npu_sim."""
     for name, precision, head in product(ON_CPU, ("fp32", "bf16"), (8, 64, 128)):
-        row, dtype = DENSE[name], DTYPES[precision]
+        row, dtype = DENSE_KERNELS[name], DTYPES[precision]
         if precision not in row.precisions:
             continue
         kernel = make_dense_kernel(Attention(**{row.flag: name}), Target(CPU, head, dtype))
@@ -208,7 +212,7 @@ def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
 
 def test_every_method_of_cpus_computes_the_formula() -> None:
     """FP8 up to its rounding; block-sparse attention that leaves nothing out exactly."""
-    for name in ("fp8", *(name for name, row in RAINFUSION.items() if row.make)):
+    for name in ("fp8", *(name for name, row in RAINFUSION.items() if row.factories)):
         given = {"rainfusion_type": name, "sparsity": 0.0}
         given = {"fa_quant": "fp8"} if name == "fp8" else given
         asked = Attention(**given, use_rainfusion=name != "fp8", sparse_start_step=0)
@@ -223,16 +227,16 @@ def test_every_method_of_cpus_computes_the_formula() -> None:
 
 def test_a_backend_in_a_plan() -> None:
     """Neither a GPU nor xfuser is here; what is not known is said to be assumed."""
-    for name in dense_names("attention_backend"):
-        row = DENSE[name]
-        if "cuda" not in row.make:
+    for name in list_dense_kernels("attention_backend"):
+        row = DENSE_KERNELS[name]
+        if "cuda" not in row.factories:
             continue
         target = Target(CUDA, 64, torch.bfloat16, operators.load_operator)
         selected = select_kernels(Attention(attention_backend=name), target, {})
         assert selected.dense_kernel.can_return_lse == row.has_lse, name
         assert selected.text_kernel.name == "PyTorch SDPA on cuda"
         assumed = f"assumed {'with' if row.has_lse else 'without'} log-sum-exp)"
-        assert (assumed in selected.describe()) == (row.member is not None), name
+        assert (assumed in selected.describe()) == (row.xfuser_member is not None), name
         out, lse = selected.dense_kernel.with_lse(*(x.to("meta", torch.bfloat16) for x in qkv(64)))
         assert out.shape == (2, 19, 3, 64) and lse.shape == (2, 3, 19), name
 

@@ -35,8 +35,8 @@ from wan.planner import report
 from wan.planner.measure import Planner
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.timesteps import schedule
 
 STEM = "diffusion_pytorch_model"
 HUGE = 10**9
@@ -375,7 +375,7 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
     for ratio, high in ((0.875, 3), (0.95, 2), (0.98, 1), (0.417, 4)):
         set_config(pipeline, INDEX, boundary_ratio=ratio)
         run, _ = composed(pipeline, *steps)
-        assert schedule(run.request).high_noise_steps == high
+        assert make_noise_schedule(run.request).high_noise_steps == high
         assert run.boundary == ratio
         assert f"boundary_ratio of model_index.json: {ratio}" in "\n".join(
             report.describe_checkpoint_files(Planner(run.setup, run.request))
@@ -386,7 +386,7 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
             | {"settings": {}},
             model._setup,
         )
-        assert schedule(made).high_noise_steps == high
+        assert make_noise_schedule(made).high_noise_steps == high
 
 
 def test_ranks_compare_the_content_of_every_part(pipeline: Path) -> None:

@@ -21,16 +21,16 @@ from wan.pipeline.text import TextEncoder
 from wan.run import Run
 from wan.settings import recipes
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request, make_request
+from wan.settings.request import VideoParams, make_video_params
 
 PRO = "SVI_Wan2.2-I2V-A14B_{}_noise_lora_v2.0_pro.safetensors"
 QUICK: dict[str, Any] = {"max_area": 48 * 32, "frame_num": 9, "seed": 7, "sampling_steps": 2}
 ONE_STEP = {**QUICK, "sampling_steps": 1, "guide_scale": 1.0, "offload_model": False}
 
 
-def request(**values: Any) -> Request:
+def request(**values: Any) -> VideoParams:
     given = {"prompt": "", "size": (48, 32), "frame_num": 9, "base_seed": 7, **values}
-    return make_request(PRESETS["i2v-A14B"], given, (48, 32))
+    return make_video_params(PRESETS["i2v-A14B"], given, (48, 32))
 
 
 def planned(*words: object) -> Run:
@@ -56,15 +56,15 @@ def test_how_long_a_video_is() -> None:
     table = [("latent", 81, n, 81 + 76 * (n - 1)) for n in (1, 2, 50)]
     for chain, frames, clips, whole in (*table, ("latent", 9, 3, 17), ("frame", 81, 3, 241)):
         asked = request(chain=chain, frame_num=frames, num_clip=clips)
-        assert sum(map(asked.clip_frames, range(clips))) == whole, (chain, frames, clips)
+        assert sum(map(asked.count_clip_frames, range(clips))) == whole, (chain, frames, clips)
 
 
 def test_each_clip_has_a_seed_and_a_prompt() -> None:
     asked = request(clip_prompts=("a", "b", "c"))
     assert (asked.num_clip, asked.chain, asked.prompt) == (3, "frame", "a")
-    assert [asked.of_clip(n).base_seed for n in range(3)] == [7, 49, 91]
-    assert [asked.of_clip(n).prompt for n in range(3)] == ["a", "b", "c"]
-    assert request(num_clip=2, base_seed=2**63 - 1).of_clip(1).base_seed == 41
+    assert [asked.make_clip_params(n).base_seed for n in range(3)] == [7, 49, 91]
+    assert [asked.make_clip_params(n).prompt for n in range(3)] == ["a", "b", "c"]
+    assert request(num_clip=2, base_seed=2**63 - 1).make_clip_params(1).base_seed == 41
 
 
 SVI = {"sample_solver": "euler", "sample_steps": 50, "sample_shift": 5.0, "boundary": 0.875}
@@ -89,7 +89,7 @@ RECIPES: list[tuple[list[str], tuple[str, ...], dict[str, Any]]] = [
 def test_the_recipe_is_recognised() -> None:
     for names, found, settings in RECIPES:
         paths = [Path("/models/svi-model/version-2.0") / name for name in names]
-        chosen, values = recipes.choose("auto", [], paths, PRESETS["i2v-A14B"])
+        chosen, values = recipes.choose_recipes("auto", [], paths, PRESETS["i2v-A14B"])
         assert chosen == found and settings.items() <= values.items(), names
 
 
@@ -111,7 +111,7 @@ def test_what_the_recipe_sets_in_a_run() -> None:
     plain = planned("--clips", 2)
     assert (plain.request.chain, plain.request.boundary, plain.output.fps) == ("frame", 0.9, 16)
     assert any("drifts" in line for line in plain.notices)
-    assert planned().request.chain is None and not planned().request.clips
+    assert planned().request.chain is None and not planned().request.has_clips
 
 
 def test_what_is_refused() -> None:
@@ -128,11 +128,11 @@ def test_what_is_refused() -> None:
 
 def test_a_lora_of_another_version_is_refused() -> None:
     others = "SVI_Wan2.2-I2V-A14B_high_noise_lora_v2.0.safetensors", "svi_2.1_pro.safetensors"
-    found = {name: said(recipes.check_chain, "frame", [Path(name)]) for name in others}
+    found = {name: said(recipes.check_svi_loras, "frame", [Path(name)]) for name in others}
     check_refusals("long videos: LoRAs", found)
     for name in others:
-        recipes.check_chain(None, [Path(name)])
-    recipes.check_chain("latent", [Path(PRO.format("high")), Path("svinging.safetensors")])
+        recipes.check_svi_loras(None, [Path(name)])
+    recipes.check_svi_loras("latent", [Path(PRO.format("high")), Path("svinging.safetensors")])
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,13 @@ from wan.planner.measure import Planner
 from wan.run import Run, make_setup
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request, make_request
+from wan.settings.request import VideoParams, make_video_params
 
 
-def hd(device: str) -> tuple[Setup, Request]:
+def hd(device: str) -> tuple[Setup, VideoParams]:
     preset = PRESETS["t2v-A14B"]
     setup, _ = make_setup({"device": device}, preset, make_reference_checkpoint(preset), world=1)
-    return setup, make_request(preset, {"prompt": "", "size": (1280, 720)})
+    return setup, make_video_params(preset, {"prompt": "", "size": (1280, 720)})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

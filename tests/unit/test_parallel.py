@@ -12,28 +12,35 @@ from hypothesis import strategies as st
 from tests.refusals import check_refusals
 from wan.distributed import ring
 from wan.planner.placement import list_layouts
-from wan.settings.errors import COMMAND_LINE, InputError
-from wan.settings.parallel import RING_TYPES, Parallel, check_guidance, legal, resolve, spanning
-from wan.settings.schedule import MODES
+from wan.settings.attention_modes import MODES
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError
+from wan.settings.parallel import (
+    RING_TYPES,
+    Parallel,
+    check_guidance,
+    enumerate_topologies,
+    note_machine_spanning,
+    resolve_topology,
+)
 
 BOTH = (3.0, 4.0)
 
 
 def sizes(world: int, heads: int = 40, **flags: Any) -> tuple[int, int, int]:
-    return resolve(flags, world, heads)[0].sizes
+    return resolve_topology(flags, world, heads)[0].mesh_shape
 
 
 def refusal(world: int, heads: int = 40, guide: Any = BOTH, **flags: Any) -> str:
     with pytest.raises(InputError) as caught:
         checked(flags, world, heads, guide)
-    caught.value.words = COMMAND_LINE
+    caught.value.naming = COMMAND_LINE_NAMING
     return str(caught.value)
 
 
 def checked(
     flags: dict[str, Any], world: int, heads: int, guide: tuple[float, float]
 ) -> tuple[Parallel, tuple[str, ...]]:
-    parallel, notices = resolve(flags, world, heads)
+    parallel, notices = resolve_topology(flags, world, heads)
     return parallel, (*notices, *check_guidance(parallel, guide, heads))
 
 
@@ -60,9 +67,9 @@ def test_sizes_that_are_not_given_are_chosen() -> None:
 
 
 def test_choices_are_announced() -> None:
-    _, notices = resolve({}, 16, 40)
+    _, notices = resolve_topology({}, 16, 40)
     assert notices == ("Chosen: `ring_size=2` `ulysses_size=8` for 16 ranks.",)
-    assert resolve({"ring_size": 2, "ulysses_size": 8}, 16, 40)[1] == ()
+    assert resolve_topology({"ring_size": 2, "ulysses_size": 8}, 16, 40)[1] == ()
 
 
 def test_refusals_list_what_works() -> None:
@@ -82,11 +89,14 @@ def test_refusals_list_what_works() -> None:
 
 
 def test_notes() -> None:
-    assert resolve({}, 6, 40)[1][1] == "40 heads on 6 ranks of a Ulysses group: 7, 7, 7, 7, 6, 6."
+    assert (
+        resolve_topology({}, 6, 40)[1][1]
+        == "40 heads on 6 ranks of a Ulysses group: 7, 7, 7, 7, 6, 6."
+    )
     _, notices = checked({"cfg_size": 2, "ulysses_size": 2, "ring_size": 1}, 4, 40, (1.0, 4.0))
     assert len(notices) == 1 and "low-noise" in notices[0]
     flags = {"comm_type": 1, "ulysses_size": 12, "ring_size": 1}
-    assert "nothing to interleave" in resolve(flags, 12, 12)[1][0]
+    assert "nothing to interleave" in resolve_topology(flags, 12, 12)[1][0]
 
 
 @given(
@@ -117,16 +127,16 @@ def test_any_flags_resolve_or_are_refused(
     try:
         parallel, _ = checked(flags, world, heads, guide)
     except InputError as error:
-        error.words = COMMAND_LINE
+        error.naming = COMMAND_LINE_NAMING
         assert "\n" not in str(error) and str(error).endswith(".")
         for proposal in re.findall(r"(?:: |; )((?:--\w+ \d+ ?)+)", str(error)):
             proposed = {k: int(n) for k, n in re.findall(r"--(\w+) (\d+)", proposal)}
-            resolve({"cfg_size": 1, **proposed}, world, heads)
+            resolve_topology({"cfg_size": 1, **proposed}, world, heads)
         return
     assert parallel.cfg_size * parallel.sequence_size == world
     assert heads >= parallel.ulysses_size
     assert all(getattr(parallel, k) == v for k, v in flags.items() if hasattr(parallel, k))
-    assert parallel.sizes in set(legal(world, heads))
+    assert parallel.mesh_shape in set(enumerate_topologies(world, heads))
     assert parallel.comm_type == 0 or parallel.ulysses_size > 1
 
 
@@ -142,9 +152,9 @@ SPANNING: list[tuple[int, int, dict[str, int], str | None]] = [  # ranks, and th
 
 def test_groups_that_span_machines_are_noticed() -> None:
     for world, per_machine, flags, inside in SPANNING:
-        notices = spanning(resolve(flags, world, 40)[0], per_machine, 40)
+        notices = note_machine_spanning(resolve_topology(flags, world, 40)[0], per_machine, 40)
         assert len(notices) == (inside is not None), (world, per_machine)
-        assert inside is None or inside in COMMAND_LINE.render(notices[0])
+        assert inside is None or inside in COMMAND_LINE_NAMING.render(notices[0])
 
 
 def test_layouts_on_two_machines() -> None:
@@ -164,7 +174,7 @@ def test_layouts_on_two_machines() -> None:
 
 
 def test_alone() -> None:
-    assert resolve({}, 1, 40) == (Parallel(), ())
+    assert resolve_topology({}, 1, 40) == (Parallel(), ())
 
 
 def test_the_ring_knows_the_flags_types() -> None:

@@ -33,14 +33,16 @@ from wan.pipeline.pipeline import Experts
 from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
+from wan.settings.noise_schedule import make_noise_schedule, select_expert
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request, make_request
-from wan.settings.timesteps import expert_at, schedule
+from wan.settings.request import VideoParams, make_video_params
 
 
-def request(task: str, image_size: tuple[int, int] | None = None, frame_num: int = 9) -> Request:
+def request(
+    task: str, image_size: tuple[int, int] | None = None, frame_num: int = 9
+) -> VideoParams:
     values = {"prompt": "", "size": (96, 64), "frame_num": frame_num, "base_seed": 3}
-    return make_request(PRESETS[task], values, image_size)
+    return make_video_params(PRESETS[task], values, image_size)
 
 
 def noise(width: int, height: int) -> Image.Image:
@@ -49,7 +51,7 @@ def noise(width: int, height: int) -> Image.Image:
 
 
 def prepare(
-    r: Request, image: Image.Image | None, encode, start: torch.Tensor | None = None
+    r: VideoParams, image: Image.Image | None, encode, start: torch.Tensor | None = None
 ) -> DenoiseInputs:
     contexts = (torch.zeros(1, 4), torch.zeros(1, 4))
     images = [] if image is None else [image]
@@ -150,13 +152,15 @@ def test_official_share_of_the_experts() -> None:
         for solver in ("unipc", "dpm++"):
             values = {"prompt": "", "sample_solver": solver, "sample_steps": 40}
             image_size = (96, 64) if task.startswith("i2v") else None
-            names = schedule(make_request(PRESETS[task], values, image_size)).experts
+            names = make_noise_schedule(
+                make_video_params(PRESETS[task], values, image_size)
+            ).experts
             assert names == ("high_noise",) * high + ("low_noise",) * (40 - high), (task, solver)
 
 
 def test_boundary_itself_is_high_noise() -> None:
-    assert expert_at(875, 0.875) == "high_noise" and expert_at(874, 0.875) == "low_noise"
-    assert expert_at(999, None) == "dit"
+    assert select_expert(875, 0.875) == "high_noise" and select_expert(874, 0.875) == "low_noise"
+    assert select_expert(999, None) == "dit"
 
 
 def test_guidance_formula() -> None:

@@ -24,8 +24,8 @@ from wan.pipeline.pipeline import Inputs
 from wan.planner.measure import Planner
 from wan.planner.report import check_plan_memory, describe_plan
 from wan.run import Run
+from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
-from wan.settings.schedule import MODES
 from wan.torch_private import Live
 
 GB = 1e9
@@ -218,7 +218,9 @@ def living(found: Run) -> tuple[int, int]:
     """The most bytes of tensors while a real run denoises, and at its end (one rank)."""
     ranks = torch.distributed.get_world_size()
     team = (
-        mesh.make_parallel_groups(device("cpu"), found.setup.parallel.sizes) if ranks > 1 else None
+        mesh.make_parallel_groups(device("cpu"), found.setup.parallel.mesh_shape)
+        if ranks > 1
+        else None
     )
     pipeline = build.build_pipeline(found.setup, device("cpu"), team)
     texts = torch.zeros(2, *pipeline.text_size)

@@ -22,8 +22,8 @@ from wan.planner.measure import Planner
 from wan.power import predict
 from wan.power.__main__ import main
 from wan.power.predict import Constants, Workload
-from wan.settings import schedule
-from wan.settings.schedule import MODES, OVERLAP, TokenPlan
+from wan.settings import attention_modes
+from wan.settings.attention_modes import MODES, OVERLAP, TokenPlan
 
 SIZES = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "text_len": 512}
 PUBLISHED_WORK = Workload(TokenPlan(147_600, 4), SIZES, ulysses=4, ring=1, layers=160)
@@ -76,7 +76,9 @@ def test_power_below_the_limit_is_not_throttled() -> None:
 
 
 def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = schedule.Mode("fewer chunks", chunks=5, blocks=3, order=schedule.in_order)
+    mode = attention_modes.Mode(
+        "fewer chunks", chunks=5, blocks=3, order=attention_modes.order_sequentially
+    )
     monkeypatch.setitem(MODES, 3, mode)
     found = {row.name: row for row in predict.all_modes(PUBLISHED_WORK, Constants())}
     assert found["3 fewer chunks"].chunks == 5

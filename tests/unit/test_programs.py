@@ -22,8 +22,8 @@ from tools.demo.step_caches import read as read_results
 from tools.demo.training import save_atomically
 from wan.cli.programs import output_path, run_program, typed
 from wan.output_files import is_output, marked_kind
+from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError, WriteError
-from wan.settings.schedule import MODES
 from wan.settings.values import integer
 
 BAD = ("-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many", "")

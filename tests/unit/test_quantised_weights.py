@@ -34,7 +34,7 @@ from wan.modules.model import WanModel
 from wan.pipeline.pipeline import Inputs
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_request
+from wan.settings.request import make_video_params
 
 REPO = Path(__file__).parents[2]
 DESCRIPTION = "quant_model_description_w8a8_dynamic.json"
@@ -614,7 +614,7 @@ def test_float_weights_of_quantised_layers_are_not_read(
 def test_whole_run(tiny: Any, export: Export) -> None:
     """Both experts, the text cache, --convert_model_dtype: latents close to the float run's."""
     values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 4, "base_seed": 0}
-    request = make_request(PRESETS["t2v-A14B"], values)
+    request = make_video_params(PRESETS["t2v-A14B"], values)
     latents = []
     for given in ({}, {"quant_dit_path": export("t2v-A14B")}):
         pipeline = on_cpu("t2v-A14B", tiny("t2v-A14B"), convert_model_dtype=True, **given)

@@ -12,17 +12,17 @@ from tests.pipelines import planned
 from tests.refusals import check_refusals, said
 from wan import env
 from wan.settings import flags, rules, values
-from wan.settings.errors import COMMAND_LINE, InputError
-from wan.settings.flags import DIFFUSERS, FLAGS, PYTHON
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError
+from wan.settings.flags import DIFFUSERS_NAMING, FLAGS, PYTHON_NAMING
 from wan.settings.step_cache import POLICIES
 
 REPO = Path(__file__).parents[2]
-OF_CACHES = [rule for row in POLICIES.values() for rule in row.refuses]
-ROWS = (*rules.ALL, *flags.NEEDS, *OF_CACHES)
+OF_CACHES = [rule for row in POLICIES.values() for rule in row.conflicts]
+ROWS = (*rules.ALL_RULES, *flags.NEEDS_RULES, *OF_CACHES)
 FRONTS = {
-    "command line": (COMMAND_LINE, {*FLAGS}),
-    "Python": (PYTHON, {n for n, flag in FLAGS.items() if flag.python or flag.keyword}),
-    "diffusers": (DIFFUSERS, {n for n, flag in FLAGS.items() if flag.diffusers}),
+    "command line": (COMMAND_LINE_NAMING, {*FLAGS}),
+    "Python": (PYTHON_NAMING, {n for n, flag in FLAGS.items() if flag.python or flag.keyword}),
+    "diffusers": (DIFFUSERS_NAMING, {n for n, flag in FLAGS.items() if flag.diffusers}),
 }
 
 
@@ -64,7 +64,7 @@ def test_every_row_is_written_in_a_front_ends_own_words(front: str) -> None:
         settings = {condition.partition("=")[0] for condition in row.conditions} & FLAGS.keys()
         if not settings <= has:
             continue  # the front end cannot ask for it
-        text = f"{row.what} {row.why}; {row.remedy}.".format_map(Facts())
+        text = f"{row.full_subject} {row.why}; {row.remedy}.".format_map(Facts())
         named = set(re.findall(r"`([a-z]\w*)[`=]", text))
         unknown = named - (FLAGS.keys() & has)
         if unknown or foreign(words.render(text), front):
@@ -74,9 +74,9 @@ def test_every_row_is_written_in_a_front_ends_own_words(front: str) -> None:
 
 def test_words() -> None:
     texts = {
-        "--sample_steps 7 and --step_cache_threshold": COMMAND_LINE,
-        "sampling_steps=7 and step_cache_threshold": PYTHON,
-        "num_inference_steps=7 and threshold": DIFFUSERS,
+        "--sample_steps 7 and --step_cache_threshold": COMMAND_LINE_NAMING,
+        "sampling_steps=7 and step_cache_threshold": PYTHON_NAMING,
+        "num_inference_steps=7 and threshold": DIFFUSERS_NAMING,
     }
     given = "`sample_steps=7` and `step_cache_threshold`"
     assert [words.render(given) for words in texts.values()] == [*texts]
@@ -124,7 +124,7 @@ def test_no_refusal_is_written_for_one_front_end_only() -> None:
 def test_a_value_is_written_as_it_was_typed() -> None:
     """Its own backticks are no setting."""
     error = InputError("`size`", "`frame_num`", "must be WIDTH*HEIGHT", "see `task`")
-    error.words = COMMAND_LINE
+    error.naming = COMMAND_LINE_NAMING
     assert str(error) == "--size `frame_num` must be WIDTH*HEIGHT; see --task."
 
 
@@ -141,7 +141,7 @@ def test_a_variable_is_named_where_it_says_what_the_sentence_says() -> None:
 def test_steps_of_thousands_of_digits_are_refused() -> None:
     for text in ("9" * 5000, "0-" + "9" * 5000):
         with pytest.raises(InputError, match="write them from 0"):
-            values.steps("`trace_steps`", text)
+            values.read_steps("`trace_steps`", text)
 
 
 def test_a_plan_that_no_device_can_carry_out_is_refused() -> None:

@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.settings.schedule import (
+from wan.settings.attention_modes import (
     MODES,
     OVERLAP,
     Action,
     Mode,
     Order,
     Range,
-    head_ranges,
-    heads_per_chunk,
-    in_order,
-    mode_of,
-    near_even,
-    pipelined,
+    count_heads_per_chunk,
+    list_head_ranges,
+    order_sequentially,
+    order_with_overlap,
     q_ranges,
+    select_attention_mode,
+    split_evenly,
 )
 
 CALM = settings(deadline=None)  # the machine may be busy
@@ -58,14 +58,14 @@ CHUNKS: dict[tuple[int, int], list[int]] = {  # heads and ranks -> heads of each
 def test_chunk_table() -> None:
     """As in the feature's description."""
     whole = {case: [case[1] * h for h in per_rank] for case, per_rank in CHUNKS.items()}
-    assert {case: sizes(head_ranges(*case, 10)) for case in CHUNKS} == whole
-    assert {case: list(heads_per_chunk(*case, 10)) for case in CHUNKS} == CHUNKS
+    assert {case: sizes(list_head_ranges(*case, 10)) for case in CHUNKS} == whole
+    assert {case: list(count_heads_per_chunk(*case, 10)) for case in CHUNKS} == CHUNKS
 
 
 @CALM
 @given(local=st.integers(1, 64), world=st.integers(1, 16), most=st.integers(1, 12))
 def test_head_ranges(local: int, world: int, most: int) -> None:
-    ranges = head_ranges(local * world, world, most)
+    ranges = list_head_ranges(local * world, world, most)
     assert_covers(ranges, local * world)
     assert len(ranges) == min(most, local)
     assert all(size and size % world == 0 for size in sizes(ranges))
@@ -73,13 +73,13 @@ def test_head_ranges(local: int, world: int, most: int) -> None:
 
 
 def test_one_chunk_is_the_whole() -> None:
-    assert head_ranges(24, 4, 1) == ((0, 24),)
+    assert list_head_ranges(24, 4, 1) == ((0, 24),)
 
 
 @CALM
 @given(total=st.integers(0, 5000), parts=st.integers(1, 12))
 def test_near_even(total: int, parts: int) -> None:
-    ranges = near_even(total, parts)
+    ranges = split_evenly(total, parts)
     assert_covers(ranges, total)
     assert len(ranges) == parts
     assert sizes(ranges) == sorted(sizes(ranges), reverse=True)
@@ -141,32 +141,38 @@ def test_an_order_overlaps_where_chunks_are_between_one_another() -> None:
 
 def test_a_run_asks_for_a_row() -> None:
     for comm_type, row in MODES.items():
-        assert mode_of(comm_type) is row and mode_of(comm_type, True) is OVERLAP
+        assert (
+            select_attention_mode(comm_type) is row
+            and select_attention_mode(comm_type, True) is OVERLAP
+        )
     for overlap in (False, True):
         with pytest.raises(ValueError, match=r"comm_type must be 0, 1, .*, but got nonsense\.$"):
-            mode_of("nonsense", overlap)  # type: ignore[arg-type]
+            select_attention_mode("nonsense", overlap)  # type: ignore[arg-type]
 
 
 def test_another_number_of_chunks() -> None:
     """Of the modes that have some; all else of the row stays."""
     for comm_type, overlap in ((1, False), (2, False), (0, True)):
-        row, asked = mode_of(comm_type, overlap), mode_of(comm_type, overlap, 3)
+        row, asked = (
+            select_attention_mode(comm_type, overlap),
+            select_attention_mode(comm_type, overlap, 3),
+        )
         assert asked == replace(row, chunks=3)
     for comm_type, chunks in ((0, 2), (0, 1), (1, 0), (2, -1)):
         with pytest.raises(ValueError, match="chunks must be at least 1, and None for mode 0"):
-            mode_of(comm_type, chunks=chunks)
+            select_attention_mode(comm_type, chunks=chunks)
 
 
 def test_in_order() -> None:
     verbs = ("start", "attend", "finish")
-    assert list(in_order(3)) == [(verb, chunk) for chunk in range(3) for verb in verbs]
+    assert list(order_sequentially(3)) == [(verb, chunk) for chunk in range(3) for verb in verbs]
 
 
 def test_pipelined() -> None:
-    assert " ".join(f"{verb}{chunk}" for verb, chunk in pipelined(3)) == (
+    assert " ".join(f"{verb}{chunk}" for verb, chunk in order_with_overlap(3)) == (
         "start0 start1 attend0 start2 attend1 finish0 attend2 finish1 finish2"
     )
-    assert list(pipelined(1)) == list(in_order(1))
+    assert list(order_with_overlap(1)) == list(order_sequentially(1))
 
 
 @ORDERS
@@ -174,7 +180,7 @@ def test_pipelined() -> None:
 @given(chunks=st.integers(1, 12))
 def test_each_chunk_is_started_attended_finished(order: Order, chunks: int) -> None:
     events = list(order(chunks))
-    assert sorted(events) == sorted(in_order(chunks)), "each event once"
+    assert sorted(events) == sorted(order_sequentially(chunks)), "each event once"
     for chunk in range(chunks):
         moments = [events.index((verb, chunk)) for verb in ("start", "attend", "finish")]
         assert moments == sorted(moments)
@@ -185,7 +191,7 @@ def test_each_chunk_is_started_attended_finished(order: Order, chunks: int) -> N
 def test_one_chunk_ahead(chunks: int) -> None:
     """Memory is bounded: when a chunk is attended to, the next has been started, and no other."""
     started = 0
-    for verb, chunk in pipelined(chunks):
+    for verb, chunk in order_with_overlap(chunks):
         started += verb == "start"
         if verb == "attend":
             assert started == min(chunk + 2, chunks)

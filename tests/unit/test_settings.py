@@ -24,9 +24,9 @@ from wan.env import cache_dir, rank, world_size
 from wan.run import Run, generated_name
 from wan.settings.command import Output
 from wan.settings.errors import InputError
-from wan.settings.fields import options
+from wan.settings.fields import list_options
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
-from wan.settings.request import make_request, size_covered, size_from_area
+from wan.settings.request import compute_i2v_size, compute_ti2v_size, make_video_params
 
 
 def resolved(*argv: object) -> Run:
@@ -114,8 +114,8 @@ def test_every_official_flag_is_known_or_refused_by_name() -> None:
 def test_the_shift_of_a_small_video(size: tuple[int, int], shift: float) -> None:
     """Of Wan2.1's image models, also upright; what is asked for wins."""
     preset = PRESETS["i2v-14B"]
-    assert make_request(preset, {"size": size}, size).sample_shift == shift
-    assert make_request(preset, {"size": size, "sample_shift": 7.0}, size).sample_shift == 7.0
+    assert make_video_params(preset, {"size": size}, size).sample_shift == shift
+    assert make_video_params(preset, {"size": size, "sample_shift": 7.0}, size).sample_shift == 7.0
 
 
 AT_ONCE = [task for task, preset in PRESETS.items() if preset.infer_frames is None]
@@ -128,9 +128,9 @@ def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None
     values = {"size": size, "frame_num": 4 * n + 1}
     if preset.kind == "animate" and not n:  # a clip begins with a frame of the one before
         with pytest.raises(InputError, match="is not below the 1 frames of a clip"):
-            make_request(preset, values)
+            make_video_params(preset, values)
         return
-    request = make_request(preset, values)
+    request = make_video_params(preset, values)
     assert request.grid == (n + 1 + (preset.kind == "animate"), h, w)
     _z, _f, lat_h, lat_w = request.latent_shape
     assert (lat_h * preset.vae_stride[1], lat_w * preset.vae_stride[2]) == size[::-1]
@@ -138,7 +138,7 @@ def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([399360, 901120, 921600]))
 def test_sizes_for_any_image_fit_the_task_or_are_refused(w: int, h: int, area: int) -> None:
-    for rule, task in ((size_from_area, "i2v-A14B"), (size_covered, "ti2v-5B")):
+    for rule, task in ((compute_i2v_size, "i2v-A14B"), (compute_ti2v_size, "ti2v-5B")):
         preset = PRESETS[task]
         try:
             size = rule(preset, (w, h), area)
@@ -149,7 +149,7 @@ def test_sizes_for_any_image_fit_the_task_or_are_refused(w: int, h: int, area: i
         assert 0 < size[0] * size[1] <= area * 1.0001
 
 
-ANY = make_request(
+ANY = make_video_params(
     PRESETS["t2v-A14B"], {"prompt": "", "size": (64, 64), "frame_num": 1, "base_seed": 7}
 )
 
@@ -333,7 +333,7 @@ def test_a_given_value_reaches_the_run_and_its_record() -> None:
     wrong, usual = {}, functools.cache(lambda *more: fields_of(planned(*more)))
     for name, (text, value, more) in CASES.items():
         run = planned(*more, f"--{name}", text)
-        record = flags.read(json.loads(json.dumps(run.settings)), "{}")
+        record = flags.read_settings(json.loads(json.dumps(run.settings)), "{}")
         found = fields_of(run)[name], record.get(name), usual(*more)[name] != value
         if found != (value, value if flags.FLAGS[name].record else None, True):
             wrong[name] = found
@@ -387,6 +387,6 @@ def test_every_flag_is_read_where_it_acts() -> None:
     """
     wan = Path(cli.__file__).parents[1]
     text = "\n".join(path.read_text() for path in wan.rglob("*.py") if path.stem != "rules")
-    names = flags.FLAGS.keys() - options(Output).keys()
+    names = flags.FLAGS.keys() - list_options(Output).keys()
     unread = {name for name in names if not re.search(rf"\.{name}\b|[\"']{name}[\"']", text)}
     assert not unread

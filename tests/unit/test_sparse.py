@@ -29,9 +29,9 @@ from wan.kernels.rainfusion_masks import (
     mean_pool_blocks,
     protect_first_frame,
 )
-from wan.settings.devices import of_type
+from wan.settings.devices import get_capabilities
 
-CPU = Target(Device(torch.device("cpu"), of_type("cpu")), 64, torch.float32)
+CPU = Target(Device(torch.device("cpu"), get_capabilities("cpu")), 64, torch.float32)
 GRIDS = [(5, 8, 16), (3, 10, 20), (2, 13, 24), (1, 20, 20), (9, 5, 12), (4, 8, 7)]
 
 

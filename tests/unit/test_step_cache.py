@@ -35,11 +35,11 @@ from wan.pipeline.denoise import run_both_branches
 from wan.planner import report
 from wan.planner.measure import Planner
 from wan.run import Run
-from wan.settings import timesteps
+from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import POLICIES, StepCache
-from wan.settings.values import listed as listed_values
+from wan.settings.values import parse_step_list as listed_values
 from wan.torch_private import Live
 
 HIGH, LOW = "high_noise", "low_noise"
@@ -225,7 +225,7 @@ def test_timesteps_are_the_solvers() -> None:
             start = float(np.float32(0.999)) if solver == "unipc" else 1.0
             ratios = np.linspace(start, 0, steps + 1)[:-1]
             wanted = shift * ratios / (1 + (shift - 1) * ratios)
-            assert timesteps.sigmas(solver, steps, shift) == wanted.tolist()
+            assert noise_schedule.compute_sigmas(solver, steps, shift) == wanted.tolist()
 
 
 def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
@@ -556,6 +556,11 @@ def test_the_documents_name_each_policy() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "step_caches.md").read_text().splitlines()
     for row in POLICIES.values():
         (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))
-        own = [name for name in row.reads if name not in ("step_cache_warmup", "step_cache_order")]
+        own = [
+            name for name in row.parameters if name not in ("step_cache_warmup", "step_cache_order")
+        ]
         assert all(f"`--{name}`" in line for name in own), row.value
-        assert row.threshold is None or f"`--step_cache_threshold` ({row.threshold:g}" in line
+        assert (
+            row.default_threshold is None
+            or f"`--step_cache_threshold` ({row.default_threshold:g}" in line
+        )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import RING_TYPES, LseMerger, plan_hops
 from wan.distributed.tokens import ShardedSequence
-from wan.settings.schedule import TokenPlan
+from wan.settings.attention_modes import TokenPlan
 
 CALM = settings(deadline=None)  # the machine may be busy
 PLANS = st.builds(
@@ -26,13 +26,15 @@ RANKS = [(size, rank) for size in SIZES for rank in range(size)]
 @given(PLANS)
 def test_shards_are_equal_and_hold_every_token_once(plan: TokenPlan) -> None:
     held = [
-        rank * plan.shard_len + i for rank in range(plan.ranks) for i in range(plan.valid(rank))
+        rank * plan.shard_len + i
+        for rank in range(plan.ranks)
+        for i in range(plan.count_valid_tokens(rank))
     ]
     assert held == list(range(plan.tokens))
-    assert all(0 <= plan.valid(rank) <= plan.shard_len for rank in range(plan.ranks))
+    assert all(0 <= plan.count_valid_tokens(rank) <= plan.shard_len for rank in range(plan.ranks))
     assert plan.shard_len % plan.multiple == 0
-    assert plan.padded == plan.ranks * plan.shard_len
-    assert plan.padded - plan.tokens < plan.ranks * plan.multiple, "no more padding than needed"
+    assert plan.padded_len == plan.ranks * plan.shard_len
+    assert plan.padded_len - plan.tokens < plan.ranks * plan.multiple, "no more padding than needed"
 
 
 SHARDS = {  # tokens, ranks, multiple -> tokens of a shard, and those that count of each
@@ -49,7 +51,7 @@ SHARDS = {  # tokens, ranks, multiple -> tokens of a shard, and those that count
 def test_shard_table() -> None:
     plans = {case: TokenPlan(*case) for case in SHARDS}
     found = {
-        case: (plan.shard_len, [plan.valid(rank) for rank in range(plan.ranks)])
+        case: (plan.shard_len, [plan.count_valid_tokens(rank) for rank in range(plan.ranks)])
         for case, plan in plans.items()
     }
     assert found == SHARDS
@@ -65,10 +67,10 @@ def test_runs_follow_their_tokens(lengths: list[int], ranks: int, multiple: int)
     """Every token keeps its run; padding has that of the last token."""
     plan = TokenPlan(sum(lengths), ranks, multiple)
     run_of = [run for run, length in enumerate(lengths) for _ in range(length)]
-    run_of += [len(lengths) - 1] * (plan.padded - plan.tokens)
+    run_of += [len(lengths) - 1] * (plan.padded_len - plan.tokens)
     for rank in range(ranks):
         mine = run_of[rank * plan.shard_len : (rank + 1) * plan.shard_len]
-        counts = plan.runs(lengths, rank)
+        counts = plan.shard_segments(lengths, rank)
         assert list(counts) == [mine.count(run) for run in range(len(lengths))]
         assert sum(counts) == plan.shard_len
 

@@ -23,8 +23,8 @@ from wan.device import Device
 from wan.kernels.base import Target
 from wan.kernels.xfuser import XfuserKernel
 from wan.kernels.xfuser import build_xfuser_kernel as made
-from wan.settings.devices import of_type
-from wan.settings.kernels import DENSE
+from wan.settings.devices import get_capabilities
+from wan.settings.kernels import DENSE_KERNELS
 
 MATH, FLASH = AttentionBackendType.SDPA_MATH, AttentionBackendType.SDPA_FLASH
 
@@ -51,5 +51,5 @@ def registered(member: Any, function: Callable[..., Any]) -> Iterator[list[tuple
 
 
 def kernel(name: str, head: int, dtype: torch.dtype = torch.float32) -> XfuserKernel:
-    device = Device(torch.device("cpu"), of_type("cpu"))
-    return made(Target(device, head, dtype, dense_row=DENSE[name]))
+    device = Device(torch.device("cpu"), get_capabilities("cpu"))
+    return made(Target(device, head, dtype, dense_row=DENSE_KERNELS[name]))

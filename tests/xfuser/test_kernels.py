@@ -16,7 +16,7 @@ from xfuser.core.distributed.attention_backend import (
 from tests.refusals import check_refusals
 from tests.xfuser.ranks import FLASH, MATH, flash_on_cpu, kernel, registered
 from wan.settings.errors import InputError
-from wan.settings.kernels import DENSE
+from wan.settings.kernels import DENSE_KERNELS
 
 HEAD = 16
 # Of the registry, and why it is not offered; docs/attention_backends.md says the same.
@@ -45,7 +45,11 @@ def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Tenso
 
 def test_all_of_the_registry_is_offered_or_left_out_for_a_reason() -> None:
     registry = {member.name for member in ATTENTION_FUNCTION_REGISTRY}
-    offered = {backend.member for backend in DENSE.values() if backend.member is not None}
+    offered = {
+        backend.xfuser_member
+        for backend in DENSE_KERNELS.values()
+        if backend.xfuser_member is not None
+    }
     sparse = {name for name in registry if any(word in name for word in SPARSE)}
     assert offered <= registry and not offered & sparse
     assert registry - offered - sparse == LEFT_OUT.keys()
@@ -167,7 +171,7 @@ def test_a_trial_is_made_once_and_leaves_the_randomness_alone() -> None:
 def test_every_function_takes_the_five_arguments_that_are_given() -> None:
     from inspect import signature
 
-    for backend in DENSE.values():
-        if backend.member is not None:
-            member = AttentionBackendType[backend.member]
+    for backend in DENSE_KERNELS.values():
+        if backend.xfuser_member is not None:
+            member = AttentionBackendType[backend.xfuser_member]
             signature(ATTENTION_FUNCTION_REGISTRY[member]).bind(*range(3), 0.0, False)

@@ -23,8 +23,8 @@ from tests.distributed.test_attention_matrix import (
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, registered
 from tests.xfuser.ranks import kernel as loaded
-from wan.settings import schedule
-from wan.settings.schedule import TokenPlan
+from wan.settings import attention_modes
+from wan.settings.attention_modes import TokenPlan
 
 pytestmark = pytest.mark.dist
 TOKENS = (67, 9)
@@ -87,7 +87,7 @@ def test_which_function_computes_and_how_often() -> None:
     layouts = Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(2, 2, "bidirectional")
     for topology, mode, backend in product(layouts, ROWS, FUNCTIONS):
         row, ulysses = ROWS[mode], topology.ulysses
-        chunks = schedule.head_ranges(24, ulysses, row.chunks)
+        chunks = attention_modes.list_head_ranges(24, ulysses, row.chunks)
         merged = topology.ring if FUNCTIONS[backend][2] else 1
         heads = sorted((b - a) // ulysses for a, b in chunks for _ in range(row.blocks * merged))
         for made, off in run(topology.world, calls, topology, mode, backend):

@@ -175,7 +175,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="approximate number of tokens per step (2048)",
     )
     parser.add_argument(
-        "--peak", type=typed(real(0, 100, above=True)), default=2e-3, help="learning rate (0.002)"
+        "--peak",
+        type=typed(real(0, 100, exclude_min=True)),
+        default=2e-3,
+        help="learning rate (0.002)",
     )
     parser.add_argument(
         "--threads",

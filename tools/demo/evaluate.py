@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=100)
     parser.add_argument("--steps", type=typed(integer(1, 1000)), nargs="*", default=[4, 8, 20])
     parser.add_argument(
-        "--guidance", type=typed(real(0, 100, above=True)), nargs="*", default=[1.0, 3.0, 5.0]
+        "--guidance", type=typed(real(0, 100, exclude_min=True)), nargs="*", default=[1.0, 3.0, 5.0]
     )
     parser.add_argument(
         "--long_prompts",

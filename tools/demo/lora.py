@@ -109,7 +109,10 @@ def run(
     parser.add_argument("--expert", choices=EXPERTS, help="train the LoRA of this expert")
     parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=steps)
     parser.add_argument(
-        "--peak", type=typed(real(0, 100, above=True)), default=2e-3, help="peak learning rate"
+        "--peak",
+        type=typed(real(0, 100, exclude_min=True)),
+        default=2e-3,
+        help="peak learning rate",
     )
     parser.add_argument("--out", type=Path, help="write the --lora_dir")
     parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")

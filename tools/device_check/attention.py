@@ -41,12 +41,12 @@ from wan.kernels.sdpa import CUDNN, EFFICIENT, FLASH, CudaKernel, CudaOperator
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings import devices
 from wan.settings.attention import Attention
+from wan.settings.attention_modes import MODES, OVERLAP
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.kernels import DENSE
+from wan.settings.kernels import DENSE_KERNELS
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
-from wan.settings.schedule import MODES, OVERLAP
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Shape = tuple[int, int, int]  # queries, keys, heads
@@ -131,9 +131,11 @@ def _kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]
             raise UnavailableError(str(error)) from error
 
     found: dict[str, Callable[[], Kernel]] = {}
-    for name, row in DENSE.items():
-        needs = ("xfuser", *row.modules) if row.member is not None else ()
-        if bench.device.can.has(row) and all(find_spec(module.split(".")[0]) for module in needs):
+    for name, row in DENSE_KERNELS.items():
+        needs = ("xfuser", *row.modules) if row.xfuser_member is not None else ()
+        if bench.device.can.has_kernel(row) and all(
+            find_spec(module.split(".")[0]) for module in needs
+        ):
             attention = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
             found[name] = partial(made, attention)
     return found
@@ -160,7 +162,7 @@ def dense(bench: Bench) -> Measured:
     """
 
     def measure(call: Call, name: str) -> list[Figure]:
-        row, (q, k, _) = DENSE[name], call.qkv
+        row, (q, k, _) = DENSE_KERNELS[name], call.qkv
         if min(q.shape[1], k.shape[1]) < row.min_rows:
             raise UnavailableError(f"it needs {row.min_rows} rows or more")
         if q.dtype == torch.float32 and "fp32" not in row.precisions:
@@ -278,7 +280,9 @@ def _method(
     q, k, v = qkv
     dtype = q.dtype
     precision = "fp32" if dtype == torch.float32 else "bf16"
-    devices.check((bench.device.can,), attention, Execution(precision=precision), HEAD)
+    devices.check_device_support(
+        (bench.device.can,), attention, Execution(precision=precision), HEAD
+    )
     target = Target(bench.device, HEAD, dtype)
     chosen = select.select_kernels(attention, target, {})
     step = StepInfo(0, 4, "cond", "dit", grid, prod(grid), layer=0)

@@ -20,7 +20,7 @@ from wan.checkpoint import layout
 from wan.pipeline.vae import VideoVAE, build_published_vae
 from wan.planner.measure import Planner
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_request
+from wan.settings.request import make_video_params
 from wan.vae.network import Autoencoder
 
 LIMIT = 1e-2  # relative rms; TF32 and HF32 round inputs to 10 bits, float32 alone gives 1e-5
@@ -68,7 +68,7 @@ def _video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[
     task, (width, height), frames = VIDEOS[version]
     preset, model, taken = PRESETS[task], VideoVAE(network), 0.0
     values = {"size": (width, height), "frame_num": frames, "prompt": "", "base_seed": 0}
-    request = make_request(preset, values)
+    request = make_video_params(preset, values)
     shape = (3, frames, height, width) if verb == "encode" else request.latent_shape
     given = bench.randn(*shape, dtype=torch.float32).clamp_(-1, 1)
 

@@ -25,7 +25,7 @@ from wan.distributed.exchange import (
     get_group_size,
 )
 from wan.distributed.ring import RING_TYPES, Ring
-from wan.settings.parallel import legal
+from wan.settings.parallel import enumerate_topologies
 
 HEADS = 40
 LATE = 2.0  # seconds; with --full longer than HCCL's default timeout of a link
@@ -36,7 +36,7 @@ AXES = (("ulysses",), ("ring",), ("cfg",), ("ring", "ulysses"))
 def groups(bench: Bench) -> Measured:
     """Check all-to-all, all-gather and P2P along every axis of every topology; measure rates."""
     world = dist.get_world_size()
-    for sizes in legal(world, HEADS * world):  # divisible by every size
+    for sizes in enumerate_topologies(world, HEADS * world):  # divisible by every size
         team = mesh.make_parallel_groups(bench.device, sizes)
         for axes in AXES:
             group = team.group(*axes)

@@ -38,12 +38,12 @@ from wan.pipeline import build
 from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
 from wan.settings.attention import Attention
+from wan.settings.attention_modes import MODES, OVERLAP
 from wan.settings.devices import CHIPS
 from wan.settings.execution import Execution
-from wan.settings.parallel import Parallel, legal
+from wan.settings.parallel import Parallel, enumerate_topologies
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request, make_request
-from wan.settings.schedule import MODES, OVERLAP
+from wan.settings.request import VideoParams, make_video_params
 
 Grid = tuple[int, int, int]
 Weights = dict[str, Tensor]
@@ -81,7 +81,7 @@ class Case:
 
     bench: Bench
     setup: Setup
-    request: Request
+    request: VideoParams
 
     @property
     def config(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Case:
     ) -> WanModel:
         """Make the network of a rank. team: groups of this topology; None forms them."""
         if team is None and self.bench.team is not None:
-            team = mesh.make_parallel_groups(self.bench.device, parallel.sizes)
+            team = mesh.make_parallel_groups(self.bench.device, parallel.mesh_shape)
         setup = replace(self.setup, parallel=parallel)
         return _with(replace(self, setup=setup).empty(team), weights)
 
@@ -151,7 +151,7 @@ def case(bench: Bench) -> Case:
     )
     size, frames = ((1280, 720), 81) if bench.large else ((192, 128), 9)
     values = {"size": size, "frame_num": frames, "prompt": "", "base_seed": 0}
-    return Case(bench, setup, make_request(preset, values))
+    return Case(bench, setup, make_video_params(preset, values))
 
 
 def _with(model: WanModel, weights: Weights) -> WanModel:
@@ -294,7 +294,7 @@ def compiled(bench: Bench) -> Measured:
 def topologies(bench: Bench, heads: int) -> list[Parallel]:
     """List all topologies with --full, else those without CFG: Ulysses, mixed, ring."""
     world, found = dist.get_world_size(), []
-    for cfg, ring, ulysses in legal(world, heads):
+    for cfg, ring, ulysses in enumerate_topologies(world, heads):
         if cfg == 1 or (bench.full and ring * ulysses > 1):
             kinds = RING_TYPES[: 1 if ring == 1 or not bench.full else None]
             found += [Parallel(world, cfg, ring, ulysses, ring_type=kind) for kind in kinds]
@@ -310,7 +310,7 @@ def layers(bench: Bench) -> Measured:
     alone = bench.seconds(lambda: given.call(model), 1)
     yield line("one device", milliseconds(alone / LAYERS, "a layer"))
     for parallel in topologies(bench, of.setup.checkpoint.num_heads):
-        team = mesh.make_parallel_groups(bench.device, parallel.sizes)
+        team = mesh.make_parallel_groups(bench.device, parallel.mesh_shape)
         ways = {MODES[0].name: parallel}
         if parallel.ulysses_size > 1:
             ways = {row.name: replace(parallel, comm_type=mode) for mode, row in MODES.items()}
@@ -323,7 +323,7 @@ def layers(bench: Bench) -> Measured:
             dist.barrier()
             taken = bench.seconds(run)
             yield line(
-                f"{ranks_text(way.sizes)}{ring}, {name}",
+                f"{ranks_text(way.mesh_shape)}{ring}, {name}",
                 error(far, LIMIT, "error against one device"),
                 milliseconds(taken / LAYERS, "a layer"),
                 Figure("of one device's time", 100 * taken / alone, "%"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from wan.cache.policy import BRANCHES, Cache, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
 from wan.settings.presets import TRAIN_TIMESTEPS
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class AttentionPolicy(Policy):
 
     skips = "attention"
 
-    def check_request(self, request: Request) -> tuple[str, ...]:
+    def check_request(self, request: VideoParams) -> tuple[str, ...]:
         notices, start, end = (
             super().check_request(request),
             self.settings.start_step,
@@ -41,7 +41,9 @@ class AttentionPolicy(Policy):
             )
         return notices
 
-    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
+    def compute_steps(
+        self, request: VideoParams, compute_changes: ComputeChanges | None
+    ) -> StepLists:
         start, end = self.settings.start_step, self._last_skippable_step(request)
         interval = self.settings.attentioncache_interval
         computed = tuple(
@@ -50,7 +52,7 @@ class AttentionPolicy(Policy):
         )
         return dict.fromkeys(BRANCHES, computed)
 
-    def _last_skippable_step(self, request: Request) -> int:
+    def _last_skippable_step(self, request: VideoParams) -> int:
         """Returns the last step that may be skipped, by default 37 of the usual 40."""
         end_step, num_steps = self.settings.end_step, request.sample_steps
         return num_steps - 3 if end_step is None else min(end_step, num_steps - 1)

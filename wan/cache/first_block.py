@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wan.cache.policy import BRANCHES, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 
 
 class FirstBlock(Policy):
@@ -13,7 +13,9 @@ class FirstBlock(Policy):
     num_first_blocks = 1
     decides_per_step = True
 
-    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
+    def compute_steps(
+        self, request: VideoParams, compute_changes: ComputeChanges | None
+    ) -> StepLists:
         return dict.fromkeys(BRANCHES, (False,) * request.sample_steps)
 
 
@@ -22,7 +24,7 @@ class ListedSteps(Policy):
 
     num_first_blocks = 1
 
-    def check_request(self, request: Request) -> tuple[str, ...]:
+    def check_request(self, request: VideoParams) -> tuple[str, ...]:
         notices, last = super().check_request(request), max(self.settings.argument)
         if last >= request.sample_steps:
             raise InputError(
@@ -32,6 +34,8 @@ class ListedSteps(Policy):
             )
         return notices
 
-    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
+    def compute_steps(
+        self, request: VideoParams, compute_changes: ComputeChanges | None
+    ) -> StepLists:
         listed = self.settings.argument
         return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(request.sample_steps)))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from wan.cache.policy import Cache, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
-from wan.settings.request import Request
-from wan.settings.timesteps import schedule
+from wan.settings.noise_schedule import make_noise_schedule
+from wan.settings.request import VideoParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,9 +31,9 @@ class GuidancePolicy(Policy):
 
     skips = "uncond"
 
-    def check_request(self, request: Request) -> tuple[str, ...]:
+    def check_request(self, request: VideoParams) -> tuple[str, ...]:
         notices = super().check_request(request)
-        if not request.guided:
+        if not request.uses_guidance:
             raise InputError(
                 "`step_cache`",
                 "cfg",
@@ -42,13 +42,15 @@ class GuidancePolicy(Policy):
             )
         return notices
 
-    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
+    def compute_steps(
+        self, request: VideoParams, compute_changes: ComputeChanges | None
+    ) -> StepLists:
         """Skips steps of the low-noise expert or of a single network.
 
         They lie between a third of the steps and the last step; for 720p and more, between a third
         and nine tenths of the steps.
         """
-        experts, num_steps = schedule(request).experts, request.sample_steps
+        experts, num_steps = make_noise_schedule(request).experts, request.sample_steps
         width, height = request.video_size
         first, last = (
             num_steps // 3,

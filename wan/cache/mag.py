@@ -17,10 +17,10 @@ from wan.cache.policy import BRANCHES, ComputeChanges, ComputedSteps, Policy, St
 from wan.checkpoint.files import read_json
 from wan.output_files import json_kind
 from wan.settings.errors import InputError
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import Preset
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 from wan.settings.step_cache import StepCache
-from wan.settings.timesteps import schedule
 
 CURVE_FILE = "mag_curve.json"
 """File name of the curve in a checkpoint folder."""
@@ -55,15 +55,15 @@ class Curve:
         record = {key: value for key, value in asdict(self).items() if key != "origin"}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
-    def resample(self, request: Request) -> dict[str, tuple[float, ...]]:
+    def resample(self, request: VideoParams) -> dict[str, tuple[float, ...]]:
         """Resamples the ratios to the steps of a run: the nearest step of the same expert.
 
         Raises:
             InputError: The run has another shift or boundary.
         """
         steps, shift = request.sample_steps, request.sample_shift
-        high_noise_steps = schedule(request).high_noise_steps
-        curve_high_noise_steps = schedule(request, self.steps).high_noise_steps
+        high_noise_steps = make_noise_schedule(request).high_noise_steps
+        curve_high_noise_steps = make_noise_schedule(request, self.steps).high_noise_steps
         if shift != self.sample_shift:
             raise InputError(
                 self.origin,
@@ -120,7 +120,7 @@ class Mag(Policy):
             )
         self.content = self.curve and self.curve.ratios
 
-    def check_request(self, request: Request) -> tuple[str, ...]:
+    def check_request(self, request: VideoParams) -> tuple[str, ...]:
         notices = super().check_request(request)
         explicit_levels = {"timesteps": request.timesteps, "boundary_step": request.boundary_step}
         conflicting = [f"`{name}`" for name, value in explicit_levels.items() if value is not None]
@@ -145,8 +145,13 @@ class Mag(Policy):
             )
         return notices
 
-    def compute_steps(self, request: Request, compute_changes: ComputeChanges | None) -> StepLists:
-        ratios, experts = self._get_curve(request).resample(request), schedule(request).experts
+    def compute_steps(
+        self, request: VideoParams, compute_changes: ComputeChanges | None
+    ) -> StepLists:
+        ratios, experts = (
+            self._get_curve(request).resample(request),
+            make_noise_schedule(request).experts,
+        )
         return {branch: self.apply_rule(ratios[branch], experts, branch) for branch in BRANCHES}
 
     def apply_rule(
@@ -197,7 +202,7 @@ class Mag(Policy):
             computed.append(not is_skipped)
         return tuple(computed)
 
-    def _get_curve(self, request: Request) -> Curve:
+    def _get_curve(self, request: VideoParams) -> Curve:
         curve = self.curve or load_published_curve(self.preset.task, request.image_size is not None)
         assert curve is not None, "checked in the constructor"
         return curve

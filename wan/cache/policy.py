@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wan import trace
 from wan.settings.errors import InputError
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import TRAIN_TIMESTEPS, Preset
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 from wan.settings.step_cache import POLICIES, StepCache
-from wan.settings.timesteps import schedule
 
 if TYPE_CHECKING:
     from wan.cache.residual import AllAgree
@@ -58,11 +58,11 @@ class Policy(ABC):
 
     @abstractmethod
     def compute_steps(
-        self, request: Request, compute_changes: ComputeChanges | None
+        self, request: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists | None:
         """Returns the steps that the policy's rule computes; None if it needs `compute_changes`."""
 
-    def check_request(self, request: Request) -> tuple[str, ...]:
+    def check_request(self, request: VideoParams) -> tuple[str, ...]:
         """Returns notices about a video; refuses it if its steps or guidance do not fit."""
         if request.sample_steps < MIN_STEPS and not self.settings.step_cache_force:
             raise InputError(
@@ -76,7 +76,7 @@ class Policy(ABC):
 
     def list_steps(
         self,
-        request: Request,
+        request: VideoParams,
         sync_branches: bool = False,
         compute_changes: ComputeChanges | None = None,
     ) -> StepLists | None:
@@ -93,9 +93,10 @@ class Policy(ABC):
         policy_steps = self.compute_steps(request, compute_changes)
         if policy_steps is None:
             return None
-        has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].reads
+        has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].parameters
         forced_steps = list_forced_steps(
-            schedule(request).experts, self.settings.step_cache_warmup if has_warmup else 0
+            make_noise_schedule(request).experts,
+            self.settings.step_cache_warmup if has_warmup else 0,
         )
         step_lists = {
             name: tuple(map(any, zip(forced_steps, policy_steps[name], strict=True)))
@@ -107,7 +108,7 @@ class Policy(ABC):
             )
         return step_lists
 
-    def describe(self, request: Request, sync_branches: bool) -> str:
+    def describe(self, request: VideoParams, sync_branches: bool) -> str:
         """Describes the computed steps in one line, for a plan; arguments as for `list_steps`."""
         step_lists, name = self.list_steps(request, sync_branches), self.settings.policy
         if self.decides_per_step:
@@ -115,7 +116,9 @@ class Policy(ABC):
             return f"Step cache {name}: decided in the run, by threshold {threshold:g}"
         if step_lists is None:
             return f"Step cache {name}: known when the networks' time embeddings are read"
-        branch_lists = {branch: step_lists[branch] for branch in BRANCHES[: 1 + request.guided]}
+        branch_lists = {
+            branch: step_lists[branch] for branch in BRANCHES[: 1 + request.uses_guidance]
+        }
         branches = [
             f"{branch} computes {sum(step_list)} of {len(step_list)} steps ({_format_steps(step_list)})"
             for branch, step_list in branch_lists.items()
@@ -141,7 +144,7 @@ class Policy(ABC):
 def make_policy(settings: StepCache, preset: Preset, folder: Path | None = None) -> Policy | None:
     """Makes the policy of the settings; arguments and errors as for `Policy`."""
     row = POLICIES.get(settings.policy)
-    return None if row is None else resolve_name(row.make)(settings, preset, folder)
+    return None if row is None else resolve_name(row.factory)(settings, preset, folder)
 
 
 def split_by_expert(experts: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -201,7 +204,7 @@ class Cache:
         """Returns this cache if it skips this part of a step, else None."""
         return self if self.policy is not None and self.policy.skips == target else None
 
-    def start_video(self, request: Request) -> None:
+    def start_video(self, request: VideoParams) -> None:
         """Lists the steps of a video and starts its run."""
         self._steps = request.sample_steps
         if self.policy is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from wan.cache.policy import Cache, Policy
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import RunBlocks
-from wan.settings.schedule import Grid
+from wan.settings.attention_modes import Grid
 
 AllAgree = Callable[[Tensor, float], bool]
 """all_agree(sums, threshold): whether sums[0] < threshold * sums[1], summed in float32 over all

@@ -16,10 +16,10 @@ from wan.cache.policy import (
     split_by_expert,
 )
 from wan.settings.errors import InputError
+from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import Preset
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 from wan.settings.step_cache import StepCache
-from wan.settings.timesteps import schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,11 +48,11 @@ class Tea(Policy):
         self._polynomial = settings.step_cache_coefficients or PUBLISHED_COEFFICIENTS[preset.task]
 
     def compute_steps(
-        self, request: Request, compute_changes: ComputeChanges | None
+        self, request: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists | None:
         if compute_changes is None:
             return None
-        noise_schedule, embedding_diffs = schedule(request), list[float]()
+        noise_schedule, embedding_diffs = make_noise_schedule(request), list[float]()
         for expert, first, end in split_by_expert(noise_schedule.experts):
             embedding_diffs += compute_changes(expert, noise_schedule.timesteps[first:end])
         return dict.fromkeys(BRANCHES, self.apply_rule(embedding_diffs))

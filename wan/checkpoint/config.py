@@ -9,9 +9,9 @@ from typing import Any, TypedDict, cast
 
 from wan.checkpoint.files import TensorInfo, read_json
 from wan.settings.errors import InputError
-from wan.settings.presets import CONTROL_CHANNELS, PRESETS, Preset
-from wan.settings.sound import INJECT_LAYERS, STATED
-from wan.settings.values import shown
+from wan.settings.presets import PRESETS, VACE_CONTEXT_CHANNELS, Preset
+from wan.settings.sound import INJECT_LAYERS, S2V_FIXED_CONFIG
+from wan.settings.values import format_value
 
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
 MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate", "vace")
@@ -68,7 +68,7 @@ def make_reference_dit_config(preset: Preset) -> DitConfig:
     """Returns the configuration of a task's published networks."""
     config = {
         **_DEFAULTS,
-        "model_type": "flf2v" if preset.images == 2 else preset.kind,
+        "model_type": "flf2v" if preset.num_clip_vision_images == 2 else preset.kind,
         "patch_size": preset.patch_size,
         "in_dim": {kind: channels for channels, kind in KINDS.items()}.get(
             preset.kind, 36 if preset.kind == "animate" else 16
@@ -82,8 +82,8 @@ def make_reference_dit_config(preset: Preset) -> DitConfig:
         "num_layers": preset.num_layers,
         "qk_norm": True,
         "cross_attn_norm": True,
-        "image_dim": 1280 if preset.images else 0,
-        "image_positions": 514 if preset.images == 2 else 0,
+        "image_dim": 1280 if preset.num_clip_vision_images else 0,
+        "image_positions": 514 if preset.num_clip_vision_images == 2 else 0,
     }
     if preset.kind == "s2v":
         audio_config = {
@@ -93,8 +93,8 @@ def make_reference_dit_config(preset: Preset) -> DitConfig:
         }
         config |= audio_config
     if preset.kind == "vace":
-        layers = tuple(range(0, preset.num_layers, preset.control_every))
-        config |= {"vace_layers": layers, "vace_in_dim": CONTROL_CHANNELS}
+        layers = tuple(range(0, preset.num_layers, preset.vace_block_interval))
+        config |= {"vace_layers": layers, "vace_in_dim": VACE_CONTEXT_CHANNELS}
     return cast(DitConfig, config)
 
 
@@ -139,7 +139,9 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     for key, value in shape_config.items():
         json_value = config_json.get(key, value)
         if type(json_value) is not type(value) or json_value != value:
-            why = f"is {shown(json_value)}, but the tensors' shapes give {shown(value)}"
+            why = (
+                f"is {format_value(json_value)}, but the tensors' shapes give {format_value(value)}"
+            )
             raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
     for key, (is_valid, allowed) in _RULES.items():
         if key in config_json and not is_valid(config_json[key]):
@@ -147,7 +149,7 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     kind = detect_kind(tensors, shape_config["in_dim"]) or "t2v"
     json_value = config_json.get("model_type", kind)
     if json_value != kind and (json_value == "vace" or {json_value, kind} & {"s2v", "animate"}):
-        why = f"is {shown(json_value)}, but the tensors are those of {kind}"
+        why = f"is {format_value(json_value)}, but the tensors are those of {kind}"
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
     if not config_json:
         _check_blocks(folder, shape_config)
@@ -191,10 +193,10 @@ def _read_s2v_config(
 ) -> dict[str, Any]:
     """Returns the arguments that only S2V's network has."""
     config_json = read_json(path) if path.is_file() else {}
-    for key, value in STATED.items():
+    for key, value in S2V_FIXED_CONFIG.items():
         if config_json.get(key, value) != value:
             raise _make_config_error(
-                path, key, config_json[key], f"{shown(value)}, as in the published network"
+                path, key, config_json[key], f"{format_value(value)}, as in the published network"
             )
     conv_weight = tensors.get("casual_audio_encoder.encoder.conv1_local.conv.weight")
     injectors = {
@@ -209,7 +211,7 @@ def _read_s2v_config(
     shape_config = {"audio_dim": conv_weight.shape[1], "num_audio_token": num_audio_tokens}
     for key, value in shape_config.items():
         if config_json.get(key, value) != value:
-            why = f"is {shown(config_json[key])}, but the tensors' shapes give {value}"
+            why = f"is {format_value(config_json[key])}, but the tensors' shapes give {value}"
             raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
     layers = config_json.get("audio_inject_layers", INJECT_LAYERS)
     is_int_list = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
@@ -245,7 +247,7 @@ def _read_vace_config(
         why = "lacks tensors of the control blocks of VACE"
         raise InputError(f"{path.parent}", None, why, "download it again")
     if config_json.get("vace_in_dim") not in (None, shape[1]):
-        why = f"is {shown(config_json['vace_in_dim'])}, but the tensors' shapes give {shape[1]}"
+        why = f"is {format_value(config_json['vace_in_dim'])}, but the tensors' shapes give {shape[1]}"
         remedy = "download config.json and weights again"
         raise InputError(f"{path}: vace_in_dim", None, why, remedy)
     layers = config_json.get("vace_layers")
@@ -297,7 +299,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
     """Reads an official or diffusers config.json and returns it under the official names."""
     raw = read_json(path)
     if (class_name := raw.get("_class_name", _CLASS_NAMES[0])) not in _CLASS_NAMES:
-        why = f"is of the class {shown(class_name)}, which is not supported"
+        why = f"is of the class {format_value(class_name)}, which is not supported"
         raise InputError(str(path), None, why, f"{', '.join(_CLASS_NAMES)} are")
     if "num_attention_heads" in raw:
         for key in ("num_attention_heads", "attention_head_dim"):
@@ -316,5 +318,5 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 
 
 def _make_config_error(path: Path, key: str, value: object, allowed: str) -> InputError:
-    why = f"is {shown(value)}, but must be {allowed}"
+    why = f"is {format_value(value)}, but must be {allowed}"
     return InputError(f"{path}: {key}", None, why, "download config.json again")

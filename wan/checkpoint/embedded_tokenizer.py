@@ -17,7 +17,7 @@ from typing import Any
 from wan.checkpoint import gguf
 from wan.checkpoint.files import open_regular_file, read_safetensors_offsets
 from wan.settings.errors import InputError
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 _TENSOR_NAME = "spiece_model"
 _GGUF_KEYS = {  # llama.cpp's, for T5's Unigram vocabulary
@@ -97,7 +97,7 @@ def _check_vocab(tokens: list[tuple[str, float, int]], charsmap: bytes) -> Unigr
     for token, score, token_type in tokens:
         is_score = isinstance(score, float) and isfinite(score)
         if not (isinstance(token, str) and is_score and isinstance(token_type, int)):
-            raise ValueError(f"{shown(token)} with the score {shown(score)}")
+            raise ValueError(f"{format_value(token)} with the score {format_value(score)}")
     if not isinstance(charsmap, bytes):
         raise ValueError("its normalization rules are no bytes")
     first_tokens = [token for token, _, _ in tokens[:3]]

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from wan.settings.errors import FileChangedError, InputError
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantized
 FP8 = ("F8_E4M3",)
@@ -121,7 +121,7 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError as error:  # too long, no permission, ...
         why = f"cannot be used ({error.strerror or error})"
-        raise InputError(shown(path, str), None, why, "give another one") from None
+        raise InputError(format_value(path, str), None, why, "give another one") from None
 
 
 @contextmanager
@@ -293,7 +293,9 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
             with safe_open(path, framework="np") as handle:
                 yield handle
         except SafetensorError as error:
-            reason = shown(str(error).removeprefix("Error while deserializing header: "), str)
+            reason = format_value(
+                str(error).removeprefix("Error while deserializing header: "), str
+            )
             why = f"is not a valid safetensors file ({reason})"
             raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN) from None
 
@@ -343,7 +345,7 @@ def _read_sharded_headers(index: Path) -> dict[str, TensorInfo]:
     for name, file in weight_map.items():
         is_file_name = isinstance(file, str) and Path(file).name == file
         if not is_file_name or not file.endswith(".safetensors"):
-            entry = f"places {shown(name, str)} in {shown(file)}"
+            entry = f"places {format_value(name, str)} in {format_value(file)}"
             why = f"{entry}, which is no weight file in its folder"
             raise InputError(f"{index}", None, why, "download the index again")
         shard = index.parent / file

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from wan.checkpoint.files import GGUF, TensorInfo, open_regular_file, read_file_state
 from wan.settings.errors import InputError
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 _TYPE_NAMES = {
     **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
@@ -177,7 +177,7 @@ def _read_tensor_section(path: Path, reader: _HeaderReader) -> dict[str, TensorI
     for name, value in metadata_values.items():
         sizes = value if isinstance(value, tuple) else (value,)
         if len(sizes) > _MAX_DIMS or any(type(size) is not int for size in sizes):
-            raise _DamagedError(f"{shown(name, str)} is no shape or size")
+            raise _DamagedError(f"{format_value(name, str)} is no shape or size")
     alignment = metadata_values.get(_ALIGNMENT_KEY, 32)
     if type(alignment) is not int or alignment not in (1 << bits for bits in range(3, 21)):
         raise _DamagedError(f"alignment {alignment}")
@@ -186,20 +186,22 @@ def _read_tensor_section(path: Path, reader: _HeaderReader) -> dict[str, TensorI
         name = reader.read_text()
         num_dims = reader.read_number("I")
         if num_dims > _MAX_DIMS:
-            raise _DamagedError(f"{shown(name, str)} has {num_dims} axes")
+            raise _DamagedError(f"{format_value(name, str)} has {num_dims} axes")
         sizes = reader.read_numbers(f"{num_dims}Q")
         type_number, offset = reader.read_numbers("IQ")
         if name in tensors:
-            raise _DamagedError(f"{shown(name, str)} occurs twice")
+            raise _DamagedError(f"{format_value(name, str)} occurs twice")
         if offset % alignment:
-            raise _DamagedError(f"{shown(name, str)} does not begin at a multiple of {alignment}")
+            raise _DamagedError(
+                f"{format_value(name, str)} does not begin at a multiple of {alignment}"
+            )
         shape = metadata_values.get(_ORIGINAL_SHAPE_PREFIX + name, sizes[::-1])
         shape = shape if isinstance(shape, tuple) else (shape,)
         tensors[name] = _make_tensor_info(path, name, type_number, sizes, shape, offset)
     data_start = -(-reader.position // alignment) * alignment
     for name, info in tensors.items():
         if data_start + info.data_offset + info.nbytes > reader.file_size:
-            raise _DamagedError(f"{shown(name, str)} ends after the end of the file")
+            raise _DamagedError(f"{format_value(name, str)} ends after the end of the file")
         tensors[name] = replace(info, data_offset=data_start + info.data_offset)
     return tensors
 
@@ -218,13 +220,15 @@ def _make_tensor_info(
     if dtype not in block_sizes:
         why = f"is stored as {dtype}, which is not supported"
         remedy = f"get a file of {', '.join(block_sizes)}"
-        raise InputError(f"{path}: {shown(name, str)}", None, why, remedy)
+        raise InputError(f"{path}: {format_value(name, str)}", None, why, remedy)
     block_values, block_bytes = block_sizes[dtype]
     num_elements = prod(sizes)
     if num_elements < 1 or (sizes[0] if sizes else 1) % block_values:
-        raise _DamagedError(f"{shown(name, str)} has rows that are no whole blocks of {dtype}")
+        raise _DamagedError(
+            f"{format_value(name, str)} has rows that are no whole blocks of {dtype}"
+        )
     if min(shape, default=1) < 1 or prod(shape) != num_elements:
-        raise _DamagedError(f"{shown(name, str)} has two shapes")
+        raise _DamagedError(f"{format_value(name, str)} has two shapes")
     return TensorInfo(
         path, name, dtype, shape, num_elements // block_values * block_bytes, data_offset=offset
     )

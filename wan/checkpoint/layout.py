@@ -44,7 +44,7 @@ from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 NO_FILES = NetworkFiles()
 _LATENT_CHANNELS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16, "animate": 16, "vace": 16}
@@ -260,7 +260,7 @@ class _PipelineIndex:
         boundary = model_index.get("boundary_ratio")
         is_number = isinstance(boundary, int | float) and not isinstance(boundary, bool)
         if boundary is not None and not (is_number and 0 < boundary < 1):
-            why = f"is {shown(boundary)}, but must be a number between 0 and 1, or null"
+            why = f"is {format_value(boundary)}, but must be a number between 0 and 1, or null"
             raise InputError(
                 f"{path}: boundary_ratio", None, why, "download model_index.json again"
             )
@@ -271,7 +271,7 @@ class _PipelineIndex:
         }
         for component, value in components.items():
             if value is not None and not (isinstance(value, list) and len(value) == 2):
-                why = f"is {shown(value)}, but must be a library and a class"
+                why = f"is {format_value(value)}, but must be a library and a class"
                 raise InputError(
                     f"{path}: {component}", None, why, "download model_index.json again"
                 )
@@ -435,9 +435,9 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
         ):
             actual = f"{actual} (boundary_ratio is null in {PIPELINE_INDEX})"
         expected = describe_networks(preset.kind, preset.experts)
-    elif checkpoint.num_images != preset.images:
+    elif checkpoint.num_images != preset.num_clip_vision_images:
         actual = f"a network for {checkpoint.num_images} input images"
-        expected = f"one for {preset.images}"
+        expected = f"one for {preset.num_clip_vision_images}"
     else:
         return
     why = f"holds {actual}, but task {preset.task} needs {expected}"
@@ -566,7 +566,7 @@ def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
     takes_images = bool(
         weight_file.find_shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight")
     )
-    return kind == preset.kind and takes_images == bool(preset.images)
+    return kind == preset.kind and takes_images == bool(preset.num_clip_vision_images)
 
 
 def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:

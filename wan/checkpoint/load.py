@@ -54,7 +54,7 @@ from wan.checkpoint.w8a8_export import FP8_DYNAMIC, Export, QuantizedDit
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 _PICKLE_SUFFIXES = (".pth", ".ckpt")
 _COPY_ELEMENTS = 1 << 24  # elements per copy
@@ -319,7 +319,7 @@ def load_pth(path: Path) -> dict[str, Tensor]:
         why = "holds something other than weights and was not opened, because it could run code"
         raise InputError(f"{path}", None, why, "download it again") from None
     except Exception as error:  # torch raises half a dozen kinds for damaged files
-        why = f"cannot be read ({shown(error, str)})"
+        why = f"cannot be read ({format_value(error, str)})"
         raise InputError(f"{path}", None, why, "download it again") from None
     if isinstance(state_dict, dict) and isinstance(state_dict.get("state_dict"), dict):
         state_dict = state_dict["state_dict"]  # training code saves its state too
@@ -336,7 +336,7 @@ def load_pth(path: Path) -> dict[str, Tensor]:
             and value.device.type == "cpu"
             and value.untyped_storage().nbytes() >= value.nbytes
         ):
-            why = f"holds something other than weights ({shown(name, str)})"
+            why = f"holds something other than weights ({format_value(name, str)})"
             raise InputError(f"{path}", None, why, "download it again")
     return dict(entries)
 

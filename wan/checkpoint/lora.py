@@ -30,8 +30,8 @@ from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.peft_settings import read_peft_settings
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
-from wan.settings.fields import options
-from wan.settings.values import shown
+from wan.settings.fields import list_options
+from wan.settings.values import format_value
 
 
 class Naming(NamedTuple):
@@ -162,7 +162,7 @@ def parse_lora_file(text: str) -> LoraFile:
     if strength is None:
         return LoraFile(Path(os.path.expanduser(text)))
     if not abs(strength) <= _MAX_ABS:
-        why = f"has the strength {shown(tail)}"
+        why = f"has the strength {format_value(tail)}"
         raise InputError("LoRA", file, why, f"give a number from -{_MAX_ABS:g} to {_MAX_ABS:g}")
     return LoraFile(Path(os.path.expanduser(file)), strength)
 
@@ -331,7 +331,7 @@ def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str
         InputError: A file does not fit the network or cannot be read, or other settings exclude
             LoRAs.
     """
-    flags = [flag for flag in options(Loras) if values.get(flag)]
+    flags = [flag for flag in list_options(Loras) if values.get(flag)]
     files = list_lora_files(values)
     if not flags:
         return {}
@@ -499,7 +499,7 @@ class _LoraReader:
             alpha = rank if alpha is None else alpha
             is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
             if not is_number or not abs(alpha) <= _MAX_ABS:
-                why = f"has an alpha of {layer} that is {shown(alpha)}"
+                why = f"has an alpha of {layer} that is {format_value(alpha)}"
                 raise self.make_error(why, "it is damaged")
             scale = alpha / (math.sqrt(rank) if use_rslora else rank)
             yield f"{layer}.weight", WeightDelta(scale * self.strength, up=up, down=down)

@@ -11,7 +11,7 @@ from typing import Any
 
 from wan.checkpoint.files import read_json, read_safetensors_metadata
 from wan.settings.errors import InputError
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 _CONFIG_FILE = "adapter_config.json"  # PEFT's, in the folder of adapter_model.safetensors
 _METADATA_KEY = "lora_adapter_metadata"  # the same settings in diffusers' metadata
@@ -71,16 +71,16 @@ def _check_peft_settings(path: Path, source: str, settings: Mapping[str, Any]) -
     """Refuses settings of anything but a plain LoRA of unchanged base weights."""
     init = settings.get("init_lora_weights")
     if not isinstance(init, str | bool | None) or init not in _SUPPORTED_INITS:
-        why = f"has init_lora_weights {shown(init)} in its {source}: it may belong to base weights"
+        why = f"has init_lora_weights {format_value(init)} in its {source}: it may belong to base weights"
         convert = "save it with PEFT's path_initial_model_for_weight_conversion"
         remedy = f"{convert}, or {_MERGE_REMEDY}"
         raise InputError("LoRA", path, f"{why} that training changed", remedy)
     peft_type = settings.get("peft_type", "LORA")
     if peft_type != "LORA":
-        why = f"has the peft_type {shown(peft_type)} in its {source}, which is not supported"
+        why = f"has the peft_type {format_value(peft_type)} in its {source}, which is not supported"
         raise InputError("LoRA", path, why, _MERGE_REMEDY)
     if not isinstance(settings.get("use_rslora", False), bool | None):
-        why = f"has use_rslora {shown(settings['use_rslora'])} in its {source}"
+        why = f"has use_rslora {format_value(settings['use_rslora'])} in its {source}"
         raise InputError("LoRA", path, why, "it is damaged")
     for key, value in settings.items():
         is_variant = key.startswith("use_") or key.endswith("_config")

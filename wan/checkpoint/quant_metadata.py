@@ -28,7 +28,7 @@ from wan.checkpoint.files import (
     read_safetensors_offsets,
 )
 from wan.settings.errors import InputError
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 _FORMAT_DTYPES = {"float8_e4m3fn": "F8_E4M3", "int8_tensorwise": "I8", "nvfp4": "U8"}
 """ComfyUI's format -> the dtype of the stored tensor."""
@@ -88,7 +88,7 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             description = (
                 "int8 of rotated weights"
                 if format_name in [*_FORMAT_DTYPES]
-                else shown(format_name)
+                else format_value(format_name)
             )
             why = f"is marked as {description}, which is not supported"
             remedy = f"get a file of {', '.join(_FORMAT_DTYPES)}"
@@ -182,5 +182,7 @@ def _parse_layer_format(subject: str, dtype: str, text: bytes) -> dict[str, Any]
     except (ValueError, RecursionError):
         layer_format = None
     if not isinstance(layer_format, dict):
-        raise InputError(subject, None, f"is no JSON object ({shown(text[:40])})", _DOWNLOAD_AGAIN)
+        raise InputError(
+            subject, None, f"is no JSON object ({format_value(text[:40])})", _DOWNLOAD_AGAIN
+        )
     return layer_format

@@ -44,7 +44,7 @@ class ClipFiles:
 
     def __init__(self, run: Run) -> None:
         """Prepares access to a run's folder of clips; reads nothing."""
-        self._run, self.folder = run, run.output.clips
+        self._run, self.folder = run, run.output.clips_dir
 
     def count_done(self) -> int:
         """Returns the number of clips, from the first, that are stored and match this run."""
@@ -134,7 +134,7 @@ class ClipFiles:
 
     def _settings(self, index: int) -> dict[str, Any]:
         """Returns the settings and input digests that determine a clip's frames."""
-        run, own = self._run, self._run.request.of_clip(index)
+        run, own = self._run, self._run.request.make_clip_params(index)
         found = {n: x for n, x in without_paths(run.settings).items() if n not in _FREE}
         found |= {f"the content of {name}": value for name, value in run.contents().items()}
         return found | {"prompt": own.prompt, "base_seed": own.base_seed}

@@ -29,7 +29,7 @@ DECODING = "while the video was decoded"
 def describe(error: BaseException) -> str | None:
     """Returns a sentence for an error that a user can act on; None for other errors."""
     if isinstance(error, InputError):
-        error.words = env.words()
+        error.naming = env.words()
     if isinstance(error, InputError | WriteError | FileChangedError | NotFiniteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):

@@ -16,11 +16,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wan.settings import values
-from wan.settings.command import LATENTS
-from wan.settings.errors import COMMAND_LINE, InputError, spoken
-from wan.settings.execution import OFFLOAD
-from wan.settings.fields import Option, options
-from wan.settings.flags import FLAGS, GROUPS, check_given, check_needs, read
+from wan.settings.command import SAVE_LATENTS
+from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
+from wan.settings.execution import OFFLOAD_MODEL
+from wan.settings.fields import Option, list_options
+from wan.settings.flags import (
+    FLAGS,
+    GROUPS,
+    check_exclusive_settings,
+    check_needed_settings,
+    read_settings,
+)
 from wan.settings.values import switch
 
 _TTS = (
@@ -78,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; --help lists the flags.")
 
 
-@spoken(COMMAND_LINE)
+@name_settings(COMMAND_LINE_NAMING)
 def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Parses the flags of a command line and returns their checked values.
 
@@ -93,9 +99,11 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if {"-h", "--help"} & {*arguments}:
         _parser(everything="all" in arguments).print_help()
         raise SystemExit(0)
-    found = read(vars(_parser().parse_args(arguments)))
-    check_needs({name: found[name] for name in found if "plan" in (name, FLAGS[name].needs)})
-    check_given(found)
+    found = read_settings(vars(_parser().parse_args(arguments)))
+    check_needed_settings(
+        {name: found[name] for name in found if "plan" in (name, FLAGS[name].needs)}
+    )
+    check_exclusive_settings(found)
     return found
 
 
@@ -115,7 +123,7 @@ def _parser(everything: bool = True) -> Parser:
     some = result.add_argument_group("common flags (--help all lists every flag)")
     for title, kinds in GROUPS.items():
         group = result.add_argument_group(title) if everything else some
-        for name, flag in (item for kind in kinds for item in options(kind).items()):
+        for name, flag in (item for kind in kinds for item in list_options(kind).items()):
             told = _argument(name, flag)
             if not everything and not flag.common:
                 told["help"] = argparse.SUPPRESS
@@ -137,23 +145,23 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 _SWITCH = "{true,false}"
-_SWITCHES = (switch, OFFLOAD, LATENTS)
+_SWITCHES = (switch, OFFLOAD_MODEL, SAVE_LATENTS)
 """Readers of options that are true without a value; false overrides a record or variable."""
 _PROGRAMS = {"__main__.py": "python -m wan", "wan-generate": "wan-generate"}
 
 
 def _argument(name: str, flag: Option) -> dict[str, Any]:
     """Returns the keywords of `add_argument` for a flag, whose value `Option.read` reads later."""
-    choices = flag.read.choices
+    choices = flag.reader.choices
     listed = "{" + ",".join(choices or ()) + "}"
-    shown = flag.read.metavar if choices is None or len(listed) > 120 else listed
+    shown = flag.reader.metavar if choices is None or len(listed) > 120 else listed
     told: dict[str, Any] = {"help": flag.help, "metavar": shown}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}
-    if flag.read in (values.files, values.pictures):
+    if flag.reader in (values.read_lora_files, values.read_image_files):
         return told | {"action": "append"}
-    if flag.read is values.texts:
+    if flag.reader is values.read_text_values:
         return told | {"nargs": "+"}
-    if flag.read in _SWITCHES:
+    if flag.reader in _SWITCHES:
         return told | {"nargs": "?", "const": "true"}
     return told

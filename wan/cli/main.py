@@ -18,7 +18,7 @@ from wan.cli.resolve import resolve
 from wan.cli.videos import Video
 from wan.log import logger
 from wan.run import Run
-from wan.settings.errors import InputError, exit_code
+from wan.settings.errors import InputError, get_exit_code
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if speaks or isinstance(error, InputError):
             failures.say(sentence)
-        return exit_code(error)
+        return get_exit_code(error)
     return 0  # stdout was closed
 
 
@@ -158,7 +158,7 @@ def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
             seed=run.request.base_seed,
             with_seed=run.with_seed,
             device=device,
-            mesh_sizes=run.setup.parallel.sizes,
+            mesh_sizes=run.setup.parallel.mesh_shape,
             timeout=timedelta(minutes=run.setup.parallel.dist_timeout),
             invariants=facts,
         )

@@ -117,7 +117,7 @@ def _is_there(line: Line) -> bool:
     if not output.save_file.exists():
         return False
     try:
-        made = read_json(output.record)["settings"]
+        made = read_json(output.record_path)["settings"]
     except (InputError, KeyError):
         return True  # it has no record to compare with
     asked = json.loads(json.dumps(line.run.settings, default=str))

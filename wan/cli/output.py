@@ -86,11 +86,11 @@ def check_outputs(run: Run) -> None:
     if env.rank() != 0:
         return
     if output.save_latents:
-        check_output(output.latents, LATENTS, "`save_latents`")
+        check_output(output.latents_path, LATENTS, "`save_latents`")
     if output.save_latents == "steps":
-        check_output_folder(output.steps, {FOUR_DIGITS: LATENTS}, "`save_latents`")
+        check_output_folder(output.steps_dir, {FOUR_DIGITS: LATENTS}, "`save_latents`")
     if run.request.chain is not None:
-        check_output_folder(output.clips, CLIP_KINDS, "`save_file`")
+        check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
 
 
 def check_trace(output: Output, compiled: bool, steps: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from wan.cli import failures
 from wan.output_files import OutputKind, check_output
-from wan.settings.errors import InputError, exit_code
-from wan.settings.values import Reader, path
+from wan.settings.errors import InputError, get_exit_code
+from wan.settings.values import Reader, read_path
 
 
 def typed(read: Reader) -> Callable[[str], Any]:
@@ -30,7 +30,7 @@ def output_path(kind: OutputKind) -> Callable[[str], Path]:
     """Returns the `type` of an option for an output file, which checks the path."""
 
     def read(name: str, raw: Any) -> Path:
-        file: Path = path(name, raw)
+        file: Path = read_path(name, raw)
         check_output(file, kind, name)
         return file
 
@@ -51,4 +51,4 @@ def run_program(main: Callable[[], int | None], name: str | None = None) -> int:
         if sentence is None:
             raise
         failures.say(sentence, name or Path(sys.argv[0]).name)
-        return exit_code(error)
+        return get_exit_code(error)

@@ -25,8 +25,8 @@ from wan.log import logger
 from wan.output_files import SUMMARY, check_output
 from wan.run import Line, Run
 from wan.settings.errors import InputError
-from wan.settings.flags import FLAGS, check_given, read
-from wan.settings.values import shown
+from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
+from wan.settings.values import format_value
 
 MOST_BYTES, MOST_LINES = 16_000_000, 10_000
 _SLUG = 40
@@ -162,19 +162,21 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
         if name in FLAGS and not FLAGS[name].line:
             raise InputError(f"{name} applies to all lines; give `{name}` on the command line.")
     seeds: list[int | None] = [None]
-    whole = FLAGS["base_seed"].read
+    whole = FLAGS["base_seed"].reader
     if (listed := raw.get("seeds")) is not None:
         known = isinstance(listed, list) and 0 < len(listed) <= 1000 and None not in listed
         seeds = [whole("seeds", one) for one in raw.pop("seeds")] if known else []
         if not known or len({*seeds}) < len(seeds):
             raise InputError(
-                "seeds", shown(listed, json.dumps), "must be a list of different whole numbers"
+                "seeds",
+                format_value(listed, json.dumps),
+                "must be a list of different whole numbers",
             )
     seed = {} if raw.get("seed") is None else {"base_seed": whole("seed", raw.pop("seed"))}
     if isinstance(raw.get("prompt"), list):  # prompts of the clips
         raw = {"clip_prompts" if name == "prompt" else name: value for name, value in raw.items()}
-    values = read(raw, "{}") | seed
-    check_given(values)
+    values = read_settings(raw, "{}") | seed
+    check_exclusive_settings(values)
     return values, seeds
 
 
@@ -184,7 +186,9 @@ def _without_twins(found: list[Line]) -> list[Line]:
     for place, line in enumerate(found):
         if line.run is None or line.error:
             continue
-        path = Path(os.path.realpath(line.run.output.record))  # unique for the video and its record
+        path = Path(
+            os.path.realpath(line.run.output.record_path)
+        )  # unique for the video and its record
         if path in taken:
             name = line.run.output.save_file
             error = f"{name} is the video of line {taken[path]} already; give another save_file."

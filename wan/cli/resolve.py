@@ -20,9 +20,9 @@ from wan.pipeline import memory
 from wan.pipeline.video import read_latents_shape
 from wan.run import DescribeFolder, Run, Values
 from wan.settings import recipes
-from wan.settings.errors import InputError, spoken
-from wan.settings.flags import FLAGS, check_needs, read
-from wan.settings.step_cache import is_read
+from wan.settings.errors import InputError, name_settings
+from wan.settings.flags import FLAGS, check_needed_settings, read_settings
+from wan.settings.step_cache import is_parameter_used
 
 
 def resolve(
@@ -41,9 +41,11 @@ def resolve(
     Raises:
         InputError: A setting is invalid, or settings do not fit together.
     """
-    with spoken(env.words()), usable_paths():
+    with name_settings(env.words()), usable_paths():
         values = layered(given)
-        check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
+        check_needed_settings(
+            {name: value for name, value in values.items() if FLAGS[name].needs != "plan"}
+        )
         if "save_file" in values and not plan:
             check_video_path(values["save_file"])
         found = run.resolve(values, make_demo, plan, describe, inputs)
@@ -74,11 +76,13 @@ def layered(flags: Values) -> dict[str, Any]:
     """
     below = {**env.aliases(), **_recorded(flags)}
     if "recipe" in flags:  # it sets them again
-        below = {name: value for name, value in below.items() if name not in recipes.SETS}
-    values = recipes.under(flags, below)
+        below = {
+            name: value for name, value in below.items() if name not in recipes.RECIPE_SETTINGS
+        }
+    values = recipes.merge_defaults(flags, below)
     for name in below.keys() & values.keys() - flags.keys():
         needs = FLAGS[name].needs
-        if (needs is not None and not values.get(needs)) or not is_read(name, values):
+        if (needs is not None and not values.get(needs)) or not is_parameter_used(name, values):
             del values[name]
     return values
 
@@ -115,4 +119,4 @@ def _recorded(flags: Values) -> dict[str, Any]:
     for name in settings:
         if name in FLAGS and not FLAGS[name].record:
             raise InputError(f"{path}: {name}", why="is not part of a record", remedy="remove it")
-    return read(settings, f"{path}: {{}}")
+    return read_settings(settings, f"{path}: {{}}")

@@ -36,10 +36,10 @@ from wan.output_files import (
 )
 from wan.pipeline import media, video
 from wan.run import Run
-from wan.settings import timesteps
+from wan.settings import noise_schedule
 from wan.settings.command import Output
 from wan.settings.errors import NotFiniteError
-from wan.settings.sound import FIRST_DROPPED, FPS
+from wan.settings.sound import NUM_DROPPED_FRAMES, S2V_FPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +98,7 @@ class Video:
             if run.request.chain is not None:
                 self._write_chain(metered)
                 return
-            if run.request.clips:
+            if run.request.has_clips:
                 self._write_clips(metered)
                 return
             if run.decode_latents is not None:
@@ -117,7 +117,7 @@ class Video:
 
     def _keep_step(self, done: int, latents: Tensor) -> None:
         """Writes the latents after a step; logs an error if that fails."""
-        folder = self.run.output.steps
+        folder = self.run.output.steps_dir
         try:
             folder.mkdir(exist_ok=True)
             for left in folder.glob(FOUR_DIGITS) if done == 1 else ():
@@ -177,7 +177,7 @@ class Video:
             return
         from wan.evidence.recording import Recording, nth_steps, plan_of
 
-        experts = timesteps.schedule(run.request).experts
+        experts = noise_schedule.make_noise_schedule(run.request).experts
         steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
         rank = 0 if self._team is None else self._team.rank
         recording = Recording(
@@ -278,7 +278,7 @@ class Video:
         if not run.output.save_latents:
             files.remove()
         width, height = request.video_size
-        frames = sum(map(request.clip_frames, range(count)))
+        frames = sum(map(request.count_clip_frames, range(count)))
         power = None if meter is None else meter.stop()
         self._sum_up(self._save_record((frames, height, width), power), power)
         self._remove_left_over()
@@ -306,7 +306,7 @@ class Video:
                 pass
             return
         width, height = request.video_size
-        frames = sum(map(request.clip_frames, range(count)))
+        frames = sum(map(request.count_clip_frames, range(count)))
         file = video.open_mp4_encoder(run.output, self._place_with_sound, self._comment())
         with pipeline.stages("writing"), file as encoder:
             encoder.begin((frames, height, width))
@@ -329,7 +329,7 @@ class Video:
         """Saves the clips before a failure to a separate file, with audio."""
         path = self.run.output.save_file
         _, height, width = encoder.size
-        frames = sum(map(self.run.request.clip_frames, range(done)))
+        frames = sum(map(self.run.request.count_clip_frames, range(done)))
         encoder.size = (frames, height, width)
         try:
             encoder.finish()
@@ -348,7 +348,7 @@ class Video:
         run = self.run
         if run.sound is None:
             return silent
-        cut = FIRST_DROPPED / FPS if run.settings.get("audio_sync") else 0.0
+        cut = NUM_DROPPED_FRAMES / S2V_FPS if run.settings.get("audio_sync") else 0.0
         spoken = silent.with_name(f"{silent.stem}.sound.mp4")
         try:
             media.add_audio(silent, run.sound.path, spoken, cut)
@@ -396,7 +396,7 @@ class Video:
             return
         try:
             if output.save_latents:
-                with write_output(output.latents, LATENTS) as temporary:
+                with write_output(output.latents_path, LATENTS) as temporary:
                     shutil.copyfile(path, temporary)
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -407,7 +407,10 @@ class Video:
         run, pipeline = self.run, self._pipeline
         execution, device = run.setup.execution, pipeline.device
         count, height, width = size
-        precision, packages = execution.precision_on(device.type), run.setup.attention.packages
+        precision, packages = (
+            execution.get_precision(device.type),
+            run.setup.attention.required_packages,
+        )
         stored_bf16 = execution.convert_model_dtype  # determines the DiT's dtype
         record = {
             "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
@@ -420,7 +423,7 @@ class Video:
             "used": {
                 "device": device.name(),
                 "precision": precision,
-                "dit_precision": execution.dit_precision_on(device.type),
+                "dit_precision": execution.get_dit_precision(device.type),
                 "kernel": pipeline.kernel,
                 "vae": pipeline.vae_runner.last_method,
                 **asdict(run.setup.parallel),
@@ -446,7 +449,7 @@ class Video:
             with write_output(path, RECORD) as temporary:
                 temporary.write_text(text, encoding="utf-8")
 
-        paths = (run.output.record, *_unfinished(run.output, ".json"))
+        paths = (run.output.record_path, *_unfinished(run.output, ".json"))
         return _first_written(paths, write, "record")
 
     def _sum_up(self, record: Path | None, power: Measured | None) -> None:

@@ -8,8 +8,8 @@ from easydict import EasyDict
 from wan.settings.presets import PRESETS, SIZES, TRAIN_TIMESTEPS, Preset
 
 
-def _config(preset: Preset) -> EasyDict:
-    two = preset.boundary is not None
+def _make_task_config(preset: Preset) -> EasyDict:
+    has_two_experts = preset.boundary is not None
     config = EasyDict(
         __name__=f"Config: Wan {preset.task}",
         t5_model="umt5_xxl",
@@ -36,16 +36,20 @@ def _config(preset: Preset) -> EasyDict:
         eps=1e-6,
         sample_shift=preset.sample_shift,
         sample_steps=preset.sample_steps,
-        sample_guide_scale=preset.sample_guide_scale if two else preset.sample_guide_scale[0],
+        sample_guide_scale=preset.sample_guide_scale
+        if has_two_experts
+        else preset.sample_guide_scale[0],
     )
-    if two:
+    if has_two_experts:
         config.low_noise_checkpoint = "low_noise_model"
         config.high_noise_checkpoint = "high_noise_model"
         config.boundary = preset.boundary
     return config
 
 
-WAN_CONFIGS: dict[str, EasyDict] = {task: _config(preset) for task, preset in PRESETS.items()}
+WAN_CONFIGS: dict[str, EasyDict] = {
+    task: _make_task_config(preset) for task, preset in PRESETS.items()
+}
 SIZE_CONFIGS: dict[str, tuple[int, int]] = dict(SIZES)
 MAX_AREA_CONFIGS: dict[str, int] = {name: w * h for name, (w, h) in SIZES.items()}
 SUPPORTED_SIZES: dict[str, tuple[str, ...]] = {t: p.trained_sizes for t, p in PRESETS.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
-from wan.settings.errors import InputError, spoken
+from wan.settings.errors import InputError, name_settings
 
 VERSIONS = ">=0.37,<0.43"  # of diffusers, as in requirements.txt
 _installed, _oldest, _first_unsupported = (
@@ -41,19 +41,19 @@ from wan.distributed import mesh
 from wan.log import logger
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
-from wan.settings.fields import options
-from wan.settings.flags import DIFFUSERS, FLAGS, for_loading
+from wan.settings.fields import list_options
+from wan.settings.flags import DIFFUSERS_NAMING, FLAGS, read_constructor_settings
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 
 Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline, WanVACEPipeline)
 Transformer = TypeVar("Transformer", WanTransformer3DModel, WanVACETransformer3DModel)
 
-CACHE_FLAGS = frozenset(options(StepCache))
+CACHE_FLAGS = frozenset(list_options(StepCache))
 KEYWORDS = frozenset(
     name
     for kind in (Attention, Parallel, Execution)
-    for name, option in options(kind).items()
+    for name, option in list_options(kind).items()
     if option.diffusers == name
 )
 """Flags of the command line that `parallelize_pipe` takes."""
@@ -74,7 +74,7 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
         InputError: A ValueError, for settings that the command line refuses, and for networks whose
             attention or hooks are not diffusers' default ones.
     """
-    with spoken(DIFFUSERS):
+    with name_settings(DIFFUSERS_NAMING):
         networks = _get_networks(pipe)
         _attach_session(
             Session(
@@ -93,7 +93,7 @@ def parallelize_transformer(transformer: Transformer, **settings: Any) -> Transf
     Block-sparse attention needs the step: from diffusers 0.41 on, call the network inside
     `transformer.cache_context("cond", step_index=..., num_inference_steps=...)`.
     """
-    with spoken(DIFFUSERS):
+    with name_settings(DIFFUSERS_NAMING):
         values = _load_settings(settings)
         if values.get("cfg_size") == 2:
             why = "pairs the calls of a pipeline"
@@ -118,14 +118,14 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
         InputError: As the command line. A policy that does not fit the steps or the guidance of a
             video is refused when the pipeline is called.
     """
-    with spoken(DIFFUSERS):
+    with name_settings(DIFFUSERS_NAMING):
         flags: dict[str, Any] = {"step_cache": policy}
         for name, value in parameters.items():
             flag = name if name in FLAGS else f"step_cache_{name}"
             if flag not in CACHE_FLAGS:
                 raise InputError(f"{name} is no parameter of a step cache; remove it.")
             flags[flag] = value
-        values = for_loading(flags)
+        values = read_constructor_settings(flags)
         old_session = hooks.get_session(_get_networks(pipe, allow_hooks=True))
         if old_session is not None and old_session.pipe is None:
             raise InputError("The network is parallelised alone; call parallelize_pipe instead.")
@@ -168,18 +168,18 @@ def _drop_unused_parallel(values: dict[str, Any]) -> dict[str, Any]:
     """Drops settings of parallelism in a single process, so that a script runs on 1 or N ranks."""
     if mesh.get_num_ranks() > 1:
         return values
-    unused = {name for name in options(Parallel) if values.get(name)} - {"dist_timeout"}
+    unused = {name for name in list_options(Parallel) if values.get(name)} - {"dist_timeout"}
     if unused:
         names = ", ".join(f"`{name}`" for name in sorted(unused))
         notice = f"This is one process, so {names} ha{'s' if len(unused) == 1 else 've'} no effect."
-        logger.warning(DIFFUSERS.render(notice))
+        logger.warning(DIFFUSERS_NAMING.render(notice))
     return {name: value for name, value in values.items() if name not in unused}
 
 
 def _load_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in settings.keys() - KEYWORDS:
         raise InputError(f"{name} is no keyword here; there are {', '.join(sorted(KEYWORDS))}.")
-    return for_loading(settings)
+    return read_constructor_settings(settings)
 
 
 def _get_networks(pipe: Any, allow_hooks: bool = False) -> Networks:

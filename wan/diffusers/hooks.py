@@ -23,7 +23,7 @@ from wan.diffusers.session import Networks, Session
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import SequenceShard
 from wan.modules.rope import RopeTable, apply_rope
-from wan.settings.schedule import Grid
+from wan.settings.attention_modes import Grid
 
 NAME = "wan"
 _SCALES_INDEX = 3  # index of VACE's scales in the arguments after the timestep

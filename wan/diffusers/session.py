@@ -28,12 +28,12 @@ from wan.pipeline import build
 from wan.pipeline.denoise import RunBranches, run_both_branches
 from wan.pipeline.setup import Setup
 from wan.run import make_setup
-from wan.settings import timesteps
-from wan.settings.errors import InputError, spoken
-from wan.settings.flags import DIFFUSERS
+from wan.settings import noise_schedule
+from wan.settings.attention_modes import Grid
+from wan.settings.errors import InputError, name_settings
+from wan.settings.flags import DIFFUSERS_NAMING
 from wan.settings.presets import PRESETS, Preset
-from wan.settings.request import Request, make_request
-from wan.settings.schedule import Grid
+from wan.settings.request import VideoParams, make_video_params
 
 Networks = Mapping[str, WanTransformer3DModel | WanVACETransformer3DModel]
 """Expert -> its network."""
@@ -78,7 +78,7 @@ class Session:
         target = Target(device, head_dim, network.dtype)
         selected = select_kernels(self.setup.attention, target, {}, compile_blocks=True)
         self.groups = groups or (
-            mesh.make_parallel_groups(device, parallel.sizes) if world_size > 1 else None
+            mesh.make_parallel_groups(device, parallel.mesh_shape) if world_size > 1 else None
         )
         self.caches = build.build_step_cache(self.setup, self.groups)
         self.caches.compute_changes = self._compute_embedding_changes
@@ -98,7 +98,7 @@ class Session:
         """Logs the attention and the notices on the main rank."""
         if self.groups is None or self.groups.is_main:
             for notice in self._notices:
-                logger.warning(DIFFUSERS.render(notice))
+                logger.warning(DIFFUSERS_NAMING.render(notice))
             logger.info("%s", self._attention_line)
 
     def start_video(self, grid: Grid, x_BCFHW: Tensor) -> None:
@@ -109,7 +109,11 @@ class Session:
             noise_sum = x_BCFHW[:, : request.latent_shape[0], -1].float().sum().item()
             if (
                 len(
-                    set(self.groups.gather((noise_sum, grid, request.sample_steps, request.guided)))
+                    set(
+                        self.groups.gather(
+                            (noise_sum, grid, request.sample_steps, request.uses_guidance)
+                        )
+                    )
                 )
                 > 1
             ):
@@ -117,9 +121,9 @@ class Session:
                     "The ranks begin different videos: call the pipeline with the same arguments "
                     "on each, and with generators of the same seed."
                 )
-        with spoken(DIFFUSERS):
+        with name_settings(DIFFUSERS_NAMING):
             for notice in self.setup.check_request(request):
-                logger.warning(DIFFUSERS.render(notice))
+                logger.warning(DIFFUSERS_NAMING.render(notice))
         self.caches.start_video(request)
         self._is_running = True
 
@@ -217,7 +221,7 @@ class Session:
         out.copy_(cond_result)
         return (uncond_result.to(out.dtype),)
 
-    def _make_request(self, grid: Grid) -> Request:
+    def _make_request(self, grid: Grid) -> VideoParams:
         """Makes the request of the pipeline's video, for checks and step caches."""
         pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
         step_timesteps, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
@@ -243,10 +247,10 @@ class Session:
             values |= {"sample_solver": "euler", "timesteps": tuple(step_timesteps)}
             values |= {} if boundary is None else {"boundary_step": high_noise_steps}
         covers_image = preset.kind == "ti2v" and isinstance(pipe, WanImageToVideoPipeline)
-        request = make_request(preset, values, (width, height) if covers_image else None)
+        request = make_video_params(preset, values, (width, height) if covers_image else None)
         if (
             boundary is not None
-            and timesteps.schedule(request).high_noise_steps != high_noise_steps
+            and noise_schedule.make_noise_schedule(request).high_noise_steps != high_noise_steps
         ):
             raise InputError(
                 f"The scheduler gives {high_noise_steps} of {len(step_timesteps)} steps to the high-noise network, which "
@@ -307,7 +311,12 @@ def _describe_networks(networks: Networks) -> tuple[Preset, Checkpoint]:
 
     def similarity(preset: Preset) -> tuple[bool, ...]:
         experts = {*preset.experts} == {*networks}
-        return preset.kind == kind, experts, preset.images == num_images, preset.num_heads == heads
+        return (
+            preset.kind == kind,
+            experts,
+            preset.num_clip_vision_images == num_images,
+            preset.num_heads == heads,
+        )
 
     preset = max(PRESETS.values(), key=similarity)
     base = make_reference_checkpoint(preset)

@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from wan.settings.schedule import Range
+from wan.settings.attention_modes import Range
 
 
 @dataclass(frozen=True)

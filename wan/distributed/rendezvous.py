@@ -31,7 +31,7 @@ import torch.distributed as dist
 from wan import host
 from wan.device import Device
 from wan.distributed.mesh import BACKENDS, ParallelGroups, make_parallel_groups
-from wan.settings.errors import InputError, Terminated, exit_code
+from wan.settings.errors import InputError, Terminated, get_exit_code
 
 T = TypeVar("T")
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -274,7 +274,7 @@ class _Rendezvous:
             if sentence is None:
                 traceback.print_exc()
             status = replace(
-                status, error=sentence or f"{_format_error(error)}.", code=exit_code(error)
+                status, error=sentence or f"{_format_error(error)}.", code=get_exit_code(error)
             )
         if env.local_rank == 0:
             store.set(f"prepared/{self.watchdog.this_rank.node}", status.error or "")
@@ -615,7 +615,7 @@ def _end_process(
         traceback.print_exc()
     finally:
         # Without destructors, which would wait for the other ranks.
-        os._exit(1 if watchdog.interrupted else exit_code(error))
+        os._exit(1 if watchdog.interrupted else get_exit_code(error))
 
 
 def _call_with_timeout(seconds: float, query: Callable[[], T], default: T) -> T:

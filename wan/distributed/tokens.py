@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wan import trace
 from wan.distributed.exchange import Group, all_gather_tokens, get_group_rank, get_group_size
-from wan.settings.schedule import Grid, TokenPlan
+from wan.settings.attention_modes import Grid, TokenPlan
 
 
 class ShardedSequence:
@@ -41,7 +41,7 @@ class ShardedSequence:
 
     def num_valid(self, num_tokens: int) -> int:
         """Counts this rank's tokens without padding."""
-        return self.make_plan(num_tokens).valid(self.rank)
+        return self.make_plan(num_tokens).count_valid_tokens(self.rank)
 
     def offset(self, num_tokens: int) -> int:
         return self.rank * self.make_plan(num_tokens).shard_len
@@ -56,7 +56,7 @@ class ShardedSequence:
         """Returns this rank's shard [B,L,...] of [B,S,...], padded with zeros at the end."""
         plan = self.make_plan(x_BSC.shape[1])
         begin = self.rank * plan.shard_len
-        end = begin + plan.valid(self.rank)
+        end = begin + plan.count_valid_tokens(self.rank)
         x_BLC = x_BSC[:, begin:end]
         if self.order is not None:
             x_BLC = x_BSC[:, self._get_permutation(grid, x_BSC.device)[0][begin:end]]
@@ -75,7 +75,7 @@ class ShardedSequence:
         return x_BSC[:, self._get_permutation(grid, x_BSC.device)[1]]
 
     def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
-        return self.make_plan(sum(segment_lengths)).runs(segment_lengths, self.rank)
+        return self.make_plan(sum(segment_lengths)).shard_segments(segment_lengths, self.rank)
 
     def _get_permutation(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns `order` and its inverse on a device; those of the last grid are cached."""

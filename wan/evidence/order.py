@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from wan.output_files import json_kind, write_output
+from wan.settings.attention_modes import (
+    Mode,
+    TokenPlan,
+    count_valid_rows,
+    list_head_ranges,
+    q_ranges,
+    select_attention_mode,
+)
 from wan.settings.errors import InputError
 from wan.settings.numerics import Q_ROWS
-from wan.settings.schedule import Mode, TokenPlan, head_ranges, mode_of, q_ranges, valid_rows
 from wan.trace import PLACES, Event, label
 
 Item = tuple[int, str]
@@ -107,7 +114,7 @@ class Plan:
 
     @property
     def mode(self) -> Mode:
-        return mode_of(self.comm_type, self.overlap, self.chunks)
+        return select_attention_mode(self.comm_type, self.overlap, self.chunks)
 
     @property
     def ring_rank(self) -> int:
@@ -119,7 +126,7 @@ class Plan:
         """Tokens without padding of each ring rank."""
         _, ring, ulysses = self.sizes
         rows = TokenPlan(self.tokens, ring * ulysses, self.multiple).shard_len * ulysses
-        return [valid_rows(self.tokens, rank, rows) for rank in range(ring)]
+        return [count_valid_rows(self.tokens, rank, rows) for rank in range(ring)]
 
     def method(self, step: int) -> str:
         """Returns the attention backend of a step: "rainfusion", "fp8" or "dense"."""
@@ -130,7 +137,7 @@ class Plan:
 
 def expected(plan: Plan, step: int) -> list[Item]:
     """Lists the planned operations of one layer in a step, in order."""
-    chunks = head_ranges(plan.heads, plan.sizes[2], plan.mode.chunks)
+    chunks = list_head_ranges(plan.heads, plan.sizes[2], plan.mode.chunks)
     exchanges, method = plan.sizes[2] > 1, plan.method(step)
     parts = ("", " scale") if method == "fp8" and plan.fp8_exchange else ("",)
     sent = ["qkv"] if plan.fused else [f"{x}{part}" for part in parts for x in "qkv"]

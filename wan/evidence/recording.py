@@ -16,8 +16,8 @@ from wan.evidence import order
 from wan.evidence.order import Plan, Trace
 from wan.log import logger
 from wan.pipeline.setup import Setup
-from wan.settings import timesteps
-from wan.settings.request import Request
+from wan.settings import noise_schedule
+from wan.settings.request import VideoParams
 from wan.trace import Event, Recorder
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def nth_steps(experts: tuple[str, ...], place: int) -> tuple[int, ...]:
 
 def plan_of(
     setup: Setup,
-    request: Request,
+    request: VideoParams,
     steps: tuple[int, ...],
     merges: bool,
     device_type: str,
@@ -50,7 +50,7 @@ def plan_of(
         rank: Global rank.
     """
     parallel, attention = setup.parallel, setup.attention
-    experts, sparse = timesteps.schedule(request).experts, attention.use_rainfusion
+    experts, sparse = noise_schedule.make_noise_schedule(request).experts, attention.use_rainfusion
     several = parallel.sequence_size > 1
     return Plan(
         rank=rank,
@@ -59,14 +59,14 @@ def plan_of(
         chunks=parallel.chunks,
         heads=setup.checkpoint.num_heads,
         layers=setup.checkpoint.config["num_layers"],
-        tokens=request.clip_tokens(0),  # of the traced clip
+        tokens=request.count_clip_tokens(0),  # of the traced clip
         multiple=attention.row_multiple(parallel.ring_size) if several else 1,
-        sizes=parallel.sizes,
+        sizes=parallel.mesh_shape,
         ring_type=parallel.ring_type,
         merges=merges,
         fp8=attention.fp8,
         fp8_exchange=attention.quant_alltoall,
-        sparse_from=attention.start_step(request.sample_steps) if sparse else None,
+        sparse_from=attention.resolve_sparse_start_step(request.sample_steps) if sparse else None,
         steps={step: experts[step] for step in steps},
         fused=setup.exchange_on(device_type) == "fused",
         control=get_vace_layers(setup.checkpoint.config),

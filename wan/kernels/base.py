@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from wan.device import Device
-from wan.settings.kernels import Dense
-from wan.settings.schedule import Grid
+from wan.settings.attention_modes import Grid
+from wan.settings.kernels import DenseKernelRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Target:
     head_dim: int
     dtype: torch.dtype
     load: Load = resolve_name
-    dense_row: Dense | None = None
+    dense_row: DenseKernelRow | None = None
 
 
 class Kernel(Protocol):

@@ -20,7 +20,7 @@ from wan.settings.kernels import SMALL_OPS
 from wan.torch_private import set_up_compiler
 
 STEPS_BY_OP = {
-    name: row.make["cpu"].split() for name, row in SMALL_OPS.items() if "cpu" in row.make
+    name: row.factories["cpu"].split() for name, row in SMALL_OPS.items() if "cpu" in row.factories
 }
 """Value of fused_ops -> names of the functions that are compiled."""
 MIN_ELEMENTS = 1 << 22

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wan import torch_private
 from wan.kernels.base import divide_exactly
-from wan.settings.numerics import int8_slice_elements
+from wan.settings.numerics import get_int8_slice_numel
 
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # CUDA's int8 product needs 17 rows or more, sizes 8n
 
@@ -65,7 +65,7 @@ class W8A8Linear(nn.Module):
         if torch.compiler.is_compiling():  # the compiler fuses the operations
             return self._multiply(x_LI).view(*x.shape[:-1], self.out_features)
         slice_rows = max(
-            1, int8_slice_elements(self.device_type or x.device.type) // self.out_features
+            1, get_int8_slice_numel(self.device_type or x.device.type) // self.out_features
         )
         out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
         for first in range(0, len(x_LI), slice_rows):

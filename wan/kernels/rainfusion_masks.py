@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan.settings.attention_modes import Grid
 from wan.settings.numerics import Q_ROWS
-from wan.settings.schedule import Grid
 
 WINDOW = 8  # rows and columns of a window
 

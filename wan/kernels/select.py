@@ -37,8 +37,8 @@ from wan.kernels.npu.fp8 import make_bnsd_contiguous
 from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import make_window_order
 from wan.settings.attention import Attention
+from wan.settings.attention_modes import Grid
 from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, KernelRow
-from wan.settings.schedule import Grid
 
 ExportedRotations = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of queries and keys, from a quantized checkpoint."""
@@ -106,7 +106,7 @@ def select_kernels(
     """
     device, load = target.device, target.load
     names, ops, op_runner, clock = (
-        device.can.fused(attention, compile_blocks),
+        device.can.list_fused_ops(attention, compile_blocks),
         PLAIN_OPS,
         None,
         None,
@@ -143,22 +143,24 @@ def make_vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallO
     ops = PLAIN_OPS
     for name, row in SMALL_OPS.items():
         if name in names:
-            ops = load(row.make["npu"])(ops, load)
+            ops = load(row.factories["npu"])(ops, load)
     return ops
 
 
 def make_dense_kernel(attention: Attention, target: Target) -> Kernel:
     """Makes self-attention's dense kernel; one of xfuser is tried on the device."""
-    kernel: Kernel = _make_kernel(attention.dense, replace(target, dense_row=attention.dense))
+    kernel: Kernel = _make_kernel(
+        attention.dense_kernel, replace(target, dense_row=attention.dense_kernel)
+    )
     return kernel
 
 
 def _make_kernel(row: KernelRow, target: Target) -> Any:
     """Makes the kernel of a row of the table; ValueError if the device does not have it."""
     capabilities = target.device.can
-    if not capabilities.has(row):
+    if not capabilities.has_kernel(row):
         raise ValueError(f"There is no kernel {row.name!r} on this device ({capabilities.name}).")
-    return target.load(row.make[capabilities.type])(target)
+    return target.load(row.factories[capabilities.type])(target)
 
 
 def _make_rainfusion_backends(
@@ -175,7 +177,7 @@ def _make_rainfusion_backends(
     backend = RainFusionAttention(
         kind,
         attention.sparsity,
-        attention.start_step if sparse_start is None else sparse_start,
+        attention.resolve_sparse_start_step if sparse_start is None else sparse_start,
         attention.mask_refresh_interval,
         kernel=_make_kernel(RAINFUSION[kind], target),
         quantizer=quantizer,
@@ -203,8 +205,10 @@ def _make_fp8_backends(
 def make_fp8_quantizer(target: Target, rotations: Rotations) -> Fp8Quantizer:
     """Makes the quantizer of queries, keys and values on this target."""
     device_type = target.device.type
-    if device_type in FP8.quantise:
-        return Fp8Quantizer(rotations, target.load(FP8.quantise[device_type])(target), device_type)
+    if device_type in FP8.quantizers:
+        return Fp8Quantizer(
+            rotations, target.load(FP8.quantizers[device_type])(target), device_type
+        )
     return Fp8Quantizer(rotations, device_type=device_type)
 
 

@@ -16,7 +16,7 @@ from wan.kernels.base import divide_exactly
 from wan.kernels.fp8 import E4M3_MAX
 from wan.kernels.int8_linear import multiply_padded
 from wan.settings.errors import InputError
-from wan.settings.numerics import int8_slice_elements
+from wan.settings.numerics import get_int8_slice_numel
 
 _CUDA_MULTIPLE = 16  # sizes of CUDA's FP8 product are multiples of it
 _MIN_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 products
@@ -105,7 +105,7 @@ class FP8Linear(WeightOnlyLinear):
 
     def _multiply(self, x: Tensor) -> Tensor:
         x_LI = x.reshape(-1, self.in_features)
-        rows = max(1, int8_slice_elements(x.device.type) // self.out_features)
+        rows = max(1, get_int8_slice_numel(x.device.type) // self.out_features)
         outputs = [
             self._multiply_tokens(x_LI[first : first + rows]) for first in range(0, len(x_LI), rows)
         ]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wan.kernels.base import Target
 from wan.settings.errors import InputError
-from wan.settings.kernels import Dense
+from wan.settings.kernels import DenseKernelRow
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 """function(q, k, v, dropout, is_causal): the result and, if supported, the log-sum-exp."""
@@ -72,7 +72,7 @@ def build_xfuser_kernel(target: Target) -> XfuserKernel:
             )
             why = f"needs the Python module {module}, which is not installed or does not load"
             raise InputError(
-                row.asked, None, why, f"run pip install {packages_to_install}, or {_REMEDY}"
+                row.setting, None, why, f"run pip install {packages_to_install}, or {_REMEDY}"
             )
     member, function = _find_function(row)
     trial = _try_function(function, device, head_dim, dtype, row.low_precision)
@@ -83,7 +83,7 @@ def build_xfuser_kernel(target: Target) -> XfuserKernel:
             f"device ({trial})"
         )
         packages = " and ".join(("xfuser", *row.install))
-        raise InputError(row.asked, None, why, f"see whether {packages} fit it, or {_REMEDY}")
+        raise InputError(row.setting, None, why, f"see whether {packages} fit it, or {_REMEDY}")
     return XfuserKernel(f"xfuser {member.name} ({member.value})", function, trial)
 
 
@@ -95,7 +95,7 @@ def _can_import(module: str) -> bool:
         return False
 
 
-def _find_function(row: Dense) -> tuple[Any, AttentionFunction]:
+def _find_function(row: DenseKernelRow) -> tuple[Any, AttentionFunction]:
     """Returns a function of xfuser's registry, and its key."""
     try:
         from xfuser.core.distributed import attention_backend as registry
@@ -104,12 +104,12 @@ def _find_function(row: Dense) -> tuple[Any, AttentionFunction]:
             "needs xfuser, which does not load here: it needs a PyTorch for CUDA or ROCm and the "
             f"packages of requirements-cuda.txt ({_summarize_error(error)})"
         )
-        raise InputError(row.asked, None, why, _REMEDY) from error
-    member = getattr(registry.AttentionBackendType, str(row.member), None)
+        raise InputError(row.setting, None, why, _REMEDY) from error
+    member = getattr(registry.AttentionBackendType, str(row.xfuser_member), None)
     if member not in registry.ATTENTION_FUNCTION_REGISTRY:
         remedy = f"run pip install -r requirements-cuda.txt, or {_REMEDY}"
         raise InputError(
-            row.asked, None, f"is {row.member}, which this xfuser does not have", remedy
+            row.setting, None, f"is {row.xfuser_member}, which this xfuser does not have", remedy
         )
     return member, registry.ATTENTION_FUNCTION_REGISTRY[member]
 

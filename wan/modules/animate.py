@@ -41,8 +41,8 @@ from wan.modules.model import (
     extract_patches,
 )
 from wan.modules.textcache import InputCache
-from wan.settings.presets import FACE_EVERY, FACE_SIDE
-from wan.settings.schedule import Grid
+from wan.settings.attention_modes import Grid
+from wan.settings.presets import FACE_BLOCK_INTERVAL, FACE_SIZE
 
 _BLUR = (1.0, 3.0, 3.0, 1.0)  # separable kernel of the motion encoder's blurs, times 8
 _MOTION_DIM = 20  # motion directions of a face
@@ -92,9 +92,9 @@ class WanAnimateModel(WanModel):
             image_dim=image_dim,
             components=components,
         )
-        if self.num_layers % FACE_EVERY:
+        if self.num_layers % FACE_BLOCK_INTERVAL:
             raise ValueError(
-                f"num_layers is {self.num_layers}; it must be a multiple of {FACE_EVERY}."
+                f"num_layers is {self.num_layers}; it must be a multiple of {FACE_BLOCK_INTERVAL}."
             )
         dim = self.dim
         self.pose_patch_embedding = nn.Conv3d(16, dim, self.patch_size, self.patch_size)
@@ -103,7 +103,7 @@ class WanAnimateModel(WanModel):
         self.face_adapter = nn.Module()
         self.face_adapter.fuser_blocks = nn.ModuleList(
             FaceAttention(dim, self.num_heads, components)
-            for _ in range(self.num_layers // FACE_EVERY)
+            for _ in range(self.num_layers // FACE_BLOCK_INTERVAL)
         )
         self._face_cache = InputCache[_FaceFeatures](2) if components.text_kv_cache else None
 
@@ -158,7 +158,7 @@ class WanAnimateModel(WanModel):
 
     def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         blocks: Any = self.face_adapter.fuser_blocks
-        return () if layer % FACE_EVERY else (blocks[layer // FACE_EVERY],)
+        return () if layer % FACE_BLOCK_INTERVAL else (blocks[layer // FACE_BLOCK_INTERVAL],)
 
     def _make_conditioning(
         self, face_features: _FaceFeatures, pose: Tensor, grid: Grid
@@ -185,7 +185,7 @@ class WanAnimateModel(WanModel):
                 x_BLC, layer, face_features, frames, tokens_per_frame
             )
 
-        layers = range(0, self.num_layers, FACE_EVERY)
+        layers = range(0, self.num_layers, FACE_BLOCK_INTERVAL)
         return StreamConditioning(
             rope,
             token_offset,
@@ -239,7 +239,7 @@ class WanAnimateModel(WanModel):
         num_faces = 4 * (num_frames - 2) + 1
         shapes = {
             "pose_latents": (pose, (1, 16, num_frames - 1, *sides)),
-            "face_pixel_values": (faces, (1, 3, num_faces, FACE_SIDE, FACE_SIDE)),
+            "face_pixel_values": (faces, (1, 3, num_faces, FACE_SIZE, FACE_SIZE)),
         }
         check_shapes(x, shapes)
 

@@ -34,9 +34,9 @@ from wan.distributed.packed_buffer import PackedBuffer, TensorSpec
 from wan.distributed.ring import Ring
 from wan.kernels.base import QKV, AttendRows, AttentionBackend, Kernel, QuantizedTensor, StepInfo
 from wan.kernels.sdpa import SdpaKernel
-from wan.settings import schedule
+from wan.settings import attention_modes
+from wan.settings.attention_modes import Range
 from wan.settings.parallel import EXCHANGES
-from wan.settings.schedule import Range
 
 QKVTensors = tuple[Tensor, Tensor, Tensor]
 Chunk = QKVTensors | PackedBuffer
@@ -139,7 +139,9 @@ class FAPowerCapAttention:
             raise ValueError("The attention layer takes either args or comm_type.")
         self.args, self.ulysses_pg, self.comm_type = args, ulysses_pg, comm_type
         self.fa_alltoall_overlap, self.layer = fa_alltoall_overlap, layer
-        self.mode = schedule.mode_of(self.comm_type, fa_alltoall_overlap, chunks)
+        self.mode = attention_modes.select_attention_mode(
+            self.comm_type, fa_alltoall_overlap, chunks
+        )
         self.overlaps = self.mode.overlaps
         self.world_size, self.rank = get_group_size(ulysses_pg), get_group_rank(ulysses_pg)
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
@@ -238,7 +240,7 @@ class FAPowerCapAttention:
             first_row = 0 if self.ring is None else self.ring.rank * num_tokens * self.world_size
             step = replace(step, layer=layer, first_row=first_row)
         backend = next((backend for backend in self.backends if backend.applies_to(step)), None)
-        chunk_heads = schedule.head_split(num_heads, self.world_size, self.mode.chunks)
+        chunk_heads = attention_modes.split_heads(num_heads, self.world_size, self.mode.chunks)
         return _CallSpec(shape, like.dtype, like.device, chunk_heads, valid_len, backend, step)
 
     def _dispatch(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
@@ -320,7 +322,7 @@ class FAPowerCapAttention:
         if spec.valid_len is not None:
             ring_rank = 0 if self.ring is None else self.ring.rank
             shard = ring_rank * self.world_size + self.rank
-            num_valid = schedule.valid_rows(spec.valid_len, shard, num_tokens)
+            num_valid = attention_modes.count_valid_rows(spec.valid_len, shard, num_tokens)
         return spec.backend.quantize(*qkv_BsND, num_valid, spec.step)
 
     def _exchange_in(
@@ -368,10 +370,11 @@ class FAPowerCapAttention:
         ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)
         total_valid = ring_size * num_tokens if spec.valid_len is None else spec.valid_len
         valid_per_rank = [
-            schedule.valid_rows(total_valid, rank, num_tokens) for rank in range(ring_size)
+            attention_modes.count_valid_rows(total_valid, rank, num_tokens)
+            for rank in range(ring_size)
         ]
         multiple = 1 if spec.backend is None else spec.backend.q_multiple
-        ranges = schedule.q_ranges(valid_per_rank[ring_rank], self.mode.blocks, multiple)
+        ranges = attention_modes.q_ranges(valid_per_rank[ring_rank], self.mode.blocks, multiple)
         query_blocks = [(first, last) for first, last in ranges if first < last]
         block_outputs = self._attend_query_blocks(q, k, v, query_blocks, valid_per_rank, spec)
         if query_blocks == [(0, num_tokens)]:

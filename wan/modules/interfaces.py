@@ -16,7 +16,7 @@ from wan import trace
 from wan.kernels.base import Kernel, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.small_ops import BlockOps
-from wan.settings.schedule import Grid
+from wan.settings.attention_modes import Grid
 
 
 class SelfAttention(Protocol):

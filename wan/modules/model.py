@@ -31,7 +31,7 @@ from wan.modules.blocks import (
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import RopeCache, RopeTable
 from wan.modules.textcache import InputCache, TextKV, TextState
-from wan.settings.schedule import Grid
+from wan.settings.attention_modes import Grid
 
 MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
 

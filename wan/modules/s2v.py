@@ -45,13 +45,13 @@ from wan.modules.model import (
 )
 from wan.modules.rope import GridPositions, RopeTable, compute_rope_angles, tabulate_rope_angles
 from wan.modules.textcache import InputCache
-from wan.settings.schedule import Grid
+from wan.settings.attention_modes import Grid
 from wan.settings.sound import (
+    AUDIO_LAYERS,
     INJECT_LAYERS,
     MOTION_FRAMES,
     MOTION_LATENTS,
-    SOUND_LAYERS,
-    STATED,
+    S2V_FIXED_CONFIG,
 )
 
 REFERENCE_POSITION = 30  # position of the reference image on the time axis
@@ -91,12 +91,14 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         **config: Any,
     ) -> None:
         """Builds the network. zero_init, motion_token_num: ignored."""
-        fixed_config = {name: config.pop(name, value) for name, value in STATED.items()} | {
-            "cond_dim": cond_dim
-        }
+        fixed_config = {
+            name: config.pop(name, value) for name, value in S2V_FIXED_CONFIG.items()
+        } | {"cond_dim": cond_dim}
         for name, value in fixed_config.items():
-            if value != STATED[name]:
-                raise ValueError(f"{name} is {value!r}; only {STATED[name]!r} is supported.")
+            if value != S2V_FIXED_CONFIG[name]:
+                raise ValueError(
+                    f"{name} is {value!r}; only {S2V_FIXED_CONFIG[name]!r} is supported."
+                )
         components = ModelComponents() if components is None else components
         super().__init__(model_type, **config, components=components)
         self.injected = {layer: i for i, layer in enumerate(sorted(audio_inject_layers))}
@@ -351,7 +353,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             "motion_latents": (motion, (self.in_dim, motion.shape[1], *sides)),
             "audio_input": (
                 audio,
-                (1, SOUND_LAYERS, self.casual_audio_encoder.dim_in, 4 * num_frames),
+                (1, AUDIO_LAYERS, self.casual_audio_encoder.dim_in, 4 * num_frames),
             ),
         }
         if pose is not None:
@@ -449,7 +451,7 @@ class AudioEncoder(nn.Module):
     def __init__(self, dim_in: int, dim: int, tokens: int) -> None:
         super().__init__()
         self.dim_in, self.tokens = dim_in, tokens
-        self.weights = nn.Parameter(torch.full((1, SOUND_LAYERS, 1, 1), 0.01))
+        self.weights = nn.Parameter(torch.full((1, AUDIO_LAYERS, 1, 1), 0.01))
         self.encoder = nn.Module()
         self.encoder.conv1_local = CausalConv1d(dim_in, dim // 4 * tokens)
         self.encoder.conv1_global = CausalConv1d(dim_in, dim // 4)

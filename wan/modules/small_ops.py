@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wan.kernels.base import PLAIN_OPS, SmallOps
 from wan.modules.rope import RopeTable, apply_rope
-from wan.settings.numerics import slice_elements
+from wan.settings.numerics import get_slice_numel
 from wan.torch_private import gelu_in_place
 
 _GELU = 2 * math.sqrt(2 / math.pi)
@@ -280,7 +280,7 @@ class BlockOps:
 
     def _token_slices(self, x_BLC: Tensor) -> Iterator[slice]:
         """Yields slices of tokens that are processed at a time."""
-        elements = slice_elements(self._device_type or x_BLC.device.type)
+        elements = get_slice_numel(self._device_type or x_BLC.device.type)
         size = max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
         if x_BLC.is_meta:  # planning: one of thousands of slices has the same memory peak
             yield slice(0, size)

@@ -33,8 +33,8 @@ from wan.modules.model import (
     extract_patches,
 )
 from wan.modules.textcache import TextKV
-from wan.settings.presets import CONTROL_CHANNELS
-from wan.settings.schedule import Grid
+from wan.settings.attention_modes import Grid
+from wan.settings.presets import VACE_CONTEXT_CHANNELS
 
 HintScales = float | Sequence[float]
 """Factor of the hints: one number, or one per control block."""
@@ -56,7 +56,7 @@ class VaceWanModel(WanModel):
     def __init__(
         self,
         vace_layers: Sequence[int] | None = None,
-        vace_in_dim: int = CONTROL_CHANNELS,
+        vace_in_dim: int = VACE_CONTEXT_CHANNELS,
         *,
         model_type: str = "vace",
         components: ModelComponents | None = None,

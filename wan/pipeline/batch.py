@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from wan import log
 from wan.log import logger
 from wan.settings.errors import EndedError
-from wan.settings.execution import AHEAD
+from wan.settings.execution import VIDEO_GROUP_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.pipeline.denoise import CancellationPoint, DenoisingLoop
     from wan.pipeline.pipeline import Inputs, Pipeline
-    from wan.settings.request import Request
+    from wan.settings.request import VideoParams
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Job:
     """
 
     name: str
-    params: Request
+    params: VideoParams
     inputs: Inputs
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
@@ -96,8 +96,8 @@ class Batch(Generic[J]):
         """
         several = len(self._jobs) > 1
         try:
-            for first in range(0, len(self._jobs), AHEAD):
-                jobs = self._jobs[first : first + AHEAD]
+            for first in range(0, len(self._jobs), VIDEO_GROUP_SIZE):
+                jobs = self._jobs[first : first + VIDEO_GROUP_SIZE]
                 if several:
                     self._encode_prompts(jobs)
                 if self._group_by_expert:
@@ -122,7 +122,7 @@ class Batch(Generic[J]):
         prompts = []
         for job in jobs:
             embeds = (job.inputs.prompt_embeds, job.inputs.negative_prompt_embeds)
-            pairs = zip(job.params.texts, embeds, strict=False)
+            pairs = zip(job.params.all_prompts, embeds, strict=False)
             prompts += [prompt for prompt, embedding in pairs if embedding is None]
         if prompts:
             self._pipeline.cache_prompt_embeds(prompts, first.params)
@@ -141,7 +141,7 @@ class Batch(Generic[J]):
         """Denoises all jobs, loading each expert once."""
         pipeline = self._pipeline
         for job in (
-            candidate for candidate in jobs if not candidate.params.clips
+            candidate for candidate in jobs if not candidate.params.has_clips
         ):  # no grouping of clips
             with self._isolate_failure(job):
                 job.denoising = pipeline.prepare_denoising(job.params, job.inputs)

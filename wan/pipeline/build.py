@@ -52,9 +52,9 @@ from wan.pipeline.pipeline import (
 from wan.pipeline.setup import UNCONVERTED_DTYPES, Setup
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
+from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
-from wan.settings.schedule import heads_per_chunk
 
 if TYPE_CHECKING:
     from wan.distributed.exchange import Group
@@ -88,7 +88,7 @@ def build_pipeline(
     """
     setup.check_device(device.can)
     checkpoint, execution = setup.checkpoint, setup.execution
-    compute_dtype = DTYPES[execution.dit_precision_on(device.type)]
+    compute_dtype = DTYPES[execution.get_dit_precision(device.type)]
     exported = {}
     if setup.quantized is not None and setup.attention.fp8:
         exported = load_rotations(setup.quantized)
@@ -118,7 +118,7 @@ def build_pipeline(
         ),
         groups=groups,
         compute_dtype=compute_dtype,
-        encoder_dtype=t5_dtype or DTYPES[execution.precision_on(device.type)],
+        encoder_dtype=t5_dtype or DTYPES[execution.get_precision(device.type)],
         make_components=make_components,
     )
     step_cache.compute_changes = loader.compute_embedding_changes
@@ -162,7 +162,7 @@ def build_pipeline(
 
 def describe_dense_kernel(setup: Setup, device: Device) -> str:
     """Names the dense attention kernel; raises InputError if this device cannot run it."""
-    compute_dtype = DTYPES[setup.execution.dit_precision_on(device.type)]
+    compute_dtype = DTYPES[setup.execution.get_dit_precision(device.type)]
     kernel = make_dense_kernel(
         setup.attention, Target(device, setup.checkpoint.head_dim, compute_dtype)
     )
@@ -172,7 +172,7 @@ def describe_dense_kernel(setup: Setup, device: Device) -> str:
 def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     """Logs the checkpoint, the device, attention settings and dtypes of weights."""
     checkpoint, execution = setup.checkpoint, setup.execution
-    precision, layers = execution.dit_precision_on(device.type), checkpoint.config["num_layers"]
+    precision, layers = execution.get_dit_precision(device.type), checkpoint.config["num_layers"]
     network = f"{precision}, {layers} x {checkpoint.num_heads} heads"
     logger.info("%s checkpoint, %s, %s", checkpoint.layout, device.name(), network)
     logger.info("%s", describe_attention(setup, selected))
@@ -195,7 +195,9 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
 def describe_attention(setup: Setup, selected: SelectedKernels) -> str:
     """Describes the self-attention settings in one line, for the start of a run."""
     attention, parallel = setup.attention, setup.parallel
-    sizes = heads_per_chunk(setup.checkpoint.num_heads, parallel.ulysses_size, parallel.mode.chunks)
+    sizes = count_heads_per_chunk(
+        setup.checkpoint.num_heads, parallel.ulysses_size, parallel.mode.chunks
+    )
     chunk_sizes = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
     chunks = f"{len(sizes)} head chunk{'s' if len(sizes) > 1 else ''} of {chunk_sizes} per rank"
     exchange = ""
@@ -474,7 +476,7 @@ def build_components(
             clock=selected.clock,
             chunks=parallel.chunks,
             exchange=setup.exchange_on(selected.device_type),
-            contiguous=selected.device_type not in setup.attention.dense.strided,
+            contiguous=selected.device_type not in setup.attention.dense_kernel.strided_devices,
         )
 
     multiple = setup.attention.row_multiple(parallel.ring_size) if is_sharded else 1

@@ -29,25 +29,29 @@ from wan.pipeline.conditioning import (
 )
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.pipeline.vae import FrameCollector
-from wan.settings.request import Request
-from wan.settings.timesteps import schedule
+from wan.settings.noise_schedule import make_noise_schedule
+from wan.settings.request import VideoParams
 
 if TYPE_CHECKING:
     from wan.pipeline.pipeline import Inputs, Pipeline
 
 
-def generate_chained_clips(pipeline: Pipeline, params: Request, inputs: Inputs) -> Iterator[Clip]:
+def generate_chained_clips(
+    pipeline: Pipeline, params: VideoParams, inputs: Inputs
+) -> Iterator[Clip]:
     """Generates the missing clips of a chained video in order; all ranks call it."""
     cached_embeds = pipeline.cached_prompt_embeds
     try:
         if params.clip_prompts:  # encoded together, so that the text encoder is loaded once
-            pipeline.cache_prompt_embeds([*cached_embeds, *params.texts], params)
+            pipeline.cache_prompt_embeds([*cached_embeds, *params.all_prompts], params)
         yield from _generate_missing_clips(pipeline, params, inputs)
     finally:
         pipeline.cached_prompt_embeds = cached_embeds
 
 
-def _generate_missing_clips(pipeline: Pipeline, params: Request, inputs: Inputs) -> Iterator[Clip]:
+def _generate_missing_clips(
+    pipeline: Pipeline, params: VideoParams, inputs: Inputs
+) -> Iterator[Clip]:
     assert inputs.image is not None and params.num_clip is not None
     image, num_clips = (
         resize_image_to_video(convert_image_to_tensor(inputs.image), params.video_size),
@@ -58,7 +62,7 @@ def _generate_missing_clips(pipeline: Pipeline, params: Request, inputs: Inputs)
     contexts: tuple[Tensor, Tensor] | None = None
     pending_decode: _BackgroundDecode | None = None
     for index in range(inputs.num_clips_done, num_clips):
-        clip_params = params.of_clip(index)
+        clip_params = params.make_clip_params(index)
         if num_clips > 1:
             logger.info(
                 "Clip %d of %d: %s", index + 1, num_clips, log.format_prompt(clip_params.prompt)
@@ -95,8 +99,10 @@ def _generate_missing_clips(pipeline: Pipeline, params: Request, inputs: Inputs)
             yield pending_decode.collect_clip()
             pending_decode = None
         if index + 1 < num_clips:
-            pipeline.experts.prefetch(schedule(params).experts[0])  # while this clip is decoded
-        num_overlap_frames = params.again if clip_state is not None else 0
+            pipeline.experts.prefetch(
+                make_noise_schedule(params).experts[0]
+            )  # while this clip is decoded
+        num_overlap_frames = params.num_overlap_frames if clip_state is not None else 0
         if params.chain == "latent":
             clip_state = latents[:, -1:].clone()
             if pipeline.overlap_decoding and index + 1 < num_clips:

@@ -17,14 +17,16 @@ from wan.pipeline.clips import Clip
 from wan.pipeline.conditioning import make_noise_sampler
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
-from wan.settings.presets import FACE_SIDE
-from wan.settings.request import Request
+from wan.settings.presets import FACE_SIZE
+from wan.settings.request import VideoParams
 
 if TYPE_CHECKING:
     from wan.pipeline.pipeline import Inputs, Pipeline
 
 
-def generate_animate_clips(pipeline: Pipeline, params: Request, inputs: Inputs) -> Iterator[Clip]:
+def generate_animate_clips(
+    pipeline: Pipeline, params: VideoParams, inputs: Inputs
+) -> Iterator[Clip]:
     """Generates the clips of an Animate video in order; all ranks call it.
 
     The noise of all clips comes from one generator, as in the official code.
@@ -41,7 +43,7 @@ def generate_animate_clips(pipeline: Pipeline, params: Request, inputs: Inputs) 
         reference_latents = pipeline.encode(image_pixels)
         reference_condition = torch.cat((torch.ones_like(reference_latents[:4]), reference_latents))
     black_faces = torch.full((1, 3, 1, 1, 1), -1.0, device=reference_latents.device)
-    black_faces = black_faces.expand(-1, -1, params.frame_num, FACE_SIDE, FACE_SIDE)
+    black_faces = black_faces.expand(-1, -1, params.frame_num, FACE_SIZE, FACE_SIZE)
     previous_frames: Tensor | None = None
     for index in range(num_clips):
         if num_clips > 1:
@@ -74,7 +76,7 @@ def generate_animate_clips(pipeline: Pipeline, params: Request, inputs: Inputs) 
         frames = pipeline.decode(latents[:, 1:])
         if frames is not None:
             frames = frames[:, params.refert_num if index else 0 :]
-            frames = frames[:, : params.clip_frames(index)]
+            frames = frames[:, : params.count_clip_frames(index)]
         yield Clip(latents, frames)
         if index + 1 < num_clips:
             previous_frames = _broadcast_last_frames(pipeline, frames, params.refert_num)
@@ -82,7 +84,7 @@ def generate_animate_clips(pipeline: Pipeline, params: Request, inputs: Inputs) 
 
 
 def _make_known_frames(
-    params: Request, animate: AnimateInputs, indices: list[int], previous_frames: Tensor | None
+    params: VideoParams, animate: AnimateInputs, indices: list[int], previous_frames: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the known frames of a clip, [3,F,H,W], and their mask, [4,f,h,w]; 1: known."""
     (width, height), num_overlap_frames = params.video_size, 0

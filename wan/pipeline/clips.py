@@ -22,7 +22,7 @@ from torch import Tensor
 from wan.log import logger
 from wan.pipeline.conditioning import convert_image_to_tensor, make_noise_sampler
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
-from wan.settings.request import Request, Size
+from wan.settings.request import Size, VideoParams
 from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Clip:
     state: Tensor | None = None
 
 
-def generate_s2v_clips(pipeline: Pipeline, params: Request, inputs: Inputs) -> Iterator[Clip]:
+def generate_s2v_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) -> Iterator[Clip]:
     """Generates the clips of an S2V video in order; all ranks call it.
 
     Clip k has the seed `base_seed` + k.
@@ -103,7 +103,7 @@ def generate_s2v_clips(pipeline: Pipeline, params: Request, inputs: Inputs) -> I
             torch.cat((reference_latents if drop_motion_frames else motion_latents, latents), dim=1)
         )
         if frames is not None:
-            frames = frames[:, -params.clip_frames(index) :]
+            frames = frames[:, -params.count_clip_frames(index) :]
         yield Clip(latents, frames)
         if index + 1 < params.num_clip:
             motion_frames = _update_motion_frames(pipeline, motion_frames, frames)
@@ -157,7 +157,7 @@ def _get_crop_offset(source_side: int, target_side: int) -> int:
     return round((source_side - target_side) / 2.0)
 
 
-def _read_pose_clips(pose: PoseVideo, params: Request) -> Iterator[Tensor]:
+def _read_pose_clips(pose: PoseVideo, params: VideoParams) -> Iterator[Tensor]:
     """Yields the pose frames of each clip, [3,F,H,W] in [-1, 1]; black after the video's end."""
     frames, count = pose.iter_poses(), params.infer_frames
     width, height = params.video_size

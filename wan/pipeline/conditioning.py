@@ -16,8 +16,8 @@ from torch import Tensor
 
 from wan.pipeline.denoise import DenoiseInputs
 from wan.pipeline.solvers import SampleNoise
-from wan.settings.request import Request
-from wan.settings.timesteps import schedule
+from wan.settings.noise_schedule import make_noise_schedule
+from wan.settings.request import VideoParams
 
 Encode = Callable[[Tensor], Tensor]
 """Pixels [3,F,H,W] in [-1, 1] to normalized latents [Z,f,h,w]."""
@@ -25,7 +25,7 @@ EncodeImage = Callable[[Sequence[Tensor]], Tensor]
 """Images [3,H,W] in [-1, 1] to CLIP features [images,T,C]."""
 
 
-def make_noise_sampler(params: Request, device: torch.device) -> SampleNoise:
+def make_noise_sampler(params: VideoParams, device: torch.device) -> SampleNoise:
     """Returns a function that samples noise, float32 [Z,f,h,w], from the seed of the video.
 
     The first sample is the initial noise. It is sampled on the CPU by default, so that a seed gives
@@ -44,7 +44,7 @@ def make_noise_sampler(params: Request, device: torch.device) -> SampleNoise:
 
 
 def prepare_denoise_inputs(
-    params: Request,
+    params: VideoParams,
     contexts: tuple[Tensor, Tensor],
     images: Sequence[Image.Image],
     encode: Encode,
@@ -66,7 +66,7 @@ def prepare_denoise_inputs(
     latents = sample_noise()  # sampled even if unused, so that later samples match the seed
     latents = latents if initial_latents is None else initial_latents.to(device)
     if params.sample_solver == "rcm":  # its first sigma is not 1
-        latents = latents * schedule(params).sigmas[0]
+        latents = latents * make_noise_schedule(params).sigmas[0]
     inputs = DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
     if not images:
         return inputs
@@ -79,7 +79,9 @@ def prepare_denoise_inputs(
             for image in last_images
         ]
         images_3HW = [convert_image_to_tensor(image) for image in (first_image, *last_images)]
-        features = encode_image(images_3HW).to(device) if params.preset.images else None
+        features = (
+            encode_image(images_3HW).to(device) if params.preset.num_clip_vision_images else None
+        )
         y = make_image_condition(params, images_3HW, encode).to(device)
         return replace(inputs, y=y, clip_fea=features)
     return _fix_first_frame(
@@ -93,7 +95,9 @@ def convert_image_to_tensor(image: Image.Image) -> Tensor:
     return array.permute(2, 0, 1).float().div_(255).sub_(0.5).div_(0.5)
 
 
-def make_image_condition(params: Request, images_3HW: Sequence[Tensor], encode: Encode) -> Tensor:
+def make_image_condition(
+    params: VideoParams, images_3HW: Sequence[Tensor], encode: Encode
+) -> Tensor:
     """Returns i2v's condition [20,f,h,w]: 4 mask channels and 16 channels of encoded video.
 
     As in the official code, all frames except the images are zero (mid-gray), and each mask channel
@@ -121,7 +125,7 @@ def resize_image_to_video(image_3HW: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def make_chained_condition(
-    params: Request, anchor_Z1hw: Tensor, motion_Z1hw: Tensor | None
+    params: VideoParams, anchor_Z1hw: Tensor, motion_Z1hw: Tensor | None
 ) -> Tensor:
     """Returns the condition [20,f,h,w] of an SVI 2.0 Pro clip: a mask and latents.
 
@@ -156,7 +160,9 @@ def scale_and_crop_image(image: Image.Image, size: tuple[int, int]) -> Image.Ima
     return resized.crop((x_offset, y_offset, x_offset + width, y_offset + height))
 
 
-def _fix_first_frame(params: Request, inputs: DenoiseInputs, first_Z1hw: Tensor) -> DenoiseInputs:
+def _fix_first_frame(
+    params: VideoParams, inputs: DenoiseInputs, first_Z1hw: Tensor
+) -> DenoiseInputs:
     """Fixes ti2v's first latent frame: its tokens have timestep 0 and never change."""
     frames, height, width = params.grid
     timestep_mask = torch.zeros(frames, dtype=torch.float32)

@@ -17,13 +17,16 @@ from wan.pipeline.conditioning import Encode, convert_image_to_tensor, scale_and
 from wan.pipeline.denoise import DenoiseInputs
 from wan.pipeline.driving import FrameReader
 from wan.pipeline.sources import VaceInputs
-from wan.settings.request import Request, Size
+from wan.settings.request import Size, VideoParams
 
 _NO_INPUTS = VaceInputs()
 
 
 def add_vace_context(
-    params: Request, denoise_inputs: DenoiseInputs, vace_inputs: VaceInputs | None, encode: Encode
+    params: VideoParams,
+    denoise_inputs: DenoiseInputs,
+    vace_inputs: VaceInputs | None,
+    encode: Encode,
 ) -> DenoiseInputs:
     """Adds the VACE context to the inputs of the denoising loop.
 
@@ -40,7 +43,7 @@ def add_vace_context(
     return replace(denoise_inputs, model_kwargs={"cond": model_kwargs, "uncond": model_kwargs})
 
 
-def make_vace_context(params: Request, vace_inputs: VaceInputs, encode: Encode) -> Tensor:
+def make_vace_context(params: VideoParams, vace_inputs: VaceInputs, encode: Encode) -> Tensor:
     """Returns the VACE context, float32 [96,f,h,w]: inactive latents, reactive latents, mask.
 
     The latent frames of the reference images precede those of the video, the last image first, as

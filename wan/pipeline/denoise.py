@@ -23,8 +23,8 @@ from wan.kernels.base import StepInfo
 from wan.log import progress
 from wan.pipeline.solvers import SampleNoise, make_solver
 from wan.settings.errors import NotFiniteError
-from wan.settings.request import Request
-from wan.settings.timesteps import schedule
+from wan.settings.noise_schedule import make_noise_schedule
+from wan.settings.request import VideoParams
 
 
 class Denoiser(Protocol):
@@ -127,14 +127,14 @@ class DenoisingLoop:
 
     def __init__(
         self,
-        params: Request,
+        params: VideoParams,
         inputs: DenoiseInputs,
         callback_on_step_end: StepCallback | None = None,
     ) -> None:
         self.params, self.latents = params, inputs.initial_latents
         self._callback_on_step_end = callback_on_step_end
         self._inputs = replace(inputs, initial_latents=torch.empty(0))  # held once, as self.latents
-        self._noise_schedule, self._num_steps_done = schedule(params), 0
+        self._noise_schedule, self._num_steps_done = make_noise_schedule(params), 0
         self._solver, self._timesteps = make_solver(
             params, self._noise_schedule, inputs.sample_noise
         )
@@ -274,11 +274,11 @@ def _is_tensor_list(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
 
 
-def strip_reference_frames(params: Request, latents_Zfhw: Tensor) -> Tensor:
+def strip_reference_frames(params: VideoParams, latents_Zfhw: Tensor) -> Tensor:
     """Removes the latent frames of VACE's reference images, which precede the video's."""
-    if not params.references:
+    if not params.num_reference_images:
         return latents_Zfhw
-    return latents_Zfhw[:, params.references :].contiguous()
+    return latents_Zfhw[:, params.num_reference_images :].contiguous()
 
 
 def predict_velocity(

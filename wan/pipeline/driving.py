@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from wan.pipeline import images
 from wan.pipeline.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError, WriteError
-from wan.settings.presets import FACE_SIDE
+from wan.settings.presets import FACE_SIZE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +79,7 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
     pose = videos["pose"]
     _check_pose_size(pose)
     for kind, video in videos.items():
-        size = (FACE_SIDE, FACE_SIDE) if kind == "face" else pose.size
+        size = (FACE_SIZE, FACE_SIZE) if kind == "face" else pose.size
         if video.size != size:
             reason = "has frames of {}x{} pixels, not {}x{}".format(*video.size, *size)
             raise InputError(setting, video.path, reason, _REMEDY)

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from wan.settings.errors import InputError
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 _FORMATS = (
     *("aac", "ac3", "aiff", "amr", "asf", "au", "avi", "caf", "eac3", "flac", "flv", "gif"),
@@ -146,7 +146,7 @@ def check_media_file(setting: str, path: Path, remedy: str) -> None:
 def describe_failure(stderr: str) -> str:
     """Returns the last line of ffmpeg's messages without memory addresses."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return shown(
+    return format_value(
         re.sub(r"\[[^\]]* @ 0x[0-9a-f]+\]\s*", "", lines[-1]) if lines else "no reason", str
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wan.settings.command import Controlled, Sounds
+from wan.settings.command import SpeechOptions, VaceOptions
 from wan.settings.errors import InputError
-from wan.settings.fields import options
+from wan.settings.fields import list_options
 from wan.settings.presets import Preset
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 from wan.settings.rules import Values
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def read_s2v_inputs(
 ) -> tuple[Audio | None, PoseVideo | None]:
     """Reads the audio and the metadata of the pose video of S2V."""
     if preset.kind != "s2v":
-        for name in options(Sounds):
+        for name in list_options(SpeechOptions):
             if values.get(name):
                 remedy = f"use s2v-14B, or drop `{name}`"
                 raise InputError("`task`", preset.task, f"takes no `{name}`", remedy)
@@ -57,7 +57,7 @@ def read_animate_inputs(values: Values, preset: Preset, plan: bool = False) -> A
 
 def read_vace_inputs(values: Values, preset: Preset, plan: bool = False) -> VaceInputs | None:
     """Reads the source video, mask and reference images of VACE."""
-    option_names = [name for name in options(Controlled) if values.get(name)]
+    option_names = [name for name in list_options(VaceOptions) if values.get(name)]
     if preset.kind != "vace":
         if option_names:
             remedy = f"use vace-1.3B, vace-14B or vace-A14B, or drop `{option_names[0]}`"
@@ -137,7 +137,7 @@ def _check_clip_settings(values: Values, preset: Preset) -> None:
             raise InputError(f"`{name}`", None, why, "drop it")
 
 
-def check_chain_settings(values: Values, params: Request) -> None:
+def check_chain_settings(values: Values, params: VideoParams) -> None:
     """Refuses settings about latents that have no effect on a chained video."""
     if params.chain is None:
         return

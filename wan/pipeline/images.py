@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from wan.log import logger
 from wan.settings.errors import InputError
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +114,7 @@ def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
         raise image_setting.input_error("does not exist", "give an image") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
         short_setting = ImageSetting(
-            image_setting.setting, shown(path, str)
+            image_setting.setting, format_value(path, str)
         )  # the name may be too long to print
         raise short_setting.input_error(
             f"cannot be used ({_describe_decoder_error(error)})", "give another one"
@@ -155,7 +155,7 @@ def _catch_decoder_errors(image_setting: ImageSetting) -> Iterator[None]:
 def _describe_decoder_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return shown(error, str) or type(error).__name__
+    return format_value(error, str) or type(error).__name__
 
 
 def _check_still_image(image: Image.Image, image_setting: ImageSetting) -> None:
@@ -274,7 +274,7 @@ def _convert_to_array(value: object, image_setting: ImageSetting) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     remedy = "give a path, a PIL image, or an array or tensor [H,W,3]"
-    raise image_setting.input_error(f"is {shown(value)}", remedy)
+    raise image_setting.input_error(f"is {format_value(value)}", remedy)
 
 
 def _convert_to_uint8_rgb(array: np.ndarray, image_setting: ImageSetting) -> np.ndarray:

@@ -22,7 +22,13 @@ from wan.pipeline.ffmpeg import (
 )
 from wan.pipeline.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError
-from wan.settings.sound import CONVOLUTIONS, FEATURE_RATE, FPS, ROW_RATE, SAMPLE_RATE
+from wan.settings.sound import (
+    FEATURE_RATE,
+    RESAMPLED_FEATURE_RATE,
+    S2V_FPS,
+    SAMPLE_RATE,
+    WAV2VEC_CONVOLUTIONS,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,18 +58,18 @@ class Audio:
     def num_states(self) -> int:
         """Number of hidden states of the encoder, 50 per second."""
         length = len(self.samples)
-        for kernel, stride in CONVOLUTIONS:
+        for kernel, stride in WAV2VEC_CONVOLUTIONS:
             length = (length - kernel) // stride + 1
         return length
 
     @property
     def num_features(self) -> int:
         """Number of audio features, 30 per second."""
-        return int(self.num_states / FEATURE_RATE * ROW_RATE)
+        return int(self.num_states / FEATURE_RATE * RESAMPLED_FEATURE_RATE)
 
     def count_clips(self, infer_frames: int) -> int:
         """Counts the clips of `infer_frames` frames that cover the audio, by the official rule."""
-        return int(self.num_features / (infer_frames * (ROW_RATE / FPS))) + 1
+        return int(self.num_features / (infer_frames * (RESAMPLED_FEATURE_RATE / S2V_FPS))) + 1
 
 
 class PoseVideo(VideoFile):
@@ -72,7 +78,7 @@ class PoseVideo(VideoFile):
     @property
     def step(self) -> int:
         """Every `step`th frame is used, so that there are about 16 frames per second."""
-        return max(1, round(self.fps / FPS))
+        return max(1, round(self.fps / S2V_FPS))
 
     def iter_poses(self) -> Iterator[np.ndarray]:
         """Decodes and yields the used frames, uint8 [H,W,3]."""
@@ -139,12 +145,12 @@ def read_pose_video(path: Path) -> PoseVideo:
     Raises:
         InputError: The file is no video.
     """
-    pose = PoseVideo(**vars(read_video(path, "`pose_video`", FPS)))
-    if abs(pose.fps / pose.step - FPS) > 0.01 * FPS:
+    pose = PoseVideo(**vars(read_video(path, "`pose_video`", S2V_FPS)))
+    if abs(pose.fps / pose.step - S2V_FPS) > 0.01 * S2V_FPS:
         selection = "all are" if pose.step == 1 else f"one in {pose.step} is"
         logger.warning(
             "%s has %g frames a second, and %s taken: the poses move at %.3g times their speed.",
-            *(path, pose.fps, selection, FPS * pose.step / pose.fps),
+            *(path, pose.fps, selection, S2V_FPS * pose.step / pose.fps),
         )
     return pose
 

@@ -27,10 +27,10 @@ from wan.pipeline.setup import Setup
 from wan.settings import devices
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
-from wan.settings.execution import buffers
+from wan.settings.execution import count_block_buffers
 from wan.settings.numerics import keeps_fp32
-from wan.settings.presets import FACE_EVERY, FACE_SIDE
-from wan.settings.request import Request
+from wan.settings.presets import FACE_BLOCK_INTERVAL, FACE_SIZE
+from wan.settings.request import VideoParams
 from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
 
 Usage = Counter[str]
@@ -114,7 +114,9 @@ class NetworkSizes:
     dit: NetworkSize
 
 
-def compute_stage_memory(setup: Setup, params: Request, sizes: NetworkSizes) -> dict[str, Usage]:
+def compute_stage_memory(
+    setup: Setup, params: VideoParams, sizes: NetworkSizes
+) -> dict[str, Usage]:
     """Computes the peak memory of each stage on the rank with the most memory.
 
     Args:
@@ -135,7 +137,7 @@ def compute_stage_memory(setup: Setup, params: Request, sizes: NetworkSizes) -> 
 
     if sizes.text is not None:
         streams = execution.offload_model == "block"
-        weights = buffers(device) * sizes.text.block if streams else sizes.text.weights
+        weights = count_block_buffers(device) * sizes.text.block if streams else sizes.text.weights
         add_stage("text encoder", Usage({"text encoder weights": weights}), sizes.text.activations)
     if keeps_all:  # otherwise CLIP is released before the VAE is loaded
         resident_usage.update({"CLIP weights": sizes.clip.weights})
@@ -143,8 +145,12 @@ def compute_stage_memory(setup: Setup, params: Request, sizes: NetworkSizes) -> 
     if sizes.encoding:
         add_stage("image encoder", vae, sizes.encoding)
     dit, layers = sizes.dit, setup.checkpoint.config["num_layers"]
-    num_streamed_blocks = layers - execution.blocks_held(layers, device)
-    extra = buffers(device) * max(dit.largest_block - dit.block, 0) if num_streamed_blocks else 0
+    num_streamed_blocks = layers - execution.count_blocks_on_device(layers, device)
+    extra = (
+        count_block_buffers(device) * max(dit.largest_block - dit.block, 0)
+        if num_streamed_blocks
+        else 0
+    )
     num_networks = len(setup.preset.experts) if keeps_all else 1
     resident = dit.cached + Usage(
         {"DiT weights": dit.weights - num_streamed_blocks * dit.block + extra}
@@ -162,7 +168,7 @@ def compute_stage_memory(setup: Setup, params: Request, sizes: NetworkSizes) -> 
     return usage_by_stage
 
 
-def is_decoding_overlapped(setup: Setup, params: Request) -> bool:
+def is_decoding_overlapped(setup: Setup, params: VideoParams) -> bool:
     """Returns whether a clip is decoded while the next clip is denoised."""
     has_several_clips = params.chain == "latent" and (params.num_clip or 0) > 1
     return setup.execution.overlap_decoding and has_several_clips
@@ -183,17 +189,17 @@ def sum_mapped_weights(sizes: NetworkSizes) -> dict[str, Usage]:
     return {stage: +usage for stage, usage in usage_by_stage.items() if +usage}
 
 
-def _estimate_latents(params: Request) -> Usage:
+def _estimate_latents(params: VideoParams) -> Usage:
     return Usage(latents=LATENT_COPIES * prod(params.latent_shape) * 4)
 
 
-def _estimate_face_images(params: Request) -> Usage:
+def _estimate_face_images(params: VideoParams) -> Usage:
     """Estimates the face images of a clip of Animate."""
     num_images = params.frame_num if params.preset.kind == "animate" else 0
-    return +Usage({"pictures of the face": 3 * num_images * FACE_SIDE**2 * 4})
+    return +Usage({"pictures of the face": 3 * num_images * FACE_SIZE**2 * 4})
 
 
-def _estimate_previous_clip(params: Request) -> Usage:
+def _estimate_previous_clip(params: VideoParams) -> Usage:
     """Estimates the frames of the previous clip that are kept in host memory."""
     if params.infer_frames is None:
         return Usage()
@@ -206,7 +212,7 @@ def find_planned_device(setup: Setup) -> Capabilities:
 
     "auto" selects the first accelerator that can run the setup, or a CPU if none can.
     """
-    candidates = devices.candidates(setup.execution.device, setup.chip)
+    candidates = devices.list_candidate_devices(setup.execution.device, setup.chip)
     for candidate in sorted(candidates, key=lambda candidate: candidate.type == "cpu"):
         try:
             setup.check_device(candidate)
@@ -216,7 +222,7 @@ def find_planned_device(setup: Setup) -> Capabilities:
     return candidates[-1]
 
 
-def estimate_network_sizes(setup: Setup, params: Request) -> NetworkSizes:
+def estimate_network_sizes(setup: Setup, params: VideoParams) -> NetworkSizes:
     """Estimates the sizes of all networks with formulas.
 
     No estimate is above the planner's measurement, and that of the fullest stage is at least 85 %
@@ -247,7 +253,7 @@ def estimate_network_sizes(setup: Setup, params: Request) -> NetworkSizes:
     )
 
 
-def count_encoded_frames(params: Request) -> int:
+def count_encoded_frames(params: VideoParams) -> int:
     """Counts the latent frames that the VAE encodes at once.
 
     They are a padded video (i2v), an image (ti2v, latent clip transition), the end of the previous
@@ -258,13 +264,13 @@ def count_encoded_frames(params: Request) -> int:
     if params.infer_frames is not None:
         return 1 if params.num_clip == 1 and not params.start_from_ref else MOTION_LATENTS
     if params.preset.kind == "vace":
-        return params.latent_shape[1] - params.references
+        return params.latent_shape[1] - params.num_reference_images
     if params.preset.kind == "i2v":
         return 1 if params.chain == "latent" else params.latent_shape[1]
     return int(params.preset.kind == "ti2v" and params.image_size is not None)
 
 
-def count_decoded_frames(params: Request) -> int:
+def count_decoded_frames(params: VideoParams) -> int:
     """Counts the latent frames that the VAE decodes at once.
 
     A clip of s2v is decoded together with the encoded end of the previous clip.
@@ -272,7 +278,7 @@ def count_decoded_frames(params: Request) -> int:
     if params.preset.kind == "animate":
         return params.latent_shape[1] - 1
     num_previous_frames = count_encoded_frames(params) if params.preset.kind == "s2v" else 0
-    return num_previous_frames + params.latent_shape[1] - params.references
+    return num_previous_frames + params.latent_shape[1] - params.num_reference_images
 
 
 def _estimate_text_encoder(setup: Setup) -> NetworkSize:
@@ -288,7 +294,7 @@ def _estimate_text_encoder(setup: Setup) -> NetworkSize:
     return NetworkSize(size // ranks, blocks // 24, blocks, activations=gathered_usage)
 
 
-def _estimate_dit(setup: Setup, params: Request) -> NetworkSize:
+def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
     """Estimates a DiT from its matrices, the text K/V and the residual stream.
 
     At the peak the residual stream is in memory together with q, k and v or with the activations of
@@ -298,7 +304,7 @@ def _estimate_dit(setup: Setup, params: Request) -> NetworkSize:
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
     device = find_planned_device(setup).type
-    e = _ITEMSIZE[execution.dit_precision_on(device)]
+    e = _ITEMSIZE[execution.get_dit_precision(device)]
     fp32 = e if execution.convert_model_dtype else 4
     num_control_blocks = (
         setup.checkpoint.num_control_blocks
@@ -331,7 +337,7 @@ def _estimate_dit(setup: Setup, params: Request) -> NetworkSize:
         num_injected_layers = len(cast(S2VConfig, config)["audio_inject_layers"])
         block += num_injected_layers * 6 * c * c * e // layers
     if setup.preset.kind == "animate":  # every fifth block has attention to the face
-        block += -(-layers // FACE_EVERY) * 4 * c * c * e // layers
+        block += -(-layers // FACE_BLOCK_INTERVAL) * 4 * c * c * e // layers
     outside_blocks = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     if device == "cpu" and not parallel.dit_fsdp:
         mapped_in_blocks, mapped_outside = _estimate_mapped_dit(setup)
@@ -340,9 +346,9 @@ def _estimate_dit(setup: Setup, params: Request) -> NetworkSize:
             max(0, block - mapped_in_blocks // layers),
             max(0, outside_blocks - mapped_outside),
         )
-    branches = 2 if params.guided and parallel.cfg_size == 1 else 1
+    branches = 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
     text_bytes = branches * execution.text_kv_cache * config["text_len"] * c * e
-    tokens = -(-params.tokens // parallel.sequence_size)
+    tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     streams = 2 if num_control_blocks else 1  # the video stream and the control stream
     activations = tokens * (streams * 4 * c + e * max(5 * c, 2 * c + f))
     gathered_bytes, ranks = 0, 1
@@ -365,7 +371,7 @@ def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
     """Estimates the memory-mapped bytes of a DiT on a CPU, in its blocks and outside."""
     expert, files = next(iter(setup.checkpoint.experts.items()))
     execution, mapped_bytes = setup.execution, Counter[bool]()
-    compute_dtype = {"bf16": "BF16", "fp32": "F32"}[execution.dit_precision_on("cpu")]
+    compute_dtype = {"bf16": "BF16", "fp32": "F32"}[execution.get_dit_precision("cpu")]
     unconverted_dtypes = setup.unconverted_dtypes("cpu")
     changed_names = {name for lora in setup.loras.get(expert, ()) for name in lora.deltas}
     tensors = {
@@ -403,7 +409,7 @@ def _can_map_weights(setup: Setup, path: Path | None) -> bool:
     return path is not None and find_planned_device(setup).type == "cpu"
 
 
-def estimate_bytes_outside_blocks(setup: Setup, params: Request) -> int:
+def estimate_bytes_outside_blocks(setup: Setup, params: VideoParams) -> int:
     """Estimates the device memory of a forward without the weights of the DiT's blocks."""
     dit = _estimate_dit(setup, params)
     return (
@@ -446,7 +452,9 @@ def _count_stored_bytes(path: Path) -> int:
     return sum(info.nbytes for info in (read_folder_headers(path) or {}).values())
 
 
-def check_memory(setup: Setup, params: Request, ranks_here: int, stage: str | None = None) -> None:
+def check_memory(
+    setup: Setup, params: VideoParams, ranks_here: int, stage: str | None = None
+) -> None:
     """Refuses a run that needs more memory than is free, as far as both are known.
 
     Only torch resolves the device "auto". Such a run is refused if it fits on no device of this
@@ -472,7 +480,7 @@ def check_memory(setup: Setup, params: Request, ranks_here: int, stage: str | No
 
 
 def _find_memory_refusal(
-    setup: Setup, params: Request, ranks_here: int, only_stage: str | None, device: str
+    setup: Setup, params: VideoParams, ranks_here: int, only_stage: str | None, device: str
 ) -> InputError | None:
     """Returns the refusal of a run that does not fit on this type of device, or None."""
     free = get_free_memory(device)
@@ -498,7 +506,7 @@ def _find_memory_refusal(
 
 def find_fullest_stage(
     setup: Setup,
-    params: Request,
+    params: VideoParams,
     ranks_here: int = 1,
     only_stage: str | None = None,
     **execution: Any,

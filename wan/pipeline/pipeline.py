@@ -32,10 +32,10 @@ from wan.pipeline.denoise import (
 )
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import FrameCollector, Sink, VideoVAE
-from wan.settings import timesteps
+from wan.settings import noise_schedule
 from wan.settings.errors import InputError
-from wan.settings.execution import Offload, buffers
-from wan.settings.request import Request
+from wan.settings.execution import Offload, count_block_buffers
+from wan.settings.request import VideoParams
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -65,9 +65,9 @@ class OffloadManager:
 
     device: Device
     resident_blocks: int | None
-    bytes_outside_blocks: Callable[[Request], int]
+    bytes_outside_blocks: Callable[[VideoParams], int]
     offload: Offload = True
-    params: Request | None = None
+    params: VideoParams | None = None
     offloaded_modules: list[OffloadedModule] = field(default_factory=list)
 
     def count_resident_blocks(self, block_bytes: int, num_blocks: int) -> int:
@@ -79,7 +79,7 @@ class OffloadManager:
             free_bytes
             - _RESERVED_BYTES
             - self.bytes_outside_blocks(self.params) * 5 // 4
-            - buffers(self.device.type) * block_bytes
+            - count_block_buffers(self.device.type) * block_bytes
         )
         return min(max(available // block_bytes, 0), num_blocks)
 
@@ -313,20 +313,20 @@ class Pipeline:
             for network in (self.text_encoder, self.vae, self.clip_vision, self.experts):
                 network.release()
 
-    def generate_latents(self, params: Request, inputs: Inputs = NO_INPUTS) -> Tensor:
+    def generate_latents(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> Tensor:
         """Generates denoised latents, float32 [Z,f,h,w], on the device."""
         if inputs.prompt_embeds is None and params.prompt not in self.cached_prompt_embeds:
             self.text_encoder.prefetch()
-        self.experts.prefetch(timesteps.schedule(params).experts[0])
+        self.experts.prefetch(noise_schedule.make_noise_schedule(params).experts[0])
         latents = self.denoise(self.prepare_denoising(params, inputs))
         self.release(self.experts)
         return latents
 
-    def generate_clips(self, params: Request, inputs: Inputs) -> Iterator[Clip]:
+    def generate_clips(self, params: VideoParams, inputs: Inputs) -> Iterator[Clip]:
         """Generates a video clip by clip; all ranks call it."""
         from wan.pipeline import chain, characters, clips
 
-        self.experts.prefetch(timesteps.schedule(params).experts[0])
+        self.experts.prefetch(noise_schedule.make_noise_schedule(params).experts[0])
         if params.chain is not None:
             return chain.generate_chained_clips(self, params, inputs)
         generate = (
@@ -347,7 +347,7 @@ class Pipeline:
                 self.work_sharing.run_on_rank0(encode).to(self.device.torch_device), num_frames
             )
 
-    def prepare_denoising(self, params: Request, inputs: Inputs = NO_INPUTS) -> DenoisingLoop:
+    def prepare_denoising(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> DenoisingLoop:
         """Encodes prompt and inputs, and returns the denoising loop before its first step."""
         contexts = self.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with self.stages("conditioning"):
@@ -387,7 +387,7 @@ class Pipeline:
 
     def encode_prompt(
         self,
-        params: Request,
+        params: VideoParams,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -396,14 +396,14 @@ class Pipeline:
         with self.stages("text"):
             prompt_context = self._get_prompt_embeds(params.prompt, prompt_embeds)
             negative_context = prompt_context  # not used without guidance
-            if params.guided:
+            if params.uses_guidance:
                 negative_context = self._get_prompt_embeds(
                     params.negative_prompt, negative_prompt_embeds
                 )
             self.release(self.text_encoder)
         return prompt_context, negative_context
 
-    def cache_prompt_embeds(self, prompts: Sequence[str], params: Request) -> None:
+    def cache_prompt_embeds(self, prompts: Sequence[str], params: VideoParams) -> None:
         """Caches the embeddings of these prompts and drops all others. params: the first video."""
         self.cached_prompt_embeds = {
             prompt: embeds

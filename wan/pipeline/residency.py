@@ -29,7 +29,7 @@ from wan.checkpoint.source import TensorSource, TensorSources, owns_memory, use_
 from wan.device import CopyStream
 from wan.host import on_own_cores
 from wan.log import progress
-from wan.settings.execution import buffers
+from wan.settings.execution import count_block_buffers
 
 _ALIGNED = 512  # bytes, as PyTorch aligns an accelerator's memory
 _SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two, and keeps it
@@ -225,7 +225,9 @@ class StreamedBlocks:
         """
         num_blocks, on_cpu = len(blocks), device.type == "cpu"
         num_resident = (
-            num_resident if num_blocks - num_resident > buffers(device.type) else num_blocks
+            num_resident
+            if num_blocks - num_resident > count_block_buffers(device.type)
+            else num_blocks
         )
         streamed_blocks = [
             b for i, b in enumerate(blocks) if i * num_resident % num_blocks >= num_resident
@@ -238,7 +240,7 @@ class StreamedBlocks:
 
         self._buffers = [
             BlockBuffer(allocate(buffer_size))
-            for _ in range(buffers(device.type))
+            for _ in range(count_block_buffers(device.type))
             if streamed_blocks
         ]
         self._loader: FileBlockLoader | HostBlockLoader = FileBlockLoader(streamed_blocks)

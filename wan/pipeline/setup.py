@@ -22,7 +22,7 @@ from wan.settings.errors import InputError
 from wan.settings.execution import MULTIPLY, Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 from wan.settings.step_cache import StepCache
 
 UNCONVERTED_DTYPES = {"fp8_weights": FP8, "gguf_weights": tuple(GGUF)}
@@ -57,12 +57,12 @@ class Setup:
     loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rules.check(rules.SETTINGS, self._rule_values())
-        attention.check(self.attention, self.execution)
-        attention.check_layout(self.attention, self.parallel, self.checkpoint.head_dim)
-        step_cache.check(self.cache, self.parallel, self.execution)
+        rules.check_rules(rules.PIPELINE_RULES, self._rule_values())
+        attention.check_attention(self.attention, self.execution)
+        attention.check_attention_layout(self.attention, self.parallel, self.checkpoint.head_dim)
+        step_cache.check_step_cache(self.cache, self.parallel, self.execution)
         if self.execution.device != "auto":
-            self.check_device(*devices.candidates(self.execution.device, self.chip))
+            self.check_device(*devices.list_candidate_devices(self.execution.device, self.chip))
 
     def _rule_values(self) -> dict[str, Any]:
         """Returns the settings and properties that the conditions of `wan.settings.rules` read."""
@@ -112,7 +112,9 @@ class Setup:
         parallel = self.parallel
         if parallel.exchange != "auto":
             return parallel.exchange
-        is_measured = device in self.attention.dense.fused and parallel.ring_size == 1
+        is_measured = (
+            device in self.attention.dense_kernel.fused_exchange_devices and parallel.ring_size == 1
+        )
         return "fused" if is_measured and not self.execution.compile else "split"
 
     def changes_weights(self, expert: str, device: str) -> bool:
@@ -124,13 +126,13 @@ class Setup:
         """Refuses settings that none of these devices can run."""
         weights = () if self.quantized is None else self.quantized.algorithms
         head_dim = self.checkpoint.head_dim
-        devices.check(candidates, self.attention, self.execution, head_dim, weights)
+        devices.check_device_support(candidates, self.attention, self.execution, head_dim, weights)
         if self.quantized is not None:
             check_export_device(self.quantized, candidates[0].type)
 
     def check_plan(self) -> None:
         """Refuses settings that no device matching `device` and `chip` can run."""
-        candidates = devices.candidates(self.execution.device, self.chip)
+        candidates = devices.list_candidate_devices(self.execution.device, self.chip)
         for candidate in candidates:
             try:
                 return self.check_device(candidate)
@@ -138,13 +140,13 @@ class Setup:
                 continue
         self.check_device(*candidates)
 
-    def check_request(self, params: Request) -> tuple[str, ...]:
+    def check_request(self, params: VideoParams) -> tuple[str, ...]:
         """Refuses settings that contradict a video's steps or size, and returns notices."""
-        steps, tokens = params.sample_steps, params.tokens
+        steps, tokens = params.sample_steps, params.max_clip_tokens
         scales = params.conditioning_scale or ()
         control = {"conditioning_scale": params.conditioning_scale, "scales": len(scales)}
-        rules.check(rules.REQUEST, self._rule_values() | control)
-        attention.check_request(self.attention, self.parallel, steps, tokens)
+        rules.check_rules(rules.VIDEO_RULES, self._rule_values() | control)
+        attention.check_attention_request(self.attention, self.parallel, steps, tokens)
         notices = () if self.policy is None else self.policy.check_request(params)
         heads = self.checkpoint.num_heads
         guidance = params.sample_guide_scale
@@ -152,4 +154,4 @@ class Setup:
 
     def check_grouping(self) -> None:
         """Refuses `group_by_expert` where it has no effect or is not possible."""
-        rules.check(rules.GROUPING, self._rule_values())
+        rules.check_rules(rules.GROUPING_RULES, self._rule_values())

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wan.settings.request import Request
+from wan.settings.noise_schedule import NoiseSchedule
+from wan.settings.request import VideoParams
 from wan.settings.solvers import SOLVERS
-from wan.settings.timesteps import Schedule
 
 SampleNoise = Callable[[], Tensor]
 """Draws new noise of the latents' shape in each call."""
@@ -50,7 +50,7 @@ class Renoise:
 
 
 def make_solver(
-    params: Request, schedule: Schedule, sample_noise: SampleNoise | None = None
+    params: VideoParams, schedule: NoiseSchedule, sample_noise: SampleNoise | None = None
 ) -> tuple[Stepper, Tensor]:
     """Makes the solver of a video.
 
@@ -63,16 +63,16 @@ def make_solver(
         with the others.
     """
     spec = SOLVERS["euler" if params.ode else params.sample_solver]
-    has_integer_timesteps = SOLVERS[params.sample_solver].whole
+    has_integer_timesteps = SOLVERS[params.sample_solver].truncates_timesteps
     timesteps = torch.tensor(
         schedule.timesteps, dtype=torch.int64 if has_integer_timesteps else torch.float32
     )
-    module, _, class_name = spec.make.partition(":")
+    module, _, class_name = spec.factory.partition(":")
     solver_class = getattr(import_module(module), class_name)
-    if spec.draws:
+    if spec.adds_noise:
         assert sample_noise is not None
         return solver_class(schedule.sigmas, sample_noise), timesteps
-    solver = solver_class(**spec.options)  # a scheduler of diffusers, with our sigmas
+    solver = solver_class(**spec.scheduler_kwargs)  # a scheduler of diffusers, with our sigmas
     solver.set_timesteps(len(timesteps))
     solver.sigmas = torch.tensor(schedule.sigmas, dtype=torch.float32)
     solver.timesteps = timesteps

@@ -16,8 +16,8 @@ from torch import Tensor
 from wan.host import on_own_cores
 from wan.pipeline.media import Audio
 from wan.settings.errors import InputError
-from wan.settings.sound import FPS, ROW_RATE, SOUND_LAYERS
-from wan.settings.values import shown
+from wan.settings.sound import AUDIO_LAYERS, RESAMPLED_FEATURE_RATE, S2V_FPS
+from wan.settings.values import format_value
 
 
 def check_audio_encoder(path: Path, channels: int) -> None:
@@ -36,10 +36,10 @@ def check_audio_encoder(path: Path, channels: int) -> None:
     try:
         config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # its type depends on the damage
-        why = f"holds no usable config.json ({shown(error, str)})"
+        why = f"holds no usable config.json ({format_value(error, str)})"
         raise InputError(str(path), None, why, remedy) from error
-    if config.model_type != "wav2vec2" or config.num_hidden_layers + 1 != SOUND_LAYERS:
-        why = f"is no wav2vec2 of {SOUND_LAYERS - 1} layers"
+    if config.model_type != "wav2vec2" or config.num_hidden_layers + 1 != AUDIO_LAYERS:
+        why = f"is no wav2vec2 of {AUDIO_LAYERS - 1} layers"
         raise InputError(str(path), None, why, remedy)
     if config.hidden_size != channels:
         why = f"has {config.hidden_size} channels of features, the DiT {channels}"
@@ -67,7 +67,7 @@ def extract_audio_features(path: Path, audio: Audio) -> Tensor:
             path, local_files_only=True, dtype=torch.float32, attn_implementation="sdpa"
         )
     except Exception as error:  # its type depends on the damage
-        why = f"holds no usable weights ({shown(error, str)})"
+        why = f"holds no usable weights ({format_value(error, str)})"
         raise InputError(str(path), None, why, "download it again") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -86,7 +86,7 @@ def extract_audio_features(path: Path, audio: Audio) -> Tensor:
 def sample_features_per_frame(features_SCT: Tensor, num_frames: int) -> Tensor:
     """Samples the feature nearest in time for each video frame: [1,S,C,R], 0 after the end."""
     indices = [
-        round(frame * ROW_RATE / FPS) for frame in range(num_frames)
+        round(frame * RESAMPLED_FEATURE_RATE / S2V_FPS) for frame in range(num_frames)
     ]  # rounds halves to even
     valid_indices = [index for index in indices if index < features_SCT.shape[2]]
     return F.pad(features_SCT[..., valid_indices], (0, num_frames - len(valid_indices)))[None]

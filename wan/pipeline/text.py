@@ -20,7 +20,7 @@ from wan.checkpoint.load import DTypeOf, ModelSpec, read_headers
 from wan.host import on_own_cores
 from wan.log import logger
 from wan.settings.errors import InputError
-from wan.settings.values import shown
+from wan.settings.values import format_value
 
 BLOCKS_NAME, EMBEDDING_NAME = "encoder.block", "shared"
 """Names of the encoder's list of blocks and of its embedding."""
@@ -125,7 +125,7 @@ def _make_unigram_tokenizer(path: Path, vocab: UnigramVocab) -> Any:
 
 
 def _make_tokenizer_error(path: Path, error: Exception) -> InputError:
-    why = f"holds no usable tokenizer ({shown(error, str)})"
+    why = f"holds no usable tokenizer ({format_value(error, str)})"
     return InputError(str(path), None, why, "download it")
 
 

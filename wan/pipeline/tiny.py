@@ -38,8 +38,8 @@ from wan.modules.networks import build_dit
 from wan.output_files import write_folder
 from wan.pipeline.vae import LATENT_STATISTICS
 from wan.settings.errors import InputError
-from wan.settings.presets import FACE_EVERY, PRESETS, Preset
-from wan.settings.sound import CONVOLUTIONS, SOUND_LAYERS, STATED
+from wan.settings.presets import FACE_BLOCK_INTERVAL, PRESETS, Preset
+from wan.settings.sound import AUDIO_LAYERS, S2V_FIXED_CONFIG, WAV2VEC_CONVOLUTIONS
 
 NamedTensors = OrderedDict[str, Tensor]
 """Tensors under official names."""
@@ -64,9 +64,9 @@ AUDIO_DIM = 32
 AUDIO_ENCODER_SIZES: dict[str, Any] = {  # a wav2vec2 with as many layers as the published one
     "hidden_size": AUDIO_DIM,
     "intermediate_size": 2 * AUDIO_DIM,
-    "num_hidden_layers": SOUND_LAYERS - 1,
+    "num_hidden_layers": AUDIO_LAYERS - 1,
     "num_attention_heads": 4,
-    "conv_dim": (AUDIO_DIM,) * len(CONVOLUTIONS),
+    "conv_dim": (AUDIO_DIM,) * len(WAV2VEC_CONVOLUTIONS),
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4,
     "feat_extract_norm": "layer",
@@ -146,13 +146,13 @@ class RandomNetworks:
             "num_layers": 2,
             "text_dim": TEXT_SIZES["d_model"],
         }
-        if task.images:
+        if task.num_clip_vision_images:
             small_sizes["image_dim"] = CLIP_DIM
         if task.kind == "s2v":
             layers = sizes.get("num_layers", small_sizes["num_layers"])
             small_sizes |= {"audio_dim": AUDIO_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
         if task.kind == "animate":
-            small_sizes["num_layers"] = FACE_EVERY
+            small_sizes["num_layers"] = FACE_BLOCK_INTERVAL
         if task.kind == "vace":  # control blocks after the first and the last of three blocks
             layers = sizes.get("num_layers", 3)
             small_sizes |= {"num_layers": layers, "vace_layers": tuple(sorted({0, layers - 1}))}
@@ -188,7 +188,7 @@ class RandomNetworks:
             self.text_encoder, keymaps.rename_t5_to_official, generator, torch.bfloat16
         )
         self.clip_state: NamedTensors = OrderedDict()
-        if task.images:
+        if task.num_clip_vision_images:
             self.clip_state = _draw_tensors(self.clip, str, generator, torch.float16)
         self.audio_encoder_state: NamedTensors = OrderedDict()
         if task.kind == "s2v":
@@ -268,7 +268,7 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
         config = {key: networks.config[key] for key in _CONFIG_KEYS}
         if task.kind == "s2v":
             class_entries["_class_name"] = "WanModel_S2V"
-            config |= STATED | {key: networks.config[key] for key in _S2V_CONFIG_KEYS}
+            config |= S2V_FIXED_CONFIG | {key: networks.config[key] for key in _S2V_CONFIG_KEYS}
         if task.kind == "animate":
             class_entries["_class_name"] = "WanAnimateModel"
             del config["model_type"]
@@ -349,7 +349,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
                 ffn_dim=config["ffn_dim"],
                 num_layers=config["num_layers"],
                 image_dim=config["image_dim"] or None,
-                added_kv_proj_dim=config["dim"] if task.images else None,
+                added_kv_proj_dim=config["dim"] if task.num_clip_vision_images else None,
                 pos_embed_seq_len=config["image_positions"] or None,
                 **vace_sizes,
             )
@@ -360,7 +360,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]  # tied weights, saved once
     _save_pretrained(folder / "text_encoder", networks.text_encoder, tensors, sharded=True)
     write_tokenizer(folder / "tokenizer", networks.tokenizer)
-    if task.images:
+    if task.num_clip_vision_images:
         state = networks.clip_state
         _save_pretrained(folder / "image_encoder", networks.clip, state, sharded=False)
     scheduler: Any = diffusers.UniPCMultistepScheduler(
@@ -381,7 +381,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     if task.kind in ("i2v", "animate"):
-        clip = ["transformers", "CLIPVisionModel"] if task.images else no_class
+        clip = ["transformers", "CLIPVisionModel"] if task.num_clip_vision_images else no_class
         index |= {"image_encoder": clip, "image_processor": no_class}
     write_json(folder / "model_index.json", index)
 

@@ -35,11 +35,11 @@ from wan.pipeline import adapt, build, clip, memory, text, vae
 from wan.pipeline.memory import NetworkSize, NetworkSizes, Usage, WeightBytes
 from wan.pipeline.setup import Setup
 from wan.planner import operators
+from wan.settings.attention_modes import TokenPlan
 from wan.settings.parallel import Parallel
-from wan.settings.presets import FACE_SIDE
-from wan.settings.request import Request
-from wan.settings.schedule import TokenPlan
-from wan.settings.sound import MOTION_LATENTS, SOUND_LAYERS
+from wan.settings.presets import FACE_SIZE
+from wan.settings.request import VideoParams
+from wan.settings.sound import AUDIO_LAYERS, MOTION_LATENTS
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
 from wan.vae import tiles
 
@@ -73,11 +73,11 @@ class ForwardMeasurement:
 class Planner:
     """Measures a run with any topology and memory settings; measurements are cached."""
 
-    def __init__(self, setup: Setup, params: Request) -> None:
+    def __init__(self, setup: Setup, params: VideoParams) -> None:
         self.setup, self.params = setup, params
         self.device = Device(META, memory.find_planned_device(setup))
-        self.precision = setup.execution.dit_precision_on(self.device.type)
-        self.dtype = build.DTYPES[setup.execution.precision_on(self.device.type)]
+        self.precision = setup.execution.get_dit_precision(self.device.type)
+        self.dtype = build.DTYPES[setup.execution.get_precision(self.device.type)]
         self._text_encoder = cache(self._measure_text_encoder)
         self._autoencoder = cache(self._measure_autoencoder)
         self._transformer = cache(self._measure_transformer)
@@ -119,7 +119,7 @@ class Planner:
         """
         setup, execution = self.setup, self.setup.execution
         layers = setup.checkpoint.config["num_layers"]
-        num_held = execution.blocks_held(layers, self.device.type)
+        num_held = execution.count_blocks_on_device(layers, self.device.type)
         num_streamed = 0 if num_held == layers else layers - (execution.resident_blocks or 0)
         forwards = len(self.branches(setup.parallel))
         size = self.measure_forwards(setup.parallel)[0].size.block if num_streamed else 0
@@ -127,13 +127,15 @@ class Planner:
 
     def branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
-        return ("cond", "uncond")[: 2 if self.params.guided and parallel.cfg_size == 1 else 1]
+        return ("cond", "uncond")[
+            : 2 if self.params.uses_guidance and parallel.cfg_size == 1 else 1
+        ]
 
     def token_plan(self, parallel: Parallel) -> TokenPlan:
         """Plans how the ranks shard the tokens."""
         ranks = parallel.sequence_size
         multiple = self.setup.attention.row_multiple(parallel.ring_size) if ranks > 1 else 1
-        return TokenPlan(self.params.tokens, ranks, multiple)
+        return TokenPlan(self.params.max_clip_tokens, ranks, multiple)
 
     def measure_forwards(self, parallel: Parallel) -> list[ForwardMeasurement]:
         """Measures the forwards of the ranks that may differ.
@@ -142,7 +144,7 @@ class Planner:
         bidirectional ring.
         """
         tokens, last = self.token_plan(parallel), parallel.ring_size - 1
-        in_ring = {0, last if tokens.padded > tokens.tokens else 0}
+        in_ring = {0, last if tokens.padded_len > tokens.tokens else 0}
         in_ring.add(parallel.ring_size // 2 if parallel.ring_type == "bidirectional" else 0)
         parallel = replace(parallel, t5_fsdp=False)  # it has no effect on a DiT
         return [self._transformer(parallel, i * parallel.ulysses_size) for i in sorted(in_ring)]
@@ -165,7 +167,7 @@ class Planner:
 
     def _clip_weights(self) -> WeightBytes:
         path, dtype = self.setup.checkpoint.image_encoder, self.dtype
-        if not self.setup.preset.images:
+        if not self.setup.preset.num_clip_vision_images:
             return WeightBytes(0)
         if path is None:
             return WeightBytes(clip.NUM_ELEMENTS * dtype.itemsize)
@@ -242,7 +244,7 @@ class Planner:
             source = None  # the input of `video`, which stays in host memory
             if self.device.type == "cpu" and params.preset.kind == "vace":
                 source = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # RGB, the mask twice
-            elif self.device.type == "cpu" and not params.clips:
+            elif self.device.type == "cpu" and not params.has_clips:
                 source = video.clone()
             model.encode(video[:, :, :rows] if ranks > 1 else video)
             del source
@@ -343,7 +345,7 @@ class Planner:
         x, y = empty(channels, *size), empty(config["in_dim"] - channels, *size)
         text_size = config["text_len"], config["text_dim"]
         prompt_embeds = [empty(*text_size, dtype=self.dtype) for _ in branches]
-        num_images = setup.preset.images
+        num_images = setup.preset.num_clip_vision_images
         model_kwargs: dict[str, Any] = {}
         if num_images:
             model_kwargs["clip_fea"] = empty(num_images, clip.NUM_TOKENS, config["image_dim"])
@@ -351,7 +353,7 @@ class Planner:
         if setup.preset.kind == "animate":
             num_face_images = 4 * (size[0] - 2) + 1
             model_kwargs["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
-            model_kwargs["face_pixel_values"] = empty(1, 3, num_face_images, FACE_SIDE, FACE_SIDE)
+            model_kwargs["face_pixel_values"] = empty(1, 3, num_face_images, FACE_SIZE, FACE_SIZE)
         elif setup.preset.kind == "vace":
             model_kwargs["vace_context"] = [empty(cast(VaceConfig, config)["vace_in_dim"], *size)]
         elif setup.preset.kind == "s2v":
@@ -362,7 +364,7 @@ class Planner:
                 "cond_states": [empty(channels, *size)],
                 "drop_motion_frames": num_encoded_frames == 1,
             }
-            features = SOUND_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
+            features = AUDIO_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
             audio_inputs = [{"audio_input": empty(1, *features)} for _ in branches]
         live.leave_out(
             (
@@ -376,7 +378,11 @@ class Planner:
         fixes_first_frame = setup.preset.kind == "ti2v" and memory.count_encoded_frames(params) == 1
         if fixes_first_frame and live.device == "meta":  # the image's tokens have timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
-        sparse_from = setup.attention.start_step(steps) if setup.attention.use_rainfusion else 0
+        sparse_from = (
+            setup.attention.resolve_sparse_start_step(steps)
+            if setup.attention.use_rainfusion
+            else 0
+        )
         step_indices, sends = sorted({0, sparse_from}), list[Sends]()
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             live.sent.clear()
@@ -406,7 +412,7 @@ class Planner:
                 fake_process_group(rank, parallel.world_size)
                 stack.callback(dist.destroy_process_group)
             yield (
-                mesh.make_parallel_groups(resolve("cpu"), parallel.sizes)
+                mesh.make_parallel_groups(resolve("cpu"), parallel.mesh_shape)
                 if is_distributed
                 else None
             )

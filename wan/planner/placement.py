@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from wan.settings.errors import InputError
-from wan.settings.parallel import legal, size_flags
+from wan.settings.parallel import enumerate_topologies, format_topology
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def list_layouts(
         why = f"does not divide the {world} ranks"
         raise InputError("`nodes`", nodes, why, "give machines of equally many ranks")
     candidates = []
-    for sizes in legal(world, heads):
+    for sizes in enumerate_topologies(world, heads):
         bytes_per_rank = count_sent_bytes(
             sizes, sequence_bytes / (sizes[1] * sizes[2]), world // nodes
         )
@@ -94,7 +94,7 @@ def describe_layouts(
     for layout in rows:
         duration = "" if rates is None else f", {layout.seconds * 1e3:.1f} ms"
         yield (
-            f"  {size_flags(*layout.sizes)}: inside {layout.bytes_inside / 1e6:.0f} MB, between "
+            f"  {format_topology(*layout.sizes)}: inside {layout.bytes_inside / 1e6:.0f} MB, between "
             f"{layout.bytes_between / 1e6:.0f} MB{duration}{' (this run)' if layout.sizes == chosen else ''}"
         )
-    yield f"The cheapest is {size_flags(*rows[0].sizes)}."
+    yield f"The cheapest is {format_topology(*rows[0].sizes)}."

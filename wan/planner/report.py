@@ -17,7 +17,7 @@ from wan.planner.placement import list_layouts
 from wan.planner.topology import find_nearest_run, iter_decodings
 from wan.run import Run
 from wan.settings.errors import InputError
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 
 
 def print_plan_report(run: Run) -> None:
@@ -61,7 +61,7 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
         f"{_format_count(parallel.world_size, 'rank')} ({planner.device.can.name}); sizes "
         + (f"of {folder}" if folder else "as published (no checkpoint folder)"),
         *describe_checkpoint_files(planner),
-        f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
+        f"Tokens: {tokens.tokens} + {tokens.padded_len - tokens.tokens} padding, "
         f"{tokens.shard_len} per rank",
         planner.measure_forwards(parallel)[0].attention,
     ]
@@ -103,9 +103,9 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
     ]
 
 
-def _describe_frames(params: Request) -> str:
+def _describe_frames(params: VideoParams) -> str:
     """Describes the number of frames, or the clips and the frames of a clip."""
-    if not params.clips:
+    if not params.has_clips:
         return f"{params.frame_num} frames"
     frames = params.infer_frames or params.frame_num
     return f"{_format_count(params.num_clip or 0, 'clip')} of {frames} frames"
@@ -116,7 +116,7 @@ def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
     setup, checkpoint = planner.setup, planner.setup.checkpoint
     device, encoders = (
         planner.device.type,
-        planner.setup.execution.precision_on(planner.device.type),
+        planner.setup.execution.get_precision(planner.device.type),
     )
     if checkpoint.boundary is not None:
         standard = f"the task's is {setup.preset.boundary:g}"
@@ -195,12 +195,12 @@ def _describe_placement(
     """Describes the bytes that each layout sends inside and between `nodes` machines."""
     parallel, checkpoint = planner.setup.parallel, planner.setup.checkpoint
     sequence_bytes = (
-        planner.token_plan(parallel).padded * checkpoint.config["dim"] * planner.dtype.itemsize
+        planner.token_plan(parallel).padded_len * checkpoint.config["dim"] * planner.dtype.itemsize
     )
     rank_layouts = list_layouts(
         parallel.world_size, checkpoint.num_heads, nodes, sequence_bytes, rates
     )
-    return placement.describe_layouts(rank_layouts, parallel.sizes, rates)
+    return placement.describe_layouts(rank_layouts, parallel.mesh_shape, rates)
 
 
 def check_plan_memory(planner: Planner, memory: int | None) -> str:

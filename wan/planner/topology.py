@@ -17,7 +17,13 @@ from wan.pipeline.memory import find_fullest_stage
 from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
-from wan.settings.parallel import SIZES, Parallel, legal, resolve, size_flags
+from wan.settings.parallel import (
+    SIZE_FLAGS,
+    Parallel,
+    enumerate_topologies,
+    format_topology,
+    resolve_topology,
+)
 
 BLOCKS_SETTING, TILING_SETTING = "`offload_model=block`", "`vae_tiling`"
 MAX_RANKS = 512  # and at most eight times the ranks of the run
@@ -77,17 +83,19 @@ def _iter_topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
     changed_values["compile"] = planner.setup.execution.compile
     world = current.world_size
     for ranks in range(world, max(world, min(8 * world, MAX_RANKS)) + 1):
-        for sizes in sorted(legal(ranks, heads), key=lambda sizes: sizes[0] != current.cfg_size):
+        for sizes in sorted(
+            enumerate_topologies(ranks, heads), key=lambda sizes: sizes[0] != current.cfg_size
+        ):
             try:
-                other, _ = resolve(
-                    changed_values | dict(zip(SIZES, sizes, strict=True)), ranks, heads
+                other, _ = resolve_topology(
+                    changed_values | dict(zip(SIZE_FLAGS, sizes, strict=True)), ranks, heads
                 )
                 setup = replace(planner.setup, parallel=other)
                 setup.check_request(planner.params)
             except InputError:
                 continue
             if other != current:
-                yield size_flags(*sizes), setup
+                yield format_topology(*sizes), setup
 
 
 def _list_saving_settings(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:

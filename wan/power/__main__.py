@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from wan.cli import failures
-from wan.settings.errors import InputError, exit_code
+from wan.settings.errors import InputError, get_exit_code
 
 COMMANDS = {  # modules of wan.power, each with a main(argv)
     "report": "summarize schedule traces (--trace): order, gaps, exposed communication",
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sentence is None:
             raise
         failures.say(sentence, "wan.power")
-        return exit_code(error)
+        return get_exit_code(error)
 
 
 def _command(argv: Sequence[str]) -> int:

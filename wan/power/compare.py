@@ -35,8 +35,8 @@ from wan.log import logger
 from wan.output_files import VIDEO, check_folder, check_output, json_kind, marked_kind, write_output
 from wan.power.timeline import PLOT, PLOT_METADATA
 from wan.run import Run
+from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
-from wan.settings.schedule import MODES
 from wan.settings.values import Reader, choice, integer, real
 from wan.trace import Event
 
@@ -418,7 +418,7 @@ def write(
         results: Measurements so far, the baseline first.
     """
     chosen, reason = recommend(results)
-    baseline, (cfg, ring, ulysses) = results[0], run.setup.parallel.sizes
+    baseline, (cfg, ring, ulysses) = results[0], run.setup.parallel.mesh_shape
     machine = {
         "device": device,
         "host": host.cpu(),

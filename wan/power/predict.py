@@ -20,10 +20,17 @@ from typing import Any, NamedTuple
 
 from wan.cli.flags import Parser
 from wan.run import Run, resolve
+from wan.settings.attention_modes import (
+    MODES,
+    OVERLAP,
+    Mode,
+    TokenPlan,
+    count_heads_per_chunk,
+    q_ranges,
+)
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
-from wan.settings.presets import ALIASES
-from wan.settings.schedule import MODES, OVERLAP, Mode, TokenPlan, heads_per_chunk, q_ranges
+from wan.settings.presets import TASK_ALIASES
 from wan.settings.values import real
 
 PUBLISHED_RUN: dict[str, Any] = {
@@ -99,8 +106,8 @@ class Workload:
     def of(cls, run: Run) -> Workload:
         parallel, config, request = run.setup.parallel, run.setup.checkpoint.config, run.request
         multiple = run.setup.attention.row_multiple(parallel.ring_size)
-        plan = TokenPlan(request.tokens, parallel.sequence_size, multiple)
-        branches = 2 if request.guided and parallel.cfg_size == 1 else 1
+        plan = TokenPlan(request.max_clip_tokens, parallel.sequence_size, multiple)
+        branches = 2 if request.uses_guidance and parallel.cfg_size == 1 else 1
         layers = config["num_layers"] + run.setup.checkpoint.num_control_blocks
         layers *= request.sample_steps * branches
         return cls(plan, config, parallel.ulysses_size, parallel.ring_size, layers)
@@ -118,7 +125,7 @@ class Workload:
         c, heads = self.config["dim"], self.config["num_heads"]
         rows = min(self.plan.tokens, self.plan.shard_len * self.ulysses)
         found, now, lane = list[tuple[str, float]](), 0.0, 0.0
-        sizes = heads_per_chunk(heads, self.ulysses, chunks)
+        sizes = count_heads_per_chunk(heads, self.ulysses, chunks)
         arrived, returned = dict[int, float](), dict[int, float]()
 
         def spend(kind: str, seconds: float) -> None:
@@ -264,12 +271,12 @@ def main(argv: Sequence[str]) -> int:
     for one in fields(Constants):
         words = f"{one.metadata['meaning']} ({one.default} {one.metadata['unit']}".rstrip() + ")"
         parser.add_argument(f"--{one.name}", metavar=one.name.upper(), help=words)
-    readers = {name: FLAGS[name].read for name in RUN_FLAGS} | _READERS
+    readers = {name: FLAGS[name].reader for name in RUN_FLAGS} | _READERS
     raw = vars(parser.parse_args(list(argv)))
     given = {name: readers[name](f"--{name}", value) for name, value in raw.items()}
     asked = {name: given[name] for name in RUN_FLAGS if name in given}
     task = asked.get("task", PUBLISHED_RUN["task"])
-    is_like = ALIASES.get(task, task) == PUBLISHED_RUN["task"]
+    is_like = TASK_ALIASES.get(task, task) == PUBLISHED_RUN["task"]
     basis = PUBLISHED_RUN if is_like else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
     run = resolve({**basis, **asked, "plan": True}, lambda *_: None, plan=True)
     if run.setup.parallel.ulysses_size == 1:

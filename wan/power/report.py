@@ -25,8 +25,8 @@ from wan.cli.flags import Parser
 from wan.evidence.order import Comparison, Trace, compare, read
 from wan.output_files import check_output, json_kind, write_output
 from wan.power import timeline
+from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
-from wan.settings.schedule import heads_per_chunk
 from wan.trace import Event
 
 PARTS = {  # part of a step -> kinds of events
@@ -223,7 +223,7 @@ def _text(report: RunReport) -> Iterator[str]:
     """Formats a run for the terminal: sizes, order, times and gaps."""
     trace, plan = report.traces[0], report.traces[0].plan
     cfg, ring, ulysses = plan.sizes
-    chunks = heads_per_chunk(plan.heads, ulysses, plan.mode.chunks)
+    chunks = count_heads_per_chunk(plan.heads, ulysses, plan.mode.chunks)
     each = "/".join(map(str, sorted(set(chunks), reverse=True)))
     steps = ", ".join(f"{step} ({expert})" for step, expert in plan.steps.items())
     yield f"== {report.name}: {plan.mode.name}, head chunks {len(chunks)} of {each} per rank =="

@@ -31,9 +31,9 @@ from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Result, Variant, rests, schedule
 from wan.run import Run
-from wan.settings import timesteps
-from wan.settings.request import Request
-from wan.settings.schedule import MODES, heads_per_rank
+from wan.settings import noise_schedule
+from wan.settings.attention_modes import MODES, count_heads_per_rank
+from wan.settings.request import VideoParams
 
 QUICK = 4
 """Steps of each expert in a quick comparison; the first one is not measured."""
@@ -96,11 +96,11 @@ class Rests:
 
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
         """Computes attention; arguments and result as for `FAPowerCapAttention`."""
-        heads = heads_per_rank(qkv_BsND[0].shape[2], self.world)
+        heads = count_heads_per_rank(qkv_BsND[0].shape[2], self.world)
         qkv_BShD = [all_to_all_4D(x, 2, 1, self.group, heads) for x in qkv_BsND]
         parts: list[Tensor] = []
         first = 0
-        for size in heads_per_rank(qkv_BShD[0].shape[2], min(self.chunks, *heads)):
+        for size in count_heads_per_rank(qkv_BShD[0].shape[2], min(self.chunks, *heads)):
             if parts:
                 self.rest()
             chunk = (x[:, :, first : first + size].contiguous() for x in qkv_BShD)
@@ -149,7 +149,7 @@ class Rounds:
         quick: bool = False,
     ) -> None:
         self._run, self._team, self._out = run, team, out
-        self._experts = [*dict.fromkeys(timesteps.schedule(run.request).experts)]
+        self._experts = [*dict.fromkeys(noise_schedule.make_noise_schedule(run.request).experts)]
         if run.setup.policy is not None:  # a step cache needs the steps of one video in sequence
             self._experts = self._experts[:1]
         self._phases = 1 if run.setup.policy is None else None
@@ -168,10 +168,10 @@ class Rounds:
         self._pipeline.text_encoder.release()
         self._inputs = Inputs(run.image, run.last_image, *texts)
 
-    def _with_steps(self, count: int) -> Request:
+    def _with_steps(self, count: int) -> VideoParams:
         """Returns video parameters with at most `max_steps` steps of each expert."""
         request = self._run.request
-        experts = timesteps.schedule(request).experts
+        experts = noise_schedule.make_noise_schedule(request).experts
         names = [*dict.fromkeys(experts)]
         each = min(count, *(experts.count(name) for name in names))
         total = each * len(names)
@@ -232,12 +232,12 @@ class Rounds:
         for result in self.results if self._team.is_main else ():
             if not result.variant.locked:
                 result.schedule = schedule(self._traces(result.variant), result.variant)
-        experts = timesteps.schedule(self._timed).experts
+        experts = noise_schedule.make_noise_schedule(self._timed).experts
         if self._phases is None:
             return steps[self._experts[0]] / short.sample_steps * len(experts)
         return sum(steps[expert] for expert in experts)
 
-    def _recording(self, variant: Variant, short: Request) -> Recording:
+    def _recording(self, variant: Variant, short: VideoParams) -> Recording:
         device, steps = self._team.device, tuple(range(short.sample_steps))
         parallel = self._run.setup.parallel
         parallel = replace(parallel, comm_type=variant.comm_type, chunks=variant.chunks)
@@ -249,7 +249,7 @@ class Rounds:
     def _traces(self, variant: Variant) -> Path:
         return self._out / "traces" / variant.slug
 
-    def _lock_clock(self, short: Request) -> None:
+    def _lock_clock(self, short: VideoParams) -> None:
         """Prepares the control at the baseline's mean clock; drops it if a rank cannot lock."""
         device, why = self._team.device, ""
         self._chosen = self.results[0].variant.name
@@ -269,7 +269,7 @@ class Rounds:
             logger.info("No run with a locked clock: %s.", reasons[0])
             self.results = [result for result in self.results if not result.variant.locked]
 
-    def _prepared(self, request: Request) -> DenoisingLoop:
+    def _prepared(self, request: VideoParams) -> DenoisingLoop:
         """Prepares a denoising loop and moves its tensors to host memory."""
         video = self._pipeline.prepare_denoising(request, self._inputs)
         video.offload()
@@ -316,7 +316,7 @@ class Rounds:
         video.offload()
         steps = times.seconds()
         if self._timed is not self._run.request:  # extrapolates to all steps
-            count = timesteps.schedule(self._run.request).experts.count(expert)
+            count = noise_schedule.make_noise_schedule(self._run.request).experts.count(expert)
             seconds = statistics.median(steps[1:] or steps) * count
         ranks = self._team.gather((seconds, meter.stop(), device.peak_memory()))
         peaks = [rank[2] for rank in ranks if rank[2] is not None]

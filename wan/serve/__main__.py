@@ -19,10 +19,18 @@ from wan.cli.flags import Parser
 from wan.cli.programs import typed
 from wan.log import logger
 from wan.serve.folders import NAME_LENGTH, check_journal, lock_journal
-from wan.settings.command import Controlled, Driving, Earlier, Images, Many, Planning, Sounds
-from wan.settings.errors import InputError, exit_code
-from wan.settings.fields import options
-from wan.settings.values import integer, path, real, text
+from wan.settings.command import (
+    AnimateOptions,
+    ImageOptions,
+    PlanOptions,
+    PromptFileOptions,
+    ResumeOptions,
+    SpeechOptions,
+    VaceOptions,
+)
+from wan.settings.errors import InputError, get_exit_code
+from wan.settings.fields import list_options
+from wan.settings.values import integer, read_path, read_text_value, real
 
 if TYPE_CHECKING:
     from wan.run import Run
@@ -33,10 +41,17 @@ if TYPE_CHECKING:
 _OF_ONE = {
     *(
         name
-        for kind in (Images, Sounds, Driving, Controlled, Planning, Many)
-        for name in options(kind)
+        for kind in (
+            ImageOptions,
+            SpeechOptions,
+            AnimateOptions,
+            VaceOptions,
+            PlanOptions,
+            PromptFileOptions,
+        )
+        for name in list_options(kind)
     ),
-    *options(Earlier),
+    *list_options(ResumeOptions),
     *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents"),
 }
 """Flags of generate.py that belong to one video and do not affect how the model is loaded."""
@@ -60,8 +75,11 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     number = parser.add_argument
     few, many = typed(integer(1, 10_000)), typed(integer(1, 1_000_000))
-    days, gigabytes = typed(real(0, 36_500, above=True)), typed(real(0, 1e6, above=True))
-    folder, words = typed(path), typed(text)
+    days, gigabytes = (
+        typed(real(0, 36_500, exclude_min=True)),
+        typed(real(0, 1e6, exclude_min=True)),
+    )
+    folder, words = typed(read_path), typed(read_text_value)
     number(
         "--host",
         type=words,
@@ -270,7 +288,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         if sentence is None:
             raise
         failures.say(sentence, "wan.serve")
-        return exit_code(error)
+        return get_exit_code(error)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError, digest_of
 from wan.serve.service import Service, is_over
 from wan.settings.errors import InputError
-from wan.settings.values import integer, shown
+from wan.settings.values import format_value, integer
 
 _DEPTH = 8  # nesting levels of a body; lists of image references need four
 _TOO_DEEP = f"The body is nested too deeply; give at most {_DEPTH} levels."
@@ -347,7 +347,7 @@ async def _body(request: Request) -> dict[str, Any]:
         try:
             body = await _form_fields(request)
         except ValueError as error:  # from decoding or from the form parser
-            raise RefusedError(f"The form cannot be read ({shown(str(error))}).") from error
+            raise RefusedError(f"The form cannot be read ({format_value(str(error))}).") from error
     else:
         body = _json_fields(await request.body() or b"{}")
     _check_values(body)
@@ -383,7 +383,7 @@ def _json_fields(content: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise RefusedError(_TOO_DEEP) from error
     except ValueError as error:  # Python's message about too many digits is for programmers
-        why = "a number has too many digits" if "digits" in str(error) else shown(str(error))
+        why = "a number has too many digits" if "digits" in str(error) else format_value(str(error))
         raise RefusedError(f"The body is no JSON object ({why}).") from error
     if not isinstance(body, dict):
         raise RefusedError("The body must be a JSON object or a form.")
@@ -434,7 +434,7 @@ def _refused(request: Request, error: Exception) -> Response:
     elif isinstance(error, InputError):
         status, code, param, message, again = 400, "invalid_request", None, str(error), False
         named = re.fullmatch(r"`?(\w+)`?", error.what)
-        param = None if named is None else error.words.names.get(named[1], named[1])
+        param = None if named is None else error.naming.names.get(named[1], named[1])
     elif isinstance(error, HTTPException):
         status, code, param, message, again = error.status_code, "http", None, error.detail, False
         headers.update(error.headers or {})

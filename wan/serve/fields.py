@@ -15,9 +15,9 @@ from typing import Any
 from wan.pipeline import driving
 from wan.pipeline.sources import MAX_REFERENCE_IMAGES
 from wan.run import PATHS, Run
-from wan.settings.errors import InputError, Words
-from wan.settings.flags import ALIASES, FLAGS, check_given, read
-from wan.settings.values import integer, real, shown
+from wan.settings.errors import FlagNaming, InputError
+from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
+from wan.settings.values import format_value, integer, real
 
 NAMES = {
     "num_frames": "frame_num",
@@ -25,7 +25,7 @@ NAMES = {
     "flow_shift": "sample_shift",
     "seed": "base_seed",
     "input_reference": "image",
-    **ALIASES,
+    **FLAG_ALIASES,
 }
 """Field name of OpenAI's, vllm-omni's or MLPerf's API -> setting."""
 FOLDER = "src_root_path"
@@ -66,14 +66,14 @@ class Asked:
     names: dict[str, str] = field(default_factory=dict)
 
     @property
-    def words(self) -> Words:
+    def words(self) -> FlagNaming:
         """Names of the settings in refusals."""
         return words(self.names)
 
 
-def words(names: Mapping[str, str]) -> Words:
+def words(names: Mapping[str, str]) -> FlagNaming:
     """Returns the naming of settings for refusals, given the field name of each setting."""
-    return Words(lambda name, value: name if value is None else f"{name} {value}", names)
+    return FlagNaming(lambda name, value: name if value is None else f"{name} {value}", names)
 
 
 def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
@@ -116,7 +116,7 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
         elif not FLAGS[name].line:
             if not _is_running(name, value, run):
                 why = "can only be set when the service starts"
-                raise InputError(key, shown(value), why, "leave it out")
+                raise InputError(key, format_value(value), why, "leave it out")
         else:
             single = name == "clip_prompts" and isinstance(value, str)
             settings[name] = [value] if single else value
@@ -126,9 +126,9 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
         priority = _own(own, settings, run, model)
         if "size" in settings:
             settings["size"] = str(settings["size"]).replace("x", "*")
-        check_given(read(settings))
+        check_exclusive_settings(read_settings(settings))
     except InputError as error:
-        error.words = words(names)
+        error.naming = words(names)
         raise
     return Asked(settings, files, priority, names)
 
@@ -185,14 +185,14 @@ def _is_running(name: str, value: Any, run: Run) -> bool:
     runs = {n: v for part in parts for n, v in vars(part).items()} | run.settings
     if name not in FLAGS or name not in runs:
         return False
-    same = FLAGS[name].read(f"`{name}`", value)
+    same = FLAGS[name].reader(f"`{name}`", value)
     return json.dumps(same, default=str) == json.dumps(runs[name], default=str)
 
 
 def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str) -> int:
     """Converts API fields to settings, in place; returns the priority."""
     if own.get("model", model) != model:
-        raise InputError("model", shown(own["model"]), f"is not loaded; {model} is")
+        raise InputError("model", format_value(own["model"]), f"is not loaded; {model} is")
     if "boundary_ratio" in own:
         runs = run.request.boundary
         if real(0, 1)("boundary_ratio", own["boundary_ratio"]) != runs:
@@ -201,18 +201,20 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
                 if runs is None
                 else f"differs from that of this service, {runs}"
             )
-            raise InputError("boundary_ratio", shown(own["boundary_ratio"]), why, "leave it out")
+            raise InputError(
+                "boundary_ratio", format_value(own["boundary_ratio"]), why, "leave it out"
+            )
     if "seconds" in own:
-        if run.request.clips:
+        if run.request.has_clips:
             why = "is set by the audio, the pose video, or clips and num_frames"
             raise InputError("seconds", why=why, remedy="leave it out")
-        seconds = real(0, 3600, above=True)("seconds", own["seconds"])
-        fps = FLAGS["fps"].read("fps", settings["fps"]) if "fps" in settings else run.output.fps
+        seconds = real(0, 3600, exclude_min=True)("seconds", own["seconds"])
+        fps = FLAGS["fps"].reader("fps", settings["fps"]) if "fps" in settings else run.output.fps
         frames = 4 * max(math.floor((seconds * fps - 1) / 4 + 0.5), 0) + 1
         given = settings.setdefault("frame_num", frames)
-        if FLAGS["frame_num"].read("num_frames", given) != frames:
+        if FLAGS["frame_num"].reader("num_frames", given) != frames:
             why = f"and num_frames {given} differ: these seconds are {frames} frames"
-            raise InputError("seconds", shown(own["seconds"]), why, "give one of them")
+            raise InputError("seconds", format_value(own["seconds"]), why, "give one of them")
     _read_guidance(own, settings, run)
     return int(integer(-100, 100)("priority", own.get("priority", 0)))
 
@@ -230,7 +232,7 @@ def _read_guidance(own: Mapping[str, Any], settings: dict[str, Any], run: Run) -
             raise InputError(experts[0], why=why, remedy="give guidance_scale")
         low, high = run.request.sample_guide_scale
         high, low = (
-            real(0, 100, above=True)(name, own.get(name, default))
+            real(0, 100, exclude_min=True)(name, own.get(name, default))
             for name, default in zip(_GUIDANCE, (high, low), strict=True)
         )
         settings["sample_guide_scale"] = f"{low},{high}"

@@ -35,11 +35,11 @@ from wan.settings.errors import (
     InputError,
     NotFiniteError,
     WriteError,
-    exit_code,
+    get_exit_code,
     is_disk_full,
     is_out_of_memory,
 )
-from wan.settings.flags import read
+from wan.settings.flags import read_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,7 +159,7 @@ class Ranks:
         """Resolves a job on all ranks; if one refuses it, reports the reason and returns None."""
         run, refused = None, None
         try:
-            run = self._resolve(over(self._shared, read(settings))).saved_to(Path(file))
+            run = self._resolve(over(self._shared, read_settings(settings))).saved_to(Path(file))
         except Exception as error:
             refused = failures.describe(error) or repr(error)
         answers = self._control.gather((refused, None if run is None else _digest(run)))
@@ -224,9 +224,9 @@ class Ranks:
         """Encodes the prompts of jobs, and keeps the embeddings of earlier prompts."""
         there = self._pipeline.cached_prompt_embeds
         for job in jobs:
-            needed = job.params.texts
+            needed = job.params.all_prompts
             job.reused = sum(text in there for text in needed), len(needed)
-        own = dict.fromkeys(text for job in jobs for text in job.params.texts)
+        own = dict.fromkeys(text for job in jobs for text in job.params.all_prompts)
         texts = [*own, *(text for text in self._embeds if text in there and text not in own)]
         self._pipeline.cache_prompt_embeds(texts, jobs[0].params)
         self._embeds = {text: self._pipeline.cached_prompt_embeds[text] for text in texts}
@@ -299,7 +299,7 @@ def run(front: Path) -> int:
             raise
         failures.say(sentence, "wan.serve")
         logger.debug("ended", exc_info=True)
-        return exit_code(error)
+        return get_exit_code(error)
 
 
 if __name__ == "__main__":

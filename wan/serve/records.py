@@ -18,7 +18,7 @@ from wan.serve.folders import JOB_ID
 from wan.serve.journal import Journal
 from wan.serve.rows import QueuedVideo
 from wan.settings.errors import InputError
-from wan.settings.flags import FLAGS, read
+from wan.settings.flags import FLAGS, read_settings
 
 
 def take_up(jobs: Path, journal: Journal) -> None:
@@ -106,7 +106,7 @@ def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or is_path or name not in FLAGS or not FLAGS[name].line:
             continue
         try:
-            read({name: value})
+            read_settings({name: value})
         except InputError:
             continue
         selected[name] = value

@@ -33,8 +33,8 @@ from wan.serve.journal_file import JournalError
 from wan.serve.repeats import RefusedError, Repeats, digest_of
 from wan.serve.shapes import can_group, describe_job, may_share
 from wan.serve.waiters import Waiters
-from wan.settings.errors import InputError, is_disk_full, spoken
-from wan.settings.flags import read
+from wan.settings.errors import InputError, is_disk_full, name_settings
+from wan.settings.flags import read_settings
 
 _ESTIMATED = 200  # completed jobs from which durations are estimated
 _PASSED = 4  # later jobs with the shape of the last one that may start before a job
@@ -487,8 +487,8 @@ class Service:
 
     def _checked(self, job: QueuedVideo) -> Run:
         """Resolves the run of a job as the ranks will, and checks the limits."""
-        with spoken(fields.words(job.names)):
-            run = self._resolve(over(self._given, read(job.settings | self._uploads(job))))
+        with name_settings(fields.words(job.names)):
+            run = self._resolve(over(self._given, read_settings(job.settings | self._uploads(job))))
         request = run.request
         prompts = request.clip_prompts or (request.prompt,)
         frames = request.frame_num * (request.num_clip or 1)

@@ -13,10 +13,10 @@ from wan.settings.errors import InputError
 def describe_job(job: QueuedVideo, run: Run) -> None:
     """Sets frames, fps, sizes, steps, guidance, shape and work of a job from its run."""
     request = run.request
-    branches, clips = (2 if request.guided else 1), request.num_clip or 1
+    branches, clips = (2 if request.uses_guidance else 1), request.num_clip or 1
     job.frames = request.frame_num
-    if request.clips:
-        job.frames = sum(map(request.clip_frames, range(clips)))
+    if request.has_clips:
+        job.frames = sum(map(request.count_clip_frames, range(clips)))
     job.fps, (job.width, job.height) = float(run.output.fps), request.video_size
     job.total = request.sample_steps * clips
     low, high = request.sample_guide_scale

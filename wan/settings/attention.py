@@ -4,106 +4,113 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wan.settings.attention_modes import TokenPlan
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.fields import layout, loading
-from wan.settings.kernels import DEFAULT, DENSE, RAINFUSION, SMALL_OPS, Dense, dense_names
+from wan.settings.fields import layout_option, load_option
+from wan.settings.kernels import (
+    DEFAULT_ALGORITHM,
+    DENSE_KERNELS,
+    RAINFUSION,
+    SMALL_OPS,
+    DenseKernelRow,
+    list_dense_kernels,
+)
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
 from wan.settings.presets import TRAIN_TIMESTEPS
-from wan.settings.schedule import TokenPlan
-from wan.settings.values import choice, either, integer, real, some_of, switch
+from wan.settings.values import choice, integer, join_with_or, real, subset_of, switch
 
 _MHZ = integer(100, 4000, "MHZ")
 _AUTO = "auto"
 
 
-def _ops_of(device_type: str) -> list[str]:
-    return [name for name, row in SMALL_OPS.items() if device_type in row.make]
+def _list_small_ops(device_type: str) -> list[str]:
+    return [name for name, row in SMALL_OPS.items() if device_type in row.factories]
 
 
 @dataclass(frozen=True)
 class Attention:
     """Settings of the attention kernel and of the operations around it."""
 
-    attention_algo: str = loading(
-        DEFAULT,
-        choice(*dense_names("attention_algo")),
-        f"dense attention kernel on NPUs (default {DEFAULT})",
+    attention_algo: str = load_option(
+        DEFAULT_ALGORITHM,
+        choice(*list_dense_kernels("attention_algo")),
+        f"dense attention kernel on NPUs (default {DEFAULT_ALGORITHM})",
         diffusers=True,
         variables={"ALGO": {"0": "fused", "1": "laser"}},
     )
-    attention_backend: str = loading(
+    attention_backend: str = load_option(
         _AUTO,
-        choice(_AUTO, *dense_names("attention_backend")),
+        choice(_AUTO, *list_dense_kernels("attention_backend")),
         f"dense attention kernel on CPUs and GPUs (default {_AUTO}: PyTorch chooses); of PyTorch: "
-        f"{', '.join(n for n in dense_names('attention_backend') if DENSE[n].member is None)}; "
+        f"{', '.join(n for n in list_dense_kernels('attention_backend') if DENSE_KERNELS[n].xfuser_member is None)}; "
         "the other names are xfuser's",
         diffusers=True,
     )
-    fa_quant: str = loading(
+    fa_quant: str = load_option(
         "none",
         choice("fp8", "none"),
         "fp8: compute attention in FP8 (default none: in the dtype of --precision)",
         diffusers=True,
         variables={"ALGO": {"3": "fp8"}},
     )
-    quant_alltoall: bool = layout(
+    quant_alltoall: bool = layout_option(
         False,
         switch,
         "quantize q, k and v to FP8 before the all-to-all: half the bytes (default false)",
         diffusers=True,
         variables={"QUANT_ALLTOALL": {"0": False, "1": True}},
     )
-    use_rainfusion: bool = loading(
+    use_rainfusion: bool = load_option(
         False,
         switch,
         "block-sparse attention (RainFusion) from --sparse_start_step on (default false)",
         diffusers=True,
     )
-    sparsity: float = loading(
+    sparsity: float = load_option(
         0.64,
-        real(0, 1, below=True),
+        real(0, 1, exclude_max=True),
         "share of key blocks that RainFusion skips, 0 to below 1 (default 0.64)",
         needs="use_rainfusion",
         diffusers=True,
     )
-    sparse_start_step: int | None = loading(
+    sparse_start_step: int | None = load_option(
         None,
         integer(0, TRAIN_TIMESTEPS),
         "first step with RainFusion, counted from 0 (default: a quarter of the steps, rounded up)",
         needs="use_rainfusion",
         diffusers=True,
     )
-    rainfusion_type: str = loading(
+    rainfusion_type: str = load_option(
         "v2",
         choice(*RAINFUSION),
         "RainFusion kernel (default v2); v3 also works with --fa_quant fp8; v1 is not supported",
         needs="use_rainfusion",
         diffusers=True,
     )
-    mask_refresh_interval: int = loading(
+    mask_refresh_interval: int = load_option(
         1,
         integer(1, TRAIN_TIMESTEPS),
         "steps for which a RainFusion mask is reused (default 1: a new mask in each step)",
         needs="use_rainfusion",
         diffusers=True,
     )
-    fused_ops: tuple[str, ...] = loading(
+    fused_ops: tuple[str, ...] = load_option(
         ("auto",),
-        some_of(*SMALL_OPS),
+        subset_of(*SMALL_OPS),
         "small operations to run as fused kernels: auto (default: all that the device has), none, "
-        f"or a list; CPUs and GPUs: {','.join(_ops_of('cpu'))}; "
-        f"NPUs: {','.join(_ops_of('npu'))}",
+        f"or a list; CPUs and GPUs: {','.join(_list_small_ops('cpu'))}; "
+        f"NPUs: {','.join(_list_small_ops('npu'))}",
         variables={
             "ROPE_OPT": {"0": None, "1": ("rope",)},
             "FAST_LAYERNORM": {"0": None, "1": ("layer_norm",)},
         },
     )
-    fa_freq_cap: int | None = layout(
+    fa_freq_cap: int | None = layout_option(
         None, _MHZ, "NPU clock during self-attention, MHz (default: unchanged)", diffusers=True
     )
-    fa_freq_restore: int = layout(
+    fa_freq_restore: int = layout_option(
         1650,
         _MHZ,
         "NPU clock after self-attention, MHz (default 1650)",
@@ -112,22 +119,26 @@ class Attention:
     )
 
     @property
-    def dense(self) -> Dense:
+    def dense_kernel(self) -> DenseKernelRow:
         """Row of the dense kernel that the flags select."""
         algorithm, backend = self.attention_algo, self.attention_backend
-        return DENSE[algorithm if backend == _AUTO else backend]
+        return DENSE_KERNELS[algorithm if backend == _AUTO else backend]
 
     @property
-    def packages(self) -> tuple[str, ...]:
+    def required_packages(self) -> tuple[str, ...]:
         """Packages that the dense kernel needs in addition to PyTorch, by their PyPI names."""
-        return () if self.dense.member is None else ("xfuser", *self.dense.install)
+        return (
+            ()
+            if self.dense_kernel.xfuser_member is None
+            else ("xfuser", *self.dense_kernel.install)
+        )
 
     @property
     def fp8(self) -> bool:
         """Whether attention is computed in FP8."""
         return self.fa_quant == "fp8"
 
-    def start_step(self, steps: int) -> int:
+    def resolve_sparse_start_step(self, steps: int) -> int:
         """Returns the first sparse step, counted from 0, of a video with `steps` steps."""
         return -(-steps // 4) if self.sparse_start_step is None else self.sparse_start_step
 
@@ -143,13 +154,13 @@ class Attention:
         return Q_ROWS if ring_size > 1 and (self.fp8 or self.use_rainfusion) else 1
 
 
-def check(attention: Attention, execution: Execution) -> None:
+def check_attention(attention: Attention, execution: Execution) -> None:
     """Raises InputError for attention settings that contradict each other."""
     sparse, kind = attention.use_rainfusion, RAINFUSION[attention.rainfusion_type]
-    if sparse and kind.absent:
-        known = either([row.name for row in RAINFUSION.values() if row.make])
-        why = f"is not supported: {kind.absent}"
-        raise InputError("`rainfusion_type`", kind.name, why, f"use {known}")
+    if sparse and kind.unsupported_reason:
+        supported_types = join_with_or([row.name for row in RAINFUSION.values() if row.factories])
+        why = f"is not supported: {kind.unsupported_reason}"
+        raise InputError("`rainfusion_type`", kind.name, why, f"use {supported_types}")
     if attention.quant_alltoall and not attention.fp8:
         raise InputError("`quant_alltoall`", None, "exchanges FP8 tensors", "add `fa_quant=fp8`")
     if attention.quant_alltoall and sparse:
@@ -159,51 +170,53 @@ def check(attention: Attention, execution: Execution) -> None:
         )
         raise InputError("`quant_alltoall`", None, why, "drop one of them")
     if attention.fp8 and sparse and not kind.has_fp8:
-        with_fp8 = [f"`rainfusion_type={row.name}`" for row in RAINFUSION.values() if row.has_fp8]
+        types_with_fp8 = [
+            f"`rainfusion_type={row.name}`" for row in RAINFUSION.values() if row.has_fp8
+        ]
         why = "has no FP8 kernel for `fa_quant=fp8`"
-        raise InputError("`rainfusion_type`", kind.name, why, f"use {either(with_fp8)}")
+        raise InputError("`rainfusion_type`", kind.name, why, f"use {join_with_or(types_with_fp8)}")
     cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
     if cap is not None and cap > restore:
         why = f"is above the {restore} MHz that are restored afterwards"
         raise InputError("`fa_freq_cap`", cap, why, "lower it or give a higher `fa_freq_restore`")
-    if attention.dense.name != DEFAULT:
-        _check_dense(attention, execution)
-    not_compiled = {
-        attention.dense.asked: attention.dense.member is not None,
+    if attention.dense_kernel.name != DEFAULT_ALGORITHM:
+        _check_dense_kernel(attention, execution)
+    uncompiled_settings = {
+        attention.dense_kernel.setting: attention.dense_kernel.xfuser_member is not None,
         "`fa_quant=fp8`": attention.fp8,
         "`use_rainfusion`": sparse,
         "`fa_freq_cap`": cap is not None,
         "a list of `fused_ops`": not set(attention.fused_ops) <= {_AUTO},
     }
-    for setting, asked in not_compiled.items():
-        if execution.compile and asked:
+    for setting, is_used in uncompiled_settings.items():
+        if execution.compile and is_used:
             raise InputError("`compile`", None, f"does not work with {setting}", "drop one of them")
 
 
-def _check_dense(attention: Attention, execution: Execution) -> None:
+def _check_dense_kernel(attention: Attention, execution: Execution) -> None:
     """Raises InputError where a dense kernel that is not the default contradicts other settings."""
-    row = attention.dense
+    kernel = attention.dense_kernel
     why, remedy = "", "drop one of them"
-    if attention.attention_algo != DEFAULT and attention.attention_backend != _AUTO:
+    if attention.attention_algo != DEFAULT_ALGORITHM and attention.attention_backend != _AUTO:
         why = f"and `attention_algo={attention.attention_algo}` both name the dense kernel"
     elif attention.fp8:
-        other = "quantizes by itself" if row.low_precision else "is another kernel"
-        why = f"{other} and excludes `fa_quant=fp8`"
+        reason = "quantizes by itself" if kernel.low_precision else "is another kernel"
+        why = f"{reason} and excludes `fa_quant=fp8`"
     elif attention.use_rainfusion and attention.sparse_start_step == 0:
         why = "computes the dense steps, and with `sparse_start_step=0` there are none"
-    elif execution.precision not in (_AUTO, *row.precisions):
+    elif execution.precision not in (_AUTO, *kernel.precisions):
         why = f"does not support `precision={execution.precision}`"
-        remedy = f"use {either(row.precisions)}, or {_default(row)}"
+        remedy = f"use {join_with_or(kernel.precisions)}, or {_format_default_kernel(kernel)}"
     if why:
-        raise InputError(row.asked, None, why, remedy)
+        raise InputError(kernel.setting, None, why, remedy)
 
 
-def _default(row: Dense) -> str:
+def _format_default_kernel(kernel: DenseKernelRow) -> str:
     """Formats the setting that selects the default kernel, with the same flag as `kernel`."""
-    return f"`{row.flag}={DEFAULT if row.flag == 'attention_algo' else _AUTO}`"
+    return f"`{kernel.flag}={DEFAULT_ALGORITHM if kernel.flag == 'attention_algo' else _AUTO}`"
 
 
-def check_layout(attention: Attention, parallel: Parallel, head_dim: int) -> None:
+def check_attention_layout(attention: Attention, parallel: Parallel, head_dim: int) -> None:
     """Raises InputError for settings that the rank topology or the head size does not support."""
     if attention.quant_alltoall and parallel.ulysses_size == 1:
         why = "makes all-to-all exchanges smaller, and there are none with `ulysses_size=1`"
@@ -214,15 +227,22 @@ def check_layout(attention: Attention, parallel: Parallel, head_dim: int) -> Non
             f"of this network have {head_dim} channels"
         )
         raise InputError("`fa_quant=fp8`", None, why, "drop it")
-    most = attention.dense.max_head
-    if most is not None and head_dim > most:
-        why = f"supports heads of at most {most} channels, not {head_dim}"
-        raise InputError(attention.dense.asked, None, why, f"use {_default(attention.dense)}")
+    max_head_dim = attention.dense_kernel.max_head_dim
+    if max_head_dim is not None and head_dim > max_head_dim:
+        why = f"supports heads of at most {max_head_dim} channels, not {head_dim}"
+        raise InputError(
+            attention.dense_kernel.setting,
+            None,
+            why,
+            f"use {_format_default_kernel(attention.dense_kernel)}",
+        )
 
 
-def check_request(attention: Attention, parallel: Parallel, steps: int, tokens: int) -> None:
+def check_attention_request(
+    attention: Attention, parallel: Parallel, steps: int, tokens: int
+) -> None:
     """Raises InputError for settings without effect or kernel at a video's steps and tokens."""
-    start, refresh = attention.start_step(steps), attention.mask_refresh_interval
+    start, refresh = attention.resolve_sparse_start_step(steps), attention.mask_refresh_interval
     if attention.use_rainfusion and start >= steps:
         why = (
             f"would begin at step {start}, but there are {steps} (`sample_steps`), so it has no "
@@ -233,15 +253,19 @@ def check_request(attention: Attention, parallel: Parallel, steps: int, tokens: 
         why = f"has no effect, as only the last of {steps} steps is sparse"
         remedy = "give 1, or a lower `sparse_start_step`"
         raise InputError("`mask_refresh_interval`", refresh, why, remedy)
-    row, ring = attention.dense, parallel.ring_size
-    plan = TokenPlan(tokens, parallel.sequence_size, attention.row_multiple(ring))
-    rows = plan.shard_len * parallel.ulysses_size  # query rows of a rank after the exchange
-    last = tokens - (-(-tokens // rows) - 1) * rows  # query rows of the last rank with any tokens
-    fewest = max(last // parallel.mode.blocks, 1)
-    if fewest < row.min_rows:
+    kernel, ring_size = attention.dense_kernel, parallel.ring_size
+    plan = TokenPlan(tokens, parallel.sequence_size, attention.row_multiple(ring_size))
+    rows_per_call = (
+        plan.shard_len * parallel.ulysses_size
+    )  # query rows of a rank after the exchange
+    last_rank_rows = (
+        tokens - (-(-tokens // rows_per_call) - 1) * rows_per_call
+    )  # query rows of the last rank with any tokens
+    smallest_block = max(last_rank_rows // parallel.mode.blocks, 1)
+    if smallest_block < kernel.min_rows:
         why = (
-            f"needs {row.min_rows} rows of queries and keys in each call, but a rank with "
-            f"`ring_size={ring}` and `comm_type={parallel.comm_type}` has a call of "
-            f"{fewest} x {tokens}"
+            f"needs {kernel.min_rows} rows of queries and keys in each call, but a rank with "
+            f"`ring_size={ring_size}` and `comm_type={parallel.comm_type}` has a call of "
+            f"{smallest_block} x {tokens}"
         )
-        raise InputError(row.asked, None, why, f"use {_default(row)}")
+        raise InputError(kernel.setting, None, why, f"use {_format_default_kernel(kernel)}")

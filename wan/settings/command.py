@@ -11,22 +11,22 @@ from typing import Literal
 
 from wan.settings import values
 from wan.settings.devices import CHIPS
-from wan.settings.fields import REQUIRED, command, loading, option
+from wan.settings.fields import REQUIRED, command_option, load_option, option
 from wan.settings.presets import PRESETS
-from wan.settings.recipes import NAMES as RECIPES
-from wan.settings.values import choice, integer, real, switch, switch_or
+from wan.settings.recipes import RECIPE_NAMES as RECIPES
+from wan.settings.values import choice, integer, real, switch, switch_or_choice
 
-LATENTS = switch_or("steps")
+SAVE_LATENTS = switch_or_choice("steps")
 """Reader of `save_latents`."""
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageOptions:
     """Image inputs. The Python classes also take images in memory under these keywords."""
 
     image: Path | None = option(
         None,
-        values.path,
+        values.read_path,
         "image to start from (i2v, s2v: needed; ti2v: optional; default none)",
         keyword="img",
         diffusers=True,
@@ -34,26 +34,26 @@ class Images:
     )
     last_image: Path | None = option(
         None,
-        values.path,
+        values.read_path,
         "image to end with (flf2v: needed, i2v-A14B: optional; default none)",
         diffusers=True,
     )
 
 
 @dataclass(frozen=True)
-class Sounds:
+class SpeechOptions:
     """Audio and pose inputs of s2v-14B."""
 
     audio: Path | None = option(
         None,
-        values.path,
+        values.read_path,
         "audio file, or video file with an audio track (s2v: needed; default none)",
         keyword="audio_path",
     )
     pose_video: Path | None = option(
-        None, values.path, "video whose poses the character follows (s2v; default none)"
+        None, values.read_path, "video whose poses the character follows (s2v; default none)"
     )
-    audio_sync: bool = command(
+    audio_sync: bool = command_option(
         False,
         switch,
         "cut the first 3/16 s of the audio, by which officially the video runs ahead of it (s2v; "
@@ -63,59 +63,59 @@ class Sounds:
 
 
 @dataclass(frozen=True)
-class Driving:
+class AnimateOptions:
     """Preprocessed inputs of animate-14B."""
 
     src_root_path: Path | None = option(
         None,
-        values.path,
+        values.read_path,
         "folder with src_pose.mp4, src_face.mp4 and src_ref.png (animate: needed; default none)",
     )
 
 
 @dataclass(frozen=True)
-class Controlled:
+class VaceOptions:
     """Control inputs of VACE."""
 
     src_video: Path | None = option(
         None,
-        values.path,
+        values.read_path,
         "control video, or video to edit (vace: this or --src_ref_images is needed; default none)",
     )
     src_mask: Path | None = option(
         None,
-        values.path,
+        values.read_path,
         "mask video: white is generated, black is kept (vace; default: all white)",
         needs="src_video",
     )
     src_ref_images: tuple[str, ...] = option(
         (),
-        values.pictures,
+        values.read_image_files,
         "reference images, separated by commas or the flag repeated (vace; default none)",
     )
 
 
 @dataclass(frozen=True)
-class Files:
+class CheckpointOptions:
     """The task, and where its weights are."""
 
-    task: str = command(
+    task: str = command_option(
         "t2v-A14B",
         choice(*PRESETS),
         "task and model (default t2v-A14B)",
         keyword="class",
         common=True,
     )
-    ckpt_dir: Path | None = command(
+    ckpt_dir: Path | None = command_option(
         None,
-        values.path,
+        values.read_path,
         "checkpoint folder (default ./Wan2.2-..., or demo)",
         decoding=True,
         keyword="checkpoint_dir",
         common=True,
     )
-    quant_dit_path: Path | None = loading(
-        None, values.path, "folder of quantized DiT weights (default: those of --ckpt_dir)"
+    quant_dit_path: Path | None = load_option(
+        None, values.read_path, "folder of quantized DiT weights (default: those of --ckpt_dir)"
     )
     recipe: str = option(
         "auto",
@@ -129,20 +129,20 @@ class Files:
 class NetworkFiles:
     """Files or folders of single networks that replace those of the checkpoint folder."""
 
-    dit: Path | None = loading(
-        None, values.path, "file or folder of the DiT (default: in --ckpt_dir)"
+    dit: Path | None = load_option(
+        None, values.read_path, "file or folder of the DiT (default: in --ckpt_dir)"
     )
-    dit_high_noise: Path | None = loading(
-        None, values.path, "file or folder of the high-noise expert (default: in --ckpt_dir)"
+    dit_high_noise: Path | None = load_option(
+        None, values.read_path, "file or folder of the high-noise expert (default: in --ckpt_dir)"
     )
-    dit_low_noise: Path | None = loading(
-        None, values.path, "file or folder of the low-noise expert (default: in --ckpt_dir)"
+    dit_low_noise: Path | None = load_option(
+        None, values.read_path, "file or folder of the low-noise expert (default: in --ckpt_dir)"
     )
-    text_encoder: Path | None = loading(
-        None, values.path, "file or folder of the text encoder (default: in --ckpt_dir)"
+    text_encoder: Path | None = load_option(
+        None, values.read_path, "file or folder of the text encoder (default: in --ckpt_dir)"
     )
-    vae: Path | None = loading(
-        None, values.path, "file or folder of the VAE (default: in --ckpt_dir)", decoding=True
+    vae: Path | None = load_option(
+        None, values.read_path, "file or folder of the VAE (default: in --ckpt_dir)", decoding=True
     )
 
 
@@ -150,25 +150,25 @@ class NetworkFiles:
 class Loras:
     """LoRA and weight difference files."""
 
-    lora: tuple[str, ...] = loading(
+    lora: tuple[str, ...] = load_option(
         (),
-        values.files,
+        values.read_lora_files,
         "LoRA of all experts, or of the one in its file name; repeatable (default none)",
         common=True,
     )
-    lora_high_noise: tuple[str, ...] = loading(
-        (), values.files, "LoRA of the high-noise expert; repeatable (default none)"
+    lora_high_noise: tuple[str, ...] = load_option(
+        (), values.read_lora_files, "LoRA of the high-noise expert; repeatable (default none)"
     )
-    lora_low_noise: tuple[str, ...] = loading(
-        (), values.files, "LoRA of the low-noise expert; repeatable (default none)"
+    lora_low_noise: tuple[str, ...] = load_option(
+        (), values.read_lora_files, "LoRA of the low-noise expert; repeatable (default none)"
     )
-    lora_dir: Path | None = loading(
+    lora_dir: Path | None = load_option(
         None,
-        values.path,
+        values.read_path,
         "folder with the LoRAs high_noise_model.safetensors and low_noise_model.safetensors "
         "(default none)",
     )
-    use_relighting_lora: bool = loading(
+    use_relighting_lora: bool = load_option(
         False,
         switch,
         "merge the checkpoint's relighting_lora.ckpt, which fits the character to the light of "
@@ -177,36 +177,36 @@ class Loras:
 
 
 @dataclass(frozen=True)
-class Start:
+class LatentOptions:
     """Latents to start denoising from."""
 
-    fixed_latents: Path | None = command(
+    fixed_latents: Path | None = command_option(
         None,
-        values.path,
+        values.read_path,
         "start from the latents in this .safetensors file (default: noise from --base_seed)",
     )
 
 
 @dataclass(frozen=True)
-class Planning:
+class PlanOptions:
     """The plan of a run: its exchanges and memory, estimated without running it."""
 
-    plan: bool = command(
+    plan: bool = command_option(
         False,
         switch,
         "print exchanges and memory, and exit (default false)",
         record=False,
         common=True,
     )
-    device_memory: float | None = command(
+    device_memory: float | None = command_option(
         None,
-        real(0, 1e6, above=True),
+        real(0, 1e6, exclude_min=True),
         "memory per device that the plan must fit, in GB of 1e9 bytes (default: that of --chip or "
         "of this machine's GPU)",
         record=False,
         needs="plan",
     )
-    nodes: int | None = command(
+    nodes: int | None = command_option(
         None,
         integer(1, 4096),
         "number of machines; the plan compares topologies by the bytes sent inside and between "
@@ -214,23 +214,23 @@ class Planning:
         record=False,
         needs="plan",
     )
-    link_gbs: tuple[float, float] | None = command(
+    link_gbs: tuple[float, float] | None = command_option(
         None,
-        values.link_rates,
+        values.read_link_rates,
         "bandwidth of a rank inside a machine and between machines in GB/s, for --nodes (default: "
         "bytes without times)",
         record=False,
         needs="plan",
     )
-    host_gbs: float | None = command(
+    host_gbs: float | None = command_option(
         None,
-        real(0, 1e6, above=True),
+        real(0, 1e6, exclude_min=True),
         "bandwidth from host memory to the device in GB/s, for --offload_model block (default: "
         "bytes without times)",
         record=False,
         needs="plan",
     )
-    chip: str | None = command(
+    chip: str | None = command_option(
         None,
         choice(*CHIPS),
         "NPU model to plan for (default: none, the plan is for --device)",
@@ -243,22 +243,22 @@ class Planning:
 class PromptExtension:
     """Settings of the language model that extends prompts."""
 
-    use_prompt_extend: bool = command(
+    use_prompt_extend: bool = command_option(
         False, switch, "extend the prompt with a language model (default false)"
     )
-    prompt_extend_method: str = command(
+    prompt_extend_method: str = command_option(
         "local_qwen",
         choice("local_qwen", "dashscope"),
         "where the language model runs (default local_qwen); dashscope is Alibaba's web service",
         needs="use_prompt_extend",
     )
-    prompt_extend_model: str | None = command(
+    prompt_extend_model: str | None = command_option(
         None,
-        values.text,
+        values.read_text_value,
         "folder or name of the language model (default: the method's and the task's)",
         needs="use_prompt_extend",
     )
-    prompt_extend_target_lang: str = command(
+    prompt_extend_target_lang: str = command_option(
         "zh",
         choice("zh", "en"),
         "language of the extended prompt (default zh)",
@@ -267,10 +267,10 @@ class PromptExtension:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class MeasurementOptions:
     """Measurements during a run."""
 
-    power: bool = command(
+    power: bool = command_option(
         False,
         switch,
         "measure the run's power, energy, clock and throttling (default false)",
@@ -280,24 +280,24 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Many:
+class PromptFileOptions:
     """Settings of a run with many videos."""
 
-    prompt_file: Path | None = command(
+    prompt_file: Path | None = command_option(
         None,
-        values.path,
+        values.read_path,
         "file with a prompt or JSON object per line (default none)",
         record=False,
         common=True,
     )
-    skip_existing: bool = command(
+    skip_existing: bool = command_option(
         False,
         switch,
         "skip videos whose files already exist (default false)",
         record=False,
         needs="prompt_file",
     )
-    group_by_expert: bool = command(
+    group_by_expert: bool = command_option(
         False,
         switch,
         "run the high-noise steps of all videos, then the low-noise steps: each expert is loaded "
@@ -311,15 +311,15 @@ class Many:
 class Output:
     """Output files of a run. Record and latents have the video's name with other suffixes."""
 
-    save_file: Path = command(
+    save_file: Path = command_option(
         REQUIRED,
-        values.path,
+        values.read_path,
         "path of the mp4 (default: named by task and prompt)",
         decoding=True,
         line=True,
         common=True,
     )
-    fps: float = command(
+    fps: float = command_option(
         REQUIRED,
         real(1, 240),
         "frames per second of the mp4 (default: the task's, 16, 24 or 30)",
@@ -327,34 +327,34 @@ class Output:
         line=True,
         checkpoint=True,
     )
-    save_latents: bool | Literal["steps"] = command(
+    save_latents: bool | Literal["steps"] = command_option(
         False,
-        LATENTS,
+        SAVE_LATENTS,
         "save the denoised latents; steps: also those after each step (default false)",
         line=True,
     )
-    trace: Path | None = command(
+    trace: Path | None = command_option(
         None,
-        values.path,
+        values.read_path,
         "write a trace of exchanges and attention calls to this folder, for python -m wan.power "
         "(default: no trace)",
         record=False,
     )
-    trace_steps: tuple[int, ...] | None = command(
+    trace_steps: tuple[int, ...] | None = command_option(
         None,
-        values.steps,
+        values.read_steps,
         "steps to trace, counted from 0, such as 3,7-9 (default: the second step of each expert)",
         record=False,
         needs="trace",
     )
-    trace_kernels: bool = command(
+    trace_kernels: bool = command_option(
         False,
         switch,
         "run PyTorch's or the NPU's profiler in traced steps, which slows them (default false)",
         record=False,
         needs="trace",
     )
-    log_level: str = command(
+    log_level: str = command_option(
         "info",
         choice("info", "debug"),
         "log level (default info); debug: also the order of exchanges and attention in each layer",
@@ -362,40 +362,40 @@ class Output:
     )
 
     @property
-    def record(self) -> Path:
+    def record_path(self) -> Path:
         """File of the video's JSON record."""
         return self.save_file.with_suffix(".json")
 
     @property
-    def latents(self) -> Path:
+    def latents_path(self) -> Path:
         """File of the denoised latents."""
         return self.save_file.with_suffix(".latents.safetensors")
 
     @property
-    def clips(self) -> Path:
+    def clips_dir(self) -> Path:
         """Folder of a long video's clips until the video is complete."""
         return self.save_file.with_suffix(".clips")
 
     @property
-    def steps(self) -> Path:
+    def steps_dir(self) -> Path:
         """Folder of the latents after each step."""
         return self.save_file.with_suffix(".steps")
 
 
 @dataclass(frozen=True)
-class Earlier:
+class ResumeOptions:
     """Files of an earlier run: latents to decode, or a record to repeat."""
 
-    decode_latents: Path | None = command(
+    decode_latents: Path | None = command_option(
         None,
-        values.path,
+        values.read_path,
         "only decode the latents in this file (default: generate a video)",
         record=False,
         decoding=True,
     )
-    from_json: Path | None = command(
+    from_json: Path | None = command_option(
         None,
-        values.path,
+        values.read_path,
         "repeat the run of this JSON record under a new file name (default: none)",
         record=False,
     )

@@ -15,8 +15,8 @@ from typing import Any
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import MULTIPLY, Execution
-from wan.settings.kernels import DEFAULT, FP8, RAINFUSION, SMALL_OPS, KernelRow
-from wan.settings.values import either
+from wan.settings.kernels import DEFAULT_ALGORITHM, FP8, RAINFUSION, SMALL_OPS, KernelRow
+from wan.settings.values import join_with_or
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Capabilities:
     memory: int | None = None
     precisions: tuple[str, ...] = ("bf16", "fp32")
     methods_in: tuple[str, ...] = ("bf16", "fp32")
-    sparse_precise: int = 0
+    sparse_inner_precise: int = 0
     clock: bool = False
     compile: bool = True
     weights: tuple[str, ...] = ("W8A8_DYNAMIC",)
 
-    def has(self, row: KernelRow) -> bool:
+    def has_kernel(self, kernel: KernelRow) -> bool:
         """Whether the device has this kernel."""
-        return self.type in row.make and (self.type != "npu" or self.name in row.chips)
+        return self.type in kernel.factories and (self.type != "npu" or self.name in kernel.chips)
 
-    def fused(self, attention: Attention, compiled: bool) -> tuple[str, ...]:
+    def list_fused_ops(self, attention: Attention, compiled: bool) -> tuple[str, ...]:
         """Returns the small operations to run as fused kernels; --compile fuses them by itself."""
         if attention.fused_ops != ("auto",):
             return attention.fused_ops
-        return () if compiled else tuple(n for n, row in SMALL_OPS.items() if self.has(row))
+        return () if compiled else tuple(n for n, row in SMALL_OPS.items() if self.has_kernel(row))
 
 
 _NPU: dict[str, Any] = {
@@ -77,7 +77,7 @@ DEVICES = {
         Capabilities("A2", **_NPU, socs=(220, 225), memory=64 * 10**9),
         Capabilities("A3", **_NPU, socs=(250, 255), memory=64 * 10**9),
         Capabilities(
-            "A5", **_NPU | {"weights": ("integer", "MX")}, socs=(260, 260), sparse_precise=4
+            "A5", **_NPU | {"weights": ("integer", "MX")}, socs=(260, 260), sparse_inner_precise=4
         ),
         Capabilities("Duo", **_NPU | {"weights": ()}, socs=(200, 205), precisions=()),
     )
@@ -86,7 +86,7 @@ CHIPS = tuple(name for name, device in DEVICES.items() if device.type == "npu")
 """Choices of --chip."""
 
 
-def of_type(device: str, soc: int | None = None) -> Capabilities:
+def get_capabilities(device: str, soc: int | None = None) -> Capabilities:
     """Returns the row of a PyTorch device type ("cpu", "cuda", "npu").
 
     Args:
@@ -99,20 +99,20 @@ def of_type(device: str, soc: int | None = None) -> Capabilities:
     for row in DEVICES.values():
         if row.type == device and (soc is None or (row.socs and row.socs[0] <= soc <= row.socs[1])):
             return row
-    known = ", ".join(f"{name} {DEVICES[name].socs}" for name in CHIPS)
-    why = f"is unknown to mindiesd (known: {known})"
+    known_socs = ", ".join(f"{name} {DEVICES[name].socs}" for name in CHIPS)
+    why = f"is unknown to mindiesd (known: {known_socs})"
     raise InputError("This NPU's SoC version", soc, why, "use `device=cpu` or one of these models")
 
 
-def candidates(device: str, chip: str | None = None) -> tuple[Capabilities, ...]:
+def list_candidate_devices(device: str, chip: str | None = None) -> tuple[Capabilities, ...]:
     """Returns the rows that --device and --chip may refer to."""
     if chip is not None:
         return (DEVICES[chip],)
     return tuple(row for row in DEVICES.values() if device in ("auto", row.type))
 
 
-def check(
-    rows: tuple[Capabilities, ...],
+def check_device_support(
+    devices: tuple[Capabilities, ...],
     attention: Attention,
     execution: Execution,
     head_dim: int,
@@ -129,44 +129,58 @@ def check(
         head_dim: Channels of one head.
         weights: Algorithms of quantized linear layers.
     """
-    found = [_refusal(row, attention, execution, head_dim, weights) for row in rows]
-    refusals = [refusal for refusal in found if refusal is not None]
-    if refusals and len(refusals) == len(rows):
+    results = [_find_refusal(row, attention, execution, head_dim, weights) for row in devices]
+    refusals = [refusal for refusal in results if refusal is not None]
+    if refusals and len(refusals) == len(devices):
         _, error = max(refusals, key=lambda refusal: refusal[0])
         raise error
 
 
-def _refusal(
-    row: Capabilities,
+def _find_refusal(
+    device: Capabilities,
     attention: Attention,
     execution: Execution,
     head_dim: int,
     weights: tuple[str, ...],
 ) -> tuple[int, InputError] | None:
     """Returns the first unmet requirement as an error, after the number of requirements met."""
-    precision = execution.dit_precision_on(row.type)
-    here = _an(row.name)
-    if precision not in row.precisions:
-        having = _an(either(_names(lambda row: precision in row.precisions)))
+    precision = execution.get_dit_precision(device.type)
+    device_name = _add_article(device.name)
+    if precision not in device.precisions:
+        alternatives = _add_article(
+            join_with_or(_list_device_names(lambda device: precision in device.precisions))
+        )
         why = "computes in float16 only, which is not supported"
-        return -1, InputError(here, None, why, f"use {having}")
-    for met, wish in enumerate(_wishes(attention, execution, head_dim, weights)):
-        if not wish.met(row):
-            names = _names(wish.met)
-            needs = f"needs {_an(either(names))}; this device is" if names else "does not work on"
-            return met, InputError(wish.what, None, f"{needs} {here}", wish.instead)
-        if precision not in wish.precisions:
-            why = f"does not support {precision}, in which a run on {here} computes"
-            remedy = f"use `precision={either(wish.precisions)}`, or {wish.instead}"
-            return met + 1, InputError(wish.what, None, why, remedy)
-        if wish.method and precision not in row.methods_in:
+        return -1, InputError(device_name, None, why, f"use {alternatives}")
+    for num_met, requirement in enumerate(
+        _list_requirements(attention, execution, head_dim, weights)
+    ):
+        if not requirement.is_met(device):
+            names = _list_device_names(requirement.is_met)
+            predicate = (
+                f"needs {_add_article(join_with_or(names))}; this device is"
+                if names
+                else "does not work on"
+            )
+            return num_met, InputError(
+                requirement.subject, None, f"{predicate} {device_name}", requirement.remedy
+            )
+        if precision not in requirement.precisions:
+            why = f"does not support {precision}, in which a run on {device_name} computes"
+            remedy = (
+                f"use `precision={join_with_or(requirement.precisions)}`, or {requirement.remedy}"
+            )
+            return num_met + 1, InputError(requirement.subject, None, why, remedy)
+        if requirement.uses_methods_in and precision not in device.methods_in:
             why, remedy = "takes 16-bit tensors only on an NPU", "use `precision=bf16`"
-            return met + 1, InputError(wish.what, None, why, f"{remedy}, or {wish.instead}")
+            return num_met + 1, InputError(
+                requirement.subject, None, why, f"{remedy}, or {requirement.remedy}"
+            )
     return None
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _Requirement:
     """A capability that the settings of a run need from its device.
 
     Attributes:
@@ -177,66 +191,82 @@ class _Wish:
         precisions: Precisions supported on every device.
     """
 
-    what: str
-    met: Callable[[Capabilities], bool]
-    instead: str = "drop it"
-    method: bool = False
+    subject: str
+    is_met: Callable[[Capabilities], bool]
+    remedy: str = "drop it"
+    uses_methods_in: bool = False
     precisions: tuple[str, ...] = ("bf16", "fp32")
 
 
-def _wishes(
+def _list_requirements(
     attention: Attention, execution: Execution, head_dim: int, weights: tuple[str, ...]
-) -> Iterator[_Wish]:
-    dense = attention.dense
-    instead = f"use `attention_algo={DEFAULT}`"
+) -> Iterator[_Requirement]:
+    dense = attention.dense_kernel
+    remedy = f"use `attention_algo={DEFAULT_ALGORITHM}`"
     if dense.flag == "attention_backend":
-        instead = "use `attention_backend=auto` (`attention_algo` selects the kernels of NPUs)"
-    yield _Wish(dense.asked, _having(dense), instead, precisions=dense.precisions)
+        remedy = "use `attention_backend=auto` (`attention_algo` selects the kernels of NPUs)"
+    yield _Requirement(
+        dense.setting, _make_kernel_check(dense), remedy, precisions=dense.precisions
+    )
     if attention.fp8:
-        yield _Wish("`fa_quant=fp8`", _having(FP8), method=True)
-        what = f"`fa_quant=fp8` with heads of {head_dim} channels"
-        yield _Wish(what, lambda row: row.type != "npu" or head_dim in FP8.heads)
+        yield _Requirement("`fa_quant=fp8`", _make_kernel_check(FP8), uses_methods_in=True)
+        subject = f"`fa_quant=fp8` with heads of {head_dim} channels"
+        yield _Requirement(
+            subject, lambda device: device.type != "npu" or head_dim in FP8.head_dims
+        )
     if attention.use_rainfusion:
-        kinds = {f"`rainfusion_type={name}`": one for name, one in RAINFUSION.items() if one.make}
-        yield _Wish("`use_rainfusion`", lambda row: any(map(row.has, kinds.values())), method=True)
-        what = f"`rainfusion_type={attention.rainfusion_type}`"
-        sparse = kinds.pop(what)
-        yield _Wish(what, _having(sparse), f"use {either(list(kinds))}")
+        kernels_by_setting = {
+            f"`rainfusion_type={name}`": kernel
+            for name, kernel in RAINFUSION.items()
+            if kernel.factories
+        }
+        yield _Requirement(
+            "`use_rainfusion`",
+            lambda device: any(map(device.has_kernel, kernels_by_setting.values())),
+            uses_methods_in=True,
+        )
+        subject = f"`rainfusion_type={attention.rainfusion_type}`"
+        sparse = kernels_by_setting.pop(subject)
+        yield _Requirement(
+            subject, _make_kernel_check(sparse), f"use {join_with_or(list(kernels_by_setting))}"
+        )
     for name in sorted({*attention.fused_ops} - {"auto"}):
-        yield _Wish(f"`fused_ops={name}`", _having(SMALL_OPS[name]), f"leave {name} out")
+        yield _Requirement(
+            f"`fused_ops={name}`", _make_kernel_check(SMALL_OPS[name]), f"leave {name} out"
+        )
     if attention.fa_freq_cap is not None:
-        yield _Wish("`fa_freq_cap`", lambda row: row.clock)
+        yield _Requirement("`fa_freq_cap`", lambda device: device.clock)
     if execution.compile:
-        yield _Wish("`compile`", lambda row: row.compile)
+        yield _Requirement("`compile`", lambda device: device.compile)
     if execution.fp8_weights == MULTIPLY:
-        instead = "use an export in W8A8_MXFP8 on an A5 (`quant_dit_path`)"
-        yield _Wish("`fp8_weights=multiply`", lambda row: row.type != "npu", instead)
+        remedy = "use an export in W8A8_MXFP8 on an A5 (`quant_dit_path`)"
+        yield _Requirement("`fp8_weights=multiply`", lambda device: device.type != "npu", remedy)
     offload = execution.offload_model
     if offload == "cpu":
-        instead = "use `offload_model=false`, which keeps all networks in host memory"
-        yield _Wish("`offload_model=cpu`", lambda row: row.type != "cpu", instead)
+        remedy = "use `offload_model=false`, which keeps all networks in host memory"
+        yield _Requirement("`offload_model=cpu`", lambda device: device.type != "cpu", remedy)
     if weights and not isinstance(offload, bool):
-        what = f"`offload_model={offload}` with `quant_dit_path`"
+        subject = f"`offload_model={offload}` with `quant_dit_path`"
         # mindiesd converts quantized weights to a layout that cannot be copied block by block.
-        yield _Wish(what, lambda row: row.type != "npu", "use `offload_model=true`")
+        yield _Requirement(subject, lambda device: device.type != "npu", "use `offload_model=true`")
     for name in weights:
         # Integers, or microscaling formats (MX): floating point with a scale for each small group.
         formats = {name, "MX" if "_MXFP" in name else "integer"}
-        yield _Wish(
+        yield _Requirement(
             f"`quant_dit_path` with {name} weights",
-            lambda row, formats=formats: not formats.isdisjoint(row.weights),  # type: ignore[misc]
+            lambda device, formats=formats: not formats.isdisjoint(device.weights),  # type: ignore[misc]
             "use an export in W8A8_DYNAMIC",
-            method=True,
+            uses_methods_in=True,
         )
 
 
-def _having(kernel: KernelRow) -> Callable[[Capabilities], bool]:
-    return lambda row: row.has(kernel)
+def _make_kernel_check(kernel: KernelRow) -> Callable[[Capabilities], bool]:
+    return lambda device: device.has_kernel(kernel)
 
 
-def _names(met: Callable[[Capabilities], bool]) -> list[str]:
-    return [name for name, row in DEVICES.items() if row.precisions and met(row)]
+def _list_device_names(is_supported: Callable[[Capabilities], bool]) -> list[str]:
+    return [name for name, device in DEVICES.items() if device.precisions and is_supported(device)]
 
 
-def _an(words: str) -> str:
-    return f"{'an' if words[0] == 'A' else 'a'} {words}"
+def _add_article(noun: str) -> str:
+    return f"{'an' if noun[0] == 'A' else 'a'} {noun}"

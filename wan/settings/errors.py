@@ -15,7 +15,7 @@ _REFERENCE = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
 @dataclass(frozen=True)
-class Words:
+class FlagNaming:
     """How a front end (command line, Python, HTTP) writes a setting in messages.
 
     Attributes:
@@ -24,22 +24,24 @@ class Words:
         names: Flag -> the front end's name of it, where the two differ.
     """
 
-    setting: Callable[[str, str | None], str]
+    format_setting: Callable[[str, str | None], str]
     names: Mapping[str, str] = field(default_factory=dict)
 
     def render(self, text: str) -> str:
         """Replaces each `name` and `name=value` in backticks by the front end's form of it."""
 
-        return _REFERENCE.sub(lambda found: self.write(found[1], found[2]), text)
+        return _REFERENCE.sub(lambda match: self.render_setting(match[1], match[2]), text)
 
-    def write(self, name: str, value: str | None = None) -> str:
+    def render_setting(self, name: str, value: str | None = None) -> str:
         """Formats the setting of a flag for this front end."""
-        return self.setting(self.names.get(name, name), value)
+        return self.format_setting(self.names.get(name, name), value)
 
 
-KEYWORDS = Words(lambda name, value: name if value is None else f"{name}={value}")
+KEYWORD_NAMING = FlagNaming(lambda name, value: name if value is None else f"{name}={value}")
 """Settings as keyword arguments with the flags' names."""
-COMMAND_LINE = Words(lambda name, value: f"--{name}" if value is None else f"--{name} {value}")
+COMMAND_LINE_NAMING = FlagNaming(
+    lambda name, value: f"--{name}" if value is None else f"--{name} {value}"
+)
 
 
 class EndedError(Exception):
@@ -72,40 +74,42 @@ class InputError(ValueError):
         'ring_type=ring has no effect with ring_size=1; drop it.'
     """
 
-    words: Words = KEYWORDS
+    naming: FlagNaming = KEYWORD_NAMING
 
     def __init__(self, what: str, value: object = None, why: str = "", remedy: str = "") -> None:
         super().__init__(what, value, why, remedy)
         self.what, self.value, self.why, self.remedy = what, value, why, remedy
 
     def __str__(self) -> str:
-        subject = _short(self.words.render(self.what))
+        subject = _shorten_words(self.naming.render(self.what))
         setting = re.fullmatch(r"`(\w+)`", self.what)
         if self.value is not None and setting:  # backticks in a value stay as typed
-            subject = self.words.write(setting[1], _short(str(self.value)))
+            subject = self.naming.render_setting(setting[1], _shorten_words(str(self.value)))
         elif self.value is not None:
-            subject = f"{subject} {_short(str(self.value))}"
-        why = _short(self.words.render(self.why))
+            subject = f"{subject} {_shorten_words(str(self.value))}"
+        why = _shorten_words(self.naming.render(self.why))
         sentence = " ".join(part for part in (subject, why) if part)
-        remedy = self.words.render(self.remedy)
+        remedy = self.naming.render(self.remedy)
         sentence = "; ".join(part for part in (sentence, remedy) if part)
         return sentence if sentence.endswith((".", "?")) else f"{sentence}."
 
 
-def _short(text: str) -> str:
+def _shorten_words(text: str) -> str:
     """Cuts the middle out of words of 400 or more characters, such as long paths."""
     return re.sub(
-        r"\S{400,}", lambda word: f"{word[0][:60]}...{word[0][-20:]} ({len(word[0])} long)", text
+        r"\S{400,}",
+        lambda match: f"{match[0][:60]}...{match[0][-20:]} ({len(match[0])} long)",
+        text,
     )
 
 
 @contextmanager
-def spoken(words: Words) -> Iterator[None]:
+def name_settings(naming: FlagNaming) -> Iterator[None]:
     """Formats the InputErrors that leave this block for a front end."""
     try:
         yield
     except InputError as error:
-        error.words = words
+        error.naming = naming
         raise
 
 
@@ -138,7 +142,7 @@ class Terminated(BaseException):
     """
 
 
-def exit_code(error: BaseException) -> int:
+def get_exit_code(error: BaseException) -> int:
     """Returns the exit code of an error: 2 refused, 130 interrupted, 143 terminated, 1 failed."""
     if isinstance(error, InputError):
         return 2
@@ -163,6 +167,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):
         torch = sys.modules.get("torch")  # not imported here: there may be no memory for it
-        of_a_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
-        return of_a_device or os.strerror(errno.ENOMEM) in str(error)
+        is_device_error = torch is not None and isinstance(error, torch.OutOfMemoryError)
+        return is_device_error or os.strerror(errno.ENOMEM) in str(error)
     return isinstance(error, MemoryError)

@@ -43,7 +43,7 @@ class Option:
             unchanged.
     """
 
-    read: Reader
+    reader: Reader
     help: str
     record: bool = True
     needs: str | None = None
@@ -58,7 +58,7 @@ class Option:
     variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def option(default: Any, read: Reader, help: str, **more: Any) -> Any:
+def option(default: Any, reader: Reader, help: str, **attributes: Any) -> Any:
     """Declares a dataclass field that is a setting.
 
     By default a line of a prompt file may set it where `generate` accepts it (python="video").
@@ -69,31 +69,33 @@ def option(default: Any, read: Reader, help: str, **more: Any) -> Any:
         help: See `Option`.
         attributes: Further attributes of `Option`.
     """
-    more.setdefault("line", more.get("python", "video") == "video")
-    return field(default=default, metadata={Option: Option(read, help, **more)})
+    attributes.setdefault("line", attributes.get("python", "video") == "video")
+    return field(default=default, metadata={Option: Option(reader, help, **attributes)})
 
 
-loading = partial(option, python="load")
+load_option = partial(option, python="load")
 """Declares a setting of the constructor: how networks are loaded and run."""
-layout = partial(option, python="load", record=False)
+layout_option = partial(option, python="load", record=False)
 """Declares a setting of the constructor that does not change the video."""
-command = partial(option, python=None)
+command_option = partial(option, python=None)
 """Declares a setting of the command line only."""
 
 
-def options(kind: type) -> dict[str, Option]:
+def list_options(group: type) -> dict[str, Option]:
     """Returns the options that a dataclass declares, without inherited ones, by field name."""
-    own, found = vars(kind).get("__annotations__", {}), {}
-    for one in dataclasses.fields(kind):
-        if one.name in own and Option in one.metadata:
-            setting: Option = one.metadata[Option]
-            if setting.diffusers is True:
-                setting = dataclasses.replace(setting, diffusers=one.name)
-            found[one.name] = setting
-    return found
+    declared_names, options_by_name = vars(group).get("__annotations__", {}), {}
+    for dataclass_field in dataclasses.fields(group):
+        if dataclass_field.name in declared_names and Option in dataclass_field.metadata:
+            declared_option: Option = dataclass_field.metadata[Option]
+            if declared_option.diffusers is True:
+                declared_option = dataclasses.replace(
+                    declared_option, diffusers=dataclass_field.name
+                )
+            options_by_name[dataclass_field.name] = declared_option
+    return options_by_name
 
 
-def fill(kind: Callable[..., T], values: Mapping[str, Any]) -> T:
+def build_from_values(factory: Callable[..., T], values: Mapping[str, Any]) -> T:
     """Builds a dataclass from the values that have the names of its fields; ignores the others."""
-    names = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in names})
+    names = {dataclass_field.name for dataclass_field in dataclasses.fields(factory)}  # type: ignore[arg-type]
+    return factory(**{name: value for name, value in values.items() if name in names})

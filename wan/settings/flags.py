@@ -8,55 +8,58 @@ from typing import Any
 from wan.settings import errors, rules
 from wan.settings.attention import Attention
 from wan.settings.command import (
-    Controlled,
-    Driving,
-    Earlier,
-    Evidence,
-    Files,
-    Images,
+    AnimateOptions,
+    CheckpointOptions,
+    ImageOptions,
+    LatentOptions,
     Loras,
-    Many,
+    MeasurementOptions,
     NetworkFiles,
     Output,
-    Planning,
+    PlanOptions,
     PromptExtension,
-    Sounds,
-    Start,
+    PromptFileOptions,
+    ResumeOptions,
+    SpeechOptions,
+    VaceOptions,
 )
-from wan.settings.errors import InputError, Words
+from wan.settings.errors import FlagNaming, InputError
 from wan.settings.execution import Execution
-from wan.settings.fields import Option, options
+from wan.settings.fields import Option, list_options
 from wan.settings.parallel import Parallel
-from wan.settings.request import Request, Sampling
+from wan.settings.request import Sampling, VideoParams
 from wan.settings.step_cache import StepCache
 from wan.settings.values import switch
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "video": (Request, Images, Sounds, Driving, Controlled),
-    "checkpoint": (Files, NetworkFiles, Loras),
-    "sampling": (Sampling, Start),
+    "video": (VideoParams, ImageOptions, SpeechOptions, AnimateOptions, VaceOptions),
+    "checkpoint": (CheckpointOptions, NetworkFiles, Loras),
+    "sampling": (Sampling, LatentOptions),
     "device and memory": (Execution,),
     "attention": (Attention,),
     "step cache": (StepCache,),
     "several processes (torchrun)": (Parallel,),
-    "planning": (Planning,),
+    "planning": (PlanOptions,),
     "prompt extension": (PromptExtension,),
-    "measurement": (Evidence,),
-    "prompt file": (Many,),
-    "output": (Output, Earlier),
+    "measurement": (MeasurementOptions,),
+    "prompt file": (PromptFileOptions,),
+    "output": (Output, ResumeOptions),
 }
 """Title of a group of flags -> the dataclasses that declare them."""
 FLAGS: dict[str, Option] = {
-    name: one for kinds in GROUPS.values() for kind in kinds for name, one in options(kind).items()
+    name: flag
+    for kinds in GROUPS.values()
+    for kind in kinds
+    for name, flag in list_options(kind).items()
 }
 
 
-ALIASES = {flag.alias: name for name, flag in FLAGS.items() if flag.alias is not None}
+FLAG_ALIASES = {flag.alias: name for name, flag in FLAGS.items() if flag.alias is not None}
 """Alias -> flag."""
-_ONE = "give one of them"
+_CHOOSE_ONE = "give one of them"
 
 
-def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
+def read_settings(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
     """Parses and checks the values of settings.
 
     Args:
@@ -67,12 +70,14 @@ def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
     Raises:
         InputError: A name is unknown, or a value is missing or not allowed.
     """
-    twins = [alias for alias, key in ALIASES.items() if alias in raw and key in raw]
-    if twins:
+    duplicates = [alias for alias, key in FLAG_ALIASES.items() if alias in raw and key in raw]
+    if duplicates:
         raise InputError(
-            source.format(twins[0]), why=f"is an alias of {ALIASES[twins[0]]}", remedy=_ONE
+            source.format(duplicates[0]),
+            why=f"is an alias of {FLAG_ALIASES[duplicates[0]]}",
+            remedy=_CHOOSE_ONE,
         )
-    raw = {ALIASES.get(key, key): value for key, value in raw.items()}
+    raw = {FLAG_ALIASES.get(key, key): value for key, value in raw.items()}
     for key in (key for key, value in raw.items() if value is None):
         raise InputError(source.format(key), why="has no value", remedy="give one or leave it out")
     unknown = [key for key in raw if key not in FLAGS]
@@ -80,53 +85,55 @@ def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
         raise InputError(
             source.format(unknown[0]), why="is not a known setting", remedy="remove it"
         )
-    return {key: FLAGS[key].read(source.format(key), value) for key, value in raw.items()}
+    return {key: FLAGS[key].reader(source.format(key), value) for key, value in raw.items()}
 
 
-KEYWORDS = {name: flag.keyword for name, flag in FLAGS.items() if flag.keyword is not None}
+PYTHON_KEYWORDS = {name: flag.keyword for name, flag in FLAGS.items() if flag.keyword is not None}
 """Flag -> keyword of the Python classes, where the two differ."""
 
 
-PYTHON = Words(errors.KEYWORDS.setting, KEYWORDS)
+PYTHON_NAMING = FlagNaming(errors.KEYWORD_NAMING.format_setting, PYTHON_KEYWORDS)
 """Names of settings in messages of the Python classes."""
-DIFFUSERS = Words(
-    errors.KEYWORDS.setting,
+DIFFUSERS_NAMING = FlagNaming(
+    errors.KEYWORD_NAMING.format_setting,
     {name: str(flag.diffusers) for name, flag in FLAGS.items() if flag.diffusers is not None},
 )
 """Names of settings in messages of `wan.diffusers`."""
-NEEDS = tuple(
-    rules.needs(name, flag.needs) for name, flag in FLAGS.items() if flag.needs is not None
+NEEDS_RULES = tuple(
+    rules.make_needs_rule(name, flag.needs)
+    for name, flag in FLAGS.items()
+    if flag.needs is not None
 )
 """Rules for settings that need another one; they hold for all layers of a run together."""
 
 
-def for_loading(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def read_constructor_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Checks the keywords of a constructor. None, or False for no switch, counts as not given."""
-    unknown = [name for name in keywords if not is_for(name, "load")]
+    unknown = [name for name in keywords if not is_python_setting(name, "load")]
     if unknown:
-        remedy = "give it to generate" if is_for(unknown[0], "video") else "remove it"
+        remedy = "give it to generate" if is_python_setting(unknown[0], "video") else "remove it"
         raise InputError(unknown[0], why="is not a known keyword of the constructor", remedy=remedy)
-    given = {
+    user_settings = {
         name: value
         for name, value in keywords.items()
-        if value is not None and (value is not False or FLAGS[name].read is switch)
+        if value is not None and (value is not False or FLAGS[name].reader is switch)
     }
-    found = read(given)
-    check_given(found)
-    check_needs(found)
-    return found
+    settings = read_settings(user_settings)
+    check_exclusive_settings(settings)
+    check_needed_settings(settings)
+    return settings
 
 
-def is_for(name: str, python: str) -> bool:
+def is_python_setting(name: str, call: str) -> bool:
     """Whether a call of the Python classes ("load" or "video") accepts this setting."""
-    return name in FLAGS and FLAGS[name].python == python
+    return name in FLAGS and FLAGS[name].python == call
 
 
-def check_given(given: Mapping[str, Any]) -> None:
+def check_exclusive_settings(user_settings: Mapping[str, Any]) -> None:
     """Raises InputError where a user sets two settings that exclude each other."""
-    rules.check(rules.GIVEN, given)
+    rules.check_rules(rules.EXCLUSION_RULES, user_settings)
 
 
-def check_needs(values: Mapping[str, Any]) -> None:
+def check_needed_settings(values: Mapping[str, Any]) -> None:
     """Raises InputError for a setting without another one that it needs."""
-    rules.check(NEEDS, values)
+    rules.check_rules(NEEDS_RULES, values)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
 NPUS = ("A2", "A3", "A5")
-_BOTH = ("bf16", "fp32")
+_BF16_FP32 = ("bf16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class KernelRow:
     """
 
     name: str
-    make: Mapping[str, str]
+    factories: Mapping[str, str]
     chips: tuple[str, ...] = NPUS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense(KernelRow):
+class DenseKernelRow(KernelRow):
     """A kernel of dense attention.
 
     Attributes:
@@ -54,33 +54,35 @@ class Dense(KernelRow):
 
     flag: str = "attention_backend"
     has_lse: bool = True
-    precisions: tuple[str, ...] = _BOTH
+    precisions: tuple[str, ...] = _BF16_FP32
     min_rows: int = 1
-    max_head: int | None = None
+    max_head_dim: int | None = None
     low_precision: bool = False
-    strided: tuple[str, ...] = ()
-    fused: tuple[str, ...] = ()
-    member: str | None = None
+    strided_devices: tuple[str, ...] = ()
+    fused_exchange_devices: tuple[str, ...] = ()
+    xfuser_member: str | None = None
     modules: tuple[str, ...] = ()
     install: tuple[str, ...] = ()
 
     @property
-    def asked(self) -> str:
+    def setting(self) -> str:
         """The setting that selects this kernel, in backticks."""
         return f"`{self.flag}={self.name}`"
 
 
-def _xfuser(member: str, *devices: str, **other: object) -> Dense:
+def _make_xfuser_kernel(member: str, *devices: str, **attributes: object) -> DenseKernelRow:
     """Makes the row of a dense kernel in xfuser's registry that needs only q, k and v."""
-    make = dict.fromkeys(devices or ("cuda",), "wan.kernels.xfuser:build_xfuser_kernel")
-    usual: dict[str, object] = {"precisions": ("bf16",)}
-    return Dense(name=member.lower(), make=make, member=member, **usual | other)  # type: ignore[arg-type]
+    factories = dict.fromkeys(devices or ("cuda",), "wan.kernels.xfuser:build_xfuser_kernel")
+    defaults: dict[str, object] = {"precisions": ("bf16",)}
+    return DenseKernelRow(
+        name=member.lower(), factories=factories, xfuser_member=member, **defaults | attributes
+    )  # type: ignore[arg-type]
 
 
-def _aiter(member: str, **other: object) -> Dense:
+def _make_aiter_kernel(member: str, **attributes: object) -> DenseKernelRow:
     """Makes the row of a kernel for AMD's GPUs; only AITER itself returns the log-sum-exp."""
     package = {"modules": ("aiter",), "install": ("amd-aiter",)}
-    return _xfuser(member, has_lse=member == "AITER", **package, **other)
+    return _make_xfuser_kernel(member, has_lse=member == "AITER", **package, **attributes)
 
 
 _SDPA = "wan.kernels.sdpa:SdpaKernel"
@@ -90,72 +92,76 @@ _FP4 = {
     "modules": ("flash_attn.cute", "flashinfer"),
     "install": ("flash-attn-4", "flashinfer-python"),
 }
-_LOW = {"low_precision": True}
-_DENSE = (
-    Dense(
+_LOW_PRECISION = {"low_precision": True}
+_DENSE_ROWS = (
+    DenseKernelRow(
         name="fused",
         flag="attention_algo",
-        make={
+        factories={
             "cpu": _SDPA,
             "cuda": "wan.kernels.sdpa:make_cuda_kernel",
             "npu": "wan.kernels.npu.dense:FusedKernel",
         },
-        strided=("cpu", "cuda"),
-        fused=("cpu",),
+        strided_devices=("cpu", "cuda"),
+        fused_exchange_devices=("cpu",),
     ),
-    Dense(
+    DenseKernelRow(
         name="laser",
         flag="attention_algo",
-        make={"npu": "wan.kernels.npu.dense:LaserKernel"},
+        factories={"npu": "wan.kernels.npu.dense:LaserKernel"},
         chips=("A2", "A3"),  # on others, and with fewer rows, mindiesd silently uses another
         has_lse=False,
         precisions=("bf16",),
         min_rows=LASER_ROWS,
-        max_head=LASER_HEAD,
+        max_head_dim=LASER_HEAD,
     ),
-    Dense(
+    DenseKernelRow(
         name="sdpa",
-        make={"cpu": _SDPA, "cuda": "wan.kernels.sdpa:make_cuda_sdpa_kernel", "npu": _SDPA},
-        strided=("cpu", "cuda"),
-        fused=("cpu",),
+        factories={"cpu": _SDPA, "cuda": "wan.kernels.sdpa:make_cuda_sdpa_kernel", "npu": _SDPA},
+        strided_devices=("cpu", "cuda"),
+        fused_exchange_devices=("cpu",),
     ),
-    Dense(name="cudnn", make={"cuda": "wan.kernels.sdpa:make_cudnn_kernel"}, precisions=("bf16",)),
-    _xfuser("SDPA_FLASH", "cpu", "cuda"),
-    _xfuser("SDPA_EFFICIENT", "cpu", "cuda", precisions=_BOTH),
+    DenseKernelRow(
+        name="cudnn", factories={"cuda": "wan.kernels.sdpa:make_cudnn_kernel"}, precisions=("bf16",)
+    ),
+    _make_xfuser_kernel("SDPA_FLASH", "cpu", "cuda"),
+    _make_xfuser_kernel("SDPA_EFFICIENT", "cpu", "cuda", precisions=_BF16_FP32),
     # The second result is the attention weights, not the log-sum-exp.
-    _xfuser("SDPA_MATH", "cpu", "cuda", precisions=_BOTH, has_lse=False),
-    _xfuser("FLASH", modules=("flash_attn",), install=("flash-attn",)),
-    _xfuser("FLASH_3", **_FLASH_3),
-    _xfuser("FLASH_3_FP8", **_FLASH_3, **_LOW),
-    _xfuser("FLASH_4", **_FLASH_4),
-    _xfuser("FLASH_4_FP4", **_FP4, **_LOW),
-    _xfuser("SAGE", modules=("sageattention",), install=("sageattention",), **_LOW),
-    _aiter("AITER"),
-    _aiter("AITER_BF16"),
-    _aiter("AITER_BF16FP8", **_LOW),
-    _aiter("AITER_I8FP8", **_LOW),
-    _aiter("AITER_FP8", **_LOW),
-    _aiter("AITER_MXFP8", **_LOW),
-    _aiter("AITER_F8F6", **_LOW),
-    _aiter("AITER_MXFP6", **_LOW),
-    _aiter("AITER_F6F4", **_LOW),
-    _aiter("AITER_MXFP4", **_LOW),
-    _aiter("AITER_F4F4", **_LOW),
-    _aiter("AITER_FLYDSL"),
-    _aiter("AITER_FLYDSL_FP8", **_LOW),
+    _make_xfuser_kernel("SDPA_MATH", "cpu", "cuda", precisions=_BF16_FP32, has_lse=False),
+    _make_xfuser_kernel("FLASH", modules=("flash_attn",), install=("flash-attn",)),
+    _make_xfuser_kernel("FLASH_3", **_FLASH_3),
+    _make_xfuser_kernel("FLASH_3_FP8", **_FLASH_3, **_LOW_PRECISION),
+    _make_xfuser_kernel("FLASH_4", **_FLASH_4),
+    _make_xfuser_kernel("FLASH_4_FP4", **_FP4, **_LOW_PRECISION),
+    _make_xfuser_kernel(
+        "SAGE", modules=("sageattention",), install=("sageattention",), **_LOW_PRECISION
+    ),
+    _make_aiter_kernel("AITER"),
+    _make_aiter_kernel("AITER_BF16"),
+    _make_aiter_kernel("AITER_BF16FP8", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_I8FP8", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_FP8", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_MXFP8", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_F8F6", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_MXFP6", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_F6F4", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_MXFP4", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_F4F4", **_LOW_PRECISION),
+    _make_aiter_kernel("AITER_FLYDSL"),
+    _make_aiter_kernel("AITER_FLYDSL_FP8", **_LOW_PRECISION),
 )
-DENSE = {row.name: row for row in _DENSE}
+DENSE_KERNELS = {row.name: row for row in _DENSE_ROWS}
 """Name -> row; the names of the two flags are disjoint."""
-DEFAULT = "fused"
+DEFAULT_ALGORITHM = "fused"
 
 
-def dense_names(flag: str) -> tuple[str, ...]:
+def list_dense_kernels(flag: str) -> tuple[str, ...]:
     """Returns the names of the dense kernels that a flag selects."""
-    return tuple(row.name for row in _DENSE if row.flag == flag)
+    return tuple(row.name for row in _DENSE_ROWS if row.flag == flag)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8(KernelRow):
+class Fp8KernelRow(KernelRow):
     """A kernel of FP8 attention.
 
     Attributes:
@@ -164,26 +170,26 @@ class Fp8(KernelRow):
         head_dims: Supported channels of a head on an NPU; elsewhere any power of two.
     """
 
-    quantise: Mapping[str, str]
-    heads: tuple[int, ...]
+    quantizers: Mapping[str, str]
+    head_dims: tuple[int, ...]
 
 
-_DEQUANTISED = "wan.kernels.fp8:DequantizedAttention"
-FP8 = Fp8(
+_DEQUANTIZED = "wan.kernels.fp8:DequantizedAttention"
+FP8 = Fp8KernelRow(
     name="fp8",
-    make={
-        "cpu": _DEQUANTISED,
-        "cuda": _DEQUANTISED,
+    factories={
+        "cpu": _DEQUANTIZED,
+        "cuda": _DEQUANTIZED,
         "npu": "wan.kernels.npu.fp8:NpuFp8Attention",
     },
     chips=("A5",),
-    quantise={"npu": "wan.kernels.npu.fp8:NpuBlockQuantizer"},
-    heads=(64, 128),
+    quantizers={"npu": "wan.kernels.npu.fp8:NpuBlockQuantizer"},
+    head_dims=(64, 128),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparse(KernelRow):
+class SparseKernelRow(KernelRow):
     """A kernel of block-sparse attention, selected by rainfusion_type.
 
     Attributes:
@@ -192,7 +198,7 @@ class Sparse(KernelRow):
     """
 
     has_fp8: bool = False
-    absent: str = ""
+    unsupported_reason: str = ""
 
 
 _BY_TILES, _BY_FLEX = "wan.kernels.rainfusion:ReferenceBlocks", "wan.kernels.flex:FlexBlocks"
@@ -200,15 +206,19 @@ _NPU_SPARSE = "wan.kernels.npu.block_sparse"
 RAINFUSION = {
     row.name: row
     for row in (
-        Sparse(name="v1", make={}, absent="on NPUs it needs torch_atb, which mindiesd dropped"),
-        Sparse(
+        SparseKernelRow(
+            name="v1",
+            factories={},
+            unsupported_reason="on NPUs it needs torch_atb, which mindiesd dropped",
+        ),
+        SparseKernelRow(
             name="v2",
-            make={"cpu": _BY_TILES, "cuda": _BY_FLEX, "npu": f"{_NPU_SPARSE}:RainKernelV2"},
+            factories={"cpu": _BY_TILES, "cuda": _BY_FLEX, "npu": f"{_NPU_SPARSE}:RainKernelV2"},
             chips=("A2", "A3"),  # on A5 mindiesd replaces v2 by v3
         ),
-        Sparse(
+        SparseKernelRow(
             name="v3",
-            make={"cpu": _BY_TILES, "cuda": _BY_FLEX, "npu": f"{_NPU_SPARSE}:RainKernelV3"},
+            factories={"cpu": _BY_TILES, "cuda": _BY_FLEX, "npu": f"{_NPU_SPARSE}:RainKernelV3"},
             has_fp8=True,
         ),
     )
@@ -216,7 +226,7 @@ RAINFUSION = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallOp(KernelRow):
+class SmallOpRow(KernelRow):
     """A kernel for operations of a block between its matrix products, selected by fused_ops.
 
     On CPUs and GPUs the factory text lists methods of `wan.modules.small_ops.BlockOps` to compile;
@@ -224,25 +234,27 @@ class SmallOp(KernelRow):
     """
 
 
-def _compiled(name: str, *steps: str) -> SmallOp:
-    return SmallOp(name=name, make=dict.fromkeys(("cpu", "cuda"), " ".join(steps)))
+def _make_compiled_op(name: str, *steps: str) -> SmallOpRow:
+    return SmallOpRow(name=name, factories=dict.fromkeys(("cpu", "cuda"), " ".join(steps)))
 
 
-def _vendor(name: str, chips: tuple[str, ...] = NPUS) -> SmallOp:
-    return SmallOp(name=name, make={"npu": f"wan.kernels.npu.small_ops:{name}"}, chips=chips)
+def _make_vendor_op(name: str, chips: tuple[str, ...] = NPUS) -> SmallOpRow:
+    return SmallOpRow(
+        name=name, factories={"npu": f"wan.kernels.npu.small_ops:{name}"}, chips=chips
+    )
 
 
 SMALL_OPS = {
     row.name: row
     for row in (
-        _vendor("rope", ("A2", "A3")),  # documented to rotate neighboring channels
-        _vendor("rms_norm"),
-        _vendor("layer_norm"),
-        _vendor("scale_shift"),  # must follow layer_norm, a part of which it replaces
-        _compiled("modulated_norm", "_modulated_norm"),
-        _compiled("norm_rope", "_norm_rope", "_rms_norm"),
-        _compiled("add_norm", "_add_norm", "_add_modulated_norm", "_add"),
-        _compiled("gelu", "_gelu"),
+        _make_vendor_op("rope", ("A2", "A3")),  # documented to rotate neighboring channels
+        _make_vendor_op("rms_norm"),
+        _make_vendor_op("layer_norm"),
+        _make_vendor_op("scale_shift"),  # must follow layer_norm, a part of which it replaces
+        _make_compiled_op("modulated_norm", "_modulated_norm"),
+        _make_compiled_op("norm_rope", "_norm_rope", "_rms_norm"),
+        _make_compiled_op("add_norm", "_add_norm", "_add_modulated_norm", "_add"),
+        _make_compiled_op("gelu", "_gelu"),
     )
 }
 """Name -> row, in the order in which the vendor's kernels are added."""

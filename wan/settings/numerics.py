@@ -26,11 +26,11 @@ def keeps_fp32(name: str) -> bool:
     return name.startswith(_FP32_PREFIXES) or name.endswith("modulation") or "norm" in name
 
 
-def slice_elements(device_type: str) -> int:
+def get_slice_numel(device_type: str) -> int:
     """Returns the number of elements per slice of a block's element-wise float32 operations."""
     return _SLICE.get(device_type, _SLICE_ELSEWHERE)
 
 
-def int8_slice_elements(device_type: str) -> int:
+def get_int8_slice_numel(device_type: str) -> int:
     """Returns the number of output elements per slice of an int8 linear layer."""
     return _INT8_SLICE.get(device_type, _INT8_SLICE_ELSEWHERE)

@@ -11,11 +11,11 @@ NEGATIVE_PROMPT = (
 )
 """The official negative prompt, which official outputs are generated with."""
 
-SHAKY = "镜头晃动，"
-CUTS = "镜头切换，"
+CAMERA_SHAKE = "镜头晃动，"
+SCENE_CUTS = "镜头切换，"
 """Prefixes of the negative prompts of Wan2.1's image-to-video models."""
 
-SPEAKING = (
+SPEECH_NEGATIVE_PROMPT = (
     "画面模糊，最差质量，画面模糊，细节模糊不清，情绪激动剧烈，手快速抖动，字幕，丑陋的，残缺的，多余的手指，"
     "画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，"
     "三条腿，背景人很多，倒着走"
@@ -23,9 +23,9 @@ SPEAKING = (
 """The official negative prompt of speech-to-video."""
 
 TRAIN_TIMESTEPS = 1000
-FACE_EVERY = 5  # blocks per face adapter, which runs after the first of these blocks
-FACE_SIDE = 512  # pixels of a side of the face video
-CONTROL_CHANNELS = 96  # of VACE: kept and changed latents (16 each) and the mask (64)
+FACE_BLOCK_INTERVAL = 5  # blocks per face adapter, which runs after the first of these blocks
+FACE_SIZE = 512  # pixels of a side of the face video
+VACE_CONTEXT_CHANNELS = 96  # of VACE: kept and changed latents (16 each) and the mask (64)
 MAX_POSITIONS = 1024  # rotary positions per axis in the official networks
 
 SIZES = {
@@ -76,12 +76,12 @@ class Preset:
     frame_num: int = 81
     infer_frames: int | None = None
     fps: int = 16
-    images: int = 0
+    num_clip_vision_images: int = 0
     negative_prompt: str = NEGATIVE_PROMPT
-    small_shift: float | None = None
+    sample_shift_480p: float | None = None
     diffusers_shift: float = 3.0
     sharded: bool = True
-    control_every: int = 5
+    vace_block_interval: int = 5
     tiny_head_dim: int = 6
 
     @property
@@ -105,7 +105,7 @@ class Preset:
         return self.vae_stride[1] * self.patch_size[1]
 
 
-_TWO = ("high_noise", "low_noise")
+_TWO_EXPERTS = ("high_noise", "low_noise")
 PRESETS = {
     preset.task: preset
     for preset in (
@@ -113,7 +113,7 @@ PRESETS = {
             task="t2v-A14B",
             kind="t2v",
             folder="Wan2.2-T2V-A14B",
-            experts=_TWO,
+            experts=_TWO_EXPERTS,
             sample_steps=40,
             sample_shift=12.0,
             sample_guide_scale=(3.0, 4.0),
@@ -123,7 +123,7 @@ PRESETS = {
             task="i2v-A14B",
             kind="i2v",
             folder="Wan2.2-I2V-A14B",
-            experts=_TWO,
+            experts=_TWO_EXPERTS,
             sample_steps=40,
             sample_shift=5.0,
             sample_guide_scale=(3.5, 3.5),
@@ -175,9 +175,9 @@ PRESETS = {
             folder="Wan2.1-I2V-14B-720P",
             sample_steps=40,
             sample_shift=5.0,
-            small_shift=3.0,
-            images=1,
-            negative_prompt=SHAKY + NEGATIVE_PROMPT,
+            sample_shift_480p=3.0,
+            num_clip_vision_images=1,
+            negative_prompt=CAMERA_SHAKE + NEGATIVE_PROMPT,
         ),
         Preset(
             task="flf2v-14B",
@@ -185,8 +185,8 @@ PRESETS = {
             folder="Wan2.1-FLF2V-14B-720P",
             sample_steps=50,
             sample_shift=16.0,
-            images=2,
-            negative_prompt=CUTS + SHAKY + NEGATIVE_PROMPT,
+            num_clip_vision_images=2,
+            negative_prompt=SCENE_CUTS + CAMERA_SHAKE + NEGATIVE_PROMPT,
         ),
         Preset(
             task="s2v-14B",
@@ -197,7 +197,7 @@ PRESETS = {
             sample_guide_scale=(4.5, 4.5),
             trained_sizes=("1024*704", "704*1024", "1280*720", "720*1280", "832*480", "480*832"),
             infer_frames=80,
-            negative_prompt=SPEAKING,
+            negative_prompt=SPEECH_NEGATIVE_PROMPT,
         ),
         Preset(
             task="animate-14B",
@@ -209,7 +209,7 @@ PRESETS = {
             trained_sizes=("720*1280", "1280*720"),
             frame_num=77,
             fps=30,
-            images=1,
+            num_clip_vision_images=1,
             diffusers_shift=5.0,
         ),
         Preset(
@@ -224,7 +224,7 @@ PRESETS = {
             sample_shift=16.0,
             size=(832, 480),
             trained_sizes=("480*832", "832*480"),
-            control_every=2,
+            vace_block_interval=2,
             sharded=False,
             tiny_head_dim=8,
         ),
@@ -239,7 +239,7 @@ PRESETS = {
             task="vace-A14B",
             kind="vace",
             folder="Wan2.2-VACE-Fun-A14B",
-            experts=_TWO,
+            experts=_TWO_EXPERTS,
             sample_steps=40,
             sample_shift=12.0,
             sample_guide_scale=(3.0, 4.0),
@@ -248,7 +248,7 @@ PRESETS = {
     )
 }
 
-ALIASES = {"t2v-14B": "t2v-A14B", "i2v-14B": "i2v-A14B"}
+TASK_ALIASES = {"t2v-14B": "t2v-A14B", "i2v-14B": "i2v-A14B"}
 """Alias -> two-expert task. With a single-network checkpoint the alias is Wan2.1's task."""
 
 EXAMPLE_PROMPTS = {

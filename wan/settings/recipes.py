@@ -13,7 +13,7 @@ from typing import Any
 
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 
 _LIGHTX2V: dict[str, Any] = {"sample_solver": "euler", "sample_steps": 4, "sample_shift": 5.0}
 
@@ -32,9 +32,9 @@ class Recipe:
 
     values: Mapping[str, Any]
     tasks: tuple[str, ...]
-    weights: str | None = None
-    loras: str | None = None
-    beside: bool = False
+    weight_pattern: str | None = None
+    lora_pattern: str | None = None
+    is_combinable: bool = False
 
 
 RECIPES = {
@@ -42,7 +42,7 @@ RECIPES = {
     "lightning-4step": Recipe(
         _LIGHTX2V,
         ("t2v-A14B", "i2v-A14B"),
-        loras=r"Wan2\.2-Lightning|(T2V|I2V)-A14B-4steps-lora",
+        lora_pattern=r"Wan2\.2-Lightning|(T2V|I2V)-A14B-4steps-lora",
     ),
     # lightx2v/Wan2.2-Distill-Models and -Loras: the first two of four steps are high-noise steps.
     "distill-4step": Recipe(
@@ -81,13 +81,13 @@ RECIPES = {
             "chain": "latent",
         },
         ("i2v-A14B",),
-        loras=r"(?i)SVI[_-](?=.*Wan2\.2-I2V-A14B)(?=.*[_-]pro[_.-])",
-        beside=True,
+        lora_pattern=r"(?i)SVI[_-](?=.*Wan2\.2-I2V-A14B)(?=.*[_-]pro[_.-])",
+        is_combinable=True,
     ),
 }
 _OTHER_SVI = re.compile(r"(?i)^SVI[_-]")
-NAMES = ("auto", "none", *RECIPES)
-SETS = (
+RECIPE_NAMES = ("auto", "none", *RECIPES)
+RECIPE_SETTINGS = (
     *("sample_solver", "sample_steps", "sample_shift", "sample_guide_scale"),
     *("timesteps", "boundary_step", "ode", "sigma_max"),
     "chain",
@@ -95,8 +95,8 @@ SETS = (
 """Flags that a recipe may set."""
 
 
-def choose(
-    asked: str, weights: Iterable[Path], loras: Iterable[Path], preset: Preset
+def choose_recipes(
+    recipe_name: str, weights: Iterable[Path], loras: Iterable[Path], preset: Preset
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Chooses recipes by file names, and returns their names and settings; earlier names win.
 
@@ -110,38 +110,46 @@ def choose(
         InputError: The named recipe was published for other tasks.
     """
     names: tuple[str, ...] = ()
-    if asked == "auto":
-        own = [path.name for path in weights]
-        added = ["/".join(path.absolute().parts[-3:]) for path in loras]
-        fitting = [key for key, one in RECIPES.items() if _is_meant(one, own, added, preset)]
-        few = [key for key in fitting if not RECIPES[key].beside]
-        names = (*few[:1], *(key for key in fitting if RECIPES[key].beside))
-    elif asked != "none":
-        names = (asked,)
-    found: dict[str, Any] = {}
+    if recipe_name == "auto":
+        weight_names = [path.name for path in weights]
+        lora_names = ["/".join(path.absolute().parts[-3:]) for path in loras]
+        matching = [
+            key
+            for key, candidate in RECIPES.items()
+            if _matches_files(candidate, weight_names, lora_names, preset)
+        ]
+        few_step = [key for key in matching if not RECIPES[key].is_combinable]
+        names = (*few_step[:1], *(key for key in matching if RECIPES[key].is_combinable))
+    elif recipe_name != "none":
+        names = (recipe_name,)
+    settings: dict[str, Any] = {}
     for name in reversed(names):
         recipe = RECIPES[name]
         if preset.task not in recipe.tasks:
             why = f"is for {', '.join(recipe.tasks)}, not for {preset.task}"
             raise InputError("`recipe`", name, why, "drop it")
-        found |= {"sample_guide_scale": (1.0, 1.0), **recipe.values}
-    return names, found
+        settings |= {"sample_guide_scale": (1.0, 1.0), **recipe.values}
+    return names, settings
 
 
-def _is_meant(recipe: Recipe, own: list[str], added: list[str], preset: Preset) -> bool:
-    patterns = [(recipe.weights, one) for one in own] + [(recipe.loras, one) for one in added]
-    found = any(pattern and re.search(pattern, one) for pattern, one in patterns)
-    return found and preset.task in recipe.tasks
+def _matches_files(
+    recipe: Recipe, weight_names: list[str], lora_names: list[str], preset: Preset
+) -> bool:
+    patterns = [(recipe.weight_pattern, name) for name in weight_names] + [
+        (recipe.lora_pattern, name) for name in lora_names
+    ]
+    has_match = any(pattern and re.search(pattern, name) for pattern, name in patterns)
+    return has_match and preset.task in recipe.tasks
 
 
-def check_chain(chain: str | None, loras: Iterable[Path]) -> None:
+def check_svi_loras(clip_transition: str | None, loras: Iterable[Path]) -> None:
     """Refuses LoRAs of other versions of SVI, whose clips start from other latents.
 
     Raises:
         InputError: A file has the name of such a LoRA.
     """
-    svi = RECIPES["svi-2-pro"].loras or ""
-    for path in loras if chain is not None else ():
+    svi = RECIPES["svi-2-pro"].lora_pattern or ""
+    for path in loras if clip_transition is not None else ():
         if _OTHER_SVI.match(path.name) and not re.search(svi, path.name):
             raise InputError(
                 "`lora`",
@@ -151,7 +159,9 @@ def check_chain(chain: str | None, loras: Iterable[Path]) -> None:
             )
 
 
-def notices(names: Sequence[str], request: Request, loras: bool) -> tuple[str, ...]:
+def make_recipe_notices(
+    names: Sequence[str], request: VideoParams, has_loras: bool
+) -> tuple[str, ...]:
     """Describes the settings of the recipes, and warns of settings that lower their quality.
 
     Args:
@@ -159,35 +169,37 @@ def notices(names: Sequence[str], request: Request, loras: bool) -> tuple[str, .
         request: Video request.
         has_loras: Whether any LoRA is loaded.
     """
-    found = list(_about_clips(names, request, loras))
+    messages = list(_make_clip_notices(names, request, has_loras))
     if not names:
-        return tuple(found)
-    listed = ",".join(map("{:g}".format, request.timesteps or ()))
+        return tuple(messages)
+    timesteps_text = ",".join(map("{:g}".format, request.timesteps or ()))
     shift = "" if request.sample_solver == "rcm" else f", shift {request.sample_shift:g}"
-    grid = f" at {listed}" if listed else shift
+    grid = f" at {timesteps_text}" if timesteps_text else shift
     scale = ",".join(map("{:g}".format, dict.fromkeys(request.sample_guide_scale)))
-    guidance = f", guidance {scale}" if request.guided else ", no guidance"
-    found.insert(
+    guidance = f", guidance {scale}" if request.uses_guidance else ", no guidance"
+    messages.insert(
         0,
         f"Recipe {' with '.join(reversed(names))}: {request.sample_solver}, "
         f"{request.sample_steps} steps{grid}{guidance}; `recipe=none` takes the checkpoint's own "
         "defaults.",
     )
-    if request.guided and any(not RECIPES[name].beside for name in names):
-        found.append(
+    if request.uses_guidance and any(not RECIPES[name].is_combinable for name in names):
+        messages.append(
             f"`sample_guide_scale={scale}`: guidance blurs the videos of a distilled model; use 1."
         )
-    return tuple(found)
+    return tuple(messages)
 
 
-def _about_clips(names: Sequence[str], request: Request, loras: bool) -> Iterator[str]:
+def _make_clip_notices(
+    names: Sequence[str], request: VideoParams, has_loras: bool
+) -> Iterator[str]:
     if request.chain == "frame" and (request.num_clip or 0) > 1:
         yield (
             "Each clip begins with the last frame of the previous clip, so that the video drifts "
             "after two to four clips; SVI 2.0 Pro's LoRA pair was trained to prevent this "
             "(docs/long_videos.md)."
         )
-    if request.chain == "latent" and not loras:
+    if request.chain == "latent" and not has_loras:
         yield "`chain=latent` needs a network trained for it; without its LoRA clips fall apart."
     if "svi-2-pro" in names and request.frame_num != 81:
         longer = ", and loses color in longer ones" if request.frame_num > 81 else ""
@@ -197,22 +209,25 @@ def _about_clips(names: Sequence[str], request: Request, loras: bool) -> Iterato
         )
 
 
-def under(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+def merge_defaults(user_settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Merges a user's settings over defaults, and drops the defaults that they supersede.
 
     `--sample_steps 8` supersedes the timesteps of a recipe or record, and `--prompt` the prompts of
     clips in a record.
     """
-    changed = {name for name, value in given.items() if below.get(name, ...) != value}
-    taken_back = set()
+    changed = {name for name, value in user_settings.items() if defaults.get(name, ...) != value}
+    superseded = set()
     if {"sample_solver", "sample_steps", "sample_shift"} & changed:
-        taken_back |= {"timesteps"}
+        superseded |= {"timesteps"}
     if {"sample_steps", "timesteps"} & changed:
-        taken_back |= {"boundary_step"}
+        superseded |= {"boundary_step"}
     if "timesteps" in changed:
-        taken_back |= {"sample_steps", "sample_shift"}
+        superseded |= {"sample_steps", "sample_shift"}
     if "prompt" in changed:
-        taken_back |= {"clip_prompts"}
-    if given.get("sample_solver", "rcm") != "rcm":
-        taken_back |= {"ode", "sigma_max"}
-    return {**{key: value for key, value in below.items() if key not in taken_back}, **given}
+        superseded |= {"clip_prompts"}
+    if user_settings.get("sample_solver", "rcm") != "rcm":
+        superseded |= {"ode", "sigma_max"}
+    return {
+        **{key: value for key, value in defaults.items() if key not in superseded},
+        **user_settings,
+    }

@@ -14,10 +14,10 @@ from typing import Any
 from wan.settings import rules
 from wan.settings import values as readers
 from wan.settings.errors import InputError
-from wan.settings.fields import REQUIRED, loading, option
+from wan.settings.fields import REQUIRED, load_option, option
 from wan.settings.presets import MAX_POSITIONS, TRAIN_TIMESTEPS, Preset
 from wan.settings.solvers import SOLVERS
-from wan.settings.sound import FIRST_DROPPED
+from wan.settings.sound import NUM_DROPPED_FRAMES
 from wan.settings.values import choice, integer, real, switch
 
 Size = tuple[int, int]
@@ -54,7 +54,7 @@ class Sampling:
     )
     timesteps: tuple[float, ...] | None = option(
         None,
-        readers.timesteps,
+        readers.read_timesteps,
         "timestep of each step, falling, above 0 to 1000, for euler, dmd and rcm (default: from "
         "--sample_steps and --sample_shift)",
         diffusers=True,
@@ -68,12 +68,12 @@ class Sampling:
     ode: bool = option(False, switch, "add no noise between the steps of rcm (default false)")
     sigma_max: float | None = option(
         None,
-        real(0, 1e6, above=True),
+        real(0, 1e6, exclude_min=True),
         "noise-to-data ratio of the first step of rcm (default: t2v 80, i2v 200)",
     )
     sample_guide_scale: tuple[float, float] = option(
         REQUIRED,
-        readers.guide_scale,
+        readers.read_guide_scale,
         "one number, or LOW,HIGH for the two experts: guidance scale; 1: no guidance (default: the "
         "task's)",
         keyword="guide_scale",
@@ -89,7 +89,7 @@ class Sampling:
         diffusers="generator",
         common=True,
     )
-    noise_device: str = loading(
+    noise_device: str = load_option(
         "cpu",
         choice("cpu", "device"),
         "where noise is drawn; cpu (default): a seed gives the same noise on every device",
@@ -98,7 +98,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Sampling):
+class VideoParams(Sampling):
     """Parameters of one video; `make_video_params` builds them from settings and defaults.
 
     Attributes:
@@ -120,7 +120,7 @@ class Request(Sampling):
     preset: Preset
     prompt: str = option(
         REQUIRED,
-        readers.text,
+        readers.read_text_value,
         "text prompt (default: an example)",
         keyword="input_prompt",
         diffusers=True,
@@ -129,7 +129,7 @@ class Request(Sampling):
     )
     negative_prompt: str = option(
         REQUIRED,
-        readers.text,
+        readers.read_text_value,
         "default, or '': the official negative prompt",
         keyword="n_prompt",
         diffusers=True,
@@ -138,7 +138,7 @@ class Request(Sampling):
     )
     size: Size = option(
         REQUIRED,
-        readers.size,
+        readers.read_size,
         "in pixels; with an image only the area counts (default: the task's)",
         diffusers=True,
         checkpoint=True,
@@ -146,14 +146,14 @@ class Request(Sampling):
     )
     frame_num: int = option(
         REQUIRED,
-        readers.frame_num,
+        readers.read_frame_num,
         "frames of the video or clip (default: the task's)",
         diffusers="num_frames",
         checkpoint=True,
         common=True,
     )
     infer_frames: int | None = option(
-        None, readers.clip_frames, "frames of a clip, 4n (s2v; default 80)", checkpoint=True
+        None, readers.read_clip_frames, "frames of a clip, 4n (s2v; default 80)", checkpoint=True
     )
     num_clip: int | None = option(
         None,
@@ -171,7 +171,9 @@ class Request(Sampling):
         checkpoint=True,
     )
     clip_prompts: tuple[str, ...] | None = option(
-        None, readers.texts, "a prompt for each clip (i2v-A14B; default: --prompt for all clips)"
+        None,
+        readers.read_text_values,
+        "a prompt for each clip (i2v-A14B; default: --prompt for all clips)",
     )
     start_from_ref: bool | None = option(
         None,
@@ -187,16 +189,16 @@ class Request(Sampling):
     )
     conditioning_scale: tuple[float, ...] | None = option(
         None,
-        readers.factors,
+        readers.read_factors,
         "strength of the control, one number or one per control block (vace; default 1)",
         keyword="context_scale",
     )
     boundary: float | None
     fps: float
-    references: int = 0
-    source_frames: int | None = None
+    num_reference_images: int = 0
+    num_source_frames: int | None = None
     image_size: Size | None = None
-    ends: bool = False
+    has_last_image: bool = False
     max_area: int | None = None
 
     def __post_init__(self) -> None:
@@ -205,8 +207,8 @@ class Request(Sampling):
             why = f"has two numbers, but {preset.task} has one network"
             raise InputError("`sample_guide_scale`", f"{low:g},{high:g}", why, "give one number")
         self._check_size()
-        facts = {"task": preset.task, "solver": SOLVERS[self.sample_solver], **vars(self)}
-        rules.check((*rules.SCHEDULE, *rules.ENDS, *rules.CLIPS), facts)
+        values = {"task": preset.task, "solver": SOLVERS[self.sample_solver], **vars(self)}
+        rules.check_rules((*rules.SAMPLING_RULES, *rules.IMAGE_RULES, *rules.CLIP_RULES), values)
 
     @property
     def first_sigma(self) -> float:
@@ -214,78 +216,84 @@ class Request(Sampling):
         return self.sigma_max or (200.0 if self.preset.kind == "i2v" else 80.0)
 
     @property
-    def texts(self) -> tuple[str, ...]:
+    def all_prompts(self) -> tuple[str, ...]:
         """Prompts to encode: those of the clips and, with guidance, the negative prompt."""
         prompts = self.clip_prompts or (self.prompt,)
-        return (*prompts, self.negative_prompt) if self.guided else prompts
+        return (*prompts, self.negative_prompt) if self.uses_guidance else prompts
 
     @property
-    def guided(self) -> bool:
+    def uses_guidance(self) -> bool:
         """Whether any step also computes the unconditional branch."""
         return any(scale != 1 for scale in self.sample_guide_scale)
 
     @property
-    def clips(self) -> bool:
+    def has_clips(self) -> bool:
         """Whether the video is generated clip by clip."""
         return self.preset.kind in ("s2v", "animate") or self.chain is not None
 
     @property
-    def again(self) -> int:
+    def num_overlap_frames(self) -> int:
         """Frames at the start of a later clip that repeat the previous clip (`chain`).
 
         For "latent" these are the image and the four frames of the last latent.
         """
         return {None: 0, "frame": 1, "latent": 5}[self.chain]
 
-    def of_clip(self, clip: int) -> Request:
+    def make_clip_params(self, clip: int) -> VideoParams:
         """Returns the parameters of one clip of `chain`: its prompt, and its seed as in SVI."""
         prompt = self.clip_prompts[clip] if self.clip_prompts else self.prompt
         return replace(self, prompt=prompt, base_seed=(self.base_seed + 42 * clip) % 2**63)
 
-    def clip_frames(self, clip: int) -> int:
+    def count_clip_frames(self, clip: int) -> int:
         """Returns the number of video frames that a clip adds; the first or last may add fewer."""
         if self.chain is not None:
-            return self.frame_num - (self.again if clip else 0)
+            return self.frame_num - (self.num_overlap_frames if clip else 0)
         if self.infer_frames is None:
-            return self._frames_up_to(clip + 1) - self._frames_up_to(clip)
-        dropped = 0 if clip or self.start_from_ref else FIRST_DROPPED
+            return self._count_frames_up_to(clip + 1) - self._count_frames_up_to(clip)
+        dropped = 0 if clip or self.start_from_ref else NUM_DROPPED_FRAMES
         return self.infer_frames - dropped
 
-    def _frames_up_to(self, clip: int) -> int:
+    def _count_frames_up_to(self, clip: int) -> int:
         """Returns the number of video frames in the first `clip` clips of Animate."""
-        again = self.refert_num or 0
-        made = again + clip * (self.frame_num - again) if clip else 0
-        return made if self.source_frames is None else min(made, self.source_frames)
+        num_overlap_frames = self.refert_num or 0
+        num_frames = (
+            num_overlap_frames + clip * (self.frame_num - num_overlap_frames) if clip else 0
+        )
+        return (
+            num_frames
+            if self.num_source_frames is None
+            else min(num_frames, self.num_source_frames)
+        )
 
-    def clip_tokens(self, clip: int) -> int:
+    def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""
-        behind = 0
+        num_extra_tokens = 0
         if self.preset.kind == "s2v":
             _, _, height, width = self.latent_shape
             _, rows, columns = self.grid
-            behind = rows * columns
+            num_extra_tokens = rows * columns
             if clip or self.start_from_ref:
-                behind += (height // 4) * (width // 4) + 4 * (height // 8) * (width // 8)
-                behind += rows * columns
-        return math.prod(self.grid) + behind
+                num_extra_tokens += (height // 4) * (width // 4) + 4 * (height // 8) * (width // 8)
+                num_extra_tokens += rows * columns
+        return math.prod(self.grid) + num_extra_tokens
 
     @property
-    def tokens(self) -> int:
+    def max_clip_tokens(self) -> int:
         """Largest number of tokens in self-attention of any clip."""
-        return self.clip_tokens(0 if self.num_clip == 1 else 1)
+        return self.count_clip_tokens(0 if self.num_clip == 1 else 1)
 
     @property
     def video_size(self) -> Size:
         """(width, height) of the generated video."""
         area = self.max_area or self.size[0] * self.size[1]
         if self.preset.kind == "s2v":
-            return size_in_64(self.image_size or self.size, area)
+            return compute_s2v_size(self.image_size or self.size, area)
         if self.image_size is None:
             return self.size
         if self.preset.kind == "vace":
-            return size_of_video(self.preset, self.image_size, area)
-        rule = size_from_area if self.preset.kind == "i2v" else size_covered
-        return rule(self.preset, self.image_size, area)
+            return compute_vace_size(self.preset, self.image_size, area)
+        compute_size = compute_i2v_size if self.preset.kind == "i2v" else compute_ti2v_size
+        return compute_size(self.preset, self.image_size, area)
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
@@ -294,15 +302,17 @@ class Request(Sampling):
         The frames include those of the reference images of Animate (one) and VACE.
         """
         (width, height), (t, h, w) = self.video_size, self.preset.vae_stride
-        pictures = 1 if self.preset.kind == "animate" else self.references
-        frames = (self.frame_num - 1) // t + 1 + pictures
+        num_images = 1 if self.preset.kind == "animate" else self.num_reference_images
+        frames = (self.frame_num - 1) // t + 1 + num_images
         return self.preset.latent_channels, frames, height // h, width // w
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Tokens along frame, height and width."""
         (_, *sides), patch = self.latent_shape, self.preset.patch_size
-        frames, height, width = (side // one for side, one in zip(sides, patch, strict=True))
+        frames, height, width = (
+            side // patch_side for side, patch_side in zip(sides, patch, strict=True)
+        )
         return frames, height, width
 
     def _check_size(self) -> None:
@@ -311,9 +321,9 @@ class Request(Sampling):
         multiple, size = preset.size_multiple, f"{width}*{height}"
         if width % multiple or height % multiple:
             sides = (max(multiple, round(n / multiple) * multiple) for n in (width, height))
-            near = "*".join(map(str, sides))
+            suggestion = "*".join(map(str, sides))
             why = f"is not a multiple of {multiple} in width and height, as {preset.task} requires"
-            raise InputError("`size`", size, why, f"try {near}")
+            raise InputError("`size`", size, why, f"try {suggestion}")
         for axis, tokens in zip(("frames", "height", "width"), self.grid, strict=True):
             if tokens > MAX_POSITIONS:
                 why = (
@@ -323,11 +333,11 @@ class Request(Sampling):
                 raise InputError("`size`", size, why, "choose a smaller video")
 
 
-def make_request(
+def make_video_params(
     preset: Preset,
     values: Mapping[str, Any],
     image_size: Size | None = None,
-) -> Request:
+) -> VideoParams:
     """Builds the parameters of a video from checked settings and the task's defaults.
 
     Args:
@@ -336,17 +346,17 @@ def make_request(
             the preset's; settings of other subjects are ignored.
         image_size: As in `VideoParams`.
     """
-    names = {field.name for field in fields(Request)}
+    names = {field.name for field in fields(VideoParams)}
     chosen: dict[str, Any] = {
         name: getattr(preset, name) for name in names if hasattr(preset, name)
     }
     chosen |= {name: value for name, value in values.items() if name in names}
     chosen["negative_prompt"] = values.get("negative_prompt") or preset.negative_prompt
-    if preset.small_shift is not None and set(chosen["size"]) == {832, 480}:
-        chosen["sample_shift"] = values.get("sample_shift", preset.small_shift)
+    if preset.sample_shift_480p is not None and set(chosen["size"]) == {832, 480}:
+        chosen["sample_shift"] = values.get("sample_shift", preset.sample_shift_480p)
     chosen["ends"] = values.get("last_image") is not None
     if preset.infer_frames is not None:  # the latent frames of a clip are a quarter of its frames
-        chosen["frame_num"] = chosen["infer_frames"] - FIRST_DROPPED
+        chosen["frame_num"] = chosen["infer_frames"] - NUM_DROPPED_FRAMES
         chosen["start_from_ref"] = bool(chosen.get("start_from_ref"))
     if preset.kind == "animate":
         chosen["refert_num"] = chosen.get("refert_num") or 1
@@ -356,19 +366,19 @@ def make_request(
         chosen["prompt"], count = chosen["clip_prompts"][0], len(chosen["clip_prompts"])
         chosen["num_clip"] = chosen.get("num_clip") or count
     if preset.kind == "i2v" and preset.boundary is not None:
-        links = chosen.get("chain") or ("frame" if chosen.get("num_clip") else None)
-        chosen["chain"] = links
-        chosen["num_clip"] = links and (chosen.get("num_clip") or 1)
+        clip_transition = chosen.get("chain") or ("frame" if chosen.get("num_clip") else None)
+        chosen["chain"] = clip_transition
+        chosen["num_clip"] = clip_transition and (chosen.get("num_clip") or 1)
     if chosen.get("timesteps") is not None:
         chosen["sample_steps"] = len(chosen["timesteps"])
     if chosen.get("base_seed", -1) < 0:
         chosen["base_seed"] = random.SystemRandom().randrange(10**10)  # digits that can be typed
     if preset.boundary is None or chosen["boundary"] is None:
         chosen["boundary"] = preset.boundary
-    return Request(**chosen | {"preset": preset, "image_size": image_size})
+    return VideoParams(**chosen | {"preset": preset, "image_size": image_size})
 
 
-def size_from_area(preset: Preset, image: Size, area: int) -> Size:
+def compute_i2v_size(preset: Preset, image: Size, area: int) -> Size:
     """Computes the size of an i2v video: the image's aspect ratio at about `area` pixels.
 
     As in the official code, sides are floored to whole latents, then to whole tokens.
@@ -377,18 +387,20 @@ def size_from_area(preset: Preset, image: Size, area: int) -> Size:
     stride, patch = preset.vae_stride[1], preset.patch_size[1]
     sides = (math.sqrt(area / ratio), math.sqrt(area * ratio))
     width, height = (int(side // stride // patch * patch) * stride for side in sides)
-    return _not_flat(image, (width, height))
+    return _check_nonzero_size(image, (width, height))
 
 
-def size_of_video(preset: Preset, video: Size, area: int) -> Size:
+def compute_vace_size(preset: Preset, video: Size, area: int) -> Size:
     """Computes the size of a VACE video: the source video's, in whole tokens, within `area`."""
     if video[0] * video[1] > area:
-        return size_covered(preset, video, area)
+        return compute_ti2v_size(preset, video, area)
     multiple = preset.size_multiple
-    return _not_flat(video, (video[0] // multiple * multiple, video[1] // multiple * multiple))
+    return _check_nonzero_size(
+        video, (video[0] // multiple * multiple, video[1] // multiple * multiple)
+    )
 
 
-def size_in_64(image: Size, area: int) -> Size:
+def compute_s2v_size(image: Size, area: int) -> Size:
     """Computes the size of an s2v video: the image scaled down to `area`, in multiples of 64.
 
     As in the official code, 100 scales are tried, from 1 (or the largest that could fit) down; the
@@ -397,25 +409,26 @@ def size_in_64(image: Size, area: int) -> Size:
     """
     width, height = image
     pixels, border, more = width * height, 63 * (width + height), 63 * 63 - area
-    first, last = 1.0, 0.1
+    first_scale, last_scale = 1.0, 0.1
     if pixels > area:
-        first = math.sqrt(area / pixels)
+        first_scale = math.sqrt(area / pixels)
         root = border * border - 2 * pixels * more
-        last = (-border + math.sqrt(root)) / (2 * pixels) if root > 0 else first
+        last_scale = (-border + math.sqrt(root)) / (2 * pixels) if root > 0 else first_scale
     for step in range(100):
-        scale = first + (last - first) * step / 99
-        found = tuple(-(-int(side * scale) // 64) * 64 for side in image)
-        if found[0] * found[1] <= area:
-            return _not_flat(image, (found[0], found[1]))
+        scale = first_scale + (last_scale - first_scale) * step / 99
+        candidate = tuple(-(-int(side * scale) // 64) * 64 for side in image)
+        if candidate[0] * candidate[1] <= area:
+            return _check_nonzero_size(image, (candidate[0], candidate[1]))
     ratio = height / width
     rows, columns = math.sqrt(area * ratio), math.sqrt(area / ratio)
     across, down = (
-        int(min(side, own) // 64 * 64) for side, own in ((columns, width), (rows, height))
+        int(min(side, image_side) // 64 * 64)
+        for side, image_side in ((columns, width), (rows, height))
     )
-    return _not_flat(image, (across, down))
+    return _check_nonzero_size(image, (across, down))
 
 
-def size_covered(preset: Preset, image: Size, area: int) -> Size:
+def compute_ti2v_size(preset: Preset, image: Size, area: int) -> Size:
     """Computes the size of a ti2v video, which the image is scaled to cover and cropped to.
 
     As in the official code, there are two candidates of whole tokens within `area`, one with the
@@ -426,23 +439,23 @@ def size_covered(preset: Preset, image: Size, area: int) -> Size:
     ideal_width = math.sqrt(area * ratio)
     ideal_height = area / ideal_width
 
-    def whole(side: float) -> int:
+    def round_down(side: float) -> int:
         return int(side // multiple * multiple)
 
-    width, height = whole(ideal_width), whole(ideal_height)
-    candidates = [(whole(area / height), height) if height else (0, 0)]
-    candidates.append((width, whole(area / width)) if width else (0, 0))
+    width, height = round_down(ideal_width), round_down(ideal_height)
+    candidates = [(round_down(area / height), height) if height else (0, 0)]
+    candidates.append((width, round_down(area / width)) if width else (0, 0))
 
-    def distortion(candidate: Size) -> float:
+    def measure_distortion(candidate: Size) -> float:
         if not all(candidate):
             return math.inf
-        found = candidate[0] / candidate[1]
-        return max(ratio / found, found / ratio)
+        candidate_ratio = candidate[0] / candidate[1]
+        return max(ratio / candidate_ratio, candidate_ratio / ratio)
 
-    return _not_flat(image, min(candidates, key=distortion))
+    return _check_nonzero_size(image, min(candidates, key=measure_distortion))
 
 
-def _not_flat(image: Size, size: Size) -> Size:
+def _check_nonzero_size(image: Size, size: Size) -> Size:
     if not all(size):
         raise InputError(
             f"The image is {image[0]}x{image[1]}, and at the chosen `size` one side of the video "

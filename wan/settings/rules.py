@@ -15,7 +15,7 @@ from wan.settings.errors import InputError
 
 Values = Mapping[str, Any]
 """Flag -> value, and further values that conditions of rules use."""
-When = Callable[[Any], bool]
+Predicate = Callable[[Any], bool]
 """A condition of a rule; the checked values are the attributes of its argument."""
 
 
@@ -34,78 +34,82 @@ class Rule:
     conditions: tuple[str, ...]
     why: str
     remedy: str = "drop it"
-    when: When | None = None
+    when: Predicate | None = None
     subject: str = ""
 
     @property
-    def what(self) -> str:
+    def full_subject(self) -> str:
         """Subject of the refusal: `subject`, or the setting of the first condition."""
         return self.subject or f"`{self.conditions[0]}`"
 
-    def applies(self, facts: Values) -> bool:
+    def applies_to(self, values: Values) -> bool:
         """Whether all conditions hold for these values."""
-        return all(_holds(condition, facts) for condition in self.conditions) and (
-            self.when is None or self.when(SimpleNamespace(**facts))
+        return all(_is_condition_met(condition, values) for condition in self.conditions) and (
+            self.when is None or self.when(SimpleNamespace(**values))
         )
 
 
-def _holds(condition: str, facts: Values) -> bool:
+def _is_condition_met(condition: str, values: Values) -> bool:
     name, equals, value = condition.partition("=")
-    found = facts.get(name)
-    return str(found) == value if equals else found is not None and found is not False
+    actual = values.get(name)
+    return str(actual) == value if equals else actual is not None and actual is not False
 
 
-def conflict(
-    one: str, other: str, why: str = "", remedy: str = "drop one of them", when: When | None = None
+def make_conflict_rule(
+    setting: str,
+    other: str,
+    why: str = "",
+    remedy: str = "drop one of them",
+    when: Predicate | None = None,
 ) -> Rule:
     """Makes the rule that two settings exclude each other."""
-    return Rule((one, other), why or f"does not work with `{other}`", remedy, when)
+    return Rule((setting, other), why or f"does not work with `{other}`", remedy, when)
 
 
-def needs(one: str, other: str) -> Rule:
+def make_needs_rule(setting: str, other: str) -> Rule:
     """Makes the rule that a setting has no effect without another one."""
     return Rule(
-        (one,),
+        (setting,),
         f"has no effect without `{other}`",
-        f"add `{other}`, or drop `{one}`",
-        lambda s: not _holds(other, vars(s)),
+        f"add `{other}`, or drop `{setting}`",
+        lambda s: not _is_condition_met(other, vars(s)),
     )
 
 
-def check(rows: Iterable[Rule], facts: Values) -> None:
+def check_rules(rules: Iterable[Rule], values: Values) -> None:
     """Raises InputError for the first rule that applies to these values."""
-    for rule in rows:
-        if rule.applies(facts):
-            what, why, remedy = (
-                text.format_map(facts) for text in (rule.what, rule.why, rule.remedy)
+    for rule in rules:
+        if rule.applies_to(values):
+            subject, why, remedy = (
+                text.format_map(values) for text in (rule.full_subject, rule.why, rule.remedy)
             )
-            raise InputError(what, None, why, remedy)
+            raise InputError(subject, None, why, remedy)
 
 
-GIVEN = (
-    conflict(
+EXCLUSION_RULES = (
+    make_conflict_rule(
         "attention_algo",
         "attention_backend",
         "selects the dense kernel of NPUs, and `attention_backend` that of GPUs",
         "give one of them",
     ),
     *(
-        conflict("timesteps", name, "already sets all steps", f"drop it, or `{name}`")
+        make_conflict_rule("timesteps", name, "already sets all steps", f"drop it, or `{name}`")
         for name in ("sample_shift", "sample_steps")
     ),
-    conflict("prompt", "clip_prompts", "is replaced by `clip_prompts`"),
-    conflict(
+    make_conflict_rule("prompt", "clip_prompts", "is replaced by `clip_prompts`"),
+    make_conflict_rule(
         "use_prompt_extend", "clip_prompts", "extends one prompt, and `clip_prompts` are several"
     ),
-    conflict(
+    make_conflict_rule(
         "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
     ),
 )
 """Rules for the settings of one call."""
 
 _CHUNKS = "`chunks={chunks}`"
-LAYOUT = (
-    conflict(
+LAYOUT_RULES = (
+    make_conflict_rule(
         "comm_type",
         "fa_alltoall_overlap",
         "runs exchanges between the attention of head chunks, and `fa_alltoall_overlap` runs them "
@@ -147,17 +151,17 @@ LAYOUT = (
     *(
         Rule(
             (name,),
-            f"{what}, but this is one process",
+            f"{effect}, but this is one process",
             "start it with torchrun, or drop it",
             lambda s: s.world_size == 1,
         )
-        for name, what in (
+        for name, effect in (
             ("dit_fsdp", "shards weights over several devices"),
             ("t5_fsdp", "shards weights over several devices"),
             ("vae_parallel", "splits the rows of frames over ranks"),
         )
     ),
-    conflict(
+    make_conflict_rule(
         "t5_fsdp", "t5_cpu", "shards the text encoder over devices, and `t5_cpu` runs it on the CPU"
     ),
     Rule(
@@ -166,7 +170,7 @@ LAYOUT = (
         "drop one of them",
         lambda s: s.ring_size > 1,
     ),
-    conflict("compile", "fa_alltoall_overlap"),
+    make_conflict_rule("compile", "fa_alltoall_overlap"),
     Rule(
         ("chunks",),
         "has an effect only with `comm_type=1`, `comm_type=2` or `fa_alltoall_overlap`",
@@ -185,23 +189,25 @@ LAYOUT = (
 )
 """Rules for the topology; the value `given` is the names of the settings that the user set."""
 
-_CONTROLLED = ("vace-1.3B", "vace-14B", "vace-A14B")
-_OFFLOADS: When = lambda s: not isinstance(s.offload_model, bool)  # noqa: E731
+_VACE_TASKS = ("vace-1.3B", "vace-14B", "vace-A14B")
+_OFFLOADS: Predicate = lambda s: not isinstance(s.offload_model, bool)  # noqa: E731
 
-SETTINGS = (
-    conflict(
+PIPELINE_RULES = (
+    make_conflict_rule(
         "convert_model_dtype",
         "precision=fp32",
         "stores the DiT in bf16, and `precision=fp32` computes in fp32",
     ),
-    conflict(
+    make_conflict_rule(
         "vae_parallel",
         "vae_tiling",
         "decodes whole frames on all ranks, and `vae_tiling` tiles of them on one",
     ),
     *(
-        conflict("overlap_decoding", name, f"decodes on one rank by itself, and `{name}` {what}")
-        for name, what in (("vae_parallel", "on all ranks"), ("vae_tiling", "in tiles"))
+        make_conflict_rule(
+            "overlap_decoding", name, f"decodes on one rank by itself, and `{name}` {effect}"
+        )
+        for name, effect in (("vae_parallel", "on all ranks"), ("vae_tiling", "in tiles"))
     ),
     *(
         Rule(
@@ -230,12 +236,12 @@ SETTINGS = (
     *(
         Rule(
             ("offload_model", name),
-            f"copies weights from host memory or files, but `{name}` {what}",
+            f"copies weights from host memory or files, but `{name}` {effect}",
             "drop one of them",
             when,
             "`offload_model={offload_model}`",
         )
-        for name, what, when in (
+        for name, effect, when in (
             ("dit_fsdp", "shards the DiT over the devices", _OFFLOADS),
             ("t5_fsdp", "shards the text encoder over the devices", _OFFLOADS),
             ("compile", "needs weights at fixed addresses", lambda s: s.offload_model == "block"),
@@ -250,18 +256,18 @@ SETTINGS = (
 )
 """Rules for the settings of a pipeline."""
 
-GROUPING = (
+GROUPING_RULES = (
     Rule(
         ("group_by_expert",),
         "has no effect on {task}, which has one expert",
         when=lambda s: s.experts == 1,
     ),
-    conflict(
+    make_conflict_rule(
         "group_by_expert",
         "offload_model=False",
         "has no effect with `offload_model=false`, which keeps both experts in memory",
     ),
-    conflict(
+    make_conflict_rule(
         "group_by_expert",
         "step_cache",
         "interrupts videos, and `step_cache` has tensors of only one of them",
@@ -270,8 +276,8 @@ GROUPING = (
 )
 """Rules for runs of many videos."""
 
-REQUEST = (
-    needs("resident_blocks", "offload_model=block"),
+VIDEO_RULES = (
+    make_needs_rule("resident_blocks", "offload_model=block"),
     Rule(
         ("conditioning_scale",),
         "has {scales} numbers, and the network has {control_blocks} control blocks",
@@ -282,7 +288,7 @@ REQUEST = (
 """Rules for the settings of a pipeline together with those of a video."""
 
 _BOUNDARY_STEP = "`boundary_step={boundary_step}`"
-SCHEDULE = (
+SAMPLING_RULES = (
     Rule(
         ("timesteps",),
         "has no effect on `sample_solver={sample_solver}`, which computes them from `sample_shift`",
@@ -302,7 +308,7 @@ SCHEDULE = (
         lambda s: s.timesteps is None and s.sample_steps > 1 and s.sigma_max <= 14.2,
         "`sigma_max={sigma_max:g}`",
     ),
-    conflict("sigma_max", "timesteps", "has no effect with `timesteps`"),
+    make_conflict_rule("sigma_max", "timesteps", "has no effect with `timesteps`"),
     *(
         Rule(
             (name,),
@@ -328,7 +334,7 @@ SCHEDULE = (
 )
 """Rules for the sampling of a video."""
 
-ENDS = (
+IMAGE_RULES = (
     Rule(
         ("ends",),
         "is not supported by {task}",
@@ -354,18 +360,18 @@ ENDS = (
 """Rules for the images of a video."""
 
 
-def _of_tasks(name: str, *tasks: str) -> Rule:
+def _make_task_rule(name: str, *tasks: str) -> Rule:
     """Makes the rule that a setting has an effect only on these tasks."""
     remedy = f"drop it, or use {' or '.join(tasks)}"
     return Rule((name,), "has no effect on {task}", remedy, lambda s: s.task not in tasks)
 
 
-CLIPS = (
-    _of_tasks("infer_frames", "s2v-14B"),
-    _of_tasks("start_from_ref", "s2v-14B"),
-    _of_tasks("chain", "i2v-A14B"),
-    _of_tasks("clip_prompts", "i2v-A14B"),
-    _of_tasks("num_clip", "i2v-A14B", "s2v-14B", "animate-14B"),
+CLIP_RULES = (
+    _make_task_rule("infer_frames", "s2v-14B"),
+    _make_task_rule("start_from_ref", "s2v-14B"),
+    _make_task_rule("chain", "i2v-A14B"),
+    _make_task_rule("clip_prompts", "i2v-A14B"),
+    _make_task_rule("num_clip", "i2v-A14B", "s2v-14B", "animate-14B"),
     Rule(
         ("clip_prompts",),
         "and `num_clip={num_clip}` differ",
@@ -394,10 +400,10 @@ CLIPS = (
         lambda s: s.frame_num < 5 and s.num_clip > 1,
         "`frame_num={frame_num}`",
     ),
-    _of_tasks("refert_num", "animate-14B"),
-    _of_tasks("replace_flag", "animate-14B"),
-    _of_tasks("use_relighting_lora", "animate-14B"),
-    _of_tasks("conditioning_scale", *_CONTROLLED),
+    _make_task_rule("refert_num", "animate-14B"),
+    _make_task_rule("replace_flag", "animate-14B"),
+    _make_task_rule("use_relighting_lora", "animate-14B"),
+    _make_task_rule("conditioning_scale", *_VACE_TASKS),
     Rule(
         ("refert_num",),
         "is not below the {frame_num} frames of a clip",
@@ -407,4 +413,13 @@ CLIPS = (
     ),
 )
 """Rules for videos that are generated clip by clip, and for settings of single tasks."""
-ALL = (*GIVEN, *LAYOUT, *SETTINGS, *GROUPING, *REQUEST, *SCHEDULE, *ENDS, *CLIPS)
+ALL_RULES = (
+    *EXCLUSION_RULES,
+    *LAYOUT_RULES,
+    *PIPELINE_RULES,
+    *GROUPING_RULES,
+    *VIDEO_RULES,
+    *SAMPLING_RULES,
+    *IMAGE_RULES,
+    *CLIP_RULES,
+)

@@ -26,12 +26,12 @@ class Solver:
     """
 
     help: str
-    make: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    draws: bool = False
-    start: float = 1.0
-    whole: bool = False
-    free: bool = False
+    factory: str
+    scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    adds_noise: bool = False
+    start_sigma: float = 1.0
+    truncates_timesteps: bool = False
+    takes_any_timesteps: bool = False
 
 
 _FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
@@ -41,17 +41,28 @@ SOLVERS = {
         "official, multistep (default)",
         "diffusers:UniPCMultistepScheduler",
         _FLOW,
-        start=0.9990000128746033,
-        whole=True,
+        start_sigma=0.9990000128746033,
+        truncates_timesteps=True,
     ),
     "dpm++": Solver(
-        "official, multistep", "diffusers:DPMSolverMultistepScheduler", _FLOW, whole=True
+        "official, multistep",
+        "diffusers:DPMSolverMultistepScheduler",
+        _FLOW,
+        truncates_timesteps=True,
     ),
-    "euler": Solver("first order", "diffusers:FlowMatchEulerDiscreteScheduler", free=True),
+    "euler": Solver(
+        "first order", "diffusers:FlowMatchEulerDiscreteScheduler", takes_any_timesteps=True
+    ),
     "dmd": Solver(
-        "stochastic, of DMD's few steps", "wan.pipeline.solvers:Renoise", draws=True, free=True
+        "stochastic, of DMD's few steps",
+        "wan.pipeline.solvers:Renoise",
+        adds_noise=True,
+        takes_any_timesteps=True,
     ),
     "rcm": Solver(
-        "stochastic, of rCM's few steps", "wan.pipeline.solvers:Renoise", draws=True, free=True
+        "stochastic, of rCM's few steps",
+        "wan.pipeline.solvers:Renoise",
+        adds_noise=True,
+        takes_any_timesteps=True,
     ),
 }

@@ -36,28 +36,28 @@ class Reader:
         return self.read(name, raw)
 
 
-def shown(raw: Any, form: Callable[[Any], str] = repr) -> str:
+def format_value(raw: Any, formatter: Callable[[Any], str] = repr) -> str:
     """Formats a value on one line, short enough for a sentence; plain words are not quoted."""
     if isinstance(raw, str) and re.fullmatch(r"[\w.,:;*+/~@=-]{1,100}", raw):
         return raw
     try:
-        line = " ".join(form(raw).split())
+        line = " ".join(formatter(raw).split())
     except ValueError:  # Python does not format integers of more than 4300 digits
         return "a number of thousands of digits"
     return line if len(line) <= 100 else f"{line[:60]}... ({len(line)} characters)"
 
 
-def either(words: Sequence[object]) -> str:
+def join_with_or(items: Sequence[object]) -> str:
     """Joins items to text such as `0, 1 or 2`."""
-    *some, last = map(str, words)
+    *some, last = map(str, items)
     return f"{', '.join(some)} or {last}" if some else last
 
 
 @partial(Reader, metavar="TEXT")
-def text(name: str, raw: Any) -> str:
+def read_text_value(name: str, raw: Any) -> str:
     """Reads text that can be encoded in UTF-8."""
     if not isinstance(raw, str):
-        raise InputError(name, shown(raw), "must be text")
+        raise InputError(name, format_value(raw), "must be text")
     try:
         raw.encode("utf-8")
     except UnicodeEncodeError:
@@ -66,20 +66,20 @@ def text(name: str, raw: Any) -> str:
 
 
 @partial(Reader, metavar="TEXT")
-def texts(name: str, raw: Any) -> tuple[str, ...]:
+def read_text_values(name: str, raw: Any) -> tuple[str, ...]:
     """Reads a list of texts, or one text."""
     parts = raw if isinstance(raw, list | tuple) else [raw]
-    found = tuple(text(name, part) for part in parts)
-    if not all(part.strip() for part in found) or not found:
+    items = tuple(read_text_value(name, part) for part in parts)
+    if not all(part.strip() for part in items) or not items:
         raise InputError(name, why="has an empty text", remedy="give a text for each clip")
-    return found
+    return items
 
 
 @partial(Reader, metavar="PATH")
-def path(name: str, raw: Any) -> Path:
+def read_path(name: str, raw: Any) -> Path:
     """Reads a path and expands `~`."""
     raw = str(raw) if isinstance(raw, Path) else raw
-    if not text(name, raw).strip():
+    if not read_text_value(name, raw).strip():
         raise InputError(name, why="is empty", remedy="give a path, or leave it out")
     if "\0" in raw:
         raise InputError(name, why="holds a NUL character", remedy="give a path without it")
@@ -87,122 +87,128 @@ def path(name: str, raw: Any) -> Path:
 
 
 @partial(Reader, metavar="FILE[=STRENGTH]")
-def files(name: str, raw: Any) -> tuple[str, ...]:
+def read_lora_files(name: str, raw: Any) -> tuple[str, ...]:
     """Reads paths with an optional `=STRENGTH`; makes them absolute, for the record."""
     parts = raw if isinstance(raw, list | tuple) else [raw]
     if not parts:
         remedy = "give FILE or FILE=STRENGTH, or leave it out"
         raise InputError(name, why="is empty", remedy=remedy)
-    return tuple(str(path(name, part).absolute()) for part in parts)
+    return tuple(str(read_path(name, part).absolute()) for part in parts)
 
 
 @partial(Reader, metavar="FILE[,FILE]")
-def pictures(name: str, raw: Any) -> tuple[str, ...]:
+def read_image_files(name: str, raw: Any) -> tuple[str, ...]:
     """Reads image paths, separated by commas or in a list; makes them absolute, for the record.
 
     A text that is the path of an existing file is not split at its commas.
     """
     parts = raw if isinstance(raw, list | tuple) else [raw]
-    found: list[Path] = []
+    paths: list[Path] = []
     for part in parts:
-        whole = path(name, part)
-        found += [whole] if whole.exists() else [path(name, one) for one in str(part).split(",")]
-    if not found:
+        single_path = read_path(name, part)
+        paths += (
+            [single_path]
+            if single_path.exists()
+            else [read_path(name, entry) for entry in str(part).split(",")]
+        )
+    if not paths:
         raise InputError(name, why="is empty", remedy="give a picture, or leave it out")
-    return tuple(str(one.absolute()) for one in found)
+    return tuple(str(entry.absolute()) for entry in paths)
 
 
 @partial(Reader, metavar="X[,X,...]")
-def factors(name: str, raw: Any) -> tuple[float, ...]:
+def read_factors(name: str, raw: Any) -> tuple[float, ...]:
     """Reads one number, or several separated by commas."""
     raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
     parts = raw.split(",") if isinstance(raw, str) else raw
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if not parts:
         raise InputError(name, why="is empty", remedy="give a number, or leave it out")
-    one = real(-100, 100)
-    return tuple(one(name, part) for part in parts)
+    read_number = real(-100, 100)
+    return tuple(read_number(name, part) for part in parts)
 
 
-def _switch(name: str, raw: Any) -> bool:
+def _read_switch(name: str, raw: Any) -> bool:
     """Reads yes/true/t/y/1 or no/false/f/n/0 in any case, as the official command does."""
-    word = shown(raw, str).lower()
+    word = format_value(raw, str).lower()
     if word in ("yes", "true", "t", "y", "1"):
         return True
     if word in ("no", "false", "f", "n", "0"):
         return False
-    raise InputError(name, shown(raw), "must be true or false")
+    raise InputError(name, format_value(raw), "must be true or false")
 
 
-switch = Reader(_switch, ("true", "false"))
+switch = Reader(_read_switch, ("true", "false"))
 
 
-def switch_or(*words: str) -> Reader:
+def switch_or_choice(*choices: str) -> Reader:
     """Makes a reader of true, false or one of these words."""
 
-    def read(name: str, raw: Any) -> bool | str:
-        if raw in words:
+    def read_switch_or_choice(name: str, raw: Any) -> bool | str:
+        if raw in choices:
             return str(raw)
         try:
-            return _switch(name, raw)
+            return _read_switch(name, raw)
         except InputError:
-            allowed = either(("true", "false", *words))
-            raise InputError(name, shown(raw), f"must be {allowed}") from None
+            allowed = join_with_or(("true", "false", *choices))
+            raise InputError(name, format_value(raw), f"must be {allowed}") from None
 
-    return Reader(read, ("true", "false", *words))
+    return Reader(read_switch_or_choice, ("true", "false", *choices))
 
 
 def choice(*allowed: str | int) -> Reader:
     """Makes a reader of one of these words or integers."""
-    known = {str(value): value for value in allowed}
+    choices = {str(value): value for value in allowed}
 
-    def read(name: str, raw: Any) -> str | int:
-        word = shown(raw, str)
-        if word not in known:
-            raise InputError(name, shown(raw), f"must be {either(allowed)}")
-        return known[word]
+    def read_choice(name: str, raw: Any) -> str | int:
+        word = format_value(raw, str)
+        if word not in choices:
+            raise InputError(name, format_value(raw), f"must be {join_with_or(allowed)}")
+        return choices[word]
 
-    return Reader(read, tuple(known))
+    return Reader(read_choice, tuple(choices))
 
 
-def some_of(*allowed: str) -> Reader:
+def subset_of(*allowed: str) -> Reader:
     """Makes a reader of some of these words, separated by commas or in a list.
 
     "none" is the empty list; "auto" must be the only word.
     """
 
-    def read(name: str, raw: Any) -> tuple[str, ...]:
+    def read_subset(name: str, raw: Any) -> tuple[str, ...]:
         parts = raw.split(",") if isinstance(raw, str) else raw
-        words = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else [""]
-        if words == ["none"]:
+        names = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else [""]
+        if names == ["none"]:
             return ()
-        if words == ["auto"]:
+        if names == ["auto"]:
             return ("auto",)
-        if not set(words) <= set(allowed):
+        if not set(names) <= set(allowed):
             raise InputError(
-                name, shown(raw), f"must be auto, none, or some of {','.join(allowed)}"
+                name, format_value(raw), f"must be auto, none, or some of {','.join(allowed)}"
             )
-        return tuple(word for word in allowed if word in words)
+        return tuple(word for word in allowed if word in names)
 
-    return Reader(read)
+    return Reader(read_subset)
 
 
 def integer(minimum: int, maximum: int, metavar: str = "N") -> Reader:
     """Makes a reader of an integer in [minimum, maximum]."""
 
-    def read(name: str, raw: Any) -> int:
+    def read_integer(name: str, raw: Any) -> int:
         try:
             value = int(str(raw))
         except ValueError:
-            raise InputError(name, shown(raw), "must be a whole number") from None
+            raise InputError(name, format_value(raw), "must be a whole number") from None
         if isinstance(raw, bool) or not minimum <= value <= maximum:
-            raise InputError(name, shown(raw), f"must be from {minimum} to {maximum}")
+            raise InputError(name, format_value(raw), f"must be from {minimum} to {maximum}")
         return value
 
-    return Reader(read, metavar=metavar)
+    return Reader(read_integer, metavar=metavar)
 
 
-def real(minimum: float, maximum: float, *, above: bool = False, below: bool = False) -> Reader:
+def real(
+    minimum: float, maximum: float, *, exclude_min: bool = False, exclude_max: bool = False
+) -> Reader:
     """Makes a reader of a finite number in [minimum, maximum].
 
     Args:
@@ -211,113 +217,117 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
         exclude_min: Whether values must be larger than `minimum`.
         exclude_max: Whether values must be smaller than `maximum`.
     """
-    low = f"above {minimum:g}" if above else f"at least {minimum:g}"
-    high = f"below {maximum:g}" if below else f"at most {maximum:g}"
-    allowed = f"{low} and {high}" if above or below else f"from {minimum:g} to {maximum:g}"
+    low = f"above {minimum:g}" if exclude_min else f"at least {minimum:g}"
+    high = f"below {maximum:g}" if exclude_max else f"at most {maximum:g}"
+    allowed = (
+        f"{low} and {high}" if exclude_min or exclude_max else f"from {minimum:g} to {maximum:g}"
+    )
 
-    def read(name: str, raw: Any) -> float:
+    def read_real(name: str, raw: Any) -> float:
         try:
             value = math.nan if isinstance(raw, bool) else float(str(raw))
         except ValueError:
             value = math.nan
         if math.isnan(value):
-            raise InputError(name, shown(raw), "must be a number")
-        inside = (value > minimum if above else value >= minimum) and (
-            value < maximum if below else value <= maximum
+            raise InputError(name, format_value(raw), "must be a number")
+        is_allowed = (value > minimum if exclude_min else value >= minimum) and (
+            value < maximum if exclude_max else value <= maximum
         )
-        if not inside:
-            raise InputError(name, shown(raw), f"must be {allowed}")
+        if not is_allowed:
+            raise InputError(name, format_value(raw), f"must be {allowed}")
         return value
 
-    return Reader(read, metavar="X")
+    return Reader(read_real, metavar="X")
 
 
 @partial(Reader, metavar="T1,T2,...")
-def timesteps(name: str, raw: Any) -> tuple[float, ...]:
+def read_timesteps(name: str, raw: Any) -> tuple[float, ...]:
     """Reads `T1,T2,...`, the timestep of each step."""
     raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
     parts = raw.split(",") if isinstance(raw, str) else raw
-    one = real(0, 1000, above=True)
-    found = [one(name, part) for part in parts] if isinstance(parts, list | tuple) else []
-    if not found or any(b >= a for a, b in zip(found, found[1:], strict=False)):
+    read_number = real(0, 1000, exclude_min=True)
+    numbers = [read_number(name, part) for part in parts] if isinstance(parts, list | tuple) else []
+    if not numbers or any(b >= a for a, b in zip(numbers, numbers[1:], strict=False)):
         why = "must be falling timesteps above 0 and at most 1000, for example 1000,757,522"
-        raise InputError(name, shown(raw), why)
-    return tuple(found)
+        raise InputError(name, format_value(raw), why)
+    return tuple(numbers)
 
 
-def listed(name: str, text: str) -> tuple[int, ...]:
+def parse_step_list(name: str, text: str) -> tuple[int, ...]:
     """Parses step numbers such as `0-5,8,11` into a rising sequence without duplicates."""
-    found: set[int] = set()
+    indices: set[int] = set()
     for part in text.split(","):
-        written = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
-        if written is None:
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
+        if match is None:
             remedy = "give step numbers from 0, for example 0-5,8,11"
-            raise InputError(name, why=f"has the steps {shown(text)}", remedy=remedy)
-        low, high = int(written[1]), int(written[2] or written[1])
+            raise InputError(name, why=f"has the steps {format_value(text)}", remedy=remedy)
+        low, high = int(match[1]), int(match[2] or match[1])
         if not low <= high < TRAIN_TIMESTEPS:
             remedy = f"they must rise and stay below {TRAIN_TIMESTEPS}"
             raise InputError(name, why=f"has the steps {low} to {high}", remedy=remedy)
-        found |= set(range(low, high + 1))
-    return tuple(sorted(found))
+        indices |= set(range(low, high + 1))
+    return tuple(sorted(indices))
 
 
 @partial(Reader, metavar="4N+1")
-def frame_num(name: str, raw: Any) -> int:
+def read_frame_num(name: str, raw: Any) -> int:
     """Reads a frame count 4n+1; the VAE encodes the first frame, then each four, to one latent."""
     value = int(integer(1, 4093)(name, raw))
-    below = (value - 1) // 4 * 4 + 1
-    if value != below:
-        raise InputError(name, value, "must be 4n+1", f"use {below} or {below + 4}")
+    lower = (value - 1) // 4 * 4 + 1
+    if value != lower:
+        raise InputError(name, value, "must be 4n+1", f"use {lower} or {lower + 4}")
     return value
 
 
 @partial(Reader, metavar="4N")
-def clip_frames(name: str, raw: Any) -> int:
+def read_clip_frames(name: str, raw: Any) -> int:
     """Reads the frames of a clip of s2v, a multiple of 4."""
     value = int(integer(4, 4092)(name, raw))
     if value % 4:
-        below = max(4, value // 4 * 4)
-        raise InputError(name, value, "must be a multiple of 4", f"use {below} or {below + 4}")
+        lower = max(4, value // 4 * 4)
+        raise InputError(name, value, "must be a multiple of 4", f"use {lower} or {lower + 4}")
     return value
 
 
 @partial(Reader, metavar="W*H")
-def size(name: str, raw: Any) -> tuple[int, int]:
+def read_size(name: str, raw: Any) -> tuple[int, int]:
     """Reads `W*H` or `WxH` in pixels, or [W, H] from JSON."""
     parts: Sequence[Any] = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
     try:
         width, height = (int(str(part)) for part in parts)
     except (TypeError, ValueError):
         why = "must be WIDTH*HEIGHT, for example 832*480"
-        raise InputError(name, shown(raw), why) from None
+        raise InputError(name, format_value(raw), why) from None
     if min(width, height) < 1 or max(width, height) > _MAX_SIDE:
         why = f"must have a width and height from 1 to {_MAX_SIDE}"
-        raise InputError(name, shown(raw), why)
+        raise InputError(name, format_value(raw), why)
     return width, height
 
 
 @partial(Reader, metavar="X[,X]")
-def guide_scale(name: str, raw: Any) -> tuple[float, float]:
+def read_guide_scale(name: str, raw: Any) -> tuple[float, float]:
     """Reads one number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if not 1 <= len(parts) <= 2:
-        raise InputError(name, shown(raw), "must be one number, or LOW,HIGH for the two experts")
-    one = real(0, 100, above=True)
-    return one(name, parts[0]), one(name, parts[-1])
+        raise InputError(
+            name, format_value(raw), "must be one number, or LOW,HIGH for the two experts"
+        )
+    read_number = real(0, 100, exclude_min=True)
+    return read_number(name, parts[0]), read_number(name, parts[-1])
 
 
 @partial(Reader, metavar="INSIDE,BETWEEN")
-def link_rates(name: str, raw: Any) -> tuple[float, float]:
+def read_link_rates(name: str, raw: Any) -> tuple[float, float]:
     """Reads the bandwidths inside a machine and between machines, two positive numbers."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     if not isinstance(parts, list | tuple) or len(parts) != 2:
-        raise InputError(name, shown(raw), "must be two numbers, INSIDE,BETWEEN")
-    one = real(0, 1e6, above=True)
-    return one(name, parts[0]), one(name, parts[1])
+        raise InputError(name, format_value(raw), "must be two numbers, INSIDE,BETWEEN")
+    read_number = real(0, 1e6, exclude_min=True)
+    return read_number(name, parts[0]), read_number(name, parts[1])
 
 
 @partial(Reader, metavar="0-5,8")
-def steps(name: str, raw: Any) -> tuple[int, ...]:
+def read_steps(name: str, raw: Any) -> tuple[int, ...]:
     """Reads sampling steps such as `0-5,8,11`."""
-    return listed(name, text(name, raw))
+    return parse_step_list(name, read_text_value(name, raw))

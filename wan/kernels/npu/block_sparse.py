@@ -31,7 +31,7 @@ class RainKernelV2:
 
     def __init__(self, target: Target) -> None:
         capabilities = target.device.can
-        assert capabilities.has(RAINFUSION["v2"]), f"{capabilities.name} has no rf_v2 kernel"
+        assert capabilities.has_kernel(RAINFUSION["v2"]), f"{capabilities.name} has no rf_v2 kernel"
         module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v2"
         self._attend = target.load(f"{module}:rain_fusion_attention")
 
@@ -86,12 +86,12 @@ class RainKernelV3:
 
     def __init__(self, target: Target) -> None:
         capabilities = target.device.can
-        assert capabilities.has(RAINFUSION["v3"]), (
+        assert capabilities.has_kernel(RAINFUSION["v3"]), (
             f"{capabilities.name} has no block-sparse attention"
         )
         module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v3"
         self._attend = target.load(f"{module}:rain_fusion_attention_v3")
-        self._inner_precise = capabilities.sparse_precise
+        self._inner_precise = capabilities.sparse_inner_precise
 
     def __call__(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wan.kernels.base import Load, Target
-from wan.settings.kernels import DENSE
+from wan.settings.kernels import DENSE_KERNELS
 from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
 _ALL_TOKENS = 2**31 - 1  # an unlimited window; the operator needs the argument also without a mask
@@ -74,7 +74,9 @@ class LaserKernel:
 
     def __init__(self, target: Target) -> None:
         capabilities = target.device.can
-        assert capabilities.has(DENSE["laser"]), f"{capabilities.name} has no laser attention"
+        assert capabilities.has_kernel(DENSE_KERNELS["laser"]), (
+            f"{capabilities.name} has no laser attention"
+        )
         self._attention_forward = target.load("mindiesd:attention_forward")
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:

@@ -22,7 +22,7 @@ Order = Callable[[int], Iterator[Action]]
 """order(chunks): yields the actions of a call in their order."""
 
 
-def in_order(chunks: int) -> Iterator[Action]:
+def order_sequentially(chunks: int) -> Iterator[Action]:
     """Yields all actions of a chunk before those of the next; the device idles in exchanges."""
     for chunk in range(chunks):
         yield "start", chunk
@@ -30,7 +30,7 @@ def in_order(chunks: int) -> Iterator[Action]:
         yield "finish", chunk
 
 
-def pipelined(chunks: int) -> Iterator[Action]:
+def order_with_overlap(chunks: int) -> Iterator[Action]:
     """Yields an order in which each exchange runs during the attention of a neighboring chunk."""
     yield "start", 0
     for chunk in range(chunks):
@@ -61,21 +61,23 @@ class Mode:
     @property
     def overlaps(self) -> bool:
         """Whether a chunk is computed during the exchange of another one."""
-        of_two = [chunk for _, chunk in self.order(2)]
-        return sum(a != b for a, b in pairwise(of_two)) > 1
+        chunk_order = [chunk for _, chunk in self.order(2)]
+        return sum(a != b for a, b in pairwise(chunk_order)) > 1
 
 
 MODES = {  # by --comm_type
-    0: Mode("baseline", chunks=1, blocks=1, order=in_order),
+    0: Mode("baseline", chunks=1, blocks=1, order=order_sequentially),
     # As published: the device idles in ten exchanges, and mode 2 splits queries into two blocks.
-    1: Mode("InsertComm", chunks=10, blocks=1, order=in_order),
-    2: Mode("BlockAttn", chunks=10, blocks=2, order=in_order),
+    1: Mode("InsertComm", chunks=10, blocks=1, order=order_sequentially),
+    2: Mode("BlockAttn", chunks=10, blocks=2, order=order_sequentially),
 }
 # The opposite aim: exchanges overlap with attention, and the device does not idle.
-OVERLAP = Mode("A2A/FA overlap", chunks=10, blocks=1, order=pipelined)
+OVERLAP = Mode("A2A/FA overlap", chunks=10, blocks=1, order=order_with_overlap)
 
 
-def mode_of(comm_type: int, fa_alltoall_overlap: bool = False, chunks: int | None = None) -> Mode:
+def select_attention_mode(
+    comm_type: int, fa_alltoall_overlap: bool = False, chunks: int | None = None
+) -> Mode:
     """Returns the mode that these settings select.
 
     Args:
@@ -88,8 +90,8 @@ def mode_of(comm_type: int, fa_alltoall_overlap: bool = False, chunks: int | Non
     """
     legal = list(MODES)
     if comm_type not in legal:
-        words = ", ".join(str(value) for value in legal[:-1])
-        raise ValueError(f"comm_type must be {words}, or {legal[-1]}, but got {comm_type}.")
+        allowed = ", ".join(str(value) for value in legal[:-1])
+        raise ValueError(f"comm_type must be {allowed}, or {legal[-1]}, but got {comm_type}.")
     mode = OVERLAP if fa_alltoall_overlap else MODES[comm_type]
     if chunks is None:
         return mode
@@ -98,27 +100,27 @@ def mode_of(comm_type: int, fa_alltoall_overlap: bool = False, chunks: int | Non
     return replace(mode, chunks=chunks)
 
 
-def near_even(total: int, parts: int) -> tuple[Range, ...]:
+def split_evenly(total: int, num_parts: int) -> tuple[Range, ...]:
     """Splits range(total) into consecutive ranges of nearly equal sizes, larger ones first.
 
     >>> split_evenly(7, 3)
     ((0, 3), (3, 5), (5, 7))
     """
-    size, extra = total // parts, total % parts  # torch.compile cannot trace divmod
-    borders = [i * size + min(i, extra) for i in range(parts + 1)]
+    size, extra = total // num_parts, total % num_parts  # torch.compile cannot trace divmod
+    borders = [i * size + min(i, extra) for i in range(num_parts + 1)]
     return tuple(zip(borders, borders[1:], strict=False))
 
 
-def heads_per_rank(heads: int, world: int) -> tuple[int, ...]:
+def count_heads_per_rank(heads: int, world: int) -> tuple[int, ...]:
     """Returns the number of heads of each rank; they differ by at most one.
 
     >>> count_heads_per_rank(40, 6)
     (7, 7, 7, 7, 6, 6)
     """
-    return tuple(b - a for a, b in near_even(heads, world))
+    return tuple(b - a for a, b in split_evenly(heads, world))
 
 
-def head_split(heads: int, world: int, most: int) -> tuple[tuple[int, ...], ...]:
+def split_heads(heads: int, world: int, max_chunks: int) -> tuple[tuple[int, ...], ...]:
     """Splits the heads of a call into chunks, and returns the heads of each rank in each chunk.
 
     All ranks have the same number of chunks, at most `max_chunks`. Concatenating the ranks' results
@@ -127,28 +129,35 @@ def head_split(heads: int, world: int, most: int) -> tuple[tuple[int, ...], ...]
     >>> split_heads(7, 3, 10)
     ((2, 1, 1), (1, 1, 1))
     """
-    of_rank = heads_per_rank(heads, world)
-    chunks = min(most, *of_rank)
-    return tuple(zip(*(heads_per_rank(mine, chunks) for mine in of_rank), strict=True))
+    heads_of_ranks = count_heads_per_rank(heads, world)
+    chunks = min(max_chunks, *heads_of_ranks)
+    return tuple(
+        zip(
+            *(count_heads_per_rank(rank_heads, chunks) for rank_heads in heads_of_ranks),
+            strict=True,
+        )
+    )
 
 
-def head_ranges(heads: int, world: int, most: int) -> tuple[Range, ...]:
+def list_head_ranges(heads: int, world: int, max_chunks: int) -> tuple[Range, ...]:
     """Returns the chunks of a call as ranges of global heads.
 
     >>> list_head_ranges(40, 8, 10)
     ((0, 8), (8, 16), (16, 24), (24, 32), (32, 40))
     """
-    ends = list(accumulate(map(sum, head_split(heads, world, most))))
-    return tuple(zip([0, *ends], ends, strict=False))
+    borders = list(accumulate(map(sum, split_heads(heads, world, max_chunks))))
+    return tuple(zip([0, *borders], borders, strict=False))
 
 
-def heads_per_chunk(heads: int, world: int, most: int, rank: int = 0) -> tuple[int, ...]:
+def count_heads_per_chunk(
+    heads: int, world: int, max_chunks: int, rank: int = 0
+) -> tuple[int, ...]:
     """Returns the number of a rank's heads in each chunk; no rank has more than the first.
 
     >>> count_heads_per_chunk(24, 2, 10)
     (2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
     """
-    return tuple(chunk[rank] for chunk in head_split(heads, world, most))
+    return tuple(chunk[rank] for chunk in split_heads(heads, world, max_chunks))
 
 
 def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:
@@ -161,12 +170,12 @@ def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:
     ((0, 256), (256, 300))
     """
     if multiple == 1:
-        return near_even(rows, blocks)
-    borders = [min(-(-b // multiple) * multiple, rows) for _, b in near_even(rows, blocks)]
+        return split_evenly(rows, blocks)
+    borders = [min(-(-b // multiple) * multiple, rows) for _, b in split_evenly(rows, blocks)]
     return tuple((a, b) for a, b in zip([0, *borders], borders, strict=False) if a < b)
 
 
-def valid_rows(tokens: int, rank: int, rows: int) -> int:
+def count_valid_rows(tokens: int, rank: int, rows: int) -> int:
     """Returns how many of `tokens` a rank has where each rank has `rows` consecutive ones."""
     return min(max(tokens - rank * rows, 0), rows)
 
@@ -192,15 +201,15 @@ class TokenPlan:
         return -(-per_rank // self.multiple) * self.multiple
 
     @property
-    def padded(self) -> int:
+    def padded_len(self) -> int:
         """Length of the sequence with padding."""
         return self.shard_len * self.ranks
 
-    def valid(self, rank: int) -> int:
+    def count_valid_tokens(self, rank: int) -> int:
         """Returns the number of a rank's tokens without padding, which is at the end of a shard."""
-        return valid_rows(self.tokens, rank, self.shard_len)
+        return count_valid_rows(self.tokens, rank, self.shard_len)
 
-    def runs(self, lengths: Sequence[int], rank: int) -> tuple[int, ...]:
+    def shard_segments(self, lengths: Sequence[int], rank: int) -> tuple[int, ...]:
         """Returns the length of each segment of the sequence within a rank's shard.
 
         Padding belongs to the last segment. Segments outside the shard have length 0.
@@ -210,6 +219,6 @@ class TokenPlan:
             rank: Rank of the shard.
         """
         begin, end = rank * self.shard_len, (rank + 1) * self.shard_len
-        borders = [sum(lengths[:i]) for i in range(len(lengths))] + [self.padded]
+        borders = [sum(lengths[:i]) for i in range(len(lengths))] + [self.padded_len]
         clipped = [min(max(b, begin), end) for b in borders]
         return tuple(b - a for a, b in zip(clipped, clipped[1:], strict=False))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import atan, cos, sin
 
 from wan.settings.presets import TRAIN_TIMESTEPS
-from wan.settings.request import Request
+from wan.settings.request import VideoParams
 from wan.settings.solvers import SOLVERS
 
 RCM_ANGLES = (1.5, 1.4, 1.0)
@@ -17,7 +17,7 @@ RCM_ANGLES = (1.5, 1.4, 1.0)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class NoiseSchedule:
     """Noise schedule of a video.
 
     Attributes:
@@ -36,41 +36,45 @@ class Schedule:
         return self.experts.count("high_noise")
 
 
-def schedule(request: Request, steps: int | None = None) -> Schedule:
+def make_noise_schedule(request: VideoParams, steps: int | None = None) -> NoiseSchedule:
     """Makes the noise schedule of a video; `steps` replaces the request's `sample_steps`."""
     solver = request.sample_solver
-    count = request.sample_steps if steps is None else steps
+    num_steps = request.sample_steps if steps is None else steps
     if request.timesteps is not None:
         levels = [timestep / TRAIN_TIMESTEPS for timestep in request.timesteps]
-        told = request.timesteps
+        model_timesteps = request.timesteps
     elif solver == "rcm":  # arXiv:2510.08431: tan of an angle is the noise-to-data ratio
-        angles = (atan(request.first_sigma), *RCM_ANGLES[: count - 1])
+        angles = (atan(request.first_sigma), *RCM_ANGLES[: num_steps - 1])
         levels = [sin(angle) / (sin(angle) + cos(angle)) for angle in angles]
-        told = tuple(TRAIN_TIMESTEPS * sigma for sigma in levels)
+        model_timesteps = tuple(TRAIN_TIMESTEPS * sigma for sigma in levels)
     else:
-        levels = sigmas(solver, count, request.sample_shift)
-        told = timesteps(solver, levels)
-    experts = [expert_at(timestep, request.boundary) for timestep in told]
+        levels = compute_sigmas(solver, num_steps, request.sample_shift)
+        model_timesteps = compute_timesteps(solver, levels)
+    experts = [select_expert(timestep, request.boundary) for timestep in model_timesteps]
     if request.boundary_step is not None:
         high = request.boundary_step
-        experts = ["high_noise" if i < high else "low_noise" for i in range(len(told))]
-    return Schedule((*levels, 0.0), told, tuple(experts))
+        experts = ["high_noise" if i < high else "low_noise" for i in range(len(model_timesteps))]
+    return NoiseSchedule((*levels, 0.0), model_timesteps, tuple(experts))
 
 
-def sigmas(solver: str, steps: int, shift: float) -> list[float]:
+def compute_sigmas(solver: str, steps: int, shift: float) -> list[float]:
     """Computes shifted sigmas [N] in the official order of operations, for bitwise equality."""
-    start = SOLVERS[solver].start
-    ratios = [place * (-start / steps) + start for place in range(steps)]
+    start = SOLVERS[solver].start_sigma
+    ratios = [index * (-start / steps) + start for index in range(steps)]
     return [shift * ratio / (1 + (shift - 1) * ratio) for ratio in ratios]
 
 
-def timesteps(solver: str, levels: list[float]) -> tuple[float, ...]:
+def compute_timesteps(solver: str, levels: list[float]) -> tuple[float, ...]:
     """Computes the model's timesteps, truncated for some solvers; the solver uses exact sigmas."""
-    told = [sigma * TRAIN_TIMESTEPS for sigma in levels]
-    return tuple(map(int, told)) if SOLVERS[solver].whole else tuple(told)
+    model_timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
+    return (
+        tuple(map(int, model_timesteps))
+        if SOLVERS[solver].truncates_timesteps
+        else tuple(model_timesteps)
+    )
 
 
-def expert_at(timestep: float, boundary: float | None) -> str:
+def select_expert(timestep: float, boundary: float | None) -> str:
     """Returns the expert for a timestep; `boundary` is that of `VideoParams`."""
     if boundary is None:
         return "dit"
