@@ -42,7 +42,7 @@ from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import Ring
-from wan.evidence.order import TRACE, Plan, Trace, file_of, write
+from wan.evidence.exchange_order import TRACE, ExchangePlan, Trace, make_trace_path, write_trace
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.output_files import check_output
@@ -197,7 +197,7 @@ def traced(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
     mode, _, exchange = name.rpartition(", ")
     comm_type, overlap, chunks = MODES_HERE[mode]
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    plan = Plan(
+    plan = ExchangePlan(
         rank=rank,
         comm_type=comm_type,
         overlap=overlap,
@@ -227,7 +227,7 @@ def traced(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
     folder = out / name.replace(", ", "-").replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"clock": "host clock", "kernel": layer.kernel.name, "device": "CPU", "run": name}
-    write(Trace(plan, events, about), folder, events[0].begin)
+    write_trace(Trace(plan, events, about), folder, events[0].begin)
 
 
 def predicted(
@@ -322,13 +322,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if platform.system() != "Linux" or os.geteuid() or lacking:
         parser.error(f"needs Linux, root, ip and tc{'; there is no ' if lacking else ''}{lacking}")
-    for path in options.out.glob(f"*/{file_of(Path(), 0)}"):
+    for path in options.out.glob(f"*/{make_trace_path(Path(), 0)}"):
         check_output(path, TRACE, "--out")
     with namespaces(options.ranks) as (names, switch):
         share_one_link(names, switch)
         rows = measured(names, switch, options)
     common.write_json(options.json, common.CPU, rows)
-    folders = [str(path.parent) for path in sorted(options.out.glob(f"*/{file_of(Path(), 0)}"))]
+    folders = [
+        str(path.parent) for path in sorted(options.out.glob(f"*/{make_trace_path(Path(), 0)}"))
+    ]
     report = [sys.executable, "-m", "wan.power", "report", *folders, "--out", str(options.out)]
     print(subprocess.run(report, capture_output=True, text=True).stdout.rpartition("Side")[2])
 

@@ -30,8 +30,16 @@ from wan import host
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.device import Device
-from wan.evidence.meter import PERIOD, Absent, Measured, Meter, PowerSource, Sample, source_of
-from wan.evidence.rapl import Attribute
+from wan.evidence.meter import (
+    DEFAULT_PERIOD,
+    Meter,
+    PowerMeasurement,
+    PowerSource,
+    Sample,
+    UnavailableSource,
+    open_power_source,
+)
+from wan.evidence.rapl import SysfsNumber
 from wan.settings.values import integer, real
 
 
@@ -41,9 +49,9 @@ class Files(PowerSource):
     name, device = "files", "/proc"
 
     def __init__(self) -> None:
-        self._files = [Attribute(Path("/proc/sys/kernel/ns_last_pid")) for _ in range(10)]
+        self._files = [SysfsNumber(Path("/proc/sys/kernel/ns_last_pid")) for _ in range(10)]
 
-    def read(self) -> Sample:
+    def read_sample(self) -> Sample:
         values = [file.read() for file in self._files]
         return Sample(mhz=sum(values) / len(values))
 
@@ -54,10 +62,10 @@ def sources() -> dict[str, tuple[Device, Callable[[], PowerSource]]]:
     found: dict[str, tuple[Device, Callable[[], PowerSource]]] = {"files": (cpu, Files)}
     for kind in ("cpu", "auto"):
         device = devices.resolve(kind)
-        source = source_of(device)
+        source = open_power_source(device)
         source.close()
-        if not isinstance(source, Absent):
-            found[source.name] = (device, partial(source_of, device))
+        if not isinstance(source, UnavailableSource):
+            found[source.name] = (device, partial(open_power_source, device))
     return found
 
 
@@ -71,10 +79,10 @@ def measure(
 ) -> dict[str, Any]:
     matrix = torch.randn(asked.size, asked.size, device=device.torch_device)
     run = partial(step, matrix, asked.products)
-    found: list[Measured] = []
+    found: list[PowerMeasurement] = []
 
     def steps(metered: bool) -> None:
-        meter = Meter(make() if metered else Absent("not asked for"), asked.period)
+        meter = Meter(make() if metered else UnavailableSource("not asked for"), asked.period)
         with meter:
             for _ in range(asked.steps):
                 run()
@@ -101,7 +109,10 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--period", type=typed(real(0, 3600, exclude_min=True)), default=PERIOD, help="seconds"
+        "--period",
+        type=typed(real(0, 3600, exclude_min=True)),
+        default=DEFAULT_PERIOD,
+        help="seconds",
     )
     parser.add_argument(
         "--size", type=typed(integer(1, 100_000)), default=512, help="of the matrices"

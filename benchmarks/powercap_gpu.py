@@ -32,8 +32,8 @@ from benchmarks import common
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.device import Device, resolve
-from wan.evidence.meter import Measured, Meter, MeterError, source_of
-from wan.evidence.nvml import Lock
+from wan.evidence.meter import Meter, MeterError, PowerMeasurement, open_power_source
+from wan.evidence.nvml import ClockLock
 from wan.kernels.base import Kernel, Target
 from wan.kernels.select import make_dense_kernel
 from wan.settings.attention import Attention
@@ -125,11 +125,11 @@ def make_share(options: argparse.Namespace) -> Share:
     return Share(device, kernel, (q, k, v), linear, options.link_gbs * 1e9)
 
 
-def block(share: Share, layer: Layer, seconds: float) -> tuple[list[float], Measured]:
+def block(share: Share, layer: Layer, seconds: float) -> tuple[list[float], PowerMeasurement]:
     """Run layers for a number of seconds; return the time of each and the metered power."""
     times: list[float] = []
     share.device.synchronize()
-    with Meter(source_of(share.device), period=0.02) as meter:
+    with Meter(open_power_source(share.device), period=0.02) as meter:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             begun = time.perf_counter()
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names, lock = list(LAYERS), None
     try:
         if not options.keep_clock:
-            with Lock(share.device, warm.mean_mhz) as lock:
+            with ClockLock(share.device, warm.mean_mhz) as lock:
                 pass
             names.append(LOCKED)
     except MeterError as reason:
@@ -183,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     times, told = block(share, LAYERS[MODES[0].name], options.seconds)
             else:
                 times, told = block(share, LAYERS[name], options.seconds)
-            found[name].append({"layers": times, "power": told.record(), "series": told.series})
+            found[name].append({"layers": times, "power": told.to_record(), "series": told.series})
             middle = statistics.median(times[len(times) // 2 :])  # the clock has settled
-            print(f"{name}: {1e3 * middle:.2f} ms a layer, {len(times)} layers. {told.line()}")
+            print(f"{name}: {1e3 * middle:.2f} ms a layer, {len(times)} layers. {told.summary()}")
     base = _settled(found[MODES[0].name])
     for name in names:
         ratios = common.ratios(_settled(found[name]), base)

@@ -29,7 +29,7 @@ import wan
 from wan.cli import flags, prompt_file
 from wan.cli.main import main
 from wan.cli.resolve import resolve
-from wan.evidence import order
+from wan.evidence import exchange_order
 from wan.pipeline import images
 from wan.pipeline.tiny import make_checkpoint
 from wan.run import Run
@@ -167,8 +167,8 @@ class Attacks:
         folder = self.folder / "damaged"
         folder.mkdir(exist_ok=True)
         (folder / "rank0.json").write_text(json.dumps(trace))
-        for found in order.read(folder):
-            order.compare(found.plan, found.events)
+        for found in exchange_order.read_traces(folder):
+            exchange_order.compare_with_plan(found.plan, found.events)
 
     def python(self, draw: random.Random) -> None:
         names = draw.sample(["input_prompt", "seed", "shift", "sampling_steps", *FLAGS], 3)

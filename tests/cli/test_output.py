@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.test_settings import CASES
 from wan.cli import main as generate
-from wan.evidence import order
+from wan.evidence import exchange_order
 from wan.pipeline import video
 from wan.settings.command import Output
 from wan.settings.fields import list_options
@@ -49,7 +49,9 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         model = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B"))]
         assert generate.main([*model, *SMALL, *given]) == 0
         files = (str(path.relative_to(folder)) for path in folder.rglob("*"))
-        traced = order.read(folder / "trace")[0].plan.steps if "--trace" in flags else ()
+        traced = (
+            exchange_order.read_traces(folder / "trace")[0].plan.steps if "--trace" in flags else ()
+        )
         return Outcome(
             tuple(part for part in commands[-1] if not re.search(r"\.mp4$|^comment=", part)),
             tuple(sorted(re.sub(r"_\d{8}_\d{6}", "_date", file) for file in files)),

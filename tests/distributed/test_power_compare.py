@@ -24,7 +24,7 @@ from wan.pipeline import memory
 from wan.power import compare
 from wan.power.__main__ import main
 from wan.power.compare import Variant
-from wan.power.rounds import Rests, SideBySide, layer_of
+from wan.power.rounds import IdleGapAttention, SwitchableAttention, make_variant_layer
 
 pytestmark = pytest.mark.dist
 
@@ -33,14 +33,14 @@ def control(topology: Topology, tokens: int) -> tuple[bool, int]:
     """Whether the control computes the baseline's bits, and how often it rested."""
     built = attention_layer(topology, "1")
     waited: list[float] = []
-    rests = Rests(built, 10, lambda: waited.append(0.0))
-    baseline = layer_of(Variant("baseline", 0), built)
+    rests = IdleGapAttention(built, 10, lambda: waited.append(0.0))
+    baseline = make_variant_layer(Variant("baseline", 0), built)
     rows = -(-tokens // topology.world)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     qkv = [torch.randn(1, rows, 12, 16, generator=generator) for _ in range(3)]
     step = StepInfo(0, 4, "cond", "dit", (1, 1, tokens), tokens)
     chosen = ["rests"]
-    beside = SideBySide({"rests": rests, "baseline": baseline}, lambda: chosen[-1])
+    beside = SwitchableAttention({"rests": rests, "baseline": baseline}, lambda: chosen[-1])
     found = beside(*qkv, valid_len=tokens, step=step)
     chosen.append("baseline")
     same = torch.equal(found, beside(*qkv, valid_len=tokens, step=step))

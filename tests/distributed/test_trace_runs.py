@@ -24,11 +24,11 @@ from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan import trace
 from wan.cli import main as generate
 from wan.distributed.tokens import ShardedSequence
-from wan.evidence.order import Plan, Trace
+from wan.evidence.exchange_order import ExchangePlan, Trace
 from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.power.__main__ import main as power
-from wan.power.report import RankReport, analyse
+from wan.power.report import RankReport, analyze_trace
 from wan.settings.attention_modes import Action, Mode, count_heads_per_chunk
 from wan.trace import HostClock, Recorder
 
@@ -50,8 +50,8 @@ LAYOUTS = {
 }
 
 
-def plan_of(topology: Topology, mode: str, kind: str) -> Plan:
-    return Plan(
+def plan_of(topology: Topology, mode: str, kind: str) -> ExchangePlan:
+    return ExchangePlan(
         rank=dist.get_rank(),
         comm_type=int(mode) if mode.isdigit() else 0,
         overlap=mode == "overlap",
@@ -70,14 +70,14 @@ def plan_of(topology: Topology, mode: str, kind: str) -> Plan:
     )
 
 
-def velocities(layer: FAPowerCapAttention, plan: Plan) -> Tensor:
+def velocities(layer: FAPowerCapAttention, plan: ExchangePlan) -> Tensor:
     """Of a model whose tokens stand and are padded as the plan says."""
     sparse = make_window_order if plan.sparse_from == 0 else None
     net = JOB.model(attention=layer, tokens=ShardedSequence(None, plan.multiple, sparse))
     return torch.stack(JOB.velocities(net))
 
 
-def traced(layer: FAPowerCapAttention, plan: Plan) -> tuple[RankReport, Tensor]:
+def traced(layer: FAPowerCapAttention, plan: ExchangePlan) -> tuple[RankReport, Tensor]:
     """The figures of one step, and what the model says in it."""
     events: list[trace.Event] = []
     with (
@@ -86,7 +86,7 @@ def traced(layer: FAPowerCapAttention, plan: Plan) -> tuple[RankReport, Tensor]:
         trace.span("branch", branch="cond"),
     ):
         found = velocities(layer, plan)
-    return analyse(Trace(plan, events, {})), found
+    return analyze_trace(Trace(plan, events, {})), found
 
 
 Way = tuple[Topology, str, str]
@@ -133,7 +133,7 @@ def control_ways(skipped: bool) -> list[RankReport]:
             trace.span("branch", branch="cond"),
         ):
             job.velocities(net)
-        found.append(analyse(Trace(plan, events, {})))
+        found.append(analyze_trace(Trace(plan, events, {})))
     return found
 
 

@@ -14,7 +14,7 @@ from tests.refusals import check_refusals, said
 from wan import host
 from wan.evidence import npu_smi
 from wan.evidence.meter import MeterError
-from wan.evidence.npu_smi import Place, Reading
+from wan.evidence.npu_smi import DieLocation, DieReading
 
 FIXTURES = Path(__file__).parent / "fixtures" / "npu_smi"
 POWERS: dict[str, dict[int, list[float | None]]] = {
@@ -34,23 +34,28 @@ POWERS: dict[str, dict[int, list[float | None]]] = {
     "info_310B_25.2.0": {0: [10.4]},
 }
 READINGS = {
-    ("common_910B_idle", 0): Reading(93.4, 800, 1800, False),
-    ("common_910B_busy", 0): Reading(331.1, 1800, 1800, True),
-    ("common_310P", 0): Reading(13.4, 960, 1080, False),
-    ("common_310P_Duo", 0): Reading(45.2, 960, 1080, False),
-    ("common_310P_Duo", 1): Reading(45.2, 960, 1080, False),
-    ("common_two_dies", 0): Reading(69.0, 1000, 1000, False),
-    ("common_two_dies", 1): Reading(74.0, 1000, 1000, False),
-    ("common_310B", 0): Reading(13.3, None, None, False),
-    ("common_A5", 0): Reading(298.6, 100, 1650, False),
-    ("power_910B", 0): Reading(103.5),
-    ("power_310B", 0): Reading(9.1),
+    ("common_910B_idle", 0): DieReading(93.4, 800, 1800, False),
+    ("common_910B_busy", 0): DieReading(331.1, 1800, 1800, True),
+    ("common_310P", 0): DieReading(13.4, 960, 1080, False),
+    ("common_310P_Duo", 0): DieReading(45.2, 960, 1080, False),
+    ("common_310P_Duo", 1): DieReading(45.2, 960, 1080, False),
+    ("common_two_dies", 0): DieReading(69.0, 1000, 1000, False),
+    ("common_two_dies", 1): DieReading(74.0, 1000, 1000, False),
+    ("common_310B", 0): DieReading(13.3, None, None, False),
+    ("common_A5", 0): DieReading(298.6, 100, 1650, False),
+    ("power_910B", 0): DieReading(103.5),
+    ("power_310B", 0): DieReading(9.1),
 }
 PLACES = {
-    "map_910B": {0: Place(0, 0), 1: Place(1, 0)},
-    "map_A3": {0: Place(0, 0), 1: Place(0, 1), 2: Place(1, 0)},
-    "map_310P": {0: Place(4, 0)},
-    "map_310P_Duo": {0: Place(1, 0), 1: Place(1, 1), 2: Place(2, 0), 3: Place(2, 1)},
+    "map_910B": {0: DieLocation(0, 0), 1: DieLocation(1, 0)},
+    "map_A3": {0: DieLocation(0, 0), 1: DieLocation(0, 1), 2: DieLocation(1, 0)},
+    "map_310P": {0: DieLocation(4, 0)},
+    "map_310P_Duo": {
+        0: DieLocation(1, 0),
+        1: DieLocation(1, 1),
+        2: DieLocation(2, 0),
+        3: DieLocation(2, 1),
+    },
 }
 ERRORS = ("error_8005", "error_8020")
 A5_MAP = "".join(  # as the driver's source prints it
@@ -75,16 +80,16 @@ def test_every_fixture_is_read_and_has_a_source() -> None:
 
 
 def test_tables() -> None:
-    assert {name: npu_smi.powers(text(name)) for name in POWERS} == POWERS
+    assert {name: npu_smi.parse_die_powers(text(name)) for name in POWERS} == POWERS
     found, expected = {}, {}
     for name, boards in POWERS.items():
         for board, told in boards.items():
             for die in range(len(told)):
                 watts = told[die] or told[0]
-                wanted = Reading(watts) if watts else f"no power of NPU {board}"
+                wanted = DieReading(watts) if watts else f"no power of NPU {board}"
                 expected[name, board, die] = wanted
                 try:
-                    reading = npu_smi.from_table(text(name), Place(board, die))
+                    reading = npu_smi.parse_power_table(text(name), DieLocation(board, die))
                 except MeterError as reason:
                     reading = f"no power of NPU {board}" if wanted in str(reason) else str(reason)
                 found[name, board, die] = reading
@@ -92,16 +97,18 @@ def test_tables() -> None:
 
 
 def test_fields() -> None:
-    found = {(n, die): npu_smi.from_fields(text(n), Place(0, die)) for n, die in READINGS}
+    found = {
+        (n, die): npu_smi.parse_power_fields(text(n), DieLocation(0, die)) for n, die in READINGS
+    }
     assert found == READINGS
 
 
 def test_mapping() -> None:
-    assert {name: npu_smi.places(text(name)) for name in PLACES} == PLACES
+    assert {name: npu_smi.parse_die_locations(text(name)) for name in PLACES} == PLACES
 
 
 def test_mapping_of_an_a5() -> None:
-    assert npu_smi.places(A5_MAP) == {0: Place(0, 0), 1: Place(1, 0)}
+    assert npu_smi.parse_die_locations(A5_MAP) == {0: DieLocation(0, 0), 1: DieLocation(1, 0)}
 
 
 def whatever(parse: Any, broken: str) -> Any:
@@ -117,7 +124,7 @@ def test_tables_that_break_off() -> None:
     """At every character: what is still read was there."""
     for name, expected in (*POWERS.items(), *PLACES.items()):
         whole = text(name)
-        parse = npu_smi.powers if name in POWERS else npu_smi.places
+        parse = npu_smi.parse_die_powers if name in POWERS else npu_smi.parse_die_locations
         for end in range(len(whole)):
             for key, value in (whatever(parse, whole[:end]) or {}).items():
                 told = expected[key]
@@ -127,11 +134,13 @@ def test_tables_that_break_off() -> None:
 
 def test_fields_that_break_off() -> None:
     for (name, die), expected in READINGS.items():
-        whole, place = text(name), Place(0, die)
+        whole, place = text(name), DieLocation(0, die)
         told = {r.watts for (n, _), r in READINGS.items() if n == name}
         told |= {16.9} if name == "power_310B" else set()
         for end in range(len(whole)):
-            found = whatever(lambda t, place=place: npu_smi.from_fields(t, place), whole[:end])
+            found = whatever(
+                lambda t, place=place: npu_smi.parse_power_fields(t, place), whole[:end]
+            )
             if found is not None:
                 assert found.watts in told, (name, end)
                 assert found.mhz in (None, expected.mhz), (name, end)
@@ -154,12 +163,12 @@ BROKEN = {
 
 
 def test_outputs_that_cannot_be_used() -> None:
-    here = Place(0, 0)
+    here = DieLocation(0, 0)
     calls = {
-        "boards": npu_smi.powers,
-        "mapping": npu_smi.places,
-        "table": lambda t: npu_smi.from_table(t, here),
-        "fields": lambda t: npu_smi.from_fields(t, here),
+        "boards": npu_smi.parse_die_powers,
+        "mapping": npu_smi.parse_die_locations,
+        "table": lambda t: npu_smi.parse_power_table(t, here),
+        "fields": lambda t: npu_smi.parse_power_fields(t, here),
     }
     found = {
         f"{read}: {name}": said(parse, broken, kind=MeterError)
@@ -174,10 +183,10 @@ def test_outputs_that_cannot_be_used() -> None:
 def test_outputs_with_random_damage() -> None:
     rng = random.Random(0)
     parsers = (
-        npu_smi.powers,
-        npu_smi.places,
-        lambda t: npu_smi.from_table(t, Place(0, 0)),
-        lambda t: npu_smi.from_fields(t, Place(0, 1)),
+        npu_smi.parse_die_powers,
+        npu_smi.parse_die_locations,
+        lambda t: npu_smi.parse_power_table(t, DieLocation(0, 0)),
+        lambda t: npu_smi.parse_power_fields(t, DieLocation(0, 1)),
     )
     for path in sorted(FIXTURES.glob("*.txt")):
         for _ in range(40):
@@ -194,7 +203,7 @@ def test_outputs_with_random_damage() -> None:
 def test_what_is_no_power() -> None:
     for shown in ("0", "0.0", "-", "NA", "N/A", "nan", "inf", "-5.0", "1e3", ""):
         output = text("power_910B").replace("103.5", shown)
-        assert said(npu_smi.from_fields, output, Place(0, 0), kind=MeterError), shown
+        assert said(npu_smi.parse_power_fields, output, DieLocation(0, 0), kind=MeterError), shown
 
 
 def make_tool(folder: Path) -> Path:
@@ -230,15 +239,15 @@ def test_npu_smi_on_an_a2(tool: Path) -> None:
     install(tool, info__t_common__i_1=busy)
     source = npu_smi.NpuSmi(1)
     assert (source.device, source.rated_mhz) == ("NPU 1", 1800)
-    sample = source.read()
+    sample = source.read_sample()
     assert (sample.watts, sample.mhz) == (331.1, 1400)
-    assert sample.reasons == {npu_smi.BELOW_RATED} and source.cpu_elsewhere > 0
+    assert sample.reasons == {npu_smi.BELOW_RATED} and source.external_cpu_seconds > 0
     install(tool, info__t_common__i_1=text("common_910B_idle"))
-    assert source.read().reasons == frozenset(), "idle, a low clock is no loss"
+    assert source.read_sample().reasons == frozenset(), "idle, a low clock is no loss"
     (tool / "info_-t_common_-i_1").unlink()
     install(tool, fails=text("error_8020"))
     with pytest.raises(MeterError, match=r"failed: dcmi model .* ret is -8020"):
-        source.read()
+        source.read_sample()
 
 
 def test_two_dies_of_a_board_are_one_device(tool: Path) -> None:
@@ -249,20 +258,20 @@ def test_two_dies_of_a_board_are_one_device(tool: Path) -> None:
     install(tool, info=text("info_A3_25.2.0").replace("-           37 ", "74.0        37 ", 1))
     dies = [npu_smi.NpuSmi(index) for index in (0, 1)]
     assert [die.device for die in dies] == ["NPU 0 die 0", "NPU 0 die 1"]
-    assert [die.read().watts for die in dies] == [69.0, 74.0]
+    assert [die.read_sample().watts for die in dies] == [69.0, 74.0]
 
 
 def test_other_ways_where_one_tells_no_power(tool: Path) -> None:
     without = text("common_910B_idle").replace("Real-time Power", "Rated Power")
     install(tool, info__m=text("map_910B"), info__t_common__i_0=without)
     install(tool, info=text("info_910B4_24.1.1"))
-    assert npu_smi.NpuSmi(0).read().watts == 88.2
+    assert npu_smi.NpuSmi(0).read_sample().watts == 88.2
     install(tool, info__t_power__i_0=text("power_910B"))
-    assert npu_smi.NpuSmi(0).read().watts == 103.5
+    assert npu_smi.NpuSmi(0).read_sample().watts == 103.5
     install(tool, info__m=text("map_310P_Duo"), info__t_common__i_1=text("common_310P_Duo"))
     install(tool, info=text("info_310P3_Duo_25.2.0").replace("| 2  ", "| 1  "))
     duo = npu_smi.NpuSmi(1)
-    assert (duo.device, duo.read().watts) == ("NPU 1", 45.2)
+    assert (duo.device, duo.read_sample().watts) == ("NPU 1", 45.2)
 
 
 def test_npu_smi_that_cannot_be_used(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,14 @@ from tests.dist import Ranks, launcher
 from wan.cli import main as generate
 from wan.evidence import meter, rapl
 from wan.evidence.meter import (
-    Absent,
-    Measured,
     Meter,
     MeterError,
+    PowerMeasurement,
     PowerSource,
     Sample,
-    combine,
-    in_turn,
+    UnavailableSource,
+    combine_devices,
+    combine_spans,
 )
 
 QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "1", "--base_seed", "7"]
@@ -43,7 +43,7 @@ class Recorded(PowerSource):
     def __init__(self, samples: Sequence[Sample | None]) -> None:
         self.left, self.given, self.closed = list(samples), threading.Event(), 0
 
-    def read(self) -> Sample:
+    def read_sample(self) -> Sample:
         sample = self.left.pop(0) if self.left else None
         if not self.left:
             self.given.set()
@@ -55,7 +55,7 @@ class Recorded(PowerSource):
         self.closed += 1
 
 
-def measured(samples: Sequence[Sample | None]) -> Measured:
+def measured(samples: Sequence[Sample | None]) -> PowerMeasurement:
     source = Recorded(samples)
     with Meter(source, period=1e-4) as meter:
         assert source.given.wait(60)
@@ -122,7 +122,7 @@ def test_shares_of_reasons() -> None:
     for name, row in zip(names, held, strict=True):
         assert found.reasons[name] == pytest.approx(area(row.astype(float), at) / span)
     assert found.throttled == pytest.approx(area(held.any(axis=0).astype(float), at) / span)
-    assert "throttled" in found.line() and "SW power cap" in found.line()
+    assert "throttled" in found.summary() and "SW power cap" in found.summary()
 
 
 def test_readings_that_fail() -> None:
@@ -130,8 +130,8 @@ def test_readings_that_fail() -> None:
     found = measured([None, *samples[:5], None, None, *samples[7:]])
     assert found.joules == pytest.approx(200 * 9) and found.samples == 8 and found.failed >= 3
     nothing = measured([None, None])
-    assert not nothing.samples and nothing.line() == "Power: not available (nothing is left)."
-    assert nothing.record() == {"source": "none", "why": "nothing is left"}
+    assert not nothing.samples and nothing.summary() == "Power: not available (nothing is left)."
+    assert nothing.to_record() == {"source": "none", "why": "nothing is left"}
 
 
 def test_values_that_are_told_now_and_then() -> None:
@@ -144,13 +144,13 @@ def test_values_that_are_told_now_and_then() -> None:
 def test_one_reading() -> None:
     found = measured([Sample(250.0, 1.0, 1500.0, frozenset(), time=3.0)])
     assert found.samples == 1 and found.mean_w == 250 and found.joules is None
-    assert found.mean_mhz == 1500 and found.throttled == 0 and "J per" not in found.line()
+    assert found.mean_mhz == 1500 and found.throttled == 0 and "J per" not in found.summary()
 
 
 def test_without_a_meter() -> None:
-    with Meter(Absent("there is none here")) as meter:
+    with Meter(UnavailableSource("there is none here")) as meter:
         assert not [t for t in threading.enumerate() if t.name == "power meter"]
-    assert meter.stop().line() == "Power: not available (there is none here)."
+    assert meter.stop().summary() == "Power: not available (there is none here)."
 
 
 def test_a_failing_run_does_not_wait_for_the_meter() -> None:
@@ -166,7 +166,7 @@ def test_a_failing_run_does_not_wait_for_the_meter() -> None:
 @pytest.mark.slow
 def test_a_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a long run, the record has evenly spaced readings, and the sums are those of all."""
-    monkeypatch.setattr(meter, "MOST_RECORDED", 100)
+    monkeypatch.setattr(meter, "MAX_SERIES_ROWS", 100)
     found = measured([Sample(float(t), time=float(t)) for t in range(10_001)])
     assert found.series is not None and (found.peak_w, found.mean_w) == (10_000, 5_000)
     seconds = found.series["seconds"]
@@ -179,7 +179,7 @@ def test_a_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_record_is_json() -> None:
     at = times(5)
     found = measured([Sample(1 / 3, j, None, frozenset({"x"}), t) for j, t in enumerate(at)])
-    record = json.loads(json.dumps(found.record(), allow_nan=False))
+    record = json.loads(json.dumps(found.to_record(), allow_nan=False))
     assert record["reasons"] == {"x": 1.0} and record["throttled"] == 1.0
     assert record["joules"] == 4 and "series" not in record
 
@@ -187,10 +187,10 @@ def test_a_record_is_json() -> None:
 # Several devices
 
 
-def one(device: str, machine: str, seconds: float, watts: float, **more: Any) -> Measured:
+def one(device: str, machine: str, seconds: float, watts: float, **more: Any) -> PowerMeasurement:
     values = {"source": "NVML", "device": device, "machine": machine, "seconds": seconds}
     values |= {"samples": 9, "mean_w": watts, "peak_w": 2 * watts, "joules": watts * seconds}
-    return Measured(**{**values, **more})
+    return PowerMeasurement(**{**values, **more})
 
 
 def test_spans_of_time_are_as_one() -> None:
@@ -200,18 +200,18 @@ def test_spans_of_time_are_as_one() -> None:
         measured([Sample(100.0, None, 1000.0, held[0], time=t) for t in (0.0, 1.0)]),
         measured([Sample(300.0, None, 1600.0, held[1], time=t) for t in (5.0, 8.0)]),
     ]
-    found = in_turn(spans)
+    found = combine_spans(spans)
     assert (found.seconds, found.samples, found.joules) == (4.0, 4, 100.0 + 900.0)
     assert (found.mean_w, found.mean_mhz, found.min_mhz) == (250.0, 1450.0, 1000.0)
     assert (found.throttled, found.reasons, found.peak_w) == (0.25, {"cap": 0.25}, 300.0)
     assert found.series is not None and found.series["seconds"] == [0.0, 1.0, 1.0, 4.0]
-    assert in_turn([Measured(why="none"), spans[0]]) == spans[0]
-    several = in_turn([combine([one, replace(one, device="other")]) for one in spans])
+    assert combine_spans([PowerMeasurement(why="none"), spans[0]]) == spans[0]
+    several = combine_spans([combine_devices([one, replace(one, device="other")]) for one in spans])
     assert several.joules == 2000.0 and [one.joules for one in several.parts] == [1000.0, 1000.0]
 
 
 def test_devices_together() -> None:
-    found = combine(
+    found = combine_devices(
         [
             one(
                 "a", "m", 10, 100, mean_mhz=1000.0, min_mhz=900.0, throttled=0.5, reasons={"x": 0.5}
@@ -225,23 +225,23 @@ def test_devices_together() -> None:
     assert found.mean_mhz == pytest.approx(1750) and found.min_mhz == 800
     assert found.throttled == pytest.approx(0.2)
     assert found.reasons == pytest.approx({"x": 0.125, "y": 0.075})
-    assert [part["device"] for part in found.record()["devices"]] == ["a", "b"]
-    assert "mean 400.0 W of 2 devices, peak 600.0 W of one" in found.line()
+    assert [part["device"] for part in found.to_record()["devices"]] == ["a", "b"]
+    assert "mean 400.0 W of 2 devices, peak 600.0 W of one" in found.summary()
 
 
 def test_a_device_counts_once() -> None:
     """One CPU that two ranks have metered, and a like-named one of another machine."""
     cpu = [one("CPU", machine, s, 50) for machine, s in (("m", 20), ("m", 10), ("n", 10))]
-    found = combine(cpu)
+    found = combine_devices(cpu)
     assert (found.mean_w, found.joules, len(found.parts)) == (100, 1500, 2)
-    assert combine(cpu[:2]).joules == 1000 and not combine(cpu[:2]).parts
+    assert combine_devices(cpu[:2]).joules == 1000 and not combine_devices(cpu[:2]).parts
 
 
 def test_devices_without_a_meter() -> None:
-    absent = Measured(why="no driver")
-    found = combine([absent, one("a", "m", 10, 100)])
-    assert found.joules == 1000 and "is not available (no driver)" in found.line()
-    assert combine([absent, absent]).line() == "Power: not available (no driver)."
+    absent = PowerMeasurement(why="no driver")
+    found = combine_devices([absent, one("a", "m", 10, 100)])
+    assert found.joules == 1000 and "is not available (no driver)" in found.summary()
+    assert combine_devices([absent, absent]).summary() == "Power: not available (no driver)."
 
 
 # RAPL
@@ -282,14 +282,14 @@ def energy(sysfs: Path, package: int, microjoules: int) -> None:
 def test_rapl_sums_packages_and_goes_on_where_counters_begin_again(sysfs: Path) -> None:
     source = rapl.Rapl(sysfs)
     assert (source.limit_w, source.rated_mhz, source.device) == (410, 3700, "2 CPU packages")
-    first = source.read()
+    first = source.read_sample()
     assert first.watts is None and first.mhz == 2400 and first.reasons is None
     energy(sysfs, 0, 171_150)  # 500 000 further on, over the end of its range
     energy(sysfs, 1, 4_000_000)
-    second = source.read()
+    second = source.read_sample()
     assert second.joules - first.joules == pytest.approx(0.5 + 3)
     energy(sysfs, 0, 100_000)
-    assert source.read().joules - second.joules == pytest.approx(262_143.328850 - 0.07115)
+    assert source.read_sample().joules - second.joules == pytest.approx(262_143.328850 - 0.07115)
 
 
 def test_rapl_without_clocks_and_limits(sysfs: Path) -> None:
@@ -297,7 +297,7 @@ def test_rapl_without_clocks_and_limits(sysfs: Path) -> None:
         path.unlink()
     write(sysfs / "class/powercap/intel-rapl:0/constraint_0_power_limit_uw", "broken")
     source = rapl.Rapl(sysfs)
-    assert source.read().mhz is None and source.limit_w is None
+    assert source.read_sample().mhz is None and source.limit_w is None
 
 
 def test_rapl_that_is_not_there(tmp_path: Path, sysfs: Path) -> None:

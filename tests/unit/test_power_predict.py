@@ -51,26 +51,26 @@ def stepped(layers: list[tuple[str, float]], by: Constants) -> tuple[float, floa
 def test_governor_against_small_steps() -> None:
     for comm_type, changes in product(MODES, ({}, {"pfa": 1.3}, {"tau": 0.02, "hold": 0.05})):
         by = Constants(**changes)
-        layer = PUBLISHED_WORK.layer(MODES[comm_type], MODES[comm_type].chunks, by)
-        found, exact = predict.denoise(layer, 6, by), stepped(layer * 6, by)
+        layer = PUBLISHED_WORK.list_layer_work(MODES[comm_type], MODES[comm_type].chunks, by)
+        found, exact = predict.simulate_layers(layer, 6, by), stepped(layer * 6, by)
         assert found == pytest.approx(exact, rel=0.02), (comm_type, changes)
 
 
 def test_published_row() -> None:
-    found = predict.all_modes(PUBLISHED_WORK, Constants())
-    for row, measured in zip(found, predict.PUBLISHED.values(), strict=False):
+    found = predict.predict_modes(PUBLISHED_WORK, Constants())
+    for row, measured in zip(found, predict.PUBLISHED_SECONDS.values(), strict=False):
         assert row.seconds == pytest.approx(measured, rel=0.003)
 
 
 def test_many_layers_are_extrapolated() -> None:
-    layer = PUBLISHED_WORK.layer(MODES[0], 1, Constants())
-    seconds = [predict.denoise(layer, count, Constants())[0] for count in (400, 4000)]
+    layer = PUBLISHED_WORK.list_layer_work(MODES[0], 1, Constants())
+    seconds = [predict.simulate_layers(layer, count, Constants())[0] for count in (400, 4000)]
     assert seconds[1] == pytest.approx(10 * seconds[0], rel=0.02)
 
 
 def test_power_below_the_limit_is_not_throttled() -> None:
     by = Constants(pfa=0.99)
-    found = predict.all_modes(PUBLISHED_WORK, by)
+    found = predict.predict_modes(PUBLISHED_WORK, by)
     assert all(row.throttled == 0 for row in found)
     assert len(found) == len(MODES) + 1  # there is nothing to lock a clock for
 
@@ -80,7 +80,7 @@ def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -
         "fewer chunks", chunks=5, blocks=3, order=attention_modes.order_sequentially
     )
     monkeypatch.setitem(MODES, 3, mode)
-    found = {row.name: row for row in predict.all_modes(PUBLISHED_WORK, Constants())}
+    found = {row.name: row for row in predict.predict_modes(PUBLISHED_WORK, Constants())}
     assert found["3 fewer chunks"].chunks == 5
     assert main(["predict"]) == 0
 
@@ -88,14 +88,14 @@ def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -
 def test_orders() -> None:
     by = Constants(launch_us=0)
     kinds = {
-        key: [kind for kind, _ in PUBLISHED_WORK.layer(mode, mode.chunks, by)]
+        key: [kind for kind, _ in PUBLISHED_WORK.list_layer_work(mode, mode.chunks, by)]
         for key, mode in MODES.items()
     }
     assert kinds[0] == ["comm", "fa", "comm", "linear"]
     assert kinds[1] == ["comm", "fa", "comm"] * 10 + ["linear"]
     assert kinds[2] == ["comm", "fa", "fa", "comm"] * 10 + ["linear"]
     in_order, hidden = (
-        sum(s for kind, s in PUBLISHED_WORK.layer(mode, 10, by) if kind == "comm")
+        sum(s for kind, s in PUBLISHED_WORK.list_layer_work(mode, 10, by) if kind == "comm")
         for mode in (MODES[1], OVERLAP)
     )
     assert hidden == pytest.approx(in_order / 10)  # the first tensors and the last result
@@ -120,7 +120,7 @@ def test_flops_against_the_block() -> None:
             kv,
             ForwardContext((tokens,), rope, tokens),
         )
-    seconds = sum(seconds for _, seconds in work.layer(MODES[0], 1, by))
+    seconds = sum(seconds for _, seconds in work.list_layer_work(MODES[0], 1, by))
     assert counter.get_total_flops() == pytest.approx(seconds * 1e9)
 
 
@@ -141,7 +141,7 @@ def test_bytes_against_the_layers(
     # One byte takes one second, and computing takes no time.
     by = Constants(link_gbs=1e-3, fa_tflops=1e5, linear_tflops=1e5, launch_us=0, exchange_us=0)
     mode = run.setup.parallel.mode
-    layer = Workload.of(run).layer(mode, mode.chunks, by)
+    layer = Workload.from_run(run).list_layer_work(mode, mode.chunks, by)
     waited = sum(seconds for kind, seconds in layer if kind == "comm") * 1e6
     assert waited == pytest.approx(to_all * (ulysses - 1) / ulysses + hops, rel=1e-3)
 
@@ -156,7 +156,7 @@ def test_a_rank_calls_each_layer_once_a_step_and_branch(
     monkeypatch.chdir(tmp_path)
     given = f"--task t2v-1.3B --ulysses_size 2 --sample_steps 5 {words}"
     run = planned(*given.split())
-    assert Workload.of(run).layers == 30 * 5 * branches
+    assert Workload.from_run(run).layers == 30 * 5 * branches
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,26 +5,33 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wan.evidence.meter import Measured
-from wan.power.compare import Result, Variant, ratio, recommend, rests, variants
+from wan.evidence.meter import PowerMeasurement
+from wan.power.compare import (
+    Variant,
+    VariantResult,
+    compute_time_ratio,
+    list_variants,
+    measure_chunk_gaps,
+    recommend_variant,
+)
 from wan.trace import Event
 
-BASE, INSERT, BLOCK, RESTS, _ = variants((0, 1, 2), ())
+BASE, INSERT, BLOCK, RESTS, _ = list_variants((0, 1, 2), ())
 FEW = Variant("InsertComm, 5 chunks", 1, 5)
 
 
 def concluded(
-    factors: dict[Variant, float], *power: Measured, noise: float = 0.004, rounds: int = 7
+    factors: dict[Variant, float], *power: PowerMeasurement, noise: float = 0.004, rounds: int = 7
 ) -> tuple[Variant, str]:
     """Of variants whose times are the baseline's times a factor, a drift and noise."""
     random = np.random.default_rng(3)
     drift = np.linspace(10, 12, rounds)
     results = [
-        Result(one, list(factor * drift * (1 + noise * random.standard_normal(rounds))))
+        VariantResult(one, list(factor * drift * (1 + noise * random.standard_normal(rounds))))
         for one, factor in {BASE: 1.0, **factors}.items()
     ]
     results[0].power += power
-    return recommend(results)
+    return recommend_variant(results)
 
 
 def test_a_ratio_and_its_interval_hold_the_true_one() -> None:
@@ -32,7 +39,7 @@ def test_a_ratio_and_its_interval_hold_the_true_one() -> None:
     for seed in range(200):
         random = np.random.default_rng(seed)
         drift, noise = np.linspace(5, 9, 7), 1 + 0.02 * random.standard_normal((2, 7))
-        found = ratio(list(0.9 * drift * noise[0]), list(drift * noise[1]))
+        found = compute_time_ratio(list(0.9 * drift * noise[0]), list(drift * noise[1]))
         assert found.low <= found.median <= found.high
         held += found.low <= 0.9 <= found.high
     assert held >= 170  # seven rounds: a bootstrap of the median is a little too narrow
@@ -55,10 +62,10 @@ def test_a_mode_whose_interval_overlaps_the_fastest_ones_is_as_good() -> None:
     """By hand: medians of 0.92 and 0.91 of the baseline's 10 s, and rounds that differ by more."""
     seconds = {BASE: [10.0] * 5, INSERT: [9.0, 9.1, 9.2, 9.3, 9.4]}
     seconds |= {BLOCK: [8.9, 9.0, 9.1, 9.2, 9.3]}
-    results = [Result(variant, each) for variant, each in seconds.items()]
-    assert recommend(results)[0] == INSERT
+    results = [VariantResult(variant, each) for variant, each in seconds.items()]
+    assert recommend_variant(results)[0] == INSERT
     results[2].seconds = [each - 1 for each in results[2].seconds]
-    assert recommend(results)[0] == BLOCK
+    assert recommend_variant(results)[0] == BLOCK
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_a_mode_whose_interval_overlaps_the_fastest_ones_is_as_good() -> None:
 )
 def test_a_mode_must_be_certainly_faster(seconds: list[float], is_faster: bool) -> None:
     """By hand: the baseline takes 10 s; the other mode takes less in all or in most rounds."""
-    chosen, _ = recommend([Result(BASE, [10.0] * 5), Result(INSERT, seconds)])
+    chosen, _ = recommend_variant([VariantResult(BASE, [10.0] * 5), VariantResult(INSERT, seconds)])
     assert chosen == (INSERT if is_faster else BASE)
 
 
@@ -83,15 +90,15 @@ def test_rest_is_told_from_overlap() -> None:
 
 
 def test_no_gain_has_a_reason() -> None:
-    told: dict[str, list[Measured]] = {
+    told: dict[str, list[PowerMeasurement]] = {
         "could not be read here": [],
-        "the clock was never throttled": [Measured(throttled=0.0, samples=9)],
+        "the clock was never throttled": [PowerMeasurement(throttled=0.0, samples=9)],
     }
     for reason, words in (
         ("SW thermal slowdown", "40% of the time (SW thermal slowdown), but not for power"),
         ("SW power cap", "40% of the time (SW power cap), rests are too short"),
     ):
-        told[words] = [Measured(throttled=0.4, reasons={reason: 0.4}, samples=9)]
+        told[words] = [PowerMeasurement(throttled=0.4, reasons={reason: 0.4}, samples=9)]
     for words, power in told.items():
         for factor in (1.0, 1.05):
             chosen, reason = concluded({INSERT: factor, BLOCK: factor}, *power)
@@ -130,4 +137,4 @@ def layer(at: float, index: int) -> list[Event]:
 
 def test_rests_are_those_between_chunks() -> None:
     events = [*layer(1.0, 0), *layer(2.0, 1)]
-    assert rests(events) == pytest.approx([0.06, 0.06])
+    assert measure_chunk_gaps(events) == pytest.approx([0.06, 0.06])

@@ -19,15 +19,15 @@ from tests.conftest import slow
 from tests.refusals import check_refusals
 from wan import trace
 from wan.cli import main as generate
-from wan.evidence import order
-from wan.evidence.order import Plan, Trace
-from wan.evidence.recording import nth_steps
+from wan.evidence import exchange_order
+from wan.evidence.exchange_order import ExchangePlan, Trace
+from wan.evidence.recording import select_nth_steps
 from wan.power.__main__ import main as power
-from wan.power.report import EDGES, analyse
+from wan.power.report import GAP_EDGES_MS, analyze_trace
 from wan.settings.errors import InputError
 from wan.trace import Event, HostClock, Recorder
 
-PLAN = Plan(
+PLAN = ExchangePlan(
     rank=0,
     comm_type=1,
     overlap=False,
@@ -49,16 +49,20 @@ GOT = "wait q, wait k, wait v"
 OUT = "A2A out, wait out"
 
 
-def names(plan: Plan, chunk: int = 0, step: int = 0) -> str:
+def names(plan: ExchangePlan, chunk: int = 0, step: int = 0) -> str:
     """What a chunk does, in the planned order."""
-    return ", ".join(name for place, name in order.expected(plan, step) if place == chunk)
+    return ", ".join(
+        name for place, name in exchange_order.list_planned_items(plan, step) if place == chunk
+    )
 
 
 def test_the_order_of_a_chunk() -> None:
     for comm_type, chunks in ((0, 1), (1, 2)):
         plan = replace(PLAN, comm_type=comm_type)
         assert names(plan) == f"{INTO}, {GOT}, FA 0, {OUT}"
-        assert {chunk for chunk, _ in order.expected(plan, 0)} == set(range(chunks))
+        assert {chunk for chunk, _ in exchange_order.list_planned_items(plan, 0)} == set(
+            range(chunks)
+        )
 
 
 CHANGED: list[tuple[dict[str, Any], str]] = [
@@ -98,7 +102,11 @@ def test_what_the_sizes_change() -> None:
 def test_the_order_of_overlap() -> None:
     """One chunk ahead, and no further."""
     plan = replace(PLAN, comm_type=0, overlap=True, heads=6)
-    assert [name for name in order.expected(plan, 0) if "q" in name[1] or "F" in name[1]] == [
+    assert [
+        name
+        for name in exchange_order.list_planned_items(plan, 0)
+        if "q" in name[1] or "F" in name[1]
+    ] == [
         *((0, "A2A q"), (1, "A2A q"), (0, "wait q"), (0, "FA 0")),
         *((2, "A2A q"), (1, "wait q"), (1, "FA 0")),
         *((2, "wait q"), (2, "FA 0")),
@@ -107,8 +115,8 @@ def test_the_order_of_overlap() -> None:
 
 def test_one_warm_step_of_each_expert_is_traced() -> None:
     experts = ("high_noise",) * 3 + ("low_noise",) * 2
-    assert nth_steps(experts, 0) == (0, 3) and nth_steps(experts, 1) == (1, 4)
-    assert nth_steps(("dit",), 1) == (0,)
+    assert select_nth_steps(experts, 0) == (0, 3) and select_nth_steps(experts, 1) == (1, 4)
+    assert select_nth_steps(("dit",), 1) == (0,)
 
 
 class Ticks(HostClock):
@@ -182,7 +190,9 @@ def test_a_failing_step_leaves_nothing_behind() -> None:
 KINDS = {"A2A": "a2a", "wait": "a2a wait", "FA": "attention", "in": "hop wait"}
 
 
-def play(plan: Plan, items: Callable[[int], list[order.Item]] | None = None) -> Trace:
+def play(
+    plan: ExchangePlan, items: Callable[[int], list[exchange_order.OrderItem]] | None = None
+) -> Trace:
     """A trace in which each exchange takes 2 ms, attention 5, a wait 1, the rest of a layer 3.
 
     items: what each layer does; None: as planned.
@@ -190,7 +200,9 @@ def play(plan: Plan, items: Callable[[int], list[order.Item]] | None = None) -> 
 
     def layer_of(clock: Ticks, layer: int) -> None:
         with trace.span("layer", layer=layer):
-            for chunk, name in order.expected(plan, 0) if items is None else items(layer):
+            for chunk, name in (
+                exchange_order.list_planned_items(plan, 0) if items is None else items(layer)
+            ):
                 word, _, what = name.partition(" ")
                 facts = {"block": 0} if word == "FA" else {"what": what, "beside": plan.overlap}
                 with trace.place(chunk=chunk), trace.span(KINDS[word], **facts):
@@ -210,8 +222,8 @@ def play(plan: Plan, items: Callable[[int], list[order.Item]] | None = None) -> 
 
 def test_figures_of_a_rank() -> None:
     """Two layers of two chunks: (3 x 2 + 3 x 1) + 5 + (2 + 1) ms each, and 3 ms behind them."""
-    rank = analyse(play(PLAN))
-    assert rank.order == order.Comparison(layers=2, skipped=0, difference=None)
+    rank = analyze_trace(play(PLAN))
+    assert rank.order == exchange_order.OrderComparison(layers=2, skipped=0, difference=None)
     assert rank.counts == {"A2A": 8, "scales": 0, "FA": 2, "hops": 0, "gathers": 0}
     assert rank.step == 2 * (2 * 17 + 3) + 4 and rank.parts["attention"] == 20
     assert rank.exposed == 48 and rank.hidden == 0 and rank.duty == 20 / 78
@@ -219,7 +231,7 @@ def test_figures_of_a_rank() -> None:
     assert rank.parts["other"] == 4
     assert (rank.within.count, rank.within.median) == (2, 12)
     assert (rank.across.count, rank.across.longest) == (1, 15)
-    assert rank.within.histogram[EDGES.index(10.0) + 1] == 2 == sum(rank.within.histogram)
+    assert rank.within.histogram[GAP_EDGES_MS.index(10.0) + 1] == 2 == sum(rank.within.histogram)
     assert [(one["layer"], one["time"], one["attention"]) for one in rank.layers] == [
         (0, 37, 10),
         (1, 37, 10),
@@ -229,27 +241,29 @@ def test_figures_of_a_rank() -> None:
 def test_what_is_hidden_under_attention() -> None:
     """The second chunk's exchange is under way during the first's attention, and so on."""
     plan = replace(PLAN, comm_type=0, overlap=True, layers=1)
-    rank = analyse(play(plan))
+    rank = analyze_trace(play(plan))
     assert rank.order.difference is None
     assert rank.hidden == 10, "chunk 1 comes in under FA 0, the result of 0 goes out under FA 1"
 
 
 def test_a_changed_order_is_found_and_named() -> None:
-    def swapped(layer: int) -> list[order.Item]:
-        items = order.expected(PLAN, 0)
+    def swapped(layer: int) -> list[exchange_order.OrderItem]:
+        items = exchange_order.list_planned_items(PLAN, 0)
         if layer == 1:
             items[7], items[6] = items[6], items[7]  # the result is sent before it is computed
         return items
 
-    difference = analyse(play(PLAN, swapped)).order.difference
+    difference = analyze_trace(play(PLAN, swapped)).order.difference
     assert str(difference) == (
         "rank 0, step 0 (cond), layer 1, position 6: expected FA 0 of chunk 0, "
         "found A2A out of chunk 0"
     )
-    lost = analyse(play(PLAN, lambda layer: order.expected(PLAN, 0)[: -layer or None]))
+    lost = analyze_trace(
+        play(PLAN, lambda layer: exchange_order.list_planned_items(PLAN, 0)[: -layer or None])
+    )
     assert "expected wait out of chunk 1, found the end of the layer" in str(lost.order.difference)
     empty = Trace(PLAN, [], {})
-    assert "expected a step, found nothing" in str(analyse(empty).order.difference)
+    assert "expected a step, found nothing" in str(analyze_trace(empty).order.difference)
 
 
 def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
@@ -265,15 +279,19 @@ def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
         return forward
 
     for what in ("blocks", "attention"):
-        verdict = order.compare(PLAN, recorded(work(what)))
-        assert verdict == order.Comparison(layers=0, skipped=2, difference=None)
+        verdict = exchange_order.compare_with_plan(PLAN, recorded(work(what)))
+        assert verdict == exchange_order.OrderComparison(layers=0, skipped=2, difference=None)
 
 
 def test_the_line_of_a_layer() -> None:
-    inside = order.by_layer(play(PLAN).events)[0]
-    assert order.line(inside) == ("0: A2A q k v, FA 0, A2A out | 1: A2A q k v, FA 0, A2A out")
+    inside = exchange_order.group_by_layer(play(PLAN).events)[0]
+    assert exchange_order.format_layer_order(inside) == (
+        "0: A2A q k v, FA 0, A2A out | 1: A2A q k v, FA 0, A2A out"
+    )
     plan = replace(PLAN, comm_type=0, overlap=True)
-    assert order.line(order.by_layer(play(plan).events)[0]) == (
+    assert exchange_order.format_layer_order(
+        exchange_order.group_by_layer(play(plan).events)[0]
+    ) == (
         "0: A2A q k v | 1: A2A q k v | 0: wait q k v, FA 0, A2A out | "
         "1: wait q k v, FA 0, A2A out | 0: wait out | 1: wait out"
     )
@@ -283,7 +301,7 @@ def test_the_line_of_a_layer() -> None:
 def folder(tmp_path: Path) -> Path:
     """Traces of two ranks."""
     for rank in range(2):
-        order.write(play(replace(PLAN, rank=rank)), tmp_path / "run", zero=0)
+        exchange_order.write_trace(play(replace(PLAN, rank=rank)), tmp_path / "run", origin_ns=0)
     return tmp_path / "run"
 
 
@@ -312,8 +330,8 @@ def assert_chrome(path: Path) -> None:
 def test_the_file_is_chromes_and_comes_back(folder: Path) -> None:
     assert_chrome(folder / "rank1.json")
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
-    found, expected = order.read(folder)[1], play(replace(PLAN, rank=1))
-    assert (found.plan, found.about) == (expected.plan, expected.about)
+    found, expected = exchange_order.read_traces(folder)[1], play(replace(PLAN, rank=1))
+    assert (found.plan, found.metadata) == (expected.plan, expected.metadata)
     times = [(event.kind, event.facts, event.begin, event.end) for event in found.events]
     assert times == [(e.kind, e.facts, e.begin, e.end) for e in expected.events]
 
@@ -322,7 +340,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     other = tmp_path / "overlap"
     plan = replace(PLAN, comm_type=0, overlap=True, sizes=(1, 1, 2))
     for rank in range(2):
-        order.write(play(replace(plan, rank=rank)), other, zero=0)
+        exchange_order.write_trace(play(replace(plan, rank=rank)), other, origin_ns=0)
     out = tmp_path / "out"
     assert power(["report", str(folder), str(other), "--out", str(out)]) == 0
     said = capsys.readouterr().out
@@ -416,8 +434,8 @@ def test_damaged_values_are_one_sentence(share: int, folder: Path) -> None:
             path.write_text(json.dumps(content))
             tried += 1
             try:
-                for trace_ in order.read(folder):
-                    json.dumps(asdict(analyse(trace_)))
+                for trace_ in exchange_order.read_traces(folder):
+                    json.dumps(asdict(analyze_trace(trace_)))
             except InputError as error:
                 assert "\n" not in str(error) and len(str(error)) < 600
         node[key] = before

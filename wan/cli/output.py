@@ -11,7 +11,7 @@ from pathlib import Path
 from wan import env
 from wan.cli.clip_files import CLIP_KINDS, FOUR_DIGITS
 from wan.cli.failures import DECODING
-from wan.evidence.order import TRACE, file_of
+from wan.evidence.exchange_order import TRACE, make_trace_path
 from wan.log import logger
 from wan.output_files import (
     KERNEL_TRACE,
@@ -112,7 +112,7 @@ def check_trace(output: Output, compiled: bool, steps: int) -> None:
         raise InputError("`trace_steps`", None, f"{why}: 0 to {steps - 1}")
     if output.trace is not None:
         check_folder(output.trace.absolute(), "`trace`", output.trace)
-        check_output(file_of(output.trace, env.rank()), TRACE, "`trace`")
+        check_output(make_trace_path(output.trace, env.rank()), TRACE, "`trace`")
         for path in output.trace.glob(f"rank{env.rank()}.step*.kernels.json"):
             check_output(path, KERNEL_TRACE, "`trace`")
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.distributed.mesh import ParallelGroups
-    from wan.evidence.meter import Measured, VideoMeter
+    from wan.evidence.meter import PowerMeasurement, VideoMeter
     from wan.pipeline.pipeline import Inputs, Pipeline
 
 
@@ -175,17 +175,17 @@ class Video:
         if folder is None and not run.verbose:
             yield
             return
-        from wan.evidence.recording import Recording, nth_steps, plan_of
+        from wan.evidence.recording import TraceRecording, make_exchange_plan, select_nth_steps
 
         experts = noise_schedule.make_noise_schedule(run.request).experts
-        steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
+        steps = run.output.trace_steps or select_nth_steps(experts, 1) if folder else ()
         rank = 0 if self._team is None else self._team.rank
-        recording = Recording(
-            plan_of(
+        recording = TraceRecording(
+            make_exchange_plan(
                 run.setup, run.request, steps, pipeline.returns_lse, pipeline.device.type, rank
             ),
             pipeline.device,
-            nth_steps(experts, 0) if run.verbose else (),
+            select_nth_steps(experts, 0) if run.verbose else (),
             None if folder is None else self._team,
             folder if run.output.trace_kernels else None,
         )
@@ -193,7 +193,7 @@ class Video:
             yield
         if folder is not None:
             used = {"device": pipeline.device.name(), "kernel": pipeline.kernel}
-            recording.write(folder, used)
+            recording.write_trace_file(folder, used)
             shown = shlex.quote(str(folder))
             logger.info("Trace: %s  (python -m wan.power report %s)", folder, shown)
 
@@ -215,7 +215,7 @@ class Video:
     def _part_ways(self, meter: VideoMeter | None) -> None:
         """Releases the ranks other than the main one; called on every rank."""
         if self._team is not None and meter is not None:
-            meter.gather(self._team)
+            meter.gather_measurements(self._team)
         self.alone = True
         if self._part is not None:
             self._part()
@@ -402,7 +402,9 @@ class Video:
         except OSError as error:
             logger.error("The latents stay in %s (%s).", path, error.strerror or error)
 
-    def _save_record(self, size: tuple[int, int, int], power: Measured | None) -> Path | None:
+    def _save_record(
+        self, size: tuple[int, int, int], power: PowerMeasurement | None
+    ) -> Path | None:
         """Writes the JSON record, to the temporary folder if the video's folder is not writable."""
         run, pipeline = self.run, self._pipeline
         execution, device = run.setup.execution, pipeline.device
@@ -433,7 +435,7 @@ class Video:
             **({"step_cache": found} if (found := pipeline.step_cache.make_record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
             "peak_memory_bytes": {"device": device.peak_memory(), **host.peak_memory().record()},
-            **({"power": power.record()} if power is not None else {}),
+            **({"power": power.to_record()} if power is not None else {}),
             "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
             "run": {
                 "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -452,14 +454,14 @@ class Video:
         paths = (run.output.record_path, *_unfinished(run.output, ".json"))
         return _first_written(paths, write, "record")
 
-    def _sum_up(self, record: Path | None, power: Measured | None) -> None:
+    def _sum_up(self, record: Path | None, power: PowerMeasurement | None) -> None:
         run, pipeline = self.run, self._pipeline
         memory = host.peak_memory().line()
         if (peak := pipeline.device.peak_memory()) is not None:
             memory = f"device {peak / 2**30:.2f} GiB, {memory}"
         stages = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
         logger.info("Seconds: %s. Peak memory: %s.", ", ".join(stages), memory)
-        for line in (None if power is None else power.line(), pipeline.step_cache.summarize()):
+        for line in (None if power is None else power.summary(), pipeline.step_cache.summarize()):
             if line is not None:
                 logger.info("%s", line)
         request = run.request

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from wan.device import Device
     from wan.distributed.mesh import ParallelGroups
 
-PERIOD = 0.05  # seconds between two samples, unless the source is slower
-MOST_RECORDED = 1 << 16  # 55 minutes at 50 ms
+DEFAULT_PERIOD = 0.05  # seconds between two samples, unless the source is slower
+MAX_SERIES_ROWS = 1 << 16  # 55 minutes at 50 ms
 
 
 class MeterError(Exception):
@@ -48,9 +48,9 @@ class PowerSource(Protocol):
     limit_w: float | None = None
     rated_mhz: float | None = None  # the device's highest clock
     smoothing: dict[str, float] | None = None  # NVML power smoothing
-    cpu_elsewhere: float = 0.0  # CPU time of readings in child processes
+    external_cpu_seconds: float = 0.0  # CPU time of readings in child processes
 
-    def read(self) -> Sample:
+    def read_sample(self) -> Sample:
         """Takes a sample; raises MeterError if that fails."""
         ...
 
@@ -59,20 +59,20 @@ class PowerSource(Protocol):
         return
 
 
-class Absent(PowerSource):
+class UnavailableSource(PowerSource):
     """Power source of a device without a meter; `reason` explains why."""
 
     name = "none"
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
-    def read(self) -> Sample:
-        raise MeterError(self.why)
+    def read_sample(self) -> Sample:
+        raise MeterError(self.reason)
 
 
 @dataclass(frozen=True)
-class Measured:
+class PowerMeasurement:
     """Power, energy and clock of one device between two times, or of several devices."""
 
     source: str = "none"  # NVML, npu-smi or RAPL
@@ -97,53 +97,57 @@ class Measured:
     reasons: dict[str, float] = field(default_factory=dict)  # shares, may overlap
     smoothing: dict[str, float] | None = None
     cpu_seconds: float = 0.0  # CPU time of the meter and its child processes
-    parts: tuple[Measured, ...] = ()  # one per device, if several
+    parts: tuple[PowerMeasurement, ...] = ()  # one per device, if several
     series: dict[str, list[Any]] | None = None  # columns for JSON
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Returns the JSON record, without the series."""
         if not self.samples:
             return {"source": self.source, "why": self.why}
-        left_out = ("machine", "series", "parts", "reasons")
-        found: dict[str, Any] = {
+        excluded = ("machine", "series", "parts", "reasons")
+        record: dict[str, Any] = {
             name: round(value, 4) if isinstance(value, float) else value
-            for name, value in ((one.name, getattr(self, one.name)) for one in fields(self))
-            if name not in left_out and value not in (None, "")
+            for name, value in ((item.name, getattr(self, item.name)) for item in fields(self))
+            if name not in excluded and value not in (None, "")
         }
         if self.throttled is not None:
-            found["reasons"] = {name: round(share, 4) for name, share in self.reasons.items()}
-        return found | ({"devices": [one.record() for one in self.parts]} if self.parts else {})
+            record["reasons"] = {name: round(share, 4) for name, share in self.reasons.items()}
+        return record | (
+            {"devices": [item.to_record() for item in self.parts]} if self.parts else {}
+        )
 
-    def line(self) -> str:
+    def summary(self) -> str:
         """Returns the line for the run's summary; energy is per video."""
         if not self.samples:
             return f"Power: not available ({self.why})."
-        together, of_one = (f" of {len(self.parts)} devices", " of one") if self.parts else ("", "")
-        power = [] if self.mean_w is None else [f"mean {self.mean_w:.1f} W{together}"]
+        device_count, one_device = (
+            (f" of {len(self.parts)} devices", " of one") if self.parts else ("", "")
+        )
+        power = [] if self.mean_w is None else [f"mean {self.mean_w:.1f} W{device_count}"]
         if self.peak_w is not None:
             limit = "" if self.limit_w is None else f" (limit {self.limit_w:.0f} W)"
-            power.append(f"peak {self.peak_w:.1f} W{of_one}{limit}")
+            power.append(f"peak {self.peak_w:.1f} W{one_device}{limit}")
         if self.joules is not None:
             covers = f" ({self.covers})" if self.covers else ""
             digits = 0 if self.joules >= 100 else 2
             power.append(f"{self.joules:.{digits}f} J per video{covers}")
-        parts = [", ".join(power)]
+        clauses = [", ".join(power)]
         if self.mean_mhz is not None:
             rated = "" if self.rated_mhz is None else f" of {self.rated_mhz:.0f}"
-            parts.append(f"clock mean {self.mean_mhz:.0f}, lowest {self.min_mhz:.0f}{rated} MHz")
+            clauses.append(f"clock mean {self.mean_mhz:.0f}, lowest {self.min_mhz:.0f}{rated} MHz")
         if self.throttled is None:
-            parts.append("throttling not known")
+            clauses.append("throttling not known")
         else:
             reasons = sorted(self.reasons.items(), key=lambda item: -item[1])
             why = ", ".join(f"{name} {share:.1%}" for name, share in reasons)
             share = f"throttled {self.throttled:.1%} of the time"
-            parts.append(share + (f" ({why})" if why else ""))
+            clauses.append(share + (f" ({why})" if why else ""))
         if self.why is not None:
-            parts.append(f"without a device whose power is not available ({self.why})")
-        return f"Power ({self.source}): {'; '.join(parts)}."
+            clauses.append(f"without a device whose power is not available ({self.why})")
+        return f"Power ({self.source}): {'; '.join(clauses)}."
 
 
-def sum_up(samples: Sequence[Sample]) -> dict[str, Any]:
+def aggregate_samples(samples: Sequence[Sample]) -> dict[str, Any]:
     """Computes the fields of `PowerMeasurement` from the samples of one device.
 
     Values are interpolated linearly between samples, and means are weighted by time over the
@@ -153,125 +157,153 @@ def sum_up(samples: Sequence[Sample]) -> dict[str, Any]:
         samples: At least one sample, with increasing times.
     """
     columns: dict[str, list[Any]] = {
-        one.name: [getattr(sample, one.name) for sample in samples] for one in fields(Sample)
+        field_info.name: [getattr(sample, field_info.name) for sample in samples]
+        for field_info in fields(Sample)
     }
     times, counter = columns.pop("time"), columns["joules"]
-    seconds, joules, by = times[-1] - times[0], None, "energy counter"
-    spans = [until - since for since, until in pairwise(times)]
+    seconds, joules, joules_by = times[-1] - times[0], None, "energy counter"
+    spans = [end - begin for begin, end in pairwise(times)]
     if seconds and None not in (counter[0], counter[-1]):
         joules = counter[-1] - counter[0]
         if not any(columns["watts"]):  # derive mean power since the previous sample
-            gained = [b - a for a, b in pairwise(counter)]
-            columns["watts"] = [None, *(j / s for j, s in zip(gained, spans, strict=True))]
-    weights = [(before + after) / 2 for before, after in pairwise([0.0, *spans, 0.0])]
-    mean = partial(_mean, weights if seconds else [1.0])
-    mean_w, reasons = mean(columns["watts"]), columns["reasons"]
+            joules_per_span = [b - a for a, b in pairwise(counter)]
+            columns["watts"] = [None, *(j / s for j, s in zip(joules_per_span, spans, strict=True))]
+    weights = [(previous + following) / 2 for previous, following in pairwise([0.0, *spans, 0.0])]
+    weighted_mean = partial(_compute_weighted_mean, weights if seconds else [1.0])
+    mean_w, reasons = weighted_mean(columns["watts"]), columns["reasons"]
     if joules is not None:
         mean_w = joules / seconds
     elif mean_w is not None and seconds:
-        joules, by = mean_w * seconds, "integral of power"
+        joules, joules_by = mean_w * seconds, "integral of power"
     watts, mhz = ([x for x in columns[name] if x is not None] for name in ("watts", "mhz"))
-    every = -(-len(samples) // MOST_RECORDED)
-    recorded = {"seconds": [round(at - times[0], 4) for at in times]}
+    stride = -(-len(samples) // MAX_SERIES_ROWS)
+    series = {"seconds": [round(timestamp - times[0], 4) for timestamp in times]}
     for name, digits in (("watts", 2), ("joules", 3), ("mhz", 1)):
-        recorded[name] = [None if x is None else round(x, digits) for x in columns[name]]
-    recorded["reasons"] = [None if held is None else sorted(held) for held in reasons]
+        series[name] = [None if x is None else round(x, digits) for x in columns[name]]
+    series["reasons"] = [
+        None if active_reasons is None else sorted(active_reasons) for active_reasons in reasons
+    ]
     return {
         "seconds": seconds,
         "samples": len(samples),
         "mean_w": mean_w,
         "peak_w": max(watts, default=None),
         "joules": joules,
-        "joules_by": "" if joules is None else by,
-        "mean_mhz": mean(columns["mhz"]),
+        "joules_by": "" if joules is None else joules_by,
+        "mean_mhz": weighted_mean(columns["mhz"]),
         "min_mhz": min(mhz, default=None),
-        "throttled": mean([None if held is None else float(bool(held)) for held in reasons]),
+        "throttled": weighted_mean(
+            [
+                None if active_reasons is None else float(bool(active_reasons))
+                for active_reasons in reasons
+            ]
+        ),
         "reasons": {
-            name: mean([float(name in (held or ())) for held in reasons])
-            for name in sorted(frozenset().union(*(held for held in reasons if held)))
+            name: weighted_mean(
+                [float(name in (active_reasons or ())) for active_reasons in reasons]
+            )
+            for name in sorted(
+                frozenset().union(*(active_reasons for active_reasons in reasons if active_reasons))
+            )
         },
-        "series": {name: column[::every] for name, column in recorded.items()},
+        "series": {name: column[::stride] for name, column in series.items()},
     }
 
 
-def _mean(weights: Sequence[float], values: Sequence[float | None]) -> float | None:
-    known = [(x, weight) for x, weight in zip(values, weights, strict=True) if x is not None]
-    whole = sum(weight for _, weight in known)
-    return sum(x * weight for x, weight in known) / whole if whole else None
+def _compute_weighted_mean(
+    weights: Sequence[float], values: Sequence[float | None]
+) -> float | None:
+    weighted_values = [
+        (x, weight) for x, weight in zip(values, weights, strict=True) if x is not None
+    ]
+    total_weight = sum(weight for _, weight in weighted_values)
+    return sum(x * weight for x, weight in weighted_values) / total_weight if total_weight else None
 
 
-_TOGETHER: dict[str, Any] = {
+_ACROSS_DEVICES: dict[str, Any] = {
     **dict.fromkeys(("samples", "failed", "mean_w", "joules"), sum),
     **dict.fromkeys(("period", "seconds", "peak_w", "rated_mhz", "limit_w"), max),
     "min_mhz": min,
 }
-_IN_TURN: dict[str, Any] = {"seconds": sum, "cpu_seconds": sum}
+_ACROSS_SPANS: dict[str, Any] = {"seconds": sum, "cpu_seconds": sum}
 
 
-def combine(found: Sequence[Measured]) -> Measured:
+def combine_devices(measurements: Sequence[PowerMeasurement]) -> PowerMeasurement:
     """Combines the measurements of all ranks' devices.
 
     A device that several ranks share (the CPU, a board of two NPUs) counts once, with its longest
     measurement. Means are weighted by time over the devices that have the value.
     """
-    longest: dict[tuple[str, ...], Measured] = {}
-    for one in sorted(found, key=lambda one: one.seconds):
-        if one.samples:
-            longest[one.machine, one.source, one.device] = one
-    parts = tuple(one for one in found if any(one is kept for kept in longest.values()))
-    why = next((one.why for one in found if not one.samples), None)
+    longest: dict[tuple[str, ...], PowerMeasurement] = {}
+    for measurement in sorted(measurements, key=lambda measurement: measurement.seconds):
+        if measurement.samples:
+            longest[measurement.machine, measurement.source, measurement.device] = measurement
+    parts = tuple(
+        measurement
+        for measurement in measurements
+        if any(measurement is candidate for candidate in longest.values())
+    )
+    why = next((measurement.why for measurement in measurements if not measurement.samples), None)
     if len(parts) < 2:
-        return replace(parts[0], why=why) if parts else Measured(why=why)
+        return replace(parts[0], why=why) if parts else PowerMeasurement(why=why)
 
-    mean = partial(_mean, [one.seconds for one in parts])
-    together: dict[str, Any] = {}
-    for name, take in _TOGETHER.items():
-        known = [value for one in parts if (value := getattr(one, name)) is not None]
-        together[name] = take(known) if known else None
-    names = sorted({name for one in parts for name in one.reasons})
-    return Measured(
-        source=", ".join(dict.fromkeys(one.source for one in parts)),
+    weighted_mean = partial(_compute_weighted_mean, [measurement.seconds for measurement in parts])
+    totals: dict[str, Any] = {}
+    for name, reduction in _ACROSS_DEVICES.items():
+        values = [
+            value for measurement in parts if (value := getattr(measurement, name)) is not None
+        ]
+        totals[name] = reduction(values) if values else None
+    names = sorted({name for measurement in parts for name in measurement.reasons})
+    return PowerMeasurement(
+        source=", ".join(dict.fromkeys(measurement.source for measurement in parts)),
         why=why,
-        mean_mhz=mean([one.mean_mhz for one in parts]),
-        throttled=mean([one.throttled for one in parts]),
+        mean_mhz=weighted_mean([measurement.mean_mhz for measurement in parts]),
+        throttled=weighted_mean([measurement.throttled for measurement in parts]),
         reasons={
-            name: mean([one.reasons.get(name, 0.0) for one in parts]) or 0.0 for name in names
+            name: weighted_mean([measurement.reasons.get(name, 0.0) for measurement in parts])
+            or 0.0
+            for name in names
         },
-        cpu_seconds=sum(one.cpu_seconds for one in found),
+        cpu_seconds=sum(measurement.cpu_seconds for measurement in measurements),
         parts=parts,
-        **together,
+        **totals,
     )
 
 
-def in_turn(found: Sequence[Measured]) -> Measured:
+def combine_spans(measurements: Sequence[PowerMeasurement]) -> PowerMeasurement:
     """Concatenates measurements of the same devices over several time spans."""
-    spans = [one for one in found if one.samples]
+    spans = [span for span in measurements if span.samples]
     if len(spans) < 2:
-        return spans[0] if spans else found[0]
-    mean = partial(_mean, [one.seconds for one in spans])
-    together: dict[str, Any] = {}
-    for name, take in (_TOGETHER | _IN_TURN).items():
-        known = [value for one in spans if (value := getattr(one, name)) is not None]
-        together[name] = take(known) if known else None
+        return spans[0] if spans else measurements[0]
+    weighted_mean = partial(_compute_weighted_mean, [span.seconds for span in spans])
+    totals: dict[str, Any] = {}
+    for name, reduction in (_ACROSS_DEVICES | _ACROSS_SPANS).items():
+        values = [value for span in spans if (value := getattr(span, name)) is not None]
+        totals[name] = reduction(values) if values else None
     for name in ("mean_w", "mean_mhz", "throttled"):
-        together[name] = mean([getattr(one, name) for one in spans])
-    names = sorted({name for one in spans for name in one.reasons})
+        totals[name] = weighted_mean([getattr(span, name) for span in spans])
+    names = sorted({name for span in spans for name in span.reasons})
     series: dict[str, list[Any]] | None = None
-    if all(one.series for one in spans):
+    if all(span.series for span in spans):
         series = {name: [] for name in spans[0].series or {}}
-        begun = 0.0
-        for one in spans:
-            for name, column in (one.series or {}).items():
-                series[name] += [begun + x for x in column] if name == "seconds" else column
-            begun += one.seconds
+        offset = 0.0
+        for span in spans:
+            for name, column in (span.series or {}).items():
+                series[name] += [offset + x for x in column] if name == "seconds" else column
+            offset += span.seconds
     return replace(
         spans[0],
         reasons={
-            name: mean([one.reasons.get(name, 0.0) for one in spans]) or 0.0 for name in names
+            name: weighted_mean([span.reasons.get(name, 0.0) for span in spans]) or 0.0
+            for name in names
         },
-        parts=tuple(in_turn(same) for same in zip(*(one.parts for one in spans), strict=False)),
+        parts=tuple(
+            combine_spans(device_spans)
+            for device_spans in zip(*(span.parts for span in spans), strict=False)
+        ),
         series=series,
-        **together,
+        **totals,
     )
 
 
@@ -281,68 +313,72 @@ class Meter:
     A slower source sets the period. Failed readings are counted and do not end the measured run.
     """
 
-    def __init__(self, source: PowerSource, period: float = PERIOD) -> None:
+    def __init__(self, source: PowerSource, period: float = DEFAULT_PERIOD) -> None:
         self.source, self.period = source, max(period, source.period)
         self._samples: list[Sample] = []
-        self._failed, self._why = 0, "no reading was made"
+        self._num_failed, self._failure_reason = 0, "no reading was made"
         self._cpu_seconds = 0.0
-        self._ended = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def stop(self) -> Measured:
+    def stop(self) -> PowerMeasurement:
         """Takes a last sample and returns the measurement; repeated calls return it again."""
         source = self.source
         if self._thread is not None:
-            self._ended.set()
+            self._stop_event.set()
             self._thread.join()
             self._thread = None
             source.close()
         if not self._samples:
-            return Measured(machine=host.machine(), why=self._why, failed=self._failed)
-        return Measured(
+            return PowerMeasurement(
+                machine=host.machine(), why=self._failure_reason, failed=self._num_failed
+            )
+        return PowerMeasurement(
             source=source.name,
             device=source.device,
             machine=host.machine(),
             power_is=source.power_is,
             period=self.period,
-            failed=self._failed,
+            failed=self._num_failed,
             rated_mhz=source.rated_mhz,
             limit_w=source.limit_w,
             smoothing=source.smoothing,
             cpu_seconds=self._cpu_seconds,
-            **sum_up(self._samples),
+            **aggregate_samples(self._samples),
         )
 
     def __enter__(self) -> Self:
-        if isinstance(self.source, Absent):
-            self._why = self.source.why
+        if isinstance(self.source, UnavailableSource):
+            self._failure_reason = self.source.reason
             return self
-        self._thread = threading.Thread(target=self._run, name="power meter", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read_periodically, name="power meter", daemon=True
+        )
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.stop()
-        self._ended.set()  # a failed run does not wait for a last sample
+        self._stop_event.set()  # a failed run does not wait for a last sample
 
-    def _run(self) -> None:
+    def _read_periodically(self) -> None:
         due = time.monotonic()
-        while not self._ended.is_set():
-            self._read()
-            late = time.monotonic() - due  # a slow reading skips the samples it overran
-            due += self.period * (late // self.period + 1)
-            self._ended.wait(due - time.monotonic())
-        self._read()
+        while not self._stop_event.is_set():
+            self._read_once()
+            lag = time.monotonic() - due  # a slow reading skips the samples it overran
+            due += self.period * (lag // self.period + 1)
+            self._stop_event.wait(due - time.monotonic())
+        self._read_once()
 
-    def _read(self) -> None:
+    def _read_once(self) -> None:
         try:
-            sample = self.source.read()
+            sample = self.source.read_sample()
             if not self._samples or sample.time > self._samples[-1].time:
                 self._samples.append(sample)
         except MeterError as reason:
-            self._failed, self._why = self._failed + 1, str(reason)
-        self._cpu_seconds = time.thread_time() + self.source.cpu_elsewhere
+            self._num_failed, self._failure_reason = self._num_failed + 1, str(reason)
+        self._cpu_seconds = time.thread_time() + self.source.external_cpu_seconds
 
 
 class VideoMeter(Meter):
@@ -354,22 +390,28 @@ class VideoMeter(Meter):
 
     def __init__(self, device: Device, covers: str) -> None:
         """Opens the power source; `covers` names the measured part of the run for the user."""
-        super().__init__(source_of(device))
+        super().__init__(open_power_source(device))
         self._covers = covers
-        self._others: list[Measured] = []
+        self._other_measurements: list[PowerMeasurement] = []
 
-    def gather(self, team: ParallelGroups) -> None:
+    def gather_measurements(self, groups: ParallelGroups) -> None:
         """Gathers the measurements on rank 0; every rank calls this after denoising."""
-        own = None if team.is_main else super().stop()
+        local_measurement = None if groups.is_main else super().stop()
         self._covers += ", other ranks to the end of denoising"
-        self._others = [found for found in team.gather(own) if found is not None]
+        self._other_measurements = [
+            measurement
+            for measurement in groups.gather(local_measurement)
+            if measurement is not None
+        ]
 
-    def stop(self) -> Measured:
+    def stop(self) -> PowerMeasurement:
         """Returns the combined measurement of all devices, on rank 0."""
-        return replace(combine([super().stop(), *self._others]), covers=self._covers)
+        return replace(
+            combine_devices([super().stop(), *self._other_measurements]), covers=self._covers
+        )
 
 
-def source_of(device: Device) -> PowerSource:
+def open_power_source(device: Device) -> PowerSource:
     """Opens a device's power source; returns `UnavailableSource` if it has none."""
     from wan.evidence.npu_smi import NpuSmi
     from wan.evidence.nvml import Nvml
@@ -385,4 +427,4 @@ def source_of(device: Device) -> PowerSource:
             return NpuSmi(index)
         return Rapl()
     except MeterError as reason:
-        return Absent(str(reason))
+        return UnavailableSource(str(reason))

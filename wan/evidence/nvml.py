@@ -16,7 +16,7 @@ from wan.evidence.meter import MeterError, PowerSource, Sample
 if TYPE_CHECKING:
     from wan.device import Device
 
-REASONS = {  # bit of the clocks event reasons -> reason for throttling
+CLOCK_EVENT_REASONS = {  # bit of the clocks event reasons -> reason for throttling
     0x004: "SW power cap",
     0x008: "HW slowdown",
     0x020: "SW thermal slowdown",
@@ -26,8 +26,8 @@ REASONS = {  # bit of the clocks event reasons -> reason for throttling
     0x400: "reliability",
 }
 """Idle, clocks set by the user, sync boost and display are not counted as throttling."""
-_UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t
-_SMOOTHING = {  # missing in nvidia-ml-py before 12.570
+_VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t
+_SMOOTHING_FIELDS = {  # missing in nvidia-ml-py before 12.570
     "enabled": "ENABLED",
     "immediate_ramp_down": "IMM_RAMP_DOWN_ENABLED",
     "applied_floor": "APPLIED_TMP_FLOOR",
@@ -39,7 +39,7 @@ _SMOOTHING = {  # missing in nvidia-ml-py before 12.570
 }
 
 
-def _started() -> Any:
+def _load_nvml() -> Any:
     """Imports and initializes nvidia-ml-py; raises MeterError if that fails."""
     try:
         import pynvml
@@ -70,84 +70,99 @@ class Nvml(PowerSource):
         Raises:
             MeterError: The library, the driver or the GPU is missing, or has no readings.
         """
-        self._nvml, self.device = _started(), f"GPU-{uuid}"
+        self._nvml, self.device = _load_nvml(), f"GPU-{uuid}"
         try:
-            self._open(uuid)
+            self._open_gpu(uuid)
         except MeterError:
             self.close()
             raise
 
-    def _open(self, uuid: str) -> None:
+    def _open_gpu(self, uuid: str) -> None:
         nvml = self._nvml
-        handle = self._handle = self._try(nvml.nvmlDeviceGetHandleByUUID, self.device)
-        if handle is None and self._try(nvml.nvmlDeviceGetHandleByUUID, f"MIG-{uuid}") is not None:
+        handle = self._handle = self._call_or_none(nvml.nvmlDeviceGetHandleByUUID, self.device)
+        if (
+            handle is None
+            and self._call_or_none(nvml.nvmlDeviceGetHandleByUUID, f"MIG-{uuid}") is not None
+        ):
             raise MeterError("a MIG instance has no power meter, only its whole GPU has")
         if handle is None:
             raise MeterError(f"NVML shows no {self.device}; a container may hide it")
-        instant = self._try(self._field, nvml.NVML_FI_DEV_POWER_INSTANT) is not None
-        self.power_is = "instantaneous" if instant else "means of up to a second"
+        has_instant_power = (
+            self._call_or_none(self._read_field, nvml.NVML_FI_DEV_POWER_INSTANT) is not None
+        )
+        self.power_is = "instantaneous" if has_instant_power else "means of up to a second"
 
-        def watts() -> float:
-            if instant:
-                return self._field(nvml.NVML_FI_DEV_POWER_INSTANT) / 1000
+        def read_watts() -> float:
+            if has_instant_power:
+                return self._read_field(nvml.NVML_FI_DEV_POWER_INSTANT) / 1000
             return nvml.nvmlDeviceGetPowerUsage(handle) / 1000
 
-        def reasons() -> frozenset[str]:
+        def read_reasons() -> frozenset[str]:
             bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-            return frozenset(name for bit, name in REASONS.items() if bits & bit)
+            return frozenset(name for bit, name in CLOCK_EVENT_REASONS.items() if bits & bit)
 
-        reads: dict[str, Callable[[], Any]] = {
-            "watts": watts,
+        readers: dict[str, Callable[[], Any]] = {
+            "watts": read_watts,
             "joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
             "mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-            "reasons": reasons,
+            "reasons": read_reasons,
         }
-        self._reads = {name: one for name, one in reads.items() if self._try(one) is not None}
-        if not {"watts", "joules"} & {*self._reads}:
+        self._readers = {
+            name: read_value
+            for name, read_value in readers.items()
+            if self._call_or_none(read_value) is not None
+        }
+        if not {"watts", "joules"} & {*self._readers}:
             raise MeterError(f"{self.device} reports neither its power nor its energy")
-        limit_mw = self._try(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        limit_mw = self._call_or_none(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         self.limit_w = None if limit_mw is None else limit_mw / 1000
-        self.rated_mhz = self._try(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
-        self.smoothing = self._power_smoothing()
+        self.rated_mhz = self._call_or_none(
+            nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM
+        )
+        self.smoothing = self._read_power_smoothing()
 
-    def read(self) -> Sample:
+    def read_sample(self) -> Sample:
         try:
-            return Sample(**{name: read() for name, read in self._reads.items()})
+            return Sample(**{name: read_value() for name, read_value in self._readers.items()})
         except self._nvml.NVMLError as error:
             raise MeterError(f"NVML: {error}") from error
 
     def close(self) -> None:
-        self._try(self._nvml.nvmlShutdown)
+        self._call_or_none(self._nvml.nvmlShutdown)
 
-    def _field(self, *field: int) -> Any:
+    def _read_field(self, *field_and_scope: int) -> Any:
         """Returns the value of an NVML field, given by its ID and optionally a scope."""
-        asked = [field if len(field) > 1 else field[0]]
-        (value,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, asked)
+        requests = [field_and_scope if len(field_and_scope) > 1 else field_and_scope[0]]
+        (value,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, requests)
         if value.nvmlReturn != self._nvml.NVML_SUCCESS:
             raise self._nvml.NVMLError(value.nvmlReturn)
-        return getattr(value.value, _UNION[value.valueType])
+        return getattr(value.value, _VALUE_MEMBERS[value.valueType])
 
-    def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _call_or_none(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Calls an NVML function; returns None if the GPU, driver or user does not support it."""
         try:
             return call(*arguments)
         except self._nvml.NVMLError:
             return None
 
-    def _power_smoothing(self) -> dict[str, float] | None:
+    def _read_power_smoothing(self) -> dict[str, float] | None:
         """Returns the state of power smoothing; None on GPUs before Blackwell."""
-        found: dict[str, float] = {}
-        for name, constant in _SMOOTHING.items():
-            field = [getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)]
+        smoothing: dict[str, float] = {}
+        for name, constant in _SMOOTHING_FIELDS.items():
+            field_and_scope = [getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)]
             if constant.startswith("PROFILE_"):
-                field.append(found.get("profile"))
-            value = None if None in field else self._try(self._field, *field)
+                field_and_scope.append(smoothing.get("profile"))
+            value = (
+                None
+                if None in field_and_scope
+                else self._call_or_none(self._read_field, *field_and_scope)
+            )
             if value is not None:
-                found[name] = value
-        return found if "enabled" in found else None
+                smoothing[name] = value
+        return smoothing if "enabled" in smoothing else None
 
 
-class Lock:
+class ClockLock:
     """Locks a GPU's clock inside a `with` block and unlocks it afterwards, also at exit.
 
     A killed process (SIGKILL, another rank's failure) leaves the clock locked until
@@ -160,24 +175,24 @@ class Lock:
             raise MeterError("only clocks of NVIDIA GPUs are locked")
         if mhz is None:
             raise MeterError("the clock could not be read")
-        self._nvml, self._mhz = _started(), int(mhz)
+        self._nvml, self._mhz = _load_nvml(), int(mhz)
         try:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{device.uuid()}")
         except self._nvml.NVMLError as error:
             raise MeterError(f"NVML: {error}") from error
 
-    def __enter__(self) -> Lock:
+    def __enter__(self) -> ClockLock:
         try:
             self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, self._mhz, self._mhz)
         except self._nvml.NVMLError as error:
             raise MeterError(f"the clock may not be locked here ({error})") from error
-        atexit.register(self._free)
+        atexit.register(self._unlock)
         return self
 
     def __exit__(self, *_: object) -> None:
-        atexit.unregister(self._free)
-        self._free()
+        atexit.unregister(self._unlock)
+        self._unlock()
 
-    def _free(self) -> None:
+    def _unlock(self) -> None:
         with suppress(self._nvml.NVMLError):  # fails if locking was not permitted either
             self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)

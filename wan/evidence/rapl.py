@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wan.evidence.meter import MeterError, PowerSource, Sample
 
-_CLOCKS = 8  # at most so many cores: each read queries the hardware
+_MAX_CLOCK_FILES = 8  # at most so many cores: each read queries the hardware
 
 
 class Rapl(PowerSource):
@@ -26,35 +26,47 @@ class Rapl(PowerSource):
             MeterError: There are no packages, or their counters are not readable.
         """
         zones = sorted((sys / "class/powercap").glob("intel-rapl:*"))  # also on AMD CPUs
-        zones = [zone for zone in zones if _text(zone / "name").startswith("package")]
+        zones = [zone for zone in zones if _read_sysfs_text(zone / "name").startswith("package")]
         if not zones:
             raise MeterError(f"no RAPL in {sys / 'class/powercap'}, as on most virtual machines")
         self.device = f"{len(zones)} CPU package{'s' if zones[1:] else ''}"
-        self._counters = [Attribute(zone / "energy_uj") for zone in zones]
-        self._ranges = [_number(zone / "max_energy_range_uj") or 0 for zone in zones]
-        self._last, self._wrapped = [counter.read() for counter in self._counters], 0
-        limits = [_number(zone / "constraint_0_power_limit_uw") or 0 for zone in zones]  # long term
+        self._counters = [SysfsNumber(zone / "energy_uj") for zone in zones]
+        self._counter_ranges = [
+            _read_sysfs_number(zone / "max_energy_range_uj") or 0 for zone in zones
+        ]
+        self._last_values, self._wrapped_total = [counter.read() for counter in self._counters], 0
+        limits = [
+            _read_sysfs_number(zone / "constraint_0_power_limit_uw") or 0 for zone in zones
+        ]  # long term
         self.limit_w = sum(limits) / 1e6 if all(limits) else None
         policies = sorted((sys / "devices/system/cpu/cpufreq").glob("policy*"))
-        policies = policies[:: -(-len(policies) // _CLOCKS) or 1]
+        policies = policies[:: -(-len(policies) // _MAX_CLOCK_FILES) or 1]
         clocks = [policy / "scaling_cur_freq" for policy in policies]
-        self._clocks = [Attribute(path) for path in clocks if _number(path) is not None]
-        rated = [khz for p in policies if (khz := _number(p / "cpuinfo_max_freq")) is not None]
-        self.rated_mhz = max(rated) / 1000 if rated else None
+        self._clocks = [
+            SysfsNumber(path) for path in clocks if _read_sysfs_number(path) is not None
+        ]
+        max_clocks_khz = [
+            khz
+            for clock_policy in policies
+            if (khz := _read_sysfs_number(clock_policy / "cpuinfo_max_freq")) is not None
+        ]
+        self.rated_mhz = max(max_clocks_khz) / 1000 if max_clocks_khz else None
 
-    def read(self) -> Sample:
+    def read_sample(self) -> Sample:
         clocks = [clock.read() for clock in self._clocks]
-        for number, counter in enumerate(self._counters):
-            now = counter.read()
-            self._wrapped += self._ranges[number] if now < self._last[number] else 0
-            self._last[number] = now
+        for index, counter in enumerate(self._counters):
+            counter_value = counter.read()
+            self._wrapped_total += (
+                self._counter_ranges[index] if counter_value < self._last_values[index] else 0
+            )
+            self._last_values[index] = counter_value
         return Sample(
-            joules=(self._wrapped + sum(self._last)) / 1e6,
+            joules=(self._wrapped_total + sum(self._last_values)) / 1e6,
             mhz=sum(clocks) / len(clocks) / 1000 if clocks else None,
         )
 
 
-class Attribute:
+class SysfsNumber:
     """A number in a sysfs file, which is kept open because opening costs more than reading."""
 
     def __init__(self, path: Path) -> None:
@@ -76,13 +88,13 @@ class Attribute:
             raise MeterError(f"{self._path} cannot be read ({error})") from error
 
 
-def _text(path: Path) -> str:
+def _read_sysfs_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def _number(path: Path) -> int | None:
-    text = _text(path)
+def _read_sysfs_number(path: Path) -> int | None:
+    text = _read_sysfs_text(path)
     return int(text) if text.isascii() and text.isdigit() else None

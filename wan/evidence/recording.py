@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import wan
 from wan.checkpoint.config import get_vace_layers
-from wan.evidence import order
-from wan.evidence.order import Plan, Trace
+from wan.evidence import exchange_order
+from wan.evidence.exchange_order import ExchangePlan, Trace
 from wan.log import logger
 from wan.pipeline.setup import Setup
 from wan.settings import noise_schedule
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
 
 
-def nth_steps(experts: tuple[str, ...], place: int) -> tuple[int, ...]:
+def select_nth_steps(experts: tuple[str, ...], position: int) -> tuple[int, ...]:
     """Selects the step at `position` among each expert's steps, or the expert's last one."""
-    found = []
+    nth_of_each = []
     for _, group in groupby(enumerate(experts), key=lambda item: item[1]):
         steps = [step for step, _ in group]
-        found.append(steps[min(place, len(steps) - 1)])
-    return tuple(found)
+        nth_of_each.append(steps[min(position, len(steps) - 1)])
+    return tuple(nth_of_each)
 
 
-def plan_of(
+def make_exchange_plan(
     setup: Setup,
-    request: VideoParams,
+    params: VideoParams,
     steps: tuple[int, ...],
-    merges: bool,
+    returns_lse: bool,
     device_type: str,
     rank: int = 0,
-) -> Plan:
+) -> ExchangePlan:
     """Makes the plan of the order in a rank's layers.
 
     Args:
@@ -50,30 +50,35 @@ def plan_of(
         rank: Global rank.
     """
     parallel, attention = setup.parallel, setup.attention
-    experts, sparse = noise_schedule.make_noise_schedule(request).experts, attention.use_rainfusion
-    several = parallel.sequence_size > 1
-    return Plan(
+    experts, uses_rainfusion = (
+        noise_schedule.make_noise_schedule(params).experts,
+        attention.use_rainfusion,
+    )
+    is_sharded = parallel.sequence_size > 1
+    return ExchangePlan(
         rank=rank,
         comm_type=parallel.comm_type,
         overlap=parallel.fa_alltoall_overlap,
         chunks=parallel.chunks,
         heads=setup.checkpoint.num_heads,
         layers=setup.checkpoint.config["num_layers"],
-        tokens=request.count_clip_tokens(0),  # of the traced clip
-        multiple=attention.row_multiple(parallel.ring_size) if several else 1,
+        tokens=params.count_clip_tokens(0),  # of the traced clip
+        multiple=attention.row_multiple(parallel.ring_size) if is_sharded else 1,
         sizes=parallel.mesh_shape,
         ring_type=parallel.ring_type,
-        merges=merges,
+        merges=returns_lse,
         fp8=attention.fp8,
         fp8_exchange=attention.quant_alltoall,
-        sparse_from=attention.resolve_sparse_start_step(request.sample_steps) if sparse else None,
+        sparse_from=attention.resolve_sparse_start_step(params.sample_steps)
+        if uses_rainfusion
+        else None,
         steps={step: experts[step] for step in steps},
         fused=setup.exchange_on(device_type) == "fused",
         control=get_vace_layers(setup.checkpoint.config),
     )
 
 
-class Recording:
+class TraceRecording:
     """Records a rank's events, logs their order and writes its trace file.
 
     Args:
@@ -85,58 +90,71 @@ class Recording:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ExchangePlan,
         device: Device,
-        printed: tuple[int, ...] = (),
-        team: ParallelGroups | None = None,
-        kernels: Path | None = None,
+        logged_steps: tuple[int, ...] = (),
+        groups: ParallelGroups | None = None,
+        profile_folder: Path | None = None,
     ) -> None:
-        self.plan, self._device, self._printed = plan, device, printed
-        self._team, self._kernels = team, kernels
+        self.plan, self._device, self._logged_steps = plan, device, logged_steps
+        self._groups, self._profile_folder = groups, profile_folder
         self.events: list[Event] = []
-        self._began: tuple[int, float] | None = None
+        self._start_times: tuple[int, float] | None = None
         self.recorder = Recorder(
-            {*plan.steps, *printed},
+            {*plan.steps, *logged_steps},
             device.clock(),
-            self._done,
-            self._around,
-            None if kernels is None else device.range,
+            self._on_step_end,
+            self._step_context,
+            None if profile_folder is None else device.range,
         )
 
-    def trace(self, **about: str) -> Trace:
+    def make_trace(self, **metadata: str) -> Trace:
         """Returns the trace of all stored events, with more metadata."""
-        _, seconds = self._began or (0, 0.0)
-        known = {"clock": self.recorder.clock.name, "run": f"{seconds:.6f}", "wan": wan.__version__}
-        return Trace(self.plan, self.events, known | about)
+        _, seconds = self._start_times or (0, 0.0)
+        run_metadata = {
+            "clock": self.recorder.clock.name,
+            "run": f"{seconds:.6f}",
+            "wan": wan.__version__,
+        }
+        return Trace(self.plan, self.events, run_metadata | metadata)
 
-    def write(self, folder: Path, about: Mapping[str, str]) -> None:
+    def write_trace_file(self, folder: Path, metadata: Mapping[str, str]) -> None:
         """Writes this rank's trace file; a failure is logged and does not end the run."""
-        zero, _ = self._began or (0, 0.0)
+        origin_ns, _ = self._start_times or (0, 0.0)
         try:
-            order.write(self.trace(**about), folder, zero)
+            exchange_order.write_trace(self.make_trace(**metadata), folder, origin_ns)
         except OSError as error:
             reason = error.strerror or error
             logger.error("The trace could not be saved to %s (%s).", folder, reason)
 
     @contextmanager
-    def _around(self, step: int) -> Iterator[None]:
+    def _step_context(self, step: int) -> Iterator[None]:
         """Profiles a recorded step; before the first one, ranks synchronize their clocks."""
-        if self._began is None:
-            here = time.perf_counter_ns(), time.time()
-            self._began = here if self._team is None else self._team.get_common_time()
-        if self._kernels is None:
+        if self._start_times is None:
+            local_times = time.perf_counter_ns(), time.time()
+            self._start_times = (
+                local_times if self._groups is None else self._groups.get_common_time()
+            )
+        if self._profile_folder is None:
             yield
             return
-        with self._device.profiled(self._kernels / f"rank{self.plan.rank}.step{step}.kernels.json"):
+        with self._device.profiled(
+            self._profile_folder / f"rank{self.plan.rank}.step{step}.kernels.json"
+        ):
             yield
 
-    def _done(self, events: list[Event]) -> None:
+    def _on_step_end(self, events: list[Event]) -> None:
         """Stores and logs the events of a recorded step."""
         step = events[0].facts["step"]
         if step in self.plan.steps:
             self.events += events
-        if step in self._printed and logger.isEnabledFor(logging.DEBUG):
-            for (_, branch), forward in order.by_forward(events).items():
-                for layer, inside in order.by_layer(forward).items():
-                    place = f"step {step} {branch} layer {layer}"
-                    logger.debug("%s %s: %s", place, self.plan.mode.name, order.line(inside))
+        if step in self._logged_steps and logger.isEnabledFor(logging.DEBUG):
+            for (_, branch), forward_events in exchange_order.group_by_forward(events).items():
+                for layer, layer_events in exchange_order.group_by_layer(forward_events).items():
+                    position = f"step {step} {branch} layer {layer}"
+                    logger.debug(
+                        "%s %s: %s",
+                        position,
+                        self.plan.mode.name,
+                        exchange_order.format_layer_order(layer_events),
+                    )

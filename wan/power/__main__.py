@@ -21,16 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         with failures.terminable(), failures.readable():
-            return _command(argv)
+            return _run_command(argv)
     except BaseException as error:
-        sentence = failures.describe(error)
-        if sentence is None:
+        message = failures.describe(error)
+        if message is None:
             raise
-        failures.say(sentence, "wan.power")
+        failures.say(message, "wan.power")
         return get_exit_code(error)
 
 
-def _command(argv: Sequence[str]) -> int:
+def _run_command(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m wan.power COMMAND ...\n")
         print("\n".join(f"  {name:9}{text}" for name, text in COMMANDS.items()))

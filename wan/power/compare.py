@@ -29,8 +29,8 @@ import numpy as np
 from wan import __version__, env, host, log
 from wan.cli import main as command
 from wan.cli.flags import Parser, parse
-from wan.evidence import order
-from wan.evidence.meter import Measured
+from wan.evidence import exchange_order
+from wan.evidence.meter import PowerMeasurement
 from wan.log import logger
 from wan.output_files import VIDEO, check_folder, check_output, json_kind, marked_kind, write_output
 from wan.power.timeline import PLOT, PLOT_METADATA
@@ -54,17 +54,17 @@ PRESETS = {  # arguments of generate.py; those after -- override them
         *("--sample_guide_scale", "1", "--base_seed", "42"),
     ],
 }
-_DECIDED = (
+_FORBIDDEN_FLAGS = (
     *("comm_type", "chunks", "fa_alltoall_overlap", "power", "trace", "plan", "compile"),
     *("decode_latents", "from_json", "use_prompt_extend", "prompt_file", "skip_existing"),
 )
 """Flags of generate.py that the comparison sets or does not support."""
-FEWEST = 5  # rounds
-_COMPARISON = json_kind("a comparison of wan.power", "machine", "recommended", "variants")
-_TITLE = "# Comparison of the modes of FA_Power_Cap"
-_REPORT = marked_kind("a report of wan.power compare", _TITLE.encode())
-_NETWORKS = {False: "all networks in memory", True: "one network at a time"}
-_RESAMPLES = 4000  # bootstrap resamples of the rounds
+MIN_ROUNDS = 5  # rounds
+_COMPARISON_KIND = json_kind("a comparison of wan.power", "machine", "recommended", "variants")
+_REPORT_TITLE = "# Comparison of the modes of FA_Power_Cap"
+_REPORT_KIND = marked_kind("a report of wan.power compare", _REPORT_TITLE.encode())
+_OFFLOAD_LABELS = {False: "all networks in memory", True: "one network at a time"}
+_NUM_RESAMPLES = 4000  # bootstrap resamples of the rounds
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Variant:
     name: str
     comm_type: int
     chunks: int | None = None
-    rests: bool = False
-    locked: bool = False
+    adds_idle_gaps: bool = False
+    locks_clock: bool = False
 
     @property
     def is_control(self) -> bool:
-        return self.rests or self.locked
+        return self.adds_idle_gaps or self.locks_clock
 
     @property
     def slug(self) -> str:
@@ -97,21 +97,21 @@ class Variant:
     @property
     def flags(self) -> str:
         """The flags of generate.py that select this variant."""
-        more = "" if self.chunks is None else f" --chunks {self.chunks}"
-        return f"--comm_type {self.comm_type}{more}"
+        chunks_flag = "" if self.chunks is None else f" --chunks {self.chunks}"
+        return f"--comm_type {self.comm_type}{chunks_flag}"
 
 
-def variants(modes: Sequence[int], chunks: Sequence[int]) -> list[Variant]:
+def list_variants(modes: Sequence[int], chunks: Sequence[int]) -> list[Variant]:
     """Lists the baseline, the modes, InsertComm with other numbers of chunks, and the controls."""
-    found = [Variant(MODES[mode].name, mode) for mode in sorted({0, *modes})]
-    found += [Variant(f"InsertComm, {n} chunks", 1, n) for n in chunks]
+    variants = [Variant(MODES[mode].name, mode) for mode in sorted({0, *modes})]
+    variants += [Variant(f"InsertComm, {n} chunks", 1, n) for n in chunks]
     if 1 in modes:  # the control has its gap lengths
-        found.append(Variant("control: rests without exchanges", 0, rests=True))
-    return [*found, Variant("control: baseline, locked clock", 0, locked=True)]
+        variants.append(Variant("control: rests without exchanges", 0, adds_idle_gaps=True))
+    return [*variants, Variant("control: baseline, locked clock", 0, locks_clock=True)]
 
 
 @dataclass
-class Result:
+class VariantResult:
     """Measurements of a variant; lists have one element per round.
 
     Attributes:
@@ -130,27 +130,27 @@ class Result:
     variant: Variant
     seconds: list[float] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
-    power: list[Measured] = field(default_factory=list)
+    power: list[PowerMeasurement] = field(default_factory=list)
     peak_memory: int | None = None
-    schedule: str = "the baseline's"
-    apart: float | None = None
-    largest: int | None = None
+    order_summary: str = "the baseline's"
+    latents_difference: float | None = None
+    max_pixel_difference: int | None = None
     psnr: float = float("inf")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs a comparison; returns an exit code of generate.py."""
     log.setup(env.rank() == 0)
-    cut = [*argv, "--"].index("--")
-    options, arguments = _options(argv[:cut]), list(argv[cut + 1 :])
+    separator = [*argv, "--"].index("--")
+    options, arguments = _parse_compare_options(argv[:separator]), list(argv[separator + 1 :])
     options.command = f"compare {' '.join(argv)}"
     arguments = [*PRESETS.get(options.preset, ()), *arguments]
-    given = parse(arguments)
-    for name in _DECIDED:
-        if name in given:
+    user_settings = parse(arguments)
+    for name in _FORBIDDEN_FLAGS:
+        if name in user_settings:
             raise InputError(f"`{name}`", None, "is set by compare itself", "drop it")
     if options.plan is not None:
-        return _show_plan(options, command.resolved(arguments, plan=True))
+        return _print_comparison_plan(options, command.resolved(arguments, plan=True))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -158,28 +158,28 @@ def main(argv: Sequence[str]) -> int:
             "has no exchanges to compare",
             "start torchrun --nproc_per_node=2 -m wan.power compare ..., a process for each device",
         )
-    options.keeps = "offload_model" not in given  # load networks once if they fit
+    options.keeps = "offload_model" not in user_settings  # load networks once if they fit
     if options.keeps:
         arguments += ["--offload_model", "true"]
     check_folder(options.out.absolute(), "--out", options.out)
     options.out.mkdir(parents=True, exist_ok=True)
-    _check_outputs(options.out)
+    _check_comparison_outputs(options.out)
     arguments += ["--save_file", str(options.out / "baseline.mp4")]
-    return command.carry_out(arguments, partial(_compare, options))
+    return command.carry_out(arguments, partial(_run_comparison, options))
 
 
-def _check_outputs(out: Path) -> None:
+def _check_comparison_outputs(out: Path) -> None:
     """Refuses to overwrite files of other programs in the output folder."""
-    kinds = {"comparison.json": _COMPARISON, "report.md": _REPORT, "gain.png": PLOT}
+    kinds = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": PLOT}
     for name, kind in kinds.items():
         check_output(out / name, kind, "--out")
     for path in out.glob("*.mp4"):
         check_output(path, VIDEO, "--out")
     for path in out.glob("traces/*/rank*.json"):
-        check_output(path, order.TRACE, "--out")
+        check_output(path, exchange_order.TRACE, "--out")
 
 
-def _options(argv: Sequence[str]) -> Namespace:
+def _parse_compare_options(argv: Sequence[str]) -> Namespace:
     """Parses the options of the comparison, which precede "--"."""
     parser = Parser(
         prog="wan.power compare",
@@ -200,111 +200,119 @@ def _options(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--preset", choices=PRESETS, help="preset arguments of a published workload"
     )
-    quick = "run only 4 steps of each expert and time the last 3"
-    parser.add_argument("--quick", action="store_true", help=quick)
-    plan = "print what fits devices with so much memory (1 GB = 1e9 bytes); no run"
-    parser.add_argument("--plan", metavar="GB", help=plan)
+    quick_help = "run only 4 steps of each expert and time the last 3"
+    parser.add_argument("--quick", action="store_true", help=quick_help)
+    plan_help = "print what fits devices with so much memory (1 GB = 1e9 bytes); no run"
+    parser.add_argument("--plan", metavar="GB", help=plan_help)
     parser.add_argument(
         "--order", default="0", metavar="SEED", help="seed of the random order (default: 0)"
     )
     options = parser.parse_args(argv)
 
-    def each(read: Reader, name: str, listed: str) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(read(name, part) for part in listed.split(",")))
+    def read_list(reader: Reader, name: str, text: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(reader(name, part) for part in text.split(",")))
 
-    chunks = each(integer(1, 4096), "--chunks", options.chunks) if options.chunks else ()
-    options.variants = variants(each(choice(*MODES), "--modes", options.modes), chunks)
-    options.repeats = integer(FEWEST, 10_000)("--repeats", options.repeats)
+    chunks = read_list(integer(1, 4096), "--chunks", options.chunks) if options.chunks else ()
+    options.variants = list_variants(read_list(choice(*MODES), "--modes", options.modes), chunks)
+    options.repeats = integer(MIN_ROUNDS, 10_000)("--repeats", options.repeats)
     options.order = integer(0, 2**32)("--order", options.order)
     if options.plan is not None:
         options.plan = int(real(0.001, 1e6)("--plan", options.plan) * 1e9)
     return options
 
 
-def _compare(options: Namespace, run: Run, team: ParallelGroups | None) -> int:
-    assert team is not None
+def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None) -> int:
+    assert groups is not None
     if run.setup.parallel.ulysses_size == 1:
         raise InputError("`ulysses_size`", 1, "has no exchanges to compare", "give a larger one")
-    from wan.power.rounds import Rounds
+    from wan.power.rounds import ComparisonRounds
 
-    attention, compared = run.setup.attention, options.variants
+    attention, variants = run.setup.attention, options.variants
     if attention.quant_alltoall or attention.use_rainfusion:  # not supported by the control
         logger.info("No run with rests only: not with --quant_alltoall or --use_rainfusion.")
-        compared = [variant for variant in compared if not variant.rests]
+        variants = [variant for variant in variants if not variant.rests]
     if options.quick and run.setup.policy is not None:
         why = "takes single steps, and a step cache needs all of them"
         raise InputError("--quick", None, why, "drop it or --step_cache")
-    run = _fitted(options, run, team)
-    rounds = Rounds(run, team, compared, options.out, options.quick)
-    seconds = rounds.prepare()
-    count = options.repeats * len(rounds.results)
-    one = log.duration(seconds) if seconds >= 10 else f"{seconds:.2f} s"
-    whole = log.duration(count * seconds)
-    logger.info("%d runs of about %s: %s, and loading.", count, one, whole)
-    shuffled = random.Random(options.order)
-    for number in range(1, options.repeats + 1):
-        rounds.measure(shuffled.sample(rounds.results, len(rounds.results)))
-        took = ", ".join(f"{one.variant.name} {one.seconds[-1]:.2f} s" for one in rounds.results)
-        logger.info("Round %d of %d (measured): %s.", number, options.repeats, took)
-        if team.is_main:  # keeps finished rounds if the process is killed
-            write(options, run, team.device.name(), rounds.results)
-    rounds.close()
-    if team.is_main:
-        chosen, reason = write(options, run, team.device.name(), rounds.results)
-        logger.info("%s (%s)", reason, chosen.flags)
+    run = _select_offload_mode(options, run, groups)
+    rounds = ComparisonRounds(run, groups, variants, options.out, options.quick)
+    seconds = rounds.warm_up()
+    num_runs = options.repeats * len(rounds.results)
+    item = log.duration(seconds) if seconds >= 10 else f"{seconds:.2f} s"
+    total_time = log.duration(num_runs * seconds)
+    logger.info("%d runs of about %s: %s, and loading.", num_runs, item, total_time)
+    rng = random.Random(options.order)
+    for round_number in range(1, options.repeats + 1):
+        rounds.measure_round(rng.sample(rounds.results, len(rounds.results)))
+        round_times = ", ".join(
+            f"{item.variant.name} {item.seconds[-1]:.2f} s" for item in rounds.results
+        )
+        logger.info("Round %d of %d (measured): %s.", round_number, options.repeats, round_times)
+        if groups.is_main:  # keeps finished rounds if the process is killed
+            write_comparison(options, run, groups.device.name(), rounds.results)
+    rounds.compare_videos()
+    if groups.is_main:
+        best_variant, reason = write_comparison(options, run, groups.device.name(), rounds.results)
+        logger.info("%s (%s)", reason, best_variant.flags)
         logger.info("Report: %s", options.out / "report.md")
     return 0
 
 
-def _fitted(options: Namespace, run: Run, team: ParallelGroups) -> Run:
+def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -> Run:
     """Keeps all networks in memory if they fit, else one at a time; the same on all ranks."""
     from wan.pipeline import memory
 
-    kind, here = team.device.type, env.local_world_size()
-    free = host.available_memory() if kind == "cpu" else team.device.free_memory()
-    known = [one for one in team.gather(free) if one is not None]
-    ways = [run.setup.execution.offload_model]
+    device_type, ranks_per_node = groups.device.type, env.local_world_size()
+    free = host.available_memory() if device_type == "cpu" else groups.device.free_memory()
+    free_per_rank = [num_bytes for num_bytes in groups.gather(free) if num_bytes is not None]
+    offload_modes = [run.setup.execution.offload_model]
     if options.keeps:  # a step cache needs a video's steps in sequence
-        ways = [False, True] if run.setup.policy is None else [False]
-    stage, need = "", 0
-    for offload in ways:
-        given: dict[str, Any] = {"device": kind, "offload_model": offload}
-        stage, need = memory.find_fullest_stage(run.setup, run.request, here, **given)
-        if not known or need <= min(known):
-            where = "" if not known else f" of {min(known) / 1e9:.1f} GB free"
-            how = f"--offload_model {offload}"
+        offload_modes = [False, True] if run.setup.policy is None else [False]
+    stage, needed_bytes = "", 0
+    for offload in offload_modes:
+        memory_options: dict[str, Any] = {"device": device_type, "offload_model": offload}
+        stage, needed_bytes = memory.find_fullest_stage(
+            run.setup, run.request, ranks_per_node, **memory_options
+        )
+        if not free_per_rank or needed_bytes <= min(free_per_rank):
+            free_text = "" if not free_per_rank else f" of {min(free_per_rank) / 1e9:.1f} GB free"
+            mode_text = f"--offload_model {offload}"
             if isinstance(offload, bool):
-                how = _NETWORKS[offload]
-            logger.info("Plan: %.1f GB (%s)%s, %s.", need / 1e9, stage, where, how)
+                mode_text = _OFFLOAD_LABELS[offload]
+            logger.info(
+                "Plan: %.1f GB (%s)%s, %s.", needed_bytes / 1e9, stage, free_text, mode_text
+            )
             execution = replace(run.setup.execution, offload_model=offload)
             return replace(run, setup=replace(run.setup, execution=execution))
-    why = f"needs at least {need / 1e9:.1f} GB ({stage}), and {min(known) / 1e9:.1f} GB are free"
+    why = f"needs at least {needed_bytes / 1e9:.1f} GB ({stage}), and {min(free_per_rank) / 1e9:.1f} GB are free"
     raise InputError("The comparison", None, why, "use more ranks, --dit_fsdp or fewer frames")
 
 
-def _show_plan(options: Namespace, run: Run) -> int:
+def _print_comparison_plan(options: Namespace, run: Run) -> int:
     """Prints the memory that a comparison needs, and whether it fits."""
     from wan.pipeline import memory
 
-    request, fits = run.request, False
-    width, height = request.video_size
-    size = f"{width}*{height}, {request.frame_num} frames, {request.sample_steps} steps"
-    print(f"Comparison: {request.preset.task}, {size}, {run.setup.parallel.world_size} ranks")
-    for offload, how in _NETWORKS.items():
-        stage, need = memory.find_fullest_stage(run.setup, request, offload_model=offload)
-        fits = fits or need <= options.plan
-        verdict = "fits" if need <= options.plan else "does not fit"
-        print(f"  {how}: {need / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB")
-    count = options.repeats * len(options.variants)
+    params, fits_any = run.request, False
+    width, height = params.video_size
+    size = f"{width}*{height}, {params.frame_num} frames, {params.sample_steps} steps"
+    print(f"Comparison: {params.preset.task}, {size}, {run.setup.parallel.world_size} ranks")
+    for offload, mode_text in _OFFLOAD_LABELS.items():
+        stage, needed_bytes = memory.find_fullest_stage(run.setup, params, offload_model=offload)
+        fits_any = fits_any or needed_bytes <= options.plan
+        verdict = "fits" if needed_bytes <= options.plan else "does not fit"
+        print(
+            f"  {mode_text}: {needed_bytes / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB"
+        )
+    num_runs = options.repeats * len(options.variants)
     steps = "4 steps of each expert" if options.quick else "a whole video"
-    print(f"  at most {count} runs, each {steps}; the warm-up estimates their time")
-    if not fits:
+    print(f"  at most {num_runs} runs, each {steps}; the warm-up estimates their time")
+    if not fits_any:
         raise InputError("The comparison", None, "does not fit", "use more ranks or --dit_fsdp")
     return 0
 
 
 @dataclass(frozen=True)
-class Ratio:
+class TimeRatio:
     """A variant's time divided by the baseline's: median over rounds with a 95 % interval."""
 
     median: float
@@ -312,21 +320,23 @@ class Ratio:
     high: float
 
     @property
-    def gain(self) -> str:
+    def gain_text(self) -> str:
         """The difference in per cent: "-12.3 % (-14.0 to -10.1)"."""
         percent = [100 * (x - 1) for x in (self.median, self.low, self.high)]
         return "{:+.1f} % ({:+.1f} to {:+.1f})".format(*percent)
 
 
-def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Ratio:
+def compute_time_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> TimeRatio:
     """Computes the time ratio per round; the interval is bootstrapped over the rounds."""
-    each = np.array(seconds) / np.array(baseline)
-    draws = np.random.default_rng(0).integers(len(each), size=(_RESAMPLES, len(each)))
-    low, high = np.percentile(np.median(each[draws], axis=1), [2.5, 97.5])
-    return Ratio(float(np.median(each)), float(low), float(high))
+    round_ratios = np.array(seconds) / np.array(baseline)
+    resamples = np.random.default_rng(0).integers(
+        len(round_ratios), size=(_NUM_RESAMPLES, len(round_ratios))
+    )
+    low, high = np.percentile(np.median(round_ratios[resamples], axis=1), [2.5, 97.5])
+    return TimeRatio(float(np.median(round_ratios)), float(low), float(high))
 
 
-def recommend(results: Sequence[Result]) -> tuple[Variant, str]:
+def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
     """Returns the fastest mode whose interval is entirely below 1, else the baseline; and why.
 
     Of modes whose intervals overlap, the simpler one is recommended.
@@ -334,82 +344,103 @@ def recommend(results: Sequence[Result]) -> tuple[Variant, str]:
     Args:
         results: Measurements of all variants, the baseline first.
     """
-    baseline, *others = results
-    if len(baseline.seconds) < FEWEST:
-        return baseline.variant, f"Fewer than {FEWEST} rounds have ended, too few to decide."
-    ratios = {one.variant: ratio(one.seconds, baseline.seconds) for one in others}
-    modes = {variant: found for variant, found in ratios.items() if not variant.is_control}
-    if not modes:
+    baseline, *other_results = results
+    if len(baseline.seconds) < MIN_ROUNDS:
+        return baseline.variant, f"Fewer than {MIN_ROUNDS} rounds have ended, too few to decide."
+    ratios = {
+        candidate.variant: compute_time_ratio(candidate.seconds, baseline.seconds)
+        for candidate in other_results
+    }
+    mode_ratios = {
+        variant: time_ratio for variant, time_ratio in ratios.items() if not variant.is_control
+    }
+    if not mode_ratios:
         return baseline.variant, "No other mode was compared."
-    faster = {variant: found for variant, found in modes.items() if found.high < 1}
-    if not faster:
-        return baseline.variant, f"No gain on this machine: {_no_gain(baseline.power)}"
-    best = min(faster.values(), key=lambda found: found.median)
-    alike = [variant for variant, found in faster.items() if found.low <= best.high]
-    chosen = min(alike, key=lambda variant: (variant.chunks is not None, variant.comm_type))
-    gain, alone = ratios[chosen], next((ratios[one] for one in ratios if one.rests), None)
-    reason = f"{chosen.name}: {gain.gain} of the baseline's time. "
-    if alone is None:
-        return chosen, f"{reason}No control was run."
-    reason += f"Rests without exchanges between them: {alone.gain}, "
-    if alone.high < 1:
+    faster_modes = {
+        variant: time_ratio for variant, time_ratio in mode_ratios.items() if time_ratio.high < 1
+    }
+    if not faster_modes:
+        return baseline.variant, f"No gain on this machine: {_explain_no_gain(baseline.power)}"
+    fastest = min(faster_modes.values(), key=lambda time_ratio: time_ratio.median)
+    tied_variants = [
+        variant for variant, time_ratio in faster_modes.items() if time_ratio.low <= fastest.high
+    ]
+    best_variant = min(
+        tied_variants, key=lambda variant: (variant.chunks is not None, variant.comm_type)
+    )
+    best_ratio, control_ratio = (
+        ratios[best_variant],
+        next((ratios[candidate] for candidate in ratios if candidate.adds_idle_gaps), None),
+    )
+    reason = f"{best_variant.name}: {best_ratio.gain_text} of the baseline's time. "
+    if control_ratio is None:
+        return best_variant, f"{reason}No control was run."
+    reason += f"Rests without exchanges between them: {control_ratio.gain_text}, "
+    if control_ratio.high < 1:
         reason += "so it is the rests that help."
-    elif alone.low > gain.high:
+    elif control_ratio.low > best_ratio.high:
         reason += "so it is not the rests that help but the order of exchanges and attention."
     else:
         reason += "which does not show what helped."
-    return chosen, reason
+    return best_variant, reason
 
 
-def _no_gain(baseline: Sequence[Measured]) -> str:
+def _explain_no_gain(measurements: Sequence[PowerMeasurement]) -> str:
     """Explains from the baseline's clock why no mode is faster."""
     slower = "no mode is certainly faster than the baseline"
-    shares = [one.throttled for one in baseline if one.throttled is not None]
+    shares = [
+        measurement.throttled for measurement in measurements if measurement.throttled is not None
+    ]
     if not shares:
         return f"{slower}; throttling could not be read here."
     share = statistics.mean(shares)
     if share < 0.01:
         return f"{slower}, and the clock was never throttled, so that rests can save nothing."
-    names = sorted({name for one in baseline for name in one.reasons})
+    names = sorted({name for measurement in measurements for name in measurement.reasons})
     why = "rests are too short, or attention draws too much power"
     if not any("power" in name for name in names):
         why = "but not for power, so that rests cannot help"
     return f"{slower}; the clock was throttled {share:.0%} of the time ({', '.join(names)}), {why}."
 
 
-def rests(events: Sequence[Event]) -> list[float]:
+def measure_chunk_gaps(events: Sequence[Event]) -> list[float]:
     """Returns the gaps between attention of consecutive head chunks in a layer, in seconds."""
-    found, last = [], None
+    gaps, previous = [], None
     for event in events:
         if event.kind != "attention":
             continue
-        layer = tuple(event.facts.get(name) for name in ("step", "branch", "layer"))
+        layer_key = tuple(event.facts.get(name) for name in ("step", "branch", "layer"))
         chunk = event.facts.get("chunk")
-        if last is not None and last[0] == layer and last[1] != chunk:
-            found.append((event.begin - last[2]) / 1e9)
-        last = layer, chunk, event.end
-    return found
+        if previous is not None and previous[0] == layer_key and previous[1] != chunk:
+            gaps.append((event.begin - previous[2]) / 1e9)
+        previous = layer_key, chunk, event.end
+    return gaps
 
 
-def schedule(folder: Path, variant: Variant) -> str:
+def summarize_traces(folder: Path, variant: Variant) -> str:
     """Summarizes the traces of a variant in one sentence."""
     try:
-        ranks = order.read(folder)
+        traces = exchange_order.read_traces(folder)
     except InputError as error:  # other machines keep their ranks' traces
         return f"not available ({error})"
-    events = [event for rank in ranks for event in rank.events]
-    length, busy = (sum(e.length for e in events if e.kind == x) for x in ("step", "attention"))
-    duty = f"attention {busy / length:.0%} of a step"
-    if variant.rests:
-        return f"a control with InsertComm's rests, without a planned order; {duty}"
-    gaps = [1e3 * gap for rank in ranks for gap in rests(rank.events)]
-    between = f"rests in a layer {statistics.median(gaps):.3f} ms (median)" if gaps else "no rests"
-    differences = (order.compare(rank.plan, rank.events).difference for rank in ranks)
-    return f"{next((one for one in differences if one), 'as planned')}; {duty}; {between}"
+    events = [event for rank_trace in traces for event in rank_trace.events]
+    step_time, attention_time = (
+        sum(e.length for e in events if e.kind == kind) for kind in ("step", "attention")
+    )
+    duty_text = f"attention {attention_time / step_time:.0%} of a step"
+    if variant.adds_idle_gaps:
+        return f"a control with InsertComm's rests, without a planned order; {duty_text}"
+    gaps = [1e3 * gap for rank_trace in traces for gap in measure_chunk_gaps(rank_trace.events)]
+    gap_text = f"rests in a layer {statistics.median(gaps):.3f} ms (median)" if gaps else "no rests"
+    differences = (
+        exchange_order.compare_with_plan(rank_trace.plan, rank_trace.events).difference
+        for rank_trace in traces
+    )
+    return f"{next((difference for difference in differences if difference), 'as planned')}; {duty_text}; {gap_text}"
 
 
-def write(
-    options: Namespace, run: Run, device: str, results: Sequence[Result]
+def write_comparison(
+    options: Namespace, run: Run, device: str, results: Sequence[VariantResult]
 ) -> tuple[Variant, str]:
     """Writes report.md and comparison.json; returns the recommendation and its reason.
 
@@ -417,7 +448,7 @@ def write(
         device: Name of the device.
         results: Measurements so far, the baseline first.
     """
-    chosen, reason = recommend(results)
+    best_variant, reason = recommend_variant(results)
     baseline, (cfg, ring, ulysses) = results[0], run.setup.parallel.mesh_shape
     machine = {
         "device": device,
@@ -426,124 +457,144 @@ def write(
         "layout": f"ulysses {ulysses} x ring {ring} x cfg {cfg}",
         "wan": __version__,
     }
-    found, rows, orders = {}, "", ""
-    for one in results:
-        against = None if one is baseline else ratio(one.seconds, baseline.seconds)
-        found[one.variant.name] = _record(one, against)
-        rows += f"| {' | '.join(_cells(one, against))} |\n"
-        orders += f"- {one.variant.name}: {one.schedule}\n"
-    advice = {"comm_type": chosen.comm_type, "chunks": chosen.chunks, "reason": reason}
+    variant_records, table_rows, order_lines = {}, "", ""
+    for result in results:
+        time_ratio = (
+            None if result is baseline else compute_time_ratio(result.seconds, baseline.seconds)
+        )
+        variant_records[result.variant.name] = _make_variant_record(result, time_ratio)
+        table_rows += f"| {' | '.join(_format_variant_row(result, time_ratio))} |\n"
+        order_lines += f"- {result.variant.name}: {result.order_summary}\n"
+    recommendation = {
+        "comm_type": best_variant.comm_type,
+        "chunks": best_variant.chunks,
+        "reason": reason,
+    }
     record = {"command": options.command, "machine": machine, "settings": run.settings}
-    record |= {"recommended": advice, "variants": found}
-    with write_output(options.out / "comparison.json", _COMPARISON) as path:
+    record |= {"recommended": recommendation, "variants": variant_records}
+    with write_output(options.out / "comparison.json", _COMPARISON_KIND) as path:
         path.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
-    request = run.request
-    width, height = request.video_size
-    picture = "![Gain of each variant](gain.png)\n" if draw_gains(results, options.out) else ""
-    timed = "of denoising"
+    params = run.request
+    width, height = params.video_size
+    image_line = "![Gain of each variant](gain.png)\n" if draw_gains(results, options.out) else ""
+    timing_note = "of denoising"
     if options.quick:
-        timed = "of all steps, from some steps of each expert"
-    with write_output(options.out / "report.md", _REPORT) as path:
+        timing_note = "of all steps, from some steps of each expert"
+    with write_output(options.out / "report.md", _REPORT_KIND) as path:
         path.write_text(
-            f"""{_TITLE} (measured)
+            f"""{_REPORT_TITLE} (measured)
 
 `python -m wan.power {options.command}`
 
-{request.preset.task}, {width}x{height}, {request.frame_num} frames, {request.sample_steps} steps; \
+{params.preset.task}, {width}x{height}, {params.frame_num} frames, {params.sample_steps} steps; \
 {device} ({machine["host"]}), {machine["ranks"]} ranks ({machine["layout"]}); \
-{len(baseline.seconds)} rounds in random order; seconds {timed}; wan {__version__}.
+{len(baseline.seconds)} rounds in random order; seconds {timing_note}; wan {__version__}.
 
 **{reason}**
 
-Recommended: `{chosen.flags}`
+Recommended: `{best_variant.flags}`
 
-{picture}
+{image_line}
 | Variant | Seconds: median (range) | Against the baseline: median (95 %) | Power: mean W, J \
 | Clock: mean MHz, throttled | Peak memory, GiB | Video: largest difference, PSNR |
 |---|---|---|---|---|---|---|
-{rows}
+{table_rows}
 Order of exchanges and attention in two traced steps, which are not timed (`python -m wan.power \
 report {options.out}/traces/NAME` draws them):
 
-{orders}
+{order_lines}
 The folder also has the videos that were decoded, and comparison.json with every round's times \
 and readings. docs/measuring_power.md explains how to read it.
 """,
             encoding="utf-8",
         )
-    return chosen, reason
+    return best_variant, reason
 
 
-def draw_gains(results: Sequence[Result], folder: Path) -> bool:
+def draw_gains(results: Sequence[VariantResult], folder: Path) -> bool:
     """Draws each variant's time ratio with its interval into gain.png.
 
     Returns:
         False if there is nothing to draw or matplotlib is not installed.
     """
-    baseline, *others = results
-    if not others or not baseline.seconds:
+    baseline, *other_results = results
+    if not other_results or not baseline.seconds:
         return False
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(7, 1.4 + 0.4 * len(others)), layout="constrained")
+    figure = Figure(figsize=(7, 1.4 + 0.4 * len(other_results)), layout="constrained")
     axes = figure.subplots()
-    for place, one in enumerate(reversed(others)):
-        found = ratio(one.seconds, baseline.seconds)
-        low, middle, high = (100 * (x - 1) for x in (found.low, found.median, found.high))
-        colour = "#999999" if one.variant.is_control else "#0072B2"
-        axes.plot([low, high], [place, place], color=colour, linewidth=2)
-        axes.plot(middle, place, "o", color=colour)
+    for row, result in enumerate(reversed(other_results)):
+        time_ratio = compute_time_ratio(result.seconds, baseline.seconds)
+        low, middle, high = (
+            100 * (x - 1) for x in (time_ratio.low, time_ratio.median, time_ratio.high)
+        )
+        color = "#999999" if result.variant.is_control else "#0072B2"
+        axes.plot([low, high], [row, row], color=color, linewidth=2)
+        axes.plot(middle, row, "o", color=color)
     axes.axvline(0, color="black", linewidth=1)
-    axes.set_yticks(range(len(others)), [one.variant.name for one in reversed(others)])
-    axes.set_ylim(-0.6, len(others) - 0.4)
+    axes.set_yticks(
+        range(len(other_results)), [result.variant.name for result in reversed(other_results)]
+    )
+    axes.set_ylim(-0.6, len(other_results) - 0.4)
     axes.set_xlabel("time against the baseline, per cent:\nmedian and 95 % interval; left: faster")
     with write_output(folder / "gain.png", PLOT) as path:
         figure.savefig(path, format="png", dpi=120, metadata=PLOT_METADATA)
     return True
 
 
-def _record(one: Result, against: Ratio | None) -> dict[str, Any]:
+def _make_variant_record(result: VariantResult, time_ratio: TimeRatio | None) -> dict[str, Any]:
     return {
-        "seconds": one.seconds,
-        "steps": one.steps,
-        "ratio": None if against is None else asdict(against),
-        "power": [power.record() for power in one.power],
+        "seconds": result.seconds,
+        "steps": result.steps,
+        "ratio": None if time_ratio is None else asdict(time_ratio),
+        "power": [power.to_record() for power in result.power],
         "series": [
             [part.series for part in (power.parts or (power,)) if part.series]
-            for power in one.power
+            for power in result.power
         ],
-        "peak_memory_bytes": one.peak_memory,
-        "schedule": one.schedule,
-        "latents_apart": one.apart if math.isfinite(one.apart or 0.0) else None,
-        "largest_difference": one.largest,
-        "psnr": one.psnr if math.isfinite(one.psnr) else None,
+        "peak_memory_bytes": result.peak_memory,
+        "schedule": result.order_summary,
+        "latents_apart": result.latents_difference
+        if math.isfinite(result.latents_difference or 0.0)
+        else None,
+        "largest_difference": result.max_pixel_difference,
+        "psnr": result.psnr if math.isfinite(result.psnr) else None,
     }
 
 
-def _cells(one: Result, against: Ratio | None) -> list[str]:
+def _format_variant_row(result: VariantResult, time_ratio: TimeRatio | None) -> list[str]:
     """Formats the table row of a variant for the report."""
 
-    def medians(**forms: str) -> str:
+    def format_medians(**formats: str) -> str:
         cells = []
-        for name, form in forms.items():
-            values = [x for power in one.power if (x := getattr(power, name)) is not None]
-            cells.append(format(statistics.median(values), form) if values else "not available")
+        for name, format_spec in formats.items():
+            values = [x for power in result.power if (x := getattr(power, name)) is not None]
+            cells.append(
+                format(statistics.median(values), format_spec) if values else "not available"
+            )
         return ", ".join(dict.fromkeys(cells))
 
-    middle, least, most = (of(one.seconds) for of in (statistics.median, min, max))
-    video = (
-        "not compared yet" if one.apart is None else f"not decoded; latents off by {one.apart:.1e}"
+    median, lowest, highest = (
+        reduction(result.seconds) for reduction in (statistics.median, min, max)
     )
-    if one.largest is not None:
-        video = f"{one.largest}, " + ("the same" if not one.largest else f"{one.psnr:.1f} dB")
+    video_text = (
+        "not compared yet"
+        if result.latents_difference is None
+        else f"not decoded; latents off by {result.latents_difference:.1e}"
+    )
+    if result.max_pixel_difference is not None:
+        video_text = f"{result.max_pixel_difference}, " + (
+            "the same" if not result.max_pixel_difference else f"{result.psnr:.1f} dB"
+        )
     return [
-        one.variant.name,
-        f"{middle:.2f} ({least:.2f} to {most:.2f})",
-        "" if against is None else against.gain,
-        medians(mean_w=".0f", joules=".0f"),
-        medians(mean_mhz=".0f", throttled=".0%"),
-        "not available" if one.peak_memory is None else f"{one.peak_memory / 2**30:.2f}",
-        "" if against is None else video,
+        result.variant.name,
+        f"{median:.2f} ({lowest:.2f} to {highest:.2f})",
+        "" if time_ratio is None else time_ratio.gain_text,
+        format_medians(mean_w=".0f", joules=".0f"),
+        format_medians(mean_mhz=".0f", throttled=".0%"),
+        "not available" if result.peak_memory is None else f"{result.peak_memory / 2**30:.2f}",
+        "" if time_ratio is None else video_text,
     ]

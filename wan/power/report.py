@@ -22,7 +22,7 @@ from statistics import fmean, median
 from typing import Any
 
 from wan.cli.flags import Parser
-from wan.evidence.order import Comparison, Trace, compare, read
+from wan.evidence.exchange_order import OrderComparison, Trace, compare_with_plan, read_traces
 from wan.output_files import check_output, json_kind, write_output
 from wan.power import timeline
 from wan.settings.attention_modes import count_heads_per_chunk
@@ -32,17 +32,17 @@ from wan.trace import Event
 PARTS = {  # part of a step -> kinds of events
     "attention": ("attention",),
     "communication": ("pack", "a2a", "a2a wait", "copy", "hop", "hop wait", "gather"),
-    "rotate, quantise": timeline.QUANTISES,
+    "rotate, quantise": timeline.QUANTIZE_KINDS,
     "projections": ("project",),
     "cross-attention": ("cross-attention",),
     "feed-forward": ("feed-forward",),
 }
-EDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+GAP_EDGES_MS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Bin edges of gap histograms; the first and the last bin are open."""
-_PART = {kind: part for part, kinds in PARTS.items() for kind in kinds}
-_COUNTED = {"attention": "FA", "hop": "hops", "gather": "gathers"}
-_MS = 1e6  # nanoseconds
-_REPORT = json_kind("a report of wan.power", "mode", "order", "plan", "ranks")
+_PART_OF_KIND = {kind: part for part, kinds in PARTS.items() for kind in kinds}
+_COUNT_NAMES = {"attention": "FA", "hop": "hops", "gather": "gathers"}
+_NS_PER_MS = 1e6  # nanoseconds
+_REPORT_KIND = json_kind("a report of wan.power", "mode", "order", "plan", "ranks")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Gaps:
     histogram: tuple[int, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[float]) -> Gaps:
-        counts = Counter(bisect_right(EDGES, length) for length in lengths)
-        bins = tuple(counts[place] for place in range(len(EDGES) + 1))
+    def from_lengths(cls, lengths: Sequence[float]) -> Gaps:
+        counts = Counter(bisect_right(GAP_EDGES_MS, length) for length in lengths)
+        bins = tuple(counts[bin_index] for bin_index in range(len(GAP_EDGES_MS) + 1))
         return cls(len(lengths), median(lengths or [0.0]), max(lengths, default=0.0), bins)
 
 
@@ -84,7 +84,7 @@ class RankReport:
     """
 
     rank: int
-    order: Comparison
+    order: OrderComparison
     counts: dict[str, int]
     step: float
     parts: dict[str, float]
@@ -104,68 +104,75 @@ class RankReport:
         return self.parts["communication"]
 
 
-def analyse(trace: Trace) -> RankReport:
+def analyze_trace(trace: Trace) -> RankReport:
     """Computes the report of one rank."""
     events = trace.events
-    step = sum(event.length for event in events if event.kind == "step") / _MS
-    parts, end = dict.fromkeys(PARTS, 0.0), 0
+    step = sum(event.length for event in events if event.kind == "step") / _NS_PER_MS
+    parts, part_end = dict.fromkeys(PARTS, 0.0), 0
     for event in events:  # nested events count as part of the outer one
-        if event.kind in _PART and event.begin >= end:
-            parts[_PART[event.kind]] += event.length / _MS
-            end = event.end
+        if event.kind in _PART_OF_KIND and event.begin >= part_end:
+            parts[_PART_OF_KIND[event.kind]] += event.length / _NS_PER_MS
+            part_end = event.end
     parts["other"] = max(step - sum(parts.values()), 0.0)
-    layers = timeline.by_layer(events)
-    counts = Counter(tuple(_counts(inside).items()) for _, inside in layers)
+    layer_spans = timeline.collect_layer_spans(events)
+    layer_counts = Counter(
+        tuple(_count_layer_events(layer_events).items()) for _, layer_events in layer_spans
+    )
     within, across = list[float](), list[float]()
     calls = [event for event in events if event.kind == "attention"]
-    for last, call in zip(calls, calls[1:], strict=False):
-        (before, *there), (after, *here) = (
-            [one.facts.get(name) for name in ("step", "branch", "layer")] for one in (last, call)
+    for previous_call, call in zip(calls, calls[1:], strict=False):
+        (previous_step, *previous_place), (next_step, *next_place) = (
+            [attention_call.facts.get(name) for name in ("step", "branch", "layer")]
+            for attention_call in (previous_call, call)
         )
-        if before == after:
-            (within if there == here else across).append((call.begin - last.end) / _MS)
+        if previous_step == next_step:
+            (within if previous_place == next_place else across).append(
+                (call.begin - previous_call.end) / _NS_PER_MS
+            )
     return RankReport(
         rank=trace.plan.rank,
-        order=compare(trace.plan, events),
-        counts=dict(counts.most_common(1)[0][0]) if counts else {},
+        order=compare_with_plan(trace.plan, events),
+        counts=dict(layer_counts.most_common(1)[0][0]) if layer_counts else {},
         step=step,
         parts=parts,
-        hidden=_hidden(events, calls) / _MS,
-        within=Gaps.of(within),
-        across=Gaps.of(across),
-        layers=[_layer(event, inside) for event, inside in layers],
+        hidden=_compute_hidden_time(events, calls) / _NS_PER_MS,
+        within=Gaps.from_lengths(within),
+        across=Gaps.from_lengths(across),
+        layers=[_make_layer_record(event, layer_events) for event, layer_events in layer_spans],
     )
 
 
-def _counts(inside: Iterable[Event]) -> dict[str, int]:
+def _count_layer_events(layer_events: Iterable[Event]) -> dict[str, int]:
     counts = dict.fromkeys(("A2A", "scales", "FA", "hops", "gathers"), 0)
-    for event in inside:
+    for event in layer_events:
         if event.kind == "a2a":
             counts["scales" if "scale" in str(event.facts.get("what")) else "A2A"] += 1
-        elif event.kind in _COUNTED:
-            counts[_COUNTED[event.kind]] += 1
+        elif event.kind in _COUNT_NAMES:
+            counts[_COUNT_NAMES[event.kind]] += 1
     return counts
 
 
-def _layer(event: Event, inside: Sequence[Event]) -> dict[str, Any]:
-    calls = [one.length for one in inside if one.kind == "attention"]
+def _make_layer_record(event: Event, layer_events: Sequence[Event]) -> dict[str, Any]:
+    call_durations = [
+        layer_event.length for layer_event in layer_events if layer_event.kind == "attention"
+    ]
     return {name: event.facts.get(name) for name in ("step", "branch", "layer")} | {
-        "time": event.length / _MS,
-        "attention": sum(calls) / _MS,
-        "calls": len(calls),
-        "exchanges": sum(one.kind == "a2a" for one in inside),
+        "time": event.length / _NS_PER_MS,
+        "attention": sum(call_durations) / _NS_PER_MS,
+        "calls": len(call_durations),
+        "exchanges": sum(layer_event.kind == "a2a" for layer_event in layer_events),
     }
 
 
-def _hidden(events: Sequence[Event], calls: Sequence[Event]) -> int:
+def _compute_hidden_time(events: Sequence[Event], calls: Sequence[Event]) -> int:
     """Computes the nanoseconds in which an exchange and attention overlapped."""
-    edges = [(x, c, 0) for a, b in timeline.under_way(events) for x, c in ((a, 1), (b, -1))]
+    edges = [(x, c, 0) for a, b in timeline.find_async_spans(events) for x, c in ((a, 1), (b, -1))]
     edges += [(x, c, 1) for call in calls for x, c in ((call.begin, 1), (call.end, -1))]
-    total, running, last = 0, [0, 0], 0
+    total, num_active, previous_time = 0, [0, 0], 0
     for time, change, kind in sorted(edges):
-        total += time - last if all(running) else 0
-        running[kind] += change
-        last = time
+        total += time - previous_time if all(num_active) else 0
+        num_active[kind] += change
+        previous_time = time
     return total
 
 
@@ -178,137 +185,159 @@ class RunReport:
     ranks: Sequence[RankReport]
 
     @property
-    def order(self) -> str:
+    def order_summary(self) -> str:
         """The first difference from the plan, or "as planned"."""
-        found = (rank.order.difference for rank in self.ranks)
-        return next((str(one) for one in found if one), "as planned")
+        differences = (rank.order.difference for rank in self.ranks)
+        return next((str(difference) for difference in differences if difference), "as planned")
 
-    def mean(self, figure: Callable[[RankReport], float]) -> str:
+    def format_mean(self, get_milliseconds: Callable[[RankReport], float]) -> str:
         """Formats a time per step, averaged over ranks, in milliseconds."""
-        return _ms(fmean(map(figure, self.ranks)) / max(len(self.traces[0].plan.steps), 1))
+        return _format_milliseconds(
+            fmean(map(get_milliseconds, self.ranks)) / max(len(self.traces[0].plan.steps), 1)
+        )
 
 
 def main(argv: Sequence[str]) -> int:
-    about = (__doc__ or "").partition("\n\n")[2]
-    parser = Parser(prog="python -m wan.power report", description=about)
+    description = (__doc__ or "").partition("\n\n")[2]
+    parser = Parser(prog="python -m wan.power report", description=description)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folder of --trace")
     parser.add_argument("--out", type=Path, help="folder for report.json and timeline.png")
     options = parser.parse_args(argv)
-    same = len({folder.name for folder in options.folders}) < len(options.folders)
-    out = options.out or options.folders[0]
-    written = out / "report.json", out / "timeline.png"
-    for path, kind in zip(written, (_REPORT, timeline.PLOT), strict=True):
+    has_equal_names = len({folder.name for folder in options.folders}) < len(options.folders)
+    out_folder = options.out or options.folders[0]
+    output_paths = out_folder / "report.json", out_folder / "timeline.png"
+    for path, kind in zip(output_paths, (_REPORT_KIND, timeline.PLOT), strict=True):
         check_output(path, kind, "--out")
     reports = []
     for folder in options.folders:
-        traces = read(folder)
-        name = str(folder) if same else folder.absolute().name
-        reports.append(RunReport(name, traces, [analyse(trace) for trace in traces]))
-    print("\n\n".join("\n".join(_text(report)) for report in reports))
+        traces = read_traces(folder)
+        name = str(folder) if has_equal_names else folder.absolute().name
+        reports.append(RunReport(name, traces, [analyze_trace(trace) for trace in traces]))
+    print("\n\n".join("\n".join(_format_run_report(report)) for report in reports))
     if len(reports) > 1:
-        print("\n" + "\n".join(_side_by_side(reports)))
+        print("\n" + "\n".join(_format_run_comparison(reports)))
     try:
-        with write_output(written[0], _REPORT) as temporary:
-            content = [_record(report) for report in reports]
+        with write_output(output_paths[0], _REPORT_KIND) as temporary:
+            content = [_make_run_record(report) for report in reports]
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        timeline.draw([(report.name, report.traces[0]) for report in reports], written[1])
+        timeline.draw_timeline(
+            [(report.name, report.traces[0]) for report in reports], output_paths[1]
+        )
     except OSError as error:
         why = f"cannot be written to ({error.strerror})"
-        raise InputError("The folder", out, why, "name another with --out") from error
-    print(f"\nWritten: {written[0]}, {written[1]}")
-    return int(any(report.order != "as planned" for report in reports))
+        raise InputError("The folder", out_folder, why, "name another with --out") from error
+    print(f"\nWritten: {output_paths[0]}, {output_paths[1]}")
+    return int(any(report.order_summary != "as planned" for report in reports))
 
 
-def _text(report: RunReport) -> Iterator[str]:
+def _format_run_report(report: RunReport) -> Iterator[str]:
     """Formats a run for the terminal: sizes, order, times and gaps."""
     trace, plan = report.traces[0], report.traces[0].plan
     cfg, ring, ulysses = plan.sizes
     chunks = count_heads_per_chunk(plan.heads, ulysses, plan.mode.chunks)
-    each = "/".join(map(str, sorted(set(chunks), reverse=True)))
+    chunk_sizes = "/".join(map(str, sorted(set(chunks), reverse=True)))
     steps = ", ".join(f"{step} ({expert})" for step, expert in plan.steps.items())
-    yield f"== {report.name}: {plan.mode.name}, head chunks {len(chunks)} of {each} per rank =="
+    yield f"== {report.name}: {plan.mode.name}, head chunks {len(chunks)} of {chunk_sizes} per rank =="
     yield (
         f"ulysses {ulysses} x ring {ring} x cfg {cfg}, {plan.tokens} tokens, "
-        f"{plan.all_layers} layers, traced steps {steps}"
+        f"{plan.total_layers} layers, traced steps {steps}"
     )
     yield (
-        f"{trace.about.get('kernel', 'an unknown kernel')}; {trace.about.get('device', '')}, "
-        f"times by {trace.about.get('clock', '?')}"
+        f"{trace.metadata.get('kernel', 'an unknown kernel')}; {trace.metadata.get('device', '')}, "
+        f"times by {trace.metadata.get('clock', '?')}"
     )
-    yield f"\nOrder: {report.order}"
-    alike: dict[str, list[int]] = {}
+    yield f"\nOrder: {report.order_summary}"
+    ranks_by_counts: dict[str, list[int]] = {}
     for rank in report.ranks:
-        words = ", ".join(f"{name} {count}" for name, count in rank.counts.items() if count)
-        alike.setdefault(words or "nothing", []).append(rank.rank)
-    for words, ranks in alike.items():
-        whose = "each rank" if len(alike) == 1 else f"rank {', '.join(map(str, ranks))}"
-        yield f"  a layer, {whose}: {words}"
-    layers = sum(rank.order.layers for rank in report.ranks)
-    skipped = sum(rank.order.skipped for rank in report.ranks)
-    more = f", {skipped} skipped by a step cache" if skipped else ""
-    yield f"  {layers} layers of {len(report.ranks)} ranks compared{more}"
+        counts_text = ", ".join(f"{name} {count}" for name, count in rank.counts.items() if count)
+        ranks_by_counts.setdefault(counts_text or "nothing", []).append(rank.rank)
+    for counts_text, ranks in ranks_by_counts.items():
+        ranks_text = (
+            "each rank" if len(ranks_by_counts) == 1 else f"rank {', '.join(map(str, ranks))}"
+        )
+        yield f"  a layer, {ranks_text}: {counts_text}"
+    num_layers = sum(rank.order.layers for rank in report.ranks)
+    num_skipped = sum(rank.order.skipped for rank in report.ranks)
+    skipped_text = f", {num_skipped} skipped by a step cache" if num_skipped else ""
+    yield f"  {num_layers} layers of {len(report.ranks)} ranks compared{skipped_text}"
     yield "\nMilliseconds of a step (duty: attention's share; hidden: overlapped communication)"
     parts = [part for part in report.ranks[0].parts if any(r.parts[part] for r in report.ranks)]
     count = max(len(plan.steps), 1)
     rows = [("rank", "step", "duty", *parts, "hidden")]
     for rank in report.ranks:
-        times = (_ms(rank.parts[part] / count) for part in parts)
-        hidden = f"<= {_ms(rank.hidden / count)}" if rank.hidden else "0"
-        rows.append((str(rank.rank), _ms(rank.step / count), f"{rank.duty:.0%}", *times, hidden))
-    yield from _table(rows)
+        times = (_format_milliseconds(rank.parts[part] / count) for part in parts)
+        hidden = f"<= {_format_milliseconds(rank.hidden / count)}" if rank.hidden else "0"
+        rows.append(
+            (
+                str(rank.rank),
+                _format_milliseconds(rank.step / count),
+                f"{rank.duty:.0%}",
+                *times,
+                hidden,
+            )
+        )
+    yield from _format_table(rows)
     yield "\nGaps between consecutive attention calls, all ranks"
-    rows = [("ms", f"< {EDGES[0]:g}", *(f"{edge:g} -" for edge in EDGES), "median", "longest")]
+    rows = [
+        (
+            "ms",
+            f"< {GAP_EDGES_MS[0]:g}",
+            *(f"{edge:g} -" for edge in GAP_EDGES_MS),
+            "median",
+            "longest",
+        )
+    ]
     for name, gaps in (
         ("in a layer", [rank.within for rank in report.ranks]),
         ("between layers", [rank.across for rank in report.ranks]),
     ):
         bins = (str(sum(column)) for column in zip(*(g.histogram for g in gaps), strict=True))
-        middle, longest = fmean(gap.median for gap in gaps), max(gap.longest for gap in gaps)
-        rows.append((name, *bins, _ms(middle), _ms(longest)))
-    yield from _table(rows)
+        mean_median, longest = fmean(gap.median for gap in gaps), max(gap.longest for gap in gaps)
+        rows.append((name, *bins, _format_milliseconds(mean_median), _format_milliseconds(longest)))
+    yield from _format_table(rows)
 
 
-def _side_by_side(reports: Sequence[RunReport]) -> Iterator[str]:
+def _format_run_comparison(reports: Sequence[RunReport]) -> Iterator[str]:
     yield "Side by side (exposed, hidden: communication; gap: median between calls in a layer)"
     rows = [("", "step ms", "attention", "duty", "exposed", "hidden", "gap", "order")]
-    for one in reports:
+    for report in reports:
         times = (
-            one.mean(lambda rank: rank.step),
-            one.mean(lambda rank: rank.parts["attention"]),
-            f"{fmean(rank.duty for rank in one.ranks):.0%}",
-            one.mean(lambda rank: rank.exposed),
-            one.mean(lambda rank: rank.hidden),
-            _ms(fmean(rank.within.median for rank in one.ranks)),
+            report.format_mean(lambda rank: rank.step),
+            report.format_mean(lambda rank: rank.parts["attention"]),
+            f"{fmean(rank.duty for rank in report.ranks):.0%}",
+            report.format_mean(lambda rank: rank.exposed),
+            report.format_mean(lambda rank: rank.hidden),
+            _format_milliseconds(fmean(rank.within.median for rank in report.ranks)),
         )
-        order = one.order if one.order == "as planned" else "differs"
-        rows.append((f"{one.name} ({one.traces[0].plan.mode.name})", *times, order))
-    yield from _table(rows)
+        order_text = report.order_summary if report.order_summary == "as planned" else "differs"
+        rows.append((f"{report.name} ({report.traces[0].plan.mode.name})", *times, order_text))
+    yield from _format_table(rows)
 
 
-def _record(report: RunReport) -> dict[str, Any]:
+def _make_run_record(report: RunReport) -> dict[str, Any]:
     """Returns the JSON record of a run."""
     trace = report.traces[0]
     return {
         "name": report.name,
         "mode": trace.plan.mode.name,
-        "order": report.order,
+        "order": report.order_summary,
         "plan": asdict(trace.plan),
-        "about": dict(trace.about),
-        "gap_edges_ms": EDGES,
+        "about": dict(trace.metadata),
+        "gap_edges_ms": GAP_EDGES_MS,
         "ranks": [
             asdict(rank) | {"duty": rank.duty, "exposed": rank.exposed} for rank in report.ranks
         ],
     }
 
 
-def _ms(value: float) -> str:
+def _format_milliseconds(value: float) -> str:
     """Formats milliseconds with three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Formats rows as aligned columns, the first one left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        yield f"  {first.ljust(widths[0])}  {'  '.join(cells)}".rstrip()
+    for first_cell, *other_cells in rows:
+        cells = (cell.rjust(width) for cell, width in zip(other_cells, widths[1:], strict=True))
+        yield f"  {first_cell.ljust(widths[0])}  {'  '.join(cells)}".rstrip()

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.evidence.order import Trace
+from wan.evidence.exchange_order import Trace
 from wan.output_files import marked_kind, write_output
 from wan.settings.errors import InputError
 from wan.trace import Event
 
 PLOT_METADATA = {"Software": "wan.power"}
 PLOT = marked_kind("a plot of wan.power", b"Software\0wan.power")
-_MS = 1e6  # nanoseconds
-QUANTISES = ("quantise", "prepare", "mask")
+_NS_PER_MS = 1e6  # nanoseconds
+QUANTIZE_KINDS = ("quantise", "prepare", "mask")
 """Event kinds of quantized and sparse attention."""
 
 
@@ -24,14 +24,14 @@ class Bar:
     """A bar in a lane; begin, relative to the layer, and length are milliseconds."""
 
     lane: str
-    colour: str
+    color: str
     begin: float
     length: float
     label: str = ""
 
 
 _LANES = ("exchange", "attention", "rotate, quantise", "other")
-_COLOURS = {  # Okabe and Ito's colorblind-safe palette
+_COLORS = {  # Okabe and Ito's colorblind-safe palette
     "all-to-all of q, k, v": "#E69F00",
     "all-to-all of the result": "#D55E00",
     "exchange under way": "#F6DFB0",
@@ -45,76 +45,80 @@ _COLOURS = {  # Okabe and Ito's colorblind-safe palette
 }
 
 
-def under_way(events: Iterable[Event]) -> list[tuple[int, int]]:
+def find_async_spans(events: Iterable[Event]) -> list[tuple[int, int]]:
     """Finds the (begin, end) of asynchronous ring hops and all-to-alls, in nanoseconds.
 
     They last from the end of their call to the beginning of their wait.
     """
-    found: list[tuple[int, int]] = []
-    begun: dict[object, int] = {}
+    spans: list[tuple[int, int]] = []
+    begin_times: dict[object, int] = {}
     for event in events:
-        facts = event.facts
-        key = tuple(facts.get(name) for name in ("layer", "chunk", "what"))
-        if event.kind == "hop" or (event.kind == "a2a" and facts.get("beside")):
-            begun[key] = event.end
-        elif event.kind in ("hop wait", "a2a wait") and key in begun:
-            found.append((begun.pop(key), event.begin))
-    return found
+        attributes = event.facts
+        key = tuple(attributes.get(name) for name in ("layer", "chunk", "what"))
+        if event.kind == "hop" or (event.kind == "a2a" and attributes.get("beside")):
+            begin_times[key] = event.end
+        elif event.kind in ("hop wait", "a2a wait") and key in begin_times:
+            spans.append((begin_times.pop(key), event.begin))
+    return spans
 
 
-def by_layer(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
+def collect_layer_spans(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
     """Pairs each layer's event with the events inside it; events are sorted by begin."""
-    found: list[tuple[Event, list[Event]]] = []
+    layers: list[tuple[Event, list[Event]]] = []
     for event in events:
         if event.kind == "layer":
-            found.append((event, []))
-        elif found and "layer" in event.facts:
-            found[-1][1].append(event)
-    return found
+            layers.append((event, []))
+        elif layers and "layer" in event.facts:
+            layers[-1][1].append(event)
+    return layers
 
 
-def layer_of(trace: Trace) -> tuple[Event, list[Event]]:
+def select_median_layer(trace: Trace) -> tuple[Event, list[Event]]:
     """Returns the event of the layer with attention of median duration, and the events inside it.
 
     Raises:
         InputError: No layer computes attention.
     """
-    layers = by_layer(trace.events)
-    found = [pair for pair in layers if any(one.kind == "attention" for one in pair[1])]
-    if not found:
+    layers = collect_layer_spans(trace.events)
+    attending_layers = [
+        pair for pair in layers if any(event.kind == "attention" for event in pair[1])
+    ]
+    if not attending_layers:
         raise InputError(f"No layer of rank {trace.plan.rank} computes attention: nothing to draw.")
-    return sorted(found, key=lambda pair: pair[0].length)[len(found) // 2]
+    return sorted(attending_layers, key=lambda pair: pair[0].length)[len(attending_layers) // 2]
 
 
-def bars(layer: Event, inside: Sequence[Event]) -> Iterator[Bar]:
+def make_bars(layer: Event, layer_events: Sequence[Event]) -> Iterator[Bar]:
     """Yields the bars of a layer."""
 
-    def at(lane: str, colour: str, begin: int, end: int, label: str = "") -> Bar:
-        return Bar(lane, colour, (begin - layer.begin) / _MS, (end - begin) / _MS, label)
+    def make_bar(lane: str, color: str, begin: int, end: int, label: str = "") -> Bar:
+        return Bar(
+            lane, color, (begin - layer.begin) / _NS_PER_MS, (end - begin) / _NS_PER_MS, label
+        )
 
-    for begin, end in under_way(inside):
-        yield at("exchange", "exchange under way", begin, end)
-    for event in inside:
-        times, what = (event.begin, event.end), str(event.facts.get("what", ""))
+    for begin, end in find_async_spans(layer_events):
+        yield make_bar("exchange", "exchange under way", begin, end)
+    for event in layer_events:
+        times, tensor_name = (event.begin, event.end), str(event.facts.get("what", ""))
         if event.kind in ("a2a", "a2a wait"):
-            whose = "the result" if what == "out" else "q, k, v"
-            label = what if event.kind == "a2a" else ""
-            yield at("exchange", f"all-to-all of {whose}", *times, label)
+            tensors_text = "the result" if tensor_name == "out" else "q, k, v"
+            label = tensor_name if event.kind == "a2a" else ""
+            yield make_bar("exchange", f"all-to-all of {tensors_text}", *times, label)
         elif event.kind in ("pack", "copy"):
-            yield at("exchange", "packed, copied", *times)
+            yield make_bar("exchange", "packed, copied", *times)
         elif event.kind in ("hop", "hop wait", "gather"):
-            yield at("exchange", "ring", *times)
+            yield make_bar("exchange", "ring", *times)
         elif event.kind == "attention":
-            yield at("attention", "attention", *times, str(event.facts.get("chunk", "")))
-        elif event.kind in QUANTISES:
-            yield at("rotate, quantise", "rotate, quantise", *times)
+            yield make_bar("attention", "attention", *times, str(event.facts.get("chunk", "")))
+        elif event.kind in QUANTIZE_KINDS:
+            yield make_bar("rotate, quantise", "rotate, quantise", *times)
         elif event.kind in ("cross-attention", "feed-forward"):
-            yield at("other", event.kind, *times)
+            yield make_bar("other", event.kind, *times)
         elif event.kind == "project":
-            yield at("other", "projections", *times)
+            yield make_bar("other", "projections", *times)
 
 
-def draw(runs: Sequence[tuple[str, Trace]], path: Path) -> None:
+def draw_timeline(named_traces: Sequence[tuple[str, Trace]], path: Path) -> None:
     """Draws a PNG with one panel per run; all panels have the same time axis.
 
     Args:
@@ -129,43 +133,47 @@ def draw(runs: Sequence[tuple[str, Trace]], path: Path) -> None:
         raise InputError(
             "The image needs matplotlib (pip install -r requirements-power.txt); all else is done."
         ) from error
-    panels = [(name, trace, *layer_of(trace)) for name, trace in runs]
+    panels = [(name, trace, *select_median_layer(trace)) for name, trace in named_traces]
     figure: Any = Figure(figsize=(10, 0.7 + 1.35 * len(panels)), dpi=130, layout="constrained")
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    longest, colours = max(layer.length for _, _, layer, _ in panels) / _MS, set[str]()
-    for axis, (name, trace, layer, inside) in zip(axes, panels, strict=True):
-        drawn = list(bars(layer, inside))
-        colours |= {bar.colour for bar in drawn}
-        _titles(axis, name, trace, layer, drawn)
-        _panel(axis, drawn, longest)
-        axis.axvline(layer.length / _MS, color="black", linewidth=0.6)
+    longest, colors = max(layer.length for _, _, layer, _ in panels) / _NS_PER_MS, set[str]()
+    for axis, (name, trace, layer, layer_events) in zip(axes, panels, strict=True):
+        layer_bars = list(make_bars(layer, layer_events))
+        colors |= {bar.color for bar in layer_bars}
+        _set_titles(axis, name, trace, layer, layer_bars)
+        _draw_panel(axis, layer_bars, longest)
+        axis.axvline(layer.length / _NS_PER_MS, color="black", linewidth=0.6)
     axes[-1].set_xlim(0, longest * 1.005)
     axes[-1].set_xlabel(
         "milliseconds from the beginning of the layer; numbers: head chunks", fontsize=8
     )
-    _legend(figure, [colour for colour in _COLOURS if colour in colours])
+    _draw_legend(figure, [color for color in _COLORS if color in colors])
     with write_output(path, PLOT) as temporary:
         figure.savefig(temporary, format="png", metadata=PLOT_METADATA)
 
 
-def _titles(axis: Any, name: str, trace: Trace, layer: Event, drawn: Sequence[Bar]) -> None:
-    total, facts = layer.length / _MS, layer.facts
-    where = f"rank {trace.plan.rank}, step {facts.get('step')}, layer {facts.get('layer')}"
-    busy = sum(bar.length for bar in drawn if bar.lane == "attention")
-    axis.set_title(f"{trace.plan.mode.name}  ({name}; {where})", loc="left", fontsize=9)
+def _set_titles(
+    axis: Any, name: str, trace: Trace, layer: Event, layer_bars: Sequence[Bar]
+) -> None:
+    total, attributes = layer.length / _NS_PER_MS, layer.facts
+    position = (
+        f"rank {trace.plan.rank}, step {attributes.get('step')}, layer {attributes.get('layer')}"
+    )
+    busy = sum(bar.length for bar in layer_bars if bar.lane == "attention")
+    axis.set_title(f"{trace.plan.mode.name}  ({name}; {position})", loc="left", fontsize=9)
     axis.set_title(f"{total:.3g} ms, attention {busy / total:.0%}", loc="right", fontsize=9)
 
 
-def _panel(axis: Any, drawn: Sequence[Bar], longest: float) -> None:
+def _draw_panel(axis: Any, layer_bars: Sequence[Bar], longest: float) -> None:
     """Draws the bars of a layer; bars too short for their label have none.
 
     Args:
         longest: Length of the time axis, milliseconds.
     """
-    lanes = [lane for lane in _LANES if any(bar.lane == lane for bar in drawn)]
-    for bar in drawn:
+    lanes = [lane for lane in _LANES if any(bar.lane == lane for bar in layer_bars)]
+    for bar in layer_bars:
         row = lanes.index(bar.lane)
-        style = {"facecolor": _COLOURS[bar.colour], "edgecolor": "white", "linewidth": 0.3}
+        style = {"facecolor": _COLORS[bar.color], "edgecolor": "white", "linewidth": 0.3}
         axis.broken_barh([(bar.begin, bar.length)], (row - 0.4, 0.8), **style)
         if bar.label and bar.length > longest * 0.011 * len(bar.label):
             middle = bar.begin + bar.length / 2
@@ -177,10 +185,10 @@ def _panel(axis: Any, drawn: Sequence[Bar], longest: float) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _legend(figure: Any, colours: Sequence[str]) -> None:
+def _draw_legend(figure: Any, colors: Sequence[str]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=_COLOURS[name], label=name) for name in colours]
+    handles = [Patch(facecolor=_COLORS[name], label=name) for name in colors]
     figure.legend(
         handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False
     )
