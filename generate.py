@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from wan.__main__ import run
+from wan.__main__ import run_command_line
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run_command_line())

@@ -43,7 +43,7 @@ from benchmarks.residency import drawn
 from tools.safetensors_stream import write
 from wan.checkpoint.files import read_json
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.output_files import write_folder
 from wan.pipeline import text
 from wan.pipeline.tiny import VAE_22, train_tokenizer, write_tokenizer
@@ -268,16 +268,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--official_folder", type=Path, help="the same weights in the official layout"
     )
     parser.add_argument("--size", default="320*192")
-    parser.add_argument("--frames", type=typed(read_frame_num), default=17)
-    parser.add_argument("--steps", type=typed(integer(1, 1000)), default=8)
+    parser.add_argument("--frames", type=make_argument_type(read_frame_num), default=17)
+    parser.add_argument("--steps", type=make_argument_type(integer(1, 1000)), default=8)
     parser.add_argument(
         "--guidance",
-        type=typed(real(0, 100, exclude_min=True)),
+        type=make_argument_type(real(0, 100, exclude_min=True)),
         nargs="+",
         default=[5.0],
         help="guidance scales LOW HIGH, or one for both",
     )
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=5)
     parser.add_argument("--cache", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument(
         "--keep", type=Path, help="folder that keeps the written checkpoint for later runs"

@@ -29,7 +29,7 @@ from benchmarks import attention_runs, common
 from benchmarks.attention_runs import Size
 from benchmarks.common import CPU, launch, slowest
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.settings.attention_modes import MODES
 from wan.settings.values import integer
 
@@ -183,31 +183,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
     parser.add_argument(
         "--ranks",
-        type=typed(integer(1, 64)),
+        type=make_argument_type(integer(1, 64)),
         nargs="+",
         default=[2, 4],
         help="numbers of ranks of the parts modes and exchange",
     )
     parser.add_argument(
         "--heads",
-        type=typed(integer(1, 1000)),
+        type=make_argument_type(integer(1, 1000)),
         default=40,
         help="attention heads; part overlap uses half",
     )
     parser.add_argument(
         "--block_heads",
-        type=typed(integer(1, 1000)),
+        type=make_argument_type(integer(1, 1000)),
         default=12,
         help="heads of the parts exchange, ring, block and compile",
     )
-    parser.add_argument("--head_dim", type=typed(integer(1, 1024)), default=128)
+    parser.add_argument("--head_dim", type=make_argument_type(integer(1, 1024)), default=128)
     parser.add_argument(
         "--tokens",
-        type=typed(integer(1, 1_000_000)),
+        type=make_argument_type(integer(1, 1_000_000)),
         default=4096,
         help="tokens; the parts exchange, ring, block and compile use half",
     )
-    parser.add_argument("--repeats", type=typed(integer(1, 10_000)), default=5, help="timed rounds")
+    parser.add_argument(
+        "--repeats", type=make_argument_type(integer(1, 10_000)), default=5, help="timed rounds"
+    )
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     options.size = Size(options.heads, options.head_dim, options.tokens, options.repeats)

@@ -26,8 +26,8 @@ from tests.gguf_files import with_gguf
 from tools import compare_videos
 from tools.quantize_dit import quantize
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
-from wan.output_files import check_output, marked_kind, write_output
+from wan.cli.programs import make_argument_type, run_program
+from wan.output_files import check_output, make_marked_kind, write_output
 from wan.settings.values import integer
 
 DEMO = REPO / "examples" / "demo"
@@ -58,7 +58,7 @@ WAYS: dict[str, str] = {
 AGAINST = {"--use_rainfusion": "plain, 33 frames"}
 """Variant -> its reference variant; all others are compared with the plain run."""
 
-LINES = marked_kind(
+LINES = make_marked_kind(
     "prompts of benchmarks.changes", json.dumps({"prompt": PROMPTS[0]})[:-1].encode()
 )
 
@@ -116,7 +116,9 @@ def compared(name: str, own: Path, reference: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--prompts", type=typed(integer(1, len(PROMPTS))), default=len(PROMPTS))
+    parser.add_argument(
+        "--prompts", type=make_argument_type(integer(1, len(PROMPTS))), default=len(PROMPTS)
+    )
     parser.add_argument("--keep", type=Path, help="folder that keeps the videos")
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)

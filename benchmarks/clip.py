@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.common import CPU, busy, interleave, ratios, results_file, spread, write_json
 from wan.checkpoint.config import make_reference_dit_config
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.modules.interfaces import ModelComponents
 from wan.modules.networks import build_dit
 from wan.settings.presets import FACE_SIZE, PRESETS
@@ -97,10 +97,10 @@ def counted(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[s
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--task", choices=PUBLISHED, default="s2v-14B")
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=7)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=7)
     parser.add_argument(
         "--load",
-        type=typed(integer(0, 1000)),
+        type=make_argument_type(integer(0, 1000)),
         default=1,
         help="processes that keep one core each busy during the timed forwards (1)",
     )

@@ -32,9 +32,9 @@ from torch.autograd import DeviceType
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-from wan import host
-from wan.cli.programs import output_path, typed
-from wan.output_files import json_kind, write_output
+from wan import system
+from wan.cli.programs import make_argument_type, make_output_path_type
+from wan.output_files import make_json_kind, write_output
 from wan.settings.values import format_value, integer
 
 _SPIN = """
@@ -45,8 +45,8 @@ while os.getppid() == parent:
         pass
 """
 CPU = torch.device("cpu")
-RESULTS = json_kind("the results of a benchmark", "environment", "results")
-results_file = output_path(RESULTS)
+RESULTS = make_json_kind("the results of a benchmark", "environment", "results")
+results_file = make_output_path_type(RESULTS)
 """The `type` of `--json`."""
 Run = Callable[[], Any]
 Times = dict[str, list[float]]
@@ -181,7 +181,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "cpu": host.cpu(),
+        "cpu": system.read_cpu_name(),
         "device": str(device)
         if device.type == "cpu"
         else torch.get_device_module(device).get_device_name(device),
@@ -190,7 +190,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def grid(text: str) -> tuple[int, ...]:
     """Parse a token grid "F,H,W" from the command line."""
-    read = typed(integer(1, 10_000))
+    read = make_argument_type(integer(1, 10_000))
     sizes = tuple(read(size) for size in text.split(","))
     if len(sizes) != 3:
         raise argparse.ArgumentTypeError(f"{format_value(text)} is not F,H,W")

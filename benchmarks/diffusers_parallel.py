@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.common import CPU, interleave, launch, slowest
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.diffusers import parallelize_transformer
 from wan.settings.values import integer, real
 
@@ -146,10 +146,12 @@ def outcome(work: Callable[..., dict[str, Any]], kind: str, who: str, limit: flo
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2)
+    parser.add_argument("--ranks", type=make_argument_type(integer(1, 64)), default=2)
     parser.add_argument("--grid", type=common.grid, default=(5, 20, 20))
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
-    parser.add_argument("--limit", type=typed(real(0, 1e5, exclude_min=True)), default=180)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=5)
+    parser.add_argument(
+        "--limit", type=make_argument_type(real(0, 1e5, exclude_min=True)), default=180
+    )
     parser.add_argument("--json", type=common.results_file)
     given = parser.parse_args(argv)
     found = launch(given.ranks, measure, given.ranks, given.grid, given.rounds)

@@ -34,10 +34,10 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from wan import host
+from wan import system
 from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -255,19 +255,24 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     parser = Parser(description="Time one DiT forward against diffusers.")
     parser.add_argument("--case", choices=CASES, default="12x128")
     parser.add_argument("--gpu-case", action="store_true", help="40x128, 75 600 tokens, bf16, cuda")
-    parser.add_argument("--heads", type=typed(integer(1, 1000)), help="heads of 128 channels")
-    parser.add_argument("--ffn", type=typed(integer(1, 1_000_000)))
-    parser.add_argument("--layers", type=typed(integer(1, 1000)))
+    parser.add_argument(
+        "--heads", type=make_argument_type(integer(1, 1000)), help="heads of 128 channels"
+    )
+    parser.add_argument("--ffn", type=make_argument_type(integer(1, 1_000_000)))
+    parser.add_argument("--layers", type=make_argument_type(integer(1, 1000)))
     parser.add_argument("--grid", type=common.grid, metavar="F,H,W", help="tokens on each axis")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+")
     parser.add_argument("--device")
     parser.add_argument(
-        "--repeats", type=typed(integer(1, 10_000)), default=5, help="interleaved rounds (5)"
+        "--repeats",
+        type=make_argument_type(integer(1, 10_000)),
+        default=5,
+        help="interleaved rounds (5)",
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="timed models (all)")
     parser.add_argument(
         "--load",
-        type=typed(integer(0, 1000)),
+        type=make_argument_type(integer(0, 1000)),
         default=0,
         help="processes that keep one core each busy (0)",
     )
@@ -282,7 +287,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
 def main(argv: Sequence[str] | None = None) -> None:
     options, case = parse(argv)
     records = []
-    print(f"{host.cpu()}, {torch.get_num_threads()} threads, {options.load} busy processes")
+    print(
+        f"{system.read_cpu_name()}, {torch.get_num_threads()} threads, {options.load} busy processes"
+    )
     with common.busy(options.load):
         for dtype in options.dtype:
             bench = Bench(case, DTYPES[dtype], options.device)

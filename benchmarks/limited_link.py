@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from wan import trace
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import Ring
 from wan.evidence.exchange_order import TRACE, ExchangePlan, Trace, make_trace_path, write_trace
@@ -218,8 +218,8 @@ def traced(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
     dist.barrier()
     recorder = trace.Recorder((0,), trace.HostClock(), events.extend)
     with (
-        trace.recording(recorder),
-        trace.step(0, "dit"),
+        trace.use_recorder(recorder),
+        trace.record_step(0, "dit"),
         trace.span("branch", branch="cond"),
         trace.span("layer", layer=0),
     ):
@@ -303,13 +303,18 @@ def measured(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2, choices=(2, 4))
-    parser.add_argument("--tokens", type=typed(integer(1, 1_000_000)), default=4096)
-    parser.add_argument("--heads", type=typed(integer(1, 1000)), default=40)
-    parser.add_argument("--head_dim", type=typed(integer(1, 1024)), default=64)
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=3)
     parser.add_argument(
-        "--rates", type=typed(real(0, 1e6, exclude_min=True)), nargs="+", default=[4.0, 1.0, 0.25]
+        "--ranks", type=make_argument_type(integer(1, 64)), default=2, choices=(2, 4)
+    )
+    parser.add_argument("--tokens", type=make_argument_type(integer(1, 1_000_000)), default=4096)
+    parser.add_argument("--heads", type=make_argument_type(integer(1, 1000)), default=40)
+    parser.add_argument("--head_dim", type=make_argument_type(integer(1, 1024)), default=64)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=3)
+    parser.add_argument(
+        "--rates",
+        type=make_argument_type(real(0, 1e6, exclude_min=True)),
+        nargs="+",
+        default=[4.0, 1.0, 0.25],
     )
     parser.add_argument(
         "--out", type=Path, default=Path("limited_link"), help="folder of the traces (limited_link)"

@@ -25,9 +25,9 @@ from typing import Any
 from benchmarks.common import CPU, interleave, ratios, results_file, write_json
 from wan import WanI2V
 from wan.cli.flags import Parser
-from wan.cli.programs import output_path, run_program, typed
-from wan.log import Stages
-from wan.output_files import marked_kind, write_output
+from wan.cli.programs import make_argument_type, make_output_path_type, run_program
+from wan.log import StageTimer
+from wan.output_files import make_marked_kind, write_output
 from wan.settings.values import integer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,7 @@ Span = tuple[str, float, float]
 """Stage, start and end in seconds."""
 
 
-class Timeline(Stages):
+class Timeline(StageTimer):
     """Stages that also record the start and end of each stage."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def timelines(clips: int) -> dict[str, list[Span]]:
 
 
 _METADATA = {"Software": "benchmarks.long_videos"}
-PLOT = marked_kind("a plot of benchmarks.long_videos", b"Software\0benchmarks.long_videos")
+PLOT = make_marked_kind("a plot of benchmarks.long_videos", b"Software\0benchmarks.long_videos")
 
 
 def plot(found: dict[str, list[Span]], path: Path) -> None:
@@ -136,12 +136,14 @@ def memory(clips: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the gain of overlapped decoding, or with --memory the memory of many clips."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
-    parser.add_argument("--clips", type=typed(integer(1, 1000)), default=6, help="of a video")
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=5)
     parser.add_argument(
-        "--memory", type=typed(integer(1, 1000)), nargs="+", help="numbers of clips"
+        "--clips", type=make_argument_type(integer(1, 1000)), default=6, help="of a video"
     )
-    parser.add_argument("--plot", type=output_path(PLOT))
+    parser.add_argument(
+        "--memory", type=make_argument_type(integer(1, 1000)), nargs="+", help="numbers of clips"
+    )
+    parser.add_argument("--plot", type=make_output_path_type(PLOT))
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)
     results: list[Any] = []

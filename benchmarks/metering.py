@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from wan import device as devices
-from wan import host
+from wan import system
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.device import Device
 from wan.evidence.meter import (
     DEFAULT_PERIOD,
@@ -58,10 +58,10 @@ class Files(PowerSource):
 
 def sources() -> dict[str, tuple[Device, Callable[[], PowerSource]]]:
     """Return this machine's power sources: name -> device to load, and a factory."""
-    cpu = devices.resolve("cpu")
+    cpu = devices.select_device("cpu")
     found: dict[str, tuple[Device, Callable[[], PowerSource]]] = {"files": (cpu, Files)}
     for kind in ("cpu", "auto"):
-        device = devices.resolve(kind)
+        device = devices.select_device(kind)
         source = open_power_source(device)
         source.close()
         if not isinstance(source, UnavailableSource):
@@ -110,28 +110,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--period",
-        type=typed(real(0, 3600, exclude_min=True)),
+        type=make_argument_type(real(0, 3600, exclude_min=True)),
         default=DEFAULT_PERIOD,
         help="seconds",
     )
     parser.add_argument(
-        "--size", type=typed(integer(1, 100_000)), default=512, help="of the matrices"
+        "--size", type=make_argument_type(integer(1, 100_000)), default=512, help="of the matrices"
     )
     parser.add_argument(
         "--products",
-        type=typed(integer(1, 1_000_000)),
+        type=make_argument_type(integer(1, 1_000_000)),
         default=20,
         help="matrix products of a step",
     )
-    parser.add_argument("--steps", type=typed(integer(1, 1000)), default=20)
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=4)
+    parser.add_argument("--steps", type=make_argument_type(integer(1, 1000)), default=20)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=4)
     parser.add_argument("--out", type=common.results_file, help="JSON file")
     asked = parser.parse_args(argv)
     began = time.perf_counter()
     results = [measure(name, *source, asked) for name, source in sources().items()]
     print(json.dumps(results, indent=1))
-    print(f"{time.perf_counter() - began:.0f} s on {host.cpu()}")
-    common.write_json(asked.out, devices.resolve("auto").torch_device, results)
+    print(f"{time.perf_counter() - began:.0f} s on {system.read_cpu_name()}")
+    common.write_json(asked.out, devices.select_device("auto").torch_device, results)
 
 
 if __name__ == "__main__":

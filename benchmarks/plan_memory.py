@@ -37,17 +37,17 @@ from tools.make_sound import write
 from wan.cli import flags
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program
-from wan.cli.resolve import resolve
-from wan.device import resolve as resolve_device
+from wan.cli.resolve import resolve_command_line
+from wan.device import select_device as resolve_device
 from wan.distributed import mesh
-from wan.log import Stages
+from wan.log import StageTimer
 from wan.pipeline import build, tiny
 from wan.pipeline.video import save_video
 from wan.planner.measure import Planner
 from wan.run import Run
 from wan.settings.command import Output
 from wan.settings.presets import PRESETS
-from wan.torch_private import Live
+from wan.torch_private import StorageTracker
 
 STAGES = {
     "text": "text encoder",
@@ -237,10 +237,10 @@ def anonymous() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-class Watched(Stages):
+class Watched(StageTimer):
     """Stages that record their peak memory: tensors, and the process's growth since the start."""
 
-    def __init__(self, live: Live, sampler: Sampler) -> None:
+    def __init__(self, live: StorageTracker, sampler: Sampler) -> None:
         super().__init__()
         self.live, self.sampler, self.start = live, sampler, anonymous()
         self.found: dict[str, tuple[int, int]] = {}
@@ -250,9 +250,9 @@ class Watched(Stages):
         if name not in STAGES:
             yield
             return
-        self.live.peak, self.sampler.most = +self.live.held, 0
+        self.live.peak_bytes, self.sampler.most = +self.live.live_bytes, 0
         yield
-        now, before = self.live.peak.total(), self.found.get(STAGES[name], (0, 0))
+        now, before = self.live.peak_bytes.total(), self.found.get(STAGES[name], (0, 0))
         self.found[STAGES[name]] = max((now, self.sampler.most - self.start), before)
 
 
@@ -266,19 +266,19 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
         team = mesh.make_parallel_groups(resolve_device("cpu"), parallel.mesh_shape)
     sampler = Sampler()
     sampler.start()
-    live = Live("cpu", resized=parallel.dit_fsdp or parallel.t5_fsdp)
+    live = StorageTracker("cpu", resizes=parallel.dit_fsdp or parallel.t5_fsdp)
     pipeline = build.build_pipeline(setup, resolve_device("cpu"), team)
     pipeline.stages = stages = Watched(live, sampler)
     texts = torch.zeros(2, *pipeline.text_size) if case.loop else (None, None)
-    if run.request.has_clips:
+    if run.params.has_clips:
         with live:
-            clips = pipeline.generate_clips(run.request, run.inputs())
+            clips = pipeline.generate_clips(run.params, run.make_inputs())
             while next(clips, None) is not None:
                 pass
         return stages.found
     with live:
-        given = replace(run.inputs(), prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
-        latents = pipeline.generate_latents(run.request, given)
+        given = replace(run.make_inputs(), prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
+        latents = pipeline.generate_latents(run.params, given)
         if team is not None:
             dist.barrier()
         if not case.loop:  # collective: the ranks agree on how the VAE decodes
@@ -316,8 +316,8 @@ def measured(case: Case, planned: Run) -> dict[str, list[int]]:
 
 
 def compared(case: Case, folder: Path) -> list[dict[str, Any]]:
-    planned = resolve(flags.parse(case.argv(folder)), lambda *_: None, plan=True)
-    stages = Planner(planned.setup, planned.request).stage_memory()
+    planned = resolve_command_line(flags.parse_flags(case.argv(folder)), lambda *_: None, plan=True)
+    stages = Planner(planned.setup, planned.params).stage_memory()
     real = measured(case, planned)
     return [
         {

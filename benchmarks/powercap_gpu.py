@@ -30,8 +30,8 @@ from torch import Tensor
 
 from benchmarks import common
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
-from wan.device import Device, resolve
+from wan.cli.programs import make_argument_type, run_program
+from wan.device import Device, select_device
 from wan.evidence.meter import Meter, MeterError, PowerMeasurement, open_power_source
 from wan.evidence.nvml import ClockLock
 from wan.kernels.base import Kernel, Target
@@ -104,7 +104,7 @@ LOCKED = "control: baseline, locked clock"
 
 
 def make_share(options: argparse.Namespace) -> Share:
-    device = resolve(options.device)
+    device = select_device(options.device)
     on = device.torch_device
     generator = torch.Generator(on).manual_seed(0)
 
@@ -144,24 +144,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=common.results_file, help="JSON file for the results")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=typed(integer(1, 1_000_000)), default=147_600)
-    parser.add_argument("--heads", type=typed(integer(1, 1000)), default=10)
-    parser.add_argument("--head_dim", type=typed(integer(1, 1024)), default=128)
-    parser.add_argument("--hidden", type=typed(integer(1, 1_000_000)), default=5120)
+    parser.add_argument("--tokens", type=make_argument_type(integer(1, 1_000_000)), default=147_600)
+    parser.add_argument("--heads", type=make_argument_type(integer(1, 1000)), default=10)
+    parser.add_argument("--head_dim", type=make_argument_type(integer(1, 1024)), default=128)
+    parser.add_argument("--hidden", type=make_argument_type(integer(1, 1_000_000)), default=5120)
     parser.add_argument(
         "--link_gbs",
-        type=typed(real(0, 1e6, exclude_min=True)),
+        type=make_argument_type(real(0, 1e6, exclude_min=True)),
         default=20.0,
         help="assumed bandwidth of the link, GB/s (20)",
     )
     parser.add_argument(
         "--seconds",
-        type=typed(real(0, 1e6, exclude_min=True)),
+        type=make_argument_type(real(0, 1e6, exclude_min=True)),
         default=40.0,
         help="duration of a block",
     )
     parser.add_argument(
-        "--rounds", type=typed(integer(1, 10_000)), default=3, help="blocks of each variant"
+        "--rounds",
+        type=make_argument_type(integer(1, 10_000)),
+        default=3,
+        help="blocks of each variant",
     )
     parser.add_argument("--keep_clock", action="store_true", help="skip the locked-clock control")
     options = parser.parse_args(argv)

@@ -47,7 +47,7 @@ from wan.checkpoint.keymaps import rename_t5_to_official, rename_vae_to_official
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import copy_rows, merge_loras, open_sources
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.modules.model import WanModel
 from wan.output_files import write_folder
 from wan.pipeline import text, vae
@@ -227,13 +227,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", choices=SIZES, default="ti2v-5B")
     parser.add_argument(
-        "--layers", type=typed(integer(1, 1000)), help="layers in the DiT's file (all)"
+        "--layers", type=make_argument_type(integer(1, 1000)), help="layers in the DiT's file (all)"
     )
     parser.add_argument("--weights", nargs="+", default=["bf16"], help="bf16 or kinds of GGUF")
     parser.add_argument("--ways", nargs="+", default=["true", "block"])
     parser.add_argument(
         "--limit",
-        type=typed(real(0, 1e5, exclude_min=True)),
+        type=make_argument_type(real(0, 1e5, exclude_min=True)),
         default=14,
         help="GB of anonymous memory",
     )
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--lora",
-        type=typed(integer(1, 10_000)),
+        type=make_argument_type(integer(1, 10_000)),
         metavar="RANK",
         help="only time the merging of a LoRA of this rank",
     )

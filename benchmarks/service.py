@@ -33,7 +33,7 @@ from benchmarks.common import CPU, launch, results_file, write_json
 from tests.dist import GENERATE, TORCHRUN
 from tests.serve.serving import PROMPT, Served
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.settings.values import integer
 
 _VIDEO = {"prompt": PROMPT, "frame_num": 17, "sample_steps": 8}
@@ -141,7 +141,7 @@ def _agree(calls: int) -> dict[str, float]:
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [cores[dist.get_rank() % len(cores)]])
-    control = GlooGroup(make_parallel_groups(devices.resolve("cpu"), (1, 1, 2)))
+    control = GlooGroup(make_parallel_groups(devices.select_device("cpu"), (1, 1, 2)))
     times = []
     for _ in range(calls):
         begun = time.perf_counter()
@@ -177,9 +177,12 @@ def _stepped(served: Served, video: str, attempt: int) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs all four measurements."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=3)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=3)
     parser.add_argument(
-        "--videos", type=typed(integer(1, 10_000)), default=6, help="videos of a round (6)"
+        "--videos",
+        type=make_argument_type(integer(1, 10_000)),
+        default=6,
+        help="videos of a round (6)",
     )
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)

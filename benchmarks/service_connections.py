@@ -32,7 +32,7 @@ from benchmarks.common import CPU, results_file, write_json
 from benchmarks.service import pin
 from tests.serve.serving import Served
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.settings.values import integer, real
 
 _DESCRIPTORS = 1024
@@ -140,8 +140,8 @@ def measure(connections: int, seconds: float, work: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--connections", type=typed(integer(1, 100_000)), default=2000)
-    parser.add_argument("--seconds", type=typed(real(1, 1e6)), default=60.0)
+    parser.add_argument("--connections", type=make_argument_type(integer(1, 100_000)), default=2000)
+    parser.add_argument("--seconds", type=make_argument_type(real(1, 1e6)), default=60.0)
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.common import CPU, results_file, write_json
 from tests.serve.serving import Served
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.pipeline.video_reader import read_video
 from wan.settings.values import integer, real
 
@@ -142,18 +142,20 @@ def account(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the load, and prints the states of the jobs and the errors."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=typed(real(0, 1e5, exclude_min=True)), default=30)
+    parser.add_argument(
+        "--minutes", type=make_argument_type(real(0, 1e5, exclude_min=True)), default=30
+    )
     parser.add_argument(
         "--jobs",
-        type=typed(integer(1, 10_000_000)),
+        type=make_argument_type(integer(1, 10_000_000)),
         default=10**6,
         help="maximum number of requests",
     )
-    parser.add_argument("--seed", type=typed(integer(0, 4_294_967_295)), default=1)
-    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2)
+    parser.add_argument("--seed", type=make_argument_type(integer(0, 4_294_967_295)), default=1)
+    parser.add_argument("--ranks", type=make_argument_type(integer(1, 64)), default=2)
     parser.add_argument(
         "--kill_every",
-        type=typed(real(0, 1e6)),
+        type=make_argument_type(real(0, 1e6)),
         default=45,
         help="mean seconds between kills; 0: none (45)",
     )

@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import CPU, interleave, launch, slowest
-from wan import host
+from wan import system
 from wan.cache import policy
 from wan.cache.residual import measure_change
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
-from wan.device import resolve
+from wan.cli.programs import make_argument_type, run_program
+from wan.device import select_device
 from wan.distributed.mesh import make_parallel_groups
 from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import StepInfo
@@ -47,7 +47,7 @@ STEPS = 1000
 
 def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     """Measure plain and cached forwards and the decision on one rank."""
-    team = make_parallel_groups(resolve("cpu"), (1, 1, ranks))
+    team = make_parallel_groups(select_device("cpu"), (1, 1, ranks))
     never = StepCache("first_block", step_cache_threshold=0.0)
     made = policy.make_policy(never, PRESETS["t2v-1.3B"])
     assert made is not None
@@ -94,9 +94,9 @@ def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=4)
+    parser.add_argument("--ranks", type=make_argument_type(integer(1, 64)), default=4)
     parser.add_argument("--grid", type=common.grid, default=(5, 26, 30), metavar="F,H,W")
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=10)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=10)
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     found = launch(options.ranks, work, options.ranks, options.grid, options.rounds)
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = [one["kept"] / one["expected"] for one in found]
     medians = {name: common.spread(values)["median"] for name, values in seconds.items()}
     print(
-        f"{host.cpu()}, {options.ranks} ranks, {prod(options.grid)} tokens, "
+        f"{system.read_cpu_name()}, {options.ranks} ranks, {prod(options.grid)} tokens, "
         f"{LAYERS} layers\n"
         f"  plain {medians['plain']:.3f} s, cached {medians['cached']:.3f} s, "
         f"ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})\n"

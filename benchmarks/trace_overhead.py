@@ -23,7 +23,7 @@ from benchmarks import common
 from wan import device as devices
 from wan import trace
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -57,27 +57,27 @@ def range_off() -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=typed(integer(1, 100_000)), default=256)
-    parser.add_argument("--heads", type=typed(integer(1, 1000)), default=10)
-    parser.add_argument("--layers", type=typed(integer(1, 1000)), default=4)
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=15)
+    parser.add_argument("--tokens", type=make_argument_type(integer(1, 100_000)), default=256)
+    parser.add_argument("--heads", type=make_argument_type(integer(1, 1000)), default=10)
+    parser.add_argument("--layers", type=make_argument_type(integer(1, 1000)), default=4)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=15)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
-    device = devices.resolve(options.device)
+    device = devices.select_device(options.device)
     place = device.torch_device
     with place:
         net = model(options).eval().requires_grad_(False)
         x, context = [torch.randn(16, 1, 2, 2 * options.tokens)], [torch.randn(64, 64)]
     events = list[Event]()
-    recorder = Recorder((0,), device.clock(), events.extend)
+    recorder = Recorder((0,), device.make_clock(), events.extend)
 
     def forward() -> None:
-        with torch.inference_mode(), trace.step(0, "dit"):
+        with torch.inference_mode(), trace.record_step(0, "dit"):
             net(x, torch.tensor([500]), context, options.tokens)
 
     def recorded() -> None:
-        with trace.recording(recorder):
+        with trace.use_recorder(recorder):
             forward()
 
     forward()

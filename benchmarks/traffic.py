@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.distributed.exchange import SINGLE_RANK, Group
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
@@ -50,7 +50,7 @@ from wan.settings.attention_modes import MODES
 from wan.settings.numerics import keeps_fp32
 from wan.settings.parallel import EXCHANGES
 from wan.settings.values import integer
-from wan.torch_private import Live, WithoutData, fake_process_group
+from wan.torch_private import DatalessFunctionMode, StorageTracker, init_fake_process_group
 
 HEADS, HEAD_DIM, FFN, TEXT = 40, 128, 13824, 512
 TOKENS = 75_600  # 1280*720, 81 frames
@@ -134,7 +134,7 @@ def ours(
     group: Group = SINGLE_RANK
     if ranks > 1:
         if not dist.is_initialized():
-            fake_process_group(0, ranks)
+            init_fake_process_group(0, ranks)
         group = None
     layer = FAPowerCapAttention(comm_type=comm_type, ulysses_pg=group, exchange=exchange)
     tokens = TOKENS // ranks
@@ -171,7 +171,7 @@ def theirs() -> Callable[[], Any]:
 
 
 def counted(call: Callable[[], Any], traffic: Traffic) -> dict[str, Any]:
-    with torch.no_grad(), WithoutData(), traffic:
+    with torch.no_grad(), DatalessFunctionMode(), traffic:
         call()
     traffic.compile()
     return {
@@ -192,12 +192,16 @@ def exchanges(ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in MODES:
         for exchange in EXCHANGES:
-            traffic, live = Traffic(), Live("meta")
+            traffic, live = Traffic(), StorageTracker("meta")
             call = ours(ranks, BlockOps(device_type="cuda"), mode, exchange, "self-attention")
             with live:
                 one = counted(call, traffic)
             sent = traffic.sent * (ranks - 1) // ranks
-            more = {"collectives": traffic.collectives, "sent": sent, "peak": live.peak.total()}
+            more = {
+                "collectives": traffic.collectives,
+                "sent": sent,
+                "peak": live.peak_bytes.total(),
+            }
             found[f"mode {mode}, {exchange}"] = {k: one[k] for k in ("bytes", "launches")} | more
     return found
 
@@ -205,7 +209,7 @@ def exchanges(ranks: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--ranks", type=typed(integer(1, 64)), default=1, choices=(1, 2, 4, 5, 6, 8)
+        "--ranks", type=make_argument_type(integer(1, 64)), default=1, choices=(1, 2, 4, 5, 6, 8)
     )
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)

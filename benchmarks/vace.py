@@ -22,11 +22,11 @@ from diffusers import WanVACETransformer3DModel
 from torch import Tensor, nn
 
 from benchmarks import common
-from wan import host
+from wan import system
 from wan.checkpoint.config import make_reference_dit_config
 from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.modules.vace import VaceWanModel
 from wan.settings.numerics import keeps_fp32
 from wan.settings.presets import PRESETS
@@ -118,13 +118,13 @@ def measure(grid: tuple[int, int, int], layers: int, rounds: int) -> dict[str, A
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--grid", type=common.grid, default=(3, 15, 26), metavar="F,H,W")
-    parser.add_argument("--layers", type=typed(integer(1, 1000)), default=30)
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=2)
+    parser.add_argument("--layers", type=make_argument_type(integer(1, 1000)), default=30)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=2)
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     found = measure(options.grid, options.layers, options.rounds)
     print(
-        f"{host.cpu()}, {torch.get_num_threads()} threads: {found['tokens']} tokens, "
+        f"{system.read_cpu_name()}, {torch.get_num_threads()} threads: {found['tokens']} tokens, "
         f"{found['layers']} blocks, {found['hints']} hints of {found['hint_bytes'] / 1e6:.1f} MB"
     )
     for name, peak in found["peak_bytes"].items():

@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks import common
 from benchmarks.common import CPU, Times, interleave, launch, slowest
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.pipeline import vae
 from wan.pipeline.conditioning import convert_image_to_tensor
 from wan.pipeline.vae import build_published_vae
@@ -131,8 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--version", choices=tuple(WIDTHS), default="2.1")
     parser.add_argument("--latent", type=common.grid, default=(3, 16, 26), metavar="F,H,W")
-    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2)
-    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=10)
+    parser.add_argument("--ranks", type=make_argument_type(integer(1, 64)), default=2)
+    parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=10)
     parser.add_argument("--json", type=common.results_file)
     parser.add_argument("--seams", type=Path, nargs=2, metavar=("WEIGHTS", "IMAGE"))
     options = parser.parse_args(argv)

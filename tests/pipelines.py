@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.source import owns_memory
 from wan.cli import flags
-from wan.cli.resolve import resolve as asked_for
-from wan.device import resolve
+from wan.cli.resolve import resolve_command_line as asked_for
+from wan.device import select_device
 from wan.pipeline import build
 from wan.pipeline.pipeline import Pipeline
 from wan.run import Run, make_setup
@@ -23,20 +23,20 @@ QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", 
 def on_cpu(task: str, folder: Path, **values: Any) -> Pipeline:
     """A checkpoint's pipeline in one process; values: as of the flags of these names."""
     checkpoint = inspect_checkpoint(folder)
-    setup, _ = make_setup({**values, "device": "cpu"}, PRESETS[task], checkpoint, world=1)
-    return build.build_pipeline(setup, resolve("cpu"))
+    setup, _ = make_setup({**values, "device": "cpu"}, PRESETS[task], checkpoint, world_size=1)
+    return build.build_pipeline(setup, select_device("cpu"))
 
 
 def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
     """What a quick command line asks for, and the pipeline that makes it."""
     task = () if "--task" in argv else ("--task", folder.name)
-    asked = asked_for(flags.parse(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), no_demo)
-    return asked, build.build_pipeline(asked.setup, resolve("cpu"))
+    asked = asked_for(flags.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), no_demo)
+    return asked, build.build_pipeline(asked.setup, select_device("cpu"))
 
 
 def planned(*argv: object) -> Run:
     """What `--plan` and these words ask for."""
-    return asked_for(flags.parse(["--plan", *map(str, argv)]), no_demo, plan=True)
+    return asked_for(flags.parse_flags(["--plan", *map(str, argv)]), no_demo, plan=True)
 
 
 def no_demo(*_: Any) -> None:
@@ -46,7 +46,7 @@ def no_demo(*_: Any) -> None:
 def latents(folder: Path, *argv: str) -> Tensor:
     """The latents of a quick command line."""
     asked, pipeline = composed(folder, *argv)
-    return pipeline.generate_latents(asked.request)
+    return pipeline.generate_latents(asked.params)
 
 
 def held(network: nn.Module) -> int:

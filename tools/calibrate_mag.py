@@ -25,8 +25,8 @@ from wan.cache.mag import Curve
 from wan.cache.policy import Cache, Policy, StepLists
 from wan.cli import flags
 from wan.cli.flags import Parser
-from wan.cli.programs import typed
-from wan.cli.resolve import resolve
+from wan.cli.programs import make_argument_type
+from wan.cli.resolve import resolve_command_line
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import RunBlocks
 from wan.output_files import check_output, write_output
@@ -74,15 +74,15 @@ class Recorder(Cache):
 
 def calibrate(argv: list[str]) -> Curve:
     """Runs the pipeline with these flags, and returns the curve; InputError for wrong flags."""
-    run = resolve(flags.parse(argv), lambda *_: None)
-    request, setup = run.request, run.setup
+    run = resolve_command_line(flags.parse_flags(argv), lambda *_: None)
+    request, setup = run.params, run.setup
     if setup.cache.policy != "none":
         raise InputError("A curve is measured without a step cache; drop --step_cache.")
     if not request.uses_guidance:
         raise InputError("A curve needs both guidance branches; drop --sample_guide_scale 1.")
     everything = StepCache(f"steps:0-{request.sample_steps - 1}")
     recorder = Recorder(policy.make_policy(everything, setup.preset))
-    device = devices.resolve(setup.execution.device)
+    device = devices.select_device(setup.execution.device)
     pipeline = build.build_pipeline(setup, device, step_cache=recorder)
     pipeline.generate_latents(request, Inputs(run.image))
     return Curve(
@@ -101,11 +101,13 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=typed(read_path), help="JSON file of the curve (mag_curve.json in --ckpt_dir)"
+        "--out",
+        type=make_argument_type(read_path),
+        help="JSON file of the curve (mag_curve.json in --ckpt_dir)",
     )
     try:
         options, rest = parser.parse_known_args(argv)
-        given = flags.parse(rest)
+        given = flags.parse_flags(rest)
         if options.out is None and "ckpt_dir" not in given:
             raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
         out = options.out or given["ckpt_dir"] / mag.CURVE_FILE

@@ -31,7 +31,7 @@ from tools.device_check import steps as report
 from tools.device_check.process import Bed, DeviceError, Job
 from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, Facts, Outcome, Step
 from wan import env
-from wan.cli.failures import terminable
+from wan.cli.failures import raise_on_sigterm
 from wan.cli.flags import Parser
 from wan.output_files import check_output
 from wan.settings.errors import InputError, Terminated, WriteError, get_exit_code
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, steps: tuple[Step, ...] = STEPS) -> 
     """Check the device and return the exit code. steps: the table of steps."""
     speaks = True
     try:
-        with terminable():  # so that SIGTERM also ends the worker
+        with raise_on_sigterm():  # so that SIGTERM also ends the worker
             speaks = env.rank() == 0
             options = _options(argv, steps)
             return _check(options, report.chosen(options.only, steps))
@@ -74,7 +74,7 @@ def _options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argparse.Na
     parser.add_argument("--only", metavar="STEP[,STEP]", help="names or numbers of steps")
     parser.add_argument("--json", metavar="FILE", type=Path, default=Path("device_check.json"))
     options = parser.parse_args(argv)
-    env.refused()  # MINDIE_SD_FA_TYPE would replace the kernel that is checked
+    env.check_environment()  # MINDIE_SD_FA_TYPE would replace the kernel that is checked
     path: Path = options.json
     if env.rank() == 0:  # refuse a wrong path before anything is measured
         if path.suffix != ".json":

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from wan.cli.flags import Parser
-from wan.cli.programs import output_path, typed
-from wan.output_files import json_kind, write_output
+from wan.cli.programs import make_argument_type, make_output_path_type
+from wan.output_files import make_json_kind, write_output
 from wan.pipeline.video import load_latents
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.values import real
 
-RESULTS = json_kind("results of compare_latents.py", "steps", "least", "departs")
+RESULTS = make_json_kind("results of compare_latents.py", "steps", "least", "departs")
 
 
 def compared(a: Path, b: Path) -> list[dict[str, Any]]:
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("a", type=Path, help="folder of the reference run")
     parser.add_argument("b", type=Path, help="folder of the other run")
     least = "cosine below which a step departs (0.999)"
-    parser.add_argument("--least", type=typed(real(-1, 1)), default=0.999, help=least)
-    parser.add_argument("--json", type=output_path(RESULTS))
+    parser.add_argument("--least", type=make_argument_type(real(-1, 1)), default=0.999, help=least)
+    parser.add_argument("--json", type=make_output_path_type(RESULTS))
     try:
         options = parser.parse_args(argv)
         steps = compared(options.a, options.b)

@@ -47,8 +47,8 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 
 from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case  # noqa: E402
 from wan.cli.flags import Parser  # noqa: E402
-from wan.cli.programs import output_path, typed  # noqa: E402
-from wan.output_files import OutputKind, json_kind, remove_output, write_folder, write_output  # noqa: E402
+from wan.cli.programs import make_argument_type, make_output_path_type  # noqa: E402
+from wan.output_files import OutputKind, make_json_kind, remove_output, write_folder, write_output  # noqa: E402
 from wan.settings.errors import InputError, WriteError, get_exit_code  # noqa: E402
 from wan.settings.values import integer, read_path  # noqa: E402
 
@@ -74,8 +74,8 @@ LIBRARIES = (
     "transformers.models.umt5.modeling_umt5",
 )
 
-OUTCOMES = json_kind("outcomes of compare_versions.py", "base", "present", "seconds", "cases")
-_CASE = json_kind("a case of compare_versions.py", "name", "command")
+OUTCOMES = make_json_kind("outcomes of compare_versions.py", "base", "present", "seconds", "cases")
+_CASE = make_json_kind("a case of compare_versions.py", "name", "command")
 _COMMIT = OutputKind(
     "a commit of compare_versions.py",
     lambda file: re.fullmatch(r"[0-9a-f]{40}", file.read_text()) is not None,
@@ -134,14 +134,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", required=True, help="the earlier commit")
     parser.add_argument("--only", default="", help="run the cases whose name matches this regex")
     parser.add_argument(
-        "--jobs", type=typed(integer(1, 1000)), default=os.cpu_count(), help="cases at a time"
+        "--jobs",
+        type=make_argument_type(integer(1, 1000)),
+        default=os.cpu_count(),
+        help="cases at a time",
     )
     parser.add_argument(
-        "--keep", type=typed(read_path), help="folder that keeps the base's results"
+        "--keep", type=make_argument_type(read_path), help="folder that keeps the base's results"
     )
     parser.add_argument("--base_only", action="store_true", help="make the base's results only")
     parser.add_argument(
-        "--json", type=output_path(OUTCOMES), help="also write the outcomes, with their commands"
+        "--json",
+        type=make_output_path_type(OUTCOMES),
+        help="also write the outcomes, with their commands",
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()

@@ -32,8 +32,8 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 
 from tools.contact_sheet import contact_sheet, read_frames
 from wan.cli.flags import Parser
-from wan.cli.programs import output_path, run_program
-from wan.output_files import OutputKind, marked_kind, write_output
+from wan.cli.programs import make_output_path_type, run_program
+from wan.output_files import OutputKind, make_marked_kind, write_output
 from wan.pipeline.ffmpeg import build_input_args, describe_failure, run_ffmpeg
 from wan.pipeline.video_reader import read_video
 from wan.settings.errors import InputError
@@ -59,7 +59,7 @@ def _is_figures(path: Path) -> bool:
 
 
 FIGURES = OutputKind("figures of compare_videos.py", _is_figures)
-PAGE = marked_kind("a page of compare_videos.py", _HEADING.encode())
+PAGE = make_marked_kind("a page of compare_videos.py", _HEADING.encode())
 
 
 def _ffmpeg(*arguments: str, folder: Path) -> str:
@@ -283,8 +283,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("reference", type=Path, metavar="A", help="a video or a folder")
     parser.add_argument("other", type=Path, metavar="B", help="the video or folder compared with A")
     parser.add_argument("--joins", default="", help="first frames after joins: 77,153")
-    parser.add_argument("--json", type=output_path(FIGURES), help="all figures, also of each frame")
-    parser.add_argument("--page", type=output_path(PAGE), help="an HTML file with strips and plots")
+    parser.add_argument(
+        "--json", type=make_output_path_type(FIGURES), help="all figures, also of each frame"
+    )
+    parser.add_argument(
+        "--page", type=make_output_path_type(PAGE), help="an HTML file with strips and plots"
+    )
     options = parser.parse_args(argv)
     if not re.fullmatch(r"(\d+(,\d+)*)?", options.joins):
         raise InputError("--joins", options.joins, "must be numbers of frames: 77,153")

@@ -20,8 +20,8 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from wan.cli.flags import Parser
-from wan.cli.programs import output_path, run_program
-from wan.output_files import marked_kind, write_output
+from wan.cli.programs import make_output_path_type, run_program
+from wan.output_files import make_marked_kind, write_output
 from wan.pipeline.video_reader import read_video
 from wan.settings.errors import InputError
 
@@ -29,8 +29,8 @@ FRAMES = 9  # frames of a strip
 SIDE = 96  # pixels of a frame's longer side
 _GAP, _TEXT = 4, 20
 _PROGRAM = "tools/contact_sheet.py"
-SHEET = marked_kind("a sheet of tools/contact_sheet.py", f"Software\0{_PROGRAM}".encode())
-ANIMATION = marked_kind("an animation of tools/contact_sheet.py", _PROGRAM.encode())
+SHEET = make_marked_kind("a sheet of tools/contact_sheet.py", f"Software\0{_PROGRAM}".encode())
+ANIMATION = make_marked_kind("an animation of tools/contact_sheet.py", _PROGRAM.encode())
 _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 
@@ -119,9 +119,13 @@ def write(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("videos", type=Path, nargs="+")
-    parser.add_argument("--out", type=output_path(SHEET), required=True, help="PNG file to write")
     parser.add_argument(
-        "--gif", type=output_path(ANIMATION), help="also write the videos side by side as a GIF"
+        "--out", type=make_output_path_type(SHEET), required=True, help="PNG file to write"
+    )
+    parser.add_argument(
+        "--gif",
+        type=make_output_path_type(ANIMATION),
+        help="also write the videos side by side as a GIF",
     )
     parser.add_argument("--names", action="store_true", help="label with file names, not prompts")
     options = parser.parse_args(argv)

@@ -44,15 +44,15 @@ from wan.checkpoint.keymaps import rename_dit_to_official
 from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources, read_headers
 from wan.cli.flags import Parser
-from wan.log import setup
-from wan.output_files import OutputKind, json_kind, remove_output, write_output
+from wan.log import set_up_logging
+from wan.output_files import OutputKind, make_json_kind, remove_output, write_output
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 
 UNFINISHED = "unfinished_conversion.json"
 NETWORKS = ("dit", "high_noise", "low_noise")
 _INDEX = ".safetensors.index.json"
-_STATE = json_kind("the state of a conversion", "from", "dtype")
+_STATE = make_json_kind("the state of a conversion", "from", "dtype")
 _NONE = OutputKind("a new file", lambda _: False)
 _PATCHES = "patch_embedding.weight"
 
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
             f"--{name}", type=Path, metavar="FILE", help="file that replaces this network"
         )
     parser.add_argument("--out", required=True, type=Path, help="a new or an unfinished folder")
-    setup()
+    set_up_logging()
     try:
         options: argparse.Namespace = parser.parse_args(argv)
         given = {name: file for name in NETWORKS if (file := getattr(options, name)) is not None}

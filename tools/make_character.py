@@ -21,7 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program
-from wan.output_files import VIDEO, check_output, marked_kind, write_output
+from wan.output_files import VIDEO, check_output, make_marked_kind, write_output
 from wan.pipeline.video import save_video
 from wan.settings.command import Output
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
@@ -31,7 +31,7 @@ from wan.settings.values import read_size as read_size
 
 FPS = 30
 _PROGRAM = "tools/make_character.py"
-REFERENCE = marked_kind("a picture of make_character.py", f"Software\0{_PROGRAM}".encode())
+REFERENCE = make_marked_kind("a picture of make_character.py", f"Software\0{_PROGRAM}".encode())
 _COLOURS = ("red", "lime", "blue", "yellow", "magenta", "cyan")
 _ONE = 256  # units of a side of the drawings, before resizing
 

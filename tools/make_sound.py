@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.output_files import OutputKind, check_output, write_output
 from wan.settings.values import integer, real
 
@@ -69,9 +69,9 @@ SOUND = OutputKind("tones of make_sound.py", _is_tones)
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=typed(real(0.01, 600)), default=3.0)
-    parser.add_argument("--rate", type=typed(integer(1000, 192_000)), default=16_000)
-    parser.add_argument("--channels", type=typed(integer(1, 16)), default=1)
+    parser.add_argument("--seconds", type=make_argument_type(real(0.01, 600)), default=3.0)
+    parser.add_argument("--rate", type=make_argument_type(integer(1000, 192_000)), default=16_000)
+    parser.add_argument("--channels", type=make_argument_type(integer(1, 16)), default=1)
     given = parser.parse_args(argv)
     print(write(given.out, given.seconds, given.rate, given.channels))
 

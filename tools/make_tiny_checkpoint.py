@@ -12,7 +12,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from wan.cli.flags import Parser
-from wan.cli.programs import typed
+from wan.cli.programs import make_argument_type
 from wan.pipeline.tiny import DTYPES, WRITERS, make_checkpoint
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", required=True, choices=PRESETS)
     parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
     parser.add_argument("--layout", default="official", choices=WRITERS)
-    parser.add_argument("--seed", default=0, type=typed(integer(0, 4_294_967_295)))
+    parser.add_argument("--seed", default=0, type=make_argument_type(integer(0, 4_294_967_295)))
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the DiT (bf16)")
     try:
         print(make_checkpoint(**vars(parser.parse_args(argv))))

@@ -27,16 +27,16 @@ from pathlib import Path
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from wan import __version__, host
-from wan.cli.failures import terminable
+from wan import __version__, system
+from wan.cli.failures import raise_on_sigterm
 from wan.cli.flags import Parser
-from wan.cli.programs import typed
+from wan.cli.programs import make_argument_type
 from wan.output_files import (
     OutputKind,
     check_folder,
     check_output_folder,
     is_output,
-    marked_kind,
+    make_marked_kind,
     remove_output,
     write_output,
 )
@@ -77,8 +77,8 @@ def _is_archive(path: Path) -> bool:
         return False
 
 
-LOG = marked_kind("a log of measure_device.py", _LOG.encode())
-REPORT = marked_kind("a report of measure_device.py", _HEADING.encode())
+LOG = make_marked_kind("a log of measure_device.py", _LOG.encode())
+REPORT = make_marked_kind("a report of measure_device.py", _HEADING.encode())
 STATE = OutputKind("the state of measure_device.py", _is_state)
 ARCHIVE = OutputKind("an archive of measure_device.py", _is_archive)
 
@@ -160,7 +160,7 @@ def carry_out(stage: Stage, seconds: float, out: Path) -> str:
 
 def write_report(out: Path, state: dict[str, str], ranks: int) -> None:
     """Writes report.md and to_send.zip."""
-    lines = [_HEADING, "", f"{host.cpu()}, {ranks} ranks, wan {__version__}.", ""]
+    lines = [_HEADING, "", f"{system.read_cpu_name()}, {ranks} ranks, wan {__version__}.", ""]
     for name, title in _TITLES.items():
         lines += [f"## {title}", "", f"{state.get(name, 'not begun')}.", ""]
         result = out / _RESULTS[name]
@@ -191,12 +191,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and returns the exit code: 1 if a program failed or was ended."""
     parser = Parser("measure_device.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--ranks", type=typed(integer(1, 64)), default=1, help="devices that compute one video (1)"
+        "--ranks",
+        type=make_argument_type(integer(1, 64)),
+        default=1,
+        help="devices that compute one video (1)",
     )
     parser.add_argument("--ckpt_dir", type=Path, help="a checkpoint of t2v-A14B (the demo)")
     parser.add_argument(
         "--minutes",
-        type=typed(real(0, 1e5, exclude_min=True)),
+        type=make_argument_type(real(0, 1e5, exclude_min=True)),
         default=25.0,
         help="time limit of all programs together (25)",
     )
@@ -230,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     try:
-        with terminable():
+        with raise_on_sigterm():
             sys.exit(main())
     except (InputError, KeyboardInterrupt, Terminated) as error:
         words = str(error) if isinstance(error, InputError) else "interrupted."

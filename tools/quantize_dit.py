@@ -46,7 +46,7 @@ from wan.checkpoint.w8a8_export import (
 from wan.cli.flags import Parser
 from wan.kernels.fp8 import make_hadamard_rotation
 from wan.kernels.int8_linear import quantize_per_token
-from wan.log import setup
+from wan.log import set_up_logging
 from wan.output_files import write_folder
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in list_options(Loras):
         action = {"lora_dir": "store", "use_relighting_lora": "store_true"}.get(name, "append")
         parser.add_argument(f"--{name}", action=action, default=None, help="as in generate.py")
-    setup()
+    set_up_logging()
     try:
         print(quantize(**vars(parser.parse_args(argv))))
     except InputError as error:

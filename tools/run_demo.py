@@ -21,7 +21,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 
 from tools import contact_sheet  # noqa: E402
 from wan.cli.flags import Parser  # noqa: E402
-from wan.cli.programs import run_program, typed  # noqa: E402
+from wan.cli.programs import make_argument_type, run_program  # noqa: E402
 from wan.output_files import VIDEO, check_output  # noqa: E402
 from wan.settings.attention_modes import MODES  # noqa: E402
 from wan.settings.values import integer  # noqa: E402
@@ -48,8 +48,10 @@ def generate(task: str, prompt: str, video: Path, processes: int, comm_type: int
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "demo")
-    parser.add_argument("--processes", type=typed(integer(1, 64)), default=2)
-    parser.add_argument("--comm_type", type=typed(integer(0, 2)), choices=tuple(MODES), default=1)
+    parser.add_argument("--processes", type=make_argument_type(integer(1, 64)), default=2)
+    parser.add_argument(
+        "--comm_type", type=make_argument_type(integer(0, 2)), choices=tuple(MODES), default=1
+    )
     options = parser.parse_args(argv)
     started = time.monotonic()
     runs = [("t2v", prompt) for prompt in PROMPTS] + [("i2v", I2V_PROMPT)]

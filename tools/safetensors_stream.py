@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.log import progress
+from wan.log import make_progress_bar
 
 Form = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor."""
@@ -42,7 +42,7 @@ def write(path: Path, form: Form, tensors: Iterable[tuple[str, Tensor]], label: 
         header[name] = {"dtype": _SIZES[dtype][0], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    with path.open("wb") as file, progress(end, label, "B") as bar:
+    with path.open("wb") as file, make_progress_bar(end, label, "B") as bar:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors:
             file.seek(8 + len(text) + header[name]["data_offsets"][0])

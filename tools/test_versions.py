@@ -19,8 +19,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
-from wan.output_files import check_output_folder, marked_kind, remove_output, write_output
+from wan.cli.programs import make_argument_type, run_program
+from wan.output_files import check_output_folder, make_marked_kind, remove_output, write_output
 from wan.settings.values import Reader, integer
 
 REPO = Path(__file__).resolve().parent.parent
@@ -28,8 +28,8 @@ SHOWN = ("torch", "diffusers", "transformers", "numpy")
 COUNTS = ("passed", "failed", "skipped")
 VERSION = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
 
-REQUIREMENTS = marked_kind("a list of test_versions.py", b"# What every run needs")
-REPORT = marked_kind("a report of pytest", b"<testsuites")
+REQUIREMENTS = make_marked_kind("a list of test_versions.py", b"# What every run needs")
+REPORT = make_marked_kind("a report of pytest", b"<testsuites")
 
 
 def _processes(name: str, raw: str) -> str:
@@ -78,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("environments", nargs="*", help="oldest, newest (both)")
     parser.add_argument("--folder", type=Path, default=REPO / ".venv" / "versions")
     parser.add_argument(
-        "--processes", type=typed(Reader(_processes)), default="auto", help="of pytest (-n)"
+        "--processes",
+        type=make_argument_type(Reader(_processes)),
+        default="auto",
+        help="of pytest (-n)",
     )
     options = parser.parse_args(argv)
     environments = options.environments or ["oldest", "newest"]

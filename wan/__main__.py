@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def run() -> int:
+def run_command_line() -> int:
     """Runs `wan.cli.main.main`; prints one sentence if its import is interrupted."""
     try:
         from wan.cli.main import main
@@ -16,4 +16,4 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run_command_line())

@@ -76,7 +76,7 @@ class WanT2V(Generator):
         Raises:
             InputError: A ValueError: a value is invalid.
         """
-        return self._generate(locals())
+        return self._generate_video(locals())
 
 
 class WanI2V(Generator):
@@ -118,7 +118,7 @@ class WanI2V(Generator):
             motion_latent: Last latent [Z,1,h,w] of the clip that this video continues
                 (`chain="latent"`); the frames that both share are not repeated.
         """
-        return self._generate(locals())
+        return self._generate_video(locals())
 
 
 class WanS2V(Generator):
@@ -168,9 +168,9 @@ class WanS2V(Generator):
             init_first_frame: Start the video with the reference image.
             output_type: "latent": the latents of all clips, concatenated.
         """
-        return self._generate(self._named(locals()))
+        return self._generate_video(self._rename_arguments(locals()))
 
-    def _named(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _rename_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
         for name in ("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"):
             if call.pop(name):
                 why = "is not available: there is no speech synthesis here"
@@ -215,9 +215,9 @@ class WanAnimate(Generator):
             output_type: "latent": the latents of all clips, concatenated; those of each clip start
                 with the reference image's.
         """
-        return self._generate(self._named(locals()))
+        return self._generate_video(self._rename_arguments(locals()))
 
-    def _named(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _rename_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
         prompt = call["input_prompt"] or EXAMPLE_PROMPTS[self.kind]
         return {**call, "input_prompt": prompt, "frame_num": call.pop("clip_len"), "img": None}
 
@@ -260,7 +260,7 @@ class WanVace(Generator):
             frame_num: 4n+1; by default at most the number of frames of `src_video`.
             context_scale: Strength of the control, one number or one per control block.
         """
-        return self._generate(locals())
+        return self._generate_video(locals())
 
 
 class WanTI2V(Generator):
@@ -289,4 +289,4 @@ class WanTI2V(Generator):
         **settings: Any,
     ) -> Tensor | None:
         """Generates one video of `size`, or with `img`'s aspect ratio; see `WanI2V.generate`."""
-        return self._generate(locals())
+        return self._generate_video(locals())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan import host, trace
+from wan import system, trace
 from wan.output_files import KERNEL_TRACE, write_output
 from wan.settings.devices import Capabilities, get_capabilities
 from wan.settings.errors import InputError
@@ -32,11 +32,11 @@ class Device:
     """
 
     torch_device: torch.device
-    can: Capabilities
+    capabilities: Capabilities
 
     @property
     def type(self) -> str:
-        return self.can.type
+        return self.capabilities.type
 
     @property
     def _accelerator(self) -> Any:
@@ -60,7 +60,7 @@ class Device:
     def empty_cache(self) -> None:
         """Releases memory that the allocator caches to the system."""
         if self._accelerator is None:
-            host.trim_heap()
+            system.trim_heap()
         else:
             self._accelerator.empty_cache()
 
@@ -70,11 +70,11 @@ class Device:
         On the CPU it is the machine's available memory divided by the ranks on the machine.
         """
         if self._accelerator is None:
-            free = host.available_memory()
-            return None if free is None else free // host.ranks()
+            free = system.read_available_memory()
+            return None if free is None else free // system.count_local_ranks()
         free, _ = self._accelerator.mem_get_info(self.torch_device)
-        kept = self._accelerator.memory_reserved(self.torch_device)
-        return free + kept - self._accelerator.memory_allocated(self.torch_device)
+        reserved = self._accelerator.memory_reserved(self.torch_device)
+        return free + reserved - self._accelerator.memory_allocated(self.torch_device)
 
     def reset_peak_memory(self) -> None:
         if self._accelerator is not None:
@@ -86,14 +86,14 @@ class Device:
             return None
         return self._accelerator.max_memory_allocated(self.torch_device)
 
-    def clock(self) -> trace.Clock:
+    def make_clock(self) -> trace.Clock:
         """Returns a clock that measures when work on this device begins and ends."""
         if self._accelerator is None:
             return trace.HostClock()
         return EventClock(self._accelerator, self.torch_device)
 
     @contextmanager
-    def profiled(self, path: Path) -> Iterator[None]:
+    def profile(self, path: Path) -> Iterator[None]:
         """Profiles the block with PyTorch's or the NPU's profiler and writes its trace."""
         if self.type == "npu":
             import torch_npu
@@ -108,7 +108,7 @@ class Device:
         with write_output(path, KERNEL_TRACE) as temporary:
             running.export_chrome_trace(str(temporary))
 
-    def range(self, name: str) -> AbstractContextManager[object]:
+    def record_range(self, name: str) -> AbstractContextManager[object]:
         """Returns a context that is a named range in the running profiler's trace."""
         return torch.profiler.record_function(name)
 
@@ -133,11 +133,11 @@ class EventClock:
     def start(self) -> None:
         """Synchronizes, so that the first event has the host's current time."""
         self._accelerator.synchronize(self._device)
-        self._zero, self._host = self._event(), time.perf_counter_ns()
+        self._start_event, self._start_ns = self._event(), time.perf_counter_ns()
 
-    def now(self) -> trace.Later:
-        event, zero, host = self._event(), self._zero, self._host
-        return lambda: host + round(zero.elapsed_time(event) * 1e6)
+    def now(self) -> trace.DeferredTime:
+        event, start_event, start_ns = self._event(), self._start_event, self._start_ns
+        return lambda: start_ns + round(start_event.elapsed_time(event) * 1e6)
 
     def stop(self) -> None:
         self._accelerator.synchronize(self._device)
@@ -158,36 +158,36 @@ class CopyStream:
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
 
-    def event(self) -> Any:
+    def make_event(self) -> Any:
         """Returns a new event, which can be recorded repeatedly."""
         return self._module.Event()
 
-    def computed(self, event: Any) -> None:
+    def record_computed(self, event: Any) -> None:
         """Records an event on the compute stream, after its queued work."""
         event.record(self._module.current_stream())
 
-    def copy(self, target: Tensor, parts: Iterable[tuple[slice, Tensor]], after: Any) -> None:
+    def copy(self, target: Tensor, slices: Iterable[tuple[slice, Tensor]], event: Any) -> None:
         """Copies each tensor into its slice of the target, after an event of the compute stream."""
-        self._stream.wait_event(after)
+        self._stream.wait_event(event)
         with self._module.stream(self._stream):
-            for rows, source in parts:
+            for rows, source in slices:
                 target[rows].copy_(source, non_blocking=True)
 
-    def copied(self, event: Any) -> None:
+    def record_copied(self, event: Any) -> None:
         """Records an event on this stream, after all queued copies."""
         event.record(self._stream)
 
-    def compute_after(self, event: Any) -> None:
+    def make_compute_wait(self, event: Any) -> None:
         """Makes later work on the compute stream wait for an event."""
         self._module.current_stream().wait_event(event)
 
-    def uses(self, memory: Tensor) -> None:
+    def record_stream(self, memory: Tensor) -> None:
         """Delays the reuse of freed memory until this stream's copies have finished."""
         memory.record_stream(self._stream)
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
+def use_side_stream(device: torch.device) -> Iterator[None]:
     """Runs a thread's work on a separate stream, after the work queued on the default stream.
 
     Synchronizes the stream at the end. No effect on a CPU.
@@ -206,7 +206,7 @@ def beside(device: torch.device) -> Iterator[None]:
         stream.synchronize()
 
 
-def resolve(wish: str, index: int = 0) -> Device:
+def select_device(device_type: str, index: int = 0) -> Device:
     """Returns the device of a run.
 
     Args:
@@ -218,30 +218,30 @@ def resolve(wish: str, index: int = 0) -> Device:
         InputError: The device does not exist, or it is "auto" and PyTorch cannot use an
             accelerator of this machine.
     """
-    if wish == "auto":
-        wish = "cpu"
+    if device_type == "auto":
+        device_type = "cpu"
         if torch.cuda.is_available():
-            wish = "cuda"
+            device_type = "cuda"
         elif hasattr(torch, "npu") and torch.npu.is_available():
-            wish = "npu"
-        elif (refusal := hidden_accelerator()) is not None:
+            device_type = "npu"
+        elif (refusal := find_hidden_accelerator()) is not None:
             raise refusal
-    if wish == "cpu":
+    if device_type == "cpu":
         return Device(torch.device("cpu"), get_capabilities("cpu"))
-    if wish == "cuda":
-        return _cuda(index)
-    if wish == "npu":
-        return _npu(index)
-    raise InputError("`device`", wish, "is unknown", "use auto, cpu, cuda or npu")
+    if device_type == "cuda":
+        return _select_cuda(index)
+    if device_type == "npu":
+        return _select_npu(index)
+    raise InputError("`device`", device_type, "is unknown", "use auto, cpu, cuda or npu")
 
 
-_VISIBLE = {
+_VISIBILITY_VARIABLES = {
     "nvidia[0-9]*": "CUDA_VISIBLE_DEVICES",
     "davinci[0-9]*": "ASCEND_RT_VISIBLE_DEVICES",
 }
 
 
-def hidden_accelerator(folder: Path = Path("/dev")) -> InputError | None:
+def find_hidden_accelerator(folder: Path = Path("/dev")) -> InputError | None:
     """Returns an error if this machine has an accelerator that PyTorch cannot use.
 
     Otherwise large models would run on the CPU for hours, and with several ranks they could need
@@ -253,39 +253,39 @@ def hidden_accelerator(folder: Path = Path("/dev")) -> InputError | None:
     Returns:
         The error; None without an accelerator, or if an environment variable hides it.
     """
-    for pattern, variable in _VISIBLE.items():
-        found = sorted(path.name for path in folder.glob(pattern))
-        if not found or host.hides(variable):
+    for pattern, variable in _VISIBILITY_VARIABLES.items():
+        device_files = sorted(path.name for path in folder.glob(pattern))
+        if not device_files or system.hides_all_devices(variable):
             continue
         if variable.startswith("ASCEND"):
             return InputError(
                 "An Ascend NPU",
-                why=f"is here ({folder / found[0]}), but PyTorch sees none",
+                why=f"is here ({folder / device_files[0]}), but PyTorch sees none",
                 remedy="install requirements-npu.txt and source CANN's set_env.sh, or use "
                 "`device=cpu`",
             )
-        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         return InputError(
             "A CUDA GPU",
-            why=f"is here ({folder / found[0]}), but PyTorch sees none: torch "
-            f"{torch.__version__} is built {built}",
+            why=f"is here ({folder / device_files[0]}), but PyTorch sees none: torch "
+            f"{torch.__version__} is built {build}",
             remedy="install a wheel that fits the driver (nvidia-smi shows its CUDA version) or a "
             "newer driver, or use `device=cpu`",
         )
     return None
 
 
-def _cuda(index: int) -> Device:
+def _select_cuda(index: int) -> Device:
     if not torch.cuda.is_available():
         why = "cannot be used: PyTorch sees no CUDA device here"
         raise InputError("`device=cuda`", why=why, remedy="use `device=cpu`")
-    _check_index("CUDA device", index, torch.cuda.device_count())
+    _check_device_index("CUDA device", index, torch.cuda.device_count())
     torch.cuda.set_device(index)
     return Device(torch.device("cuda", index), get_capabilities("cuda"))
 
 
-def _npu(index: int) -> Device:
-    npu = _torch_npu()
+def _select_npu(index: int) -> Device:
+    npu = _import_torch_npu()
     if not npu.is_available():
         raise InputError(
             "`device=npu`",
@@ -293,7 +293,7 @@ def _npu(index: int) -> Device:
             remedy="see whether npu-smi info lists one and whether ASCEND_RT_VISIBLE_DEVICES hides "
             "it, or use `device=cpu`",
         )
-    _check_index("NPU", index, npu.device_count())
+    _check_device_index("NPU", index, npu.device_count())
     # Before the first use of a device: the import registers mindiesd's operators with CANN.
     _import_mindiesd()
     # After the import, which allows internal formats: weights must stay in row-major layout.
@@ -303,17 +303,17 @@ def _npu(index: int) -> Device:
     return Device(torch.device("npu", index), get_capabilities("npu", npu.get_soc_version()))
 
 
-def _torch_npu() -> Any:
+def _import_torch_npu() -> Any:
     """Returns torch.npu; raises InputError without torch-npu or CANN."""
     try:
         import torch_npu
     except ModuleNotFoundError as error:
-        raise _not_installed(error) from error
+        raise _make_missing_package_error(error) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
             "`device=npu`",
             why="cannot be used: torch-npu does not load, most likely because CANN is missing "
-            f"({_reason(error)})",
+            f"({_shorten_error(error)})",
             remedy="install CANN and source its set_env.sh, or use `device=cpu`",
         ) from error
     return torch_npu.npu
@@ -325,17 +325,17 @@ def _import_mindiesd() -> None:
             warnings.simplefilter("ignore", UserWarning)
             import mindiesd  # noqa: F401  (registers operators)
     except ModuleNotFoundError as error:
-        raise _not_installed(error) from error
+        raise _make_missing_package_error(error) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
             "`device=npu`",
             why="cannot be used: mindiesd does not load; it must fit PyTorch "
-            f"{torch.__version__}, torch-npu and CANN ({_reason(error)})",
+            f"{torch.__version__}, torch-npu and CANN ({_shorten_error(error)})",
             remedy="run pip install -r requirements-npu.txt",
         ) from error
 
 
-def _not_installed(error: ModuleNotFoundError) -> InputError:
+def _make_missing_package_error(error: ModuleNotFoundError) -> InputError:
     return InputError(
         "`device=npu`",
         why=f"needs the Python package {error.name}, which is not installed",
@@ -343,11 +343,11 @@ def _not_installed(error: ModuleNotFoundError) -> InputError:
     )
 
 
-def _check_index(what: str, index: int, count: int) -> None:
+def _check_device_index(kind: str, index: int, count: int) -> None:
     if index >= count:
         remedy = f"start at most {count} ranks on this machine"
-        raise InputError(what, index, f"does not exist; {count} do", remedy)
+        raise InputError(kind, index, f"does not exist; {count} do", remedy)
 
 
-def _reason(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

@@ -14,13 +14,13 @@ from urllib.parse import quote
 from wan.checkpoint.files import read_json
 from wan.cli import failures
 from wan.cli.flags import Parser
-from wan.cli.programs import output_path, run_program, typed
-from wan.output_files import check_output, marked_kind, write_output
+from wan.cli.programs import make_argument_type, make_output_path_type, run_program
+from wan.output_files import check_output, make_marked_kind, write_output
 from wan.settings import values
 from wan.settings.errors import InputError, WriteError
 
 _TITLE = "Wan2.2 videos"
-PAGE = marked_kind("a page of wan.gallery", f"<title>{_TITLE}</title>".encode())
+PAGE = make_marked_kind("a page of wan.gallery", f"<title>{_TITLE}</title>".encode())
 
 _CARD = """<li>
 <div class="shot"><video controls loop muted preload="metadata" src="{source}"></video></div>
@@ -37,7 +37,7 @@ _PAGE = """<!doctype html>
 """
 
 
-def gallery(folder: Path, out: Path | None = None) -> Path:
+def write_gallery(folder: Path, out: Path | None = None) -> Path:
     """Writes the page and returns its path.
 
     Args:
@@ -55,13 +55,17 @@ def gallery(folder: Path, out: Path | None = None) -> Path:
     if not videos:
         remedy = "give the folder that generate.py --prompt_file has written"
         raise InputError(str(folder), why="holds no videos with records", remedy=remedy)
-    cards = [_card(path, Path(os.path.relpath(path, out.absolute().parent))) for path in videos]
-    failed = [line for path in sorted(folder.glob("*.summary.json")) for line in _failed(path)]
-    page = resources.files("wan.serve").joinpath("page.html").read_text("utf-8")
+    cards = [
+        _format_card(path, Path(os.path.relpath(path, out.absolute().parent))) for path in videos
+    ]
+    failed_lines = [
+        line for path in sorted(folder.glob("*.summary.json")) for line in _list_failed_lines(path)
+    ]
+    style_source = resources.files("wan.serve").joinpath("page.html").read_text("utf-8")
     text = _PAGE.format(
         title=_TITLE,
-        style=page.partition("<style>")[2].partition("</style>")[0],
-        failed="".join(f"<p>{html.escape(line)}</p>\n" for line in failed),
+        style=style_source.partition("<style>")[2].partition("</style>")[0],
+        failed="".join(f"<p>{html.escape(line)}</p>\n" for line in failed_lines),
         cards="\n".join(cards),
     )
     with write_output(out, PAGE) as temporary:
@@ -69,35 +73,40 @@ def gallery(folder: Path, out: Path | None = None) -> Path:
     return out
 
 
-def _card(video: Path, link: Path) -> str:
+def _format_card(video: Path, link: Path) -> str:
     """Returns the HTML of one video."""
     record = read_json(video.with_suffix(".json"))
-    shown, settings, seconds, power = (
-        _values(record, name) for name in ("video", "settings", "seconds", "power")
+    video_info, settings, seconds, power = (
+        _read_record_section(record, name) for name in ("video", "settings", "seconds", "power")
     )
-    facts = [f"{shown.get('width')}x{shown.get('height')}", f"{shown.get('frames')} frames"]
-    facts.append(f"seed {record.get('seed')}")
-    total = sum(one for one in seconds.values() if isinstance(one, int | float))
-    facts += [f"{total:.1f} s"] if total else []
+    details = [
+        f"{video_info.get('width')}x{video_info.get('height')}",
+        f"{video_info.get('frames')} frames",
+    ]
+    details.append(f"seed {record.get('seed')}")
+    total = sum(duration for duration in seconds.values() if isinstance(duration, int | float))
+    details += [f"{total:.1f} s"] if total else []
     joules = power.get("joules")
-    facts += [f"{joules:.0f} J"] if isinstance(joules, int | float) else []
+    details += [f"{joules:.0f} J"] if isinstance(joules, int | float) else []
     return _CARD.format(
         source=quote(link.as_posix()),
         prompt=html.escape(str(settings.get("prompt", video.stem))),
-        facts=html.escape(" · ".join(facts)),
+        facts=html.escape(" · ".join(details)),
     )
 
 
-def _values(record: dict[str, Any], name: str) -> dict[str, Any]:
+def _read_record_section(record: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns an object of a record; {} if it is missing."""
-    found = record.get(name)
-    return found if isinstance(found, dict) else {}
+    section = record.get(name)
+    return section if isinstance(section, dict) else {}
 
 
-def _failed(summary: Path) -> list[str]:
+def _list_failed_lines(summary: Path) -> list[str]:
     """Returns a sentence for each refused or failed line of a prompt file."""
-    found = read_json(summary)
-    lines = _values(found, "refused") | _values(found, "failed")
+    summary_record = read_json(summary)
+    lines = _read_record_section(summary_record, "refused") | _read_record_section(
+        summary_record, "failed"
+    )
     return [f"Line {name}: {error}" for name, error in lines.items()]
 
 
@@ -105,16 +114,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, or 2 for a refusal."""
     parser = Parser(prog="python -m wan.gallery", description=(__doc__ or "").strip())
     parser.add_argument(
-        "folder", type=typed(values.read_path), help="folder of a prompt file's videos"
+        "folder", type=make_argument_type(values.read_path), help="folder of a prompt file's videos"
     )
-    parser.add_argument("--out", type=output_path(PAGE), help="the page; default FOLDER/index.html")
+    parser.add_argument(
+        "--out", type=make_output_path_type(PAGE), help="the page; default FOLDER/index.html"
+    )
 
     def work() -> None:
         options = parser.parse_args(argv)
         try:
-            print(gallery(options.folder, options.out))
+            print(write_gallery(options.folder, options.out))
         except OSError as error:
-            if failures.describe(error) is not None:
+            if failures.describe_error(error) is not None:
                 raise
             raise WriteError(f"{error}; give --out a folder that can be written.") from error
 

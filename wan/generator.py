@@ -35,7 +35,7 @@ from wan.pipeline.following import (
 )
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
-from wan.run import ask, make_setup
+from wan.run import make_params, make_setup
 from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, name_settings
 from wan.settings.execution import OFFLOAD_MODEL, Offload
@@ -52,14 +52,18 @@ from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import VideoParams
 from wan.settings.values import choice, format_value, integer, switch
 
-_NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
-_IMAGES = ("image", "last_image")
-_OPTIONAL = (
+_EXPERT_OF_ATTRIBUTE = {
+    "high_noise_model": "high_noise",
+    "low_noise_model": "low_noise",
+    "model": "dit",
+}
+_IMAGE_SETTINGS = ("image", "last_image")
+_OPTIONAL_SETTINGS = (
     *("base_seed", "audio", "pose_video", "num_clip", "src_root_path"),
     *("src_video", "src_mask"),
 )
-_PICTURES = "src_ref_images"
-_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
+_REFERENCE_IMAGES = "src_ref_images"
+_EMBEDDING_KEYWORDS = ("prompt_embeds", "negative_prompt_embeds")
 T = TypeVar("T")
 
 
@@ -132,8 +136,8 @@ class Generator:
             InputError: A ValueError: the folder or a setting is invalid.
         """
         with name_settings(PYTHON_NAMING):
-            env.refused()
-            self.config = _config(config)
+            env.check_environment()
+            self.config = _find_config(config)
             flags = {"t5_fsdp": t5_fsdp, "dit_fsdp": dit_fsdp, "t5_cpu": t5_cpu}
             values = read_constructor_settings(
                 {**settings, **flags, "convert_model_dtype": convert_model_dtype}
@@ -141,32 +145,36 @@ class Generator:
             if "precision" not in values and self.config.param_dtype == torch.float32:
                 values["precision"] = "fp32"
             integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
-            chosen = build_from_values(NetworkFiles, values)
-            own = [preset for preset in PRESETS.values() if preset.kind == self.kind]
-            checkpoint = _described(checkpoint_dir, chosen, tuple(own))
-            checkpoint = _with_files(checkpoint, self.config, chosen)
-            sizes = checkpoint.experts.keys(), checkpoint.num_images
-            fitting = [one for one in own if ({*one.experts}, one.num_clip_vision_images) == sizes]
-            self._preset = (fitting or own[:1])[-1]  # of Wan2.1's t2v networks, the larger one
+            network_files = build_from_values(NetworkFiles, values)
+            presets = [preset for preset in PRESETS.values() if preset.kind == self.kind]
+            checkpoint = _describe_checkpoint_dir(checkpoint_dir, network_files, tuple(presets))
+            checkpoint = _apply_config_files(checkpoint, self.config, network_files)
+            structure = checkpoint.experts.keys(), checkpoint.num_images
+            matching = [
+                candidate
+                for candidate in presets
+                if ({*candidate.experts}, candidate.num_clip_vision_images) == structure
+            ]
+            self._preset = (matching or presets[:1])[-1]  # of Wan2.1's t2v networks, the larger one
             check_task(checkpoint, self._preset)
             _warn_of_other_task(self.config, self._preset)
-            world = _world(use_sp)
-            self._setup, notices = make_setup(values, self._preset, checkpoint, world)
+            world_size = _find_world_size(use_sp)
+            self._setup, notices = make_setup(values, self._preset, checkpoint, world_size)
             for notice in notices:
                 logger.warning(PYTHON_NAMING.render(notice))
-            device = devices.resolve(
+            device = devices.select_device(
                 self._setup.execution.device, integer(0, 10**6)("`device_id`", device_id)
             )
-            self._setup.check_device(device.can)
-            self._team: ParallelGroups | None = None
-            if world > 1:
-                self._team = mesh.make_parallel_groups(device, self._setup.parallel.mesh_shape)
-                self._agreed(lambda: checkpoint, self._model_facts)
-            kept = ("noise_device", *list_options(Loras))
-            self._values = {name: values[name] for name in kept if name in values}
+            self._setup.check_device(device.capabilities)
+            self._groups: ParallelGroups | None = None
+            if world_size > 1:
+                self._groups = mesh.make_parallel_groups(device, self._setup.parallel.mesh_shape)
+                self._agree_on(lambda: checkpoint, self._collect_model_invariants)
+            setting_names = ("noise_device", *list_options(Loras))
+            self._base_settings = {name: values[name] for name in setting_names if name in values}
             t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
             self._pipeline = build.build_pipeline(
-                self._setup, device, self._team, t5_dtype=t5_dtype
+                self._setup, device, self._groups, t5_dtype=t5_dtype
             )
 
     def __getattr__(self, name: str) -> WanModel:
@@ -174,7 +182,7 @@ class Generator:
 
         The network stays in memory, so that a caller may modify it in place.
         """
-        expert = _NETWORKS.get(name)
+        expert = _EXPERT_OF_ATTRIBUTE.get(name)
         if expert is None or expert not in self._setup.checkpoint.experts:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self._pipeline.experts.load_editable(expert)
@@ -214,94 +222,102 @@ class Generator:
         """
         with name_settings(PYTHON_NAMING):
             offload = OFFLOAD_MODEL("`offload_model`", offload_model)
-            setup = self._with_offload(offload)
-            grouped = switch("`group_by_expert`", group_by_expert)
-            if grouped:
+            setup = self._make_call_setup(offload)
+            is_grouped = switch("`group_by_expert`", group_by_expert)
+            if is_grouped:
                 setup.check_grouping()
             if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
                 raise InputError("calls", format_value(calls), "is no list of calls", "give a list")
-            asked = [self._asked(self._bound(call, shared), setup) for call in calls]
-        return self._made(asked, offload, grouped)
+            video_calls = [
+                self._prepare_call(self._bind_arguments(call, shared), setup) for call in calls
+            ]
+        return self._generate_videos(video_calls, offload, is_grouped)
 
-    def _generate(self, call: dict[str, Any]) -> Tensor | None:
+    def _generate_video(self, call: dict[str, Any]) -> Tensor | None:
         """Generates one video from the arguments of `generate`."""
         with name_settings(PYTHON_NAMING):
             offload = OFFLOAD_MODEL("`offload_model`", call["offload_model"])
-            asked = self._asked(call, self._with_offload(offload))
-        (made,) = self._made([asked], offload, False)
-        return made
+            video_call = self._prepare_call(call, self._make_call_setup(offload))
+        (video,) = self._generate_videos([video_call], offload, False)
+        return video
 
-    def _bound(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
+    def _bind_arguments(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all arguments of `generate`, defaults included, for a call of `generate_many`."""
         if not isinstance(call, str | Mapping):
             raise InputError(
                 f"A call is {format_value(call)}; give a prompt, or arguments of generate."
             )
-        own = {"input_prompt": call} if isinstance(call, str) else call
-        if "offload_model" in own:
+        arguments = {"input_prompt": call} if isinstance(call, str) else call
+        if "offload_model" in arguments:
             raise InputError("offload_model applies to all calls; give it to generate_many.")
         try:
-            bound = inspect.signature(self.generate).bind(**{**shared, **own})
+            bound = inspect.signature(self.generate).bind(**{**shared, **arguments})
         except TypeError as error:
             raise InputError(f"A call does not fit generate: {error}.") from error
         bound.apply_defaults()
-        return self._named(bound.arguments)
+        return self._rename_arguments(bound.arguments)
 
-    def _named(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _rename_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of `generate` by the names that are common to all classes."""
         return call
 
-    def _made(
-        self, calls: Sequence[VideoCall], offload: Offload, grouped: bool
+    def _generate_videos(
+        self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool
     ) -> Iterator[Tensor | None]:
         """Yields the video of each call; `generate` may be called between two videos."""
         pipeline = self._pipeline
 
-        def make(call: VideoCall, latents: Callable[[], Tensor]) -> Tensor | None:
+        def make_output(call: VideoCall, get_latents: Callable[[], Tensor]) -> Tensor | None:
             if call.params.has_clips:
-                return self._joined(call)
-            return latents() if call.output_type == "latent" else pipeline.decode(latents())
+                return self._join_clips(call)
+            return get_latents() if call.output_type == "latent" else pipeline.decode(get_latents())
 
         with name_settings(PYTHON_NAMING):
             pipeline.set_offload(offload)
             try:
-                yield from Batch(pipeline, calls, group_by_expert=grouped).generate_videos(make)
+                yield from Batch(pipeline, calls, group_by_expert=is_grouped).generate_videos(
+                    make_output
+                )
             except BaseException:
                 pipeline.abandon()
                 raise
 
-    def _joined(self, call: VideoCall) -> Tensor | None:
+    def _join_clips(self, call: VideoCall) -> Tensor | None:
         """Generates the clips of a long video and concatenates them along the frames."""
-        done = [*self._pipeline.generate_clips(call.params, call.inputs)]
+        video_clips = [*self._pipeline.generate_clips(call.params, call.inputs)]
         if call.output_type == "latent":
-            return torch.cat([clip.latents for clip in done], dim=1)
-        frames = [clip.frames for clip in done if clip.frames is not None]
+            return torch.cat([clip.latents for clip in video_clips], dim=1)
+        frames = [clip.frames for clip in video_clips if clip.frames is not None]
         return torch.cat(frames, dim=1) if frames else None
 
-    def _asked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+    def _prepare_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         """Checks that a call is valid and equal on all ranks, and broadcasts the seed of rank 0."""
-        asked = self._agreed(lambda: self._checked(call, setup), _facts)
-        if self._team is not None:  # a random seed differs between ranks
-            seed = self._team.broadcast_object_from_rank0(asked.params.base_seed)
-            asked.params = replace(asked.params, base_seed=seed)
-        return asked
+        video_call = self._agree_on(lambda: self._check_call(call, setup), _collect_call_invariants)
+        if self._groups is not None:  # a random seed differs between ranks
+            seed = self._groups.broadcast_object_from_rank0(video_call.params.base_seed)
+            video_call.params = replace(video_call.params, base_seed=seed)
+        return video_call
 
-    def _model_facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def _collect_model_invariants(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Returns the settings and digests of the model that must be equal on all ranks."""
         setup, loras = self._setup, self._setup.loras.items()
-        parts = (setup.attention, setup.parallel, setup.execution, setup.cache)
-        facts = {name: str(value) for part in parts for name, value in vars(part).items()}
-        facts["ckpt_dir"] = compute_fingerprint(checkpoint.list_files())
-        facts["lora"] = str(
+        option_groups = (setup.attention, setup.parallel, setup.execution, setup.cache)
+        invariants = {
+            name: str(value) for part in option_groups for name, value in vars(part).items()
+        }
+        invariants["ckpt_dir"] = compute_fingerprint(checkpoint.list_files())
+        invariants["lora"] = str(
             [
-                (name, one.strength, compute_fingerprint([one.file]))
-                for name, ones in loras
-                for one in ones
+                (name, lora_file.strength, compute_fingerprint([lora_file.file]))
+                for name, lora_files in loras
+                for lora_file in lora_files
             ]
         )
-        return {f"`{name}`": {"value": value} for name, value in facts.items()}
+        return {f"`{name}`": {"value": value} for name, value in invariants.items()}
 
-    def _agreed(self, prepare: Callable[[], T], facts: Callable[[T], dict[str, Any]]) -> T:
+    def _agree_on(
+        self, prepare: Callable[[], T], collect_invariants: Callable[[T], dict[str, Any]]
+    ) -> T:
         """Returns the result of `prepare`, after comparing it between all ranks.
 
         Args:
@@ -311,119 +327,139 @@ class Generator:
         Raises:
             InputError: A rank refused its input, or its values differ; raised on all ranks.
         """
-        if self._team is None:
+        if self._groups is None:
             return prepare()
-        own = RankStatus(self._team.rank, socket.gethostname())
-        made: T | None = None
+        report = RankStatus(self._groups.rank, socket.gethostname())
+        result: T | None = None
         refusal: InputError | None = None
         try:
-            made = prepare()
-            own = replace(own, invariants=facts(made))
+            result = prepare()
+            report = replace(report, invariants=collect_invariants(result))
         except InputError as error:
-            refusal, own = error, replace(own, error=str(error))
-        difference = find_first_mismatch(self._team.gather(own))
-        if refusal is not None or made is None:
-            raise refusal or InputError(difference or "")
-        if difference is not None:
-            raise InputError(difference)
-        return made
+            refusal, report = error, replace(report, error=str(error))
+        mismatch = find_first_mismatch(self._groups.gather(report))
+        if refusal is not None or result is None:
+            raise refusal or InputError(mismatch or "")
+        if mismatch is not None:
+            raise InputError(mismatch)
+        return result
 
-    def _checked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+    def _check_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
             name = "img" if self._preset.kind == "i2v" else "ref_image_path"
             raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
-        request, given = self._request(call, setup)
-        prompt, negative = (_embedding(name, call[name]) for name in _EMBEDDINGS)
+        params, base_inputs = self._make_call_params(call, setup)
+        prompt_embeds, negative_prompt_embeds = (
+            _check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS
+        )
         output_type = choice("pt", "latent")("`output_type`", call["output_type"])
-        end = _motion(call.get("motion_latent"), request)
-        if request.clip_prompts and (prompt is not None or negative is not None):
+        motion_latent = _check_motion_latent(call.get("motion_latent"), params)
+        if params.clip_prompts and (
+            prompt_embeds is not None or negative_prompt_embeds is not None
+        ):
             why = "do not go with `clip_prompts`"
             raise InputError("Embeddings", None, why, "give the texts of all clips")
         inputs = replace(
-            given, prompt_embeds=prompt, negative_prompt_embeds=negative, clip_state=end
+            base_inputs,
+            prompt_embeds=prompt_embeds,
+            negative_prompt_embeds=negative_prompt_embeds,
+            clip_state=motion_latent,
         )
-        return VideoCall("A call", request, inputs, output_type=output_type)
+        return VideoCall("A call", params, inputs, output_type=output_type)
 
-    def _with_offload(self, offload: Offload) -> Setup:
+    def _make_call_setup(self, offload: Offload) -> Setup:
         """Returns the setup with a call's `offload_model`, checked for the device."""
         execution = replace(self._setup.execution, offload_model=offload)
         setup = replace(self._setup, execution=execution)
-        setup.check_device(self._pipeline.device.can)
+        setup.check_device(self._pipeline.device.capabilities)
         return setup
 
-    def _request(self, call: dict[str, Any], setup: Setup) -> tuple[VideoParams, Inputs]:
+    def _make_call_params(self, call: dict[str, Any], setup: Setup) -> tuple[VideoParams, Inputs]:
         """Returns a call's parameters and inputs."""
         unknown = [name for name in call["settings"] if not is_python_setting(name, "video")]
         if unknown:
             raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
-        twins = [name for name in call["settings"] if PYTHON_KEYWORDS.get(name) in call]
-        if twins:
+        duplicates = [name for name in call["settings"] if PYTHON_KEYWORDS.get(name) in call]
+        if duplicates:
             raise InputError(
-                f"{twins[0]} is called {PYTHON_KEYWORDS[twins[0]]} here; use that keyword."
+                f"{duplicates[0]} is called {PYTHON_KEYWORDS[duplicates[0]]} here; use that keyword."
             )
         if "image" in call["settings"]:
             raise InputError("image has no effect on a text-to-video model; remove it.")
-        flags = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
-        named = {
-            flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
+        flag_names = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
+        arguments = {
+            flag_names.get(name, name): value
+            for name, value in {**call, **call["settings"]}.items()
         }
-        image, last = (
-            None if named.get(name) is None else images.convert_to_image(named[name], name)
-            for name in _IMAGES
+        image, last_image = (
+            None if arguments.get(name) is None else images.convert_to_image(arguments[name], name)
+            for name in _IMAGE_SETTINGS
         )
-        pictures = _pictures(named.get(_PICTURES))
-        absent = {
-            *_IMAGES,
-            _PICTURES,
-            *(n for n in (*_OPTIONAL, *call["settings"]) if named.get(n) is None),
+        reference_images = _read_reference_images(arguments.get(_REFERENCE_IMAGES))
+        absent_names = {
+            *_IMAGE_SETTINGS,
+            _REFERENCE_IMAGES,
+            *(n for n in (*_OPTIONAL_SETTINGS, *call["settings"]) if arguments.get(n) is None),
         }
-        given = {n: named[n] for n in named if is_python_setting(n, "video") and n not in absent}
-        values = self._values | read_settings(given)
+        video_settings = {
+            n: arguments[n]
+            for n in arguments
+            if is_python_setting(n, "video") and n not in absent_names
+        }
+        values = self._base_settings | read_settings(video_settings)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
         # A recipe overrides the defaults of `generate`; Wan2.1's image models have presets.
-        absent = {
-            n for n in values if isinstance(named.get(n), DefaultFloat | DefaultInt | DefaultStr)
+        absent_names = {
+            n
+            for n in values
+            if isinstance(arguments.get(n), DefaultFloat | DefaultInt | DefaultStr)
         }
-        below = (
-            {} if self._preset.num_clip_vision_images else {name: values[name] for name in absent}
+        defaults = (
+            {}
+            if self._preset.num_clip_vision_images
+            else {name: values[name] for name in absent_names}
         )
-        values = {name: value for name, value in values.items() if name not in absent}
-        size = None if image is None else image.size
-        values["last_image"] = last
-        inputs = Inputs(image, last)
+        values = {name: value for name, value in values.items() if name not in absent_names}
+        image_size = None if image is None else image.size
+        values["last_image"] = last_image
+        inputs = Inputs(image, last_image)
         if self._preset.kind == "s2v":
-            sound, pose = read_s2v_inputs(values, self._preset)
-            values |= count_s2v_clips(values, self._preset, sound)
-            inputs = replace(inputs, audio=sound, pose=pose)
+            audio, pose_video = read_s2v_inputs(values, self._preset)
+            values |= count_s2v_clips(values, self._preset, audio)
+            inputs = replace(inputs, audio=audio, pose=pose_video)
         if self._preset.kind == "animate":
-            moving = read_animate_inputs(values, self._preset)
-            values |= count_animate_clips(values, self._preset, moving, below)
-            inputs = replace(inputs, animate=moving)
+            animate_inputs = read_animate_inputs(values, self._preset)
+            values |= count_animate_clips(values, self._preset, animate_inputs, defaults)
+            inputs = replace(inputs, animate=animate_inputs)
         if self._preset.kind == "vace":
-            sources = read_vace_inputs(values | {_PICTURES: pictures}, self._preset)
-            values |= count_vace_frames(values, self._preset, sources, below)
-            inputs = replace(inputs, vace=sources)
-            size = None if sources is None else sources.size
+            vace_inputs = read_vace_inputs(
+                values | {_REFERENCE_IMAGES: reference_images}, self._preset
+            )
+            values |= count_vace_frames(values, self._preset, vace_inputs, defaults)
+            inputs = replace(inputs, vace=vace_inputs)
+            image_size = None if vace_inputs is None else vace_inputs.size
         boundary = {"boundary": self.config.get("boundary")}
-        edited = boundary["boundary"] not in (None, self._preset.boundary)
-        values, below = (values | boundary, below) if edited else (values, below | boundary)
-        request, notices = ask(setup, values, size, below)
+        is_edited = boundary["boundary"] not in (None, self._preset.boundary)
+        values, defaults = (
+            (values | boundary, defaults) if is_edited else (values, defaults | boundary)
+        )
+        params, notices = make_params(setup, values, image_size, defaults)
         for notice in notices:
             logger.warning(PYTHON_NAMING.render(notice))
-        return request, inputs
+        return params, inputs
 
 
-def _facts(call: VideoCall) -> dict[str, Any]:
+def _collect_call_invariants(call: VideoCall) -> dict[str, Any]:
     """Returns the values of a call that must be equal on all ranks."""
-    facts: dict[str, Any] = {name: str(value) for name, value in vars(call.params).items()}
-    del facts["base_seed"]  # broadcast from rank 0 later
-    facts |= call.inputs.compute_digests() | {"output_type": call.output_type}
-    return {f"`{name}`": {"value": value} for name, value in facts.items()}
+    invariants: dict[str, Any] = {name: str(value) for name, value in vars(call.params).items()}
+    del invariants["base_seed"]  # broadcast from rank 0 later
+    invariants |= call.inputs.compute_digests() | {"output_type": call.output_type}
+    return {f"`{name}`": {"value": value} for name, value in invariants.items()}
 
 
-def _config(config: Any) -> Any:
+def _find_config(config: Any) -> Any:
     if isinstance(config, str):
         if config not in WAN_CONFIGS:
             raise InputError(
@@ -440,69 +476,83 @@ def _config(config: Any) -> Any:
 
 def _warn_of_other_task(config: Any, preset: Preset) -> None:
     """Logs a warning if the folder has another number of networks than the config's task."""
-    named = str(getattr(config, "__name__", "")).rpartition(" ")[2]
-    if named in PRESETS and len(PRESETS[named].experts) != len(preset.experts):
-        held = "two experts" if len(preset.experts) == 2 else "one network"
+    task = str(getattr(config, "__name__", "")).rpartition(" ")[2]
+    if task in PRESETS and len(PRESETS[task].experts) != len(preset.experts):
+        networks = "two experts" if len(preset.experts) == 2 else "one network"
         logger.warning(
-            "The checkpoint holds %s: it runs as %s, not as %s.", held, preset.task, named
+            "The checkpoint holds %s: it runs as %s, not as %s.", networks, preset.task, task
         )
 
 
-def _described(folder: Any, chosen: NetworkFiles, presets: tuple[Preset, ...]) -> Checkpoint:
+def _describe_checkpoint_dir(
+    folder: Any, network_files: NetworkFiles, presets: tuple[Preset, ...]
+) -> Checkpoint:
     if not isinstance(folder, str | Path):
         raise InputError("`ckpt_dir`", format_value(folder), "must be the folder of a checkpoint")
-    return inspect_checkpoint(Path(os.path.expanduser(folder)), chosen, presets)
+    return inspect_checkpoint(Path(os.path.expanduser(folder)), network_files, presets)
 
 
-def _with_files(checkpoint: Checkpoint, config: Any, chosen: NetworkFiles) -> Checkpoint:
+def _apply_config_files(
+    checkpoint: Checkpoint, config: Any, network_files: NetworkFiles
+) -> Checkpoint:
     """Returns the checkpoint with the files that the config names, if the folder has them.
 
     Files given explicitly (`vae`, `text_encoder`, `tokenizer`) are not replaced.
     """
     assert checkpoint.folder is not None
-    named = {
+    paths = {
         "vae": checkpoint.folder / config.vae_checkpoint,
         "text_encoder": checkpoint.folder / config.t5_checkpoint,
         "tokenizer": checkpoint.folder / config.t5_tokenizer,
     }
-    named = {part: path for part, path in named.items() if not getattr(chosen, part, None)}
-    return replace(checkpoint, **{part: path for part, path in named.items() if path.exists()})
+    paths = {
+        component: path
+        for component, path in paths.items()
+        if not getattr(network_files, component, None)
+    }
+    return replace(
+        checkpoint, **{component: path for component, path in paths.items() if path.exists()}
+    )
 
 
-def _world(use_sp: bool) -> int:
-    world = mesh.get_num_ranks() if use_sp else 1
-    if use_sp and world == 1:
+def _find_world_size(use_sp: bool) -> int:
+    world_size = mesh.get_num_ranks() if use_sp else 1
+    if use_sp and world_size == 1:
         raise InputError(
             "use_sp distributes a video over ranks, but torch.distributed is not initialised for "
             "several; start with torchrun and call init_process_group first."
         )
-    return world
+    return world_size
 
 
-def _pictures(value: Any) -> tuple[Any, ...]:
+def _read_reference_images(value: Any) -> tuple[Any, ...]:
     """Returns the reference images of VACE from one image, a list of images, or paths."""
     if value is None:
         return ()
-    several = [*value] if isinstance(value, list | tuple) else [value]
-    if all(isinstance(one, str | Path) for one in several):
-        return FLAGS[_PICTURES].reader(f"`{_PICTURES}`", several) if several else ()
-    return tuple(several)
+    image_list = [*value] if isinstance(value, list | tuple) else [value]
+    if all(isinstance(item, str | Path) for item in image_list):
+        return (
+            FLAGS[_REFERENCE_IMAGES].reader(f"`{_REFERENCE_IMAGES}`", image_list)
+            if image_list
+            else ()
+        )
+    return tuple(image_list)
 
 
-def _motion(value: Any, request: VideoParams) -> Tensor | None:
+def _check_motion_latent(value: Any, params: VideoParams) -> Tensor | None:
     if value is None:
         return None
-    if request.chain != "latent":
+    if params.chain != "latent":
         raise InputError("motion_latent", None, "is of `chain=latent`", "add that, or drop it")
-    channels, _, *sides = request.latent_shape
+    channels, _, *sides = params.latent_shape
     shape = (channels, 1, *sides)
     if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
-        given = list(value.shape) if isinstance(value, Tensor) else format_value(value)
-        raise InputError("motion_latent", given, f"must be floats of shape {list(shape)}")
+        actual_shape = list(value.shape) if isinstance(value, Tensor) else format_value(value)
+        raise InputError("motion_latent", actual_shape, f"must be floats of shape {list(shape)}")
     return value.float()
 
 
-def _embedding(name: str, value: Any) -> Tensor | None:
+def _check_prompt_embeds(name: str, value: Any) -> Tensor | None:
     if value is None or (isinstance(value, Tensor) and value.is_floating_point()):
         return value
     raise InputError(f"{name} must be a floating-point tensor [length, channels].")

@@ -18,7 +18,7 @@ from typing import Any
 logger = logging.getLogger("wan")
 _SILENT = ContextVar("silent", default=False)
 logger.addFilter(lambda record: record.levelno >= logging.WARNING or not _SILENT.get())
-_HIDDEN = threading.Event()
+_PROMPTS_HIDDEN = threading.Event()
 
 
 class _Handler(logging.StreamHandler):
@@ -28,7 +28,7 @@ class _Handler(logging.StreamHandler):
             super().handleError(record)
 
 
-def setup(main_rank: bool = True) -> None:
+def set_up_logging(main_rank: bool = True) -> None:
     """Sends messages to stdout: INFO and above on the main rank, errors only on the others."""
     handler = _Handler(sys.stdout)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
@@ -44,48 +44,53 @@ def set_level(name: str) -> None:
 
 
 @contextmanager
-def silence() -> Iterator[None]:
+def silence_thread() -> Iterator[None]:
     """Drops this thread's progress bars and messages below WARNING while the block runs."""
-    before = _SILENT.set(True)
+    token = _SILENT.set(True)
     try:
         yield
     finally:
-        _SILENT.reset(before)
+        _SILENT.reset(token)
 
 
 def hide_prompts() -> None:
     """Keeps prompts out of this process's log."""
-    _HIDDEN.set()
+    _PROMPTS_HIDDEN.set()
 
 
 def format_prompt(text: str) -> str:
     """Returns a prompt, or only its length after `hide_prompts`."""
-    return f"({len(text)} characters)" if _HIDDEN.is_set() else text
+    return f"({len(text)} characters)" if _PROMPTS_HIDDEN.is_set() else text
 
 
-def progress(total: int | None, description: str, unit: str) -> Any:
+def make_progress_bar(total: int | None, description: str, unit: str) -> Any:
     """Returns a tqdm bar, disabled on other ranks and without `set_up_logging` (Python API).
 
     Without a terminal it writes a log line twice a minute and at each refresh.
     """
     from tqdm import tqdm
 
-    lines: dict[str, Any] = {}
+    log_options: dict[str, Any] = {}
     if sys.stderr is None or not sys.stderr.isatty():
-        form = "{desc}: {n_fmt}/{total_fmt} {unit}s, about {remaining} left"
-        lines = {"file": _Lines(), "mininterval": 30, "delay": 30, "bar_format": form}
+        bar_format = "{desc}: {n_fmt}/{total_fmt} {unit}s, about {remaining} left"
+        log_options = {
+            "file": _LogWriter(),
+            "mininterval": 30,
+            "delay": 30,
+            "bar_format": bar_format,
+        }
     return tqdm(
         total=total,
         desc=description,
         unit=unit,
         unit_scale=unit == "B",
         disable=_SILENT.get() or not logger.isEnabledFor(logging.INFO),
-        dynamic_ncols=not lines,
-        **lines,
+        dynamic_ncols=not log_options,
+        **log_options,
     )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats seconds as "3 h 5 min", "4 min" or "20 s"."""
     minutes, hours = round(seconds / 60), round(seconds / 60) // 60
     if hours:
@@ -93,7 +98,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"
 
 
-class _Lines:
+class _LogWriter:
     """File-like object that writes a progress bar's lines to the log."""
 
     def write(self, text: str) -> None:
@@ -103,7 +108,7 @@ class _Lines:
     def flush(self) -> None: ...
 
 
-class Stages:
+class StageTimer:
     """Measures the seconds of each named stage of a run.
 
     A nested stage's time is not counted in the outer stage. Stages in several threads may overlap,
@@ -131,7 +136,7 @@ class Stages:
             running.inner = outer + elapsed
 
 
-def versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
+def collect_versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
     """Returns the versions of Python and packages for a record.
 
     Args:
@@ -140,12 +145,12 @@ def versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
     """
     names = ["torch", "diffusers", "transformers", "safetensors", "imageio-ffmpeg", "ftfy"]
     names += ["torch-npu", "mindiesd"] if device_type == "npu" else []
-    found = {"python": platform.python_version()}
-    found |= {name: _version(name) for name in (*names, *packages)}
-    return found | ({"cudnn": _cudnn()} if device_type == "cuda" else {})
+    version_of = {"python": platform.python_version()}
+    version_of |= {name: _read_package_version(name) for name in (*names, *packages)}
+    return version_of | ({"cudnn": _read_cudnn_version()} if device_type == "cuda" else {})
 
 
-def commit() -> str | None:
+def find_commit() -> str | None:
     """Returns the commit of the Git clone that this package runs from; None outside of one."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
@@ -159,7 +164,7 @@ def commit() -> str | None:
         return None
 
 
-def _cudnn() -> str:
+def _read_cudnn_version() -> str:
     """Returns cuDNN's version as PyTorch has it: 91600 is 9.16.0.
 
     One version of PyTorch runs with several of cuDNN, whose kernels differ.
@@ -170,7 +175,7 @@ def _cudnn() -> str:
     return str(version or "not available")
 
 
-def _version(name: str) -> str:
+def _read_package_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

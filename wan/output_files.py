@@ -25,9 +25,9 @@ from typing import Any
 from wan.settings.errors import InputError, WriteError
 
 _MAX_JSON = 512 << 20  # bytes; traces of many steps can exceed 100 MB
-_HEAD = 4096  # bytes in which a text or picture has its marker
+_HEAD_BYTES = 4096  # bytes in which a text or picture has its marker
 _MAX_INDEX = 64 << 20  # bytes of an mp4's moov atom or of a safetensors header
-_MARKS = ('{"wan": ', '{"task": ')  # of mp4 comments; the second one up to version 0.4.0
+_COMMENT_PREFIXES = ('{"wan": ', '{"task": ')  # of mp4 comments; the second one up to version 0.4.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class OutputKind:
     matches: Callable[[Path], bool]
 
 
-def json_kind(name: str, *keys: str) -> OutputKind:
+def make_json_kind(name: str, *keys: str) -> OutputKind:
     """Returns the kind of a JSON object with all these keys, or of a list of such objects."""
 
     def matches(path: Path) -> bool:
@@ -52,22 +52,22 @@ def json_kind(name: str, *keys: str) -> OutputKind:
             return False
         content: Any = json.loads(path.read_bytes())
         objects = content if isinstance(content, list) and content else [content]
-        return all(isinstance(one, dict) and {*keys} <= one.keys() for one in objects)
+        return all(isinstance(item, dict) and {*keys} <= item.keys() for item in objects)
 
     return OutputKind(name, matches)
 
 
-def marked_kind(name: str, mark: bytes) -> OutputKind:
+def make_marked_kind(name: str, marker: bytes) -> OutputKind:
     """Returns the kind of a file with these bytes among its first 4096."""
 
     def matches(path: Path) -> bool:
         with path.open("rb") as file:
-            return mark in file.read(_HEAD)
+            return marker in file.read(_HEAD_BYTES)
 
     return OutputKind(name, matches)
 
 
-def safetensors_kind(name: str, *keys: str) -> OutputKind:
+def make_safetensors_kind(name: str, *keys: str) -> OutputKind:
     """Returns the kind of a safetensors file whose metadata has all these keys."""
 
     def matches(path: Path) -> bool:
@@ -80,26 +80,28 @@ def safetensors_kind(name: str, *keys: str) -> OutputKind:
     return OutputKind(name, matches)
 
 
-def _is_own_video(path: Path) -> bool:
+def _is_generated_video(path: Path) -> bool:
     """Returns whether an mp4's comment begins like those of generate.py."""
-    index = _mp4_index(path)
-    _, _, item = index.partition(b"\xa9cmt")
+    moov = _read_moov_atom(path)
+    _, _, item = moov.partition(b"\xa9cmt")
     # The item's one atom: its length, "data", a type and a language, and the text.
-    return item[4:8] == b"data" and item[16:32].startswith(tuple(one.encode() for one in _MARKS))
+    return item[4:8] == b"data" and item[16:32].startswith(
+        tuple(prefix.encode() for prefix in _COMMENT_PREFIXES)
+    )
 
 
-def _mp4_index(path: Path) -> bytes:
+def _read_moov_atom(path: Path) -> bytes:
     """Returns the content of an mp4's moov atom; b"" without one."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         start = 0
         while start + 8 <= end:
             file.seek(start)
-            size, kind = struct.unpack(">I4s", file.read(8))
+            size, atom_type = struct.unpack(">I4s", file.read(8))
             if size == 1:  # a length of 64 bits follows
                 (size,) = struct.unpack(">Q", file.read(8))
             size = end - start if size == 0 else size
-            if kind == b"moov" and size <= _MAX_INDEX:
+            if atom_type == b"moov" and size <= _MAX_INDEX:
                 return file.read(size - 8)
             if size < 8:
                 break
@@ -107,11 +109,13 @@ def _mp4_index(path: Path) -> bytes:
     return b""
 
 
-VIDEO = OutputKind("a video of generate.py", _is_own_video)
-RECORD = json_kind("a record of generate.py", "settings", "versions")
-LATENTS = safetensors_kind("latents of generate.py", "settings")
-KERNEL_TRACE = json_kind("a kernel trace of generate.py --trace_kernels", "traceEvents")
-SUMMARY = json_kind("a summary of generate.py --prompt_file", "made", "there already", "go on with")
+VIDEO = OutputKind("a video of generate.py", _is_generated_video)
+RECORD = make_json_kind("a record of generate.py", "settings", "versions")
+LATENTS = make_safetensors_kind("latents of generate.py", "settings")
+KERNEL_TRACE = make_json_kind("a kernel trace of generate.py --trace_kernels", "traceEvents")
+SUMMARY = make_json_kind(
+    "a summary of generate.py --prompt_file", "made", "there already", "go on with"
+)
 
 
 def is_output(path: Path, kind: OutputKind) -> bool:
@@ -122,21 +126,21 @@ def is_output(path: Path, kind: OutputKind) -> bool:
         return False
 
 
-def _conflict(path: Path, kind: OutputKind) -> str | None:
+def _find_output_conflict(path: Path, kind: OutputKind) -> str | None:
     """Returns the reason why a path cannot be written, as a predicate; None if it can."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):  # `check_folder` checks the folders
         return None
     except OSError as error:
         return f"cannot be used ({error.strerror})"
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link, which would be replaced"
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         return "is a folder"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "is a device, a pipe or a socket"
-    if not found.st_size or is_output(path, kind):
+    if not status.st_size or is_output(path, kind):
         return None
     return f"exists and is not {kind.name}"
 
@@ -151,7 +155,7 @@ def check_output(path: Path, kind: OutputKind, setting: str) -> None:
         InputError: The path is a link, a folder, a special file or a file of another kind, or its
             folder cannot be created.
     """
-    why = _conflict(path, kind)
+    why = _find_output_conflict(path, kind)
     if why is not None:
         remedy = "give another name" + (", or move it away" if path.is_file() else "")
         raise InputError(setting, path, why, remedy)
@@ -177,14 +181,14 @@ def check_output_folder(folder: Path, kinds: dict[str, OutputKind], setting: str
     if not folder.is_dir():
         raise InputError(setting, folder, "exists and is no folder", remedy)
     entries = [path for path in folder.iterdir() if not is_temporary(path)]
-    own = 0
+    num_outputs = 0
     for pattern, kind in kinds.items():
         for path in entries:
             if path.match(pattern):
-                if (why := _conflict(path, kind)) is not None:
+                if (why := _find_output_conflict(path, kind)) is not None:
                     raise InputError(setting, path, why, remedy)
-                own += 1
-    if entries and not own:
+                num_outputs += 1
+    if entries and not num_outputs:
         why = f"exists and holds files of somebody else, such as {entries[0].name}"
         raise InputError(setting, folder, why, remedy)
 
@@ -206,7 +210,7 @@ def check_folder(
     while not os.path.lexists(folder):
         missing.append(folder.name)
         folder = folder.parent
-    probe = folder / f".{process_name()}-probe"
+    probe = folder / f".{make_process_name()}-probe"
     try:
         longest = os.pathconf(folder, "PC_NAME_MAX")
         if any(len(os.fsencode(name)) > longest for name in missing):
@@ -221,7 +225,7 @@ def check_folder(
 
 @contextmanager
 def write_output(
-    path: Path, kind: OutputKind, place: Callable[[Path], object] | None = None
+    path: Path, kind: OutputKind, finalize: Callable[[Path], object] | None = None
 ) -> Iterator[Path]:
     """Yields a temporary name that becomes `path` when the block ends without an error.
 
@@ -237,35 +241,35 @@ def write_output(
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{process_name()}-{path.name}")
+    temporary = path.with_name(f".{make_process_name()}-{path.name}")
     with suppress(FileNotFoundError):  # of a killed process with the same PID
         temporary.unlink()
     # O_EXCL: an existing link of that name is not followed.
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
         yield temporary
-        if place is None:
+        if finalize is None:
             replace_output(temporary, path, kind)
         else:
-            place(temporary)
+            finalize(temporary)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def replace_output(temporary: Path, path: Path, kind: OutputKind) -> None:
     """Renames a complete temporary file; raises WriteError if another kind of file has the name."""
-    why = _conflict(path, kind)
+    why = _find_output_conflict(path, kind)
     if why is not None:
         raise WriteError(f"{path} could not be written: it {why}; move it away.")
     temporary.replace(path)
 
 
-def place_new(temporary: Path, path: Path) -> Path:
+def move_to_free_name(temporary: Path, path: Path) -> Path:
     """Renames a complete temporary file to a name that does not exist, and returns that name.
 
     It is `path`, or the first free one of `iterate_numbered_paths`.
     """
-    for name in numbered(path):
+    for name in iterate_numbered_paths(path):
         try:
             os.link(temporary, name)
             temporary.unlink()
@@ -287,7 +291,7 @@ def remove_output(path: Path, kind: OutputKind) -> bool:
     return True
 
 
-def numbered(path: Path) -> Iterator[Path]:
+def iterate_numbered_paths(path: Path) -> Iterator[Path]:
     """Yields a path, then the same with -2, -3, ... appended to its stem."""
     yield path
     for number in count(2):
@@ -309,7 +313,7 @@ def write_folder(path: Path) -> Iterator[Path]:
         remedy = "name another folder or remove it"
         raise InputError(f"{path}", None, "exists and is not empty", remedy)
     path = path.absolute()
-    temporary = path.with_name(f".{process_name()}-{path.name}")
+    temporary = path.with_name(f".{make_process_name()}-{path.name}")
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -319,7 +323,7 @@ def write_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def process_name() -> str:
+def make_process_name() -> str:
     """Returns `host-pid`, which is unique among machines that share a folder."""
     host = re.sub(r"\W+", "_", platform.node())[:30]
     return f"{host or 'host'}-{os.getpid()}"
@@ -330,13 +334,13 @@ def is_temporary(path: Path) -> bool:
     return re.match(r"\.\w+-\d+-", path.name) is not None
 
 
-def is_left_over(name: str) -> bool:
+def has_process_ended(name: str) -> bool:
     """Returns whether a process of this machine, named by `make_process_name`, has ended."""
-    host, _, process = name.rpartition("-")
-    if not process.isdecimal() or host != process_name().rpartition("-")[0]:
+    host, _, pid = name.rpartition("-")
+    if not pid.isdecimal() or host != make_process_name().rpartition("-")[0]:
         return False
     try:
-        os.kill(int(process), 0)
+        os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
     except (OverflowError, PermissionError):

@@ -66,12 +66,12 @@ if TYPE_CHECKING:
     from wan.pipeline.sources import VaceInputs
 
 MAX_RANKS = 4096  # of a --plan
-_DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained checkpoints
+_DEMO_FOLDER = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained checkpoints
 DescribeFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
 """Reads the description of a checkpoint folder."""
-PATHS = [name for name, flag in FLAGS.items() if flag.reader is read_path]
+PATH_SETTINGS = [name for name, flag in FLAGS.items() if flag.reader is read_path]
 """Settings that are paths: absolute in records, and possibly different between ranks."""
-INPUTS = [
+INPUT_FILE_SETTINGS = [
     name
     for name, flag in FLAGS.items()
     if name in ("fixed_latents", "decode_latents")
@@ -97,7 +97,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Line:
+class PromptLine:
     """A video of a prompt file.
 
     Attributes:
@@ -111,7 +111,7 @@ class Line:
     number: int
     run: Run | None
     error: str = ""
-    draws: bool = False
+    draws_seed: bool = False
     seed: int | None = None
 
     @property
@@ -119,9 +119,9 @@ class Line:
         """The line's name in messages."""
         return f"{self.number}" if self.seed is None else f"{self.number} (seed {self.seed})"
 
-    def with_seed(self, seed: int) -> Line:
+    def with_seed(self, seed: int) -> PromptLine:
         """Returns the line with a seed derived from the random seed of the file and its number."""
-        if self.run is None or not self.draws:
+        if self.run is None or not self.draws_seed:
             return self
         return replace(self, run=self.run.with_seed((seed + self.number) % 2**63))
 
@@ -152,24 +152,24 @@ class Run:
     """
 
     setup: Setup
-    request: VideoParams
+    params: VideoParams
     output: Output
     image: Image | None
     last_image: Image | None
-    sound: Audio | None
-    pose: PoseVideo | None
-    driving: AnimateInputs | None
-    sources: VaceInputs | None
+    audio: Audio | None
+    pose_video: PoseVideo | None
+    animate_inputs: AnimateInputs | None
+    vace_inputs: VaceInputs | None
     input_files: tuple[InputFile, ...]
-    extension: PromptExtension | None
+    prompt_extension: PromptExtension | None
     decode_latents: Path | None
     fixed_latents: Path | None
-    planning: PlanOptions
+    plan_options: PlanOptions
     device_memory: int | None
     power: bool
     settings: dict[str, Any]
     notices: tuple[str, ...]
-    lines: tuple[Line, ...] = ()
+    lines: tuple[PromptLine, ...] = ()
     summary: Path | None = None
     skip_existing: bool = False
     group_by_expert: bool = False
@@ -182,27 +182,29 @@ class Run:
     @property
     def boundary(self) -> float | None:
         """Fraction of the training timesteps above which the high-noise expert is used."""
-        return self.request.boundary if self.decode_latents is None else None
+        return self.params.boundary if self.decode_latents is None else None
 
     def with_seed(self, seed: int) -> Run:
         """Returns the run, and its record, with another seed, or with one seed per line."""
         if self.lines:
             return replace(self, lines=tuple(line.with_seed(seed) for line in self.lines))
-        request = replace(self.request, base_seed=seed)
-        return replace(self, request=request, settings=self.settings | {"base_seed": seed})
+        params = replace(self.params, base_seed=seed)
+        return replace(self, params=params, settings=self.settings | {"base_seed": seed})
 
     def with_prompt(self, prompt: str) -> Run:
         """Returns the run with the extended prompt; its record does not extend the prompt again."""
-        kept = {n: v for n, v in self.settings.items() if n not in list_options(PromptExtension)}
-        settings = kept | {"prompt": prompt, "use_prompt_extend": False}
-        return replace(self, request=replace(self.request, prompt=prompt), settings=settings)
+        other_settings = {
+            n: v for n, v in self.settings.items() if n not in list_options(PromptExtension)
+        }
+        settings = other_settings | {"prompt": prompt, "use_prompt_extend": False}
+        return replace(self, params=replace(self.params, prompt=prompt), settings=settings)
 
-    def saved_to(self, path: Path) -> Run:
+    def with_save_file(self, path: Path) -> Run:
         """Returns the run with another output path."""
         settings = self.settings | {"save_file": str(path.absolute())}
         return replace(self, output=replace(self.output, save_file=path), settings=settings)
 
-    def inputs(self) -> Inputs:
+    def make_inputs(self) -> Inputs:
         """Returns the pipeline's inputs; loads `fixed_latents`."""
         from wan.pipeline.pipeline import Inputs  # imports torch
         from wan.pipeline.video import load_latents
@@ -210,16 +212,16 @@ class Run:
         return Inputs(
             self.image,
             self.last_image,
-            audio=self.sound,
-            pose=self.pose,
-            animate=self.driving,
-            vace=self.sources,
+            audio=self.audio,
+            pose=self.pose_video,
+            animate=self.animate_inputs,
+            vace=self.vace_inputs,
             initial_latents=None
             if self.fixed_latents is None
             else load_latents(self.fixed_latents),
         )
 
-    def facts(self, device: str) -> dict[str, Any]:
+    def collect_rank_invariants(self, device: str) -> dict[str, Any]:
         """Returns the values that must be equal on all ranks, by their names in messages.
 
         Values that mean nothing to a user (hashes) are wrapped in a dict, so that they are
@@ -229,59 +231,65 @@ class Run:
             device: Type of this rank's device.
         """
         setup = self.setup
-        parts = (setup.attention, setup.parallel, setup.execution, self.output)
-        named = {name: value for part in parts for name, value in vars(part).items()}
-        named = without_paths(named | self.settings) | {
+        option_groups = (setup.attention, setup.parallel, setup.execution, self.output)
+        values = {name: value for part in option_groups for name, value in vars(part).items()}
+        values = drop_paths_and_seed(values | self.settings) | {
             "power": self.power,
             "trace": self.output.trace is not None,
             "skip_existing": self.skip_existing,
             "group_by_expert": self.group_by_expert,
         }
-        found = {f"--{name}": value for name, value in named.items()} | {
-            f"the content of {name}": {"hash": value} for name, value in self.contents().items()
+        invariants = {f"--{name}": value for name, value in values.items()} | {
+            f"the content of {name}": {"hash": value}
+            for name, value in self.compute_content_digests().items()
         }
-        found["the video's size"] = self.request.video_size
+        invariants["the video's size"] = self.params.video_size
         for line in self.lines:
-            asked: Any = None
+            line_digest: Any = None
             if line.run is not None:  # a short hash, as a file has up to 10,000 lines
-                content = [file.sha256 for file in line.run.input_files]
-                shared = without_paths(line.run.settings) | {"content of its files": content}
-                text = json.dumps(shared, sort_keys=True, default=str)
-                digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-                asked = digest, line.draws or line.run.request.base_seed
-            found[f"line {line.name} of --prompt_file"] = {"hash": asked}
-        return found | {"the device": device}
+                file_digests = [file.sha256 for file in line.run.input_files]
+                line_settings = drop_paths_and_seed(line.run.settings) | {
+                    "content of its files": file_digests
+                }
+                serialized = json.dumps(line_settings, sort_keys=True, default=str)
+                digest = hashlib.sha256(serialized.encode()).hexdigest()[:16]
+                line_digest = digest, line.draws_seed or line.run.params.base_seed
+            invariants[f"line {line.name} of --prompt_file"] = {"hash": line_digest}
+        return invariants | {"the device": device}
 
-    def contents(self) -> dict[str, Any]:
+    def compute_content_digests(self) -> dict[str, Any]:
         """Returns digests of the weights and input files, by the setting that names them."""
-        setup, files = self.setup, self.setup.quantized
-        found: dict[str, Any] = {
+        setup, quantized = self.setup, self.setup.quantized
+        digests: dict[str, Any] = {
             "--ckpt_dir": compute_fingerprint(setup.checkpoint.list_files()),
-            "--quant_dit_path": files and compute_fingerprint(files.list_files()),
+            "--quant_dit_path": quantized and compute_fingerprint(quantized.list_files()),
             "--step_cache_curve": setup.policy and setup.policy.content,
             "--lora": {
-                name: [(one.strength, compute_fingerprint([one.file])) for one in ones]
-                for name, ones in setup.loras.items()
+                name: [
+                    (lora_file.strength, compute_fingerprint([lora_file.file]))
+                    for lora_file in lora_files
+                ]
+                for name, lora_files in setup.loras.items()
             },
         }
-        for name in INPUTS:
-            digests = [file.sha256 for file in self.input_files if file.setting == name]
-            found[f"--{name}"] = digests or None
-        return found
+        for name in INPUT_FILE_SETTINGS:
+            file_digests = [file.sha256 for file in self.input_files if file.setting == name]
+            digests[f"--{name}"] = file_digests or None
+        return digests
 
 
-def without_paths(settings: Values) -> dict[str, Any]:
+def drop_paths_and_seed(settings: Values) -> dict[str, Any]:
     """Returns settings without the seed and without paths, which may differ between ranks."""
-    own = (*PATHS, *list_options(Loras), "src_ref_images", "base_seed")
-    return {name: value for name, value in settings.items() if name not in own}
+    excluded = (*PATH_SETTINGS, *list_options(Loras), "src_ref_images", "base_seed")
+    return {name: value for name, value in settings.items() if name not in excluded}
 
 
-def resolve(
+def resolve_run(
     values: Values,
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
-    describe: DescribeFolder = inspect_checkpoint,
-    inputs: bool = True,
+    describe_folder: DescribeFolder = inspect_checkpoint,
+    require_inputs: bool = True,
 ) -> Run:
     """Resolves settings to a run and checks them.
 
@@ -300,120 +308,146 @@ def resolve(
     """
     task: str = values.get("task", "t2v-A14B")
     preset = PRESETS[TASK_ALIASES.get(task, task)]
-    world, decodes = env.world_size(), "decode_latents" in values
-    if plan and world == 1:
-        world = prod(values.get(name) or 1 for name in SIZE_FLAGS)
-        if world > MAX_RANKS:
-            raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
-    lacks = plan or not inputs
-    image, last_image = (None, None) if decodes else _images(values, preset, lacks)
+    world_size, decodes_only = env.world_size(), "decode_latents" in values
+    if plan and world_size == 1:
+        world_size = prod(values.get(name) or 1 for name in SIZE_FLAGS)
+        if world_size > MAX_RANKS:
+            raise InputError(
+                f"The sizes make {world_size} ranks", remedy=f"give at most {MAX_RANKS}"
+            )
+    allow_missing = plan or not require_inputs
+    image, last_image = (
+        (None, None) if decodes_only else _read_input_images(values, preset, allow_missing)
+    )
     size = None if image is None else image.size
-    sound, pose = (None, None) if decodes else read_s2v_inputs(values, preset, lacks)
-    moving = None if decodes else read_animate_inputs(values, preset, lacks)
-    sources = None if decodes else read_vace_inputs(values, preset, lacks)
-    size = sources.size if sources is not None else size
-    chosen = build_from_values(NetworkFiles, values)
-    folder, is_demo = _checkpoint_folder(values, preset, chosen)
-    meant = tuple(PRESETS[name] for name in (task, TASK_ALIASES.get(task)) if name in PRESETS)
+    audio, pose_video = (
+        (None, None) if decodes_only else read_s2v_inputs(values, preset, allow_missing)
+    )
+    animate_inputs = None if decodes_only else read_animate_inputs(values, preset, allow_missing)
+    vace_inputs = None if decodes_only else read_vace_inputs(values, preset, allow_missing)
+    size = vace_inputs.size if vace_inputs is not None else size
+    network_files = build_from_values(NetworkFiles, values)
+    folder, is_demo = _find_checkpoint_folder(values, preset, network_files)
+    candidates = tuple(PRESETS[name] for name in (task, TASK_ALIASES.get(task)) if name in PRESETS)
     if is_demo and (plan or not folder.is_dir()):
         checkpoint = make_reference_checkpoint(preset)
         if not plan:  # refuse before the checkpoint is written
-            _decide(values, {}, preset, checkpoint, world, size)
+            _make_setup_and_params(values, {}, preset, checkpoint, world_size, size)
             make_demo(preset.task, folder)
-            checkpoint = describe(folder, chosen, meant)
+            checkpoint = describe_folder(folder, network_files, candidates)
     else:
-        checkpoint = describe(folder, chosen, meant)
+        checkpoint = describe_folder(folder, network_files, candidates)
     if task in TASK_ALIASES and checkpoint.experts.keys() == {"dit"}:
-        two = task == "i2v-14B" and checkpoint.num_images == 2
-        preset = PRESETS["flf2v-14B" if two else task]
+        has_two_images = task == "i2v-14B" and checkpoint.num_images == 2
+        preset = PRESETS["flf2v-14B" if has_two_images else task]
     check_task(checkpoint, preset)
-    defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)
-    values = {**values, **_counted(values, preset, defaults, sound, moving, sources)}
-    setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
-    check_latents_shape(values.get("fixed_latents"), request.latent_shape)
+    defaults = {} if checkpoint.folder is None else read_generation_config(checkpoint.folder)
+    values = {
+        **values,
+        **_count_clips_and_frames(values, preset, defaults, audio, animate_inputs, vace_inputs),
+    }
+    setup, params, notices = _make_setup_and_params(
+        values, defaults, preset, checkpoint, world_size, size
+    )
+    check_latents_shape(values.get("fixed_latents"), params.latent_shape)
     if not plan:
-        more = (
+        encoders = (
             ("image_encoder",)
             if preset.num_clip_vision_images
             else ("sound_encoder",)
-            if sound
+            if audio
             else ()
         )
-        for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
-            checkpoint.require(part)
-    own = request.fps, moving and defaults.get("fps", moving.fps), sources and sources.fps
-    name = {"save_file": Path(generated_name(task, request)), "fps": [f for f in own if f][-1]}
+        for component in (
+            ("vae",) if decodes_only else ("vae", "text_encoder", "tokenizer", *encoders)
+        ):
+            checkpoint.require(component)
+    fps_candidates = (
+        params.fps,
+        animate_inputs and defaults.get("fps", animate_inputs.fps),
+        vace_inputs and vace_inputs.fps,
+    )
+    name = {
+        "save_file": Path(make_video_file_name(task, params)),
+        "fps": [f for f in fps_candidates if f][-1],
+    }
     output = build_from_values(Output, name | {**values})
-    demo = folder if is_demo and not plan else None
+    demo_folder = folder if is_demo and not plan else None
     return Run(
         setup=setup,
-        request=request,
+        params=params,
         output=output,
         image=image,
         last_image=last_image,
-        sound=sound,
-        pose=pose,
-        driving=moving,
-        sources=sources,
-        input_files=() if plan else _input_files(values, moving),
-        extension=build_from_values(PromptExtension, values)
+        audio=audio,
+        pose_video=pose_video,
+        animate_inputs=animate_inputs,
+        vace_inputs=vace_inputs,
+        input_files=() if plan else _list_input_files(values, animate_inputs),
+        prompt_extension=build_from_values(PromptExtension, values)
         if values.get("use_prompt_extend")
         else None,
         decode_latents=values.get("decode_latents"),
         fixed_latents=values.get("fixed_latents"),
-        planning=build_from_values(PlanOptions, values),
+        plan_options=build_from_values(PlanOptions, values),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
         power=values.get("power", False),
-        settings=_record({**values, "task": task, "ckpt_dir": folder}, setup, request, output),
-        notices=(*_about(request, output, demo, defaults), *notices),
+        settings=_record_settings(
+            {**values, "task": task, "ckpt_dir": folder}, setup, params, output
+        ),
+        notices=(*_make_run_notices(params, output, demo_folder, defaults), *notices),
     )
 
 
-def _input_files(values: Values, moving: AnimateInputs | None) -> tuple[InputFile, ...]:
+def _list_input_files(
+    values: Values, animate_inputs: AnimateInputs | None
+) -> tuple[InputFile, ...]:
     """Lists the input files of a video with the digests of their contents."""
-    found: list[InputFile] = []
-    for name in ("decode_latents",) if "decode_latents" in values else INPUTS:
+    input_files: list[InputFile] = []
+    for name in ("decode_latents",) if "decode_latents" in values else INPUT_FILE_SETTINGS:
         paths = values.get(name, ())
-        if moving is not None and name == "src_root_path":
-            paths = moving.files
-        several = [paths] if isinstance(paths, Path) else paths
-        found += [InputFile(name, Path(one), compute_file_digest(Path(one))) for one in several]
-    return tuple(found)
+        if animate_inputs is not None and name == "src_root_path":
+            paths = animate_inputs.files
+        path_list = [paths] if isinstance(paths, Path) else paths
+        input_files += [
+            InputFile(name, Path(path), compute_file_digest(Path(path))) for path in path_list
+        ]
+    return tuple(input_files)
 
 
-def _counted(
+def _count_clips_and_frames(
     values: Values,
     preset: Preset,
     defaults: Values,
-    sound: Audio | None,
-    moving: AnimateInputs | None,
-    sources: VaceInputs | None,
+    audio: Audio | None,
+    animate_inputs: AnimateInputs | None,
+    vace_inputs: VaceInputs | None,
 ) -> dict[str, Any]:
     """Returns the numbers of clips, frames and reference images that follow from the inputs."""
     if preset.infer_frames is not None:
-        return count_s2v_clips(values, preset, sound, defaults)
+        return count_s2v_clips(values, preset, audio, defaults)
     if preset.kind == "animate":
-        return count_animate_clips(values, preset, moving, defaults)
-    return count_vace_frames(values, preset, sources, defaults)
+        return count_animate_clips(values, preset, animate_inputs, defaults)
+    return count_vace_frames(values, preset, vace_inputs, defaults)
 
 
-def _decide(
+def _make_setup_and_params(
     values: Values,
     defaults: Values,
     preset: Preset,
     checkpoint: Checkpoint,
-    world: int,
+    world_size: int,
     image_size: tuple[int, int] | None,
 ) -> tuple[Setup, VideoParams, tuple[str, ...]]:
     """Returns the pipeline's setup, the parameters of the video, and notices."""
     if "decode_latents" not in values:
-        setup, notices = make_setup(values, preset, checkpoint, world)
-        request, more = ask(setup, values, image_size, defaults)
-        return setup, request, (*notices, *more)
-    denoising = {"quant_dit_path"}.union(
+        setup, notices = make_setup(values, preset, checkpoint, world_size)
+        params, param_notices = make_params(setup, values, image_size, defaults)
+        return setup, params, (*notices, *param_notices)
+    denoising_settings = {"quant_dit_path"}.union(
         *map(list_options, (Loras, Attention, Parallel, StepCache))
     )
-    values = {name: value for name, value in values.items() if name not in denoising}
+    values = {name: value for name, value in values.items() if name not in denoising_settings}
     path = values["decode_latents"]
     channels, frames, height, width = read_latents_shape(path)
     if channels != preset.latent_channels:
@@ -421,25 +455,27 @@ def _decide(
         remedy = "give the `ckpt_dir` that the latents were made with"
         raise InputError(f"{path} has {channels} channels", None, why, remedy)
     t, h, w = preset.vae_stride
-    stored = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
-    for name in stored.keys() & values.keys():
-        of_image = name == "size" and {"image", "src_video"} & {*values}  # sets the aspect ratio
-        if values[name] != stored[name] and not of_image:
-            why = f"holds latents whose {name} is {stored[name]}, and its settings say "
+    stored_sizes = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
+    for name in stored_sizes.keys() & values.keys():
+        follows_image = name == "size" and {"image", "src_video"} & {
+            *values
+        }  # sets the aspect ratio
+        if values[name] != stored_sizes[name] and not follows_image:
+            why = f"holds latents whose {name} is {stored_sizes[name]}, and its settings say "
             why, remedy = f"{why}{values[name]}", "take the file as generate.py wrote it"
             raise InputError(str(path), None, why, remedy)
-    values = stored | values
-    if world > 1 and not values.get("vae_parallel"):
-        why = f"runs on one process, but {world} were started"
+    values = stored_sizes | values
+    if world_size > 1 and not values.get("vae_parallel"):
+        why = f"runs on one process, but {world_size} were started"
         remedy = "start it without torchrun, or add `vae_parallel`"
         raise InputError("`decode_latents`", None, why, remedy)
-    setup, _ = make_setup(values, preset, checkpoint, world)  # the notices are about the DiT
-    request = make_video_params(preset, recipes.merge_defaults(values, defaults), image_size)
-    return setup, request, setup.check_request(request)
+    setup, _ = make_setup(values, preset, checkpoint, world_size)  # the notices are about the DiT
+    params = make_video_params(preset, recipes.merge_defaults(values, defaults), image_size)
+    return setup, params, setup.check_request(params)
 
 
 def make_setup(
-    values: Values, preset: Preset, checkpoint: Checkpoint, world: int
+    values: Values, preset: Preset, checkpoint: Checkpoint, world_size: int
 ) -> tuple[Setup, tuple[str, ...]]:
     """Returns the setup of a pipeline, and notices.
 
@@ -453,7 +489,7 @@ def make_setup(
             why = f"is an NPU, but not `device={execution.device}`"
             raise InputError("`chip`", chip, why, "drop one of them")
         execution = replace(execution, device="npu")
-    topology, notices = parallel.resolve_topology(values, world, checkpoint.num_heads)
+    topology, notices = parallel.resolve_topology(values, world_size, checkpoint.num_heads)
     if env.world_size() > 1:
         notices += parallel.note_machine_spanning(
             topology, env.local_world_size(), checkpoint.num_heads
@@ -469,13 +505,13 @@ def make_setup(
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
     cache = build_from_values(StepCache, values)
-    steps = policy.make_policy(cache, preset, checkpoint.folder)
+    cache_policy = policy.make_policy(cache, preset, checkpoint.folder)
     loras = lora.resolve_loras(values, checkpoint)
-    parts = (execution, topology, attention, exported, chip, cache, steps, loras)
-    return Setup(preset, checkpoint, *parts), notices
+    components = (execution, topology, attention, exported, chip, cache, cache_policy, loras)
+    return Setup(preset, checkpoint, *components), notices
 
 
-def ask(
+def make_params(
     setup: Setup,
     values: Values,
     image_size: tuple[int, int] | None = None,
@@ -491,26 +527,32 @@ def ask(
         image_size: (width, height) of the first image.
         defaults: Settings of the checkpoint's generation_config.json.
     """
-    checkpoint, name = setup.checkpoint, values.get("recipe", "auto")
-    weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
-    folder = [] if checkpoint.folder is None else [checkpoint.folder]
-    files = [one.file for ones in lora.list_lora_files(values).values() for one in ones]
-    chosen, sampling = recipes.choose_recipes(
-        name, [*folder, *sorted(weights)], files, setup.preset
+    checkpoint, recipe_name = setup.checkpoint, values.get("recipe", "auto")
+    weight_files = {
+        info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()
+    }
+    folders = [] if checkpoint.folder is None else [checkpoint.folder]
+    lora_files = [
+        lora_file.file
+        for lora_group in lora.list_lora_files(values).values()
+        for lora_file in lora_group
+    ]
+    recipe_names, recipe_settings = recipes.choose_recipes(
+        recipe_name, [*folders, *sorted(weight_files)], lora_files, setup.preset
     )
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
     values = recipes.merge_defaults(
-        values, recipes.merge_defaults(sampling, {**(defaults or {}), **boundary})
+        values, recipes.merge_defaults(recipe_settings, {**(defaults or {}), **boundary})
     )
-    request = make_video_params(setup.preset, values, image_size)
-    check_chain_settings(values, request)
-    recipes.check_svi_loras(request.chain, files)
-    about_loras = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(chosen))
-    said = (*recipes.make_recipe_notices(chosen, request, bool(files)), *about_loras)
-    return request, (*said, *setup.check_request(request))
+    params = make_video_params(setup.preset, values, image_size)
+    check_chain_settings(values, params)
+    recipes.check_svi_loras(params.chain, lora_files)
+    lora_notices = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(recipe_names))
+    notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
+    return params, (*notices, *setup.check_request(params))
 
 
-def generation_config(folder: Path) -> dict[str, Any]:
+def read_generation_config(folder: Path) -> dict[str, Any]:
     """Reads the sampling defaults in a checkpoint's generation_config.json, if it has one."""
     path = folder / "generation_config.json"
     if not path.is_file():
@@ -523,39 +565,47 @@ def generation_config(folder: Path) -> dict[str, Any]:
     return read_settings(raw, f"{path}: {{}}")
 
 
-def generated_name(task: str, request: VideoParams) -> str:
+def make_video_file_name(task: str, params: VideoParams) -> str:
     """Returns `task_WxH_start-of-prompt_seed_time.mp4`.
 
     Only letters, digits, `_`, `-` and `.` of the prompt are used, so that the name is valid on
     every file system.
     """
-    words = re.sub(r"[^\w.-]+", "_", request.prompt[:200]).strip("_.")
-    while len(words.encode("utf-8")) > 50:
-        words = words[:-1]
-    stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
-    width, height = request.video_size
-    parts = (task, f"{width}x{height}", words, str(request.base_seed), stamp)
+    slug = re.sub(r"[^\w.-]+", "_", params.prompt[:200]).strip("_.")
+    while len(slug.encode("utf-8")) > 50:
+        slug = slug[:-1]
+    timestamp = datetime.now().strftime("%Y%m%d_%H%M%S")
+    width, height = params.video_size
+    parts = (task, f"{width}x{height}", slug, str(params.base_seed), timestamp)
     return "_".join(filter(None, parts)) + ".mp4"
 
 
-def _record(values: Values, setup: Setup, request: VideoParams, output: Output) -> dict[str, Any]:
+def _record_settings(
+    values: Values, setup: Setup, params: VideoParams, output: Output
+) -> dict[str, Any]:
     """Returns all settings that are needed to repeat the video, by flag name."""
-    found: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
-    found |= step_cache.get_changed_parameters(setup.cache) | {"step_cache": setup.cache.step_cache}
-    found |= {**values, **vars(request), **vars(output)}  # saved latents keep their settings
-    if request.infer_frames is not None:
-        del found["frame_num"]  # derived from infer_frames
-    found |= {name: str(Path(found[name]).absolute()) for name in PATHS if found.get(name)}
+    settings: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
+    settings |= step_cache.get_changed_parameters(setup.cache) | {
+        "step_cache": setup.cache.step_cache
+    }
+    settings |= {**values, **vars(params), **vars(output)}  # saved latents keep their settings
+    if params.infer_frames is not None:
+        del settings["frame_num"]  # derived from infer_frames
+    settings |= {
+        name: str(Path(settings[name]).absolute()) for name in PATH_SETTINGS if settings.get(name)
+    }
     return {
-        name: found[name]
+        name: settings[name]
         for name, flag in FLAGS.items()
         if flag.record
-        and found.get(name) is not None
-        and (flag.needs is None or found.get(flag.needs))
+        and settings.get(name) is not None
+        and (flag.needs is None or settings.get(flag.needs))
     }
 
 
-def _checkpoint_folder(values: Values, preset: Preset, chosen: NetworkFiles) -> tuple[Path, bool]:
+def _find_checkpoint_folder(
+    values: Values, preset: Preset, network_files: NetworkFiles
+) -> tuple[Path, bool]:
     """Returns the checkpoint folder and whether it is a demo checkpoint.
 
     Without `ckpt_dir` it is the official folder name, the folder of a given DiT, or a demo.
@@ -565,14 +615,16 @@ def _checkpoint_folder(values: Values, preset: Preset, chosen: NetworkFiles) -> 
     official = Path(preset.folder)
     if official.is_dir():
         return official, False
-    dit = chosen.dit or chosen.dit_high_noise or chosen.dit_low_noise
+    dit = network_files.dit or network_files.dit_high_noise or network_files.dit_low_noise
     if dit is not None:
         return dit.parent, False
-    trained = _DEMOS / preset.task
-    return trained if trained.is_dir() else env.cache_dir() / f"demo-{preset.task}-v1", True
+    trained = _DEMO_FOLDER / preset.task
+    return trained if trained.is_dir() else env.find_cache_dir() / f"demo-{preset.task}-v1", True
 
 
-def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, Image | None]:
+def _read_input_images(
+    values: Values, preset: Preset, allow_missing: bool
+) -> tuple[Image | None, Image | None]:
     """Reads the first and the last image."""
     if "image" in values and preset.kind == "animate":
         remedy = "drop it; the picture is src_ref.png in `src_root_path`"
@@ -583,34 +635,46 @@ def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, I
     if "image" in values and preset.kind == "t2v":
         remedy = "use i2v-A14B or ti2v-5B, or drop the image"
         raise InputError("`task`", preset.task, "takes no `image`", remedy)
-    if "image" not in values and preset.kind in ("i2v", "s2v") and not plan:
+    if "image" not in values and preset.kind in ("i2v", "s2v") and not allow_missing:
         raise InputError("`task`", preset.task, "starts from an image", "give one with `image`")
     if not {"image", "last_image"} & values.keys():
         return None, None
     from wan.pipeline import images
 
-    first, last = (
+    first_image, last_image = (
         images.read_image(values[name], name) if name in values else None
         for name in ("image", "last_image")
     )
-    return first, last
+    return first_image, last_image
 
 
-def _about(request: VideoParams, output: Output, demo: Path | None, defaults: Values) -> list[str]:
+def _make_run_notices(
+    params: VideoParams, output: Output, demo_folder: Path | None, defaults: Values
+) -> list[str]:
     """Returns notices about a demo checkpoint, an untrained size and an existing output file."""
-    lines, preset = [], request.preset
-    if demo is not None:
-        expect = "It is randomly initialised, so the video is noise; it shows that everything runs."
-        if demo.parent == _DEMOS:
-            expect = f"It draws plain shapes that move; {_DEMOS / 'README.md'} lists its words."
-        lines.append(
-            f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {demo}. {expect}"
+    notices, preset = [], params.preset
+    if demo_folder is not None:
+        expectation = (
+            "It is randomly initialised, so the video is noise; it shows that everything runs."
         )
-    size, trained, who = "*".join(map(str, request.size)), preset.trained_sizes, preset.task
-    if demo is not None and demo.parent == _DEMOS:
-        trained, who = ("*".join(map(str, defaults["size"])),), "the demo"
-    if size not in trained and request.size != defaults.get("size"):
-        lines.append(f"{size} is not a size {who} was trained on ({', '.join(trained)}).")
+        if demo_folder.parent == _DEMO_FOLDER:
+            expectation = (
+                f"It draws plain shapes that move; {_DEMO_FOLDER / 'README.md'} lists its words."
+            )
+        notices.append(
+            f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {demo_folder}. {expectation}"
+        )
+    size, trained_sizes, trained_model = (
+        "*".join(map(str, params.size)),
+        preset.trained_sizes,
+        preset.task,
+    )
+    if demo_folder is not None and demo_folder.parent == _DEMO_FOLDER:
+        trained_sizes, trained_model = ("*".join(map(str, defaults["size"])),), "the demo"
+    if size not in trained_sizes and params.size != defaults.get("size"):
+        notices.append(
+            f"{size} is not a size {trained_model} was trained on ({', '.join(trained_sizes)})."
+        )
     if output.save_file.exists():
-        lines.append(f"{output.save_file} exists and will be replaced.")
-    return lines
+        notices.append(f"{output.save_file} exists and will be replaced.")
+    return notices

@@ -27,8 +27,8 @@ _aten = torch.ops.aten
 
 def all_to_all_in_graph(
     send: Tensor,
-    arriving: list[int] | None,
-    leaving: list[int] | None,
+    output_split_sizes: list[int] | None,
+    input_split_sizes: list[int] | None,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Runs `dist.all_to_all_single` and returns the received tensor.
@@ -41,7 +41,7 @@ def all_to_all_in_graph(
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None, "there is a default group"
-    return functional.all_to_all_single(send, arriving, leaving, group)
+    return functional.all_to_all_single(send, output_split_sizes, input_split_sizes, group)
 
 
 def all_gather(received: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -50,7 +50,7 @@ def all_gather(received: Tensor, send: Tensor, group: dist.ProcessGroup | None) 
     gather(received, send, group)
 
 
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Sets a group's timeout; up to 2.13 there is no public function.
 
     DeviceMesh creates groups with PyTorch's default timeout.
@@ -59,7 +59,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     change(timeout, group)
 
 
-def device_mesh(
+def make_device_mesh(
     device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...], options: Any = None
 ) -> DeviceMesh:
     """Runs `init_device_mesh` with a backend's options for the groups of all axes.
@@ -67,21 +67,21 @@ def device_mesh(
     2.8 has no public argument for the options. Up to 2.9 a mesh reuses the flattened axes of an
     earlier equal mesh, whose groups may have been destroyed.
     """
-    earlier: Any = torch.distributed.device_mesh._mesh_resources
+    resources: Any = torch.distributed.device_mesh._mesh_resources
     if torch.__version__ < "2.9":
-        earlier.mesh_dim_group_options |= dict.fromkeys(range(len(axes)), (None, options))
+        resources.mesh_dim_group_options |= dict.fromkeys(range(len(axes)), (None, options))
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
-        earlier.mesh_dim_group_options.clear()
+        resources.mesh_dim_group_options.clear()
     else:
         override = None if options is None else dict.fromkeys(axes, options)
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes, backend_override=override)
     if torch.__version__ < "2.10":
-        earlier.root_to_flatten_mapping.pop(mesh, None)
-        earlier.flatten_name_to_root_dims.pop(mesh, None)
+        resources.root_to_flatten_mapping.pop(mesh, None)
+        resources.flatten_name_to_root_dims.pop(mesh, None)
     return mesh
 
 
-def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flattens all axes of a mesh into one of this name.
 
     No public function creates a group along several axes, and FSDP needs a group of the mesh.
@@ -100,28 +100,28 @@ def flash_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns attention and log-sum-exp for 16-bit dtypes, compute capability 8.0 or higher."""
-    found = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BNSD, v_BNSD, scale=scale)
-    return found[0], found[1]
+    outputs = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BNSD, v_BNSD, scale=scale)
+    return outputs[0], outputs[1]
 
 
 def efficient_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns attention and log-sum-exp on every CUDA device, for every dtype."""
-    found = _aten._scaled_dot_product_efficient_attention(
+    outputs = _aten._scaled_dot_product_efficient_attention(
         q_BNSD, k_BNSD, v_BNSD, None, True, scale=scale
     )
-    return found[0], found[1][..., : q_BNSD.shape[2]]  # the kernel pads rows to 32
+    return outputs[0], outputs[1][..., : q_BNSD.shape[2]]  # the kernel pads rows to 32
 
 
 def cudnn_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns cuDNN's attention and log-sum-exp, 16 bits, compute capability 8.0 or higher."""
-    found = _aten._scaled_dot_product_cudnn_attention(
+    outputs = _aten._scaled_dot_product_cudnn_attention(
         q_BNSD, k_BNSD, v_BNSD, None, True, 0.0, False, False, scale=scale
     )
-    return found[0], found[1].squeeze(-1)  # cuDNN's statistics are [B,N,S,1]
+    return outputs[0], outputs[1].squeeze(-1)  # cuDNN's statistics are [B,N,S,1]
 
 
 def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
@@ -131,8 +131,10 @@ def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
 
 def fp8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
     """Returns an FP8 matrix product [L,O] in float32; public only since torch 2.10."""
-    one = torch.ones((), device=a_LI.device)
-    return torch._scaled_mm(a_LI, b_IO, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    unit_scale = torch.ones((), device=a_LI.device)
+    return torch._scaled_mm(
+        a_LI, b_IO, scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.float32
+    )
 
 
 def gelu_in_place(x: Tensor) -> Tensor:
@@ -152,17 +154,17 @@ def set_up_compiler() -> None:
     config.cpp.vec_isa_ok = True  # g++ supports AVX; probing takes longer than compiling
 
 
-def recompiling(limit: int) -> AbstractContextManager[None]:
+def limit_recompiles(limit: int) -> AbstractContextManager[None]:
     """Limits the compiled shapes per function; PyTorch 2.8 lacks the public setting."""
     return torch._dynamo.config.patch(recompile_limit=limit)
 
 
-def times_changed(x: Tensor) -> int:
+def count_in_place_writes(x: Tensor) -> int:
     """Returns a tensor's in-place version counter, which is not public; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
 
 
-def fake_process_group(rank: int, ranks: int) -> None:
+def init_fake_process_group(rank: int, ranks: int) -> None:
     """Initializes a default group without communication; no public backend takes meta tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -175,7 +177,7 @@ def fake_process_group(rank: int, ranks: int) -> None:
 
 
 @contextmanager
-def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
+def materialize_without_data(network: nn.Module, sharded: bool) -> Iterator[StorageTracker]:
     """Prepares a network on the meta device for running on tensors without data.
 
     FSDP accepts no meta tensors, only PyTorch's private fake tensors.
@@ -186,24 +188,24 @@ def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) if sharded else nullcontext():
-        live = Live("cpu" if sharded else "meta", resized=sharded)
-        network.to_empty(device=live.device)
-        live.leave_out(_own(network))
-        yield live
+        tracker = StorageTracker("cpu" if sharded else "meta", resizes=sharded)
+        network.to_empty(device=tracker.device)
+        tracker.exclude(_list_local_tensors(network))
+        yield tracker
 
 
-def weight_bytes(network: nn.Module) -> int:
+def count_weight_bytes(network: nn.Module) -> int:
     """Returns the bytes of this rank's parameters and buffers."""
-    return sum(x.nbytes for x in _own(network))
+    return sum(x.nbytes for x in _list_local_tensors(network))
 
 
-def _own(network: nn.Module) -> list[Tensor]:
+def _list_local_tensors(network: nn.Module) -> list[Tensor]:
     """Returns this rank's parameters and buffers; `DTensor.to_local` would need a slow import."""
     tensors = [*network.parameters(), *network.buffers()]
     return [getattr(x, "_local_tensor", x) for x in tensors]
 
 
-def _called(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_operation(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operation; collectives on meta tensors, which 2.8 lacks, run the CPU kernel.
 
     The CPU kernel calls the group, and the fake group of a plan does not communicate.
@@ -215,22 +217,22 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
         return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
-class WithoutData(TorchFunctionMode):
+class DatalessFunctionMode(TorchFunctionMode):
     """Replaces functions that PyTorch cannot run on tensors without data."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            q, mask = given["query"], given.get("attn_mask")
+            arguments = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            q, mask = arguments["query"], arguments.get("attn_mask")
             if q.is_meta:  # the public function would allocate all scores
                 bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(q.dtype)
-                return flash_attention_on_cpu(q, given["key"], given["value"], bias)[0]
+                return flash_attention_on_cpu(q, arguments["key"], arguments["value"], bias)[0]
         if func is Tensor.__bool__:  # transformers tests a mask for padding
             return False
         return func(*args, **(kwargs or {}))
 
 
-class Live(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Counts the bytes of live tensor storages by the module that allocated them.
 
     Weak references track the storages whichever thread frees them; the public memory profiler
@@ -243,62 +245,64 @@ class Live(TorchDispatchMode):
         sent_operations: Collectives in self-attention: name in c10d, bytes of the tensor.
     """
 
-    def __init__(self, device: str, *, resized: bool = False) -> None:
+    def __init__(self, device: str, *, resizes: bool = False) -> None:
         """resizes: Whether storages are resized, as FSDP does."""
         super().__init__()
-        self.device, self._resized = device, resized
-        self.held, self.peak = Counter[str](), Counter[str]()
-        self.sent: list[tuple[str, int]] = []
-        self._within = ["activations"]
-        self._known: dict[int, Any] = {}
+        self.device, self._resizes = device, resizes
+        self.live_bytes, self.peak_bytes = Counter[str](), Counter[str]()
+        self.sent_operations: list[tuple[str, int]] = []
+        self._label_stack = ["activations"]
+        self._storages: dict[int, Any] = {}
         self._sizes: dict[int, tuple[str, int]] = {}
 
-    def leave_out(self, given: Iterable[Tensor]) -> None:
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Excludes the storages of tensors, for example weights, from the count."""
-        self._known |= {x.untyped_storage()._cdata: x for x in given}
+        self._storages |= {x.untyped_storage()._cdata: x for x in tensors}
 
-    def watch(self, module: nn.Module, part: str) -> None:
+    def track_module(self, module: nn.Module, label: str) -> None:
         """Counts a module's allocations under a label, without the weights that FSDP gathers."""
 
-        def called(*_: Any) -> None:
-            self._within[-1] = part
+        def set_label(*_: Any) -> None:
+            self._label_stack[-1] = label
 
-        before = module.register_forward_pre_hook
-        before(lambda *_: self._within.append("gathered weights"), prepend=True)
-        before(called)
-        module.register_forward_hook(lambda *_: self._within.remove(part))
+        register_pre_hook = module.register_forward_pre_hook
+        register_pre_hook(lambda *_: self._label_stack.append("gathered weights"), prepend=True)
+        register_pre_hook(set_label)
+        module.register_forward_hook(lambda *_: self._label_stack.remove(label))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = _called(func, args, kwargs or {})
+        out = _call_operation(func, args, kwargs or {})
         for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(x, Tensor) and x.device.type == self.device:
-                self._follow(getattr(x, "_local_tensor", x).untyped_storage())  # of a DTensor
-        if self._resized:
+                self._track_storage(
+                    getattr(x, "_local_tensor", x).untyped_storage()
+                )  # of a DTensor
+        if self._resizes:
             for key, (_, size) in list(self._sizes.items()):
-                storage = self._known[key]()
+                storage = self._storages[key]()
                 if storage is not None and storage.nbytes() != size:
-                    self._count(key, storage.nbytes())
-        if func.namespace == "c10d" and self._within[-1] == "self-attention":
+                    self._set_size(key, storage.nbytes())
+        if func.namespace == "c10d" and self._label_stack[-1] == "self-attention":
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            self.sent.append((func._opname, tensors[-1].nbytes))
-        if self.held.total() > self.peak.total():
-            self.peak = +self.held
+            self.sent_operations.append((func._opname, tensors[-1].nbytes))
+        if self.live_bytes.total() > self.peak_bytes.total():
+            self.peak_bytes = +self.live_bytes
         return out
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
+    def _track_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known or not storage.resizable():  # memory-mapped or NumPy's
+        if key in self._storages or not storage.resizable():  # memory-mapped or NumPy's
             return
 
-        def freed(_: Any) -> None:
-            self._count(key, 0)
-            del self._known[key], self._sizes[key]
+        def on_free(_: Any) -> None:
+            self._set_size(key, 0)
+            del self._storages[key], self._sizes[key]
 
-        self._known[key] = weakref.ref(storage, freed)
-        self._sizes[key] = self._within[-1], 0
-        self._count(key, storage.nbytes())
+        self._storages[key] = weakref.ref(storage, on_free)
+        self._sizes[key] = self._label_stack[-1], 0
+        self._set_size(key, storage.nbytes())
 
-    def _count(self, key: int, size: int) -> None:
-        part, before = self._sizes[key]
-        self._sizes[key] = part, size
-        self.held[part] += size - before
+    def _set_size(self, key: int, size: int) -> None:
+        label, previous_size = self._sizes[key]
+        self._sizes[key] = label, size
+        self.live_bytes[label] += size - previous_size

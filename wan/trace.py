@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-Facts = dict[str, object]
+SpanAttributes = dict[str, object]
 """JSON attributes of a span; a callable is evaluated after the step."""
-Later = Callable[[], int]
+DeferredTime = Callable[[], int]
 """Returns a time in nanoseconds of `time.perf_counter_ns`; to be called after the step."""
 
-_NOTHING = nullcontext()
-PLACES = ("step", "expert", "branch", "layer", "chunk", "block")
+_NULL_CONTEXT = nullcontext()
+CONTEXT_KEYS = ("step", "expert", "branch", "layer", "chunk", "block")
 """Attributes that nested spans inherit."""
 
 
@@ -42,13 +42,13 @@ class Event:
     """
 
     kind: str
-    facts: Facts
+    attributes: SpanAttributes
     begin: int
     end: int
     issued: int
 
     @property
-    def length(self) -> int:
+    def duration(self) -> int:
         """Duration in nanoseconds."""
         return self.end - self.begin
 
@@ -65,7 +65,7 @@ class Clock(Protocol):
         """Starts a recorded step; may synchronize the device."""
         ...
 
-    def now(self) -> Later: ...
+    def now(self) -> DeferredTime: ...
 
     def stop(self) -> None:
         """Ends a recorded step; waits until the device has finished it."""
@@ -79,9 +79,9 @@ class HostClock:
 
     def start(self) -> None: ...
 
-    def now(self) -> Later:
-        found = time.perf_counter_ns()
-        return lambda: found
+    def now(self) -> DeferredTime:
+        now_ns = time.perf_counter_ns()
+        return lambda: now_ns
 
     def stop(self) -> None: ...
 
@@ -100,44 +100,46 @@ class Recorder:
         self,
         steps: Collection[int],
         clock: Clock,
-        done: Callable[[list[Event]], None],
-        around: Callable[[int], AbstractContextManager[None]] = lambda _: _NOTHING,
-        ranges: Callable[[str], AbstractContextManager[object]] | None = None,
+        on_step_end: Callable[[list[Event]], None],
+        step_context: Callable[[int], AbstractContextManager[None]] = lambda _: _NULL_CONTEXT,
+        profiler_range: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
-        self.steps, self.clock, self._ranges = steps, clock, ranges
-        self._done, self._around = done, around
+        self.steps, self.clock, self._profiler_range = steps, clock, profiler_range
+        self._on_step_end, self._step_context = on_step_end, step_context
         self._spans: list[_Span] = []
-        self._places: list[Facts] = [{}]
+        self._contexts: list[SpanAttributes] = [{}]
 
     @contextmanager
-    def step(self, index: int, expert: str) -> Iterator[None]:
+    def record_step(self, index: int, expert: str) -> Iterator[None]:
         """Records the spans of a step inside the block."""
         global _active
-        with self._around(index):
+        with self._step_context(index):
             self.clock.start()
-            self._spans, self._places, _active = [], [{}], self
+            self._spans, self._contexts, _active = [], [{}], self
             try:
                 with span("step", step=index, expert=expert):
                     yield
             finally:
                 _active = None
             self.clock.stop()
-        self._done([one.event() for one in self._spans])
+        self._on_step_end([recorded_span.make_event() for recorded_span in self._spans])
 
-    def shown(self, name: str) -> AbstractContextManager[object]:
+    def open_profiler_range(self, name: str) -> AbstractContextManager[object]:
         """Returns a profiler's range for a span."""
-        return _NOTHING if self._ranges is None else self._ranges(name)
+        return _NULL_CONTEXT if self._profiler_range is None else self._profiler_range(name)
 
-    def enter(self, places: Facts, begun: _Span | None = None) -> Facts:
+    def enter_context(
+        self, context: SpanAttributes, opened_span: _Span | None = None
+    ) -> SpanAttributes:
         """Pushes inherited attributes and appends a span, if any; returns the outer attributes."""
-        outside = self._places[-1]
-        self._places.append({**outside, **places})
-        if begun is not None:
-            self._spans.append(begun)
-        return outside
+        outer_context = self._contexts[-1]
+        self._contexts.append({**outer_context, **context})
+        if opened_span is not None:
+            self._spans.append(opened_span)
+        return outer_context
 
-    def leave(self) -> None:
-        self._places.pop()
+    def exit_context(self) -> None:
+        self._contexts.pop()
 
 
 class _Span:
@@ -145,44 +147,46 @@ class _Span:
 
     __slots__ = ("_begin", "_end", "_facts", "_issued", "_kind", "_range", "_recorder")
 
-    def __init__(self, recorder: Recorder, kind: str, facts: Facts) -> None:
-        self._recorder, self._kind, self._facts = recorder, kind, facts
+    def __init__(self, recorder: Recorder, kind: str, attributes: SpanAttributes) -> None:
+        self._recorder, self._kind, self._attributes = recorder, kind, attributes
 
     def __enter__(self) -> None:
-        places = {name: value for name, value in self._facts.items() if name in PLACES}
-        self._range = self._recorder.shown(label(self._kind, self._facts))
+        context = {name: value for name, value in self._attributes.items() if name in CONTEXT_KEYS}
+        self._range = self._recorder.open_profiler_range(format_label(self._kind, self._attributes))
         self._range.__enter__()
-        self._facts = {**self._recorder.enter(places, self), **self._facts}
+        self._attributes = {**self._recorder.enter_context(context, self), **self._attributes}
         self._issued = time.perf_counter_ns()
         self._begin = self._end = self._recorder.clock.now()
 
     def __exit__(self, *_: object) -> None:
         self._end = self._recorder.clock.now()
-        self._recorder.leave()
+        self._recorder.exit_context()
         self._range.__exit__(None, None, None)
 
-    def event(self) -> Event:
-        facts = {name: x() if callable(x) else x for name, x in self._facts.items()}
-        return Event(self._kind, facts, self._begin(), self._end(), self._issued)
+    def make_event(self) -> Event:
+        attributes = {name: x() if callable(x) else x for name, x in self._attributes.items()}
+        return Event(self._kind, attributes, self._begin(), self._end(), self._issued)
 
 
-def label(kind: str, facts: Facts) -> str:
+def format_label(kind: str, attributes: SpanAttributes) -> str:
     """Returns a span's label in a trace viewer: `a2a q`, `layer 3`."""
-    known = {"step", "branch", "layer"} & {kind} | {"what", "decision"}
-    return " ".join([kind, *(str(facts[name]) for name in sorted(known) if name in facts)])
+    label_keys = {"step", "branch", "layer"} & {kind} | {"what", "decision"}
+    return " ".join(
+        [kind, *(str(attributes[name]) for name in sorted(label_keys) if name in attributes)]
+    )
 
 
-class _Surroundings:
+class _Context:
     """Attributes that the spans inside inherit, without a span."""
 
-    def __init__(self, recorder: Recorder, facts: Facts) -> None:
-        self._recorder, self._facts = recorder, facts
+    def __init__(self, recorder: Recorder, attributes: SpanAttributes) -> None:
+        self._recorder, self._attributes = recorder, attributes
 
     def __enter__(self) -> None:
-        self._recorder.enter(self._facts)
+        self._recorder.enter_context(self._attributes)
 
     def __exit__(self, *_: object) -> None:
-        self._recorder.leave()
+        self._recorder.exit_context()
 
 
 _installed: Recorder | None = None  # records its steps
@@ -190,41 +194,41 @@ _active: Recorder | None = None  # inside a recorded step
 
 
 @contextmanager
-def recording(recorder: Recorder | None) -> Iterator[None]:
+def use_recorder(recorder: Recorder | None) -> Iterator[None]:
     """Installs a recorder for the steps inside the block; None records nothing."""
     global _installed
-    outside, _installed = _installed, recorder
+    previous, _installed = _installed, recorder
     try:
         yield
     finally:
-        _installed = outside
+        _installed = previous
 
 
-def step(index: int, expert: str) -> AbstractContextManager[None]:
+def record_step(index: int, expert: str) -> AbstractContextManager[None]:
     """Records a sampling step: forward passes and solver step."""
     if _installed is None or index not in _installed.steps:
-        return _NOTHING
-    return _installed.step(index, expert)
+        return _NULL_CONTEXT
+    return _installed.record_step(index, expert)
 
 
 def span(
-    kind: str, tensor: Tensor | None = None, /, **facts: object
+    kind: str, tensor: Tensor | None = None, /, **attributes: object
 ) -> AbstractContextManager[None]:
     """Records a span; a tensor adds its bytes, shape and dtype to the attributes."""
     if _active is None:
-        return _NOTHING
+        return _NULL_CONTEXT
     if tensor is not None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        facts |= {"bytes": tensor.nbytes, "shape": list(tensor.shape), "dtype": dtype}
-    return _Span(_active, kind, facts)
+        attributes |= {"bytes": tensor.nbytes, "shape": list(tensor.shape), "dtype": dtype}
+    return _Span(_active, kind, attributes)
 
 
-def place(**facts: object) -> AbstractContextManager[None]:
+def add_context(**attributes: object) -> AbstractContextManager[None]:
     """Adds some of `CONTEXT_KEYS` to all spans inside the block."""
-    return _NOTHING if _active is None else _Surroundings(_active, facts)
+    return _NULL_CONTEXT if _active is None else _Context(_active, attributes)
 
 
-def mark(kind: str, **facts: object) -> None:
+def record_marker(kind: str, **attributes: object) -> None:
     """Records an instantaneous event, such as a decision of the step cache."""
-    with span(kind, **facts):
+    with span(kind, **attributes):
         pass

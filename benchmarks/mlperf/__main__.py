@@ -30,18 +30,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mlperf import rules
-from wan import host
+from wan import system
 from wan.checkpoint.files import read_json
 from wan.cli.flags import Parser
-from wan.cli.programs import typed
-from wan.output_files import check_output, json_kind, marked_kind, write_output
+from wan.cli.programs import make_argument_type
+from wan.output_files import check_output, make_json_kind, make_marked_kind, write_output
 from wan.settings.errors import InputError, WriteError, get_exit_code
 from wan.settings.values import integer, read_path, real
 
 _DRIVER = "benchmarks.mlperf.driver"
 _TITLE = "# MLPerf-shaped, not a submission"
-ROWS = json_kind("rows of benchmarks.mlperf", "cpu", "rows")
-REPORT = marked_kind("a report of benchmarks.mlperf", _TITLE.encode())
+ROWS = make_json_kind("rows of benchmarks.mlperf", "cpu", "rows")
+REPORT = make_marked_kind("a report of benchmarks.mlperf", _TITLE.encode())
 
 
 def _in_process(ranks: int, mode: int, shared: list[str], flags: list[str]) -> None:
@@ -136,7 +136,9 @@ def report(out: Path, small: bool) -> str:
     """Writes report.json and report.md, and returns the latter."""
     rows = _rows(out)
     with write_output(out / "report.json", ROWS) as temporary:
-        temporary.write_text(json.dumps({"cpu": host.cpu(), "rows": rows}, indent=1) + "\n")
+        temporary.write_text(
+            json.dumps({"cpu": system.read_cpu_name(), "rows": rows}, indent=1) + "\n"
+        )
     heads = {
         "scenario": "scenario",
         "mode": "`--comm_type`",
@@ -208,14 +210,19 @@ def run(argv: list[str]) -> int:
     )
     rules.options(command)
     command.add_argument(
-        "--ranks", type=typed(integer(1, 64)), default=1, help="processes that share a video (1)"
+        "--ranks",
+        type=make_argument_type(integer(1, 64)),
+        default=1,
+        help="processes that share a video (1)",
     )
     command.add_argument(
-        "--modes", nargs="+", type=typed(integer(0, 2)), default=[0], choices=(0, 1, 2)
+        "--modes", nargs="+", type=make_argument_type(integer(0, 2)), default=[0], choices=(0, 1, 2)
     )
     command.add_argument("--service", action="store_true", help="drive python -m wan.serve")
     command.add_argument(
-        "--score", type=typed(read_path), help="only compute the accuracy from this file of VBench"
+        "--score",
+        type=make_argument_type(read_path),
+        help="only compute the accuracy from this file of VBench",
     )
     options = command.parse_args(argv[:place])
     if options.score is not None:

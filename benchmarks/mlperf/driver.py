@@ -28,7 +28,7 @@ from wan import log
 from wan.cli import failures, main
 from wan.cli.flags import Parser
 from wan.cli.videos import Video
-from wan.output_files import VIDEO, check_output, is_output, json_kind, write_output
+from wan.output_files import VIDEO, check_output, is_output, make_json_kind, write_output
 from wan.run import Run
 from wan.settings.errors import get_exit_code
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 Make = Callable[[int, Path], None]
 """make(index, file) writes the video of a sample to a file."""
 RESULT, _ENTRIES = "result.json", "vbench_full_info.json"
-FOUND = json_kind("a result of benchmarks.mlperf", "kind", "scenario", "videos", "power")
-ENTRIES = json_kind("a list of benchmarks.mlperf", "prompt_en", "dimension", "video_list")
-POWER = json_kind("the energy of a video", "power")
+FOUND = make_json_kind("a result of benchmarks.mlperf", "kind", "scenario", "videos", "power")
+ENTRIES = make_json_kind("a list of benchmarks.mlperf", "prompt_en", "dimension", "video_list")
+POWER = make_json_kind("the energy of a video", "power")
 
 
 def test(
@@ -213,12 +213,12 @@ def _work(
     from wan.pipeline import build
 
     log.set_level(run.output.log_level)
-    device = devices.resolve(run.setup.execution.device) if team is None else team.device
+    device = devices.select_device(run.setup.execution.device) if team is None else team.device
     pipeline = build.build_pipeline(run.setup, device, team)
     control = GlooGroup(team)
 
     def make(index: int, file: Path) -> None:
-        made = run.with_prompt(workload.prompt(index)).saved_to(file)
+        made = run.with_prompt(workload.prompt(index)).with_save_file(file)
         device.reset_peak_memory()
         Video(made, pipeline, team).make()
 
@@ -249,16 +249,16 @@ def run(argv: list[str]) -> int:
         _tests(options, workload, post(options.url, workload), at_once=8)
         return 0
     given = [*workload.flags(), "--save_file", str(options.out / "video.mp4"), *flags]
-    return main.carry_out(given, partial(_work, options, workload))
+    return main.execute_command_line(given, partial(_work, options, workload))
 
 
 if __name__ == "__main__":
     try:
-        with failures.terminable():
-            log.setup()
+        with failures.raise_on_sigterm():
+            log.set_up_logging()
             sys.exit(run(sys.argv[1:]))
     except BaseException as error:
-        if (sentence := failures.describe(error)) is None:
+        if (sentence := failures.describe_error(error)) is None:
             raise
-        failures.say(sentence, "benchmarks.mlperf")
+        failures.print_error(sentence, "benchmarks.mlperf")
         sys.exit(get_exit_code(error))

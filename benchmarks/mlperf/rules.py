@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from wan.cli.flags import parse
-from wan.cli.programs import typed
+from wan.cli.flags import parse_flags
+from wan.cli.programs import make_argument_type
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
 from wan.settings.values import read_path
 
@@ -142,7 +142,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     number("--cached", action="store_true", help="answer from a cache, which TEST04 must detect")
     number(
         "--out",
-        type=typed(read_path),
+        type=make_argument_type(read_path),
         default=Path("mlperf"),
         help="folder of the results (mlperf)",
     )
@@ -155,7 +155,7 @@ def check(flags: Sequence[str]) -> None:
         InputError: A flag skips a part of the computation.
     """
     with name_settings(COMMAND_LINE_NAMING):
-        given = parse(flags)
+        given = parse_flags(flags)
         for name in ("step_cache", "use_attentioncache", "use_rainfusion", "use_prompt_extend"):
             if given.get(name, "none") not in ("none", False):
                 why = "is not allowed in MLPerf's closed division"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.conftest import Refusals, Tiny
 from tests.dist import REPO
 from wan.cli import flags
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 from wan.run import Run
 from wan.settings.attention import Attention
 
@@ -157,7 +157,9 @@ def resolved(*argv: object) -> Run:
     def no_demo(*_: object) -> None:
         raise AssertionError("the demo must not be made here")
 
-    return resolve(flags.parse([str(a) for a in argv]), no_demo, plan="--plan" in argv)
+    return resolve_command_line(
+        flags.parse_flags([str(a) for a in argv]), no_demo, plan="--plan" in argv
+    )
 
 
 def test_nothing_asked_for(tiny: Tiny) -> None:
@@ -204,7 +206,7 @@ def test_sparse_attention_starts_after_a_quarter_of_the_steps(
 ) -> None:
     run = resolved("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", steps)
     assert run.setup.attention == Attention(use_rainfusion=True)
-    assert run.setup.attention.resolve_sparse_start_step(run.request.sample_steps) == start
+    assert run.setup.attention.resolve_sparse_start_step(run.params.sample_steps) == start
 
 
 NPU = [
@@ -270,7 +272,7 @@ def test_a_start_that_nobody_gave_follows_the_repeats_steps(tiny: Tiny, tmp_path
         for more, expected in (((), start), (("--sample_steps", 4), later)):
             run = resolved("--from_json", path, *more)
             assert (
-                run.setup.attention.resolve_sparse_start_step(run.request.sample_steps) == expected
+                run.setup.attention.resolve_sparse_start_step(run.params.sample_steps) == expected
             )
 
 

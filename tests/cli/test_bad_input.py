@@ -446,7 +446,7 @@ def test_decoding_refuses_what_it_would_ignore(
         "other frames": latents("length", 16, 2, 8, 8, size=[64, 64], frame_num=9),
     }
     refusals("decoding of latents", cases)
-    monkeypatch.setattr("wan.host.available_memory", lambda: 1000)
+    monkeypatch.setattr("wan.system.read_available_memory", lambda: 1000)
     refusals("decoding without memory", {"1000 bytes": [*argv, "--device", "cpu"]})
 
 

@@ -28,7 +28,7 @@ from safetensors.torch import save
 import wan
 from wan.cli import flags, prompt_file
 from wan.cli.main import main
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 from wan.evidence import exchange_order
 from wan.pipeline import images
 from wan.pipeline.tiny import make_checkpoint
@@ -64,7 +64,7 @@ def no_demo(*_: object) -> None:
 
 
 def planned(given: dict[str, Any]) -> Run:
-    return resolve(given, no_demo, plan=True)
+    return resolve_command_line(given, no_demo, plan=True)
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
@@ -104,22 +104,22 @@ class Attacks:
     def flags(self, draw: random.Random) -> None:
         names = draw.sample(NAMES, draw.randint(1, 5))
         argv = [part for name in names for part in (f"--{name}", value(name, draw))]
-        planned(flags.parse(["--plan", *argv]))
+        planned(flags.parse_flags(["--plan", *argv]))
 
     def record(self, draw: random.Random) -> None:
         names = [*draw.sample([*FLAGS], draw.randint(0, 4)), *draw.sample(("x", "seed"), 1)]
         settings: Any = {name: draw.choice(RAW) for name in names if draw.random() < 0.8}
         path = self.folder / "record.json"
         path.write_text(json.dumps({"settings": draw.choice((settings, settings, [], "x"))}))
-        planned(flags.parse(["--plan", "--from_json", str(path)]))
+        planned(flags.parse_flags(["--plan", "--from_json", str(path)]))
 
     def line(self, draw: random.Random) -> None:
         names = draw.sample(["seed", "seeds", "save_file", *FLAGS], draw.randint(1, 4))
         line = json.dumps({name: draw.choice(RAW) for name in names})
         path = self.folder / "prompts.txt"
         path.write_text(draw.choice((line, line[:-1], "[" * 2000, "a fox", "# a")) + "\n")
-        given = flags.parse(["--prompt_file", str(path), "--save_file", str(self.folder)])
-        prompt_file.resolved(given, planned)
+        given = flags.parse_flags(["--prompt_file", str(path), "--save_file", str(self.folder)])
+        prompt_file.resolve_prompt_file(given, planned)
 
     def lora(self, draw: random.Random) -> None:
         size = draw.choice((240, 240, 3))
@@ -133,7 +133,9 @@ class Attacks:
         path.write_bytes(damaged(save(tensors, draw.choice((None, told))), draw))
         given = f"{path}{draw.choice(('', '=0.5', '=1e308', '=nan', '=x'))}"
         flag = draw.choice(("lora", "lora", "lora_high_noise", "lora_low_noise"))
-        planned(flags.parse(["--plan", "--ckpt_dir", str(self.checkpoint), f"--{flag}", given]))
+        planned(
+            flags.parse_flags(["--plan", "--ckpt_dir", str(self.checkpoint), f"--{flag}", given])
+        )
 
     def latents(self, draw: random.Random) -> None:
         settings: Any = {"task": "t2v-A14B", "ckpt_dir": str(self.checkpoint)}
@@ -144,7 +146,7 @@ class Attacks:
         content = save({"latents": torch.zeros(shape)}, {"settings": text})
         path = self.folder / "l.safetensors"
         path.write_bytes(damaged(content, draw))
-        resolve(flags.parse(["--decode_latents", str(path)]), no_demo)
+        resolve_command_line(flags.parse_flags(["--decode_latents", str(path)]), no_demo)
 
     def image(self, draw: random.Random) -> None:
         pixels = np.frombuffer(draw.randbytes(20 * 10 * 3), np.uint8).reshape(20, 10, 3)

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import slow
 from tools import compare_latents
 from wan.cli import main as generate
-from wan.cli.flags import parse
-from wan.cli.resolve import resolve
-from wan.output_files import process_name
+from wan.cli.flags import parse_flags
+from wan.cli.resolve import resolve_command_line
+from wan.output_files import make_process_name
 from wan.pipeline import video
 
 REPO = Path(__file__).parents[2]
@@ -371,7 +371,7 @@ def test_the_demo_checkpoint_is_made_once(
 def test_the_official_folder_is_found(tiny, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.symlink(tiny("t2v-A14B"), tmp_path / "Wan2.2-T2V-A14B")
-    found = resolve(parse(QUICK), lambda *_: pytest.fail("the demo was made"))
+    found = resolve_command_line(parse_flags(QUICK), lambda *_: pytest.fail("the demo was made"))
     assert found.setup.checkpoint.folder == Path("Wan2.2-T2V-A14B")
     assert not any("demo" in notice for notice in found.notices)
 
@@ -403,8 +403,8 @@ def test_an_extended_prompt_is_used_and_recorded(
     record = tmp_path / "extended.json"
     assert json.loads(record.read_text())["settings"]["prompt"] == "a much longer prompt"
     monkeypatch.delenv("DASH_API_KEY")
-    again = resolve(parse(["--from_json", str(record)]), lambda *_: None)
-    assert again.extension is None and again.request.prompt == "a much longer prompt"
+    again = resolve_command_line(parse_flags(["--from_json", str(record)]), lambda *_: None)
+    assert again.prompt_extension is None and again.params.prompt == "a much longer prompt"
 
 
 def test_unsaved_latents_do_not_stop_the_run(
@@ -504,7 +504,7 @@ def test_a_video_that_appears_meanwhile_is_kept(
 def test_what_a_killed_run_left_is_removed(plain: Path, tiny, tmp_path: Path) -> None:
     """By the run that makes the same video; what a living process has there stays."""
     whole = plain.with_suffix(".latents.safetensors").read_bytes()
-    host = process_name().rpartition("-")[0]
+    host = make_process_name().rpartition("-")[0]
     dead = subprocess.Popen(["true"])
     dead.wait()
     names = [".{}-v.mp4", ".{}-v.json", "v.{}.latents.safetensors", ".{}-other.mp4"]

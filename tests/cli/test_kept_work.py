@@ -44,7 +44,7 @@ class Chain:
         argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7", "--prompt", "x"]
         argv += ["--lora", f"{self.lora}={strength}", "--image", str(self.image)]
         argv += ["--save_file", str(self.folder / "v.mp4")]
-        return ClipFiles(generate.resolved([*argv, *map(str, flags)]))
+        return ClipFiles(generate.resolve_arguments([*argv, *map(str, flags)]))
 
     def write(self, *flags: object, end: float = 1.0) -> None:
         """Writes the clips. end: what the first one hands on."""
@@ -53,7 +53,7 @@ class Chain:
         for index, value in enumerate((end, 2.0)):
             frames = torch.full((3, 9 if index == 0 else 4, 32, 32), index / 2)
             latent = torch.full((16, 1, 4, 4), value)
-            files.write(index, Clip(latent.expand(16, 3, 4, 4), frames, latent))
+            files.write_clip(index, Clip(latent.expand(16, 3, 4, 4), frames, latent))
 
 
 @pytest.fixture
@@ -76,33 +76,33 @@ OTHER_SETTINGS = [
 def test_a_setting_that_one_of_two_runs_has_makes_clips_again(flags: str, chain: Chain) -> None:
     """Whichever of them has it."""
     chain.write()
-    assert chain.files().count_done() == 2
-    assert chain.files(*flags.split()).count_done() == 0
+    assert chain.files().count_finished() == 2
+    assert chain.files(*flags.split()).count_finished() == 0
     chain.write(*flags.split())
-    assert chain.files(*flags.split()).count_done() == 2
-    assert chain.files().count_done() == 0
+    assert chain.files(*flags.split()).count_finished() == 2
+    assert chain.files().count_finished() == 0
 
 
 def test_what_leaves_clips_as_they_are(chain: Chain, tmp_path: Path) -> None:
     """More of them, where weights lie, what is kept; and files of the same content elsewhere."""
     chain.write()
-    assert chain.files("--num_clip", 3).count_done() == 2
-    assert chain.files("--num_clip", 1).count_done() == 1
-    assert chain.files("--offload_model", "block", "--save_latents").count_done() == 2
+    assert chain.files("--num_clip", 3).count_finished() == 2
+    assert chain.files("--num_clip", 1).count_finished() == 1
+    assert chain.files("--offload_model", "block", "--save_latents").count_finished() == 2
     there = Chain(tmp_path / "there")
     shutil.copytree(chain.files().folder, there.files().folder)
-    assert there.files().count_done() == 2
+    assert there.files().count_finished() == 2
 
 
 def test_another_file_of_a_lora_makes_clips_again(chain: Chain) -> None:
     """Also one of the same name and size, and the same one with another strength."""
     chain.write()
-    assert chain.files(strength=0.6).count_done() == 0
+    assert chain.files(strength=0.6).count_finished() == 0
     chain.tune(2.0)
-    assert chain.files().count_done() == 0
+    assert chain.files().count_finished() == 0
     chain.tune(1.0)
-    assert chain.files().count_done() == 2
-    assert chain.files("--lora_high_noise", chain.lora).count_done() == 0
+    assert chain.files().count_finished() == 2
+    assert chain.files("--lora_high_noise", chain.lora).count_finished() == 0
 
 
 @pytest.mark.parametrize("name", ["0002.mp4", "0002.safetensors"])
@@ -116,7 +116,7 @@ def test_a_clip_of_another_run_in_the_place_of_one(name: str, chain: Chain, tmp_
     else:
         (other.files().folder / name).write_bytes((other.files().folder / "0001.mp4").read_bytes())
     shutil.copy(other.files().folder / name, chain.files().folder)
-    assert chain.files().count_done() == 1
+    assert chain.files().count_finished() == 1
 
 
 # Videos of a prompt file. With --skip_existing a line whose video is there is left out.
@@ -152,7 +152,7 @@ class Unmade:
     def __init__(self, run: Any, *_: Any) -> None:
         self.run = run
 
-    def inputs(self) -> Any:
+    def make_inputs(self) -> Any:
         return self.run.inputs()
 
     def make(self, latents: Any) -> None: ...
@@ -226,10 +226,10 @@ def test_decoding_writes_over_no_video_and_no_record(
     there: list[str], name: str, tmp_path: Path
 ) -> None:
     """A video may have been moved away, and its record left."""
-    made = generate.resolved([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
+    made = generate.resolve_arguments([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
     latents = tmp_path / "x.safetensors"
-    save_latents(torch.zeros(made.request.latent_shape), latents, made.settings)
+    save_latents(torch.zeros(made.params.latent_shape), latents, made.settings)
     for file in there:
         (tmp_path / file).touch()
-    again = generate.resolved(["--decode_latents", str(latents)])
+    again = generate.resolve_arguments(["--decode_latents", str(latents)])
     assert again.output.save_file == tmp_path / name

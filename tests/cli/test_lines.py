@@ -19,17 +19,17 @@ def resolved(folder: Path, lines: list[str | dict[str, Any]], *flags: str) -> Ru
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "lines.txt").write_text("\n".join(texts))
     argv = [*SIZE, *flags, "--prompt_file", str(folder / "lines.txt")]
-    return generate.resolved([*argv, "--save_file", str(folder / "out")])
+    return generate.resolve_arguments([*argv, "--save_file", str(folder / "out")])
 
 
 def test_each_line_has_a_seed_of_its_own(tmp_path: Path) -> None:
     """Of one that is drawn for all; a line that names its seed keeps it, also in its record."""
     lines = ["a", "a", {"prompt": "a", "seed": 5}, {"prompt": "a", "seed": -1}]
     run = resolved(tmp_path, [*lines, {"prompt": "a", "seeds": [8, 9]}])
-    assert len({line.run.request.base_seed for line in run.lines if line.run}) == 6
+    assert len({line.run.params.base_seed for line in run.lines if line.run}) == 6
     for seed in (100, 2**63 - 1):
         made = [line.run for line in run.with_seed(seed).lines if line.run is not None]
-        seeds = [one.request.base_seed for one in made]
+        seeds = [one.params.base_seed for one in made]
         assert len({*seeds}) == 6 and all(0 <= one < 2**63 for one in seeds)
         assert (seeds[2], *seeds[4:]) == (5, 8, 9)
         assert [one.settings["base_seed"] for one in made] == seeds
@@ -39,12 +39,12 @@ def test_ranks_may_draw_other_seeds_and_name_no_other(tmp_path: Path) -> None:
     """What they compare is equal where no seed is named, and differs where another one is."""
     lines: list[str | dict[str, Any]] = ["a", {"prompt": "b", "seed": 5}]
     drawn = [resolved(tmp_path, lines) for _ in range(2)]
-    seeds = [run.lines[0].run.request.base_seed for run in drawn if run.lines[0].run]
+    seeds = [run.lines[0].run.params.base_seed for run in drawn if run.lines[0].run]
     assert seeds[0] != seeds[1]
-    first, second = (run.facts("cpu") for run in drawn)
+    first, second = (run.collect_rank_invariants("cpu") for run in drawn)
     assert first == second
     for other in (["a", {"prompt": "b", "seed": 6}], ["a", {"prompt": "c", "seed": 5}]):
-        found = resolved(tmp_path, other).facts("cpu")
+        found = resolved(tmp_path, other).collect_rank_invariants("cpu")
         assert {name for name in first if first[name] != found[name]} == {"line 2 of --prompt_file"}
 
 
@@ -72,7 +72,7 @@ def test_a_line_wins_over_the_command(
 ) -> None:
     """Timesteps say all of the schedule."""
     run = resolved(tmp_path, [{"prompt": "a", **line}], *SCHEDULE, *flags)
-    request = run.lines[0].run.request if run.lines[0].run else None
+    request = run.lines[0].run.params if run.lines[0].run else None
     assert {name: getattr(request, name) for name in wanted} == wanted
 
 

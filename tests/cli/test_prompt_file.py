@@ -22,8 +22,8 @@ from tests.refusals import check_refusals
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.cli import prompt_file
-from wan.cli.flags import parse
-from wan.cli.resolve import resolve
+from wan.cli.flags import parse_flags
+from wan.cli.resolve import resolve_command_line
 from wan.modules.model import WanModel
 from wan.settings.errors import InputError
 
@@ -45,8 +45,10 @@ def write(folder: Path, *lines: str) -> Path:
 
 
 def resolved(path: Path, *argv: str) -> Any:
-    given = parse(["--prompt_file", str(path), *argv])
-    return prompt_file.resolved(given, lambda one: resolve(one, lambda *_: None))
+    given = parse_flags(["--prompt_file", str(path), *argv])
+    return prompt_file.resolve_prompt_file(
+        given, lambda one: resolve_command_line(one, lambda *_: None)
+    )
 
 
 def latents(video: Path) -> torch.Tensor:
@@ -298,11 +300,11 @@ def test_lines_read_the_checkpoint_once(tiny: Tiny, tmp_path: Path) -> None:
         described.append(folder)
         return inspect_checkpoint(folder, *more)
 
-    given = parse(["--prompt_file", str(write(tmp_path, *map(str, range(20))))])
+    given = parse_flags(["--prompt_file", str(write(tmp_path, *map(str, range(20))))])
     given["ckpt_dir"] = tiny("t2v-A14B")
     remembering = cache(counted)
-    found = prompt_file.resolved(
-        given, lambda one: resolve(one, lambda *_: None, describe=remembering)
+    found = prompt_file.resolve_prompt_file(
+        given, lambda one: resolve_command_line(one, lambda *_: None, describe_folder=remembering)
     )
     assert len(found.lines) == 20 and described == [tiny("t2v-A14B")]
 

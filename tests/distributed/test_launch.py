@@ -24,8 +24,8 @@ import torch.distributed as collectives
 from tests.dist import Ranks, free_port, launcher
 from tests.refusals import check_refusals
 from wan import device as devices
-from wan import host
-from wan.cli.failures import describe, say, terminable
+from wan import system
+from wan.cli.failures import describe_error, print_error, raise_on_sigterm
 from wan.distributed.mesh import ParallelGroups
 from wan.distributed.rendezvous import (
     PreparedRun,
@@ -86,7 +86,7 @@ def told(what: str) -> None:
 def prepared(facts: Any = None) -> PreparedRun[int]:
     """A run that is its seed."""
     world = int(os.environ["WORLD_SIZE"])
-    cpu = devices.resolve("cpu")
+    cpu = devices.select_device("cpu")
     return PreparedRun(rank(), lambda s: s, cpu, (1, 1, world), timedelta(minutes=1), facts or {})
 
 
@@ -94,14 +94,14 @@ def start(
     prepare: Callable[[RunOncePerNode], PreparedRun[int]] = lambda _: prepared(),
     work: Callable[[int, ParallelGroups], None] = lambda *_: None,
     patience: Timeouts = PATIENT,
-    speak: Callable[[str], None] = say,
+    speak: Callable[[str], None] = print_error,
 ) -> int:
     def working(seed: int, team: ParallelGroups) -> int:
         work(seed, team)
         return 0
 
-    with terminable():
-        return run_ranks(prepare, working, describe, speak, patience)
+    with raise_on_sigterm():
+        return run_ranks(prepare, working, describe_error, speak, patience)
 
 
 class Closed(collectives.PrefixStore):
@@ -119,7 +119,9 @@ def test_a_store_that_fails_at_once_is_one_sentence(
     for name, value in {"MASTER_ADDR": "localhost", **variables}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(collectives, "PrefixStore", Closed)
-    assert run_ranks(lambda _: prepared(), lambda *_: 0, describe, say, IMPATIENT) == 2
+    assert (
+        run_ranks(lambda _: prepared(), lambda *_: 0, describe_error, print_error, IMPATIENT) == 2
+    )
     shown = "".join(capfd.readouterr())
     assert "store has ended; start again" in shown and "Traceback" not in shown
 
@@ -286,7 +288,7 @@ def test_stores_that_are_not_there() -> None:
 def fail(kind: str, far: bool) -> int:
     """Rank 1 ends in some way while the others wait for it in a collective."""
     if far:  # as on another machine
-        host.machine = lambda: f"machine of rank {rank()}"
+        system.read_machine_id = lambda: f"machine of rank {rank()}"
 
     def work(_: int, team: ParallelGroups) -> None:
         collect(team)
@@ -347,7 +349,7 @@ def speak_slowly(go: str) -> int:
     def slowly(text: str) -> None:
         told("about to speak")
         Path(go).read_text()
-        say(text)
+        print_error(text)
 
     def work(*_: object) -> None:
         if rank() == 0:

@@ -22,7 +22,7 @@ from tests.dist import run
 from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.device import resolve
+from wan.device import select_device
 from wan.kernels.base import AttendRows, QuantizedTensor, StepInfo
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
@@ -159,7 +159,7 @@ def compute_alone(folder: Path) -> bool:
         return True
     execution, fp8 = Execution(device="cpu"), Attention(fa_quant="fp8")
     setup = Setup(PRESETS["t2v-1.3B"], inspect_checkpoint(folder), execution, Parallel(), fp8)
-    net = build.build_pipeline(setup, resolve("cpu")).experts.get("dit")
+    net = build.build_pipeline(setup, select_device("cpu")).experts.get("dit")
     x, context = torch.randn(net.in_dim, 2, 4, 8), torch.randn(5, net.text_dim)
     with torch.inference_mode():
         (found,) = net([x], torch.tensor([500.0]), [context], 16)

@@ -17,7 +17,7 @@ from tests.conftest import slow
 from tests.dist import REPO, TORCHRUN, Ranks, launcher, run
 from tests.distributed.topology import Topology, attention_layer
 from tests.refusals import check_refusals
-from wan import host
+from wan import system
 from wan.cli import main as command
 from wan.kernels.base import StepInfo
 from wan.pipeline import memory
@@ -155,7 +155,7 @@ def test_finished_rounds_outlive_a_kill(tiny: Any, tmp_path: Path) -> None:
 
 def scarce(argv: list[str], size: int) -> int:
     """As `main`, on a machine with so many bytes of memory."""
-    with patch.object(host, "available_memory", lambda: size):
+    with patch.object(system, "read_available_memory", lambda: size):
         return main(argv)
 
 
@@ -165,9 +165,9 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     """Where memory is for one of them; a step cache needs both, and is refused."""
     video = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
     video += ["--sample_steps", "8", "--ulysses_size", "2", "--step_cache", cache]
-    one = command.resolved([*video, "--offload_model", "true"], plan=True)
+    one = command.resolve_arguments([*video, "--offload_model", "true"], plan=True)
     both, less = (
-        memory.find_fullest_stage(one.setup, one.request, device="cpu", offload_model=way)[1]
+        memory.find_fullest_stage(one.setup, one.params, device="cpu", offload_model=way)[1]
         for way in (False, True)
     )
     assert less < both
@@ -187,7 +187,7 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
 
 
 def test_the_named_preset_is_that_of_mlperf() -> None:
-    found = compare.parse(compare.PRESETS["mlperf"])
+    found = compare.parse_flags(compare.PRESETS["mlperf"])
     assert (found["size"], found["frame_num"], found["sample_steps"]) == ((1280, 720), 81, 20)
     assert found["sample_guide_scale"] == (3.0, 4.0) and found["base_seed"] == 42
 

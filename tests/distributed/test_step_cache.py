@@ -94,7 +94,7 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
     given, branches, cache = ModelComponents(), run_both_branches, case.cache()
     if layout is not None:
         parallel = layout.parallel
-        team = make_parallel_groups(devices.resolve("cpu"), parallel.mesh_shape)
+        team = make_parallel_groups(devices.select_device("cpu"), parallel.mesh_shape)
         branches = team.compute_branches if layout.cfg == 2 else run_both_branches
         agree = team.all_agree
         if wrong:

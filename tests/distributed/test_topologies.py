@@ -38,7 +38,7 @@ def velocities(parallel: Parallel | None) -> Any:
     collaborators = ModelComponents()
     branches = run_both_branches
     if parallel is not None:
-        team = make_parallel_groups(devices.resolve("cpu"), parallel.mesh_shape)
+        team = make_parallel_groups(devices.select_device("cpu"), parallel.mesh_shape)
         branches = team.compute_branches if parallel.cfg_size == 2 else run_both_branches
         layer = FAPowerCapAttention(
             SimpleNamespace(comm_type=parallel.comm_type),
@@ -114,7 +114,7 @@ def exchanges() -> Counter[str]:
     from wan import device as devices
     from wan.distributed.mesh import make_parallel_groups
 
-    team = make_parallel_groups(devices.resolve("cpu"), (1, 2, 2))
+    team = make_parallel_groups(devices.select_device("cpu"), (1, 2, 2))
     with profile() as trace:
         team.warm_up()
     return Counter(e.name for e in trace.events() if e.name.startswith("gloo:"))
@@ -134,7 +134,7 @@ def timeouts() -> list[float]:
     from wan import device as devices
     from wan.distributed.mesh import make_parallel_groups
 
-    team = make_parallel_groups(devices.resolve("cpu"), (1, 2, 2), timedelta(seconds=47))
+    team = make_parallel_groups(devices.select_device("cpu"), (1, 2, 2), timedelta(seconds=47))
     groups = [
         team.group(*axes) for axes in (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses"))
     ]

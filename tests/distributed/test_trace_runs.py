@@ -81,8 +81,8 @@ def traced(layer: FAPowerCapAttention, plan: ExchangePlan) -> tuple[RankReport, 
     """The figures of one step, and what the model says in it."""
     events: list[trace.Event] = []
     with (
-        trace.recording(Recorder((0,), HostClock(), events.extend)),
-        trace.step(0, "dit"),
+        trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
+        trace.record_step(0, "dit"),
         trace.span("branch", branch="cond"),
     ):
         found = velocities(layer, plan)
@@ -119,7 +119,7 @@ def control_ways(skipped: bool) -> list[RankReport]:
 
     def first_block(x: Tensor, blocks: Any, *_: object) -> Tensor:
         x = blocks(x, 0, 1)
-        trace.mark("cache", what="blocks", decision="skipped", first=1)
+        trace.record_marker("cache", what="blocks", decision="skipped", first=1)
         return x
 
     given = {"step_cache": first_block} if skipped else {}
@@ -128,8 +128,8 @@ def control_ways(skipped: bool) -> list[RankReport]:
         layer, events = attention_layer(Topology(2, 1), mode), list[trace.Event]()
         net = job.model(attention=layer, tokens=ShardedSequence(None), **given)
         with (
-            trace.recording(Recorder((0,), HostClock(), events.extend)),
-            trace.step(0, "dit"),
+            trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
+            trace.record_step(0, "dit"),
             trace.span("branch", branch="cond"),
         ):
             job.velocities(net)

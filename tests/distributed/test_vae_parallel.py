@@ -22,7 +22,7 @@ from tests.dist import Ranks, launcher, run
 from tests.pipelines import on_cpu
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
-from wan.device import resolve
+from wan.device import select_device
 from wan.distributed.exchange import SINGLE_RANK
 from wan.pipeline import memory
 from wan.pipeline.decoding import VaeRunner
@@ -333,7 +333,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
         return encoding, len(agreed) - encoding
 
     for is_shared, frames in product((True, False), (1, 2, 3)):
-        setup = make_setup({"vae_parallel": is_shared}, preset, checkpoint, world=2)[0]
+        setup = make_setup({"vae_parallel": is_shared}, preset, checkpoint, world_size=2)[0]
         found = []
         for rank in (0, 1):
 
@@ -342,7 +342,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
                 made.rank = rank
                 return made
 
-            found.append(agreements(VaeRunner(setup, resolve("cpu"), vae.get, rows), frames))
+            found.append(agreements(VaeRunner(setup, select_device("cpu"), vae.get, rows), frames))
         main, idle = found
         assert main == idle and min(main) > frames, (is_shared, frames)
 
@@ -360,7 +360,9 @@ def test_a_rank_needs_memory_for_its_own_rows(
 ) -> None:
     """Of two ranks that share the rows each has half; what fails but for memory ends the run."""
     monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: None)
-    setup = make_setup({}, PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B")), world=2)[0]
+    setup = make_setup({}, PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B")), world_size=2)[
+        0
+    ]
     need = memory.estimate_vae_activations(setup, "decode", (3, 32, 16))
     device: Any = SimpleNamespace(free_memory=lambda: free * need, empty_cache=lambda: None)
 

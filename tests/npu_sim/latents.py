@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.npu_sim.ranks import on_chip
 from wan.cli import flags
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 from wan.distributed import mesh
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs, Pipeline
@@ -60,14 +60,14 @@ def arguments(checkpoint: object, way: Way) -> list[str]:
 def latents(argv: Sequence[str], chip: str) -> Tensor:
     """float32 [C,F,H,W], as generate.py makes them from this command line, on every rank."""
     asked, pipeline = composed(argv, chip)
-    return pipeline.generate_latents(asked.request, Inputs(asked.image, asked.last_image))
+    return pipeline.generate_latents(asked.params, Inputs(asked.image, asked.last_image))
 
 
 def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     """What generate.py makes of a command line."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
-    asked = resolve(flags.parse(argv), none)
+    asked = resolve_command_line(flags.parse_flags(argv), none)
     device = on_chip(chip)
     team = (
         None if world == "1" else mesh.make_parallel_groups(device, asked.setup.parallel.mesh_shape)

@@ -75,7 +75,7 @@ KINDS = {
 def on_chip(name: str) -> Device:
     """The simulated device; from here on this process has that chip."""
     os.environ["NPU_SIM_SOC"] = SOC[name]
-    device = devices.resolve("npu", 0)
+    device = devices.select_device("npu", 0)
     import mindiesd.layers.adalayernorm as remembers
     from mindiesd.utils import get_platform
 

@@ -97,7 +97,7 @@ def test_dense_steps_before_rainfusion_take_the_kernel_asked_for() -> None:
 
 def two_shapes(argv: list[str], sizes: list[tuple[str, ...]]) -> list[Tensor]:
     """Latents of one process that makes one video after another, then of a fresh one for each."""
-    requests = [composed([*argv, *size], "A2")[0].request for size in sizes]
+    requests = [composed([*argv, *size], "A2")[0].params for size in sizes]
     pipeline = composed([*argv, *sizes[0]], "A2")[1]
     together = [pipeline.generate_latents(request) for request in requests]
     return [*together, *(latents([*argv, *size], "A2") for size in sizes)]

@@ -38,7 +38,7 @@ def settings_and_their_order() -> int:
     torch.npu.set_compile_mode = note(torch.npu.set_compile_mode)
     torch.npu.config.allow_internal_format = True  # as mindiesd's import leaves it
     assert "mindiesd" not in sys.modules
-    found = devices.resolve("npu", 3)
+    found = devices.select_device("npu", 3)
     assert [name for name, *_ in noted] == ["set_compile_mode", "set_device"]
     assert all(imported and path for *_, imported, path in noted), noted
     assert torch_npu.npu.compile_mode == {"jit_compile": False}
@@ -56,9 +56,9 @@ def test_operator_paths_come_before_the_first_use_of_a_device() -> None:
 def test_chip_and_interface(chip: Callable[[str], None]) -> None:
     for name in SOC:
         chip(name)
-        device = devices.resolve("npu", 1)
+        device = devices.select_device("npu", 1)
         assert device.type == "npu" and device.torch_device == torch.device("npu", 1)
-        assert device.can.name == name
+        assert device.capabilities.name == name
         assert device.name().startswith("Ascend")
         device.synchronize()
         device.empty_cache()
@@ -67,14 +67,14 @@ def test_chip_and_interface(chip: Callable[[str], None]) -> None:
 
 
 def test_auto_takes_the_npu_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.resolve("auto", 2).torch_device == torch.device("npu", 2)
+    assert devices.select_device("auto", 2).torch_device == torch.device("npu", 2)
     monkeypatch.setenv("NPU_SIM_COUNT", "0")
-    assert devices.resolve("auto").type == "cpu"
+    assert devices.select_device("auto").type == "cpu"
 
 
 def refusal(wish: str = "npu", index: int = 0) -> str:
     try:
-        devices.resolve(wish, index)
+        devices.select_device(wish, index)
     except InputError as error:
         return str(error)
     return ""
@@ -116,7 +116,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_events_say_when() -> None:
     """Between two looks at the host's clock, in their order, also where they are read later."""
-    clock = devices.resolve("npu").clock()
+    clock = devices.select_device("npu").make_clock()
     assert clock.name == "device events"
     before = time.perf_counter_ns()
     clock.start()

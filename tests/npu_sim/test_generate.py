@@ -30,7 +30,7 @@ from tools.make_character import write as draw
 from tools.make_sound import write
 from wan import device as devices
 from wan.cli import flags
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 from wan.pipeline import build
 
 pytestmark = pytest.mark.dist
@@ -119,11 +119,13 @@ def clips(argv: list[str], chip: str, device: str) -> Tensor:
     if device == "npu":
         asked, pipeline = composed(argv, chip)
     else:
-        asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), none)
-        pipeline = build.build_pipeline(asked.setup, devices.resolve("cpu"))
-    if not asked.request.has_clips:
-        return pipeline.generate_latents(asked.request, asked.inputs()).cpu()
-    made = pipeline.generate_clips(asked.request, asked.inputs())
+        asked = resolve_command_line(
+            flags.parse_flags([*argv, "--device", "cpu", "--precision", "bf16"]), none
+        )
+        pipeline = build.build_pipeline(asked.setup, devices.select_device("cpu"))
+    if not asked.params.has_clips:
+        return pipeline.generate_latents(asked.params, asked.make_inputs()).cpu()
+    made = pipeline.generate_clips(asked.params, asked.make_inputs())
     return torch.cat([clip.latents.cpu() for clip in made], dim=1)
 
 

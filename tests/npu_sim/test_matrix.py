@@ -174,7 +174,7 @@ def exchanged(name: str, heads: int) -> list[tuple[str, bool, int]]:
         )
         expected, events = split(*own, **known), list[trace.Event]()
         recorder = trace.Recorder((0,), trace.HostClock(), events.extend)
-        with trace.recording(recorder), trace.step(0, "dit"):
+        with trace.use_recorder(recorder), trace.record_step(0, "dit"):
             out = fused(*own, **known)
         copies = sum(event.kind == "copy" for event in events)
         found.append((mode, torch.equal(out, expected), copies))

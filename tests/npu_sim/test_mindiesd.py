@@ -11,7 +11,7 @@ import torch_npu
 from mindiesd.layers.moe import moe_mlp
 
 from wan.cli import flags
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 
 
 def test_its_import_allows_internal_formats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +39,9 @@ def test_steps_of_the_attention_cache_are_those_of_mindiesd() -> None:
     for start, end, interval in ((3, 9, 3), (0, 11, 4), (2, 11, 2), (5, 7, 1), (1, 10, 5)):
         words = f"--use_attentioncache --start_step {start} --end_step {end} --sample_steps 12"
         asked = ["--plan", *words.split(), "--attentioncache_interval", str(interval)]
-        run = resolve(flags.parse(asked), lambda *_: None, plan=True)
+        run = resolve_command_line(flags.parse_flags(asked), lambda *_: None, plan=True)
         assert run.setup.policy is not None
-        lists = run.setup.policy.compute_steps(run.request, None)
+        lists = run.setup.policy.compute_steps(run.params, None)
         expected = computed(12, start, end, interval)
         assert lists and len(expected) < 12 + (interval == 1)
         for row in lists.values():

@@ -21,7 +21,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, make_dit_dtype_rule, open_sources
 from wan.checkpoint.w8a8_export import read_quantized_dit
 from wan.cli import flags
-from wan.cli.resolve import resolve as asked_for
+from wan.cli.resolve import resolve_command_line as asked_for
 from wan.modules.model import WanModel
 from wan.pipeline import adapt, build
 from wan.settings.errors import InputError
@@ -84,7 +84,7 @@ def test_networks_are_those_of_the_format(
     rig: Path, tmp_path: Path, chip: Callable[[str], None]
 ) -> None:
     chip("A5")
-    checkpoint, where = inspect_checkpoint(rig), device.resolve("npu")
+    checkpoint, where = inspect_checkpoint(rig), device.select_device("npu")
     quantised = read_quantized_dit(
         export(rig, tmp_path / "q"), checkpoint, device="npu", dit_fsdp=False, fa_quant=None
     )
@@ -119,8 +119,10 @@ def test_networks_are_those_of_the_format(
 
 
 def run(argv: list[str]) -> Tensor:
-    asked = asked_for(flags.parse(argv), no_demo)
-    return build.build_pipeline(asked.setup, device.resolve("npu")).generate_latents(asked.request)
+    asked = asked_for(flags.parse_flags(argv), no_demo)
+    return build.build_pipeline(asked.setup, device.select_device("npu")).generate_latents(
+        asked.params
+    )
 
 
 def test_a_whole_run(rig: Path, tmp_path: Path, chip: Callable[[str], None]) -> None:

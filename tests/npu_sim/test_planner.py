@@ -19,7 +19,7 @@ from wan.kernels.select import make_vendor_ops, select_kernels
 from wan.modules.rope import make_rope_table
 from wan.planner import operators
 from wan.settings.kernels import SMALL_OPS
-from wan.torch_private import Live
+from wan.torch_private import StorageTracker
 
 GRID, LASER_GRID = (3, 11, 13), (3, 23, 31)  # laser takes 2048 tokens
 # Largest memory of a plan's operator over that of the vendor's. The laser kernel's result is said
@@ -66,11 +66,11 @@ class Both:
 
 def without_data(operator: Any, args: Any, named: Any) -> tuple[Any, int]:
     """What it returns, and the most bytes that live while it works."""
-    live = Live("meta")
-    live.leave_out(x for x in tree_leaves((args, named)) if isinstance(x, Tensor))
+    live = StorageTracker("meta")
+    live.exclude(x for x in tree_leaves((args, named)) if isinstance(x, Tensor))
     with live:
         found = operator(*args, **named)
-    return found, live.peak.total()
+    return found, live.peak_bytes.total()
 
 
 def attend_all(kind: Kind, both: Both) -> None:

@@ -130,7 +130,7 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
     task: str, name: str, folders: Folders, chip: Choose, calls: list[Any]
 ) -> None:
     """The meta network filled by mindiesd, the rest by us; FP8 entries change nothing."""
-    model = network(folders[task], device.resolve("npu"), name)
+    model = network(folders[task], device.select_device("npu"), name)
     assert torch_npu.npu.config.allow_internal_format is False
     quantised = {n: m for n, m in model.named_modules() if type(m) is W8A8QuantLinear}
     export = read(folders[task]).experts[name]
@@ -140,7 +140,7 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
     calls.clear()
     out = velocity(model)
     assert len([call for call in calls if call.name == "npu_quant_matmul"]) == len(quantised)
-    assert torch.equal(out, velocity(network(folders[task], device.resolve("cpu"), name)))
+    assert torch.equal(out, velocity(network(folders[task], device.select_device("cpu"), name)))
     planned = meta_dit(inspect_checkpoint(folders[task][0]).experts[name].config)
     operators.insert_quantized_linears(planned, export.linear_bytes)
     for layer, module in quantised.items():

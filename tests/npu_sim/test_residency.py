@@ -218,16 +218,16 @@ def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
     def look() -> None:
         found.append([bool(x.head.head.weight.isfinite().all()) for x in networks])
 
-    for name in asked.request.preset.experts:
+    for name in asked.params.preset.experts:
         networks.append(pipeline.experts.get(name))
         look()
     networks[0].register_forward_hook(lambda *_: look() if len(found) < 3 else None)
     embeds = torch.randn(4, asked.setup.checkpoint.config["text_dim"])
     kept = weakref.ref(embeds)
-    pipeline.generate_latents(asked.request, Inputs(prompt_embeds=embeds))
+    pipeline.generate_latents(asked.params, Inputs(prompt_embeds=embeds))
     del embeds
     assert kept() is None, "the text is not kept on the device either"
-    made = pipeline.generate_latents(asked.request)
+    made = pipeline.generate_latents(asked.params)
     look()
     return found, made
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from wan.log import Stages
+from wan.log import StageTimer
 from wan.pipeline import vae
 from wan.pipeline.pipeline import WorkSharing
 
@@ -46,7 +46,7 @@ class Parts:
     def __init__(self, folder: Path, cases: str, experts: Networks) -> None:
         tensors = load_file(folder / cases)
         self.contexts = tensors["context"], tensors["context_null"]
-        self.stages, self.work_sharing = Stages(lambda: None), WorkSharing()
+        self.stages, self.work_sharing = StageTimer(lambda: None), WorkSharing()
         self.device: Any = type("Device", (), {"torch_device": CPU})
         self.experts: Any = experts
         found = vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.dist import Ranks, launcher
 from wan import env
 from wan.cli import flags, main
-from wan.device import resolve
+from wan.device import select_device
 from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build, denoise
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
@@ -84,7 +84,7 @@ def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
 class NoVideo:
     """In place of a video of `wan.cli.videos`, whose texts alone are of interest."""
 
-    alone = False
+    is_main_only = False
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -104,8 +104,10 @@ def test_the_last_texts_are_kept(
         job = {"job": str(number), "settings": {"prompt": prompt, "base_seed": 1}}
         commands.append({"do": "make", "jobs": [job | {"file": str(tmp_path / f"{number}.mp4")}]})
     front: Any = Front(commands)
-    pipeline = build.build_pipeline(main.resolved(argv, inputs=False).setup, resolve("cpu"))
-    assert ranks.Ranks(flags.parse(argv), pipeline, None, front, 2).serve() == 0
+    pipeline = build.build_pipeline(
+        main.resolve_arguments(argv, require_inputs=False).setup, select_device("cpu")
+    )
+    assert ranks.Ranks(flags.parse_flags(argv), pipeline, None, front, 2).serve() == 0
     texts = [one["texts"] for one in front.said if one["is"] == "done"]
     assert [tuple(one) for one in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
 

@@ -20,13 +20,13 @@ from tests.inputs import changed_contents
 from tests.tasks.conftest import Asked, frames, run
 from tests.tasks.tasks import TASKS
 from wan.cli import flags as command_line
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 from wan.pipeline.video import save_video
 from wan.planner.measure import Planner
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.torch_private import Live
+from wan.torch_private import StorageTracker
 
 pytestmark = pytest.mark.xdist_group("tasks")
 Ask = Callable[[str], Asked]
@@ -188,9 +188,11 @@ def test_a_run_takes_no_more_than_planned(task: str, asked: Ask, tmp_path: Path)
     """Tensors that live at the same time, weights in mapped files left out."""
     one = asked(task)
     argv = [*one.argv, "--save_file", str(tmp_path / "v.mp4"), "--device", "cpu"]
-    live = Live("cpu")
+    live = StorageTracker("cpu")
     with live:
         assert run(*argv) == 0
-    plan = resolve(command_line.parse([*argv, "--plan"]), lambda *_: None, plan=True)
-    planned = Planner(plan.setup, plan.request).peak_bytes()
-    assert live.peak.total() <= planned
+    plan = resolve_command_line(
+        command_line.parse_flags([*argv, "--plan"]), lambda *_: None, plan=True
+    )
+    planned = Planner(plan.setup, plan.params).peak_bytes()
+    assert live.peak_bytes.total() <= planned

@@ -44,7 +44,7 @@ WITHOUT_TORCH = (
     "wan.settings",
     "wan.env",
     "wan.run",
-    "wan.host",
+    "wan.system",
     "wan.output_files",
     "wan.log",
     "wan.trace",
@@ -85,7 +85,7 @@ LONG_FUNCTIONS = {
     "wan.api.WanI2V.generate": "the official signature",
     "wan.api.WanS2V.generate": "the official signature",
     "wan.api.WanTI2V.generate": "the official signature",
-    "wan.run.resolve": "the order of the checks, one call each",
+    "wan.run.resolve_run": "the order of the checks, one call each",
     "wan.pipeline.build.build_pipeline": "composition, one argument a line",
 }
 
@@ -163,7 +163,7 @@ def test_imports(path: Path) -> None:
     for inner, users in ONLY_FOR.items():
         assert under(name, f"{inner} {users}") or not {i for i in own if under(i, inner)}
     if under(name, METERS):
-        assert not {other for other in own if not under(other, f"wan.host {METERS}")}
+        assert not {other for other in own if not under(other, f"wan.system {METERS}")}
     assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
     for library, users in ONLY_IN.items():
         assert under(name, users) or not {i for i in imported if under(i, library)}
@@ -175,7 +175,7 @@ def test_imports(path: Path) -> None:
 def test_where_things_are_asked_for(path: Path) -> None:
     """The environment, the vendor's runtimes, private names of PyTorch."""
     name, text = module(path), path.read_text()
-    if not under(name, "wan.env wan.host wan.distributed.rendezvous wan.cli.extend_prompt"):
+    if not under(name, "wan.env wan.system wan.distributed.rendezvous wan.cli.extend_prompt"):
         assert "os.environ" not in text and "getenv" not in text
     assert "MethodType" not in text
     if not under(name, "wan.device wan.kernels"):

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import Wav2Vec2FeatureExtractor, Wav2Vec2Model
 
-from wan.log import Stages
+from wan.log import StageTimer
 from wan.pipeline import characters, clips, sound
 from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
 from wan.pipeline.driving import count_overlapping_clips as count_clips
@@ -47,7 +47,7 @@ class Loop:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.decoded: list[tuple[Tensor, Tensor]] = []
         self.looked: list[Tensor] = []
-        self.stages, self.work_sharing, self.vae = Stages(lambda: None), WorkSharing(), object()
+        self.stages, self.work_sharing, self.vae = StageTimer(lambda: None), WorkSharing(), object()
         self.device, self.experts = SimpleNamespace(torch_device=torch.device("cpu")), self
         self.encode = encoded
 

@@ -29,7 +29,7 @@ def test_arguments_are_accepted() -> None:
     for case in (*FIXTURES[1], *CASES):
         script, *arguments = case.words(PATHS)
         if script == "generate.py":
-            assert flags.parse(arguments), case.name
+            assert flags.parse_flags(arguments), case.name
         elif script == "-c":
             compile(arguments[0], case.name, "exec")
 

@@ -9,7 +9,7 @@ import pytest
 from tests.refusals import check_refusals, said
 from wan import env
 from wan.cli import flags
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 from wan.settings.attention import Attention
 
 
@@ -32,7 +32,7 @@ def test_aliases() -> None:
         ({"USE_SUB_HEAD": "0"}, {}),
     )
     for environ, settings in table:
-        assert env.aliases(environ) == settings, environ
+        assert env.read_variable_settings(environ) == settings, environ
         assert flags.read_settings(settings, "{}") == settings, (
             "the flags would not take these values"
         )
@@ -45,18 +45,20 @@ def test_other_values_are_refused() -> None:
     table |= {"USE_SUB_HEAD": "4", "MINDIE_SD_FA_TYPE": "fused_attn_score"}
     given = {name: {name: value} for name, value in table.items()}
     given["MINDIE_SD_FA_TYPE, empty"] = {"MINDIE_SD_FA_TYPE": ""}
-    found = {name: said(env.aliases, environ) for name, environ in given.items()}
+    found = {name: said(env.read_variable_settings, environ) for name, environ in given.items()}
     check_refusals("variables", found)
     for name, environ in given.items():
         read_elsewhere = {"USE_SUB_HEAD", "MINDIE_SD_FA_TYPE"} & environ.keys()
-        assert said(env.refused, environ) == (found[name] if read_elsewhere else ""), name
+        assert said(env.check_environment, environ) == (found[name] if read_elsewhere else ""), name
 
 
 def attention(*argv: str) -> Attention:
     def no_demo(*_: object) -> None:
         raise AssertionError("nothing is made for a plan")
 
-    return resolve(flags.parse(["--plan", *argv]), no_demo, plan=True).setup.attention
+    return resolve_command_line(
+        flags.parse_flags(["--plan", *argv]), no_demo, plan=True
+    ).setup.attention
 
 
 def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.refusals import check_refusals
-from wan import device, host
+from wan import device, system
 from wan.checkpoint.load import merge_loras, open_sources, read_headers
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.conditioning import prepare_denoise_inputs
@@ -252,11 +252,11 @@ def test_files_larger_than_memory_are_not_read_ahead(tmp_path: Path, monkeypatch
     """Their end would push out their beginning."""
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *piece: asked.append(piece[1]), raising=False)
-    monkeypatch.setattr(host, "available_memory", lambda: 3 << 20)
+    monkeypatch.setattr(system, "read_available_memory", lambda: 3 << 20)
     (tmp_path / "a").write_bytes(bytes(2 << 20))
-    host.read_ahead([tmp_path / "a"])
+    system.prefetch_files([tmp_path / "a"])
     assert asked == [0, 1 << 20]
-    host.read_ahead([tmp_path / "a"] * 2)
+    system.prefetch_files([tmp_path / "a"] * 2)
     assert len(asked) == 2
 
 
@@ -264,7 +264,7 @@ def test_a_local_rank_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match="CUDA device 2 does not exist; 2 do"):
-        device.resolve("cuda", 2)
+        device.select_device("cuda", 2)
 
 
 def test_an_accelerator_that_pytorch_does_not_see(
@@ -272,15 +272,15 @@ def test_an_accelerator_that_pytorch_does_not_see(
 ) -> None:
     """A driver too old for the wheel: refused, unless the user wants none of them."""
     (tmp_path / "nvidiactl").touch()
-    assert device.hidden_accelerator(tmp_path) is None
+    assert device.find_hidden_accelerator(tmp_path) is None
     found, variables = {}, {"nvidia0": "CUDA_VISIBLE_DEVICES"}
     for name, variable in (variables | {"davinci3": "ASCEND_RT_VISIBLE_DEVICES"}).items():
         (tmp_path / name).touch()
-        found[name] = str(device.hidden_accelerator(tmp_path))
+        found[name] = str(device.find_hidden_accelerator(tmp_path))
         for hidden in ("", "-1"):
             with monkeypatch.context() as patch:
                 patch.setenv(variable, hidden)
-                assert device.hidden_accelerator(tmp_path) is None
+                assert device.find_hidden_accelerator(tmp_path) is None
         (tmp_path / name).unlink()
     check_refusals("devices: hidden", found, [r"(?<=torch )\S+ is built[^;]*"])
 
@@ -288,7 +288,7 @@ def test_an_accelerator_that_pytorch_does_not_see(
 def test_auto_does_not_fall_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refusal = InputError("A GPU", why="is hidden", remedy="use `device=cpu`")
-    monkeypatch.setattr(device, "hidden_accelerator", lambda: refusal)
+    monkeypatch.setattr(device, "find_hidden_accelerator", lambda: refusal)
     with pytest.raises(InputError, match="A GPU is hidden; use device=cpu"):
-        device.resolve("auto")
-    assert device.resolve("cpu").type == "cpu"
+        device.select_device("auto")
+    assert device.select_device("cpu").type == "cpu"

@@ -19,7 +19,7 @@ import wan
 from tests.refusals import check_refusals, said
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import flags
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 from wan.pipeline.conditioning import make_noise_sampler
 from wan.pipeline.solvers import make_solver
 from wan.run import Run
@@ -32,7 +32,9 @@ from wan.settings.solvers import SOLVERS
 
 
 def planned(words: str) -> Run:
-    return resolve(flags.parse(["--plan", *words.split()]), lambda *_: None, plan=True)
+    return resolve_command_line(
+        flags.parse_flags(["--plan", *words.split()]), lambda *_: None, plan=True
+    )
 
 
 def request(task: str = "t2v-A14B", **values: Any) -> VideoParams:
@@ -167,18 +169,18 @@ def test_refused() -> None:
 
 
 def test_recipes() -> None:
-    run = planned("--recipe lightning-4step").request
+    run = planned("--recipe lightning-4step").params
     assert (run.sample_solver, run.sample_steps, run.sample_shift) == ("euler", 4, 5.0)
     assert run.sample_guide_scale == (1.0, 1.0) and not run.uses_guidance
     assert make_noise_schedule(run).high_noise_steps == 2
     more = planned("--recipe distill-4step --sample_steps 8 --sample_guide_scale 2")
-    assert more.request.sample_steps == 8 and more.request.boundary_step is None
+    assert more.params.sample_steps == 8 and more.params.boundary_step is None
     assert any("guidance blurs" in line for line in more.notices)
-    fast = planned("--task ti2v-5B --recipe fastwan-3step").request
+    fast = planned("--task ti2v-5B --recipe fastwan-3step").params
     assert fast.timesteps == (1000, 757, 522) and fast.sample_steps == 3
-    five = planned("--task ti2v-5B --recipe fastwan-3step --sample_steps 5").request
+    five = planned("--task ti2v-5B --recipe fastwan-3step --sample_steps 5").params
     assert five.timesteps is None and five.sample_solver == "dmd" and five.sample_steps == 5
-    rcm = planned("--recipe rcm-4step --sigma_max 1600 --ode").request
+    rcm = planned("--recipe rcm-4step --sigma_max 1600 --ode").params
     assert rcm.ode and rcm.first_sigma == 1600
 
 
@@ -210,21 +212,21 @@ def test_a_recipe_is_asked_for_anew_of_a_record(tmp_path: Path) -> None:
     settings = planned("--sample_steps 30 --frame_num 33 --fps 9").settings
     path.write_text(json.dumps({"settings": settings}))
     again = planned(f"--from_json {path} --recipe lightning-4step")
-    assert (again.request.frame_num, again.output.fps) == (33, 9)  # which it does not set
-    run = planned(f"--from_json {path} --recipe rcm-4step --ode").request
+    assert (again.params.frame_num, again.output.fps) == (33, 9)  # which it does not set
+    run = planned(f"--from_json {path} --recipe rcm-4step --ode").params
     assert (run.sample_solver, run.sample_steps, run.uses_guidance) == ("rcm", 4, False)
     path.write_text(json.dumps({"settings": planned("--recipe lightning-4step").settings}))
-    again = planned(f"--from_json {path}").request
+    again = planned(f"--from_json {path}").params
     assert (again.sample_solver, again.sample_steps) == ("euler", 4)
-    off = planned(f"--from_json {path} --recipe none").request
+    off = planned(f"--from_json {path} --recipe none").params
     demo = "unipc", 20, 12.0
     assert (off.sample_solver, off.sample_steps, off.sample_shift) == demo
 
 
 def test_a_recipes_own_value_changes_nothing() -> None:
     given = "--task ti2v-5B --recipe fastwan-3step"
-    assert planned(f"{given} --sample_solver dmd").request.timesteps == (1000, 757, 522)
-    other = planned(f"{given} --sample_solver euler").request
+    assert planned(f"{given} --sample_solver dmd").params.timesteps == (1000, 757, 522)
+    other = planned(f"{given} --sample_solver euler").params
     assert other.timesteps is None and (other.sample_steps, other.sample_shift) == (3, 5.0)
 
 
@@ -232,11 +234,11 @@ def test_a_record_keeps_the_schedule_and_steps_take_it_back(tmp_path: Path) -> N
     path = tmp_path / "record.json"
     run = planned("--sample_solver dmd --timesteps 1000,757,522 --boundary_step 1")
     path.write_text(json.dumps({"settings": run.settings}))
-    again = planned(f"--from_json {path}").request
-    assert again == run.request and again.timesteps == (1000, 757, 522)
-    other = planned(f"--from_json {path} --sample_steps 6").request
+    again = planned(f"--from_json {path}").params
+    assert again == run.params and again.timesteps == (1000, 757, 522)
+    other = planned(f"--from_json {path} --sample_steps 6").params
     assert other.timesteps is None and other.boundary_step is None and other.sample_steps == 6
-    listed = planned(f"--from_json {path} --timesteps 900,300").request
+    listed = planned(f"--from_json {path} --timesteps 900,300").params
     assert listed.sample_steps == 2 and listed.boundary_step is None
 
 
@@ -283,11 +285,11 @@ def test_the_folder_decides_which_image_model_it_is(tiny: Any, image_path: Path)
     ):
         given = f"--task i2v-14B --ckpt_dir {tiny(folder)} --image {image_path}{more}"
         run = planned(f"{given} --size 832*480")
-        assert run.request.preset.task == task
+        assert run.params.preset.task == task
         if folder == "i2v-14B":
-            assert (run.request.sample_shift, run.request.sample_steps) == (3.0, 4)
-            assert run.request.negative_prompt.startswith("镜头晃动，")
-            assert planned(f"{given} --size 1280*720").request.sample_shift == 5.0
+            assert (run.params.sample_shift, run.params.sample_steps) == (3.0, 4)
+            assert run.params.negative_prompt.startswith("镜头晃动，")
+            assert planned(f"{given} --size 1280*720").params.sample_shift == 5.0
 
 
 def test_networks_that_need_more_are_named(tiny: Any, tmp_path: Path) -> None:

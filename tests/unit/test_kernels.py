@@ -137,7 +137,7 @@ def test_both_paths_of_a_kernel_use_one_operator() -> None:
 
 def test_the_record_names_cudnn_on_gpus() -> None:
     for where in ("cpu", "cuda", "npu"):
-        found = log.versions(where, ("hypothesis", "no-such-package"))
+        found = log.collect_versions(where, ("hypothesis", "no-such-package"))
         assert ("cudnn" in found) == (where == "cuda") and found["hypothesis"][0].isdigit()
         assert found["no-such-package"] == "not installed as a package"
 

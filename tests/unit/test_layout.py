@@ -375,13 +375,13 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
     for ratio, high in ((0.875, 3), (0.95, 2), (0.98, 1), (0.417, 4)):
         set_config(pipeline, INDEX, boundary_ratio=ratio)
         run, _ = composed(pipeline, *steps)
-        assert make_noise_schedule(run.request).high_noise_steps == high
+        assert make_noise_schedule(run.params).high_noise_steps == high
         assert run.boundary == ratio
         assert f"boundary_ratio of model_index.json: {ratio}" in "\n".join(
-            report.describe_checkpoint_files(Planner(run.setup, run.request))
+            report.describe_checkpoint_files(Planner(run.setup, run.params))
         )
         model = WanT2V("t2v-A14B", str(pipeline))
-        made, _ = model._request(
+        made, _ = model._make_call_params(
             inspect.signature(model.generate).bind("a", sampling_steps=4, shift=12.0).arguments
             | {"settings": {}},
             model._setup,

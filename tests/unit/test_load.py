@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import gguf_files
 from tests.refusals import check_refusals, said
-from wan import host
+from wan import system
 from wan.checkpoint.files import compute_fingerprint
 from wan.checkpoint.load import ModelSpec, open_sources, read_headers
 from wan.checkpoint.source import TensorSource, TensorSources, materialize_tensors, owns_memory
@@ -416,7 +416,7 @@ def test_loading_uses_this_ranks_share_of_the_cores(tmp_path: Path, monkeypatch)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        monkeypatch.setattr(host, "cores", lambda: 3)
+        monkeypatch.setattr(system, "count_cores", lambda: 3)
         load(file, adapt=adapt)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says, which allows one thread
         load(file, adapt=adapt)

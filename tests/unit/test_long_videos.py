@@ -14,7 +14,7 @@ from PIL import Image
 import wan
 from tests.refusals import check_refusals, said
 from wan.cli import flags
-from wan.cli.resolve import resolve
+from wan.cli.resolve import resolve_command_line
 from wan.pipeline.conditioning import make_chained_condition
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.text import TextEncoder
@@ -35,7 +35,7 @@ def request(**values: Any) -> VideoParams:
 
 def planned(*words: object) -> Run:
     given = ["--plan", "--task", "i2v-A14B", *map(str, words)]
-    return resolve(flags.parse(given), lambda *_: None, plan=True)
+    return resolve_command_line(flags.parse_flags(given), lambda *_: None, plan=True)
 
 
 def test_what_a_clip_is_given() -> None:
@@ -95,7 +95,7 @@ def test_the_recipe_is_recognised() -> None:
 
 def test_what_the_recipe_sets_in_a_run() -> None:
     run = planned("--recipe", "svi-2-pro", "--clips", 4)
-    asked = run.request
+    asked = run.params
     assert (asked.chain, asked.num_clip, asked.frame_num, asked.boundary) == (
         "latent",
         4,
@@ -106,12 +106,12 @@ def test_what_the_recipe_sets_in_a_run() -> None:
     assert asked.sample_guide_scale == (4.0, 4.0) and run.output.fps == 15
     assert run.settings["num_clip"] == 4 and run.settings["fps"] == 15
     own = planned("--recipe", "svi-2-pro", "--fps", 24, "--frame_num", 121, "--sample_steps", 8)
-    assert (own.output.fps, own.request.frame_num, own.request.sample_steps) == (24, 121, 8)
+    assert (own.output.fps, own.params.frame_num, own.params.sample_steps) == (24, 121, 8)
     assert any("loses colour" in line or "lose colour" in line for line in own.notices)
     plain = planned("--clips", 2)
-    assert (plain.request.chain, plain.request.boundary, plain.output.fps) == ("frame", 0.9, 16)
+    assert (plain.params.chain, plain.params.boundary, plain.output.fps) == ("frame", 0.9, 16)
     assert any("drifts" in line for line in plain.notices)
-    assert planned().request.chain is None and not planned().request.has_clips
+    assert planned().params.chain is None and not planned().params.has_clips
 
 
 def test_what_is_refused() -> None:

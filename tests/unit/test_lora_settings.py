@@ -95,7 +95,9 @@ def test_ranks_compare_content_and_strength_and_no_folders(tiny: Any, tmp_path: 
 
     def facts(one: str) -> dict[str, Any]:
         argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--base_seed", "1"]
-        return generate.resolved([*argv, "--save_file", "v.mp4", "--lora", one]).facts("cpu")
+        return generate.resolve_arguments(
+            [*argv, "--save_file", "v.mp4", "--lora", one]
+        ).collect_rank_invariants("cpu")
 
     def differ(one: str) -> set[str]:
         before, after = facts(f"{here}=0.5"), facts(one)

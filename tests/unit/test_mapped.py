@@ -95,7 +95,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
         folder = make_checkpoint("t2v-1.3B", tmp_path / "deep", sizes={"num_layers": LAYERS})
         argv = (*argv, "--lora", str(a_lora(folder, tmp_path / "lora.safetensors")))
     asked, pipeline = composed(folder, *argv)
-    planner = Planner(asked.setup, asked.request)
+    planner = Planner(asked.setup, asked.params)
     stages, stay = planner.stage_memory(), planner.mapped_weights()
     networks = {
         ("text encoder", "text encoder weights"): pipeline.text_encoder.get()._model,
@@ -114,7 +114,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
 def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
     """Of guided steps, which call the network twice; never more than all of it each time."""
     asked, _ = composed(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
-    planner = Planner(asked.setup, asked.request)
+    planner = Planner(asked.setup, asked.params)
     need, stay = (
         planner.stage_memory()["denoising"].total(),
         planner.mapped_weights()["denoising"].total(),

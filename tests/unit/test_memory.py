@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines import planned
-from wan import host
+from wan import system
 from wan.checkpoint.layout import make_reference_checkpoint
 from wan.pipeline import memory
 from wan.pipeline.setup import Setup
@@ -22,7 +22,9 @@ from wan.settings.request import VideoParams, make_video_params
 
 def hd(device: str) -> tuple[Setup, VideoParams]:
     preset = PRESETS["t2v-A14B"]
-    setup, _ = make_setup({"device": device}, preset, make_reference_checkpoint(preset), world=1)
+    setup, _ = make_setup(
+        {"device": device}, preset, make_reference_checkpoint(preset), world_size=1
+    )
     return setup, make_video_params(preset, {"prompt": "", "size": (1280, 720)})
 
 
@@ -90,19 +92,19 @@ GROUPS = {  # of version 2, and of version 1
 @pytest.mark.parametrize("group", GROUPS)
 def test_memory_of_a_host(group: str, tmp_path: Path) -> None:
     """What a control group leaves, page cache apart, where that is less than what is available."""
-    assert host.available_memory(tmp_path) is None
+    assert system.read_available_memory(tmp_path) is None
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  7 kB\n")
     (tmp_path / "proc" / "self" / "cgroup").write_text(group)
-    assert host.available_memory(tmp_path) == 7 * 1024
+    assert system.read_available_memory(tmp_path) == 7 * 1024
     folder, limit, usage, cache = GROUPS[group]
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / folder / limit).write_text("5000\n")
     (tmp_path / folder / usage).write_text("4000\n")
     (tmp_path / folder / "memory.stat").write_text(f"anon 1\n{cache} 500\n")
-    assert host.available_memory(tmp_path) == 1500
+    assert system.read_available_memory(tmp_path) == 1500
     (tmp_path / folder / limit).write_text("max\n")
-    assert host.available_memory(tmp_path) == 7 * 1024
+    assert system.read_available_memory(tmp_path) == 7 * 1024
 
 
 PEAKS = """
@@ -184,8 +186,8 @@ def vace_bytes(held: int) -> float:
 def test_the_largest_block_of_vace_has_two_buffers() -> None:
     for held in (0, 4):
         expected, run = vace_bytes(held), streamed_vace(held)
-        sizes = memory.estimate_network_sizes(run.setup, run.request)
-        estimated = memory.compute_stage_memory(run.setup, run.request, sizes)["denoising"][
+        sizes = memory.estimate_network_sizes(run.setup, run.params)
+        estimated = memory.compute_stage_memory(run.setup, run.params, sizes)["denoising"][
             "DiT weights"
         ]
         assert 0.95 * expected <= estimated <= expected
@@ -201,7 +203,7 @@ def streamed_vace(held: int) -> Run:
 @pytest.mark.parametrize("held", [0, 4])
 def test_the_plan_of_vace_has_two_buffers(held: int) -> None:
     run = streamed_vace(held)
-    measured = Planner(run.setup, run.request).stage_memory()["denoising"]["DiT weights"]
+    measured = Planner(run.setup, run.params).stage_memory()["denoising"]["DiT weights"]
     assert measured == pytest.approx(vace_bytes(held), rel=0.01)
 
 
@@ -210,7 +212,7 @@ def needed(*words: object) -> dict[str, memory.Usage]:
     given = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
     run = planned(*given, *words)
     return memory.compute_stage_memory(
-        run.setup, run.request, memory.estimate_network_sizes(run.setup, run.request)
+        run.setup, run.params, memory.estimate_network_sizes(run.setup, run.params)
     )
 
 
@@ -272,4 +274,4 @@ def test_host_memory_of_networks_that_wait(offload: str, parameters: int) -> Non
     words = ["--task", "t2v-A14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda"]
     words += ["--convert_model_dtype", "--offload_model", offload]
     run = planned(*words)
-    assert Planner(run.setup, run.request).host_bytes() == 2 * parameters
+    assert Planner(run.setup, run.params).host_bytes() == 2 * parameters

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import check_refusals, said
-from wan import host
+from wan import system
 from wan.evidence import npu_smi
 from wan.evidence.meter import MeterError
 from wan.evidence.npu_smi import DieLocation, DieReading
@@ -296,10 +296,10 @@ def test_npu_smi_that_cannot_be_used(tool: Path, monkeypatch: pytest.MonkeyPatch
 def test_renumbered_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     variable = "ASCEND_RT_VISIBLE_DEVICES"
     monkeypatch.delenv(variable, raising=False)
-    assert host.renumbered(variable, 3) == 3
+    assert system.find_machine_index(variable, 3) == 3
     numbers = {("0,1", 1): 1, ("6, 4", 0): 6, ("6,4", 2): None, ("", 0): None, ("x", 0): None}
     found = {}
     for value, index in numbers:
         monkeypatch.setenv(variable, value)
-        found[value, index] = host.renumbered(variable, index)
+        found[value, index] = system.find_machine_index(variable, index)
     assert found == numbers

@@ -24,9 +24,9 @@ from wan.output_files import (
     check_output,
     check_output_folder,
     is_output,
-    marked_kind,
-    place_new,
-    process_name,
+    make_marked_kind,
+    make_process_name,
+    move_to_free_name,
     remove_output,
     write_folder,
     write_output,
@@ -36,7 +36,7 @@ from wan.settings.command import Output
 from wan.settings.errors import WriteError
 
 ENDS = pytest.mark.parametrize("end", [RuntimeError, KeyboardInterrupt, SystemExit])
-TEXT = marked_kind("a text of this test", b"# made by this test")
+TEXT = make_marked_kind("a text of this test", b"# made by this test")
 OURS = "# made by this test\n"
 
 
@@ -157,7 +157,7 @@ def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
 def test_a_temporary_name_never_follows_a_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    (tmp_path / f".{process_name()}-x").symlink_to(victim)
+    (tmp_path / f".{make_process_name()}-x").symlink_to(victim)
     with write_output(tmp_path / "x", TEXT) as temporary:
         temporary.write_text(OURS)
     assert victim.read_text() == "precious" and (tmp_path / "x").read_text() == OURS
@@ -185,7 +185,7 @@ def test_a_new_name_never_replaces_a_file(hard_links: bool, tmp_path: Path, monk
         (tmp_path / name).write_text(name)
     temporary = tmp_path / "temporary"
     temporary.write_text("new")
-    assert place_new(temporary, tmp_path / "x.mp4") == tmp_path / "x-3.mp4"
+    assert move_to_free_name(temporary, tmp_path / "x.mp4") == tmp_path / "x-3.mp4"
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert found == {"x.mp4": "x.mp4", "x-2.mp4": "x-2.mp4", "x-3.mp4": "new"}
 
@@ -252,7 +252,7 @@ FITS: list[tuple[dict[str, str], bool]] = [
     ({}, True),
     ({"1.txt": OURS}, True),
     ({"1.txt": OURS, "notes": "mine"}, True),  # which stay
-    ({f".{process_name()}-1.txt": "half"}, True),
+    ({f".{make_process_name()}-1.txt": "half"}, True),
     ({"notes": "mine"}, False),
     ({"1.txt": "mine"}, False),
     ({"1.txt": OURS, "2.txt": "mine"}, False),

@@ -339,7 +339,7 @@ def test_a_full_disk_while_latents_are_written(tmp_path: Path) -> None:
 def test_stages_inside_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    stages = log.Stages()
+    stages = log.StageTimer()
     with stages("text"), stages("loading"):
         pass
     assert stages.seconds == {"loading": 3.0, "text": 7.0}
@@ -353,7 +353,7 @@ def test_messages_to_who_left_early(monkeypatch: pytest.MonkeyPatch, capfd) -> N
     os.close(reader)
     with suppress(BrokenPipeError), open(writer, "w") as gone, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", gone)
-        log.setup()
+        log.set_up_logging()
         log.logger.info("lost")
         lost = capfd.readouterr().err
         log.logger.info("%d", "no number")
@@ -366,14 +366,14 @@ def test_silence_is_that_of_one_thread(
     """Such as that which measures a plan in a service; warnings are heard all the same."""
     for name in ("handlers", "propagate"):
         monkeypatch.setattr(log.logger, name, getattr(log.logger, name))
-    log.setup()
-    with log.silence():
+    log.set_up_logging()
+    with log.silence_thread():
         other = threading.Thread(target=log.logger.info, args=("other thread",))
         other.start()
         other.join()
         log.logger.info("silent thread")
         log.logger.warning("a warning")
-        with log.progress(3, "sampling", "step") as bar:
+        with log.make_progress_bar(3, "sampling", "step") as bar:
             assert bar.disable
     log.logger.info("afterwards")
     said = [line.split("] ")[1] for line in capfd.readouterr().out.splitlines()]

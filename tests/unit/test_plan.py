@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.dist import run
 from tests.pipelines import planned
-from wan.device import resolve as device
+from wan.device import select_device as device
 from wan.distributed import mesh
 from wan.pipeline import build, memory
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
@@ -26,7 +26,7 @@ from wan.planner.report import check_plan_memory, describe_plan
 from wan.run import Run
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
-from wan.torch_private import Live
+from wan.torch_private import StorageTracker
 
 GB = 1e9
 HD = ("--size", "1280*720", "--frame_num", "81")
@@ -42,7 +42,7 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def planner(*argv: object) -> Planner:
     found = planned(*argv)
-    return Planner(found.setup, found.request)
+    return Planner(found.setup, found.params)
 
 
 def tall(parts: dict[str, int], *leave_out: str) -> int:
@@ -112,7 +112,7 @@ def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
 class Recorder:
     """Stands for the experts, and notes what lives when it is called."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: StorageTracker) -> None:
         self.live, self.held = live, list[int]()
 
     def get(self, _: str) -> Recorder:
@@ -121,7 +121,7 @@ class Recorder:
     def prefetch(self, _: str) -> None: ...
 
     def __call__(self, x: list[Tensor], *_: object, **__: object) -> list[Tensor]:
-        self.held.append(self.live.held.total())
+        self.held.append(self.live.live_bytes.total())
         return [torch.zeros_like(x[0])]
 
 
@@ -129,7 +129,7 @@ def test_latents_in_the_loop(hd: Planner) -> None:
     """As many as the plan takes for granted live when the network is called, at most."""
     for solver in ("unipc", "dpm++"):
         request = replace(hd.params, sample_solver=solver, size=(128, 128), sample_steps=5)
-        live = Live("cpu")
+        live = StorageTracker("cpu")
         network = Recorder(live)
         with live:
             empty = torch.zeros(0)
@@ -224,11 +224,11 @@ def living(found: Run) -> tuple[int, int]:
     )
     pipeline = build.build_pipeline(found.setup, device("cpu"), team)
     texts = torch.zeros(2, *pipeline.text_size)
-    live = Live("cpu")
-    live.leave_out([texts])
+    live = StorageTracker("cpu")
+    live.exclude([texts])
     with live:
-        pipeline.generate_latents(found.request, Inputs(found.image, None, *texts))
-    return live.peak.total(), live.held.total()
+        pipeline.generate_latents(found.params, Inputs(found.image, None, *texts))
+    return live.peak_bytes.total(), live.live_bytes.total()
 
 
 @pytest.mark.dist
@@ -245,7 +245,7 @@ def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> Non
     """The largest of the plan's stages but decoding, which does not run here."""
     sizes = () if "--ring_size" in argv else ("--ulysses_size", "2")
     found = planned("--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *sizes, *argv)
-    want = Planner(found.setup, found.request).stage_memory()["denoising"].total()
+    want = Planner(found.setup, found.params).stage_memory()["denoising"].total()
     real = max(peak for peak, _ in run(2, living, found))
     # Of 5 MB in all, what gloo's thread frees a moment earlier or later is 2 % from run to run.
     assert 0.95 * real <= want <= 1.08 * real
@@ -272,7 +272,7 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
 def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None:
     found = planned("--task", "t2v-A14B", *HD, *EIGHT, "--device_memory", "64", *argv)
     with pytest.raises(InputError) as refused:
-        check_plan_memory(Planner(found.setup, found.request), found.device_memory)
+        check_plan_memory(Planner(found.setup, found.params), found.device_memory)
     assert words in str(refused.value)
     given = {word[2:] for word in argv if word.startswith("--")} - {"offload_model"}
     assert not given & set(str(refused.value).split("fits with")[-1].split())

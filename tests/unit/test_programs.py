@@ -20,8 +20,8 @@ from tools import contact_sheet, make_sound
 from tools.demo import outputs
 from tools.demo.step_caches import read as read_results
 from tools.demo.training import save_atomically
-from wan.cli.programs import output_path, run_program, typed
-from wan.output_files import is_output, marked_kind
+from wan.cli.programs import make_argument_type, make_output_path_type, run_program
+from wan.output_files import is_output, make_marked_kind
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError, WriteError
 from wan.settings.values import integer
@@ -161,8 +161,11 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path, capsys, monkeypat
 
 
 def test_types_of_options(tmp_path: Path, capsys) -> None:
-    kind = marked_kind("a text", b"ours")
-    assert typed(integer(1, 3))("2") == 2 and output_path(kind)(str(tmp_path / "x")).name == "x"
+    kind = make_marked_kind("a text", b"ours")
+    assert (
+        make_argument_type(integer(1, 3))("2") == 2
+        and make_output_path_type(kind)(str(tmp_path / "x")).name == "x"
+    )
 
     def fail() -> None:
         raise WriteError("x could not be written.")

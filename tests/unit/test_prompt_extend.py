@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.refusals import check_refusals, said
 from wan.cli import extend_prompt
-from wan.cli.extend_prompt import check, extended
+from wan.cli.extend_prompt import check_prompt_extension, rewrite_prompt
 from wan.settings.command import PromptExtension
 from wan.settings.errors import InputError
 
@@ -38,7 +38,7 @@ def ask(
 ) -> str:
     usual: dict[str, Any] = {"task_kind": "t2v", "image": None, "seed": 7, "device": "cpu"}
     settings = PromptExtension(True, method, model and str(model), lang)
-    return extended(settings, prompt, **(usual | changes))
+    return rewrite_prompt(settings, prompt, **(usual | changes))
 
 
 def local(prompt: str, model: Any, **changes: Any) -> str:
@@ -47,7 +47,7 @@ def local(prompt: str, model: Any, **changes: Any) -> str:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """Has `messages`. wan.log.setup, if another test called it, stopped the propagation."""
+    """Has `messages`. wan.log.set_up_logging, if another test called it, stopped the propagation."""
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
     return caplog
 
@@ -206,11 +206,13 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
 
 
 def refused(method: str, model: str | None) -> str:
-    return said(lambda: check(PromptExtension(True, method, model), has_image=False))
+    return said(
+        lambda: check_prompt_extension(PromptExtension(True, method, model), has_image=False)
+    )
 
 
 def test_what_is_not_available(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(PromptExtension(True, "dashscope"), has_image=False)
+    check_prompt_extension(PromptExtension(True, "dashscope"), has_image=False)
     monkeypatch.setenv("DASH_API_URL", "example.test")
     found = {"no address": refused("dashscope", None)}
     monkeypatch.delenv("DASH_API_KEY")
@@ -238,7 +240,7 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: lis
     check_refusals("prompt extension: folders", found)
     (tmp_path / "model" / "config.json").touch()
     for folder in (*present, "model"):
-        check(PromptExtension(True, "local_qwen", folder), has_image=False)
+        check_prompt_extension(PromptExtension(True, "local_qwen", folder), has_image=False)
     assert not hub
 
 
@@ -415,7 +417,7 @@ def test_local_names_and_no_network(
     log.set_level(logging.INFO)
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
     for model, has_image in SOURCES:
-        check(PromptExtension(True, "local_qwen", model), has_image=has_image)
+        check_prompt_extension(PromptExtension(True, "local_qwen", model), has_image=has_image)
         refusal = said(lambda m=model, i=has_image: local("a cat", m, image=RED if i else None))
         assert f"(no network for {hub[-1]}); give the local" in refusal
     assert hub == [*SOURCES.values()]
@@ -433,7 +435,7 @@ def test_a_model_that_was_fetched_before(
     hub: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path))
-    check(PromptExtension(True, "local_qwen", "Qwen2.5_3B"), has_image=False)
+    check_prompt_extension(PromptExtension(True, "local_qwen", "Qwen2.5_3B"), has_image=False)
     assert not hub
 
 

@@ -129,7 +129,7 @@ def test_a_value_is_written_as_it_was_typed() -> None:
 
 
 def test_a_variable_is_named_where_it_says_what_the_sentence_says() -> None:
-    words = env.words({"ALGO": "1", "OVERLAP": "1", "ROPE_OPT": "1"})
+    words = env.make_flag_naming({"ALGO": "1", "OVERLAP": "1", "ROPE_OPT": "1"})
     assert words.render("`attention_algo=laser`") == "--attention_algo laser (or ALGO=1)"
     assert words.render("`attention_algo=fused`") == "--attention_algo fused"
     assert words.render("`fa_alltoall_overlap`") == "--fa_alltoall_overlap (or OVERLAP=1)"

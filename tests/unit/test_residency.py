@@ -21,7 +21,7 @@ from tests.conftest import slow
 from tests.pipelines import QUICK, composed, held, latents, planned
 from tests.refusals import check_refusals, said
 from tools.quantize_dit import quantize
-from wan import WanTI2V, host
+from wan import WanTI2V, system
 from wan import device as devices
 from wan.checkpoint.load import keep_sources, load_weights
 from wan.checkpoint.source import TensorSource
@@ -157,9 +157,9 @@ def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread
     network, seen = pipeline.experts.get("dit"), []
     for block in network.blocks:
         block.register_forward_hook(lambda *_: seen.append(held(network)))
-    pipeline.generate_latents(asked.request)
+    pipeline.generate_latents(asked.params)
     assert len(seen) == LAYERS * 2
-    plan = Planner(asked.setup, asked.request).stage_memory()
+    plan = Planner(asked.setup, asked.params).stage_memory()
     whole = held(composed(folder, "--offload_model", "true")[1].experts.get("dit"))
     assert plan["denoising"]["DiT weights"] < whole
     assert plan["denoising"]["DiT weights"] == pytest.approx(max(seen), rel=0.03)
@@ -174,7 +174,7 @@ def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
     asked, pipeline = composed(deep("t2v-A14B"), *argv)
     weak = [weakref.ref(pipeline.experts.get(name)) for name in EXPERTS]
     assert weak[0]() is None and weak[1]() is not None, "asking for one releases the other"
-    pipeline.generate_latents(asked.request)
+    pipeline.generate_latents(asked.params)
     assert weak[1]() is None
 
 
@@ -323,20 +323,20 @@ class Ordered:
 
     def __init__(self, _: object) -> None: ...
 
-    def event(self) -> list[str]:
+    def make_event(self) -> list[str]:
         return []
 
-    def uses(self, memory: Tensor) -> None: ...
+    def record_stream(self, memory: Tensor) -> None: ...
 
-    def copied(self, event: object) -> None: ...
+    def record_copied(self, event: object) -> None: ...
 
-    def compute_after(self, event: object) -> None: ...
+    def make_compute_wait(self, event: object) -> None: ...
 
-    def computed(self, event: list[str]) -> None:
+    def record_computed(self, event: list[str]) -> None:
         event[:] = self.log[-1:]
 
-    def copy(self, target: Tensor, parts: object, after: list[str]) -> None:
-        self.log.append(f"copy after {''.join(after)}")
+    def copy(self, target: Tensor, slices: object, event: list[str]) -> None:
+        self.log.append(f"copy after {''.join(event)}")
 
 
 class Unpinned:
@@ -461,7 +461,7 @@ def test_a_video_may_ask_for_another_way(
 ) -> None:
     """What the device cannot do is refused then, also where "auto" has found it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "hidden_accelerator", lambda: None)
+    monkeypatch.setattr(devices, "find_hidden_accelerator", lambda: None)
     model = WanTI2V("ti2v-5B", deep("ti2v-5B"), resident_blocks=1)
     told = {"size": (64, 64), "frame_num": 5, "sampling_steps": 2, "seed": 0}
     videos = [
@@ -503,12 +503,12 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for gigabytes, argv in ((8, ()), (2, ()), (8, ("--compile",))):
         asked = planned(*told, *argv)
-        monkeypatch.setattr(host, "available_memory", lambda free=gigabytes: free * 10**9)
+        monkeypatch.setattr(system, "read_available_memory", lambda free=gigabytes: free * 10**9)
         name = f"{gigabytes} GB {' '.join(argv)}".strip()
-        found[name] = said(memory.check_memory, asked.setup, asked.request, 1)
+        found[name] = said(memory.check_memory, asked.setup, asked.params, 1)
         block = replace(asked.setup.execution, offload_model="block", compile=False)
         if gigabytes == 8:
-            memory.check_memory(replace(asked.setup, execution=block), asked.request, 1)
+            memory.check_memory(replace(asked.setup, execution=block), asked.params, 1)
     check_refusals("residency: too little memory", found)
 
 
@@ -524,7 +524,7 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], wor
     told = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
     asked = planned(*told, *argv)
     with pytest.raises(InputError) as refused:
-        check_plan_memory(Planner(asked.setup, asked.request), asked.device_memory)
+        check_plan_memory(Planner(asked.setup, asked.params), asked.device_memory)
     assert words in str(refused.value)
 
 
@@ -535,7 +535,7 @@ def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> Non
     told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
     asked = planned(*told)
     with pytest.raises(InputError) as refused:
-        check_plan_memory(Planner(asked.setup, asked.request), asked.device_memory)
+        check_plan_memory(Planner(asked.setup, asked.params), asked.device_memory)
     assert "fsdp" not in str(refused.value)
     assert (way == "block") == ("fits with offload_model=block" not in str(refused.value))
 
@@ -546,8 +546,8 @@ def test_the_bound_lies_below_the_plan(device_type: str) -> None:
     told = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
     asked = planned(*told, *argv)
-    stages = Planner(asked.setup, asked.request).stage_memory()
-    sizes = memory.estimate_network_sizes(asked.setup, asked.request)
-    least = memory.compute_stage_memory(asked.setup, asked.request, sizes)
+    stages = Planner(asked.setup, asked.params).stage_memory()
+    sizes = memory.estimate_network_sizes(asked.setup, asked.params)
+    least = memory.compute_stage_memory(asked.setup, asked.params, sizes)
     for name, usage in least.items():
         assert 0.75 * stages[name].total() <= usage.total() <= stages[name].total(), name

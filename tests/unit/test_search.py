@@ -143,7 +143,7 @@ def test_a_lora_in_comfyuis_folder(tiny: Any, tmp_path: Path) -> None:
 def test_a_plan_lists_every_file(tiny: Any, tmp_path: Path) -> None:
     files, _ = gguf_files.with_gguf(tiny("t2v-A14B"), "Q8_0", tmp_path)
     asked, _ = composed(files, "--task", "t2v-A14B", "--precision", "bf16")
-    found = list(report.describe_checkpoint_files(Planner(asked.setup, asked.request)))
+    found = list(report.describe_checkpoint_files(Planner(asked.setup, asked.params)))
     names = ["DiT high_noise", "DiT low_noise", "text encoder", "tokenizer", "VAE"]
     assert [line.strip().partition(":")[0] for line in found] == names
     assert "HighNoise/Wan2.2-HighNoise-Q8_0.gguf (" in found[0] and "Q8_0 1.47 MB" in found[0]

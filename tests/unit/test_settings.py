@@ -19,9 +19,9 @@ from tests.refusals import check_refusals, said
 from tools import flags_table
 from wan import cli
 from wan.cli import extend_prompt, flags
-from wan.cli.resolve import resolve
-from wan.env import cache_dir, rank, world_size
-from wan.run import Run, generated_name
+from wan.cli.resolve import resolve_command_line
+from wan.env import find_cache_dir, rank, world_size
+from wan.run import Run, make_video_file_name
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
@@ -30,12 +30,12 @@ from wan.settings.request import compute_i2v_size, compute_ti2v_size, make_video
 
 
 def resolved(*argv: object) -> Run:
-    return resolve(flags.parse([str(a) for a in argv]), no_demo)
+    return resolve_command_line(flags.parse_flags([str(a) for a in argv]), no_demo)
 
 
 def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
     folder = bare(tiny("t2v-A14B"), tmp_path)
-    request = resolved("--ckpt_dir", folder).request
+    request = resolved("--ckpt_dir", folder).params
     assert (request.size, request.frame_num) == ((1280, 720), 81)
     assert (request.sample_steps, request.sample_shift, request.boundary) == (40, 12.0, 0.875)
     assert request.sample_guide_scale == (3.0, 4.0) and request.sample_solver == "unipc"
@@ -44,7 +44,7 @@ def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
 
 
 def test_official_defaults_of_the_other_tasks(tiny, tmp_path: Path) -> None:
-    request = resolved("--task", "ti2v-5B", "--ckpt_dir", bare(tiny("ti2v-5B"), tmp_path)).request
+    request = resolved("--task", "ti2v-5B", "--ckpt_dir", bare(tiny("ti2v-5B"), tmp_path)).params
     assert (request.size, request.frame_num, request.sample_steps) == ((1280, 704), 121, 50)
     assert request.grid == (31, 22, 40) and request.boundary is None
     i2v = PRESETS["i2v-A14B"]
@@ -68,10 +68,10 @@ def test_flags_over_record_over_checkpoint_over_presets(tiny, tmp_path: Path) ->
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"settings": {"sample_steps": 5, "sample_shift": 4}}))
     run = resolved("--ckpt_dir", folder, "--from_json", record, "--sample_steps", 6)
-    assert run.request.sample_steps == 6
-    assert run.request.sample_shift == 4
-    assert run.request.frame_num == 9 and run.request.sample_guide_scale == (1.0, 1.0)
-    assert run.request.size == (1280, 720)
+    assert run.params.sample_steps == 6
+    assert run.params.sample_shift == 4
+    assert run.params.frame_num == 9 and run.params.sample_guide_scale == (1.0, 1.0)
+    assert run.params.size == (1280, 720)
 
 
 def test_the_record_repeats_itself(tiny, tmp_path: Path) -> None:
@@ -80,19 +80,19 @@ def test_the_record_repeats_itself(tiny, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": first.settings}))
     again = resolved("--from_json", path, "--save_file", tmp_path / "x.mp4")
-    assert (again.request, again.setup, again.output) == (first.request, first.setup, first.output)
+    assert (again.params, again.setup, again.output) == (first.params, first.setup, first.output)
 
 
 def test_pairs_and_official_boolean_words() -> None:
     pairs = {"5": (5.0, 5.0), "3,4": (3.0, 4.0), "1.5, 2": (1.5, 2.0)}
     words = dict.fromkeys(("yes", "TRUE", "t", "y", "1"), True) | {"No": False}
     for name, values in (("sample_guide_scale", pairs), ("offload_model", words)):
-        assert {raw: flags.parse([f"--{name}", raw])[name] for raw in values} == values
+        assert {raw: flags.parse_flags([f"--{name}", raw])[name] for raw in values} == values
 
 
 def test_an_empty_prompt_stays_empty(tiny) -> None:
-    assert resolved("--ckpt_dir", tiny("t2v-A14B"), "--prompt", "").request.prompt == ""
-    request = resolved("--ckpt_dir", tiny("t2v-A14B"), "--negative_prompt", "").request
+    assert resolved("--ckpt_dir", tiny("t2v-A14B"), "--prompt", "").params.prompt == ""
+    request = resolved("--ckpt_dir", tiny("t2v-A14B"), "--negative_prompt", "").params
     assert request.negative_prompt == NEGATIVE_PROMPT
 
 
@@ -104,8 +104,10 @@ def test_every_official_flag_is_known_or_refused_by_name() -> None:
         convert_model_dtype src_root_path refert_num replace_flag use_relighting_lora num_clip audio
         enable_tts tts_prompt_audio tts_prompt_text tts_text pose_video start_from_ref infer_frames
     """
-    assert not [f for f in official.split() if f not in flags.FLAGS and f not in flags.REFUSED]
-    assert not set(flags.FLAGS) & set(flags.REFUSED)
+    assert not [
+        f for f in official.split() if f not in flags.FLAGS and f not in flags.UNSUPPORTED_FLAGS
+    ]
+    assert not set(flags.FLAGS) & set(flags.UNSUPPORTED_FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_generated_names_are_safe(prompt: str) -> None:
         request = dataclasses.replace(ANY, prompt=prompt)
     except InputError:
         return  # a lone surrogate is refused before
-    name = generated_name("t2v-A14B", request)
+    name = make_video_file_name("t2v-A14B", request)
     assert name.startswith("t2v-A14B_64x64_") and name.endswith(".mp4")
     assert len(name.encode()) < 140
     assert not set(name) & set('/\\*?"<>|:\n\r\t\0 ')
@@ -168,7 +170,7 @@ def test_generated_names_are_safe(prompt: str) -> None:
 
 def test_environment() -> None:
     assert world_size({}) == 1 and world_size({"WORLD_SIZE": "8"}) == 8
-    assert cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/wan")
+    assert find_cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/wan")
     with pytest.raises(InputError, match="WORLD_SIZE"):
         world_size({"WORLD_SIZE": "0"})
     assert rank({"WORLD_SIZE": "8", "RANK": "7"}) == 7
@@ -314,14 +316,14 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
 @pytest.fixture(autouse=True)
 def no_check_of_prompt_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packages may be missing here."""
-    monkeypatch.setattr(extend_prompt, "check", lambda *_: None)
+    monkeypatch.setattr(extend_prompt, "check_prompt_extension", lambda *_: None)
 
 
 def fields_of(run: Run) -> dict[str, object]:
     setup = run.setup
-    parts = (run.request, setup.execution, setup.parallel, setup.attention, setup.cache, run.output)
+    parts = (run.params, setup.execution, setup.parallel, setup.attention, setup.cache, run.output)
     found = {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
-    return found | (vars(run.extension) if run.extension else {})
+    return found | (vars(run.prompt_extension) if run.prompt_extension else {})
 
 
 def test_every_flag_is_followed_to_the_run() -> None:
@@ -360,9 +362,9 @@ def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
     del settings["ckpt_dir"]
     path.write_text(json.dumps({"settings": settings}))
     given = ("--from_json", path)
-    assert planned(*given).extension is not None
+    assert planned(*given).prompt_extension is not None
     off = planned(*given, *EXTEND, "false")
-    assert off.extension is None and off.settings["use_prompt_extend"] is False
+    assert off.prompt_extension is None and off.settings["use_prompt_extend"] is False
 
 
 def test_a_video_that_is_there_is_announced(tiny, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import POLICIES, StepCache
 from wan.settings.values import parse_step_list as listed_values
-from wan.torch_private import Live
+from wan.torch_private import StorageTracker
 
 HIGH, LOW = "high_noise", "low_noise"
 T2V = (HIGH,) * 26 + (LOW,) * 14
@@ -72,7 +72,7 @@ def asked(words: str) -> Run:
 
 def lists(run: Run, together: bool = False) -> policy.StepLists:
     assert run.setup.policy is not None
-    found = run.setup.policy.list_steps(run.request, together)
+    found = run.setup.policy.list_steps(run.params, together)
     assert found is not None
     return found
 
@@ -182,7 +182,7 @@ def test_tea_adds_up_for_each_branch_by_itself() -> None:
 
     wanted = tuple(step % 3 == 0 or step == 14 for step in range(15))
     for _ in range(2):  # a second video starts anew
-        found = run.setup.policy.list_steps(run.request, compute_changes=changes)
+        found = run.setup.policy.list_steps(run.params, compute_changes=changes)
         assert found == {"cond": wanted, "uncond": wanted}
 
 
@@ -235,7 +235,7 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
     made.save(path)
     again = mag.read_curve(path)
     assert (again.ratios, again.steps, again.origin) == (made.ratios, 40, str(path))
-    request = asked("--step_cache mag").request
+    request = asked("--step_cache mag").params
     assert again.resample(request) is again.ratios
     half = again.resample(replace(request, sample_steps=20))["cond"]
     assert half[0] == made.ratios["cond"][0] and len(half) == 20
@@ -380,7 +380,7 @@ def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", ["tea", "attention", "cfg"])
 def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
     """Also where it ends before a step that would have used it."""
-    cache, live, shape = kept(name), Live("cpu"), (1, 6, 4)
+    cache, live, shape = kept(name), StorageTracker("cpu"), (1, 6, 4)
     cache.begin(listed(True, False))
     with torch.inference_mode(), live:
         if name == "tea":
@@ -389,9 +389,9 @@ def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
             cache(lambda: torch.ones(shape), step(0), 0)
         else:
             cache(0, run_both_branches, lambda branch: torch.ones(1, 1, 6, 4))
-        assert live.held.total() >= 4 * 24, "it is kept for the next step"
+        assert live.live_bytes.total() >= 4 * 24, "it is kept for the next step"
         cache.end()
-        assert live.held.total() == 0
+        assert live.live_bytes.total() == 0
 
 
 def test_small_changes_add_up() -> None:
@@ -533,14 +533,14 @@ def test_a_run_computes_what_its_policy_promises(
     factor = 40 / sum(blocks == layers for *_, blocks, _ in forwards)
     assert model.step_cache == {"policy": name, "computed": whole}
     assert min(map(len, whole.values())) < 20, "it leaves nothing out"
-    lists = made.list_steps(run.request, compute_changes=model._pipeline.step_cache.compute_changes)
+    lists = made.list_steps(run.params, compute_changes=model._pipeline.step_cache.compute_changes)
     assert lists is not None
     for branch, row in lists.items():
         listed = [step for step, computes in enumerate(row) if computes]
         assert {*listed} <= {*whole[branch]} if made.decides_per_step else listed == whole[branch]
     (line,) = (
         line
-        for line in report.describe_plan(Planner(run.setup, run.request), "ti2v-5B")
+        for line in report.describe_plan(Planner(run.setup, run.params), "ti2v-5B")
         if line.startswith("Step cache")
     )
     for branch, listed in re.findall(r"(\w+) computes \d+ of 20 steps \(([\d,-]+)\)", line):

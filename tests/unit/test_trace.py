@@ -133,7 +133,7 @@ class Ticks(HostClock):
 def recorded(work: Callable[[Ticks], None], steps: Sequence[int] = (0,)) -> list[Event]:
     """What is recorded of a step's work."""
     clock, events = Ticks(), list[Event]()
-    with trace.recording(Recorder(steps, clock, events.extend)), trace.step(0, "dit"):
+    with trace.use_recorder(Recorder(steps, clock, events.extend)), trace.record_step(0, "dit"):
         work(clock)
     return events
 
@@ -141,9 +141,9 @@ def recorded(work: Callable[[Ticks], None], steps: Sequence[int] = (0,)) -> list
 def test_nothing_is_recorded_where_nobody_asks() -> None:
     x = torch.zeros(2, 3)
     nothing = trace.span("a2a", x, what="q")
-    assert trace.span("layer", layer=1) is nothing is trace.place(chunk=1)
-    assert trace.step(0, "dit") is nothing
-    assert not recorded(lambda _: trace.mark("cache"), steps=(1,)), "of another step"
+    assert trace.span("layer", layer=1) is nothing is trace.add_context(chunk=1)
+    assert trace.record_step(0, "dit") is nothing
+    assert not recorded(lambda _: trace.record_marker("cache"), steps=(1,)), "of another step"
 
 
 def test_a_range_knows_where_it_is_and_what_it_holds() -> None:
@@ -152,21 +152,21 @@ def test_a_range_knows_where_it_is_and_what_it_holds() -> None:
 
     def work(clock: Ticks) -> None:
         with trace.span("branch", branch="cond"), trace.span("layer", layer=3):
-            with trace.place(chunk=1), trace.span("a2a", x, what="q"):
+            with trace.add_context(chunk=1), trace.span("a2a", x, what="q"):
                 clock.time += 2
             with trace.span("project", what="o"):
                 clock.time += 1
-            trace.mark("cache", distance=lambda: late[0])
+            trace.record_marker("cache", distance=lambda: late[0])
         late.append(7)
 
     step, branch, layer, a2a, project, cache = recorded(work)
-    assert step.facts == {"step": 0, "expert": "dit"} and step.length == 3_000_000
-    assert branch.facts == {**step.facts, "branch": "cond"}
-    assert layer.facts == {**branch.facts, "layer": 3}
+    assert step.attributes == {"step": 0, "expert": "dit"} and step.duration == 3_000_000
+    assert branch.attributes == {**step.attributes, "branch": "cond"}
+    assert layer.attributes == {**branch.attributes, "layer": 3}
     own = {"what": "q", "bytes": 12, "shape": [2, 3], "dtype": "bfloat16"}
-    assert a2a.facts == {**layer.facts, "chunk": 1, **own} and a2a.length == 2_000_000
-    assert project.facts == {**layer.facts, "what": "o"} and project.begin == a2a.end
-    assert cache.facts == {**layer.facts, "distance": 7} and cache.length == 0
+    assert a2a.attributes == {**layer.attributes, "chunk": 1, **own} and a2a.duration == 2_000_000
+    assert project.attributes == {**layer.attributes, "what": "o"} and project.begin == a2a.end
+    assert cache.attributes == {**layer.attributes, "distance": 7} and cache.duration == 0
 
 
 def test_a_failing_step_leaves_nothing_behind() -> None:
@@ -174,17 +174,17 @@ def test_a_failing_step_leaves_nothing_behind() -> None:
     recorder = Recorder((0, 1), Ticks(), events.extend)
 
     def fail(_: Ticks) -> None:
-        with trace.step(0, "dit"), trace.span("layer", layer=3):
+        with trace.record_step(0, "dit"), trace.span("layer", layer=3):
             raise RuntimeError("out of memory")
 
-    with trace.recording(recorder):
+    with trace.use_recorder(recorder):
         with pytest.raises(RuntimeError):
             fail(Ticks())
-        assert not events and trace.span("layer") is trace.place()
-        with trace.step(1, "dit"), trace.span("layer", layer=0):
+        assert not events and trace.span("layer") is trace.add_context()
+        with trace.record_step(1, "dit"), trace.span("layer", layer=0):
             pass
     assert [event.kind for event in events] == ["step", "layer"]
-    assert "chunk" not in events[1].facts
+    assert "chunk" not in events[1].attributes
 
 
 KINDS = {"A2A": "a2a", "wait": "a2a wait", "FA": "attention", "in": "hop wait"}
@@ -205,7 +205,7 @@ def play(
             ):
                 word, _, what = name.partition(" ")
                 facts = {"block": 0} if word == "FA" else {"what": what, "beside": plan.overlap}
-                with trace.place(chunk=chunk), trace.span(KINDS[word], **facts):
+                with trace.add_context(chunk=chunk), trace.span(KINDS[word], **facts):
                     clock.time += {"A2A": 2, "FA": 5, "wait": 1}[word]
             with trace.span("cross-attention"), trace.span("project", what="q"):
                 clock.time += 3
@@ -271,10 +271,10 @@ def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
         def forward(_: Ticks) -> None:
             with trace.span("branch", branch="cond"):
                 if what == "blocks":
-                    trace.mark("cache", what="blocks", decision="skipped", first=0)
+                    trace.record_marker("cache", what="blocks", decision="skipped", first=0)
                 for layer in range(2 if what == "attention" else 0):
                     with trace.span("layer", layer=layer):
-                        trace.mark("cache", what="attention", decision="skipped")
+                        trace.record_marker("cache", what="attention", decision="skipped")
 
         return forward
 
@@ -332,8 +332,8 @@ def test_the_file_is_chromes_and_comes_back(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
     found, expected = exchange_order.read_traces(folder)[1], play(replace(PLAN, rank=1))
     assert (found.plan, found.metadata) == (expected.plan, expected.metadata)
-    times = [(event.kind, event.facts, event.begin, event.end) for event in found.events]
-    assert times == [(e.kind, e.facts, e.begin, e.end) for e in expected.events]
+    times = [(event.kind, event.attributes, event.begin, event.end) for event in found.events]
+    assert times == [(e.kind, e.attributes, e.begin, e.end) for e in expected.events]
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

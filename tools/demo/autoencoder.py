@@ -25,7 +25,7 @@ from tools.demo.render import render
 from tools.demo.scenes import random_scene
 from tools.demo.training import Training, device, join
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.settings.values import integer
 
 BASE_DIM, SIDE, CLIP = 8, 64, 9
@@ -141,14 +141,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument(
         "--steps",
-        type=typed(integer(0, 10_000_000)),
+        type=make_argument_type(integer(0, 10_000_000)),
         nargs=3,
         default=[1750, 2800, 1200],
         help="steps of the three phases",
     )
     parser.add_argument(
         "--threads",
-        type=typed(integer(1, 10_000)),
+        type=make_argument_type(integer(1, 10_000)),
         default=2,
         help="threads of all processes together (2)",
     )

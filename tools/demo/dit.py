@@ -23,7 +23,7 @@ from tools.demo.scenes import caption, random_scene
 from tools.demo.text import TEXT_DIM, TEXT_LEN, token_ids, trained_encoder
 from tools.demo.training import Training, averaged_weights, device, join
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import LocalAttention, ModelComponents
 from wan.modules.model import WanModel
@@ -167,22 +167,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--task", choices=("t2v-A14B", "i2v-A14B"), default="t2v-A14B")
     parser.add_argument("--part", choices=("high_noise", "low_noise"), required=True)
-    parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=8500)
+    parser.add_argument("--steps", type=make_argument_type(integer(1, 10_000_000)), default=8500)
     parser.add_argument(
         "--tokens",
-        type=typed(integer(1, 1_000_000)),
+        type=make_argument_type(integer(1, 1_000_000)),
         default=2048,
         help="approximate number of tokens per step (2048)",
     )
     parser.add_argument(
         "--peak",
-        type=typed(real(0, 100, exclude_min=True)),
+        type=make_argument_type(real(0, 100, exclude_min=True)),
         default=2e-3,
         help="learning rate (0.002)",
     )
     parser.add_argument(
         "--threads",
-        type=typed(integer(1, 10_000)),
+        type=make_argument_type(integer(1, 10_000)),
         default=2,
         help="threads of all processes together (2)",
     )

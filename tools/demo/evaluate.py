@@ -36,7 +36,7 @@ from tools.demo.scenes import (
 from tools.demo.score import Seen, foreground, look
 from wan import WanI2V, WanT2V, log
 from wan.cli.flags import Parser
-from wan.cli.programs import output_path, run_program, typed
+from wan.cli.programs import make_argument_type, make_output_path_type, run_program
 from wan.configs import WAN_CONFIGS
 from wan.output_files import OutputKind, write_output
 from wan.pipeline.vae import VideoVAE, read_vae_spec
@@ -247,20 +247,25 @@ def _is_scores(file: Path) -> bool:
 SCORES = OutputKind("scores of tools.demo.evaluate", _is_scores)
 
 
-@log.silence()
+@log.silence_thread()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of both tasks")
-    parser.add_argument("--report", type=output_path(SCORES), help="JSON file to write")
+    parser.add_argument("--report", type=make_output_path_type(SCORES), help="JSON file to write")
     parser.add_argument("--tasks", nargs="+", choices=("t2v", "i2v"), default=["t2v", "i2v"])
-    parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=100)
-    parser.add_argument("--steps", type=typed(integer(1, 1000)), nargs="*", default=[4, 8, 20])
+    parser.add_argument("--prompts", type=make_argument_type(integer(1, 10_000)), default=100)
     parser.add_argument(
-        "--guidance", type=typed(real(0, 100, exclude_min=True)), nargs="*", default=[1.0, 3.0, 5.0]
+        "--steps", type=make_argument_type(integer(1, 1000)), nargs="*", default=[4, 8, 20]
+    )
+    parser.add_argument(
+        "--guidance",
+        type=make_argument_type(real(0, 100, exclude_min=True)),
+        nargs="*",
+        default=[1.0, 3.0, 5.0],
     )
     parser.add_argument(
         "--long_prompts",
-        type=typed(integer(0, 10_000)),
+        type=make_argument_type(integer(0, 10_000)),
         default=20,
         help="prompts of videos of 249 frames, 1008 tokens",
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tools.demo.outputs import LORA, LORA_MARK
 from tools.demo.training import averaged_weights
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.output_files import check_output, write_output
 from wan.settings.values import integer, real
 
@@ -104,19 +104,21 @@ def run(
         "--state", type=Path, default=Path("outputs", name), help="folder for states and data"
     )
     parser.add_argument(
-        "--clips", type=typed(integer(1, 10_000_000)), help="make the data of this number of clips"
+        "--clips",
+        type=make_argument_type(integer(1, 10_000_000)),
+        help="make the data of this number of clips",
     )
     parser.add_argument("--expert", choices=EXPERTS, help="train the LoRA of this expert")
-    parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=steps)
+    parser.add_argument("--steps", type=make_argument_type(integer(1, 10_000_000)), default=steps)
     parser.add_argument(
         "--peak",
-        type=typed(real(0, 100, exclude_min=True)),
+        type=make_argument_type(real(0, 100, exclude_min=True)),
         default=2e-3,
         help="peak learning rate",
     )
     parser.add_argument("--out", type=Path, help="write the --lora_dir")
     parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")
-    parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=100)
+    parser.add_argument("--prompts", type=make_argument_type(integer(1, 10_000)), default=100)
 
     def work() -> None:
         options = parser.parse_args(argv)

@@ -10,13 +10,19 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from wan.output_files import is_output, json_kind, marked_kind, safetensors_kind, write_output
+from wan.output_files import (
+    is_output,
+    make_json_kind,
+    make_marked_kind,
+    make_safetensors_kind,
+    write_output,
+)
 from wan.settings.errors import InputError
 
 LORA_MARK = {"tools.demo": "a LoRA of the demo"}
-LORA = safetensors_kind("a LoRA of tools.demo", *LORA_MARK)
-PICTURE = marked_kind("a picture of tools.demo", b"Software\0tools.demo")
-_SETTINGS = json_kind("the settings", "size", "frame_num", "sample_steps", "fps", "prompt")
+LORA = make_safetensors_kind("a LoRA of tools.demo", *LORA_MARK)
+PICTURE = make_marked_kind("a picture of tools.demo", b"Software\0tools.demo")
+_SETTINGS = make_json_kind("the settings", "size", "frame_num", "sample_steps", "fps", "prompt")
 _CURVE = "mag_curve.json"  # of tools/calibrate_mag.py, for the weights that are replaced
 EXPORTED = {
     "configuration.json",

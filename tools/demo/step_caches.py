@@ -43,7 +43,7 @@ from tools.demo.scenes import Scene, caption
 from tools.demo.score import look
 from wan import WanI2V, WanT2V, log
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.configs import WAN_CONFIGS
 from wan.output_files import OutputKind, check_output, write_output
 from wan.settings.errors import InputError
@@ -371,13 +371,15 @@ def _family(variant: str) -> str:
     return re.split("[ :]", variant)[0] + (", order 1" if variant.endswith("order 1") else "")
 
 
-@log.silence()
+@log.silence_thread()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, required=True, help="JSON lines, one per video")
-    parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=24)
+    parser.add_argument("--prompts", type=make_argument_type(integer(1, 10_000)), default=24)
     parser.add_argument("--kinds", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--steps", type=typed(integer(1, 1000)), nargs="+", default=[20, 40])
+    parser.add_argument(
+        "--steps", type=make_argument_type(integer(1, 1000)), nargs="+", default=[20, 40]
+    )
     parser.add_argument("--chosen", action="store_true", help="only one variant of each policy")
     parser.add_argument("--speed", type=Path, help="results of a quiet machine (--results)")
     parser.add_argument("--report", type=Path, help="write NAME.md and NAME.png of the results")

@@ -34,7 +34,7 @@ from tools.demo.scenes import (
 )
 from tools.demo.training import Training, averaged_weights, device, join
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.settings.values import integer
 
 TEXT_DIM, TEXT_LEN, LAYERS = 64, 32, 2
@@ -170,7 +170,7 @@ def loss_of(reader: nn.Module, ids_BT: Tensor, wanted: Tensor) -> tuple[Tensor, 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
-    parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=1000)
+    parser.add_argument("--steps", type=make_argument_type(integer(1, 10_000_000)), default=1000)
     options = parser.parse_args(argv)
     join(threads=1)
     training = Training(Reader(), options.state / "text.pt", steps=options.steps, peak=3e-3)

@@ -23,7 +23,7 @@ from tools.quantize_dit import quantize
 from wan import WanT2V, log
 from wan.checkpoint.w8a8_export import FOLDERS
 from wan.cli.flags import Parser
-from wan.cli.programs import run_program, typed
+from wan.cli.programs import make_argument_type, run_program
 from wan.output_files import write_folder
 from wan.settings.values import integer
 
@@ -69,11 +69,11 @@ def size(checkpoint: Path, loading: dict[str, Any]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-@log.silence()
+@log.silence_thread()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=100)
+    parser.add_argument("--prompts", type=make_argument_type(integer(1, 10_000)), default=100)
     options = parser.parse_args(argv)
     runs = (
         (

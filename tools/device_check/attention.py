@@ -133,7 +133,7 @@ def _kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]
     found: dict[str, Callable[[], Kernel]] = {}
     for name, row in DENSE_KERNELS.items():
         needs = ("xfuser", *row.modules) if row.xfuser_member is not None else ()
-        if bench.device.can.has_kernel(row) and all(
+        if bench.device.capabilities.has_kernel(row) and all(
             find_spec(module.split(".")[0]) for module in needs
         ):
             attention = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
@@ -281,7 +281,7 @@ def _method(
     dtype = q.dtype
     precision = "fp32" if dtype == torch.float32 else "bf16"
     devices.check_device_support(
-        (bench.device.can,), attention, Execution(precision=precision), HEAD
+        (bench.device.capabilities,), attention, Execution(precision=precision), HEAD
     )
     target = Target(bench.device, HEAD, dtype)
     chosen = select.select_kernels(attention, target, {})

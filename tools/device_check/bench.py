@@ -108,8 +108,8 @@ class Bench:
 def facts(device: Device, world: int) -> Facts:
     """Return the properties of a device that decide which steps apply."""
     compilers, why = (os.environ.get("CXX", "g++"), "clang++", "c++", "g++"), None
-    if not device.can.compile:
-        why = f"--compile does not work on {device.can.name}"
+    if not device.capabilities.compile:
+        why = f"--compile does not work on {device.capabilities.name}"
     elif not any(shutil.which(name) for name in compilers):
         why = "there is no C++ compiler (g++ or clang++)"
     return Facts(device.type, device.name(), _large(device), why, world)

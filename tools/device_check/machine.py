@@ -17,9 +17,9 @@ import wan
 from tools.device_check.bench import LIMITS, Bench
 from tools.device_check.steps import Figure, Measured, absent, error, line
 from wan import device as devices
-from wan import host
+from wan import system
 from wan.device import Device
-from wan.log import versions
+from wan.log import collect_versions
 from wan.pipeline.memory import query_gpu_memory
 from wan.settings.errors import InputError
 
@@ -32,9 +32,9 @@ def environment(device: Device) -> dict[str, Any]:
     place = device.torch_device
     found: dict[str, Any] = {
         "wan": wan.__version__,
-        **versions(device.type),
+        **collect_versions(device.type),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": host.cpu(),
+        "cpu": system.read_cpu_name(),
         "threads": torch.get_num_threads(),
         "device": device.name(),
         "devices": 1 if device.type == "cpu" else torch.get_device_module(place).device_count(),
@@ -52,7 +52,7 @@ def environment(device: Device) -> dict[str, Any]:
     if device.type == "npu":
         home = os.environ.get("ASCEND_TOOLKIT_HOME", "/usr/local/Ascend/ascend-toolkit/latest")
         found |= {
-            "NPU model": device.can.name,
+            "NPU model": device.capabilities.name,
             "driver": _version_in(Path("/usr/local/Ascend/driver/version.info")),
             "CANN": _version_in(*Path(home).glob("*/ascend_toolkit_install.info")),
         }
@@ -84,7 +84,7 @@ def machine(bench: Bench) -> Measured:
     device, found = bench.device, environment(bench.device)
     names = ("torch", "torch-npu", "mindiesd", "driver", "CUDA", "cuDNN", "NCCL", "CANN")
     yield line("versions", *(Figure(name, str(found[name])) for name in names if name in found))
-    sizes = {"host memory free": host.available_memory()}
+    sizes = {"host memory free": system.read_available_memory()}
     if device.type == "cuda" and query_gpu_memory("total"):
         sizes["device memory"] = min(query_gpu_memory("total"))
     if device.type == "npu":
@@ -116,7 +116,7 @@ def machine(bench: Bench) -> Measured:
 def _auto(device: Device) -> list[Figure]:
     """Check `--device auto`: an old driver or a missing CANN hides the device from PyTorch."""
     try:
-        kind = devices.resolve("auto", device.torch_device.index or 0).type
+        kind = devices.select_device("auto", device.torch_device.index or 0).type
     except InputError as refusal:
         raise RuntimeError(str(refusal)) from refusal  # it is wrong, not unavailable
     return [Figure("selects", kind)]

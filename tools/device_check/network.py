@@ -143,7 +143,7 @@ class Case:
 def case(bench: Bench) -> Case:
     """Make the case: the 14B at 720p x 81 frames in bfloat16; on a CPU the 1.3B, small."""
     preset = PRESETS["t2v-A14B" if bench.large else "t2v-1.3B"]
-    kind, name = bench.device.type, bench.device.can.name
+    kind, name = bench.device.type, bench.device.capabilities.name
     execution = Execution(device=kind, precision="bf16", text_kv_cache=False)
     chip = name if name in CHIPS else None
     setup = Setup(

@@ -36,7 +36,7 @@ def npu(bench: Bench) -> Measured:
     x = bench.randn(1, len(cos), 40 if bench.large else 4, HEAD, dtype=torch.float32)
     wanted = apply_rope(x.cpu().double(), (cos.double(), sin.double()))
     forms: dict[str, Rotate] = {"the plain form": apply_rope, "pairs apart": _pairs}
-    has_rope = bench.device.can.has_kernel(SMALL_OPS["rope"])
+    has_rope = bench.device.capabilities.has_kernel(SMALL_OPS["rope"])
     one_kernel = make_vendor_ops(["rope"]).rope if has_rope else None
     if one_kernel is not None:
         forms["--fused_ops rope"] = one_kernel

@@ -235,10 +235,10 @@ def serve(fd: int) -> None:
     import torch
 
     from tools.device_check import bench, machine
-    from wan.device import resolve
+    from wan.device import select_device
 
     try:
-        device = resolve(kind, index)
+        device = select_device(kind, index)
     except InputError as error:
         pipe.send(InputError(str(error)))
         return

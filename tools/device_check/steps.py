@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.output_files import json_kind, write_output
+from wan.output_files import make_json_kind, write_output
 from wan.settings.errors import InputError
 
-REPORT = json_kind("a report of check_device.py", "verdict", "facts", "environment", "steps")
+REPORT = make_json_kind("a report of check_device.py", "verdict", "facts", "environment", "steps")
 OK, SLOW, ABSENT, WRONG = "ok", "slow", "not available", "wrong"
 _FROM_GOOD_TO_BAD = (ABSENT, OK, SLOW, WRONG)
 

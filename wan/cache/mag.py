@@ -15,7 +15,7 @@ from typing import Any
 
 from wan.cache.policy import BRANCHES, ComputeChanges, ComputedSteps, Policy, StepLists
 from wan.checkpoint.files import read_json
-from wan.output_files import json_kind
+from wan.output_files import make_json_kind
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import Preset
@@ -24,7 +24,7 @@ from wan.settings.step_cache import StepCache
 
 CURVE_FILE = "mag_curve.json"
 """File name of the curve in a checkpoint folder."""
-CURVE_KIND = json_kind(
+CURVE_KIND = make_json_kind(
     "a curve of tools/calibrate_mag.py", "task", "sample_shift", "steps", "ratios"
 )
 _PUBLISHED = Path(__file__).with_name("magcache_curves.json")

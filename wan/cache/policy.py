@@ -233,7 +233,7 @@ class Cache:
         if step not in steps:
             steps.append(step)
         decision = "computed" if computes else "skipped"
-        trace.mark(
+        trace.record_marker(
             "cache", what=self.policy and self.policy.skips, decision=decision, **trace_fields
         )
 

@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wan import host
+from wan import system
 from wan.checkpoint.dequantise import dequantize_gguf, dequantize_nvfp4, untile_scales
 from wan.checkpoint.files import (
     FP8,
@@ -51,7 +51,7 @@ from wan.checkpoint.source import (
     watch_mapped_files,
 )
 from wan.checkpoint.w8a8_export import FP8_DYNAMIC, Export, QuantizedDit
-from wan.log import progress
+from wan.log import make_progress_bar
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import format_value
@@ -211,7 +211,7 @@ def load_weights(
         targets = {name: target for name, target in targets.items() if owns_memory(target[0])}
         watch_mapped_files(network, mapped_sources)
     num_bytes = sum(tensor.nbytes for tensor, _ in targets.values())
-    with progress(num_bytes, f"loading {label}", "B") as bar, host.on_own_cores():
+    with make_progress_bar(num_bytes, f"loading {label}", "B") as bar, system.use_core_share():
         for name, (tensor, rows) in targets.items():
             copy_rows(tensor, sources[name], rows, bar.update)
 

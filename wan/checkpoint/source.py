@@ -11,7 +11,7 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wan import host
+from wan import system
 from wan.checkpoint.files import (
     FileState,
     get_tensor_alignment,
@@ -87,7 +87,7 @@ class TensorSource:
     def prefetch(self) -> None:
         """Starts reading the tensor from disk into the page cache, without waiting."""
         if self.mapped_tensor is not None:
-            host.read_ahead_mapped(self.mapped_tensor.data_ptr(), self.mapped_tensor.nbytes)
+            system.prefetch_mapped_bytes(self.mapped_tensor.data_ptr(), self.mapped_tensor.nbytes)
 
     def read_checked(self, rows: slice) -> Tensor:
         """Checks the file and returns rows."""
@@ -159,7 +159,7 @@ def watch_mapped_files(network: nn.Module, sources: Sequence[TensorSource]) -> N
     The weights are read from disk in the background if the memory suffices for all of them. Calling
     the network or one of its children raises FileChangedError if a file has changed.
     """
-    host.in_background(partial(_prefetch_sources, sources))
+    system.start_background_thread(partial(_prefetch_sources, sources))
     files = {source.file for source in sources if source.file is not None}
     for module in (network, *network.children()) if files else ():
         module.register_forward_pre_hook(partial(_check_mapped_files, files))
@@ -169,7 +169,7 @@ def _prefetch_sources(sources: Iterable[TensorSource]) -> None:
     size = sum(
         source.mapped_tensor.nbytes for source in sources if source.mapped_tensor is not None
     )
-    if size <= (host.available_memory() or 0):  # else the last pages evict the first
+    if size <= (system.read_available_memory() or 0):  # else the last pages evict the first
         for source in sources:
             source.prefetch()
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import wan
 from wan.checkpoint.files import compute_file_digest, read_safetensors_metadata
 from wan.log import logger
-from wan.output_files import VIDEO, remove_output, safetensors_kind, write_output
+from wan.output_files import VIDEO, make_safetensors_kind, remove_output, write_output
 from wan.pipeline import video
-from wan.run import Run, without_paths
+from wan.run import Run, drop_paths_and_seed
 from wan.settings.errors import FileChangedError, InputError
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from wan.pipeline.clips import Clip
 
-FOUR_DIGITS = "[0-9][0-9][0-9][0-9].safetensors"
-CLIP_STATE = safetensors_kind("a state of generate.py --num_clip", "settings")
-CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO, FOUR_DIGITS: CLIP_STATE}
+NUMBERED_SAFETENSORS = "[0-9][0-9][0-9][0-9].safetensors"
+CLIP_STATE = make_safetensors_kind("a state of generate.py --num_clip", "settings")
+CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO, NUMBERED_SAFETENSORS: CLIP_STATE}
 """File name pattern in the folder of clips -> kind of the file."""
-_FREE = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
+_VARIABLE_SETTINGS = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
 """Settings that may differ between the runs that generate the clips of one video."""
 
 
@@ -46,84 +46,90 @@ class ClipFiles:
         """Prepares access to a run's folder of clips; reads nothing."""
         self._run, self.folder = run, run.output.clips_dir
 
-    def count_done(self) -> int:
+    def count_finished(self) -> int:
         """Returns the number of clips, from the first, that are stored and match this run."""
-        count = self._run.request.num_clip or 0
-        before = ""
-        for index in range(count):
-            state = self._state(index)
-            if not (self._clip(index).exists() and state.exists()):
+        num_clips = self._run.params.num_clip or 0
+        previous_digest = ""
+        for index in range(num_clips):
+            state = self._state_path(index)
+            if not (self._clip_path(index).exists() and state.exists()):
                 return index
             try:
-                why = self._difference(index, before)
-                before = read_safetensors_metadata(state, "digests")["state"]
+                difference = self._find_difference(index, previous_digest)
+                previous_digest = read_safetensors_metadata(state, "digests")["state"]
             except (InputError, OSError, LookupError, TypeError):
-                why = "is damaged"
-            if why is not None:
-                logger.info("%s: clip %d is made again: it %s.", self.folder, index + 1, why)
+                difference = "is damaged"
+            if difference is not None:
+                logger.info("%s: clip %d is made again: it %s.", self.folder, index + 1, difference)
                 return index
-        return count
+        return num_clips
 
-    def _difference(self, index: int, before: str) -> str | None:
+    def _find_difference(self, index: int, previous_digest: str) -> str | None:
         """Returns the reason why a clip must be generated again, or None.
 
         Args:
             previous_digest: Digest of the previous clip's state; "" for the first clip.
         """
-        state = self._state(index)
-        made, digests = (read_safetensors_metadata(state, key) for key in ("settings", "digests"))
-        asked = json.loads(json.dumps(self._settings(index), default=str))
-        changed = [n for n in sorted({*asked, *made}) if asked.get(n) != made.get(n)]
+        state = self._state_path(index)
+        stored_settings, digests = (
+            read_safetensors_metadata(state, key) for key in ("settings", "digests")
+        )
+        current_settings = json.loads(json.dumps(self._collect_settings(index), default=str))
+        changed = [
+            n
+            for n in sorted({*current_settings, *stored_settings})
+            if current_settings.get(n) != stored_settings.get(n)
+        ]
         if changed:
             return f"differs in {', '.join(changed)}"
-        found = {
-            "video": compute_file_digest(self._clip(index)),
-            "state": _tensor_digest(self._read_state(index)),
-            "before": before,
+        current_digests = {
+            "video": compute_file_digest(self._clip_path(index)),
+            "state": _digest_tensor(self._read_state(index)),
+            "before": previous_digest,
         }
-        return None if found == digests else "was changed, or is of another run"
+        return None if current_digests == digests else "was changed, or is of another run"
 
-    def read_state(self, done: int) -> Tensor | None:
+    def read_state(self, num_clips_done: int) -> Tensor | None:
         """Returns the state of the last of `num_clips_done` clips; None for 0."""
-        return self._read_state(done - 1) if done else None
+        return self._read_state(num_clips_done - 1) if num_clips_done else None
 
     def _read_state(self, index: int) -> Tensor:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            return load_file(self._state(index))["end"]
+            return load_file(self._state_path(index))["end"]
         except (SafetensorError, LookupError, OSError):
             raise FileChangedError(
-                f"{self._state(index)} does not hold the state that the next clip needs; remove it "
+                f"{self._state_path(index)} does not hold the state that the next clip needs; remove it "
                 "and start again."
             ) from None
 
-    def write(self, index: int, clip: Clip) -> None:
+    def write_clip(self, index: int, clip: Clip) -> None:
         """Writes a clip, then its state."""
         from safetensors.torch import save
 
         assert clip.frames is not None and clip.state is not None, "the main rank has both"
         comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
-        output = replace(self._run.output, save_file=self._clip(index))
+        output = replace(self._run.output, save_file=self._clip_path(index))
         video.save_video(clip.frames, output, comment)
-        end = clip.state.float().cpu().contiguous()
+        clip_state = clip.state.float().cpu().contiguous()
         digests = {
-            "video": compute_file_digest(self._clip(index)),
-            "state": _tensor_digest(end),
-            "before": _tensor_digest(self._read_state(index - 1)) if index else "",
+            "video": compute_file_digest(self._clip_path(index)),
+            "state": _digest_tensor(clip_state),
+            "before": _digest_tensor(self._read_state(index - 1)) if index else "",
         }
-        metadata = {"settings": self._settings(index), "digests": digests}
+        metadata = {"settings": self._collect_settings(index), "digests": digests}
         texts = {name: json.dumps(value, default=str) for name, value in metadata.items()}
-        with write_output(self._state(index), CLIP_STATE) as temporary:
-            temporary.write_bytes(save({"end": end}, metadata=texts))
+        with write_output(self._state_path(index), CLIP_STATE) as temporary:
+            temporary.write_bytes(save({"end": clip_state}, metadata=texts))
 
-    def join(self, path: Path, comment: str) -> None:
+    def join_clips(self, path: Path, comment: str) -> None:
         """Joins all clips into one file."""
-        names = [self._clip(index).name for index in range(self._run.request.num_clip or 0)]
+        names = [self._clip_path(index).name for index in range(self._run.params.num_clip or 0)]
         video.join_videos(self.folder, names, path, comment)
 
-    def remove(self) -> None:
+    def remove_clips(self) -> None:
         """Removes the clips, and the folder if it is then empty."""
         for path in sorted(self.folder.iterdir()):
             for pattern, kind in CLIP_KINDS.items():
@@ -132,21 +138,27 @@ class ClipFiles:
         with suppress(OSError):  # a folder with other files is kept
             self.folder.rmdir()
 
-    def _settings(self, index: int) -> dict[str, Any]:
+    def _collect_settings(self, index: int) -> dict[str, Any]:
         """Returns the settings and input digests that determine a clip's frames."""
-        run, own = self._run, self._run.request.make_clip_params(index)
-        found = {n: x for n, x in without_paths(run.settings).items() if n not in _FREE}
-        found |= {f"the content of {name}": value for name, value in run.contents().items()}
-        return found | {"prompt": own.prompt, "base_seed": own.base_seed}
+        run, clip_params = self._run, self._run.params.make_clip_params(index)
+        settings = {
+            n: x
+            for n, x in drop_paths_and_seed(run.settings).items()
+            if n not in _VARIABLE_SETTINGS
+        }
+        settings |= {
+            f"the content of {name}": value for name, value in run.compute_content_digests().items()
+        }
+        return settings | {"prompt": clip_params.prompt, "base_seed": clip_params.base_seed}
 
-    def _clip(self, index: int) -> Path:
+    def _clip_path(self, index: int) -> Path:
         return self.folder / f"{index + 1:04}.mp4"
 
-    def _state(self, index: int) -> Path:
+    def _state_path(self, index: int) -> Path:
         return self.folder / f"{index + 1:04}.safetensors"
 
 
-def _tensor_digest(tensor: Tensor) -> str:
+def _digest_tensor(tensor: Tensor) -> str:
     """Returns the SHA-256 of a tensor's dtype, shape and values."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(tensor.contiguous().numpy().tobytes())

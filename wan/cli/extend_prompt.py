@@ -134,7 +134,7 @@ class _NoAnswerError(Exception):
     """The model gave no text, although the request was valid."""
 
 
-def check(settings: PromptExtension, has_image: bool) -> None:
+def check_prompt_extension(settings: PromptExtension, has_image: bool) -> None:
     """Checks that prompt extension can run, without importing heavy packages.
 
     Logs the model that will be downloaded, if any.
@@ -153,12 +153,12 @@ def check(settings: PromptExtension, has_image: bool) -> None:
             f"installed; run 'pip install {package}' or choose another `prompt_extend_method`."
         )
     if method == "dashscope":
-        _dash_access()
+        _read_dashscope_access()
         return
-    _check_local(model, has_image)
+    _check_local_model(model, has_image)
 
 
-def extended(
+def rewrite_prompt(
     settings: PromptExtension,
     prompt: str,
     task_kind: str,
@@ -182,17 +182,17 @@ def extended(
         InputError: The image or the prompt is missing, or a local model cannot be used.
     """
     model = settings.prompt_extend_model
-    question = _question(prompt, task_kind, image, settings.prompt_extend_target_lang)
+    question = _make_question(prompt, task_kind, image, settings.prompt_extend_target_lang)
     try:
         if settings.prompt_extend_method == "dashscope":
-            return _ask_dashscope(question, model, seed)
-        return _ask_local(question, model, seed, device)
+            return _query_dashscope(question, model, seed)
+        return _query_local_model(question, model, seed, device)
     except _NoAnswerError as failure:
         logger.warning("Prompt extension failed, the original prompt is used: %s.", failure)
         return prompt
 
 
-def _check_local(model: str | None, has_image: bool) -> None:
+def _check_local_model(model: str | None, has_image: bool) -> None:
     """Checks that a local model is a folder, in the cache, or on the model hub."""
     if model is not None and model not in LOCAL_MODELS:  # a folder or a hub id
         folder = Path(os.path.expanduser(model))
@@ -206,7 +206,7 @@ def _check_local(model: str | None, has_image: bool) -> None:
                 f"The prompt extension model {model!r} has no config.json; "
                 "give the folder of a transformers model with `prompt_extend_model`."
             )
-    source = _source(model, has_image)
+    source = _find_model_source(model, has_image)
     if Path(source).exists():
         return
     import huggingface_hub
@@ -224,13 +224,13 @@ def _check_local(model: str | None, has_image: bool) -> None:
         ) from error
 
 
-def _source(model: str | None, has_image: bool) -> str:
+def _find_model_source(model: str | None, has_image: bool) -> str:
     """Returns the folder or the hub id of a local model."""
     name = model or ("QwenVL2.5_7B" if has_image else "Qwen2.5_14B")
     return LOCAL_MODELS.get(name, os.path.expanduser(name))
 
 
-def _question(prompt: str, task_kind: str, image: Image | None, lang: str) -> Question:
+def _make_question(prompt: str, task_kind: str, image: Image | None, lang: str) -> Question:
     """Returns the messages for a prompt and its image, which may have any size."""
     prompt = prompt.strip()
     if task_kind == "i2v" and image is None:
@@ -251,22 +251,22 @@ def _question(prompt: str, task_kind: str, image: Image | None, lang: str) -> Qu
             from PIL.Image import Resampling
 
             image = image.resize((width, height), Resampling.LANCZOS)
-    request, describe = _REQUEST[lang]
+    request_format, describe_text = _REQUEST[lang]
     if not prompt:
-        return Question(f"{_TASK['describe', lang]}\n{_RULES[lang]}", describe, image)
+        return Question(f"{_TASK['describe', lang]}\n{_RULES[lang]}", describe_text, image)
     purpose = "t2v" if image is None or task_kind == "t2v" else "i2v"
     # The label before the prompt marks it as material, and keeps the dashscope client from
     # uploading a local file whose name equals the prompt.
     system = f"{_TASK[purpose, lang]}\n{_KEEP[lang]}{_RULES[lang]}"
-    return Question(system, request.format(prompt), image)
+    return Question(system, request_format.format(prompt), image)
 
 
-def _messages(system: Any, user: Any) -> list[dict[str, Any]]:
+def _make_messages(system: Any, user: Any) -> list[dict[str, Any]]:
     """Returns a chat of two messages; the form of their contents depends on the library."""
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-def _dash_access() -> dict[str, str]:
+def _read_dashscope_access() -> dict[str, str]:
     """Returns the API key and address of the service from the environment."""
     key, url = os.environ.get("DASH_API_KEY", ""), os.environ.get("DASH_API_URL", "")
     if not key:
@@ -281,22 +281,22 @@ def _dash_access() -> dict[str, str]:
     return {"api_key": key, "base_address": url} if url else {"api_key": key}
 
 
-def _ask_dashscope(question: Question, model: str | None, seed: int) -> str:
+def _query_dashscope(question: Question, model: str | None, seed: int) -> str:
     """Calls the service up to `_TRIES` times; raises _NoAnswerError with the last reason."""
     from dashscope.common.error import DashScopeException
 
     model = model or ("qwen-plus" if question.image is None else "qwen-vl-max")
     # Errors of the client and the network (OSError), a reply that is not JSON (ValueError), and a
     # reply with missing fields (the others).
-    failures = (DashScopeException, OSError, ValueError, TypeError, LookupError, AttributeError)
+    error_types = (DashScopeException, OSError, ValueError, TypeError, LookupError, AttributeError)
     reason = ""
-    for failed in range(_TRIES):
-        time.sleep(_PAUSE_S * failed)
+    for attempt in range(_TRIES):
+        time.sleep(_PAUSE_S * attempt)
         try:
             return _call_dashscope(question, model, seed)
         except _NoAnswerError as error:
             reason = str(error)
-        except failures as error:
+        except error_types as error:
             reason = f"{type(error).__name__}: {error}"
     reason = textwrap.shorten(reason, 200)
     raise _NoAnswerError(f"dashscope model {model!r} failed {_TRIES} times, at last {reason}")
@@ -306,68 +306,74 @@ def _call_dashscope(question: Question, model: str, seed: int) -> str:
     import dashscope
 
     # Some versions of the service reject seeds of more than 31 bits.
-    options = {**_dash_access(), "seed": seed % 2**31, "request_timeout": _TIMEOUT_S}
+    options = {**_read_dashscope_access(), "seed": seed % 2**31, "request_timeout": _TIMEOUT_S}
     if question.image is None:
-        chat = _messages(question.system, question.user)
+        chat = _make_messages(question.system, question.user)
         reply = dashscope.Generation.call(model, messages=chat, result_format="message", **options)
     else:
         file = io.BytesIO()
         question.image.save(file, "PNG")  # at most 0.8 MB, within the service's limit
         uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-        chat = _messages([{"text": question.system}], [{"image": uri}, {"text": question.user}])
+        chat = _make_messages(
+            [{"text": question.system}], [{"image": uri}, {"text": question.user}]
+        )
         reply = dashscope.MultiModalConversation.call(model, messages=chat, **options)
     if reply.status_code != 200:
         raise _NoAnswerError(f"status {reply.status_code}, {reply.code}: {reply.message}")
     content = reply.output.choices[0].message.content
     # The vision service returns a list of parts, the text service a string.
-    return _nonempty(content if isinstance(content, str) else "".join(x["text"] for x in content))
+    return _strip_answer(
+        content if isinstance(content, str) else "".join(x["text"] for x in content)
+    )
 
 
-def _nonempty(text: str) -> str:
+def _strip_answer(text: str) -> str:
     if not text.strip():
         raise _NoAnswerError("the answer is empty")
     return text.strip()
 
 
-def _ask_local(question: Question, model: str | None, seed: int, device: str) -> str:
+def _query_local_model(question: Question, model: str | None, seed: int, device: str) -> str:
     """Returns the answer of a local model, and releases the model from host and device."""
     import torch
 
-    place = torch.device(device)
-    text = _generate(question, _source(model, question.image is not None), seed, place)
+    torch_device = torch.device(device)
+    text = _generate_answer(
+        question, _find_model_source(model, question.image is not None), seed, torch_device
+    )
     gc.collect()  # reference cycles keep the model alive
-    if place.type != "cpu":
-        torch.get_device_module(place).empty_cache()
-    return _nonempty(text)
+    if torch_device.type != "cpu":
+        torch.get_device_module(torch_device).empty_cache()
+    return _strip_answer(text)
 
 
-def _generate(question: Question, source: str, seed: int, place: Any) -> str:
+def _generate_answer(question: Question, source: str, seed: int, torch_device: Any) -> str:
     import torch
 
-    model, processor, vision = _load(source, question.image is not None)
+    model, processor, has_vision = _load_language_model(source, question.image is not None)
     system: Any = question.system
     user: Any = question.user
-    if vision:  # a processor takes lists of parts, a text model's tokenizer plain text
-        shown = [] if question.image is None else [{"type": "image", "image": question.image}]
+    if has_vision:  # a processor takes lists of parts, a text model's tokenizer plain text
+        image_parts = [] if question.image is None else [{"type": "image", "image": question.image}]
         system = [{"type": "text", "text": question.system}]
-        user = [*shown, {"type": "text", "text": question.user}]
+        user = [*image_parts, {"type": "text", "text": question.user}]
     inputs = processor.apply_chat_template(
-        _messages(system, user),
+        _make_messages(system, user),
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-    ).to(place)
-    model.to(place)
-    others = [] if place.type == "cpu" else [place]
-    with torch.random.fork_rng(others, device_type=place.type), torch.inference_mode():
+    ).to(torch_device)
+    model.to(torch_device)
+    accelerators = [] if torch_device.type == "cpu" else [torch_device]
+    with torch.random.fork_rng(accelerators, device_type=torch_device.type), torch.inference_mode():
         torch.manual_seed(seed)
         tokens = model.generate(**inputs, max_new_tokens=_MAX_NEW_TOKENS)
     answer = tokens[0, inputs["input_ids"].shape[1] :]
     return str(processor.decode(answer, skip_special_tokens=True))
 
 
-def _load(source: str, needs_vision: bool) -> tuple[Any, Any, bool]:
+def _load_language_model(source: str, needs_vision: bool) -> tuple[Any, Any, bool]:
     """Returns a model on the CPU, its processor or tokenizer, and whether it is a vision model.
 
     Raises:
@@ -377,15 +383,15 @@ def _load(source: str, needs_vision: bool) -> tuple[Any, Any, bool]:
     from safetensors import SafetensorError
 
     try:
-        vision = hasattr(tf.AutoConfig.from_pretrained(source), "vision_config")
-        if needs_vision and not vision:
+        has_vision = hasattr(tf.AutoConfig.from_pretrained(source), "vision_config")
+        if needs_vision and not has_vision:
             raise ValueError("it is a text model, and there is an image")
         # Small parts first, to fail before gigabytes are read.
-        processor = (tf.AutoProcessor if vision else tf.AutoTokenizer).from_pretrained(source)
+        processor = (tf.AutoProcessor if has_vision else tf.AutoTokenizer).from_pretrained(source)
         if not getattr(processor, "chat_template", None):
             raise ValueError("it has no chat template, so it is no Instruct model")
-        kind = tf.AutoModelForImageTextToText if vision else tf.AutoModelForCausalLM
-        model = kind.from_pretrained(source, dtype="auto")
+        model_class = tf.AutoModelForImageTextToText if has_vision else tf.AutoModelForCausalLM
+        model = model_class.from_pretrained(source, dtype="auto")
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         wanted = "a vision" if needs_vision else "an"
         remedy = f"give the local folder of {wanted} Instruct model with `prompt_extend_model`"
@@ -395,4 +401,4 @@ def _load(source: str, needs_vision: bool) -> tuple[Any, Any, bool]:
         raise InputError(
             f"The prompt extension model {source!r} cannot be used ({reason}); {remedy}."
         ) from error
-    return model, processor, vision
+    return model, processor, has_vision

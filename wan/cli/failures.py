@@ -22,14 +22,14 @@ from wan.settings.errors import (
     is_out_of_memory,
 )
 
-DECODING = "while the video was decoded"
+DECODING_NOTE = "while the video was decoded"
 """Exception note of errors during decoding."""
 
 
-def describe(error: BaseException) -> str | None:
+def describe_error(error: BaseException) -> str | None:
     """Returns a sentence for an error that a user can act on; None for other errors."""
     if isinstance(error, InputError):
-        error.naming = env.words()
+        error.naming = env.make_flag_naming()
     if isinstance(error, InputError | WriteError | FileChangedError | NotFiniteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -38,18 +38,18 @@ def describe(error: BaseException) -> str | None:
         return "terminated; the video was not written."
     if is_out_of_memory(error):
         remedy = "choose a smaller --size or --frame_num, or use --offload_model block"
-        if DECODING in getattr(error, "__notes__", ()):
+        if DECODING_NOTE in getattr(error, "__notes__", ()):
             remedy = "decode the saved latents with --vae_tiling, or on a machine with more memory"
         return f"Out of memory; {remedy}; --plan reports what a run needs."
     if is_disk_full(error):
         name = getattr(error, "filename", None)
-        where = "" if name is None else f" where {name} is written"
-        return f"The disk is full{where}; make space and start again."
+        location = "" if name is None else f" where {name} is written"
+        return f"The disk is full{location}; make space and start again."
     return None
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """Makes SIGTERM raise `Terminated` inside the block, if it runs in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -58,15 +58,15 @@ def terminable() -> Iterator[None]:
     def terminate(_: int, __: FrameType | None) -> NoReturn:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    previous_handler = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 @contextmanager
-def readable() -> Iterator[None]:
+def ignore_closed_stdout() -> Iterator[None]:
     """Ends the block without an error when the reader of stdout closes it, as `| head` does."""
     try:
         yield
@@ -76,7 +76,7 @@ def readable() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
-def say(text: str, command: str = "generate.py") -> None:
+def print_error(text: str, command: str = "generate.py") -> None:
     """Writes one line to stderr, prefixed with the command's name."""
     sys.stderr.write(f"{command}: {' '.join(text.split())}\n")  # one write: several ranks may print
     sys.stderr.flush()

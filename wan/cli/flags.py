@@ -33,19 +33,19 @@ _TTS = (
     "there is no speech synthesis here; use CosyVoice or another program, and give the file with "
     "`audio`"
 )
-REFUSED = {
+UNSUPPORTED_FLAGS = {
     "tp_size": "tensor parallelism is not supported; run without it",
     **dict.fromkeys(("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"), _TTS),
 }
 """Unsupported flags of the official code and the Ascend fork -> remedy."""
 
-_COMPLAINTS = (  # pattern of argparse's message -> message
+_ERROR_MESSAGES = (  # pattern of argparse's message -> message
     (r"argument (--\S+): ignored explicit argument .*", r"\1 takes no value."),
     (r"argument (--\S+): expected .*", r"\1 needs a value; --help lists the flags."),
     (r"argument (--\S+): (.* must be .*)", r"\1 \2."),
     (r"unrecognized arguments: (.*)", r"\1 belongs to no flag; --help lists the flags."),
 )
-_ELSEWHERE = {  # name of a flag in other tools -> flag
+_FOREIGN_NAMES = {  # name of a flag in other tools -> flag
     **{flag.keyword: name for name, flag in FLAGS.items() if flag.keyword},
     **{flag.diffusers: name for name, flag in FLAGS.items() if isinstance(flag.diffusers, str)},
     **dict.fromkeys(("steps", "infer_steps", "num_steps"), "sample_steps"),
@@ -71,21 +71,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = re.fullmatch(r"unrecognized arguments: --([^\s=]+).*", message, re.DOTALL)
         if unknown is not None:
-            own = [option.removeprefix("--") for option in self._option_string_actions]
-            near = difflib.get_close_matches(unknown[1], own, 1)
-            meant = _ELSEWHERE.get(unknown[1].replace("-", "_"))
-            meant = meant if meant in own else next(iter(near), None)
-            what = f"--{unknown[1]} is not a known flag; "
-            hint = "--help all lists them" if meant is None else f"did you mean --{meant}"
-            raise InputError(what + hint + ("?" if meant else "."))
-        for theirs, ours in _COMPLAINTS:
-            if re.fullmatch(theirs, message, re.DOTALL):
-                raise InputError(re.sub(theirs, ours, message, flags=re.DOTALL))
+            known_names = [option.removeprefix("--") for option in self._option_string_actions]
+            similar_names = difflib.get_close_matches(unknown[1], known_names, 1)
+            suggestion = _FOREIGN_NAMES.get(unknown[1].replace("-", "_"))
+            suggestion = (
+                suggestion if suggestion in known_names else next(iter(similar_names), None)
+            )
+            problem = f"--{unknown[1]} is not a known flag; "
+            hint = "--help all lists them" if suggestion is None else f"did you mean --{suggestion}"
+            raise InputError(problem + hint + ("?" if suggestion else "."))
+        for pattern, replacement in _ERROR_MESSAGES:
+            if re.fullmatch(pattern, message, re.DOTALL):
+                raise InputError(re.sub(pattern, replacement, message, flags=re.DOTALL))
         raise InputError(f"{message}; --help lists the flags.")
 
 
 @name_settings(COMMAND_LINE_NAMING)
-def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def parse_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Parses the flags of a command line and returns their checked values.
 
     Raises:
@@ -94,23 +96,23 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
         name = argument.removeprefix("--").split("=")[0]
-        if argument.startswith("--") and name in REFUSED:
-            raise InputError(f"`{name}`", why=f"is not available: {REFUSED[name]}")
+        if argument.startswith("--") and name in UNSUPPORTED_FLAGS:
+            raise InputError(f"`{name}`", why=f"is not available: {UNSUPPORTED_FLAGS[name]}")
     if {"-h", "--help"} & {*arguments}:
-        _parser(everything="all" in arguments).print_help()
+        _make_flag_parser(show_all="all" in arguments).print_help()
         raise SystemExit(0)
-    found = read_settings(vars(_parser().parse_args(arguments)))
+    flag_values = read_settings(vars(_make_flag_parser().parse_args(arguments)))
     check_needed_settings(
-        {name: found[name] for name in found if "plan" in (name, FLAGS[name].needs)}
+        {name: flag_values[name] for name in flag_values if "plan" in (name, FLAGS[name].needs)}
     )
-    check_exclusive_settings(found)
-    return found
+    check_exclusive_settings(flag_values)
+    return flag_values
 
 
-def _parser(everything: bool = True) -> Parser:
+def _make_flag_parser(show_all: bool = True) -> Parser:
     """Returns the parser of all flags, whose help lists all or only the common ones."""
     program = Path(sys.argv[0]).name
-    result = Parser(
+    parser = Parser(
         prog=_PROGRAMS.get(program, "python generate.py"),
         usage="%(prog)s [flags]",
         description="Generate a video with Wan2.2 from a text prompt, an image, or both.",
@@ -120,16 +122,16 @@ def _parser(everything: bool = True) -> Parser:
         argument_default=argparse.SUPPRESS,
         add_help=False,
     )
-    some = result.add_argument_group("common flags (--help all lists every flag)")
+    common_group = parser.add_argument_group("common flags (--help all lists every flag)")
     for title, kinds in GROUPS.items():
-        group = result.add_argument_group(title) if everything else some
+        group = parser.add_argument_group(title) if show_all else common_group
         for name, flag in (item for kind in kinds for item in list_options(kind).items()):
-            told = _argument(name, flag)
-            if not everything and not flag.common:
-                told["help"] = argparse.SUPPRESS
-            names = [f"--{one}" for one in (name, flag.alias) if one is not None]
-            group.add_argument(*names, dest=name, **told)
-    return result
+            argument_options = _make_argument_options(name, flag)
+            if not show_all and not flag.common:
+                argument_options["help"] = argparse.SUPPRESS
+            names = [f"--{flag_name}" for flag_name in (name, flag.alias) if flag_name is not None]
+            group.add_argument(*names, dest=name, **argument_options)
+    return parser
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -139,29 +141,29 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30, width=min(100, shutil.get_terminal_size()[0]))
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        if action.nargs == "?" and action.metavar == _SWITCH:
+        if action.nargs == "?" and action.metavar == _SWITCH_METAVAR:
             return ""
         return super()._format_args(action, default_metavar)
 
 
-_SWITCH = "{true,false}"
-_SWITCHES = (switch, OFFLOAD_MODEL, SAVE_LATENTS)
+_SWITCH_METAVAR = "{true,false}"
+_SWITCH_READERS = (switch, OFFLOAD_MODEL, SAVE_LATENTS)
 """Readers of options that are true without a value; false overrides a record or variable."""
 _PROGRAMS = {"__main__.py": "python -m wan", "wan-generate": "wan-generate"}
 
 
-def _argument(name: str, flag: Option) -> dict[str, Any]:
+def _make_argument_options(name: str, flag: Option) -> dict[str, Any]:
     """Returns the keywords of `add_argument` for a flag, whose value `Option.read` reads later."""
     choices = flag.reader.choices
-    listed = "{" + ",".join(choices or ()) + "}"
-    shown = flag.reader.metavar if choices is None or len(listed) > 120 else listed
-    told: dict[str, Any] = {"help": flag.help, "metavar": shown}
+    choice_list = "{" + ",".join(choices or ()) + "}"
+    metavar = flag.reader.metavar if choices is None or len(choice_list) > 120 else choice_list
+    argument_options: dict[str, Any] = {"help": flag.help, "metavar": metavar}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}
     if flag.reader in (values.read_lora_files, values.read_image_files):
-        return told | {"action": "append"}
+        return argument_options | {"action": "append"}
     if flag.reader is values.read_text_values:
-        return told | {"nargs": "+"}
-    if flag.reader in _SWITCHES:
-        return told | {"nargs": "?", "const": "true"}
-    return told
+        return argument_options | {"nargs": "+"}
+    if flag.reader in _SWITCH_READERS:
+        return argument_options | {"nargs": "?", "const": "true"}
+    return argument_options

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
-from wan import env, host, log
+from wan import env, log, system
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import failures, flags
-from wan.cli.output import check_current_folder, usable_paths
-from wan.cli.resolve import resolve
+from wan.cli.output import check_current_folder, refuse_unusable_paths
+from wan.cli.resolve import resolve_command_line
 from wan.cli.videos import Video
 from wan.log import logger
 from wan.run import Run
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
     from wan.distributed.rendezvous import PreparedRun, RunOncePerNode
 
-Work = Callable[[Run, "Team | None"], int]
+RunFunction = Callable[[Run, "Team | None"], int]
 """Executes a run and returns the exit code."""
 
 
@@ -34,26 +34,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed, 2 refused, 130 interrupted, 143 terminated.
     """
-    speaks = True
+    is_main = True
     try:
-        with failures.terminable(), failures.readable():
-            speaks = env.rank() == 0
-            log.setup(speaks)
+        with failures.raise_on_sigterm(), failures.ignore_closed_stdout():
+            is_main = env.rank() == 0
+            log.set_up_logging(is_main)
             argv = sys.argv[1:] if argv is None else argv
             if "--plan" in argv:
-                return _plan(argv)
-            return carry_out(argv, generate)
+                return _print_plan(argv)
+            return execute_command_line(argv, generate_videos)
     except BaseException as error:
-        sentence = failures.describe(error)
+        sentence = failures.describe_error(error)
         if sentence is None:
             raise
-        if speaks or isinstance(error, InputError):
-            failures.say(sentence)
+        if is_main or isinstance(error, InputError):
+            failures.print_error(sentence)
         return get_exit_code(error)
     return 0  # stdout was closed
 
 
-def carry_out(argv: Sequence[str], work: Work, inputs: bool = True) -> int:
+def execute_command_line(
+    argv: Sequence[str], work: RunFunction, require_inputs: bool = True
+) -> int:
     """Resolves and executes a command line, in one process or on the ranks of torchrun.
 
     Args:
@@ -62,12 +64,12 @@ def carry_out(argv: Sequence[str], work: Work, inputs: bool = True) -> int:
         require_inputs: As for `wan.run.resolve_run`.
     """
     if env.world_size() > 1:
-        return _launch(argv, work, inputs)
-    return work(resolved(argv, inputs=inputs), None)
+        return _execute_as_rank(argv, work, require_inputs)
+    return work(resolve_arguments(argv, require_inputs=require_inputs), None)
 
 
-@host.memory_sampled()
-def generate(run: Run, team: ParallelGroups | None = None) -> int:
+@system.sample_peak_memory()
+def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
     """Generates the videos of a run; the main rank writes them.
 
     Returns:
@@ -79,28 +81,28 @@ def generate(run: Run, team: ParallelGroups | None = None) -> int:
 
     log.set_level(run.output.log_level)
     for notice in run.notices:
-        logger.warning(env.words().render(notice))
-    device = devices.resolve(run.setup.execution.device) if team is None else team.device
-    pipeline = build.build_pipeline(run.setup, device, team)
+        logger.warning(env.make_flag_naming().render(notice))
+    device = devices.select_device(run.setup.execution.device) if groups is None else groups.device
+    pipeline = build.build_pipeline(run.setup, device, groups)
     if not run.lines:
         device.reset_peak_memory()
-        video = Video(run, pipeline, team, None if team is None else team.close)
+        video = Video(run, pipeline, groups, None if groups is None else groups.close)
         video.extend_prompt()
         video.make()
         return 0
     from wan.cli import many
 
-    failed = many.make(run, pipeline, team)
-    if team is not None:
-        team.close()
-    return 1 if failed else 0
+    has_failed = many.make_videos(run, pipeline, groups)
+    if groups is not None:
+        groups.close()
+    return 1 if has_failed else 0
 
 
-def resolved(
+def resolve_arguments(
     argv: Sequence[str],
-    once: RunOncePerNode = lambda make: make(),
+    run_once: RunOncePerNode = lambda make: make(),
     plan: bool = False,
-    inputs: bool = True,
+    require_inputs: bool = True,
 ) -> Run:
     """Resolves a command line to a run.
 
@@ -109,29 +111,33 @@ def resolved(
         run_once: Calls a function on one rank of each machine.
         plan, require_inputs: As for `wan.run.resolve_run`.
     """
-    with usable_paths():
-        given = flags.parse(argv)
-        if not plan and "save_file" not in given:
+    with refuse_unusable_paths():
+        user_settings = flags.parse_flags(argv)
+        if not plan and "save_file" not in user_settings:
             check_current_folder()
-        if "prompt_file" in given:
+        if "prompt_file" in user_settings:
             if plan:
                 raise InputError("`plan` is about one video; drop `prompt_file`.")
             from wan.cli import prompt_file
 
-            return prompt_file.resolved(
-                given,
+            return prompt_file.resolve_prompt_file(
+                user_settings,
                 partial(
-                    resolve, make_demo=partial(make_demo, once), describe=cache(inspect_checkpoint)
+                    resolve_command_line,
+                    make_demo=partial(make_demo, run_once),
+                    describe_folder=cache(inspect_checkpoint),
                 ),
             )
-        return resolve(given, partial(make_demo, once), plan, inputs=inputs)
+        return resolve_command_line(
+            user_settings, partial(make_demo, run_once), plan, require_inputs=require_inputs
+        )
 
 
-def _plan(argv: Sequence[str]) -> int:
+def _print_plan(argv: Sequence[str]) -> int:
     """Prints the plan of a run; under torchrun on the main rank only."""
     if env.rank() > 0:
         return 0
-    run = resolved(argv, plan=True)
+    run = resolve_arguments(argv, plan=True)
     load_torch()
     from wan.planner import report
 
@@ -139,39 +145,41 @@ def _plan(argv: Sequence[str]) -> int:
     return 0
 
 
-def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
+def _execute_as_rank(argv: Sequence[str], work: RunFunction, require_inputs: bool) -> int:
     """Executes a command line as one of several ranks."""
     load_torch()
     from wan import device as devices
     from wan.distributed import rendezvous
 
-    def prepare(once: RunOncePerNode) -> PreparedRun[Run]:
-        run = resolved(argv, once, inputs=inputs)
-        device = devices.resolve(run.setup.execution.device, env.local_rank())
-        run.setup.check_device(device.can)
-        facts = run.facts(device.type) | {"the version of wan": wan.__version__}
+    def prepare(run_once: RunOncePerNode) -> PreparedRun[Run]:
+        run = resolve_arguments(argv, run_once, require_inputs=require_inputs)
+        device = devices.select_device(run.setup.execution.device, env.local_rank())
+        run.setup.check_device(device.capabilities)
+        invariants = run.collect_rank_invariants(device.type) | {
+            "the version of wan": wan.__version__
+        }
         if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
             from wan.pipeline import build
 
-            facts["what computes attention"] = build.describe_dense_kernel(run.setup, device)
+            invariants["what computes attention"] = build.describe_dense_kernel(run.setup, device)
         return rendezvous.PreparedRun(
-            seed=run.request.base_seed,
+            seed=run.params.base_seed,
             with_seed=run.with_seed,
             device=device,
             mesh_sizes=run.setup.parallel.mesh_shape,
             timeout=timedelta(minutes=run.setup.parallel.dist_timeout),
-            invariants=facts,
+            invariants=invariants,
         )
 
-    return rendezvous.run_ranks(prepare, work, failures.describe, failures.say)
+    return rendezvous.run_ranks(prepare, work, failures.describe_error, failures.print_error)
 
 
-def make_demo(once: RunOncePerNode, task: str, folder: Path) -> None:
+def make_demo(run_once: RunOncePerNode, task: str, folder: Path) -> None:
     """Writes a randomly initialised checkpoint on one rank of each machine; the others wait."""
     load_torch()
     from wan.pipeline.tiny import make_checkpoint
 
-    def make() -> None:
+    def make_once() -> None:
         logger.info("Making the randomly initialised checkpoint %s (once).", folder)
         try:
             make_checkpoint(task, folder)
@@ -179,7 +187,7 @@ def make_demo(once: RunOncePerNode, task: str, folder: Path) -> None:
             if not folder.is_dir():  # otherwise another run has just written it
                 raise
 
-    once(make)
+    run_once(make_once)
 
 
 def load_torch() -> None:

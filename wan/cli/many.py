@@ -24,7 +24,7 @@ from wan.log import logger
 from wan.output_files import SUMMARY, write_output
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Pipeline
-from wan.run import Line, Run
+from wan.run import PromptLine, Run
 from wan.settings.errors import InputError, NotFiniteError
 
 if TYPE_CHECKING:
@@ -47,121 +47,146 @@ class LineJob(Job):
     error: str = ""
 
 
-def make(run: Run, pipeline: Pipeline, team: ParallelGroups | None) -> bool:
+def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> bool:
     """Generates the videos of all lines, on all ranks; returns whether a line failed."""
-    is_main = team is None or team.is_main
-    refused = {line.name: line.error for line in run.lines if line.error}
-    for name, error in refused.items() if is_main else ():
+    is_main = groups is None or groups.is_main
+    refused_lines = {line.name: line.error for line in run.lines if line.error}
+    for name, error in refused_lines.items() if is_main else ():
         logger.error("Line %s is left out: %s", name, error)
-    good = [line for line in run.lines if line.name not in refused]
-    there = [one.name for one in good if is_main and run.skip_existing and _is_there(one)]
-    chosen = {line.name for line in good} - {*there}
-    if team is not None:  # only the main rank reads the folder
-        chosen = team.broadcast_object_from_rank0(chosen)
+    valid_lines = [line for line in run.lines if line.name not in refused_lines]
+    existing = [
+        valid_line.name
+        for valid_line in valid_lines
+        if is_main and run.skip_existing and _is_video_current(valid_line)
+    ]
+    pending = {line.name for line in valid_lines} - {*existing}
+    if groups is not None:  # only the main rank reads the folder
+        pending = groups.broadcast_object_from_rank0(pending)
     videos = {
-        line.name: Video(line.run, pipeline, team)
+        line.name: Video(line.run, pipeline, groups)
         for line in run.lines
-        if line.run is not None and line.name in chosen
+        if line.run is not None and line.name in pending
     }
     jobs = [
-        LineJob(f"Line {name}", video.run.request, video.inputs(), line=name, video=video)
+        LineJob(f"Line {name}", video.run.params, video.make_inputs(), line=name, video=video)
         for name, video in videos.items()
     ]
-    made: list[LineJob] = []
+    finished_jobs: list[LineJob] = []
 
-    def denoised(job: LineJob, latents: Tensor) -> None:
-        job.video.keep(latents)
+    def keep_latents(job: LineJob, latents: Tensor) -> None:
+        job.video.keep_latents(latents)
 
-    def failed(job: LineJob, error: Exception) -> None:
+    def handle_failure(job: LineJob, error: Exception) -> None:
         if isinstance(error, NotFiniteError):
-            job.video.keep(error.latents)
-        elif team is not None and not job.video.alone:
+            job.video.keep_latents(error.latents)
+        elif groups is not None and not job.video.is_main_only:
             raise error
-        sentence = failures.describe(error)
+        sentence = failures.describe_error(error)
         job.error = sentence or repr(error)
         logger.error("%s failed: %s", job.name, job.error, exc_info=sentence is None)
 
-    def make_video(job: LineJob, latents: Callable[[], Tensor]) -> LineJob:
-        done = jobs.index(job)
-        left = statistics.median(one.seconds for one in made) * (len(jobs) - done) if made else None
-        about = "" if left is None else f", about {log.duration(left)} left"
+    def make_video(job: LineJob, get_latents: Callable[[], Tensor]) -> LineJob:
+        num_done = jobs.index(job)
+        seconds_left = (
+            statistics.median(finished_job.seconds for finished_job in finished_jobs)
+            * (len(jobs) - num_done)
+            if finished_jobs
+            else None
+        )
+        estimate = (
+            "" if seconds_left is None else f", about {log.format_duration(seconds_left)} left"
+        )
         path = job.video.run.output.save_file
-        logger.info("%s, %d of %d%s: %s", job.name, done + 1, len(jobs), about, path)
+        logger.info("%s, %d of %d%s: %s", job.name, num_done + 1, len(jobs), estimate, path)
         if not run.group_by_expert:
             pipeline.device.reset_peak_memory()
-        job.video.make(latents)
+        job.video.make(get_latents)
         return job
 
     pipeline.device.reset_peak_memory()
-    grouped = run.group_by_expert
-    batch = Batch(pipeline, jobs, group_by_expert=grouped, on_denoised=denoised, on_failed=failed)
+    is_grouped = run.group_by_expert
+    batch = Batch(
+        pipeline,
+        jobs,
+        group_by_expert=is_grouped,
+        on_denoised=keep_latents,
+        on_failed=handle_failure,
+    )
     try:
         for job in batch.generate_videos(make_video):
-            made.append(job)
+            finished_jobs.append(job)
     except BaseException:
         for job in jobs:
             if job.latents is not None and job.video.latents_file is not None:
-                where = shlex.quote(str(job.video.latents_file))
-                logger.error("%s is denoised: --decode_latents %s", job.name, where)
+                quoted_path = shlex.quote(str(job.video.latents_file))
+                logger.error("%s is denoised: --decode_latents %s", job.name, quoted_path)
         raise
     finally:
         if is_main:
-            _sum_up(run, refused, there, jobs, made)
-    return bool(refused) or any(job.failed for job in jobs)
+            _write_summary(run, refused_lines, existing, jobs, finished_jobs)
+    return bool(refused_lines) or any(job.failed for job in jobs)
 
 
-def _is_there(line: Line) -> bool:
+def _is_video_current(line: PromptLine) -> bool:
     """Returns whether a line's video exists and was generated with the line's settings."""
     assert line.run is not None
     output = line.run.output
     if not output.save_file.exists():
         return False
     try:
-        made = read_json(output.record_path)["settings"]
+        stored_settings = read_json(output.record_path)["settings"]
     except (InputError, KeyError):
         return True  # it has no record to compare with
-    asked = json.loads(json.dumps(line.run.settings, default=str))
-    unknown = {name for name, value in asked.items() if value == "auto"}  # until the run
-    free = unknown | {"save_file"} | ({"base_seed"} if line.draws else set())
-    changed = [n for n in asked if n not in free and asked[n] != made.get(n)]
-    changed += [n for n in made if n not in asked and n not in free]
+    current_settings = json.loads(json.dumps(line.run.settings, default=str))
+    auto_settings = {
+        name for name, value in current_settings.items() if value == "auto"
+    }  # until the run
+    ignored = auto_settings | {"save_file"} | ({"base_seed"} if line.draws_seed else set())
+    changed = [
+        n
+        for n in current_settings
+        if n not in ignored and current_settings[n] != stored_settings.get(n)
+    ]
+    changed += [n for n in stored_settings if n not in current_settings and n not in ignored]
     if changed:
         names = ", ".join(changed)
         logger.info("%s is made again: it differs in %s.", output.save_file, names)
     return not changed
 
 
-def _sum_up(
+def _write_summary(
     run: Run,
-    refused: Mapping[str, str],
-    there: Sequence[str],
+    refused_lines: Mapping[str, str],
+    existing: Sequence[str],
     jobs: Sequence[LineJob],
-    made: Sequence[LineJob],
+    finished_jobs: Sequence[LineJob],
 ) -> None:
     """Logs and writes the outcome of all lines, and the seconds saved by loading once."""
     failed = {job.line: job.error for job in jobs if job.failed}
-    reached = {job.line for job in made} | failed.keys()
-    left = [job.line for job in jobs if job.line not in reached]
-    parts = [f"{len(made)} video{'' if len(made) == 1 else 's'} made"]
-    lines = {"refused": refused, "failed": failed, "not reached": left}
-    parts += [f"{len(there)} there already"] if there else []
-    parts += [f"{what}: line {', '.join(names)}" for what, names in lines.items() if names]
+    reached_lines = {job.line for job in finished_jobs} | failed.keys()
+    unreached_lines = [job.line for job in jobs if job.line not in reached_lines]
+    parts = [f"{len(finished_jobs)} video{'' if len(finished_jobs) == 1 else 's'} made"]
+    outcomes = {"refused": refused_lines, "failed": failed, "not reached": unreached_lines}
+    parts += [f"{len(existing)} there already"] if existing else []
+    parts += [f"{outcome}: line {', '.join(names)}" for outcome, names in outcomes.items() if names]
     text = "; ".join(parts)
-    if made:
-        text += f". {statistics.median(job.seconds for job in made):.1f} s each (median)"
-    if len(made) > 1:
-        first, *others = (job.stages.get("loading", 0.0) for job in made)
-        saved = max(len(others) * first - sum(others), 0.0)  # the first one loads all networks
-        text += f"; loading took {first:.1f} s of the first and saved the others {saved:.1f} s"
-    bad = bool(refused or failed or left)
-    logger.log(logging.ERROR if bad else logging.INFO, "%s.", text)
-    again = [*sys.argv, *(() if "--skip_existing" in sys.argv else ("--skip_existing",))]
+    if finished_jobs:
+        text += f". {statistics.median(job.seconds for job in finished_jobs):.1f} s each (median)"
+    if len(finished_jobs) > 1:
+        first_seconds, *later_seconds = (job.stages.get("loading", 0.0) for job in finished_jobs)
+        saved_seconds = max(
+            len(later_seconds) * first_seconds - sum(later_seconds), 0.0
+        )  # the first one loads all networks
+        text += f"; loading took {first_seconds:.1f} s of the first and saved the others {saved_seconds:.1f} s"
+    is_incomplete = bool(refused_lines or failed or unreached_lines)
+    logger.log(logging.ERROR if is_incomplete else logging.INFO, "%s.", text)
+    command = [*sys.argv, *(() if "--skip_existing" in sys.argv else ("--skip_existing",))]
     summary = {
-        "made": {job.line: str(job.video.run.output.save_file.absolute()) for job in made},
-        "there already": there,
-        **lines,
-        "seconds": {job.line: round(job.seconds, 3) for job in made},
-        "go on with": shlex.join(again) if failed or left else None,
+        "made": {job.line: str(job.video.run.output.save_file.absolute()) for job in finished_jobs},
+        "there already": existing,
+        **outcomes,
+        "seconds": {job.line: round(job.seconds, 3) for job in finished_jobs},
+        "go on with": shlex.join(command) if failed or unreached_lines else None,
     }
     assert run.summary is not None
     try:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wan import env
-from wan.cli.clip_files import CLIP_KINDS, FOUR_DIGITS
-from wan.cli.failures import DECODING
+from wan.cli.clip_files import CLIP_KINDS, NUMBERED_SAFETENSORS
+from wan.cli.failures import DECODING_NOTE
 from wan.evidence.exchange_order import TRACE, make_trace_path
 from wan.log import logger
 from wan.output_files import (
@@ -28,14 +28,14 @@ from wan.settings.errors import InputError
 
 
 @contextmanager
-def usable_paths() -> Iterator[None]:
+def refuse_unusable_paths() -> Iterator[None]:
     """Turns the system's errors for a path (too long, not permitted, I/O) into InputError."""
     try:
         yield
     except OSError as error:
-        what = "A path" if error.filename is None else os.fsdecode(error.filename)
+        subject = "A path" if error.filename is None else os.fsdecode(error.filename)
         why = f"cannot be used ({error.strerror or error})"
-        raise InputError(what, why=why, remedy="give another one") from error
+        raise InputError(subject, why=why, remedy="give another one") from error
 
 
 def check_current_folder() -> None:
@@ -53,7 +53,7 @@ def check_current_folder() -> None:
         check_folder(folder, "The current folder", folder, "give a `save_file` elsewhere")
 
 
-@usable_paths()
+@refuse_unusable_paths()
 def check_video_path(path: Path) -> None:
     """Checks, on rank 0, that a video and its record can be written.
 
@@ -74,8 +74,8 @@ def check_video_path(path: Path) -> None:
     check_output(path.with_suffix(".json"), RECORD, flag)
 
 
-@usable_paths()
-def check_outputs(run: Run) -> None:
+@refuse_unusable_paths()
+def check_run_outputs(run: Run) -> None:
     """Checks, on rank 0, all files and folders that are named after the video.
 
     Raises:
@@ -88,12 +88,12 @@ def check_outputs(run: Run) -> None:
     if output.save_latents:
         check_output(output.latents_path, LATENTS, "`save_latents`")
     if output.save_latents == "steps":
-        check_output_folder(output.steps_dir, {FOUR_DIGITS: LATENTS}, "`save_latents`")
-    if run.request.chain is not None:
+        check_output_folder(output.steps_dir, {NUMBERED_SAFETENSORS: LATENTS}, "`save_latents`")
+    if run.params.chain is not None:
         check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
 
 
-def check_trace(output: Output, compiled: bool, steps: int) -> None:
+def check_trace_options(output: Output, compiled: bool, steps: int) -> None:
     """Checks `trace` and `log_level=debug`: no compiled blocks, valid steps, writable files.
 
     Args:
@@ -103,8 +103,11 @@ def check_trace(output: Output, compiled: bool, steps: int) -> None:
     Raises:
         InputError: A step does not exist, a file cannot be written, or blocks are compiled.
     """
-    asked = {"`trace`": output.trace is not None, "`log_level=debug`": output.log_level == "debug"}
-    for setting in (setting for setting, given in asked.items() if given and compiled):
+    ranged_features = {
+        "`trace`": output.trace is not None,
+        "`log_level=debug`": output.log_level == "debug",
+    }
+    for setting in (setting for setting, is_set in ranged_features.items() if is_set and compiled):
         why = "does not work with `compile`, whose graphs contain no spans"
         raise InputError(setting, None, why, "drop one of them")
     if output.trace_steps is not None and max(output.trace_steps) >= steps:
@@ -118,12 +121,12 @@ def check_trace(output: Output, compiled: bool, steps: int) -> None:
 
 
 @contextmanager
-def latents_survive(path: Path | None) -> Iterator[None]:
+def report_saved_latents(path: Path | None) -> Iterator[None]:
     """Logs the path of the denoised latents when decoding or writing fails."""
     try:
         yield
     except BaseException as error:
-        error.add_note(DECODING)
+        error.add_note(DECODING_NOTE)
         if path is not None:
             command = f"python generate.py --decode_latents {shlex.quote(str(path))}"
             logger.error("The denoised latents are safe in %s; continue with: %s", path, command)

@@ -14,27 +14,27 @@ from wan.settings.errors import InputError, get_exit_code
 from wan.settings.values import Reader, read_path
 
 
-def typed(read: Reader) -> Callable[[str], Any]:
+def make_argument_type(reader: Reader) -> Callable[[str], Any]:
     """Returns a reader as the `type` of an argparse option."""
 
-    def value(raw: str) -> Any:
+    def convert(raw: str) -> Any:
         try:
-            return read("", raw)
+            return reader("", raw)
         except InputError as error:  # argparse prefixes the option's name
             raise argparse.ArgumentTypeError(str(error).rstrip(".").lstrip()) from error
 
-    return value
+    return convert
 
 
-def output_path(kind: OutputKind) -> Callable[[str], Path]:
+def make_output_path_type(kind: OutputKind) -> Callable[[str], Path]:
     """Returns the `type` of an option for an output file, which checks the path."""
 
-    def read(name: str, raw: Any) -> Path:
+    def read_output_path(name: str, raw: Any) -> Path:
         file: Path = read_path(name, raw)
         check_output(file, kind, name)
         return file
 
-    return typed(Reader(read, metavar="FILE"))
+    return make_argument_type(Reader(read_output_path, metavar="FILE"))
 
 
 def run_program(main: Callable[[], int | None], name: str | None = None) -> int:
@@ -47,8 +47,8 @@ def run_program(main: Callable[[], int | None], name: str | None = None) -> int:
     try:
         return main() or 0
     except Exception as error:
-        sentence = failures.describe(error)
+        sentence = failures.describe_error(error)
         if sentence is None:
             raise
-        failures.say(sentence, name or Path(sys.argv[0]).name)
+        failures.print_error(sentence, name or Path(sys.argv[0]).name)
         return get_exit_code(error)

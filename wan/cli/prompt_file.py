@@ -20,19 +20,21 @@ from typing import Any
 from wan import env
 from wan.checkpoint.files import open_regular_file
 from wan.cli import failures
-from wan.cli.output import check_outputs
+from wan.cli.output import check_run_outputs
 from wan.log import logger
 from wan.output_files import SUMMARY, check_output
-from wan.run import Line, Run
+from wan.run import PromptLine, Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
 from wan.settings.values import format_value
 
-MOST_BYTES, MOST_LINES = 16_000_000, 10_000
-_SLUG = 40
+MAX_BYTES, MAX_LINES = 16_000_000, 10_000
+_MAX_SLUG_BYTES = 40
 
 
-def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Run]) -> Run:
+def resolve_prompt_file(
+    user_settings: Mapping[str, Any], resolve_settings: Callable[[Mapping[str, Any]], Run]
+) -> Run:
     """Resolves a command line with --prompt_file; an invalid line does not affect the others.
 
     Args:
@@ -42,113 +44,127 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
     Raises:
         InputError: The file cannot be read, has no lines or too many, or every line is invalid.
     """
-    path, folder = given["prompt_file"], given.get("save_file", Path())
-    for name in _NOT_WITH:
-        if name in given:
+    path, folder = user_settings["prompt_file"], user_settings.get("save_file", Path())
+    for name in _EXCLUDED_SETTINGS:
+        if name in user_settings:
             raise InputError(f"`{name}` is about one video; drop it or `prompt_file`.")
-    shared = {name: value for name, value in given.items() if name not in _COMMAND}
-    found: list[Line] = []
-    texts, said = _texts(path), time.monotonic()
-    for number, text in texts:
-        if time.monotonic() - said > 2:
-            said = time.monotonic()
-            logger.info("%d of %d lines are checked.", len(found), len(texts))
+    shared = {name: value for name, value in user_settings.items() if name not in _COMMAND_SETTINGS}
+    lines: list[PromptLine] = []
+    numbered_texts, last_log = _read_prompt_lines(path), time.monotonic()
+    for number, text in numbered_texts:
+        if time.monotonic() - last_log > 2:
+            last_log = time.monotonic()
+            logger.info("%d of %d lines are checked.", len(lines), len(numbered_texts))
         seeds: list[int | None] = [None]
         try:
-            values, seeds = _values(text)
+            values, seeds = _parse_prompt_line(text)
         except Exception as error:  # refuse this line only
-            found.append(_refused(number, error))
+            lines.append(_make_refused_line(number, error))
             continue
         for seed in seeds:
             try:
-                found.append(_line(number, dict(values), seed, shared, folder, resolve))
+                lines.append(
+                    _resolve_prompt_line(
+                        number, dict(values), seed, shared, folder, resolve_settings
+                    )
+                )
             except Exception as error:
-                found.append(replace(_refused(number, error), seed=seed))
-    found = _without_twins(found)
-    first = next((line.run for line in found if line.run is not None), None)
-    if first is None or all(line.error for line in found):
+                lines.append(replace(_make_refused_line(number, error), seed=seed))
+    lines = _refuse_duplicate_videos(lines)
+    first_run = next((line.run for line in lines if line.run is not None), None)
+    if first_run is None or all(line.error for line in lines):
         raise InputError(
-            f"`prompt_file={path}` has no line that can be carried out; line {found[0].number}: "
-            f"{found[0].error}"
+            f"`prompt_file={path}` has no line that can be carried out; line {lines[0].number}: "
+            f"{lines[0].error}"
         )
-    grouped = given.get("group_by_expert", False)
-    if grouped:
-        first.setup.check_grouping()
-        for flag, given_too in (("power", first.power), ("log_level=debug", first.verbose)):
-            if given_too:
+    is_grouped = user_settings.get("group_by_expert", False)
+    if is_grouped:
+        first_run.setup.check_grouping()
+        for flag, is_set in (("power", first_run.power), ("log_level=debug", first_run.verbose)):
+            if is_set:
                 raise InputError(f"`{flag}` is about whole videos; drop it or `group_by_expert`.")
-    drawn = [line.run.request.base_seed for line in found if line.run and line.draws]
-    first = first.with_seed(drawn[0]) if drawn else first  # its seed is broadcast to all ranks
-    skips = given.get("skip_existing", False)
+    drawn_seeds = [line.run.params.base_seed for line in lines if line.run and line.draws_seed]
+    first_run = (
+        first_run.with_seed(drawn_seeds[0]) if drawn_seeds else first_run
+    )  # its seed is broadcast to all ranks
+    skip_existing = user_settings.get("skip_existing", False)
     summary = folder / f"{path.stem}.summary.json"
     if env.rank() == 0:
         check_output(summary, SUMMARY, "`save_file`")
-    many = {"skip_existing": skips, "group_by_expert": grouped, "summary": summary}
-    return replace(first, lines=tuple(found), **many)
+    run_options = {
+        "skip_existing": skip_existing,
+        "group_by_expert": is_grouped,
+        "summary": summary,
+    }
+    return replace(first_run, lines=tuple(lines), **run_options)
 
 
-_COMMAND = ("prompt_file", "skip_existing", "group_by_expert", "save_file")
-_NOT_WITH = ("decode_latents", "trace", "use_prompt_extend", "prompt")
+_COMMAND_SETTINGS = ("prompt_file", "skip_existing", "group_by_expert", "save_file")
+_EXCLUDED_SETTINGS = ("decode_latents", "trace", "use_prompt_extend", "prompt")
 
 
-def _texts(path: Path) -> list[tuple[int, str]]:
+def _read_prompt_lines(path: Path) -> list[tuple[int, str]]:
     with open_regular_file(path) as file:
-        content = file.read(MOST_BYTES + 1)
+        content = file.read(MAX_BYTES + 1)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"`prompt_file={path}` is no UTF-8 text ({error.reason}).") from error
     stripped = ((n, line.strip()) for n, line in enumerate(text.split("\n"), 1))
-    found = [(n, line) for n, line in stripped if line and not f"{line} ".startswith("# ")]
-    if not found:
+    numbered_lines = [(n, line) for n, line in stripped if line and not f"{line} ".startswith("# ")]
+    if not numbered_lines:
         raise InputError(f"`prompt_file={path}` has no lines; write one prompt per line.")
-    if len(content) > MOST_BYTES or len(found) > MOST_LINES:
-        raise InputError(f"`prompt_file={path}` is too long: at most {MOST_LINES} lines, 16 MB.")
-    return found
+    if len(content) > MAX_BYTES or len(numbered_lines) > MAX_LINES:
+        raise InputError(f"`prompt_file={path}` is too long: at most {MAX_LINES} lines, 16 MB.")
+    return numbered_lines
 
 
-def _line(
+def _resolve_prompt_line(
     number: int,
     values: dict[str, Any],
     seed: int | None,
     shared: Mapping[str, Any],
     folder: Path,
-    resolve: Callable[[Mapping[str, Any]], Run],
-) -> Line:
-    name, end = values.pop("save_file", None), ""
+    resolve_settings: Callable[[Mapping[str, Any]], Run],
+) -> PromptLine:
+    name, suffix = values.pop("save_file", None), ""
     if seed is not None:
-        values["base_seed"], end = seed, f"_s{seed}"
+        values["base_seed"], suffix = seed, f"_s{seed}"
     path = folder / (f"{number:03d}.mp4" if name is None else name)
-    path = path.with_stem(f"{path.stem}{end}") if path.name else path
-    asked = over(shared, values)
-    run, error = resolve(asked).saved_to(path), ""
+    path = path.with_stem(f"{path.stem}{suffix}") if path.name else path
+    settings = merge_line(shared, values)
+    run, error = resolve_settings(settings).with_save_file(path), ""
     if name is None:
-        start = run.request.prompt[: 4 * _SLUG]
-        slug = re.sub(r"[^\w-]+", "_", start.lower()).strip("_")
-        while len(slug.encode()) > _SLUG:
+        prompt_start = run.params.prompt[: 4 * _MAX_SLUG_BYTES]
+        slug = re.sub(r"[^\w-]+", "_", prompt_start.lower()).strip("_")
+        while len(slug.encode()) > _MAX_SLUG_BYTES:
             slug = slug[:-1]
-        run = run.saved_to(folder / f"{number:03d}_{slug.strip('_')}{end}.mp4")
+        run = run.with_save_file(folder / f"{number:03d}_{slug.strip('_')}{suffix}.mp4")
     try:
-        check_outputs(run)
+        check_run_outputs(run)
     except InputError as reason:  # on the main rank only: the others keep the run
-        error = str(failures.describe(reason))
-    draws = asked.get("base_seed", -1) < 0 and "from_json" not in asked
-    return Line(number, run, error, draws, seed)
+        error = str(failures.describe_error(reason))
+    draws_seed = settings.get("base_seed", -1) < 0 and "from_json" not in settings
+    return PromptLine(number, run, error, draws_seed, seed)
 
 
-def over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def merge_line(shared: Mapping[str, Any], line_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of all lines, overridden by those of a line."""
-    schedule = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
-    below = {*schedule} if "timesteps" in own else set()  # timesteps replace them all
-    below |= {"clip_prompts"} if "prompt" in own else set()
-    return {name: value for name, value in shared.items() if name not in below} | {**own}
+    schedule_settings = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
+    replaced_names = (
+        {*schedule_settings} if "timesteps" in line_settings else set()
+    )  # timesteps replace them all
+    replaced_names |= {"clip_prompts"} if "prompt" in line_settings else set()
+    return {name: value for name, value in shared.items() if name not in replaced_names} | {
+        **line_settings
+    }
 
 
-def _refused(number: int, error: Exception) -> Line:
-    return Line(number, None, failures.describe(error) or repr(error))
+def _make_refused_line(number: int, error: Exception) -> PromptLine:
+    return PromptLine(number, None, failures.describe_error(error) or repr(error))
 
 
-def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
+def _parse_prompt_line(text: str) -> tuple[dict[str, Any], list[int | None]]:
     """Parses a line; returns its settings and its `seeds`, or [None] without `seeds`."""
     if not text.startswith("{"):
         return {"prompt": text}, [None]
@@ -162,17 +178,21 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
         if name in FLAGS and not FLAGS[name].line:
             raise InputError(f"{name} applies to all lines; give `{name}` on the command line.")
     seeds: list[int | None] = [None]
-    whole = FLAGS["base_seed"].reader
-    if (listed := raw.get("seeds")) is not None:
-        known = isinstance(listed, list) and 0 < len(listed) <= 1000 and None not in listed
-        seeds = [whole("seeds", one) for one in raw.pop("seeds")] if known else []
-        if not known or len({*seeds}) < len(seeds):
+    read_seed = FLAGS["base_seed"].reader
+    if (seed_list := raw.get("seeds")) is not None:
+        is_valid = (
+            isinstance(seed_list, list) and 0 < len(seed_list) <= 1000 and None not in seed_list
+        )
+        seeds = (
+            [read_seed("seeds", seed_value) for seed_value in raw.pop("seeds")] if is_valid else []
+        )
+        if not is_valid or len({*seeds}) < len(seeds):
             raise InputError(
                 "seeds",
-                format_value(listed, json.dumps),
+                format_value(seed_list, json.dumps),
                 "must be a list of different whole numbers",
             )
-    seed = {} if raw.get("seed") is None else {"base_seed": whole("seed", raw.pop("seed"))}
+    seed = {} if raw.get("seed") is None else {"base_seed": read_seed("seed", raw.pop("seed"))}
     if isinstance(raw.get("prompt"), list):  # prompts of the clips
         raw = {"clip_prompts" if name == "prompt" else name: value for name, value in raw.items()}
     values = read_settings(raw, "{}") | seed
@@ -180,18 +200,18 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
     return values, seeds
 
 
-def _without_twins(found: list[Line]) -> list[Line]:
+def _refuse_duplicate_videos(lines: list[PromptLine]) -> list[PromptLine]:
     """Refuses a line that would overwrite the video or record of an earlier one."""
-    taken: dict[Path, str] = {}
-    for place, line in enumerate(found):
+    line_of_record: dict[Path, str] = {}
+    for index, line in enumerate(lines):
         if line.run is None or line.error:
             continue
         path = Path(
             os.path.realpath(line.run.output.record_path)
         )  # unique for the video and its record
-        if path in taken:
+        if path in line_of_record:
             name = line.run.output.save_file
-            error = f"{name} is the video of line {taken[path]} already; give another save_file."
-            found[place] = replace(line, error=error)
-        taken.setdefault(path, line.name)
-    return found
+            error = f"{name} is the video of line {line_of_record[path]} already; give another save_file."
+            lines[index] = replace(line, error=error)
+        line_of_record.setdefault(path, line.name)
+    return lines

@@ -14,8 +14,13 @@ from typing import Any
 from wan import env, run
 from wan.checkpoint import layout
 from wan.checkpoint.files import read_json, read_safetensors_metadata
-from wan.cli.output import check_outputs, check_trace, check_video_path, usable_paths
-from wan.output_files import numbered
+from wan.cli.output import (
+    check_run_outputs,
+    check_trace_options,
+    check_video_path,
+    refuse_unusable_paths,
+)
+from wan.output_files import iterate_numbered_paths
 from wan.pipeline import memory
 from wan.pipeline.video import read_latents_shape
 from wan.run import DescribeFolder, Run, Values
@@ -25,12 +30,12 @@ from wan.settings.flags import FLAGS, check_needed_settings, read_settings
 from wan.settings.step_cache import is_parameter_used
 
 
-def resolve(
-    given: Values,
+def resolve_command_line(
+    user_settings: Values,
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
-    describe: DescribeFolder = layout.inspect_checkpoint,
-    inputs: bool = True,
+    describe_folder: DescribeFolder = layout.inspect_checkpoint,
+    require_inputs: bool = True,
 ) -> Run:
     """Resolves flags to a checked run.
 
@@ -41,53 +46,61 @@ def resolve(
     Raises:
         InputError: A setting is invalid, or settings do not fit together.
     """
-    with name_settings(env.words()), usable_paths():
-        values = layered(given)
+    with name_settings(env.make_flag_naming()), refuse_unusable_paths():
+        values = merge_layers(user_settings)
         check_needed_settings(
             {name: value for name, value in values.items() if FLAGS[name].needs != "plan"}
         )
         if "save_file" in values and not plan:
             check_video_path(values["save_file"])
-        found = run.resolve(values, make_demo, plan, describe, inputs)
-        if found.extension is not None and env.rank() == 0:  # rank 0 runs the language model
+        checked_run = run.resolve_run(values, make_demo, plan, describe_folder, require_inputs)
+        if (
+            checked_run.prompt_extension is not None and env.rank() == 0
+        ):  # rank 0 runs the language model
             from wan.cli import extend_prompt
 
-            extend_prompt.check(found.extension, found.image is not None)
+            extend_prompt.check_prompt_extension(
+                checked_run.prompt_extension, checked_run.image is not None
+            )
         if plan:
-            found.setup.check_plan()
-        elif found.decode_latents is None:
-            memory.check_memory(found.setup, found.request, env.local_world_size())
+            checked_run.setup.check_plan()
+        elif checked_run.decode_latents is None:
+            memory.check_memory(checked_run.setup, checked_run.params, env.local_world_size())
         else:  # an image's aspect ratio follows from the latents
-            _, _, height, width = read_latents_shape(found.decode_latents)
-            _, rows, columns = found.request.preset.vae_stride
-            request = replace(found.request, size=(width * columns, height * rows))
-            memory.check_memory(found.setup, request, env.local_world_size(), "decoding")
+            _, _, height, width = read_latents_shape(checked_run.decode_latents)
+            _, stride_h, stride_w = checked_run.params.preset.vae_stride
+            params = replace(checked_run.params, size=(width * stride_w, height * stride_h))
+            memory.check_memory(checked_run.setup, params, env.local_world_size(), "decoding")
         if "save_file" in values and not plan:
-            check_outputs(found)
-        check_trace(found.output, found.setup.execution.compile, found.request.sample_steps)
-        return found
+            check_run_outputs(checked_run)
+        check_trace_options(
+            checked_run.output, checked_run.setup.execution.compile, checked_run.params.sample_steps
+        )
+        return checked_run
 
 
-def layered(flags: Values) -> dict[str, Any]:
+def merge_layers(flags: Values) -> dict[str, Any]:
     """Returns the flags, merged over an earlier run's record and environment variables.
 
     If a flag turns a switch off, or names another step cache, the dependent settings of the lower
     layers are dropped.
     """
-    below = {**env.aliases(), **_recorded(flags)}
+    lower_layers = {**env.read_variable_settings(), **_read_recorded_settings(flags)}
     if "recipe" in flags:  # it sets them again
-        below = {
-            name: value for name, value in below.items() if name not in recipes.RECIPE_SETTINGS
+        lower_layers = {
+            name: value
+            for name, value in lower_layers.items()
+            if name not in recipes.RECIPE_SETTINGS
         }
-    values = recipes.merge_defaults(flags, below)
-    for name in below.keys() & values.keys() - flags.keys():
+    values = recipes.merge_defaults(flags, lower_layers)
+    for name in lower_layers.keys() & values.keys() - flags.keys():
         needs = FLAGS[name].needs
         if (needs is not None and not values.get(needs)) or not is_parameter_used(name, values):
             del values[name]
     return values
 
 
-def _recorded(flags: Values) -> dict[str, Any]:
+def _read_recorded_settings(flags: Values) -> dict[str, Any]:
     """Reads the settings of the run that --from_json repeats or --decode_latents continues."""
     if "from_json" in flags and "decode_latents" in flags:
         raise InputError("`from_json`", why="excludes `decode_latents`", remedy="give one of them")
@@ -109,9 +122,11 @@ def _recorded(flags: Values) -> dict[str, Any]:
         settings = read_safetensors_metadata(path, "settings")
         if isinstance(settings, dict):  # the recorded name, but in the folder of the latents
             name = PureWindowsPath(str(settings.get("save_file", ""))).name or path.stem
-            names = numbered((path.parent / name).with_suffix(".mp4"))
-            free = next(n for n in names if not (n.exists() or n.with_suffix(".json").exists()))
-            settings = settings | {"save_file": str(free)}
+            candidate_paths = iterate_numbered_paths((path.parent / name).with_suffix(".mp4"))
+            free_path = next(
+                n for n in candidate_paths if not (n.exists() or n.with_suffix(".json").exists())
+            )
+            settings = settings | {"save_file": str(free_path)}
     else:
         return {}
     if not isinstance(settings, dict):

@@ -72,8 +72,8 @@ class Session:
         index = network.device.index
         if index is None and torch.accelerator.is_available():
             index = torch.accelerator.current_device_index()
-        device = devices.resolve(self.setup.execution.device, index or 0)
-        self.setup.check_device(device.can)
+        device = devices.select_device(self.setup.execution.device, index or 0)
+        self.setup.check_device(device.capabilities)
         parallel, head_dim = self.setup.parallel, self.setup.checkpoint.head_dim
         target = Target(device, head_dim, network.dtype)
         selected = select_kernels(self.setup.attention, target, {}, compile_blocks=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wan import host, torch_private
+from wan import system, torch_private
 from wan.device import Device
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -42,17 +42,17 @@ class ParallelGroups:
         """Return this rank's group along one axis, or along several axes joined in order."""
         mesh = self.mesh[axes]
         if len(axes) > 1:
-            mesh = torch_private.flatten(mesh, "_".join(axes))
+            mesh = torch_private.flatten_mesh(mesh, "_".join(axes))
         return self._set_timeout(mesh).get_group()
 
     def world_mesh(self) -> DeviceMesh:
         """Return a mesh with one axis over all ranks, for sharded weights."""
-        return self._set_timeout(torch_private.flatten(self.mesh, "world"))
+        return self._set_timeout(torch_private.flatten_mesh(self.mesh, "world"))
 
     def _set_timeout(self, mesh: DeviceMesh) -> DeviceMesh:
         """Set the run's timeout, because DeviceMesh gives its groups PyTorch's default."""
         if self.timeout is not None and self.device.type != "npu":  # HCCL has other limits
-            torch_private.set_timeout(mesh.get_group(), self.timeout)
+            torch_private.set_group_timeout(mesh.get_group(), self.timeout)
         return mesh
 
     def warm_up(self) -> None:
@@ -120,9 +120,9 @@ class ParallelGroups:
         dist.barrier()
         now = time.perf_counter_ns()
         machine, rank0_now, seconds = self.broadcast_object_from_rank0(
-            (host.machine(), now, time.time())
+            (system.read_machine_id(), now, time.time())
         )
-        return rank0_now if machine == host.machine() else now, seconds
+        return rank0_now if machine == system.read_machine_id() else now, seconds
 
     def compute_branches(self, compute_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the results of cond and uncond; each half of the ranks computes one branch."""
@@ -174,7 +174,7 @@ def make_parallel_groups(
         # Collectives that overlap attention must not wait for all of its blocks. An axis as large
         # as the world also gets a separate communicator: FSDP's all-gathers use the world's.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    mesh = torch_private.device_mesh(device.type, sizes, axes, options)
+    mesh = torch_private.make_device_mesh(device.type, sizes, axes, options)
     return ParallelGroups(mesh, device, dist.get_rank(), timeout)
 
 

@@ -28,7 +28,7 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from wan import host
+from wan import system
 from wan.device import Device
 from wan.distributed.mesh import BACKENDS, ParallelGroups, make_parallel_groups
 from wan.settings.errors import InputError, Terminated, get_exit_code
@@ -404,7 +404,7 @@ class Watchdog:
     """
 
     def __init__(self, env: RankEnv, store: dist.Store, notify: Notify) -> None:
-        machine = host.machine()
+        machine = system.read_machine_id()
         with suppress(OSError):  # not Linux
             machine += os.readlink("/proc/self/ns/pid")
         node = f"{machine} {env.node}"

@@ -16,7 +16,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
-from wan.output_files import json_kind, write_output
+from wan.output_files import make_json_kind, write_output
 from wan.settings.attention_modes import (
     Mode,
     TokenPlan,
@@ -27,7 +27,7 @@ from wan.settings.attention_modes import (
 )
 from wan.settings.errors import InputError
 from wan.settings.numerics import Q_ROWS
-from wan.trace import PLACES, Event, label
+from wan.trace import CONTEXT_KEYS, Event, format_label
 
 OrderItem = tuple[int, str]
 """(head chunk, operation), for example (0, "A2A q")."""
@@ -196,7 +196,7 @@ def list_recorded_items(events: Iterable[Event]) -> list[OrderItem]:
     """Converts the recorded events of one layer to order items."""
     items = []
     for event in events:
-        attributes = event.facts
+        attributes = event.attributes
         if event.kind == "attention":
             owner = f" of {attributes['owner']}" if "owner" in attributes else ""
             items.append((_get_head_chunk(attributes), f"FA {attributes.get('block')}{owner}"))
@@ -236,7 +236,7 @@ def group_by_forward(events: Iterable[Event]) -> dict[tuple[int, str], list[Even
     """Groups events by forward pass: (step, guidance branch), keeping their order."""
     forwards: dict[tuple[int, str], list[Event]] = {}
     for event in events:
-        step, branch = event.facts.get("step"), event.facts.get("branch")
+        step, branch = event.attributes.get("step"), event.attributes.get("branch")
         if isinstance(step, int) and isinstance(branch, str):
             forwards.setdefault((step, branch), []).append(event)
     return forwards
@@ -246,7 +246,7 @@ def group_by_layer(events: Iterable[Event]) -> dict[int, list[Event]]:
     """Groups the events of a forward pass by layer, keeping their order."""
     layers: dict[int, list[Event]] = {}
     for event in events:
-        layer = event.facts.get("layer")
+        layer = event.attributes.get("layer")
         if isinstance(layer, int):
             layers.setdefault(layer, []).append(event)
     return layers
@@ -289,7 +289,7 @@ def _find_skipped_layers(events: Sequence[Event], plan: ExchangePlan) -> set[int
     """Finds the layers whose self-attention a step cache skipped in a forward pass."""
     skipped_layers: set[int] = set()
     for event in events:
-        attributes = event.facts
+        attributes = event.attributes
         if event.kind != "cache" or attributes.get("decision") != "skipped":
             continue
         layer, first_layer = attributes.get("layer"), attributes.get("first")
@@ -312,7 +312,7 @@ def format_layer_order(events: Iterable[Event]) -> str:
     Waits are omitted if all exchanges are synchronous.
     """
     events = list(events)
-    has_waits = any(event.facts.get("beside") for event in events)
+    has_waits = any(event.attributes.get("beside") for event in events)
     items = [
         (chunk, name)
         for chunk, name in list_recorded_items(events)
@@ -353,7 +353,7 @@ _PARSE_ERRORS = (
     ValueError,
 )
 _MAX_TIME_US = 1e15  # microseconds
-TRACE = json_kind("a trace of generate.py --trace", "traceEvents", "otherData")
+TRACE = make_json_kind("a trace of generate.py --trace", "traceEvents", "otherData")
 _FILE_NAME_PATTERN = re.compile(r"rank(\d{1,5})\.json")
 
 
@@ -376,12 +376,12 @@ def write_trace(trace: Trace, folder: Path, origin_ns: int) -> None:
     span_events = [
         {
             "ph": "X",
-            "name": label(event.kind, event.facts),
+            "name": format_label(event.kind, event.attributes),
             "cat": event.kind,
             **track,
             "ts": (event.begin - origin_ns) / 1e3,
-            "dur": event.length / 1e3,
-            "args": {**event.facts, "issued": (event.issued - origin_ns) / 1e3},
+            "dur": event.duration / 1e3,
+            "args": {**event.attributes, "issued": (event.issued - origin_ns) / 1e3},
         }
         for event in trace.events
     ]
@@ -453,7 +453,7 @@ def _parse_trace_event(row: Mapping[str, Any]) -> Event:
     issued = float(attributes.pop("issued"))
     if not (0 <= length < _MAX_TIME_US and abs(begin) < _MAX_TIME_US and math.isfinite(issued)):
         raise ValueError(f"{str(row['name'])[:40]} has no time")
-    for name in (*PLACES, "what", "decision", "first", "owner"):
+    for name in (*CONTEXT_KEYS, "what", "decision", "first", "owner"):
         if not isinstance(attributes.get(name), str | int | None):
             raise TypeError(f"{name} is {str(attributes[name])[:40]}")
     times = round(begin * 1e3), round((begin + length) * 1e3), round(issued * 1e3)

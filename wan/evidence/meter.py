@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from wan import host
+from wan import system
 
 if TYPE_CHECKING:
     from wan.device import Device
@@ -331,12 +331,12 @@ class Meter:
             source.close()
         if not self._samples:
             return PowerMeasurement(
-                machine=host.machine(), why=self._failure_reason, failed=self._num_failed
+                machine=system.read_machine_id(), why=self._failure_reason, failed=self._num_failed
             )
         return PowerMeasurement(
             source=source.name,
             device=source.device,
-            machine=host.machine(),
+            machine=system.read_machine_id(),
             power_is=source.power_is,
             period=self.period,
             failed=self._num_failed,
@@ -421,7 +421,9 @@ def open_power_source(device: Device) -> PowerSource:
         if device.type == "cuda":
             return Nvml(device.uuid())
         if device.type == "npu":
-            index = host.renumbered("ASCEND_RT_VISIBLE_DEVICES", device.torch_device.index)
+            index = system.find_machine_index(
+                "ASCEND_RT_VISIBLE_DEVICES", device.torch_device.index
+            )
             if index is None:
                 raise MeterError("ASCEND_RT_VISIBLE_DEVICES does not hold this NPU's number")
             return NpuSmi(index)

@@ -102,10 +102,10 @@ class TraceRecording:
         self._start_times: tuple[int, float] | None = None
         self.recorder = Recorder(
             {*plan.steps, *logged_steps},
-            device.clock(),
+            device.make_clock(),
             self._on_step_end,
             self._step_context,
-            None if profile_folder is None else device.range,
+            None if profile_folder is None else device.record_range,
         )
 
     def make_trace(self, **metadata: str) -> Trace:
@@ -138,14 +138,14 @@ class TraceRecording:
         if self._profile_folder is None:
             yield
             return
-        with self._device.profiled(
+        with self._device.profile(
             self._profile_folder / f"rank{self.plan.rank}.step{step}.kernels.json"
         ):
             yield
 
     def _on_step_end(self, events: list[Event]) -> None:
         """Stores and logs the events of a recorded step."""
-        step = events[0].facts["step"]
+        step = events[0].attributes["step"]
         if step in self.plan.steps:
             self.events += events
         if step in self._logged_steps and logger.isEnabledFor(logging.DEBUG):

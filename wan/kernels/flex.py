@@ -76,7 +76,7 @@ def compile_per_shape(
     compiled_function = torch.compile(function, fullgraph=True, **compile_kwargs)  # type: ignore[call-overload]
 
     def call_compiled(*args: object, **kwargs: object) -> Tensor:
-        with torch_private.recompiling(_SHAPES):
+        with torch_private.limit_recompiles(_SHAPES):
             return compiled_function(*args, **kwargs)
 
     return call_compiled

@@ -106,7 +106,7 @@ def select_kernels(
     """
     device, load = target.device, target.load
     names, ops, op_runner, clock = (
-        device.can.list_fused_ops(attention, compile_blocks),
+        device.capabilities.list_fused_ops(attention, compile_blocks),
         PLAIN_OPS,
         None,
         None,
@@ -157,7 +157,7 @@ def make_dense_kernel(attention: Attention, target: Target) -> Kernel:
 
 def _make_kernel(row: KernelRow, target: Target) -> Any:
     """Makes the kernel of a row of the table; ValueError if the device does not have it."""
-    capabilities = target.device.can
+    capabilities = target.device.capabilities
     if not capabilities.has_kernel(row):
         raise ValueError(f"There is no kernel {row.name!r} on this device ({capabilities.name}).")
     return target.load(row.factories[capabilities.type])(target)

@@ -284,7 +284,7 @@ class FAPowerCapAttention:
             if spec.backend is not None and spec.step is not None:
                 first_head = first + sum(heads_per_rank[: self.rank])
                 chunk_spec = spec._replace(step=replace(spec.step, first_head=first_head))
-            with trace.place(chunk=chunk):
+            with trace.add_context(chunk=chunk):
                 if action == "start":
                     qkv = chunks.pop(chunk)
                     incoming[chunk] = self._exchange_in(
@@ -413,7 +413,7 @@ class FAPowerCapAttention:
             attend = spec.backend.prepare_kv(q.slice_rows(0, query_blocks[-1][1]), k, v, spec.step)
         outputs = []
         for block, (first, last) in enumerate(query_blocks):
-            with trace.place(block=block):
+            with trace.add_context(block=block):
                 outputs.append(attend(q.slice_rows(first, last), first))
         return outputs
 

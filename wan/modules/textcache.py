@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from wan.torch_private import times_changed
+from wan.torch_private import count_in_place_writes
 
 TextKV = tuple[Tensor, ...]
 """Cross-attention keys and values of the text, [B,T,N,D] each, then those of the image, if any."""
@@ -76,4 +76,4 @@ def _is_same_input(cached: object, value: object) -> bool:
 
 
 def _get_tensor_versions(inputs: Sequence[object]) -> list[int]:
-    return [times_changed(x) for x in inputs if isinstance(x, Tensor)]
+    return [count_in_place_writes(x) for x in inputs if isinstance(x, Tensor)]

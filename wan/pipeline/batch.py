@@ -36,7 +36,7 @@ class Job:
     Attributes:
         name: The name in log messages, such as "Line 3".
         seconds: Wall-clock time of this video.
-        stages: Seconds by stage, as in `wan.log.Stages`.
+        stages: Seconds by stage, as in `wan.log.StageTimer`.
         denoising: The paused loop of a video between its two experts.
         latents: The denoised latents on the CPU, before they are decoded.
         cancellation_point: Checked between steps; None: that of the pipeline.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from wan import host
+from wan import system
 from wan.cache.policy import Cache
 from wan.checkpoint.config import S2VConfig
 from wan.checkpoint.files import FP8
@@ -33,7 +33,7 @@ from wan.checkpoint.load import (
 from wan.device import Device
 from wan.kernels.base import Target
 from wan.kernels.select import SelectedKernels, make_dense_kernel, select_kernels
-from wan.log import Stages, logger
+from wan.log import StageTimer, logger
 from wan.modules.interfaces import LocalAttention, ModelComponents, SelfAttention, UnshardedSequence
 from wan.modules.model import WanModel
 from wan.modules.networks import build_dit
@@ -86,7 +86,7 @@ def build_pipeline(
     Raises:
         InputError: The device cannot run the setup, or files are damaged or do not belong together.
     """
-    setup.check_device(device.can)
+    setup.check_device(device.capabilities)
     checkpoint, execution = setup.checkpoint, setup.execution
     compute_dtype = DTYPES[execution.get_dit_precision(device.type)]
     exported = {}
@@ -130,7 +130,7 @@ def build_pipeline(
             run_on_rank0=groups.broadcast_from_rank0,
             run_branches=groups.compute_branches if parallel.cfg_size == 2 else run_both_branches,
         )
-    stages = Stages(device.synchronize)
+    stages = StageTimer(device.synchronize)
     loading = stages("loading")
     autoencoder = LazyModule(loading(loader.load_video_vae))
     return Pipeline(
@@ -188,7 +188,7 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
     is_large = checkpoint.config["dim"] >= 1024  # not that of the demo
     could_be_bf16 = device.type == "cpu" and execution.precision == "auto" and is_large
-    if could_be_bf16 and host.has_bfloat16():
+    if could_be_bf16 and system.has_bfloat16():
         logger.info("This CPU has bfloat16 units: --precision bf16 uses them.")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wan import log
-from wan.device import beside
+from wan.device import use_side_stream
 from wan.log import logger
 from wan.pipeline.clips import Clip
 from wan.pipeline.conditioning import (
@@ -134,7 +134,7 @@ class _BackgroundDecode:
 
     def _decode(self) -> Tensor:
         pipeline, collected = self._pipeline, FrameCollector(torch.device("cpu"))
-        with beside(pipeline.device.torch_device), pipeline.stages("decoding"):
+        with use_side_stream(pipeline.device.torch_device), pipeline.stages("decoding"):
             pipeline.vae_runner.decode_alone(self._latents, collected)
         return collected.video
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from wan import trace
 from wan.cache.policy import Cache
 from wan.kernels.base import StepInfo
-from wan.log import progress
+from wan.log import make_progress_bar
 from wan.pipeline.solvers import SampleNoise, make_solver
 from wan.settings.errors import NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule
@@ -173,7 +173,10 @@ class DenoisingLoop:
         experts.get(first_expert)  # before the bar, so that its rate excludes loading
         for name in later_experts:
             experts.prefetch(name)
-        with torch.no_grad(), progress(stop - self._num_steps_done, "sampling", "step") as bar:
+        with (
+            torch.no_grad(),
+            make_progress_bar(stop - self._num_steps_done, "sampling", "step") as bar,
+        ):
             for index in range(self._num_steps_done, stop):
                 cancellation_point.check(index, num_steps)
                 name = self._noise_schedule.experts[index]
@@ -216,7 +219,7 @@ class DenoisingLoop:
             predict_velocity, model, self.latents, inputs.expand_timestep(timestep), inputs, step
         )
         guidance = None if step_cache is None else step_cache.get_if_skips("uncond")
-        with trace.step(index, name):  # excludes loading
+        with trace.record_step(index, name):  # excludes loading
             guided_velocity = apply_guidance(
                 predict_branch,
                 high if name == "high_noise" else low,

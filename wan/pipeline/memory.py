@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from wan import host
+from wan import system
 from wan.checkpoint.config import BLOCK_PREFIXES, S2VConfig
 from wan.checkpoint.files import get_tensor_alignment, read_folder_headers, read_safetensors_offsets
 from wan.pipeline.setup import Setup
@@ -544,7 +544,7 @@ def get_free_memory(device_type: str) -> int | None:
     """
     if device_type == "cuda":
         return max(query_gpu_memory("free"), default=None)
-    return host.available_memory() if device_type == "cpu" else None
+    return system.read_available_memory() if device_type == "cpu" else None
 
 
 def query_gpu_memory(kind: str) -> list[int]:

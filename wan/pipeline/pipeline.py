@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wan import host
+from wan import system
 from wan.cache.policy import Cache
 from wan.checkpoint.files import compute_file_digest
 from wan.checkpoint.source import materialize_tensors
 from wan.device import Device
-from wan.log import Stages
+from wan.log import StageTimer
 from wan.pipeline import conditioning
 from wan.pipeline.decoding import VaeRunner
 from wan.pipeline.denoise import (
@@ -156,7 +156,7 @@ class Experts:
 
 
 def _prefetch_weight_files(files: Iterable[Path]) -> None:
-    host.in_background(partial(host.read_ahead, sorted(set(files))))
+    system.start_background_thread(partial(system.prefetch_files, sorted(set(files))))
 
 
 T = TypeVar("T")
@@ -293,7 +293,7 @@ class Pipeline:
     experts: Experts
     text_size: tuple[int, int]
     offload_manager: OffloadManager
-    stages: Stages
+    stages: StageTimer
     kernel: str
     returns_lse: bool
     step_cache: Cache

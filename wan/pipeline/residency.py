@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from wan.checkpoint.load import DTypeOf, WeightTransform, copy_rows
 from wan.checkpoint.source import TensorSource, TensorSources, owns_memory, use_mapped_tensors
 from wan.device import CopyStream
-from wan.host import on_own_cores
-from wan.log import progress
+from wan.log import make_progress_bar
 from wan.settings.execution import count_block_buffers
+from wan.system import use_core_share
 
 _ALIGNED = 512  # bytes, as PyTorch aligns an accelerator's memory
 _SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two, and keeps it
@@ -185,24 +185,27 @@ class HostBlockLoader:
             self._host.write(self._offsets[block], buffers[0].memory[: block.flat.size])
             block.flat.free_storage()
         for buffer in buffers:
-            self._stream.uses(buffer.memory)
-            buffer.copy_event, buffer.compute_event = self._stream.event(), self._stream.event()
+            self._stream.record_stream(buffer.memory)
+            buffer.copy_event, buffer.compute_event = (
+                self._stream.make_event(),
+                self._stream.make_event(),
+            )
             self.release(buffer)
 
     def fetch(self, block: StreamedBlock, buffer: BlockBuffer) -> None:
         """Starts the copy of a block, after the last computation that uses the buffer."""
         block.flat.bind_storage(buffer.memory)
         chunks = self._host.chunks(self._offsets[block], block.flat.size)
-        self._stream.copy(buffer.memory, chunks, after=buffer.compute_event)
-        self._stream.copied(buffer.copy_event)
+        self._stream.copy(buffer.memory, chunks, event=buffer.compute_event)
+        self._stream.record_copied(buffer.copy_event)
 
     def wait_for_copy(self, buffer: BlockBuffer) -> None:
         """Makes later computations wait for the copy into the buffer."""
-        self._stream.compute_after(buffer.copy_event)
+        self._stream.make_compute_wait(buffer.copy_event)
 
     def release(self, buffer: BlockBuffer) -> None:
         """Makes the next copy into the buffer wait for the computations queued so far."""
-        self._stream.computed(buffer.compute_event)
+        self._stream.record_computed(buffer.compute_event)
 
 
 class StreamedBlocks:
@@ -247,7 +250,7 @@ class StreamedBlocks:
         preloaded = resident_blocks if on_cpu else blocks
         if preloaded:
             total = sum(block.flat.size for block in preloaded)
-            with progress(total, "loading blocks", "B") as bar, on_own_cores():
+            with make_progress_bar(total, "loading blocks", "B") as bar, use_core_share():
                 for block in resident_blocks:
                     block.load_into(allocate(block.flat.size), bar.update)
                 if streamed_blocks and not on_cpu:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wan.checkpoint.keymaps import rename_vae_to_diffusers
 from wan.checkpoint.load import ModelSpec, read_headers
-from wan.log import progress
+from wan.log import make_progress_bar
 from wan.settings.errors import InputError
 from wan.vae import tiles
 from wan.vae.network import FRAMES_PER_LATENT, VERSIONS, Autoencoder
@@ -128,7 +128,7 @@ class VideoVAE:
                 sink.write_frames(frames_BCFHW[0].float().clamp_(-1, 1))
 
         rows.run_together(begin)
-        with progress(latent.shape[2], "decoding", "latent frame") as bar:
+        with make_progress_bar(latent.shape[2], "decoding", "latent frame") as bar:
             for frames in self._network.decode(latent, rows):
                 rows.run_together(partial(write_frames, frames))
                 bar.update()
@@ -137,7 +137,7 @@ class VideoVAE:
     def decode_in_tiles(self, latent_Zfhw: Tensor) -> Tensor:
         """Decodes in spatial tiles, with less memory; exact only with a single tile."""
         latent = self._denormalize(latent_Zfhw)
-        with progress(None, "decoding", "latent frame of a tile") as bar:
+        with make_progress_bar(None, "decoding", "latent frame of a tile") as bar:
             if max(self._video_size(latent)[1:]) <= tiles.SIDE:
                 return self._decode_tile(latent, bar)[0].clamp_(-1, 1)
             video = torch.empty((1, 3, *self._video_size(latent)), device=self.device)

@@ -25,7 +25,7 @@ from wan.checkpoint.config import S2VConfig, VaceConfig
 from wan.checkpoint.files import TensorInfo
 from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, make_dit_dtype_rule, open_sources
 from wan.checkpoint.source import TensorSources, count_mapped_bytes
-from wan.device import Device, resolve
+from wan.device import Device, select_device
 from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select_kernels
@@ -40,7 +40,13 @@ from wan.settings.parallel import Parallel
 from wan.settings.presets import FACE_SIZE
 from wan.settings.request import VideoParams
 from wan.settings.sound import AUDIO_LAYERS, MOTION_LATENTS
-from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
+from wan.torch_private import (
+    DatalessFunctionMode,
+    StorageTracker,
+    count_weight_bytes,
+    init_fake_process_group,
+    materialize_without_data,
+)
 from wan.vae import tiles
 
 META = torch.device("meta")
@@ -180,7 +186,7 @@ class Planner:
         mapped_total = count_mapped_bytes(
             network, open_sources(tensors) if self.device.type == "cpu" else {}
         )
-        return WeightBytes(weight_bytes(network) - mapped_total, mapped_total)
+        return WeightBytes(count_weight_bytes(network) - mapped_total, mapped_total)
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
         """Measures the text encoder. ranks: number of ranks that shard the weights."""
@@ -204,9 +210,9 @@ class Planner:
                 ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
                 with live:
                     network(ids, torch.ones_like(ids))
-                table = weight_bytes(network.get_submodule(text.EMBEDDING_NAME))
+                table = count_weight_bytes(network.get_submodule(text.EMBEDDING_NAME))
         blocks = max(0, size.weights - table)
-        return replace(size, blocks=blocks, activations=live.peak)
+        return replace(size, blocks=blocks, activations=live.peak_bytes)
 
     def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[WeightBytes, Usage, Usage]:
         """Measures the weights and the activations of the VAE.
@@ -253,11 +259,11 @@ class Planner:
             """Extrapolates from four latent frames; each from the third on adds the same."""
             peaks = []
             for num_frames in (min(frames, 3), min(frames, 4)):
-                live = Live("meta")
-                live.leave_out(network.parameters())
+                live = StorageTracker("meta")
+                live.exclude(network.parameters())
                 with self._simulate_rank(0, Parallel()), META, live:
                     work(num_frames)
-                peaks.append(live.peak)
+                peaks.append(live.peak_bytes)
             further = max(0, frames - 4) * (peaks[1].total() - peaks[0].total())
             return peaks[1] + Usage(activations=further)
 
@@ -290,7 +296,7 @@ class Planner:
                 network, network.blocks, dtypes, sharding, sources, network.adapter_modules, ranks
             ) as (live, size):
                 sends = self._run_forwards(network, live, self.branches(parallel))
-                activations, cached = live.peak - live.held, +live.held
+                activations, cached = live.peak_bytes - live.live_bytes, +live.live_bytes
                 residual_bytes = caches.cached_bytes()
         layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.wan_blocks())
@@ -323,19 +329,19 @@ class Planner:
         return network, sources if uses_mapped else {}
 
     def _run_forwards(
-        self, network: WanModel, live: Live, branches: tuple[str, ...]
+        self, network: WanModel, live: StorageTracker, branches: tuple[str, ...]
     ) -> tuple[Sends, ...]:
         """Runs each guidance branch in a dense and a sparse step, and returns the sends of a layer.
 
         With a step cache the first step runs twice: the second time the cache holds the residuals
         of the first.
         """
-        live.watch(network, "embeddings")
-        live.watch(network.text_embedding, "text")
-        live.watch(network.head, "head")
+        live.track_module(network, "embeddings")
+        live.track_module(network.text_embedding, "text")
+        live.track_module(network.head, "head")
         for block in network.wan_blocks():
             for name, label in _LAYERS.items():
-                live.watch(block.get_submodule(name), label)
+                live.track_module(block.get_submodule(name), label)
         setup, params, config = self.setup, self.params, self.setup.checkpoint.config
         (channels, *size), grid, steps = params.latent_shape, params.grid, params.sample_steps
 
@@ -366,7 +372,7 @@ class Planner:
             }
             features = AUDIO_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
             audio_inputs = [{"audio_input": empty(1, *features)} for _ in branches]
-        live.leave_out(
+        live.exclude(
             (
                 x,
                 y,
@@ -385,7 +391,7 @@ class Planner:
         )
         step_indices, sends = sorted({0, sparse_from}), list[Sends]()
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
-            live.sent.clear()
+            live.sent_operations.clear()
             for branch, text_LC, audio_input in zip(
                 branches, prompt_embeds, audio_inputs, strict=True
             ):
@@ -400,19 +406,21 @@ class Planner:
                         step=step,
                     )
             layers = len(network.wan_blocks())
-            sends.append(live.sent[: len(live.sent) // len(branches) // layers])
+            sends.append(
+                live.sent_operations[: len(live.sent_operations) // len(branches) // layers]
+            )
         return tuple(sends[-len(step_indices) :])
 
     @contextmanager
     def _simulate_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.ParallelGroups | None]:
         """Simulates a rank of a run, and yields its parallel groups; None for a single rank."""
         is_distributed = parallel.world_size > 1
-        with torch.no_grad(), WithoutData(), log.silence(), ExitStack() as stack:
+        with torch.no_grad(), DatalessFunctionMode(), log.silence_thread(), ExitStack() as stack:
             if is_distributed:
-                fake_process_group(rank, parallel.world_size)
+                init_fake_process_group(rank, parallel.world_size)
                 stack.callback(dist.destroy_process_group)
             yield (
-                mesh.make_parallel_groups(resolve("cpu"), parallel.mesh_shape)
+                mesh.make_parallel_groups(select_device("cpu"), parallel.mesh_shape)
                 if is_distributed
                 else None
             )
@@ -434,7 +442,7 @@ def _prepare_meta_network(
     sources: TensorSources,
     adapter_modules: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
     ranks: int = 1,
-) -> Iterator[tuple[Live, NetworkSize]]:
+) -> Iterator[tuple[StorageTracker, NetworkSize]]:
     """Prepares a meta network to run on tensors without data, with two or three of its blocks.
 
     FSDP needs three blocks: the first, the last and one in the middle. Memory-mapped weights are
@@ -459,20 +467,20 @@ def _prepare_meta_network(
     names = {module: name for name, module in network.named_modules()}
     for module in chain.from_iterable(adapters):
         in_blocks += count_mapped_bytes(network, sources, f"{names[module]}.")
-    adapter_bytes = [sum(map(weight_bytes, modules)) // ranks for modules in adapters]
+    adapter_bytes = [sum(map(count_weight_bytes, modules)) // ranks for modules in adapters]
     removed_blocks = blocks[num_kept_blocks:]
     del blocks[num_kept_blocks:]
     for module in chain.from_iterable(adapters[num_kept_blocks:]):
         network.set_submodule(names[module], nn.Identity())
     sharding.shard(network.eval().requires_grad_(False))
-    with without_memory(network, sharded=not is_unsharded) as live:
-        block = weight_bytes(blocks[-1])
+    with materialize_without_data(network, sharded=not is_unsharded) as live:
+        block = count_weight_bytes(blocks[-1])
         removed_bytes = (
-            weight_bytes(removed_blocks) if is_unsharded else len(removed_blocks) * block
+            count_weight_bytes(removed_blocks) if is_unsharded else len(removed_blocks) * block
         )
         block += (sum(adapter_bytes) - in_blocks) // count
         weights = (
-            weight_bytes(network)
+            count_weight_bytes(network)
             + removed_bytes
             + sum(adapter_bytes[num_kept_blocks:])
             - mapped_total

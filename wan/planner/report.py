@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from wan import env, host
+from wan import env, system
 from wan.checkpoint.files import TensorInfo
 from wan.checkpoint.layout import Checkpoint
 from wan.pipeline import clip, text, vae
@@ -22,14 +22,14 @@ from wan.settings.request import VideoParams
 
 def print_plan_report(run: Run) -> None:
     """Prints the plan of a run; raises InputError if the run does not fit on its device."""
-    planning = run.planning
+    planning = run.plan_options
     if planning.link_gbs is not None and planning.nodes is None:
         raise InputError("`link_gbs`", None, "has no effect without `nodes`", "add `nodes`")
     if planning.host_gbs is not None and run.setup.execution.offload_model != "block":
         remedy = "add `offload_model=block`"
         raise InputError("`host_gbs`", None, "has no effect where no blocks are copied", remedy)
-    planner = Planner(run.setup, run.request)
-    flag_naming = env.words()
+    planner = Planner(run.setup, run.params)
+    flag_naming = env.make_flag_naming()
     plan_lines = [*map(flag_naming.render, run.notices)]
     plan_lines += describe_plan(planner, run.settings["task"], planning.host_gbs)
     if planning.nodes is not None:
@@ -37,11 +37,11 @@ def print_plan_report(run: Run) -> None:
             flag_naming.render, _describe_placement(planner, planning.nodes, planning.link_gbs)
         )
     print(*plan_lines, sep="\n", flush=True)
-    memory = run.device_memory or planner.device.can.memory
+    memory = run.device_memory or planner.device.capabilities.memory
     if memory is None and planner.device.type == "cuda":
         memory = min(query_gpu_memory("total"), default=None)
     print(flag_naming.render(check_plan_memory(planner, memory)))
-    free = host.available_memory() if run.device_memory is None else memory
+    free = system.read_available_memory() if run.device_memory is None else memory
     for line in describe_rereads(planner, free or 0):
         print(line)
 
@@ -58,7 +58,7 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
     tokens, need = planner.token_plan(parallel), planner.peak_bytes()
     plan_lines = [
         f"Plan: {task}, {width}*{height}, {_describe_frames(params)}, {planner.precision}, "
-        f"{_format_count(parallel.world_size, 'rank')} ({planner.device.can.name}); sizes "
+        f"{_format_count(parallel.world_size, 'rank')} ({planner.device.capabilities.name}); sizes "
         + (f"of {folder}" if folder else "as published (no checkpoint folder)"),
         *describe_checkpoint_files(planner),
         f"Tokens: {tokens.tokens} + {tokens.padded_len - tokens.tokens} padding, "

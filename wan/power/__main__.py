@@ -20,13 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; exit codes as generate.py: 0 done, 1 failed, 2 refused."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        with failures.terminable(), failures.readable():
+        with failures.raise_on_sigterm(), failures.ignore_closed_stdout():
             return _run_command(argv)
     except BaseException as error:
-        message = failures.describe(error)
+        message = failures.describe_error(error)
         if message is None:
             raise
-        failures.say(message, "wan.power")
+        failures.print_error(message, "wan.power")
         return get_exit_code(error)
 
 

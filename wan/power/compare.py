@@ -26,13 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wan import __version__, env, host, log
+from wan import __version__, env, log, system
 from wan.cli import main as command
-from wan.cli.flags import Parser, parse
+from wan.cli.flags import Parser, parse_flags
 from wan.evidence import exchange_order
 from wan.evidence.meter import PowerMeasurement
 from wan.log import logger
-from wan.output_files import VIDEO, check_folder, check_output, json_kind, marked_kind, write_output
+from wan.output_files import (
+    VIDEO,
+    check_folder,
+    check_output,
+    make_json_kind,
+    make_marked_kind,
+    write_output,
+)
 from wan.power.timeline import PLOT, PLOT_METADATA
 from wan.run import Run
 from wan.settings.attention_modes import MODES
@@ -60,9 +67,9 @@ _FORBIDDEN_FLAGS = (
 )
 """Flags of generate.py that the comparison sets or does not support."""
 MIN_ROUNDS = 5  # rounds
-_COMPARISON_KIND = json_kind("a comparison of wan.power", "machine", "recommended", "variants")
+_COMPARISON_KIND = make_json_kind("a comparison of wan.power", "machine", "recommended", "variants")
 _REPORT_TITLE = "# Comparison of the modes of FA_Power_Cap"
-_REPORT_KIND = marked_kind("a report of wan.power compare", _REPORT_TITLE.encode())
+_REPORT_KIND = make_marked_kind("a report of wan.power compare", _REPORT_TITLE.encode())
 _OFFLOAD_LABELS = {False: "all networks in memory", True: "one network at a time"}
 _NUM_RESAMPLES = 4000  # bootstrap resamples of the rounds
 
@@ -140,17 +147,17 @@ class VariantResult:
 
 def main(argv: Sequence[str]) -> int:
     """Runs a comparison; returns an exit code of generate.py."""
-    log.setup(env.rank() == 0)
+    log.set_up_logging(env.rank() == 0)
     separator = [*argv, "--"].index("--")
     options, arguments = _parse_compare_options(argv[:separator]), list(argv[separator + 1 :])
     options.command = f"compare {' '.join(argv)}"
     arguments = [*PRESETS.get(options.preset, ()), *arguments]
-    user_settings = parse(arguments)
+    user_settings = parse_flags(arguments)
     for name in _FORBIDDEN_FLAGS:
         if name in user_settings:
             raise InputError(f"`{name}`", None, "is set by compare itself", "drop it")
     if options.plan is not None:
-        return _print_comparison_plan(options, command.resolved(arguments, plan=True))
+        return _print_comparison_plan(options, command.resolve_arguments(arguments, plan=True))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -165,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     _check_comparison_outputs(options.out)
     arguments += ["--save_file", str(options.out / "baseline.mp4")]
-    return command.carry_out(arguments, partial(_run_comparison, options))
+    return command.execute_command_line(arguments, partial(_run_comparison, options))
 
 
 def _check_comparison_outputs(out: Path) -> None:
@@ -238,8 +245,8 @@ def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None)
     rounds = ComparisonRounds(run, groups, variants, options.out, options.quick)
     seconds = rounds.warm_up()
     num_runs = options.repeats * len(rounds.results)
-    item = log.duration(seconds) if seconds >= 10 else f"{seconds:.2f} s"
-    total_time = log.duration(num_runs * seconds)
+    item = log.format_duration(seconds) if seconds >= 10 else f"{seconds:.2f} s"
+    total_time = log.format_duration(num_runs * seconds)
     logger.info("%d runs of about %s: %s, and loading.", num_runs, item, total_time)
     rng = random.Random(options.order)
     for round_number in range(1, options.repeats + 1):
@@ -263,7 +270,7 @@ def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -
     from wan.pipeline import memory
 
     device_type, ranks_per_node = groups.device.type, env.local_world_size()
-    free = host.available_memory() if device_type == "cpu" else groups.device.free_memory()
+    free = system.read_available_memory() if device_type == "cpu" else groups.device.free_memory()
     free_per_rank = [num_bytes for num_bytes in groups.gather(free) if num_bytes is not None]
     offload_modes = [run.setup.execution.offload_model]
     if options.keeps:  # a step cache needs a video's steps in sequence
@@ -272,7 +279,7 @@ def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -
     for offload in offload_modes:
         memory_options: dict[str, Any] = {"device": device_type, "offload_model": offload}
         stage, needed_bytes = memory.find_fullest_stage(
-            run.setup, run.request, ranks_per_node, **memory_options
+            run.setup, run.params, ranks_per_node, **memory_options
         )
         if not free_per_rank or needed_bytes <= min(free_per_rank):
             free_text = "" if not free_per_rank else f" of {min(free_per_rank) / 1e9:.1f} GB free"
@@ -292,7 +299,7 @@ def _print_comparison_plan(options: Namespace, run: Run) -> int:
     """Prints the memory that a comparison needs, and whether it fits."""
     from wan.pipeline import memory
 
-    params, fits_any = run.request, False
+    params, fits_any = run.params, False
     width, height = params.video_size
     size = f"{width}*{height}, {params.frame_num} frames, {params.sample_steps} steps"
     print(f"Comparison: {params.preset.task}, {size}, {run.setup.parallel.world_size} ranks")
@@ -409,8 +416,8 @@ def measure_chunk_gaps(events: Sequence[Event]) -> list[float]:
     for event in events:
         if event.kind != "attention":
             continue
-        layer_key = tuple(event.facts.get(name) for name in ("step", "branch", "layer"))
-        chunk = event.facts.get("chunk")
+        layer_key = tuple(event.attributes.get(name) for name in ("step", "branch", "layer"))
+        chunk = event.attributes.get("chunk")
         if previous is not None and previous[0] == layer_key and previous[1] != chunk:
             gaps.append((event.begin - previous[2]) / 1e9)
         previous = layer_key, chunk, event.end
@@ -425,7 +432,7 @@ def summarize_traces(folder: Path, variant: Variant) -> str:
         return f"not available ({error})"
     events = [event for rank_trace in traces for event in rank_trace.events]
     step_time, attention_time = (
-        sum(e.length for e in events if e.kind == kind) for kind in ("step", "attention")
+        sum(e.duration for e in events if e.kind == kind) for kind in ("step", "attention")
     )
     duty_text = f"attention {attention_time / step_time:.0%} of a step"
     if variant.adds_idle_gaps:
@@ -452,7 +459,7 @@ def write_comparison(
     baseline, (cfg, ring, ulysses) = results[0], run.setup.parallel.mesh_shape
     machine = {
         "device": device,
-        "host": host.cpu(),
+        "host": system.read_cpu_name(),
         "ranks": run.setup.parallel.world_size,
         "layout": f"ulysses {ulysses} x ring {ring} x cfg {cfg}",
         "wan": __version__,
@@ -474,7 +481,7 @@ def write_comparison(
     record |= {"recommended": recommendation, "variants": variant_records}
     with write_output(options.out / "comparison.json", _COMPARISON_KIND) as path:
         path.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
-    params = run.request
+    params = run.params
     width, height = params.video_size
     image_line = "![Gain of each variant](gain.png)\n" if draw_gains(results, options.out) else ""
     timing_note = "of denoising"

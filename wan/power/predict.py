@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from wan.cli.flags import Parser
-from wan.run import Run, resolve
+from wan.run import Run, resolve_run
 from wan.settings.attention_modes import (
     MODES,
     OVERLAP,
@@ -123,7 +123,7 @@ class Workload:
 
     @classmethod
     def from_run(cls, run: Run) -> Workload:
-        parallel, config, params = run.setup.parallel, run.setup.checkpoint.config, run.request
+        parallel, config, params = run.setup.parallel, run.setup.checkpoint.config, run.params
         multiple = run.setup.attention.row_multiple(parallel.ring_size)
         plan = TokenPlan(params.max_clip_tokens, parallel.sequence_size, multiple)
         branches = 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
@@ -364,7 +364,7 @@ def main(argv: Sequence[str]) -> int:
     defaults = (
         PUBLISHED_RUN if is_published_task else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
     )
-    run = resolve({**defaults, **run_settings, "plan": True}, lambda *_: None, plan=True)
+    run = resolve_run({**defaults, **run_settings, "plan": True}, lambda *_: None, plan=True)
     if run.setup.parallel.ulysses_size == 1:
         raise InputError("`ulysses_size`", 1, "has no exchanges to predict", "give a larger one")
     constants, workload = (
@@ -391,7 +391,7 @@ def _format_predictions(
         predict_modes(workload, constants),
         compute_sensitivity(workload, constants),
     )
-    params, parallel, baseline = run.request, run.setup.parallel, predictions[0]
+    params, parallel, baseline = run.params, run.setup.parallel, predictions[0]
     yield (
         f"Predicted, not run: {params.preset.task}, {params.size[0]}*{params.size[1]}, "
         f"{params.frame_num} frames, {params.sample_steps} steps; cfg {parallel.cfg_size} x ring "

@@ -23,7 +23,7 @@ from typing import Any
 
 from wan.cli.flags import Parser
 from wan.evidence.exchange_order import OrderComparison, Trace, compare_with_plan, read_traces
-from wan.output_files import check_output, json_kind, write_output
+from wan.output_files import check_output, make_json_kind, write_output
 from wan.power import timeline
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
@@ -42,7 +42,7 @@ GAP_EDGES_MS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _PART_OF_KIND = {kind: part for part, kinds in PARTS.items() for kind in kinds}
 _COUNT_NAMES = {"attention": "FA", "hop": "hops", "gather": "gathers"}
 _NS_PER_MS = 1e6  # nanoseconds
-_REPORT_KIND = json_kind("a report of wan.power", "mode", "order", "plan", "ranks")
+_REPORT_KIND = make_json_kind("a report of wan.power", "mode", "order", "plan", "ranks")
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class RankReport:
 def analyze_trace(trace: Trace) -> RankReport:
     """Computes the report of one rank."""
     events = trace.events
-    step = sum(event.length for event in events if event.kind == "step") / _NS_PER_MS
+    step = sum(event.duration for event in events if event.kind == "step") / _NS_PER_MS
     parts, part_end = dict.fromkeys(PARTS, 0.0), 0
     for event in events:  # nested events count as part of the outer one
         if event.kind in _PART_OF_KIND and event.begin >= part_end:
-            parts[_PART_OF_KIND[event.kind]] += event.length / _NS_PER_MS
+            parts[_PART_OF_KIND[event.kind]] += event.duration / _NS_PER_MS
             part_end = event.end
     parts["other"] = max(step - sum(parts.values()), 0.0)
     layer_spans = timeline.collect_layer_spans(events)
@@ -122,7 +122,7 @@ def analyze_trace(trace: Trace) -> RankReport:
     calls = [event for event in events if event.kind == "attention"]
     for previous_call, call in zip(calls, calls[1:], strict=False):
         (previous_step, *previous_place), (next_step, *next_place) = (
-            [attention_call.facts.get(name) for name in ("step", "branch", "layer")]
+            [attention_call.attributes.get(name) for name in ("step", "branch", "layer")]
             for attention_call in (previous_call, call)
         )
         if previous_step == next_step:
@@ -146,7 +146,7 @@ def _count_layer_events(layer_events: Iterable[Event]) -> dict[str, int]:
     counts = dict.fromkeys(("A2A", "scales", "FA", "hops", "gathers"), 0)
     for event in layer_events:
         if event.kind == "a2a":
-            counts["scales" if "scale" in str(event.facts.get("what")) else "A2A"] += 1
+            counts["scales" if "scale" in str(event.attributes.get("what")) else "A2A"] += 1
         elif event.kind in _COUNT_NAMES:
             counts[_COUNT_NAMES[event.kind]] += 1
     return counts
@@ -154,10 +154,10 @@ def _count_layer_events(layer_events: Iterable[Event]) -> dict[str, int]:
 
 def _make_layer_record(event: Event, layer_events: Sequence[Event]) -> dict[str, Any]:
     call_durations = [
-        layer_event.length for layer_event in layer_events if layer_event.kind == "attention"
+        layer_event.duration for layer_event in layer_events if layer_event.kind == "attention"
     ]
-    return {name: event.facts.get(name) for name in ("step", "branch", "layer")} | {
-        "time": event.length / _NS_PER_MS,
+    return {name: event.attributes.get(name) for name in ("step", "branch", "layer")} | {
+        "time": event.duration / _NS_PER_MS,
         "attention": sum(call_durations) / _NS_PER_MS,
         "calls": len(call_durations),
         "exchanges": sum(layer_event.kind == "a2a" for layer_event in layer_events),

@@ -131,11 +131,11 @@ class StepTimer(trace.Recorder):
 
     def __init__(self, clock: trace.Clock, num_steps: int) -> None:
         super().__init__(range(num_steps), clock, lambda _: None)
-        self._step_times: list[tuple[trace.Later, trace.Later]] = []
+        self._step_times: list[tuple[trace.DeferredTime, trace.DeferredTime]] = []
         clock.start()
 
     @contextmanager
-    def step(self, index: int, expert: str) -> Iterator[None]:
+    def record_step(self, index: int, expert: str) -> Iterator[None]:
         begin = self.clock.now()
         yield
         self._step_times.append((begin, self.clock.now()))
@@ -166,11 +166,11 @@ class ComparisonRounds:
         quick: bool = False,
     ) -> None:
         self._run, self._groups, self._out_folder = run, groups, out_folder
-        self._experts = [*dict.fromkeys(noise_schedule.make_noise_schedule(run.request).experts)]
+        self._experts = [*dict.fromkeys(noise_schedule.make_noise_schedule(run.params).experts)]
         if run.setup.policy is not None:  # a step cache needs the steps of one video in sequence
             self._experts = self._experts[:1]
         self._experts_per_call = 1 if run.setup.policy is None else None
-        self._timed_params = self._shorten_params(QUICK_STEPS) if quick else run.request
+        self._timed_params = self._shorten_params(QUICK_STEPS) if quick else run.params
         self.results = [VariantResult(variant) for variant in variants]
         self._latents: dict[Variant, Tensor] = {}
         if groups.is_main:  # traces of an earlier comparison, perhaps with more ranks
@@ -181,13 +181,13 @@ class ComparisonRounds:
         self._pipeline = build.build_pipeline(
             run.setup, groups.device, groups, wrap_attention=self._build_attention
         )
-        prompt_embeds = self._pipeline.encode_prompt(run.request)
+        prompt_embeds = self._pipeline.encode_prompt(run.params)
         self._pipeline.text_encoder.release()
         self._inputs = Inputs(run.image, run.last_image, *prompt_embeds)
 
     def _shorten_params(self, max_steps: int) -> VideoParams:
         """Returns video parameters with at most `max_steps` steps of each expert."""
-        params = self._run.request
+        params = self._run.params
         experts = noise_schedule.make_noise_schedule(params).experts
         names = [*dict.fromkeys(experts)]
         steps_per_expert = min(max_steps, *(experts.count(name) for name in names))
@@ -234,7 +234,7 @@ class ComparisonRounds:
                 self._denoise_expert(warm_loops[variant])
                 warm_loops[variant].offload()
                 begin = time.perf_counter()
-                with trace.recording(recording.recorder):
+                with trace.use_recorder(recording.recorder):
                     self._denoise_expert(traced_loops[variant])
                 device.synchronize()
                 step_seconds.setdefault(expert, time.perf_counter() - begin)
@@ -330,12 +330,12 @@ class ComparisonRounds:
         device, self._selected_name = self._groups.device, variant.name
         device.reset_peak_memory()
         loop.to(device.torch_device)
-        timer = StepTimer(device.clock(), self._timed_params.sample_steps)
+        timer = StepTimer(device.make_clock(), self._timed_params.sample_steps)
         clock_lock = self._clock_lock if variant.locks_clock else None
         dist.barrier()
         with (
             clock_lock or nullcontext(),
-            trace.recording(timer),
+            trace.use_recorder(timer),
             Meter(open_power_source(device)) as meter,
         ):
             begin = time.perf_counter()
@@ -344,8 +344,8 @@ class ComparisonRounds:
             seconds = time.perf_counter() - begin
         loop.offload()
         step_seconds = timer.read_seconds()
-        if self._timed_params is not self._run.request:  # extrapolates to all steps
-            num_steps = noise_schedule.make_noise_schedule(self._run.request).experts.count(expert)
+        if self._timed_params is not self._run.params:  # extrapolates to all steps
+            num_steps = noise_schedule.make_noise_schedule(self._run.params).experts.count(expert)
             seconds = statistics.median(step_seconds[1:] or step_seconds) * num_steps
         ranks = self._groups.gather((seconds, meter.stop(), device.peak_memory()))
         peaks = [rank[2] for rank in ranks if rank[2] is not None]
@@ -372,7 +372,7 @@ class ComparisonRounds:
                 0.0 if is_equal else _compute_relative_difference(latents, baseline_latents)
             )
             result.max_pixel_difference = 0 if is_equal else None
-        if self._timed_params is self._run.request:
+        if self._timed_params is self._run.params:
             baseline_frames = self._decode_video(baseline)
             for result in other_results:
                 if result.latents_difference and (frames := self._decode_video(result)) is not None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from wan.evidence.exchange_order import Trace
-from wan.output_files import marked_kind, write_output
+from wan.output_files import make_marked_kind, write_output
 from wan.settings.errors import InputError
 from wan.trace import Event
 
 PLOT_METADATA = {"Software": "wan.power"}
-PLOT = marked_kind("a plot of wan.power", b"Software\0wan.power")
+PLOT = make_marked_kind("a plot of wan.power", b"Software\0wan.power")
 _NS_PER_MS = 1e6  # nanoseconds
 QUANTIZE_KINDS = ("quantise", "prepare", "mask")
 """Event kinds of quantized and sparse attention."""
@@ -53,7 +53,7 @@ def find_async_spans(events: Iterable[Event]) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     begin_times: dict[object, int] = {}
     for event in events:
-        attributes = event.facts
+        attributes = event.attributes
         key = tuple(attributes.get(name) for name in ("layer", "chunk", "what"))
         if event.kind == "hop" or (event.kind == "a2a" and attributes.get("beside")):
             begin_times[key] = event.end
@@ -68,7 +68,7 @@ def collect_layer_spans(events: Iterable[Event]) -> list[tuple[Event, list[Event
     for event in events:
         if event.kind == "layer":
             layers.append((event, []))
-        elif layers and "layer" in event.facts:
+        elif layers and "layer" in event.attributes:
             layers[-1][1].append(event)
     return layers
 
@@ -85,7 +85,7 @@ def select_median_layer(trace: Trace) -> tuple[Event, list[Event]]:
     ]
     if not attending_layers:
         raise InputError(f"No layer of rank {trace.plan.rank} computes attention: nothing to draw.")
-    return sorted(attending_layers, key=lambda pair: pair[0].length)[len(attending_layers) // 2]
+    return sorted(attending_layers, key=lambda pair: pair[0].duration)[len(attending_layers) // 2]
 
 
 def make_bars(layer: Event, layer_events: Sequence[Event]) -> Iterator[Bar]:
@@ -99,7 +99,7 @@ def make_bars(layer: Event, layer_events: Sequence[Event]) -> Iterator[Bar]:
     for begin, end in find_async_spans(layer_events):
         yield make_bar("exchange", "exchange under way", begin, end)
     for event in layer_events:
-        times, tensor_name = (event.begin, event.end), str(event.facts.get("what", ""))
+        times, tensor_name = (event.begin, event.end), str(event.attributes.get("what", ""))
         if event.kind in ("a2a", "a2a wait"):
             tensors_text = "the result" if tensor_name == "out" else "q, k, v"
             label = tensor_name if event.kind == "a2a" else ""
@@ -109,7 +109,7 @@ def make_bars(layer: Event, layer_events: Sequence[Event]) -> Iterator[Bar]:
         elif event.kind in ("hop", "hop wait", "gather"):
             yield make_bar("exchange", "ring", *times)
         elif event.kind == "attention":
-            yield make_bar("attention", "attention", *times, str(event.facts.get("chunk", "")))
+            yield make_bar("attention", "attention", *times, str(event.attributes.get("chunk", "")))
         elif event.kind in QUANTIZE_KINDS:
             yield make_bar("rotate, quantise", "rotate, quantise", *times)
         elif event.kind in ("cross-attention", "feed-forward"):
@@ -136,13 +136,13 @@ def draw_timeline(named_traces: Sequence[tuple[str, Trace]], path: Path) -> None
     panels = [(name, trace, *select_median_layer(trace)) for name, trace in named_traces]
     figure: Any = Figure(figsize=(10, 0.7 + 1.35 * len(panels)), dpi=130, layout="constrained")
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    longest, colors = max(layer.length for _, _, layer, _ in panels) / _NS_PER_MS, set[str]()
+    longest, colors = max(layer.duration for _, _, layer, _ in panels) / _NS_PER_MS, set[str]()
     for axis, (name, trace, layer, layer_events) in zip(axes, panels, strict=True):
         layer_bars = list(make_bars(layer, layer_events))
         colors |= {bar.color for bar in layer_bars}
         _set_titles(axis, name, trace, layer, layer_bars)
         _draw_panel(axis, layer_bars, longest)
-        axis.axvline(layer.length / _NS_PER_MS, color="black", linewidth=0.6)
+        axis.axvline(layer.duration / _NS_PER_MS, color="black", linewidth=0.6)
     axes[-1].set_xlim(0, longest * 1.005)
     axes[-1].set_xlabel(
         "milliseconds from the beginning of the layer; numbers: head chunks", fontsize=8
@@ -155,7 +155,7 @@ def draw_timeline(named_traces: Sequence[tuple[str, Trace]], path: Path) -> None
 def _set_titles(
     axis: Any, name: str, trace: Trace, layer: Event, layer_bars: Sequence[Bar]
 ) -> None:
-    total, attributes = layer.length / _NS_PER_MS, layer.facts
+    total, attributes = layer.duration / _NS_PER_MS, layer.attributes
     position = (
         f"rank {trace.plan.rank}, step {attributes.get('step')}, layer {attributes.get('layer')}"
     )

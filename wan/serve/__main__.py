@@ -16,7 +16,7 @@ from wan import env, log
 from wan.checkpoint.files import open_regular_file
 from wan.cli import failures, flags, main
 from wan.cli.flags import Parser
-from wan.cli.programs import typed
+from wan.cli.programs import make_argument_type
 from wan.log import logger
 from wan.serve.folders import NAME_LENGTH, check_journal, lock_journal
 from wan.settings.command import (
@@ -74,12 +74,12 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     number = parser.add_argument
-    few, many = typed(integer(1, 10_000)), typed(integer(1, 1_000_000))
+    few, many = make_argument_type(integer(1, 10_000)), make_argument_type(integer(1, 1_000_000))
     days, gigabytes = (
-        typed(real(0, 36_500, exclude_min=True)),
-        typed(real(0, 1e6, exclude_min=True)),
+        make_argument_type(real(0, 36_500, exclude_min=True)),
+        make_argument_type(real(0, 1e6, exclude_min=True)),
     )
-    folder, words = typed(read_path), typed(read_text_value)
+    folder, words = make_argument_type(read_path), make_argument_type(read_text_value)
     number(
         "--host",
         type=words,
@@ -88,7 +88,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     number(
         "--port",
-        type=typed(integer(0, 65_535)),
+        type=make_argument_type(integer(0, 65_535)),
         default=8000,
         help="port to listen on, 0 for a free one (default 8000)",
     )
@@ -121,7 +121,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         default=8,
         help="maximum of jobs that share each load of an expert (default 8)",
     )
-    texts = typed(integer(0, 1_000_000))
+    texts = make_argument_type(integer(0, 1_000_000))
     number(
         "--kept_texts",
         type=texts,
@@ -179,12 +179,12 @@ def _nodes(count: int, address: str | None) -> Nodes:
 
 def _run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, Any]]:
     """Resolves the flags of generate.py; returns the run and the settings that were given."""
-    env.stand_for(ranks, nodes)
-    given = flags.parse(argv)
+    env.simulate_ranks(ranks, nodes)
+    given = flags.parse_flags(argv)
     of_one = [name for name in given if name in _OF_ONE]
     if of_one:
         raise InputError(f"`{of_one[0]}` is about one video", remedy="drop it")
-    return main.resolved(argv, inputs=False), given
+    return main.resolve_arguments(argv, require_inputs=False), given
 
 
 def _key(path: Path | None, host: str) -> str | None:
@@ -249,7 +249,7 @@ def serve(argv: Sequence[str]) -> int:
     theirs += ["--save_file", str(options.journal.absolute() / "video.mp4")]  # never written
     run, given = _run(theirs, options.ranks, options.nodes)
     for notice in run.notices:
-        logger.warning(env.words().render(notice))
+        logger.warning(env.make_flag_naming().render(notice))
     clients = connections.Connections(connections.count_connections(options.ranks))
     sockets, lock = _listen(options, clients)
     metrics, journal, name = Metrics(), options.journal, options.name
@@ -280,14 +280,14 @@ def serve(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit codes of `wan.cli.main.main`."""
-    log.setup()
+    log.set_up_logging()
     try:
         return serve(sys.argv[1:] if argv is None else argv)
     except BaseException as error:
-        sentence = failures.describe(error)
+        sentence = failures.describe_error(error)
         if sentence is None:
             raise
-        failures.say(sentence, "wan.serve")
+        failures.print_error(sentence, "wan.serve")
         return get_exit_code(error)
 
 

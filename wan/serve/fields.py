@@ -14,7 +14,7 @@ from typing import Any
 
 from wan.pipeline import driving
 from wan.pipeline.sources import MAX_REFERENCE_IMAGES
-from wan.run import PATHS, Run
+from wan.run import PATH_SETTINGS, Run
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
 from wan.settings.values import format_value, integer, real
@@ -111,7 +111,7 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
                 files[f"{PICTURES}/{index:03}"] = _content(*_part(key, one))
         elif name in UPLOADS or name in in_folder:
             files[in_folder.get(name, name)] = _content(key, value)
-        elif name not in FLAGS or (name in PATHS and not _is_running(name, value, run)):
+        elif name not in FLAGS or (name in PATH_SETTINGS and not _is_running(name, value, run)):
             raise InputError(key, why="is not a known field", remedy="remove it")
         elif not FLAGS[name].line:
             if not _is_running(name, value, run):
@@ -194,7 +194,7 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
     if own.get("model", model) != model:
         raise InputError("model", format_value(own["model"]), f"is not loaded; {model} is")
     if "boundary_ratio" in own:
-        runs = run.request.boundary
+        runs = run.params.boundary
         if real(0, 1)("boundary_ratio", own["boundary_ratio"]) != runs:
             why = (
                 "is set by the checkpoint"
@@ -205,7 +205,7 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
                 "boundary_ratio", format_value(own["boundary_ratio"]), why, "leave it out"
             )
     if "seconds" in own:
-        if run.request.has_clips:
+        if run.params.has_clips:
             why = "is set by the audio, the pose video, or clips and num_frames"
             raise InputError("seconds", why=why, remedy="leave it out")
         seconds = real(0, 3600, exclude_min=True)("seconds", own["seconds"])
@@ -227,10 +227,10 @@ def _read_guidance(own: Mapping[str, Any], settings: dict[str, Any], run: Run) -
             if other in own or other in settings:
                 why = f"means the same as {other}"
                 raise InputError(experts[0], why=why, remedy="give one of them")
-        if run.request.boundary is None:
+        if run.params.boundary is None:
             why = f"is for models with two experts, and {run.setup.preset.task} has one network"
             raise InputError(experts[0], why=why, remedy="give guidance_scale")
-        low, high = run.request.sample_guide_scale
+        low, high = run.params.sample_guide_scale
         high, low = (
             real(0, 100, exclude_min=True)(name, own.get(name, default))
             for name, default in zip(_GUIDANCE, (high, low), strict=True)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from wan.output_files import OutputKind, check_folder, check_output, json_kind
+from wan.output_files import OutputKind, check_folder, check_output, make_json_kind
 from wan.settings.errors import InputError
 
 NAME_LENGTH = 63
@@ -34,7 +34,7 @@ _OWN_FILES = (
 """Files of the service in the journal folder."""
 
 
-FRONT = json_kind("the address of a service", "host", "port", "secret")
+FRONT = make_json_kind("the address of a service", "host", "port", "secret")
 """Kind of front.json, from which ranks read the address of the front."""
 
 

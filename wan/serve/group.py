@@ -187,7 +187,7 @@ class RankGroup:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=env.for_ranks(),
+                env=env.make_rank_environ(),
             )
         self.down_since = None
         watching = asyncio.create_task(self._watch(self._process))

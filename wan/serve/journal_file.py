@@ -14,14 +14,20 @@ from itertools import count
 from pathlib import Path
 
 from wan.log import logger
-from wan.output_files import is_left_over, marked_kind, process_name, remove_output, write_output
+from wan.output_files import (
+    has_process_ended,
+    make_marked_kind,
+    make_process_name,
+    remove_output,
+    write_output,
+)
 from wan.serve.rows import COLUMNS, Row
 from wan.settings.errors import InputError, is_disk_full
 
 BUSY = 1.0
 """Seconds that one attempt to write waits for a lock."""
 _START = 60.0  # seconds that the start waits for a lock
-_ROOM = marked_kind("room that the journal keeps free", bytes(4096))
+_ROOM = make_marked_kind("room that the journal keeps free", bytes(4096))
 _LEAST_FREE = 1_000_000  # bytes that must be free for the files of a new job
 _RESERVE = 8_000_000  # bytes; SQLite needs up to half of it for its logs
 _CHECKPOINT = "PRAGMA wal_checkpoint({})"
@@ -187,7 +193,7 @@ class JournalFile:
     def _open(self) -> None:
         """Opens the file once."""
         for temporary in self._path.parent.glob(f".*-{self._path.name}*"):  # of a killed process
-            if is_left_over(temporary.name[1:].partition(f"-{self._path.name}")[0]):
+            if has_process_ended(temporary.name[1:].partition(f"-{self._path.name}")[0]):
                 temporary.unlink()
         is_new = not os.path.lexists(self._path)
         jobs = self._path.with_name("jobs")
@@ -361,7 +367,7 @@ class JournalFile:
             rows: The rows of all jobs.
             why: The damage of the old file, as a predicate.
         """
-        temporary = self._path.with_name(f".{process_name()}-{self._path.name}")
+        temporary = self._path.with_name(f".{make_process_name()}-{self._path.name}")
         temporary.unlink(missing_ok=True)
         try:
             with closing(sqlite3.connect(temporary, isolation_level=None)) as new:

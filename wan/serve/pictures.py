@@ -9,12 +9,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from wan.output_files import marked_kind, write_output
+from wan.output_files import make_marked_kind, write_output
 from wan.pipeline.video_reader import read_video
 from wan.serve.folders import remove_files
 
 _COLUMNS, _ROWS, _WIDTH = 4, 2, 320
-_JPEG = marked_kind("a JPEG", b"\xff\xd8\xff")
+_JPEG = make_marked_kind("a JPEG", b"\xff\xd8\xff")
 _DRAWING = threading.Lock()
 
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from wan import env, log
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import failures, flags, main
-from wan.cli.prompt_file import over
-from wan.cli.resolve import resolve
+from wan.cli.prompt_file import merge_line
+from wan.cli.resolve import resolve_command_line
 from wan.cli.videos import Video
 from wan.log import logger
 from wan.pipeline.batch import Batch, Job
@@ -138,7 +138,9 @@ class Ranks:
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
         make_demo = partial(main.make_demo, lambda make: make())
-        self._resolve = partial(resolve, make_demo=make_demo, describe=cache(inspect_checkpoint))
+        self._resolve = partial(
+            resolve_command_line, make_demo=make_demo, describe_folder=cache(inspect_checkpoint)
+        )
         self._most = texts
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
 
@@ -159,9 +161,11 @@ class Ranks:
         """Resolves a job on all ranks; if one refuses it, reports the reason and returns None."""
         run, refused = None, None
         try:
-            run = self._resolve(over(self._shared, read_settings(settings))).saved_to(Path(file))
+            run = self._resolve(merge_line(self._shared, read_settings(settings))).with_save_file(
+                Path(file)
+            )
         except Exception as error:
-            refused = failures.describe(error) or repr(error)
+            refused = failures.describe_error(error) or repr(error)
         answers = self._control.gather((refused, None if run is None else _digest(run)))
         reasons = [reason for reason, _ in answers if reason is not None]
         if run is None or reasons or len({digest for _, digest in answers}) > 1:
@@ -170,11 +174,11 @@ class Ranks:
             return None
         return Served(
             f"Video {job}",
-            run.request,
-            run.inputs(),
+            run.params,
+            run.make_inputs(),
             id=job,
             video=Video(run, self._pipeline, self._team),
-            boundary=SharedBoundary(self._control, self._link, job, run.request.num_clip or 1),
+            boundary=SharedBoundary(self._control, self._link, job, run.params.num_clip or 1),
         )
 
     def _make(self, jobs: Sequence[Served]) -> None:
@@ -194,7 +198,7 @@ class Ranks:
             self._pipeline,
             jobs,
             group_by_expert=len(jobs) > 1,
-            on_denoised=lambda job, latents: job.video.keep(latents),
+            on_denoised=lambda job, latents: job.video.keep_latents(latents),
             on_failed=self._failed,
         )
         if len(jobs) > 1:
@@ -211,7 +215,7 @@ class Ranks:
     def _failed(self, job: Served, error: Exception) -> None:
         """Reports a failed video to the front; raises errors that not all ranks have seen."""
         together = job.boundary.reached_together
-        if not (together or job.video.alone or self._team is None):
+        if not (together or job.video.is_main_only or self._team is None):
             raise error
         code, message = _reason(error)
         if together:  # the error of the rank that failed
@@ -238,7 +242,7 @@ class Ranks:
 
 def _reason(error: BaseException) -> tuple[str, str]:
     """Returns the error code and the message for the user."""
-    sentence = failures.describe(error) or f"{type(error).__name__}: {error}"
+    sentence = failures.describe_error(error) or f"{type(error).__name__}: {error}"
     if isinstance(error, EndedError):
         return error.code, str(error)
     if isinstance(error, NotFiniteError):
@@ -253,7 +257,7 @@ def _reason(error: BaseException) -> tuple[str, str]:
 
 def _digest(run: Run) -> str:
     """Returns a hash of the run, by which ranks detect that they would make different videos."""
-    facts = json.dumps(run.facts(""), sort_keys=True, default=str)
+    facts = json.dumps(run.collect_rank_invariants(""), sort_keys=True, default=str)
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
@@ -264,11 +268,13 @@ def _serve(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> i
     from wan.pipeline import build
 
     log.set_level(run.output.log_level)
-    link = FrontLink(front, env.rank(), env.node())
+    link = FrontLink(front, env.rank(), env.node_rank())
     try:
-        device = devices.resolve(run.setup.execution.device) if team is None else team.device
+        device = devices.select_device(run.setup.execution.device) if team is None else team.device
         pipeline = build.build_pipeline(run.setup, device, team)
-        code = Ranks(flags.parse(front["flags"]), pipeline, team, link, front["texts"]).serve()
+        code = Ranks(
+            flags.parse_flags(front["flags"]), pipeline, team, link, front["texts"]
+        ).serve()
         if team is not None:
             team.close()
         return code
@@ -288,16 +294,18 @@ def run(front: Path) -> int:
         The exit codes of `wan.cli.main.main`.
     """
     try:
-        with failures.terminable():
-            log.setup(env.rank() == 0)
+        with failures.raise_on_sigterm():
+            log.set_up_logging(env.rank() == 0)
             log.hide_prompts()
             told = told_by(front)
-            return main.carry_out(told["flags"], partial(_serve, told), inputs=False)
+            return main.execute_command_line(
+                told["flags"], partial(_serve, told), require_inputs=False
+            )
     except BaseException as error:
-        sentence = failures.describe(error)
+        sentence = failures.describe_error(error)
         if sentence is None:
             raise
-        failures.say(sentence, "wan.serve")
+        failures.print_error(sentence, "wan.serve")
         logger.debug("ended", exc_info=True)
         return get_exit_code(error)
 

@@ -12,7 +12,7 @@ from typing import Any
 from wan.checkpoint.files import read_json
 from wan.log import logger
 from wan.output_files import RECORD, VIDEO, is_output
-from wan.run import PATHS
+from wan.run import PATH_SETTINGS
 from wan.serve.fields import FOLDER, UPLOADS
 from wan.serve.folders import JOB_ID
 from wan.serve.journal import Journal
@@ -102,7 +102,7 @@ def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that a request may have, without paths."""
     selected: dict[str, Any] = {}
     for name, value in settings.items():
-        is_path = name in PATHS or name in UPLOADS or name == FOLDER
+        is_path = name in PATH_SETTINGS or name in UPLOADS or name == FOLDER
         if value is None or is_path or name not in FLAGS or not FLAGS[name].line:
             continue
         try:

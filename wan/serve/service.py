@@ -17,8 +17,8 @@ from typing import Any
 from wan.checkpoint.files import read_json
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main
-from wan.cli.prompt_file import over
-from wan.cli.resolve import resolve
+from wan.cli.prompt_file import merge_line
+from wan.cli.resolve import resolve_command_line
 from wan.log import logger
 from wan.output_files import write_output
 from wan.pipeline import memory
@@ -114,7 +114,9 @@ class Service:
         self._most = limits.together if can_group(run) else 1
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())
-        self._resolve = partial(resolve, make_demo=make_demo, describe=cache(inspect_checkpoint))
+        self._resolve = partial(
+            resolve_command_line, make_demo=make_demo, describe_folder=cache(inspect_checkpoint)
+        )
         for job in self.journal.recover():
             self._clear(job, goes_on=False)
         for job in self.journal.in_state("queued"):
@@ -488,8 +490,10 @@ class Service:
     def _checked(self, job: QueuedVideo) -> Run:
         """Resolves the run of a job as the ranks will, and checks the limits."""
         with name_settings(fields.words(job.names)):
-            run = self._resolve(over(self._given, read_settings(job.settings | self._uploads(job))))
-        request = run.request
+            run = self._resolve(
+                merge_line(self._given, read_settings(job.settings | self._uploads(job)))
+            )
+        request = run.params
         prompts = request.clip_prompts or (request.prompt,)
         frames = request.frame_num * (request.num_clip or 1)
         for what, given, most in (
@@ -534,8 +538,8 @@ class Service:
         """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
         try:
             run = self._checked(job)
-            sizes = memory.estimate_network_sizes(run.setup, run.request)
-            stages = memory.compute_stage_memory(run.setup, run.request, sizes).values()
+            sizes = memory.estimate_network_sizes(run.setup, run.params)
+            stages = memory.compute_stage_memory(run.setup, run.params, sizes).values()
             most = max(usage.total() for usage in stages)
             return f"--plan finds that it needs {most / 1e9:.1f} GB on each rank."
         except Exception:  # it is only a hint

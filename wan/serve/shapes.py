@@ -12,7 +12,7 @@ from wan.settings.errors import InputError
 
 def describe_job(job: QueuedVideo, run: Run) -> None:
     """Sets frames, fps, sizes, steps, guidance, shape and work of a job from its run."""
-    request = run.request
+    request = run.params
     branches, clips = (2 if request.uses_guidance else 1), request.num_clip or 1
     job.frames = request.frame_num
     if request.has_clips:

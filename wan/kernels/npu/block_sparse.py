@@ -30,7 +30,7 @@ class RainKernelV2:
     name = "npu rain_fusion_attention"
 
     def __init__(self, target: Target) -> None:
-        capabilities = target.device.can
+        capabilities = target.device.capabilities
         assert capabilities.has_kernel(RAINFUSION["v2"]), f"{capabilities.name} has no rf_v2 kernel"
         module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v2"
         self._attend = target.load(f"{module}:rain_fusion_attention")
@@ -85,7 +85,7 @@ class RainKernelV3:
     name = "npu block_sparse_attention"
 
     def __init__(self, target: Target) -> None:
-        capabilities = target.device.can
+        capabilities = target.device.capabilities
         assert capabilities.has_kernel(RAINFUSION["v3"]), (
             f"{capabilities.name} has no block-sparse attention"
         )

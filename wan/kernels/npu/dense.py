@@ -73,7 +73,7 @@ class LaserKernel:
     can_return_lse = False
 
     def __init__(self, target: Target) -> None:
-        capabilities = target.device.can
+        capabilities = target.device.capabilities
         assert capabilities.has_kernel(DENSE_KERNELS["laser"]), (
             f"{capabilities.name} has no laser attention"
         )

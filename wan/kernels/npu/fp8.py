@@ -101,5 +101,5 @@ def transpose_to_bnsd(x: QuantizedTensor) -> QuantizedTensor:
 
 
 def _check_fp8_support(target: Target) -> None:
-    capabilities = target.device.can
+    capabilities = target.device.capabilities
     assert capabilities.has_kernel(FP8), f"{capabilities.name} has no FP8 attention"

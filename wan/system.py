@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_PIECE = 1 << 20  # per request: Linux reads only some 100 kB to a few MB of a request ahead
+_READ_AHEAD_BYTES = (
+    1 << 20
+)  # per request: Linux reads only some 100 kB to a few MB of a request ahead
 
 
 @dataclass
@@ -33,73 +35,73 @@ class PeakMemory:
     anonymous: int | None
     mapped: int | None
 
-    def record(self) -> dict[str, int | None]:
+    def to_record(self) -> dict[str, int | None]:
         """Returns the values under the keys of a record."""
         return {"host": self.resident, "host_anonymous": self.anonymous, "host_mapped": self.mapped}
 
-    def line(self) -> str:
+    def summary(self) -> str:
         """Formats the values in GiB, in one line."""
-        found = f"host {self.resident / 2**30:.2f} GiB"
+        text = f"host {self.resident / 2**30:.2f} GiB"
         if self.anonymous is None or self.mapped is None:
-            return found
+            return text
         parts = (
             f"{self.anonymous / 2**30:.2f} allocated, {self.mapped / 2**30:.2f} mapped from files"
         )
-        return f"{found} ({parts})"
+        return f"{text} ({parts})"
 
 
-_SAMPLED = [0, 0]  # highest anonymous and mapped bytes of all samples
+_PEAK_BYTES = [0, 0]  # highest anonymous and mapped bytes of all samples
 _STATM = Path("/proc/self/statm")
 
 
-def peak_memory() -> PeakMemory:
+def read_peak_memory() -> PeakMemory:
     """Returns the peak memory so far; its parts are sampled in blocks of `sample_peak_memory`."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = peak if sys.platform == "darwin" else peak * 1024
     if not _STATM.exists():
         return PeakMemory(peak, None, None)
-    _sample()
-    return PeakMemory(max(peak, *_SAMPLED), *_SAMPLED)
+    _update_peak_bytes()
+    return PeakMemory(max(peak, *_PEAK_BYTES), *_PEAK_BYTES)
 
 
-def _sample() -> None:
+def _update_peak_bytes() -> None:
     """Updates the peaks of both kinds of memory; Linux itself only has the peak of their sum."""
     resident, shared = (int(pages) * mmap.PAGESIZE for pages in _STATM.read_text().split()[1:3])
-    _SAMPLED[:] = max(_SAMPLED[0], resident - shared), max(_SAMPLED[1], shared)
+    _PEAK_BYTES[:] = max(_PEAK_BYTES[0], resident - shared), max(_PEAK_BYTES[1], shared)
 
 
 @contextmanager
-def memory_sampled() -> Iterator[None]:
+def sample_peak_memory() -> Iterator[None]:
     """Samples the anonymous and mapped memory of this process while the block runs."""
-    over = threading.Event()
+    stop_event = threading.Event()
 
-    def follow() -> None:
-        while not over.wait(0.01):
-            _sample()
+    def sample_until_stopped() -> None:
+        while not stop_event.wait(0.01):
+            _update_peak_bytes()
 
-    thread = threading.Thread(target=follow, daemon=True)
+    thread = threading.Thread(target=sample_until_stopped, daemon=True)
     if _STATM.exists():
         thread.start()
     try:
         yield
     finally:
-        over.set()
+        stop_event.set()
         if thread.ident is not None:
             thread.join()
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Returns the usable CPU cores divided by the ranks on this machine, at least 1."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max((usable or 1) // ranks(), 1)
+    return max((usable or 1) // count_local_ranks(), 1)
 
 
-def ranks() -> int:
+def count_local_ranks() -> int:
     """Returns the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def cpu() -> str:
+def read_cpu_name() -> str:
     """Returns the CPU's model name in /proc/cpuinfo, or else the platform's."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -107,12 +109,12 @@ def cpu() -> str:
     return names[0] if names else platform.processor()
 
 
-def hides(variable: str) -> bool:
+def hides_all_devices(variable: str) -> bool:
     """Returns whether a variable such as CUDA_VISIBLE_DEVICES hides all devices."""
     return os.environ.get(variable, "0").strip() in ("", "-1")
 
 
-def renumbered(variable: str, index: int) -> int | None:
+def find_machine_index(variable: str, index: int) -> int | None:
     """Returns the machine-wide index of this process's device `index`.
 
     Args:
@@ -128,7 +130,7 @@ def renumbered(variable: str, index: int) -> int | None:
         return None
 
 
-def machine() -> str:
+def read_machine_id() -> str:
     """Returns an ID of this machine: the boot ID, which containers share, or else the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -137,7 +139,7 @@ def machine() -> str:
 
 
 @contextmanager
-def on_own_cores() -> Iterator[None]:
+def use_core_share() -> Iterator[None]:
     """Sets PyTorch's CPU threads to this rank's share of the cores while the block runs.
 
     torchrun limits each rank to one thread, too few for the parts that run on the CPU. Without a
@@ -145,21 +147,21 @@ def on_own_cores() -> Iterator[None]:
     """
     import torch
 
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     if "LOCAL_WORLD_SIZE" in os.environ:
-        torch.set_num_threads(max(before, cores()))
+        torch.set_num_threads(max(previous, count_cores()))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
-def in_background(work: Callable[[], object]) -> None:
+def start_background_thread(work: Callable[[], object]) -> None:
     """Runs a function in a daemon thread."""
     threading.Thread(target=work, daemon=True).start()
 
 
-def read_ahead(files: Iterable[Path]) -> None:
+def prefetch_files(files: Iterable[Path]) -> None:
     """Starts reading files into the system's page cache; returns before they are read.
 
     Files larger in total than the available memory are not read ahead, since their end would evict
@@ -167,18 +169,18 @@ def read_ahead(files: Iterable[Path]) -> None:
     """
     paths = list(files)
     sizes = [path.stat().st_size for path in paths]
-    if not hasattr(os, "posix_fadvise") or sum(sizes) > (available_memory() or 0):  # macOS
+    if not hasattr(os, "posix_fadvise") or sum(sizes) > (read_available_memory() or 0):  # macOS
         return
     for path, size in zip(paths, sizes, strict=True):
         with path.open("rb") as file:
-            for first in range(0, size, _PIECE):
-                os.posix_fadvise(file.fileno(), first, _PIECE, os.POSIX_FADV_WILLNEED)
+            for offset in range(0, size, _READ_AHEAD_BYTES):
+                os.posix_fadvise(file.fileno(), offset, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 _MADV_WILLNEED = 3  # on Linux and macOS
 
 
-def read_ahead_mapped(address: int, size: int) -> None:
+def prefetch_mapped_bytes(address: int, size: int) -> None:
     """Starts reading a part of a memory-mapped file into the page cache.
 
     No effect on systems without madvise.
@@ -186,10 +188,10 @@ def read_ahead_mapped(address: int, size: int) -> None:
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return
-    first, last = address // mmap.PAGESIZE * mmap.PAGESIZE, address + size
-    for start in range(first, last, _PIECE):
-        length = min(_PIECE, last - start)
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_WILLNEED)
+    page_start, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + size
+    for offset in range(page_start, end, _READ_AHEAD_BYTES):
+        length = min(_READ_AHEAD_BYTES, end - offset)
+        madvise(ctypes.c_void_p(offset), ctypes.c_size_t(length), _MADV_WILLNEED)
 
 
 def trim_heap() -> None:
@@ -199,11 +201,11 @@ def trim_heap() -> None:
         trim(ctypes.c_size_t(0))
 
 
-_V2 = ("memory.max", "memory.current", "file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+_CGROUP_V2_FILES = ("memory.max", "memory.current", "file")
+_CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
 
 
-def available_memory(root: Path = Path("/")) -> int | None:
+def read_available_memory(root: Path = Path("/")) -> int | None:
     """Returns the available memory in bytes, within the limits of this process's control groups.
 
     Args:
@@ -217,26 +219,30 @@ def available_memory(root: Path = Path("/")) -> int | None:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    byte_limits = [
+        int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+    ]
     for _, controllers, path in (line.split(":", 2) for line in groups):
         if controllers and "memory" not in controllers.split(","):
             continue
-        top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
-        folder = top / path.strip("/")
+        hierarchy = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        folder = hierarchy / path.strip("/")
         for group in (folder, *folder.parents):  # a container may have the top only
-            if group.is_relative_to(top):
-                found += _left(group, *(_V1 if controllers else _V2))
-    return min(found, default=None)
+            if group.is_relative_to(hierarchy):
+                byte_limits += _read_group_headroom(
+                    group, *(_CGROUP_V1_FILES if controllers else _CGROUP_V2_FILES)
+                )
+    return min(byte_limits, default=None)
 
 
-def _left(group: Path, limit: str, usage: str, cached: str) -> list[int]:
+def _read_group_headroom(group: Path, limit: str, usage: str, cached: str) -> list[int]:
     """Returns [limit - usage + reclaimable page cache] of a control group; [] without a limit."""
     try:
-        most, used = (int((group / name).read_text()) for name in (limit, usage))
+        limit_bytes, used_bytes = (int((group / name).read_text()) for name in (limit, usage))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such file, or "max"
         return []
-    return [most - used + int(stat.get(cached, 0))]
+    return [limit_bytes - used_bytes + int(stat.get(cached, 0))]
 
 
 def has_bfloat16() -> bool:
