@@ -32,7 +32,7 @@ class IdleRanks:
         self.given: list[list[dict[str, Any]]] = []
         self.cancelled: list[str] = []
 
-    def make(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
+    def make_videos(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
         self.given.append([*jobs])
 
     def cancel(self, job: str) -> None:
@@ -58,16 +58,18 @@ class Jobs:
         ranks: int = 1,
         **guards: Any,
     ) -> None:
-        """Opens it. guards: Further arguments of `wan.serve.app.make`."""
+        """Opens it. guards: Further arguments of `wan.serve.app.make_app`."""
         argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
         argv += ["--ulysses_size", str(ranks), "--save_file", str(folder / "video.mp4")]
         folder.mkdir(exist_ok=True)
-        run, given = command._run(argv, ranks, 1)
+        run, given = command._resolve_service_run(argv, ranks, 1)
         self.folder = folder
         metrics = Metrics()
-        more: dict[str, Any] = {"limits": limits or Limits(), "seen": metrics.seen}
+        more: dict[str, Any] = {"limits": limits or Limits(), "seen": metrics.count_event}
         self.service = Service(argv, given, run, folder, ranks, **more)
-        self.app: ASGIApp = app.make(self.service, metrics, host="localhost", api_key=key, **guards)
+        self.app: ASGIApp = app.make_app(
+            self.service, metrics, host="localhost", api_key=key, **guards
+        )
 
     async def ask(
         self,
@@ -132,28 +134,28 @@ class Jobs:
         job = self.service.journal.get(name)
         assert job is not None
         self.service._running[name] = job
-        self.service.video(job).write_bytes(b"video")
-        (self.service.folder(job) / "video.json").write_text(json.dumps(record))
-        self.service._told(
+        self.service.video_path(job).write_bytes(b"video")
+        (self.service.job_folder(job) / "video.json").write_text(json.dumps(record))
+        self.service._handle_message(
             {"is": "done", "job": name, "texts": [0, 1], "seconds": seconds, "loading": 0.0}
         )
         if ended is not None:
-            self.service.journal.change(job, ended=ended)
+            self.service.journal.update_job(job, ended=ended)
 
     def have_ranks(self) -> IdleRanks:
         """Lets ranks take the jobs that wait; what becomes of them is up to the test."""
         ranks = IdleRanks()
         self.service.group = ranks  # type: ignore[assignment]
-        self.service._told({"is": "ready"})
+        self.service._handle_message({"is": "ready"})
         return ranks
 
     def tell(self, what: str, **more: Any) -> None:
         """Tells the service what ranks would."""
-        self.service._told({"is": what, **more})
+        self.service._handle_message({"is": what, **more})
 
     def state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one."""
-        return self.service.journal.state(name)
+        return self.service.journal.get_state(name)
 
     def files_with(self, text: str) -> list[str]:
         """Returns the files of the service that hold a text."""

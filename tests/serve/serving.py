@@ -63,12 +63,12 @@ def generated(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
 
 def _front(argv: Sequence[str], descriptors: int) -> int:
     """The work of a front."""
-    from wan.serve.__main__ import run
+    from wan.serve.__main__ import run_service_cli
 
     if descriptors:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
-    return run(argv)
+    return run_service_cli(argv)
 
 
 class Served:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from tests.dist import Ranks
 from tests.serve.serving import GET, opened, post, received
 from wan.serve import connections
-from wan.serve.connections import Connections, count_connections, make_server, open_sockets
+from wan.serve.connections import Connections, compute_max_connections, make_server, open_sockets
 
 HEADER, BODY, PAUSE, UNREAD = 0.4, 0.8, 1.2, 1.0  # seconds of the limits in these tests
 LATE = 3.0  # seconds after its limit in which what is too slow must be closed
@@ -313,7 +313,7 @@ def test_how_many_may_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for descriptors, ranks in rows:
         monkeypatch.setattr(resource, "getrlimit", lambda _, most=descriptors: (most, -1))
-        found[descriptors, ranks] = count_connections(ranks)
+        found[descriptors, ranks] = compute_max_connections(ranks)
     assert found == rows
 
 

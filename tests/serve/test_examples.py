@@ -14,7 +14,7 @@ FOLDER = REPO / "examples" / "serve"
 
 def test_their_flags_are_those_of_the_service(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.serve(["--help"])
+        command.run_service(["--help"])
     own = set(re.findall(r"--\w+", capsys.readouterr().out))
     for name in ("kubernetes.yaml", "leader_worker_set.yaml", "ray_app.py", "Dockerfile.cuda"):
         text = (FOLDER / name).read_text().replace("--shm-size", "").replace("--gpus", "")

@@ -11,7 +11,9 @@ from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import fields
 from wan.settings.flags import FLAGS
 
-NAMES = sorted({*FLAGS, *fields.NAMES, *fields._OWN, *fields.UPLOADS, fields.FOLDER})
+NAMES = sorted(
+    {*FLAGS, *fields.FIELD_TO_SETTING, *fields._API_FIELDS, *fields.UPLOADS, fields.FOLDER}
+)
 NEVER = {  # JSON -> what no field takes
     "null": "null",
     "object": '{"a": 1}',
@@ -163,7 +165,7 @@ async def test_what_is_accepted_under_other_names(jobs: Jobs) -> None:
         "size": "64x64",
         "steps": [0, 1],
     }
-    job = jobs.service.find(video["id"])
+    job = jobs.service.find_job(video["id"])
     assert (job.priority, job.settings["sample_shift"]) == (3, 5)
     assert job.guidance == {"high_noise": 4.0, "low_noise": 3.0}
 

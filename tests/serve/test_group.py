@@ -101,7 +101,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[Jobs]:
     """A service with two ranks."""
-    jobs = Jobs(folder, Limits(together=1), ranks=2)
+    jobs = Jobs(folder, Limits(group_size=1), ranks=2)
     living = asyncio.create_task(jobs.service.start())
     try:
         yield jobs
@@ -138,7 +138,7 @@ async def make_and_cancel(jobs: Jobs) -> None:
     """Jobs are made one after the other; what is deleted while it runs ends soon."""
     first, long, last = [await jobs.create({"num_inference_steps": n}) for n in (2, 1000, 2)]
     assert await ended(jobs, first) == ("completed", None, 1)
-    await wait(lambda: jobs.service.find(long).done > 2)
+    await wait(lambda: jobs.service.find_job(long).done > 2)
     await jobs.ask(f"/v1/videos/{long}", method="DELETE")
     assert await ended(jobs, last) == ("completed", None, 1)
     await wait(lambda: not (jobs.folder / "jobs" / long).exists())
@@ -176,7 +176,7 @@ async def hang(jobs: Jobs) -> None:
     """A rank may go on in time; else it is killed, and a deleted job does not come back."""
     ranks = jobs.service.group
     names = [await jobs.create({"num_inference_steps": n}) for n in (1000, 2)]
-    await wait(lambda: jobs.service.find(names[0]).done > 2)
+    await wait(lambda: jobs.service.find_job(names[0]).done > 2)
     pids = {**ranks.pids}
     assert {*pids} == {0, 1}
     os.kill(pids[1], signal.SIGSTOP)
@@ -186,7 +186,7 @@ async def hang(jobs: Jobs) -> None:
     assert "Rank 1 has not answered" in told["reason"]
     os.kill(pids[1], signal.SIGCONT)
     await wait(lambda: ranks.ready)
-    assert jobs.service.find(names[0]).attempt == 1 and ranks.trouble is None
+    assert jobs.service.find_job(names[0]).attempt == 1 and ranks.trouble is None
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)
     await wait(lambda: not ranks.ready)

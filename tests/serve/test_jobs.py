@@ -20,7 +20,7 @@ from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
 from wan.serve import fields, waiters
-from wan.serve.folders import remove_files
+from wan.serve.folders import remove_job_files
 from wan.serve.journal import QueuedVideo
 from wan.serve.service import Limits
 from wan.settings.errors import InputError
@@ -58,9 +58,9 @@ async def test_a_repeat_without_a_key(route: Any, jobs: Jobs) -> None:
     assert (await ask())[2]["id"] != first  # no repeat
     newest = (await ask(Idempotency_Key="k"))[2]["id"]  # another client's
     assert (await ask(**AGAIN))[2]["id"] not in (first, newest)
-    for job in jobs.service.journal.in_state("queued"):  # an hour passes
-        jobs.service.journal.change(job, created=job.created - 3600)
-    made = {job.id for job in jobs.service.journal.in_state("queued")}
+    for job in jobs.service.journal.list_in_state("queued"):  # an hour passes
+        jobs.service.journal.update_job(job, created=job.created - 3600)
+    made = {job.id for job in jobs.service.journal.list_in_state("queued")}
     assert (await ask(**AGAIN))[2]["id"] not in made
 
 
@@ -97,7 +97,7 @@ async def begin(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Eve
     """Asks for a video; returns its id, what lets the client leave, and the request."""
     left = asyncio.Event()
     task = asyncio.create_task(jobs.ask(path, {"prompt": PROMPT}, left=left, **headers))
-    while not (waiting := jobs.service.journal.in_state("queued")):
+    while not (waiting := jobs.service.journal.list_in_state("queued")):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     return waiting[-1].id, left, task
@@ -105,7 +105,7 @@ async def begin(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Eve
 
 async def leave(jobs: Jobs, left: asyncio.Event, task: Any) -> None:
     left.set()
-    jobs.service._wake()
+    jobs.service._notify_waiters()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.sleep(0.05)
 
@@ -178,7 +178,7 @@ async def test_after_a_restart_a_job_is_somebodys(tmp_path: Path) -> None:
 
 async def clean(jobs: Jobs, until: Callable[[], object]) -> None:
     """Lets the service clean up until something holds."""
-    task = asyncio.create_task(jobs.service._clean())
+    task = asyncio.create_task(jobs.service._delete_old_jobs())
     for _ in range(500):
         await asyncio.sleep(0.01)
         if until():
@@ -209,7 +209,7 @@ async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
     """Of many jobs whose rows grow to any length, half of them deleted in any order."""
     chance, journal = random.Random(3), jobs.service.journal
     await jobs.create()
-    (first,) = journal.in_state("queued")
+    (first,) = journal.list_in_state("queued")
     alive: list[QueuedVideo] = [first]
     dead: list[QueuedVideo] = []
     for number in range(100):
@@ -218,12 +218,12 @@ async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
         await journal.add(job)
         alive.append(job)
         one = chance.choice(alive)
-        journal.change(one, error={"message": f"{one.key}" * chance.choice([1, 9, 99])})
+        journal.update_job(one, error={"message": f"{one.key}" * chance.choice([1, 9, 99])})
         if chance.random() < 0.5:
             dead.append(alive.pop(chance.randrange(1, len(alive))))
             journal.delete(dead[-1])
     assert await journal.save()
-    journal.wipe()
+    journal.vacuum()
     content = (jobs.folder / "journal.sqlite").read_bytes()
     content += (jobs.folder / "journal.sqlite-wal").read_bytes()
     assert not [job.id for job in dead if job.settings["prompt"][:9].encode() in content]
@@ -285,16 +285,16 @@ def test_only_files_of_a_job_are_removed(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "video.mp4").write_text("precious")
     (job / "video.steps").symlink_to(elsewhere)
-    remove_files(job, lambda name: name.startswith(("upload-", "video.clips")))
+    remove_job_files(job, lambda name: name.startswith(("upload-", "video.clips")))
     assert not (job / "video.mp4").exists() and (job / "upload-image").exists()
     assert (job / "video.clips" / "0001.mp4").exists()
-    remove_files(job)
+    remove_job_files(job)
     left = sorted(path.relative_to(job).as_posix() for path in job.rglob("*"))
     assert left == ["notes.txt", "video.clips", "video.clips/mine", "video.clips/mine/x"]
     assert (elsewhere / "video.mp4").exists()
     (job / "notes.txt").unlink()
     shutil.rmtree(job / "video.clips")
-    remove_files(job)
+    remove_job_files(job)
     assert not job.exists()
 
 
@@ -302,10 +302,10 @@ async def test_the_quota_takes_the_oldest_end_first(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs")
     old, new = await jobs.create(), await jobs.create()
     jobs.complete(new)
-    failed = jobs.service.find(old)
-    jobs.service.journal.change(failed, state="failed", ended=time.time() - 60, bytes=5)
-    assert jobs.service.journal.stored_bytes() > 5
-    jobs.service.limits = Limits(quota=jobs.service.journal.stored_bytes() - 1)
+    failed = jobs.service.find_job(old)
+    jobs.service.journal.update_job(failed, state="failed", ended=time.time() - 60, bytes=5)
+    assert jobs.service.journal.count_bytes() > 5
+    jobs.service.limits = Limits(quota=jobs.service.journal.count_bytes() - 1)
     await clean(jobs, lambda: jobs.state(old) == "deleted")
     assert jobs.state(new) == "completed"
 
@@ -330,17 +330,19 @@ async def test_a_prompt_is_required(jobs: Jobs) -> None:
             status, _, told = await jobs.ask(f"/v1/videos{route}", b"" if body is None else body)
             if (status, told["error"]["param"]) != (400, "prompt"):
                 wrong.append((route, body, told))
-    assert not wrong and len(jobs.service.journal.in_state("queued")) == 1
+    assert not wrong and len(jobs.service.journal.list_in_state("queued")) == 1
 
 
 def test_where_files_say_what_is_made(tmp_path: Path) -> None:
     tasks = {"s2v-14B": {"image": b"x", "audio": b"x"}, "animate-14B": {"src_pose": b"x"}}
     for task, files in tasks.items():
-        of_task, _ = command._run(["--task", task, "--save_file", str(tmp_path / "v.mp4")], 1, 1)
-        fields.asked(files, of_task, task)
+        of_task, _ = command._resolve_service_run(
+            ["--task", task, "--save_file", str(tmp_path / "v.mp4")], 1, 1
+        )
+        fields.parse_request(files, of_task, task)
         for body in ({"prompt": ""} | files, {}, {"seed": 1}):
             with pytest.raises(InputError, match="prompt"):
-                fields.asked(body, of_task, task)
+                fields.parse_request(body, of_task, task)
 
 
 async def test_guidance_of_each_expert(jobs: Jobs) -> None:
@@ -378,12 +380,12 @@ async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
     for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
         name = await jobs.create({"num_inference_steps": steps})
         jobs.complete(name, seconds)
-    long = jobs.service.find(await jobs.create({"num_inference_steps": 40}))
-    assert jobs.service.planned_seconds(long) == pytest.approx(90)
-    last = jobs.service.find(await jobs.create())
-    assert jobs.service.seconds_ahead(last) == pytest.approx(90)
+    long = jobs.service.find_job(await jobs.create({"num_inference_steps": 40}))
+    assert jobs.service.estimate_seconds(long) == pytest.approx(90)
+    last = jobs.service.find_job(await jobs.create())
+    assert jobs.service.estimate_wait(last) == pytest.approx(90)
     jobs.service.delete(long)
-    assert jobs.service.seconds_ahead(last) == pytest.approx(0)
+    assert jobs.service.estimate_wait(last) == pytest.approx(0)
 
 
 async def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:
@@ -450,7 +452,7 @@ RECORD: dict[str, Any] = {
 
 async def test_what_a_video_says(tmp_path: Path) -> None:
     """When it waits, is made, is there, has a damaged record, and has lost its file."""
-    jobs = Jobs(tmp_path / "jobs", Limits(keep_days=2, together=1))
+    jobs = Jobs(tmp_path / "jobs", Limits(keep_days=2, group_size=1))
     names = [await jobs.create() for _ in range(2)]
     one, poll = f"/v1/videos/{names[0]}", "openai-poll-after-ms"
     _, headers, video = await jobs.ask(one)
@@ -528,7 +530,7 @@ async def test_metrics(jobs: Jobs) -> None:
         "wan_jobs_running": 0,
         "wan_ranks_ready": 1,
         "wan_seconds_ahead": 5,
-        "wan_stored_bytes": jobs.service.journal.stored_bytes(),
+        "wan_stored_bytes": jobs.service.journal.count_bytes(),
     }
     assert {name: float(found.get(name, "nan")) for name in wanted} == wanted
     assert jobs.state(waiting) == "queued"

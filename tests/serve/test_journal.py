@@ -51,7 +51,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 async def kept(folder: Path) -> AsyncIterator[Jobs]:
     """A service whose journal is written as while it runs."""
     jobs = Jobs(folder)
-    task = asyncio.create_task(jobs.service.journal.keep())
+    task = asyncio.create_task(jobs.service.journal.run_writer())
     try:
         yield jobs
     finally:
@@ -99,10 +99,10 @@ async def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
     """A stop queues again what runs, and cancels the writer in the same moment."""
     jobs = Jobs(folder)
     book = jobs.service.journal
-    writer = asyncio.create_task(book.keep())
+    writer = asyncio.create_task(book.run_writer())
     job = await jobs.create()
     await asyncio.sleep(0.05)  # it waits for a change
-    book.change(jobs.service.find(job), done=1)
+    book.update_job(jobs.service.find_job(job), done=1)
     writer.cancel()
     done, _ = await asyncio.wait([writer], timeout=5)
     assert done and writer.cancelled()
@@ -173,7 +173,7 @@ def test_a_lock_during_the_start(
     thread.start()
     held.wait(10)
     threading.Timer(0.3, free.set).start()
-    assert len(Jobs(folder).service.journal.in_state("queued")) == 1
+    assert len(Jobs(folder).service.journal.list_in_state("queued")) == 1
     assert "locked" in caplog.text
     thread.join()
     monkeypatch.setattr(journal_file, "_START", 0.3)
@@ -337,7 +337,9 @@ def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
             job = journal.get(done)
             assert job is not None
             for number in range(2000):  # what SQLite holds already is used up first
-                journal.change(job, state="failed", error={"code": "x", "message": "y" * number})
+                journal.update_job(
+                    job, state="failed", error={"code": "x", "message": "y" * number}
+                )
                 if number % 50 == 0 and not await journal.save(0.1):
                     break
             assert "full" in (await becomes(jobs, 503))["reason"]
@@ -443,7 +445,7 @@ async def test_a_finished_video_is_a_job_again(folder: Path) -> None:
         assert video["guidance"] == {"high_noise": 4.0, "low_noise": 3.0}
         assert video["completed_at"] == 1767323045 and video["inference_time_s"] == 2.0
         assert (await jobs.ask(f"/v1/videos/{name}/content"))[2][4:8] == b"ftyp"
-        assert jobs.service.journal.stored_bytes() > 1000
+        assert jobs.service.journal.count_bytes() > 1000
         status, _, remix = await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "blue"})
         assert (status, remix["num_frames"], remix["seed"]) == (200, 5, 7)
     assert await listed(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
@@ -500,8 +502,8 @@ async def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
     async with kept(folder) as jobs:
         names = [await jobs.create() for _ in range(3)]
         for name in names[:2]:
-            job = jobs.service.find(name)
-            jobs.service.journal.change(job, state="in_progress", attempt=1, total=2)
+            job = jobs.service.find_job(name)
+            jobs.service.journal.update_job(job, state="in_progress", attempt=1, total=2)
         await jobs.service.journal.save()
         await jobs.ask(f"/v1/videos/{names[2]}", method="DELETE")
     finish(folder / "jobs" / names[0])

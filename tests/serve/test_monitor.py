@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from wan.serve import link
+from wan.serve import rpc
 from wan.serve.monitor import FACTOR, FLOOR, SILENCE, STARTING, GroupMonitor
 
 TIMEOUT = 1800.0
@@ -21,7 +21,7 @@ class Group:
     def start(self, *jobs: str) -> None:
         for rank in (0, 1):
             self.monitor.receive(rank, {"is": "ready"}, self.now)
-        self.monitor.end_start()
+        self.monitor.mark_ready()
         self.monitor.begin_jobs(dict.fromkeys(jobs, "shape"))
 
     def step(self, *, seconds: float = 0.0, follows: bool = True) -> None:
@@ -36,7 +36,7 @@ class Group:
             self.now += 1
             for rank in ranks:
                 self.monitor.receive(rank, {"is": "alive", "moved": rank in moved}, self.now)
-            reason = self.monitor.check(self.now)
+            reason = self.monitor.find_hang(self.now)
             if reason is not None:
                 return reason
         return None
@@ -116,7 +116,7 @@ def test_a_pause_of_the_front_is_not_the_ranks() -> None:
     group = Group()
     group.start("a")
     assert group.passes(2) is None
-    assert group.monitor.check(group.now + 10_000) is None
+    assert group.monitor.find_hang(group.now + 10_000) is None
 
 
 def test_whether_a_main_thread_moves() -> None:
@@ -125,7 +125,7 @@ def test_whether_a_main_thread_moves() -> None:
 
     def look() -> None:
         for _ in range(20):
-            positions.append(link._main_position())
+            positions.append(rpc._get_main_position())
             time.sleep(0.01)
         over.set()
 

@@ -14,11 +14,11 @@ from PIL import Image
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, IdleRanks, Jobs
-from wan.serve.repeats import digest_of
+from wan.serve.repeats import hash_request
 from wan.serve.service import Limits
 
 AGAIN: dict[str, Any] = {"x_stainless_retry_count": "1"}
-ALONE = Limits(together=1)
+ALONE = Limits(group_size=1)
 LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
 
 
@@ -29,7 +29,7 @@ def names(ranks: IdleRanks) -> list[list[str]]:
 
 def all_made(jobs: Jobs, ranks: IdleRanks) -> list[str]:
     """Completes one job after the other; returns their ids in the order in which they began."""
-    while jobs.service.journal.counts().get("in_progress"):
+    while jobs.service.journal.count_states().get("in_progress"):
         for name in names(ranks)[-1]:
             jobs.complete(name)
     return [name for group in names(ranks) for name in group]
@@ -44,7 +44,7 @@ async def test_higher_priorities_come_first_and_then_earlier_requests(jobs: Jobs
         for number, priority in enumerate([0, 5, -3, 5, 0, 100])
     }
     wanted = [made[key] for key in sorted(made, key=lambda key: (-key[0], key[1]))]
-    waiting = [job.id for job in jobs.service.journal.in_state("queued")]
+    waiting = [job.id for job in jobs.service.journal.list_in_state("queued")]
     assert waiting == wanted
     assert all_made(jobs, jobs.have_ranks()) == wanted
 
@@ -56,13 +56,13 @@ async def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
     running, last = await jobs.create(), await jobs.create()
     first = await jobs.create({"priority": 1})
     assert names(ranks) == [[running]]
-    job = jobs.service.find(running)
+    job = jobs.service.find_job(running)
     job.started = (job.started or 0) - 4
     for name, seconds in ((first, 6), (last, 16), (None, 26)):
-        until = None if name is None else jobs.service.find(name)
-        assert jobs.service.seconds_ahead(until) == pytest.approx(seconds, abs=1)
+        until = None if name is None else jobs.service.find_job(name)
+        assert jobs.service.estimate_wait(until) == pytest.approx(seconds, abs=1)
     job.started = (job.started or 0) - 60  # it takes longer than was thought
-    assert jobs.service.seconds_ahead(jobs.service.find(last)) == pytest.approx(10)
+    assert jobs.service.estimate_wait(jobs.service.find_job(last)) == pytest.approx(10)
 
 
 async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> None:
@@ -71,18 +71,18 @@ async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> N
         jobs.complete(await jobs.create(), float(seconds), ended=1e9 + seconds)
     jobs.service.journal.close()
     again = Jobs(jobs.folder, ALONE)
-    job = again.service.find(await again.create())
-    assert again.service.planned_seconds(job) == 6.0
+    job = again.service.find_job(await again.create())
+    assert again.service.estimate_seconds(job) == 6.0
 
 
 async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
     """Half as long without guidance; and where more steps took less time, by the median rate."""
     jobs.complete(await jobs.create({"num_inference_steps": 2}), 10.0)
-    halved = jobs.service.find(await jobs.create({"guidance_scale": 1}))
-    assert jobs.service.planned_seconds(halved) == pytest.approx(5)
+    halved = jobs.service.find_job(await jobs.create({"guidance_scale": 1}))
+    assert jobs.service.estimate_seconds(halved) == pytest.approx(5)
     jobs.complete(await jobs.create({"num_inference_steps": 1}), 20.0)
-    longer = jobs.service.find(await jobs.create({"num_inference_steps": 4}))
-    assert jobs.service.planned_seconds(longer) == pytest.approx(4 * (20 / 1 + 10 / 2) / 2)
+    longer = jobs.service.find_job(await jobs.create({"num_inference_steps": 4}))
+    assert jobs.service.estimate_seconds(longer) == pytest.approx(4 * (20 / 1 + 10 / 2) / 2)
 
 
 async def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:
@@ -106,7 +106,7 @@ async def test_no_job_passes_one_of_more_priority(jobs: Jobs) -> None:
 
 async def test_as_many_jobs_wait_as_the_limit_says(tmp_path: Path) -> None:
     """A job that runs does not count, and neither does one that was deleted."""
-    jobs = Jobs(tmp_path / "jobs", Limits(queue=2, together=1))
+    jobs = Jobs(tmp_path / "jobs", Limits(queue=2, group_size=1))
     waiting = [await jobs.create() for _ in range(2)]
     body = {"prompt": PROMPT}
     status, headers, told = await jobs.ask("/v1/videos", body)
@@ -142,7 +142,7 @@ async def test_what_a_request_may_ask_for(tmp_path: Path) -> None:
         asked = {"prompt": PROMPT, "input_reference": data_url(picture(1)), **body}
         status, _, told = await jobs.ask("/v1/videos", asked)
         stored = len(picture(1)) if is_taken else 0
-        if ((status == 200), jobs.service.journal.stored_bytes()) != (is_taken, stored):
+        if ((status == 200), jobs.service.journal.count_bytes()) != (is_taken, stored):
             wrong[number] = limits, body, told
         if not is_taken:
             said[f"{number}: {body}"] = told["error"]["message"]
@@ -164,13 +164,13 @@ async def test_seconds_are_the_nearest_number_of_frames(jobs: Jobs) -> None:
 @pytest.mark.parametrize("waiting", [2, 3])
 async def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_path: Path) -> None:
     """Where loading takes all the time, all that are allowed to share it do."""
-    jobs = Jobs(tmp_path / "jobs", Limits(together=2))
+    jobs = Jobs(tmp_path / "jobs", Limits(group_size=2))
     ranks = jobs.have_ranks()
     first = await jobs.create()
     rest = [await jobs.create() for _ in range(waiting)]
     low = await jobs.create({"priority": -1})
-    job = jobs.service.find(first)
-    jobs.service.video(job).write_bytes(b"video")
+    job = jobs.service.find_job(first)
+    jobs.service.video_path(job).write_bytes(b"video")
     jobs.tell("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
     for name in [*rest, low]:
         if jobs.state(name) == "in_progress":
@@ -240,8 +240,8 @@ async def test_repeats_are_found_after_a_restart(jobs: Jobs) -> None:
 def test_fields_and_contents_are_told_apart() -> None:
     """Where one ends and the next begins is a part of what is compared."""
     one, two = {"image": b"1last_image2"}, {"image": b"1", "last_image": b"2"}
-    assert digest_of(one) != digest_of(two)
-    assert digest_of({"prompt": "1"}) != digest_of({"prompt": 1})
+    assert hash_request(one) != hash_request(two)
+    assert hash_request({"prompt": "1"}) != hash_request({"prompt": 1})
 
 
 # What a second attempt begins with.
@@ -249,7 +249,7 @@ def test_fields_and_contents_are_told_apart() -> None:
 
 def leave(jobs: Jobs, name: str) -> set[str]:
     """Leaves what an attempt does, beside an uploaded file; returns the names."""
-    folder = jobs.service.folder(jobs.service.find(name))
+    folder = jobs.service.job_folder(jobs.service.find_job(name))
     left = ("upload-image", "video.clips/0001.mp4", "video.clips/0001.safetensors")
     for file in (*left, "video.json", "video.1.latents.safetensors", ".host-12-video.mp4"):
         (folder / file).parent.mkdir(exist_ok=True)
@@ -277,7 +277,7 @@ async def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -
     jobs.have_ranks()
     name = await begun(jobs)
     kept = leave(jobs, name)
-    jobs.service.find(name).started = 1.0  # long ago
+    jobs.service.find_job(name).started = 1.0  # long ago
     jobs.tell("ended", **LOST)
     video = (await jobs.ask(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["progress"]) == ("queued", 0)
@@ -285,7 +285,7 @@ async def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -
     jobs.tell("ready")
     video = (await jobs.ask(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["progress"], video["attempt"]) == ("in_progress", 0, 2)
-    assert jobs.service.find(name).started == pytest.approx(time.time(), abs=60)
+    assert jobs.service.find_job(name).started == pytest.approx(time.time(), abs=60)
     jobs.tell("ended", **LOST)
     video = (await jobs.ask(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["error"]["code"]) == ("failed", "ranks_lost")
@@ -346,12 +346,12 @@ async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
 
 async def test_who_may_have_been_the_cause_is_made_alone(tmp_path: Path) -> None:
     """Of several jobs that ran without enough memory none fails; each is made by itself then."""
-    jobs = Jobs(tmp_path / "jobs", Limits(together=2))
+    jobs = Jobs(tmp_path / "jobs", Limits(group_size=2))
     ranks = jobs.have_ranks()
     first = await jobs.create()
     both = [await jobs.create() for _ in range(2)]
-    job = jobs.service.find(first)
-    jobs.service.video(job).write_bytes(b"video")
+    job = jobs.service.find_job(first)
+    jobs.service.video_path(job).write_bytes(b"video")
     jobs.tell("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
     assert names(ranks)[1:] == [both]
     jobs.tell("ended", code="out_of_memory", message="No memory is left.")
@@ -369,16 +369,16 @@ async def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None
     name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": url})
     remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
     assert remix["num_frames"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["num_frames"]
-    job = jobs.service.find(remix["id"])
+    job = jobs.service.find_job(remix["id"])
     assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
-    assert jobs.service.file(job, "image").read_bytes() == picture(200)
+    assert jobs.service.upload_path(job, "image").read_bytes() == picture(200)
 
 
 async def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs) -> None:
     name = await jobs.create({"priority": 7, "seed": 5, "guidance_scale": 2})
     remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "a blue star"}))[2]
-    job = jobs.service.find(remix["id"])
+    job = jobs.service.find_job(remix["id"])
     assert (job.priority, job.settings["base_seed"]) == (7, 5)
     assert job.settings["prompt"] == "a blue star"
     assert remix["guidance"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["guidance"]
-    assert json.loads(jobs.service.find(name).shape) == json.loads(job.shape)
+    assert json.loads(jobs.service.find_job(name).shape) == json.loads(job.shape)

@@ -30,15 +30,15 @@ class Front:
 
     def __init__(self, commands: Sequence[dict[str, Any]] = ()) -> None:
         self.cancelled: set[str] = set()
-        self.over = threading.Event()
+        self.stop_event = threading.Event()
         self.said: list[dict[str, Any]] = []
         self._commands = [*commands, {"do": "stop"}]
 
-    def next(self, seconds: float) -> dict[str, Any]:
+    def next_command(self, seconds: float) -> dict[str, Any]:
         return self._commands.pop(0)
 
-    def say(self, what: str, **more: Any) -> None:
-        self.said.append({"is": what, **more})
+    def send(self, kind: str, **payload: Any) -> None:
+        self.said.append({"is": kind, **payload})
 
 
 # Steps.
@@ -67,7 +67,7 @@ def denoising(steps: int) -> DenoisingLoop:
 def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
     """Also of a video that is paused between its experts, and over all clips of a long one."""
     front: Any = Front()
-    boundary = ranks.SharedBoundary(GlooGroup(None), front, "a", clips)
+    boundary = ranks.SharedCancellationPoint(GlooGroup(None), front, "a", clips)
     for _ in range(clips):
         loop = denoising(4)
         assert loop.remaining_experts == ["high_noise", "low_noise"]
@@ -107,7 +107,7 @@ def test_the_last_texts_are_kept(
     pipeline = build.build_pipeline(
         main.resolve_arguments(argv, require_inputs=False).setup, select_device("cpu")
     )
-    assert ranks.Ranks(flags.parse_flags(argv), pipeline, None, front, 2).serve() == 0
+    assert ranks.RankWorker(flags.parse_flags(argv), pipeline, None, front, 2).serve() == 0
     texts = [one["texts"] for one in front.said if one["is"] == "done"]
     assert [tuple(one) for one in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
 
@@ -123,7 +123,7 @@ def run_without_memory(front: str) -> int:
 
     if env.rank():
         denoise.predict_velocity = velocity
-    return ranks.run(Path(front))
+    return ranks.run_rank(Path(front))
 
 
 @pytest.mark.slow  # two interpreters; tests/distributed/test_launch.py has it without a service

@@ -52,7 +52,7 @@ def tree(folder: Path) -> dict[Path, str]:
 def refuse(folder: Path, capsys: Capsys, *options: str) -> str:
     """Starts the service, which must refuse; returns the sentence."""
     before = tree(folder)
-    assert command.run(options) == 2
+    assert command.run_service_cli(options) == 2
     sentence = capsys.readouterr().err.strip()
     assert sentence and "\n" not in sentence and "Traceback" not in sentence
     assert len(sentence) < 800 and sentence.endswith((".", "?"))

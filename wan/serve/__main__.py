@@ -18,7 +18,7 @@ from wan.cli import failures, flags, main
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type
 from wan.log import logger
-from wan.serve.folders import NAME_LENGTH, check_journal, lock_journal
+from wan.serve.folders import NAME_LENGTH, check_journal_folder, lock_journal
 from wan.settings.command import (
     AnimateOptions,
     ImageOptions,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from wan.serve.group import Nodes
     from wan.serve.service import Limits
 
-_OF_ONE = {
+_PER_VIDEO_FLAGS = {
     *(
         name
         for kind in (
@@ -60,12 +60,12 @@ _EPILOG = """flags of generate.py that decide how the model is loaded follow aft
 """
 
 
-def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses the service options; returns them and the flags of generate.py after `--`."""
-    own, theirs = list(argv), []
-    if "--" in own:
-        place = own.index("--")
-        own, theirs = own[:place], own[place + 1 :]
+    service_args, generate_args = list(argv), []
+    if "--" in service_args:
+        separator = service_args.index("--")
+        service_args, generate_args = service_args[:separator], service_args[separator + 1 :]
     parser = Parser(
         prog="python -m wan.serve",
         description="Generate videos over HTTP with a model that stays loaded.",
@@ -73,88 +73,96 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    number = parser.add_argument
-    few, many = make_argument_type(integer(1, 10_000)), make_argument_type(integer(1, 1_000_000))
+    add = parser.add_argument
+    small_int, large_int = (
+        make_argument_type(integer(1, 10_000)),
+        make_argument_type(integer(1, 1_000_000)),
+    )
     days, gigabytes = (
         make_argument_type(real(0, 36_500, exclude_min=True)),
         make_argument_type(real(0, 1e6, exclude_min=True)),
     )
-    folder, words = make_argument_type(read_path), make_argument_type(read_text_value)
-    number(
+    file_path, string = make_argument_type(read_path), make_argument_type(read_text_value)
+    add(
         "--host",
-        type=words,
+        type=string,
         default="127.0.0.1",
         help="address to listen on (default 127.0.0.1)",
     )
-    number(
+    add(
         "--port",
         type=make_argument_type(integer(0, 65_535)),
         default=8000,
         help="port to listen on, 0 for a free one (default 8000)",
     )
-    number("--ranks", type=few, default=1, help="ranks that generate each video (default 1)")
-    number("--nodes", type=few, default=1, help="machines that run these ranks (default 1)")
-    number(
+    add("--ranks", type=small_int, default=1, help="ranks that generate each video (default 1)")
+    add("--nodes", type=small_int, default=1, help="machines that run these ranks (default 1)")
+    add(
         "--node_address",
-        type=words,
+        type=string,
         help="HOST:PORT of this machine, as the other machines reach it; with --nodes",
     )
-    number(
+    add(
         "--journal",
-        type=folder,
+        type=file_path,
         default=Path("videos"),
         help="folder for the journal and the videos (default videos)",
     )
-    number("--name", type=words, default="", help="name of this replica, part of its jobs' ids")
-    number("--api_key", type=folder, help="file with the API key that requests must send")
-    number(
+    add("--name", type=string, default="", help="name of this replica, part of its jobs' ids")
+    add("--api_key", type=file_path, help="file with the API key that requests must send")
+    add(
         "--host_name",
-        type=words,
+        type=string,
         action="append",
         default=[],
         help="further host name that requests may use; repeatable",
     )
-    number("--queue", type=many, default=100, help="maximum of queued jobs (default 100)")
-    number(
+    add("--queue", type=large_int, default=100, help="maximum of queued jobs (default 100)")
+    add(
         "--together",
-        type=few,
+        type=small_int,
         default=8,
         help="maximum of jobs that share each load of an expert (default 8)",
     )
-    texts = make_argument_type(integer(0, 1_000_000))
-    number(
+    count_or_zero = make_argument_type(integer(0, 1_000_000))
+    add(
         "--kept_texts",
-        type=texts,
+        type=count_or_zero,
         default=64,
         help="prompts whose embeddings are cached in host memory (default 64)",
     )
-    number("--max_body", type=few, default=64, help="MB of a request body at most (default 64)")
-    number("--max_frames", type=many, default=1000, help="frames of a video at most (default 1000)")
-    number(
+    add("--max_body", type=small_int, default=64, help="MB of a request body at most (default 64)")
+    add(
+        "--max_frames",
+        type=large_int,
+        default=1000,
+        help="frames of a video at most (default 1000)",
+    )
+    add(
         "--max_megapixels",
-        type=many,
+        type=large_int,
         default=1000,
         help="megapixels of all frames of a video at most (default 1000)",
     )
-    number("--keep_days", type=days, help="days after which ended jobs are deleted (default never)")
-    number(
+    add("--keep_days", type=days, help="days after which ended jobs are deleted (default never)")
+    add(
         "--quota_gb",
         type=gigabytes,
         help="GB of all files above which the oldest ended jobs are deleted (default no limit)",
     )
-    found = parser.parse_args(own)
-    if found.ranks % found.nodes:
-        raise InputError(f"--ranks {found.ranks} must be a multiple of --nodes {found.nodes}")
-    if found.name and not (found.name.isascii() and found.name.replace("-", "").isalnum()):
-        raise InputError(f"--name {found.name} must be of letters, digits and dashes")
-    if len(found.name) > NAME_LENGTH:
-        raise InputError(f"--name {found.name} must have at most {NAME_LENGTH} characters")
-    if not found.host:
+    args = parser.parse_args(service_args)
+    if args.ranks % args.nodes:
+        raise InputError(f"--ranks {args.ranks} must be a multiple of --nodes {args.nodes}")
+    if args.name and not (args.name.isascii() and args.name.replace("-", "").isalnum()):
+        raise InputError(f"--name {args.name} must be of letters, digits and dashes")
+    if len(args.name) > NAME_LENGTH:
+        raise InputError(f"--name {args.name} must have at most {NAME_LENGTH} characters")
+    if not args.host:
         raise InputError("--host is empty", remedy="give an address of this machine")
-    return found, theirs
+    return args, generate_args
 
 
-def _nodes(count: int, address: str | None) -> Nodes:
+def _make_nodes(count: int, address: str | None) -> Nodes:
     """Returns the machines that run the ranks, from --nodes and --node_address."""
     from wan.serve.connections import Connections, open_sockets
     from wan.serve.group import ONE_NODE, Nodes
@@ -172,22 +180,22 @@ def _nodes(count: int, address: str | None) -> Nodes:
     if not host or not nodes.port:
         why = "must be HOST:PORT of this machine, as the other machines reach it, with --nodes"
         raise InputError("--node_address", address, why)
-    for one in open_sockets(host, 0, Connections(1), "--node_address"):
-        one.close()  # only checks that HOST is an address of this machine
+    for listener in open_sockets(host, 0, Connections(1), "--node_address"):
+        listener.close()  # only checks that HOST is an address of this machine
     return nodes
 
 
-def _run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, Any]]:
+def _resolve_service_run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, Any]]:
     """Resolves the flags of generate.py; returns the run and the settings that were given."""
     env.simulate_ranks(ranks, nodes)
-    given = flags.parse_flags(argv)
-    of_one = [name for name in given if name in _OF_ONE]
-    if of_one:
-        raise InputError(f"`{of_one[0]}` is about one video", remedy="drop it")
-    return main.resolve_arguments(argv, require_inputs=False), given
+    user_settings = flags.parse_flags(argv)
+    per_video = [name for name in user_settings if name in _PER_VIDEO_FLAGS]
+    if per_video:
+        raise InputError(f"`{per_video[0]}` is about one video", remedy="drop it")
+    return main.resolve_arguments(argv, require_inputs=False), user_settings
 
 
-def _key(path: Path | None, host: str) -> str | None:
+def _read_api_key(path: Path | None, host: str) -> str | None:
     """Reads the API key; returns None where none is needed."""
     from wan.serve.app import is_local
 
@@ -203,14 +211,14 @@ def _key(path: Path | None, host: str) -> str | None:
     return key
 
 
-def _limits(options: argparse.Namespace) -> Limits:
+def _make_limits(options: argparse.Namespace) -> Limits:
     """Returns the limits of the service from its options."""
     from wan.serve.service import Limits
 
     return Limits(
         queue=options.queue,
-        texts=options.kept_texts,
-        together=options.together,
+        cached_prompts=options.kept_texts,
+        group_size=options.together,
         pixels=options.max_megapixels * 1_000_000,
         frames=options.max_frames,
         keep_days=options.keep_days,
@@ -218,7 +226,7 @@ def _limits(options: argparse.Namespace) -> Limits:
     )
 
 
-def _listen(
+def _bind_and_lock(
     options: argparse.Namespace, connections: Connections
 ) -> tuple[list[LimitedSocket], BinaryIO]:
     """Binds the sockets and locks the journal folder, which is created after the sockets."""
@@ -233,9 +241,9 @@ def _listen(
     return sockets, lock
 
 
-def serve(argv: Sequence[str]) -> int:
+def run_service(argv: Sequence[str]) -> int:
     """Runs the service until SIGINT or SIGTERM; returns the exit code."""
-    options, theirs = _options(argv)
+    options, generate_args = _parse_service_options(argv)
     try:
         from wan.serve import app, connections
         from wan.serve.metrics import Metrics
@@ -243,23 +251,23 @@ def serve(argv: Sequence[str]) -> int:
     except ImportError as error:
         why = f"The service needs {error.name}"
         raise InputError(why, remedy="pip install -r requirements-serve.txt") from error
-    key = _key(options.api_key, options.host)
-    nodes = _nodes(options.nodes, options.node_address)
-    check_journal(options.journal)
-    theirs += ["--save_file", str(options.journal.absolute() / "video.mp4")]  # never written
-    run, given = _run(theirs, options.ranks, options.nodes)
+    key = _read_api_key(options.api_key, options.host)
+    nodes = _make_nodes(options.nodes, options.node_address)
+    check_journal_folder(options.journal)
+    generate_args += ["--save_file", str(options.journal.absolute() / "video.mp4")]  # never written
+    run, user_settings = _resolve_service_run(generate_args, options.ranks, options.nodes)
     for notice in run.notices:
         logger.warning(env.make_flag_naming().render(notice))
-    clients = connections.Connections(connections.count_connections(options.ranks))
-    sockets, lock = _listen(options, clients)
+    clients = connections.Connections(connections.compute_max_connections(options.ranks))
+    sockets, lock = _bind_and_lock(options, clients)
     metrics, journal, name = Metrics(), options.journal, options.name
-    more = (journal, options.ranks, nodes, name, _limits(options), metrics.seen)
+    service_args = (journal, options.ranks, nodes, name, _make_limits(options), metrics.count_event)
     try:
-        service = Service(theirs, given, run, *more)
+        service = Service(generate_args, user_settings, run, *service_args)
     except sqlite3.Error as error:
         why, remedy = f"has a damaged journal.sqlite ({error})", "move it away, or give another one"
         raise InputError(f"--journal {journal}", None, why, remedy) from error
-    application = app.make(
+    application = app.make_app(
         service,
         metrics,
         host=options.host,
@@ -268,8 +276,8 @@ def serve(argv: Sequence[str]) -> int:
         most_bytes=options.max_body * 1_000_000,
         is_busy=lambda: clients.is_busy,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn re-raises them after shutdown
-        signal.signal(number, lambda *_: None)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # uvicorn re-raises them after shutdown
+        signal.signal(signum, lambda *_: None)
     port = sockets[0].getsockname()[1]
     logger.info("Serving %s at http://%s:%d", service.model, options.host, port)
     server = connections.make_server(application, clients)
@@ -278,11 +286,11 @@ def serve(argv: Sequence[str]) -> int:
     return 0 if server.started else 1
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run_service_cli(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit codes of `wan.cli.main.main`."""
     log.set_up_logging()
     try:
-        return serve(sys.argv[1:] if argv is None else argv)
+        return run_service(sys.argv[1:] if argv is None else argv)
     except BaseException as error:
         sentence = failures.describe_error(error)
         if sentence is None:
@@ -292,4 +300,4 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run_service_cli())

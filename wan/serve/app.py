@@ -33,23 +33,23 @@ from wan.serve import fields, pictures
 from wan.serve.fields import PICTURES
 from wan.serve.journal import QueuedVideo
 from wan.serve.metrics import Metrics
-from wan.serve.repeats import RefusedError, digest_of
-from wan.serve.service import Service, is_over
+from wan.serve.repeats import RefusedError, hash_request
+from wan.serve.service import Service, is_ended
 from wan.settings.errors import InputError
 from wan.settings.values import format_value, integer
 
-_DEPTH = 8  # nesting levels of a body; lists of image references need four
-_TOO_DEEP = f"The body is nested too deeply; give at most {_DEPTH} levels."
-_POLL = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
-_RECORDING = 15.0  # seconds to wait until a deletion is written to the journal
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_MAX_DEPTH = 8  # nesting levels of a body; lists of image references need four
+_TOO_DEEP = f"The body is nested too deeply; give at most {_MAX_DEPTH} levels."
+_POLL_SECONDS = 1.0  # seconds; shortest polling interval of clients and of the synchronous routes
+_DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the journal
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
-def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
+def make_video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
     """Returns the OpenAI video object of a job, with the additional fields of vllm-omni."""
     progress = 100 if job.state == "completed" else int(99 * job.done / max(job.total, 1))
     prompts = job.settings.get("clip_prompts", ())
-    found: dict[str, Any] = {
+    video: dict[str, Any] = {
         "id": job.id,
         "object": "video",
         "model": job.model,
@@ -72,25 +72,25 @@ def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
     }
     days = service.limits.keep_days
     if days is not None and job.ended is not None:
-        found["expires_at"] = int(job.ended + 86400 * days)
+        video["expires_at"] = int(job.ended + 86400 * days)
     if job.state == "completed":
-        found |= {"inference_time_s": job.seconds} | _record_fields(service.record(job))
-    return found
+        video |= {"inference_time_s": job.seconds} | _select_record_fields(service.read_record(job))
+    return video
 
 
-def _record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+def _select_record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a video object that come from its record; None where it is damaged."""
-    found: dict[str, Any] = {"stage_durations": record.get("seconds"), "peak_memory_mb": None}
+    values: dict[str, Any] = {"stage_durations": record.get("seconds"), "peak_memory_mb": None}
     try:
         memory = record.get("peak_memory_bytes", {})
-        most = memory.get("device") or memory.get("host")
-        found["peak_memory_mb"] = most and round(most / 1e6, 1)
+        peak_bytes = memory.get("device") or memory.get("host")
+        values["peak_memory_mb"] = peak_bytes and round(peak_bytes / 1e6, 1)
         if "power" in record:
-            found["power"] = record["power"]
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+            values["power"] = record["power"]
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except (AttributeError, TypeError, ValueError, ArithmeticError, RecursionError):
         return {"stage_durations": None, "peak_memory_mb": None}
-    return found
+    return values
 
 
 class Routes:
@@ -99,9 +99,9 @@ class Routes:
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self._service, self._metrics = service, metrics
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Returns the Starlette routes."""
-        one = "/v1/videos/{id}"
+        video_route = "/v1/videos/{id}"
         return [
             Route("/", self.page),
             Route("/health", self.health),
@@ -112,60 +112,60 @@ class Routes:
             Route("/v1/videos", self.list),
             Route("/v1/videos/sync", self.sync, methods=["POST"]),
             Route("/v1/videos/generations", self.generations, methods=["POST"]),
-            Route(one, self.retrieve),
-            Route(one, self.delete, methods=["DELETE"]),
-            Route(f"{one}/content", self.content),
-            Route(f"{one}/remix", self.remix, methods=["POST"]),
+            Route(video_route, self.retrieve),
+            Route(video_route, self.delete, methods=["DELETE"]),
+            Route(f"{video_route}/content", self.content),
+            Route(f"{video_route}/remix", self.remix, methods=["POST"]),
         ]
 
     async def create(self, request: Request) -> Response:
-        job, _ = await self._created(request, await _body(request))
+        job, _ = await self._create_job(request, await _read_body(request))
         self._service.waiters.claim(job)
-        return self._video(job)
+        return self._make_video_response(job)
 
     async def retrieve(self, request: Request) -> Response:
-        return self._video(self._service.find(request.path_params["id"]))
+        return self._make_video_response(self._service.find_job(request.path_params["id"]))
 
     async def delete(self, request: Request) -> Response:
-        job = self._service.find(request.path_params["id"])
+        job = self._service.find_job(request.path_params["id"])
         self._service.delete(job)
-        is_recorded = await self._service.journal.save(_RECORDING)
-        told = {"id": job.id, "deleted": True, "object": "video.deleted"}
-        return JSONResponse(told, 200 if is_recorded else 202)
+        is_recorded = await self._service.journal.save(_DELETION_SECONDS)
+        answer = {"id": job.id, "deleted": True, "object": "video.deleted"}
+        return JSONResponse(answer, 200 if is_recorded else 202)
 
     async def list(self, request: Request) -> Response:
-        given = request.query_params
-        order, limit = given.get("order", "desc"), given.get("limit", "20")
+        query = request.query_params
+        order, limit = query.get("order", "desc"), query.get("limit", "20")
         if order not in ("asc", "desc"):
             raise RefusedError("order must be asc or desc.", param="order")
-        after = given.get("after")
-        if after is not None and self._service.journal.state(after) is None:
-            self._service.find(after)
-        most = integer(1, 100)("limit", limit)
-        jobs = self._service.journal.page(after, most + 1, order == "desc")
-        data = [video_object(self._service, job) for job in jobs[:most]]
+        after = query.get("after")
+        if after is not None and self._service.journal.get_state(after) is None:
+            self._service.find_job(after)
+        max_jobs = integer(1, 100)("limit", limit)
+        jobs = self._service.journal.list_page(after, max_jobs + 1, order == "desc")
+        data = [make_video_object(self._service, job) for job in jobs[:max_jobs]]
         return JSONResponse(
             {
                 "object": "list",
                 "data": data,
-                "has_more": len(jobs) > most,
+                "has_more": len(jobs) > max_jobs,
                 "first_id": data[0]["id"] if data else None,
                 "last_id": data[-1]["id"] if data else None,
             }
         )
 
     async def content(self, request: Request) -> Response:
-        job = self._service.find(request.path_params["id"])
+        job = self._service.find_job(request.path_params["id"])
         variant = request.query_params.get("variant", "video")
         if variant not in ("video", "thumbnail", "spritesheet"):
             raise RefusedError("variant must be video, thumbnail or spritesheet.", param="variant")
         if job.state != "completed":
             why = "has failed" if job.state == "failed" else "is not done yet"
             raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
-        path, kind = self._service.video(job), "video/mp4"
+        path, kind = self._service.video_path(job), "video/mp4"
         if variant != "video":
-            path, kind = await self._picture(job, variant), "image/jpeg"
-        status = self._status_of(job, path)
+            path, kind = await self._load_picture(job, variant), "image/jpeg"
+        status = self._stat_file(job, path)
         if not request.headers.get("range", "bytes=").lower().startswith("bytes="):
             request.scope["headers"] = [  # RFC 9110: an unknown unit is ignored
                 header for header in request.scope["headers"] if header[0] != b"range"
@@ -177,12 +177,12 @@ class Routes:
             stat_result=status,
             content_disposition_type="inline",
         )
-        if _is_known(request, answer.headers["etag"]):
-            kept = {name: answer.headers[name] for name in ("etag", "last-modified")}
-            return Response(status_code=304, headers=kept)
+        if _matches_etag(request, answer.headers["etag"]):
+            headers = {name: answer.headers[name] for name in ("etag", "last-modified")}
+            return Response(status_code=304, headers=headers)
         return answer
 
-    async def _picture(self, job: QueuedVideo, kind: str) -> Path:
+    async def _load_picture(self, job: QueuedVideo, kind: str) -> Path:
         """Returns the path of a JPEG of a video.
 
         Raises:
@@ -190,68 +190,70 @@ class Routes:
         """
         try:
             return await asyncio.to_thread(
-                pictures.picture, self._service.video(job), kind, job.frames
+                pictures.make_picture, self._service.video_path(job), kind, job.frames
             )
         except (OSError, ValueError, RuntimeError) as error:
-            self._status_of(job, self._service.video(job))
-            raise _lost("cannot be read") from error
+            self._stat_file(job, self._service.video_path(job))
+            raise _make_gone_error("cannot be read") from error
 
-    def _status_of(self, job: QueuedVideo, path: Path) -> os.stat_result:
+    def _stat_file(self, job: QueuedVideo, path: Path) -> os.stat_result:
         """Returns the status of a file of a job.
 
         Raises:
             RefusedError: The job was deleted, or the file is missing.
         """
-        self._service.find(job.id)
+        self._service.find_job(job.id)
         try:
             status = path.stat()
         except OSError as error:
-            raise _lost("is gone") from error
+            raise _make_gone_error("is gone") from error
         if not stat.S_ISREG(status.st_mode):
-            raise _lost("is no file")
+            raise _make_gone_error("is no file")
         return status
 
     async def remix(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await _read_body(request)
         if {*body} != {"prompt"} or not isinstance(body["prompt"], str):
             raise RefusedError("A remix takes a prompt and nothing else.", param="prompt")
         fields.check_prompt(body["prompt"])
         job = await self._service.remix(
-            request.path_params["id"], body["prompt"], *_repetition(request)
+            request.path_params["id"], body["prompt"], *_read_idempotency_key(request)
         )
         self._service.waiters.claim(job)
-        return self._video(job)
+        return self._make_video_response(job)
 
     async def sync(self, request: Request) -> Response:
         """Answers with the video; its job is cancelled when the last client disconnects."""
-        job = await self._waited(request, *await self._created(request, await _body(request)))
+        job = await self._wait_for_job(
+            request, *await self._create_job(request, await _read_body(request))
+        )
         headers = {
             "X-Request-Id": job.id,
             "X-Model": job.model,
             "X-Inference-Time-S": f"{job.seconds:.3f}",
         }
-        path = self._service.video(job)
-        status = self._status_of(job, path)
+        path = self._service.video_path(job)
+        status = self._stat_file(job, path)
         return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
 
     async def generations(self, request: Request) -> Response:
         """Answers MLPerf's request with exactly two keys."""
-        body = await _body(request)
+        body = await _read_body(request)
         form = body.pop("response_format", "video_bytes")
         if form not in ("video_path", "video_bytes"):
             message = "response_format must be video_path or video_bytes."
             raise RefusedError(message, param="response_format")
         if body.pop("output_format", "mp4") not in ("mp4", "auto"):
             raise RefusedError("output_format must be mp4 or auto.", param="output_format")
-        job = await self._waited(request, *await self._created(request, body))
-        path = self._service.video(job)
-        self._status_of(job, path)
+        job = await self._wait_for_job(request, *await self._create_job(request, body))
+        path = self._service.video_path(job)
+        self._stat_file(job, path)
         if form == "video_path":
             return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
         try:
             content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
         except OSError as error:
-            raise _lost("is gone") from error
+            raise _make_gone_error("is gone") from error
         return JSONResponse({"video_id": job.id, "video_bytes": content})
 
     async def models(self, _: Request) -> Response:
@@ -266,30 +268,32 @@ class Routes:
         problem = service.journal.problem
         if problem is not None and not service.stopping:
             state = "journal_unavailable"
-        counts = service.journal.counts()
-        told = {
+        counts = service.journal.count_states()
+        answer = {
             "status": state,
             "queued": counts.get("queued", 0),
             "running": counts.get("in_progress", 0),
             "reason": None if state == "ok" else problem or service.group.trouble,
             "restarts": service.group.restarts,
-            "seconds_ahead": round(service.seconds_ahead(), 1),
+            "seconds_ahead": round(service.estimate_wait(), 1),
         }
-        return JSONResponse(told, 200 if state == "ok" else 503)
+        return JSONResponse(answer, 200 if state == "ok" else 503)
 
     async def metrics(self, _: Request) -> Response:
-        content, kind = self._metrics.text(self._service)
+        content, kind = self._metrics.render(self._service)
         return Response(content, media_type=kind)
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
 
-    async def _created(self, request: Request, body: dict[str, Any]) -> tuple[QueuedVideo, bool]:
-        digest = digest_of(body)
-        asked = fields.asked(body, self._service.run, self._service.model)
-        return await self._service.create(asked, digest, *_repetition(request))
+    async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[QueuedVideo, bool]:
+        digest = hash_request(body)
+        parsed_request = fields.parse_request(body, self._service.run, self._service.model)
+        return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
 
-    async def _waited(self, request: Request, job: QueuedVideo, was_there: bool) -> QueuedVideo:
+    async def _wait_for_job(
+        self, request: Request, job: QueuedVideo, is_existing: bool
+    ) -> QueuedVideo:
         """Waits until a job is completed and returns its present state.
 
         Args:
@@ -299,80 +303,82 @@ class Routes:
             RefusedError: The job failed.
             ClientDisconnect: The client has disconnected.
         """
-        with self._service.waiters.wait(job, was_there) as leave:
+        with self._service.waiters.wait(job, is_existing) as note_disconnect:
             while True:
-                found = self._service.find(job.id)
-                if is_over(found):
+                current = self._service.find_job(job.id)
+                if is_ended(current):
                     break
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL):
-                        await self._service.changed()
+                    async with asyncio.timeout(_POLL_SECONDS):
+                        await self._service.wait_for_change()
                 if await request.is_disconnected():
-                    leave()
+                    note_disconnect()
                     raise ClientDisconnect
-        if found.error is not None:
-            raise RefusedError(found.error["message"], 500, found.error["code"])
-        return found
+        if current.error is not None:
+            raise RefusedError(current.error["message"], 500, current.error["code"])
+        return current
 
-    def _video(self, job: QueuedVideo) -> Response:
+    def _make_video_response(self, job: QueuedVideo) -> Response:
         headers = {}
-        if not is_over(job):
-            wait = self._service.seconds_ahead(until=job) if job.state == "queued" else 0.0
-            milliseconds = int(1000 * min(max(wait / 2, _POLL), 60))
+        if not is_ended(job):
+            wait = self._service.estimate_wait(until=job) if job.state == "queued" else 0.0
+            milliseconds = int(1000 * min(max(wait / 2, _POLL_SECONDS), 60))
             headers["openai-poll-after-ms"] = str(milliseconds)
-        return JSONResponse(video_object(self._service, job), headers=headers)
+        return JSONResponse(make_video_object(self._service, job), headers=headers)
 
 
-def _lost(why: str) -> RefusedError:
+def _make_gone_error(why: str) -> RefusedError:
     return RefusedError(f"The file of this video {why}; delete it.", 410, "gone", "video_id")
 
 
-def _is_known(request: Request, etag: str) -> bool:
+def _matches_etag(request: Request, etag: str) -> bool:
     """Returns whether an If-None-Match header (RFC 9110) matches an ETag."""
     tags = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
     return "*" in tags or etag in [tag.removeprefix("W/") for tag in tags]
 
 
-def _repetition(request: Request) -> tuple[str | None, bool]:
+def _read_idempotency_key(request: Request) -> tuple[str | None, bool]:
     """Returns the Idempotency-Key, and whether the client marks the request as a retry."""
     retries = request.headers.get("x-stainless-retry-count", "0")
     is_repeated = retries.isdecimal() and retries.strip("0") != ""
     return request.headers.get("idempotency-key"), is_repeated
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _read_body(request: Request) -> dict[str, Any]:
     """Reads the fields of a form or of a JSON object; files become bytes."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
         try:
-            body = await _form_fields(request)
+            body = await _read_form(request)
         except ValueError as error:  # from decoding or from the form parser
             raise RefusedError(f"The form cannot be read ({format_value(str(error))}).") from error
     else:
-        body = _json_fields(await request.body() or b"{}")
-    _check_values(body)
+        body = _parse_json_body(await request.body() or b"{}")
+    _check_body_values(body)
     return body
 
 
-async def _form_fields(request: Request) -> dict[str, Any]:
+async def _read_form(request: Request) -> dict[str, Any]:
     """Reads the fields of a form."""
-    found: dict[str, Any] = {}
-    most = 8 + MAX_REFERENCE_IMAGES
+    form_fields: dict[str, Any] = {}
+    max_parts = 8 + MAX_REFERENCE_IMAGES
     async with request.form(
-        max_files=most, max_fields=100, max_part_size=sys.maxsize
+        max_files=max_parts, max_fields=100, max_part_size=sys.maxsize
     ) as form:  # `Guard` limits the size of the body
         for key, value in form.multi_items():
             part = await value.read() if isinstance(value, UploadFile) else value
-            if (several := key.removesuffix("[]")) == PICTURES:  # how the openai client sends lists
-                found.setdefault(several, []).append(part)
+            if (
+                list_key := key.removesuffix("[]")
+            ) == PICTURES:  # how the openai client sends lists
+                form_fields.setdefault(list_key, []).append(part)
                 continue
-            if key in found:
+            if key in form_fields:
                 raise RefusedError(f"{key} is given twice; give it once.", param=key)
-            found[key] = part
-    return found
+            form_fields[key] = part
+    return form_fields
 
 
-def _json_fields(content: bytes) -> dict[str, Any]:
+def _parse_json_body(content: bytes) -> dict[str, Any]:
     """Parses a body as a JSON object."""
 
     def refuse(word: str) -> NoReturn:
@@ -390,10 +396,10 @@ def _json_fields(content: bytes) -> dict[str, Any]:
     return body
 
 
-def _check_values(body: Mapping[str, Any]) -> None:
+def _check_body_values(body: Mapping[str, Any]) -> None:
     """Refuses values that JSON files cannot store: deep nesting and unpaired surrogates."""
     level: list[Any] = [body]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         inner: list[Any] = []
         for value in level:
             if isinstance(value, str):
@@ -412,7 +418,7 @@ def _check_values(body: Mapping[str, Any]) -> None:
         raise RefusedError(_TOO_DEEP)
 
 
-def _allowed_methods(request: Request) -> str:
+def _list_allowed_methods(request: Request) -> str:
     """Returns the value of the `Allow` header: the methods of all routes of a path."""
     methods: set[str] = set()
     for route in request.app.routes:
@@ -421,38 +427,50 @@ def _allowed_methods(request: Request) -> str:
     return ", ".join(sorted(methods))
 
 
-def _refused(request: Request, error: Exception) -> Response:
+def _make_error_response(request: Request, error: Exception) -> Response:
     """Returns an error response in OpenAI's format."""
     headers: dict[str, str] = {}
     if isinstance(error, RefusedError):
         status, code, param, message = error.status, error.code, error.param, str(error)
-        again = error.wait is not None
+        should_retry = error.wait is not None
         if error.wait is not None:
             headers["Retry-After"] = str(max(round(error.wait), 1))
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, InputError):
-        status, code, param, message, again = 400, "invalid_request", None, str(error), False
-        named = re.fullmatch(r"`?(\w+)`?", error.what)
-        param = None if named is None else error.naming.names.get(named[1], named[1])
+        status, code, param, message, should_retry = 400, "invalid_request", None, str(error), False
+        match = re.fullmatch(r"`?(\w+)`?", error.what)
+        param = None if match is None else error.naming.names.get(match[1], match[1])
     elif isinstance(error, HTTPException):
-        status, code, param, message, again = error.status_code, "http", None, error.detail, False
+        status, code, param, message, should_retry = (
+            error.status_code,
+            "http",
+            None,
+            error.detail,
+            False,
+        )
         headers.update(error.headers or {})
         if status == 405:
-            headers["Allow"] = _allowed_methods(request)
+            headers["Allow"] = _list_allowed_methods(request)
     elif isinstance(error, MultiPartException):
-        status, code, param, message, again = 400, "invalid_form", None, error.message, False
+        status, code, param, message, should_retry = 400, "invalid_form", None, error.message, False
     else:
-        status, code, param, message, again = 500, "internal_error", None, "Internal error.", False
+        status, code, param, message, should_retry = (
+            500,
+            "internal_error",
+            None,
+            "Internal error.",
+            False,
+        )
     message = message.encode(errors="replace").decode()
     param = None if param is None else param.encode(errors="replace").decode()
-    headers["x-should-retry"] = "true" if again else "false"
+    headers["x-should-retry"] = "true" if should_retry else "false"
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return JSONResponse(body, status, headers)
 
 
-def _leave(request: Request, _: Exception) -> Response:
+def _answer_disconnect(request: Request, _: Exception) -> Response:
     """Returns status 499 for a client that has disconnected; this is not logged as an error."""
     logger.debug("A client disconnected from %s.", request.url.path)
     return Response(status_code=499)
@@ -477,7 +495,7 @@ class Guard:
             most_bytes: Maximum size of a body.
             is_busy: Returns whether only /health and /liveness are answered.
         """
-        self._app, self._hosts, self._key, self._most = app, hosts, api_key, most_bytes
+        self._app, self._hosts, self._key, self._max_bytes = app, hosts, api_key, most_bytes
         self._is_busy = is_busy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -485,60 +503,60 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        refusal = self._refusal(request)
+        refusal = self._check_request(request)
         if refusal is not None:
-            await _refused(request, refusal)(scope, receive, send)
+            await _make_error_response(request, refusal)(scope, receive, send)
             return
-        seen = 0
+        num_bytes = 0
 
-        async def counted() -> Message:
-            nonlocal seen
+        async def limited_receive() -> Message:
+            nonlocal num_bytes
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._most:
-                raise self._too_large()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._make_too_large_error()
             return message
 
-        has_begun = False
+        has_started = False
 
-        async def noted(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
+        async def tracked_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
             await send(message)
 
         try:
-            await self._app(scope, counted, noted)
+            await self._app(scope, limited_receive, tracked_send)
         except FileNotFoundError:
-            if not has_begun:
+            if not has_started:
                 raise
             logger.info("A file was deleted before it was sent.")  # uvicorn closes the connection
 
-    def _refusal(self, request: Request) -> RefusedError | None:
+    def _check_request(self, request: Request) -> RefusedError | None:
         host = request.headers.get("host", "")
-        if _without_port(host) not in self._hosts:
+        if _strip_port(host) not in self._hosts:
             message = "This host name is not served; start the service with it as --host_name."
             return RefusedError(message, 421)
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             return RefusedError("Pages of other sites may not use this service.", 403)
         length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or len(length) > 18 or int(length) > self._most:
-            return self._too_large()
+        if not length.isdecimal() or len(length) > 18 or int(length) > self._max_bytes:
+            return self._make_too_large_error()
         if request.url.path not in ("/health", "/liveness") and self._is_busy():
             message = "Too many requests are in progress; try again."
             return RefusedError(message, 503, "busy", wait=5)
         if self._key is not None and request.url.path not in ("/", "/health", "/liveness"):
-            scheme, _, told = request.headers.get("authorization", "").partition(" ")
-            told = told.strip() if scheme.lower() == "bearer" else ""
-            if not hmac.compare_digest(told.encode(), self._key.encode()):
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            token = token.strip() if scheme.lower() == "bearer" else ""
+            if not hmac.compare_digest(token.encode(), self._key.encode()):
                 return RefusedError("The API key is missing or wrong.", 401, "invalid_api_key")
         return None
 
-    def _too_large(self) -> RefusedError:
-        return RefusedError(f"The body is too large; {self._most} bytes are allowed.", 413)
+    def _make_too_large_error(self) -> RefusedError:
+        return RefusedError(f"The body is too large; {self._max_bytes} bytes are allowed.", 413)
 
 
-def _without_port(host: str) -> str:
+def _strip_port(host: str) -> str:
     name, _, port = host.rpartition(":")
     return (name if name and port.isdecimal() else host).lower()
 
@@ -551,14 +569,14 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def _end(service: asyncio.Task[None]) -> None:
+def _stop_if_failed(task: asyncio.Task[None]) -> None:
     """Ends the process if the service has failed, so that a supervisor can restart it."""
-    if not service.cancelled() and service.exception() is not None:
-        logger.error("The service has failed.", exc_info=service.exception())
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("The service has failed.", exc_info=task.exception())
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def make(
+def make_app(
     service: Service,
     metrics: Metrics,
     *,
@@ -583,7 +601,7 @@ def make(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> Any:
         running = asyncio.create_task(service.start())
-        running.add_done_callback(_end)
+        running.add_done_callback(_stop_if_failed)
         try:
             yield
         finally:
@@ -593,11 +611,14 @@ def make(
                 await running
 
     handlers: dict[Any, Any] = dict.fromkeys(
-        (RefusedError, InputError, HTTPException, MultiPartException, Exception), _refused
+        (RefusedError, InputError, HTTPException, MultiPartException, Exception),
+        _make_error_response,
     )
-    handlers[ClientDisconnect] = _leave
+    handlers[ClientDisconnect] = _answer_disconnect
     app = Starlette(
-        routes=Routes(service, metrics).routes(), exception_handlers=handlers, lifespan=lifespan
+        routes=Routes(service, metrics).list_routes(),
+        exception_handlers=handlers,
+        lifespan=lifespan,
     )
-    hosts = [*_LOCAL, host.lower(), *(n.lower() for n in names)]
+    hosts = [*_LOCAL_HOSTS, host.lower(), *(n.lower() for n in names)]
     return Guard(app, hosts, api_key, most_bytes, is_busy)

@@ -37,9 +37,9 @@ BODY_PAUSE = 30.0
 """Seconds without a byte of the body after which the connection is closed."""
 UNREAD_SECONDS = 120.0
 """Seconds after which a connection is closed whose client reads nothing of an answer."""
-_MOST = 1000  # connections
-_RESERVE = 96  # file descriptors for the journal, logs, ranks and temporary files
-_LEAST = 8  # connections
+_MAX_CONNECTIONS = 1000  # connections
+_RESERVED_FILES = 96  # file descriptors for the journal, logs, ranks and temporary files
+_MIN_CONNECTIONS = 8  # connections
 _BURST = 32  # connections accepted in one turn of the event loop
 _SWEEP = 1.0  # seconds between two checks of all deadlines
 _RETRY = 1.0  # seconds that asyncio pauses accepting after it ran out of file descriptors
@@ -75,7 +75,7 @@ class RareMessages(logging.Filter):
         return True
 
 
-def _limit_messages() -> None:
+def _limit_library_logs() -> None:
     """Limits log messages of libraries that any client can cause in large numbers."""
     logging.getLogger("uvicorn.error").addFilter(RareMessages())
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the client gets the error
@@ -95,7 +95,7 @@ class Connection:
         """Starts the wait for headers. seconds: their time limit."""
         self.transport = transport
         now = time.monotonic()
-        self._begun, self._seconds = now, seconds  # of the current wait for headers or a body
+        self._started_at, self._seconds = now, seconds  # of the current wait for headers or a body
         self._received, self._received_at = 0, now  # bytes of the body; time of the last
         self._unread, self._unread_at = 0, now  # unread bytes of answers; time of the last change
         self._requests, self._is_reading, self._is_idle = 0, False, False
@@ -107,14 +107,14 @@ class Connection:
         self._received += count
         if self._is_idle:  # first bytes of another request
             self._is_idle = False
-            self._begun, self._seconds = self._received_at, HEADER_SECONDS
+            self._started_at, self._seconds = self._received_at, HEADER_SECONDS
 
     def begin_request(self, has_body: bool) -> None:
         """Marks the headers as complete. has_body: whether a body follows."""
         self._requests += 1
         self._is_reading, self._is_idle = has_body, False
-        self._received, self._begun = 0, time.monotonic()
-        self._received_at = self._begun
+        self._received, self._started_at = 0, time.monotonic()
+        self._received_at = self._started_at
 
     def end_body(self) -> None:
         """Marks the body of the request as complete."""
@@ -126,13 +126,13 @@ class Connection:
         if not self._requests:
             self._is_reading, self._is_idle = False, True
             # uvicorn closes idle connections; this deadline is for bytes that form no request.
-            self._begun, self._seconds = time.monotonic(), IDLE_SECONDS + 1
+            self._started_at, self._seconds = time.monotonic(), IDLE_SECONDS + 1
 
     def trust(self) -> None:
         """Removes the deadline."""
         self._is_trusted = True
 
-    def look(self) -> None:
+    def update_unread(self) -> None:
         """Updates the number of bytes that the client has not read."""
         unread = self.transport.get_write_buffer_size()
         if unread != self._unread or not unread:
@@ -146,8 +146,8 @@ class Connection:
         if self.transport.get_write_buffer_size():
             return self._unread_at
         if self._is_reading:
-            return self._begun + self._received / BODY_RATE
-        return math.inf if self._requests else self._begun
+            return self._started_at + self._received / BODY_RATE
+        return math.inf if self._requests else self._started_at
 
     @property
     def deadline(self) -> float:
@@ -164,9 +164,9 @@ class Connection:
     def close(self, answer: bytes) -> None:
         """Closes the connection. answer: sent to a client that has started a request."""
         in_headers = not (self._requests or self._is_idle)
-        has_begun = self._is_reading or (in_headers and self._received > 0)
+        has_started = self._is_reading or (in_headers and self._received > 0)
         has_unread = self.transport.get_write_buffer_size() > 0
-        if has_begun and not has_unread and not self.transport.is_closing():
+        if has_started and not has_unread and not self.transport.is_closing():
             self.transport.write(answer)
         self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
 
@@ -174,91 +174,95 @@ class Connection:
 class Connections:
     """The open connections of one listener."""
 
-    def __init__(self, most: int, seconds: float = HEADER_SECONDS) -> None:
+    def __init__(self, max_connections: int, seconds: float = HEADER_SECONDS) -> None:
         """Starts without connections.
 
         Args:
             max_connections: Maximum number of open connections.
             seconds: Time limit for the headers of a request, or for a rank's first line.
         """
-        self.most, self._seconds = most, seconds
+        self.max_connections, self._seconds = max_connections, seconds
         self._sockets: WeakSet[socket.socket] = WeakSet()
-        self._known: set[Connection] = set()
+        self._connections: set[Connection] = set()
         self._is_sweeping = False
 
     @property
     def is_full(self) -> bool:
         """Whether the maximum of open connections is reached."""
-        return len(self._sockets) >= self.most
+        return len(self._sockets) >= self.max_connections
 
     @property
     def is_changing(self) -> bool:
         """Whether some sockets were just accepted or are being closed."""
-        return len(self._sockets) > len(self._known)
+        return len(self._sockets) > len(self._connections)
 
     @property
     def is_busy(self) -> bool:
         """Whether more than three quarters of the connections have requests in progress."""
-        working = sum(one.waiting_since == math.inf for one in self._known)
-        return working > 3 * self.most // 4
+        working = sum(connection.waiting_since == math.inf for connection in self._connections)
+        return working > 3 * self.max_connections // 4
 
-    def keep(self, accepted: socket.socket) -> None:
+    def add_socket(self, accepted: socket.socket) -> None:
         """Counts an accepted socket until `discard_socket`."""
         self._sockets.add(accepted)
 
-    def forget(self, accepted: socket.socket) -> None:
+    def discard_socket(self, accepted: socket.socket) -> None:
         """Removes a socket from the count."""
         self._sockets.discard(accepted)
 
     def add(self, transport: asyncio.WriteTransport) -> Connection:
         """Adds the connection of a transport, which is closed when its deadline has passed."""
         connection = Connection(transport, self._seconds)
-        self._known.add(connection)
+        self._connections.add(connection)
         if not self._is_sweeping:
             self._is_sweeping = True
-            asyncio.get_running_loop().call_later(_SWEEP, self._sweep)
+            asyncio.get_running_loop().call_later(_SWEEP, self._close_expired)
         return connection
 
     def remove(self, connection: Connection) -> None:
         """Removes a closed connection."""
-        self._known.discard(connection)
+        self._connections.discard(connection)
 
     def make_room(self) -> bool:
         """Closes the connection that has been idle for longest; returns whether one was idle."""
-        first = min(self._known, key=lambda one: one.waiting_since, default=None)
-        if first is None or first.waiting_since == math.inf:
+        slowest = min(
+            self._connections, key=lambda connection: connection.waiting_since, default=None
+        )
+        if slowest is None or slowest.waiting_since == math.inf:
             return False
         _log.warning(
             "The maximum of %d connections is open; idle ones are closed for new ones. A higher "
             "`ulimit -n` allows more.",
             len(self._sockets),
         )
-        self._known.discard(first)
-        first.close(_TOO_MANY)
+        self._connections.discard(slowest)
+        slowest.close(_TOO_MANY)
         return True
 
-    def _sweep(self) -> None:
+    def _close_expired(self) -> None:
         """Closes the connections whose deadline has passed, now and every second."""
         now = time.monotonic()
-        for connection in [*self._known]:
-            connection.look()
+        for connection in [*self._connections]:
+            connection.update_unread()
             if connection.deadline < now:
-                self._known.discard(connection)
+                self._connections.discard(connection)
                 connection.close(_TOO_SLOW)
-        self._is_sweeping = bool(self._known)
+        self._is_sweeping = bool(self._connections)
         if self._is_sweeping:
-            asyncio.get_running_loop().call_later(_SWEEP, self._sweep)
+            asyncio.get_running_loop().call_later(_SWEEP, self._close_expired)
 
-    def watch(self, app: _App) -> _App:
+    def wrap_app(self, app: _App) -> _App:
         """Wraps an ASGI application so that connections track the state of their requests."""
 
-        async def watched(scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
+        async def tracked_app(
+            scope: MutableMapping[str, Any], receive: _Receive, send: _Send
+        ) -> None:
             connection = _CURRENT.get()
             if connection is None or scope["type"] != "http":
                 await app(scope, receive, send)
                 return
 
-            async def noted() -> _Message:
+            async def tracked_receive() -> _Message:
                 message = await receive()
                 if message["type"] == "http.request" and not message.get("more_body", False):
                     connection.end_body()
@@ -267,11 +271,11 @@ class Connections:
             names = {name for name, value in scope["headers"] if value != b"0"}
             connection.begin_request(bool(names & {b"content-length", b"transfer-encoding"}))
             try:
-                await app(scope, noted, send)
+                await app(scope, tracked_receive, send)
             finally:
                 connection.end_request()
 
-        return watched
+        return tracked_app
 
 
 _CURRENT: ContextVar[Connection | None] = ContextVar("connection", default=None)
@@ -309,7 +313,7 @@ class _AcceptedSocket(socket.socket):
     limits: Connections
 
     def close(self) -> None:
-        self.limits.forget(self)
+        self.limits.discard_socket(self)
         super().close()
 
 
@@ -318,7 +322,7 @@ class LimitedSocket(socket.socket):
 
     limits: Connections
     _burst = 0
-    _resting = -math.inf  # time until which nothing is accepted
+    _paused_until = -math.inf  # time until which nothing is accepted
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accepts a connection.
@@ -326,7 +330,7 @@ class LimitedSocket(socket.socket):
         Raises:
             BlockingIOError: None can be accepted now; asyncio retries in its next turn.
         """
-        if self._burst >= _BURST or time.monotonic() < self._resting:
+        if self._burst >= _BURST or time.monotonic() < self._paused_until:
             raise BlockingIOError
         if not self._burst:
             asyncio.get_running_loop().call_soon(self._end_burst)
@@ -336,17 +340,19 @@ class LimitedSocket(socket.socket):
         except OSError as error:
             if error.errno in _NO_RESOURCE:
                 _log.warning("No connection can be accepted (%s).", error.strerror)
-                self._resting = time.monotonic() + _RETRY / 2
+                self._paused_until = time.monotonic() + _RETRY / 2
             raise
         # Connections close in a later turn; until then a few more than the maximum are open.
         limits = self.limits
         if limits.is_full and not limits.make_room() and not limits.is_changing:
-            _log.warning("%d requests are in progress; new ones are refused.", limits.most)
+            _log.warning(
+                "%d requests are in progress; new ones are refused.", limits.max_connections
+            )
             plain.close()
             raise BlockingIOError
         accepted = _AcceptedSocket(plain.family, plain.type, plain.proto, plain.detach())
         accepted.limits = limits
-        limits.keep(accepted)
+        limits.add_socket(accepted)
         return accepted, address
 
     def _end_burst(self) -> None:
@@ -361,7 +367,7 @@ def make_server(app: _App, connections: Connections) -> uvicorn.Server:
         connections: Limits its connections; the sockets come from `open_sockets`.
     """
     config = uvicorn.Config(
-        connections.watch(app),
+        connections.wrap_app(app),
         http=type("Protocol", (LimitedProtocol,), {"limits": connections}),
         ws="none",
         loop="asyncio",  # asyncio calls `LimitedSocket.accept`
@@ -370,16 +376,16 @@ def make_server(app: _App, connections: Connections) -> uvicorn.Server:
         timeout_graceful_shutdown=5,
         access_log=False,
     )
-    _limit_messages()
+    _limit_library_logs()
     return uvicorn.Server(config)
 
 
-def count_connections(ranks: int) -> int:
+def compute_max_connections(ranks: int) -> int:
     """Returns the maximum of connections: each needs a file descriptor, and one for a file."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most == resource.RLIM_INFINITY:
-        return _MOST
-    return max(min(_MOST, (most - _RESERVE - ranks) // 2), _LEAST)
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_files == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(min(_MAX_CONNECTIONS, (max_files - _RESERVED_FILES - ranks) // 2), _MIN_CONNECTIONS)
 
 
 def open_sockets(
@@ -397,42 +403,45 @@ def open_sockets(
         InputError: The host is unknown or another machine, or the port is in use or not allowed.
     """
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if host else 0
         )
     except (OSError, UnicodeError, ValueError) as error:
         why = f"is not a known host ({getattr(error, 'strerror', None) or error})"
         raise InputError(setting, host, why, "give a name or an address of this machine") from None
     sockets: list[LimitedSocket] = []
-    failed: OSError | None = None
-    for family, kind, protocol, _, address in dict.fromkeys(found):
+    last_error: OSError | None = None
+    for family, kind, protocol, _, address in dict.fromkeys(addresses):
         try:
-            one = LimitedSocket(family, kind, protocol)
+            listener = LimitedSocket(family, kind, protocol)
         except OSError as error:  # kernel without IPv6
-            failed = error
+            last_error = error
             continue
-        one.limits = connections
+        listener.limits = connections
         try:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind(address)
-            one.listen()  # before that, another service could bind the port
-            sockets.append(one)
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen()  # before that, another service could bind the port
+            sockets.append(listener)
         except OSError as error:
-            one.close()
-            failed = error
+            listener.close()
+            last_error = error
             if error.errno != errno.EADDRNOTAVAIL:
                 break
-    is_partial = failed is not None and failed.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-    if failed is None or (sockets and is_partial):
+    is_partial = last_error is not None and last_error.errno in (
+        errno.EADDRNOTAVAIL,
+        errno.EAFNOSUPPORT,
+    )
+    if last_error is None or (sockets and is_partial):
         return sockets
-    for one in sockets:
-        one.close()
-    raise _describe_bind(failed, host, port, setting) from None
+    for listener in sockets:
+        listener.close()
+    raise _make_bind_error(last_error, host, port, setting) from None
 
 
-def _describe_bind(error: OSError, host: str, port: int, setting: str) -> InputError:
+def _make_bind_error(error: OSError, host: str, port: int, setting: str) -> InputError:
     """Returns the refusal for an address that cannot be bound."""
     if error.errno == errno.EADDRINUSE:
         return InputError(f"port {port} of {host}", None, "is in use", "give another port")

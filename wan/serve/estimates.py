@@ -19,33 +19,33 @@ class Estimates:
     def __init__(self, completed: Sequence[QueuedVideo]) -> None:
         """Adds the last completed jobs, given newest first."""
         self.version = 0
-        self._shapes: dict[str, deque[float]] = {}  # shape -> seconds of its last jobs
-        self._all: deque[tuple[float, float]] = deque(maxlen=20)  # work, seconds
+        self._seconds_by_shape: dict[str, deque[float]] = {}  # shape -> seconds of its last jobs
+        self._samples: deque[tuple[float, float]] = deque(maxlen=20)  # work, seconds
         for job in reversed(completed):
             self.add(job)
 
     def add(self, job: QueuedVideo) -> None:
         """Adds a completed job."""
         seconds = job.seconds or 0.0
-        self._shapes.setdefault(job.shape, deque(maxlen=5)).append(seconds)
+        self._seconds_by_shape.setdefault(job.shape, deque(maxlen=5)).append(seconds)
         if job.work:
-            self._all.append((job.work, seconds))
+            self._samples.append((job.work, seconds))
         self.version += 1
 
-    def seconds(self, job: QueuedVideo) -> float | None:
+    def estimate_seconds(self, job: QueuedVideo) -> float | None:
         """Returns the estimated seconds of a job; None before any job was completed.
 
         Jobs of a known shape take the median of that shape. For another shape a line is fitted
         through all samples: a constant part, such as loading, plus a part proportional to the work.
         """
-        same = self._shapes.get(job.shape)
-        if same:
-            return statistics.median(same)
-        if not self._all:
+        same_shape = self._seconds_by_shape.get(job.shape)
+        if same_shape:
+            return statistics.median(same_shape)
+        if not self._samples:
             return None
-        works, times = zip(*self._all, strict=True)
+        works, times = zip(*self._samples, strict=True)
         if len({*works}) > 1:
             slope, constant = statistics.linear_regression(works, times)
             if slope > 0 and constant >= 0:
                 return constant + slope * job.work
-        return job.work * statistics.median(t / work for work, t in self._all)
+        return job.work * statistics.median(t / work for work, t in self._samples)

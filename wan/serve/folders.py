@@ -17,50 +17,50 @@ from wan.settings.errors import InputError
 NAME_LENGTH = 63
 """Maximum length of a replica's name, as in Kubernetes."""
 JOB_ID = re.compile(r"video_[\w-]{1,100}", re.ASCII)
-UPLOAD = "upload-"
+UPLOAD_PREFIX = "upload-"
 """Prefix of the names of uploaded files."""
-UPLOADED = OutputKind("a file of this request", lambda _: False)  # the folder is new
+UPLOAD_KIND = OutputKind("a file of this request", lambda _: False)  # the folder is new
 _TEMPORARY = r"(\.\w+-\d+-)?"
-_OUR_FILES = re.compile(
-    rf"{_TEMPORARY}(({UPLOAD}\w+|video[.-][^/]*)(/{_TEMPORARY}[\w.]+)?|(thumbnail|spritesheet)\.jpg)"
+_JOB_FILES = re.compile(
+    rf"{_TEMPORARY}(({UPLOAD_PREFIX}\w+|video[.-][^/]*)(/{_TEMPORARY}[\w.]+)?|(thumbnail|spritesheet)\.jpg)"
 )
 """Paths in a job's folder that the service writes."""
 
 
-_OWN_FILES = (
+_SERVICE_FILES = (
     *("lock", "front.json", "ranks.log", "ranks.1.log", "reserve"),
-    *(f"journal.sqlite{end}" for end in ("", "-wal", "-shm", "-journal")),
+    *(f"journal.sqlite{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
 )
 """Files of the service in the journal folder."""
 
 
-FRONT = make_json_kind("the address of a service", "host", "port", "secret")
+FRONT_KIND = make_json_kind("the address of a service", "host", "port", "secret")
 """Kind of front.json, from which ranks read the address of the front."""
 
 
-def check_journal(folder: Path) -> None:
+def check_journal_folder(folder: Path) -> None:
     """Checks that a folder can hold the journal and the jobs; writes nothing.
 
     Raises:
         InputError: It is not a writable folder, or one of the service's file names is taken.
     """
-    other = "give another folder"
-    check_folder(folder.absolute(), "--journal", folder, other)
-    for name in ("jobs", *_OWN_FILES):
+    remedy = "give another folder"
+    check_folder(folder.absolute(), "--journal", folder, remedy)
+    for name in ("jobs", *_SERVICE_FILES):
         path = folder / name
         try:
             mode = path.lstat().st_mode
         except OSError:
             continue  # absent
-        what = f"--journal {folder}"
+        subject = f"--journal {folder}"
         if stat.S_ISLNK(mode) and name != "jobs":
-            raise InputError(what, None, f"has a symbolic link as its {name}", other)
+            raise InputError(subject, None, f"has a symbolic link as its {name}", remedy)
         if not (path.is_dir() if name == "jobs" else stat.S_ISREG(mode)):
             kind = "folder" if name == "jobs" else "file"
-            raise InputError(what, None, f"has a {name} that is not a {kind}", other)
+            raise InputError(subject, None, f"has a {name} that is not a {kind}", remedy)
         if not os.access(path, os.R_OK | os.W_OK):
-            raise InputError(what, None, f"has a {name} that cannot be written", other)
-    check_output(folder / "front.json", FRONT, "--journal")
+            raise InputError(subject, None, f"has a {name} that cannot be written", remedy)
+    check_output(folder / "front.json", FRONT_KIND, "--journal")
 
 
 def lock_journal(folder: Path) -> BinaryIO:
@@ -82,7 +82,7 @@ def lock_journal(folder: Path) -> BinaryIO:
     return lock
 
 
-def remove_files(folder: Path, keep: Callable[[str], bool] | None = None) -> None:
+def remove_job_files(folder: Path, keep: Callable[[str], bool] | None = None) -> None:
     """Removes the files that the service and its ranks have written to a job's folder.
 
     Other files stay. Links are removed, not followed.
@@ -94,7 +94,7 @@ def remove_files(folder: Path, keep: Callable[[str], bool] | None = None) -> Non
     """
     for path in sorted(folder.rglob("*"), reverse=True):  # content before its folder
         name = path.relative_to(folder).as_posix()
-        if (keep is not None and keep(name)) or not _OUR_FILES.fullmatch(name):
+        if (keep is not None and keep(name)) or not _JOB_FILES.fullmatch(name):
             continue
         with suppress(OSError):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -103,7 +103,7 @@ def remove_files(folder: Path, keep: Callable[[str], bool] | None = None) -> Non
             folder.rmdir()
 
 
-def remove_orphans(jobs: Path, state_of: Callable[[str], str | None]) -> None:
+def remove_orphaned_folders(jobs: Path, state_of: Callable[[str], str | None]) -> None:
     """Removes the folders of deleted jobs and unfinished folders without a job in the journal.
 
     An unfinished folder stays if it has a file that the service does not write. A folder with a
@@ -119,6 +119,6 @@ def remove_orphans(jobs: Path, state_of: Callable[[str], str | None]) -> None:
         state = state_of(folder.name)
         is_finished = all((folder / name).exists() for name in ("video.mp4", "video.json"))
         paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-        is_ours = all(map(_OUR_FILES.fullmatch, paths))
-        if state == "deleted" or (state is None and is_ours and not is_finished):
-            remove_files(folder)
+        has_only_job_files = all(map(_JOB_FILES.fullmatch, paths))
+        if state == "deleted" or (state is None and has_only_job_files and not is_finished):
+            remove_job_files(folder)

@@ -19,17 +19,17 @@ from wan import env
 from wan.log import logger
 from wan.output_files import write_output
 from wan.serve.connections import Connections, open_sockets
-from wan.serve.folders import FRONT
+from wan.serve.folders import FRONT_KIND
 from wan.serve.monitor import GroupMonitor
 
 _GRACE = 15.0  # seconds in which ranks should end after a stop command or the loss of a rank
 _RECOVERY = 15.0  # seconds in which ranks that seem to hang may recover
-_HELLO = 10.0  # seconds in which a new connection must send the secret
-_STRANGERS = 32  # maximum of connections without the secret
+_HELLO_SECONDS = 10.0  # seconds in which a new connection must send the secret
+_MAX_UNKNOWN_CALLERS = 32  # maximum of connections without the secret
 _SHORTEST = 1.0  # seconds between two starts of a group
 _LONGEST = 60.0  # the same after repeated failed starts
-_LOOK = 1.0  # seconds between two checks for hanging ranks
-_LOG = 10_000_000  # bytes from which a new ranks' log is started
+_CHECK_SECONDS = 1.0  # seconds between two checks for hanging ranks
+_MAX_LOG_BYTES = 10_000_000  # bytes from which a new ranks' log is started
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,16 @@ class Nodes:
     host: str = "127.0.0.1"
     port: int = 0
 
-    def torchrun(self, ranks: int) -> list[str]:
+    def make_torchrun_args(self, ranks: int) -> list[str]:
         """Returns the torchrun arguments for this machine's part of `ranks` ranks."""
         if self.count == 1:
             return ["--standalone", f"--nproc_per_node={ranks}"]
-        own = [f"--nnodes={self.count}", "--node_rank=0", f"--nproc_per_node={ranks // self.count}"]
-        return [*own, f"--master_addr={self.host}", f"--master_port={self.port}"]
+        node_args = [
+            f"--nnodes={self.count}",
+            "--node_rank=0",
+            f"--nproc_per_node={ranks // self.count}",
+        ]
+        return [*node_args, f"--master_addr={self.host}", f"--master_port={self.port}"]
 
 
 ONE_NODE = Nodes()
@@ -73,9 +77,9 @@ class RankGroup:
         argv: Sequence[str],
         ranks: int,
         folder: Path,
-        told: Callable[[dict[str, Any]], None],
+        on_message: Callable[[dict[str, Any]], None],
         nodes: Nodes = ONE_NODE,
-        texts: int = 64,
+        max_cached_prompts: int = 64,
         timeout: float = 1800.0,
     ) -> None:
         """Prepares the group; `run` starts it.
@@ -89,8 +93,13 @@ class RankGroup:
             max_cached_prompts: Number of prompts whose embeddings the ranks cache.
             timeout: Seconds that the ranks may make no progress, as --dist_timeout.
         """
-        self._argv, self._ranks, self._folder, self._told = list(argv), ranks, folder, told
-        self._nodes, self._texts = nodes, texts
+        self._argv, self._ranks, self._folder, self._on_message = (
+            list(argv),
+            ranks,
+            folder,
+            on_message,
+        )
+        self._nodes, self._max_cached_prompts = nodes, max_cached_prompts
         self._secret = secrets.token_hex()
         self._links: dict[int, asyncio.StreamWriter] = {}
         self._ready: set[int] = set()
@@ -99,9 +108,9 @@ class RankGroup:
         self._stopping = False
         self._reason: tuple[str, str] | None = None
         self._monitor = GroupMonitor(timeout)
-        self._callers = Connections(ranks + _STRANGERS, _HELLO)
-        self._came_up = False
-        self._suspected: float | None = None  # start of a suspected hang
+        self._connections = Connections(ranks + _MAX_UNKNOWN_CALLERS, _HELLO_SECONDS)
+        self._was_ready = False
+        self._suspected_since: float | None = None  # start of a suspected hang
         self.trouble: str | None = None
         self.restarts = 0
         self.down_since: float | None = time.monotonic()
@@ -109,12 +118,12 @@ class RankGroup:
     @property
     def ready(self) -> bool:
         """Whether all ranks are connected and responsive."""
-        return len(self._ready) == self._ranks and self._suspected is None
+        return len(self._ready) == self._ranks and self._suspected_since is None
 
     @property
     def is_stalled(self) -> bool:
         """Whether the ranks seem to hang; they are killed soon."""
-        return self._suspected is not None
+        return self._suspected_since is not None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -123,40 +132,42 @@ class RankGroup:
 
     async def run(self) -> None:
         """Runs groups of ranks, one after the other, until `stop` is called."""
-        listening, *others = open_sockets(self._nodes.host, 0, self._callers)
-        for one in others:  # of further addresses; ranks use one port
-            one.close()
-        port = listening.getsockname()[1]
-        server = await asyncio.start_server(self._listen, sock=listening)
+        listener, *unused = open_sockets(self._nodes.host, 0, self._connections)
+        for extra_listener in unused:  # of further addresses; ranks use one port
+            extra_listener.close()
+        port = listener.getsockname()[1]
+        server = await asyncio.start_server(self._handle_connection, sock=listener)
         address = self._folder / "front.json"
-        with write_output(address, FRONT) as temporary:
+        with write_output(address, FRONT_KIND) as temporary:
             temporary.chmod(0o600)
-            told = {"host": self._nodes.host, "port": port, "secret": self._secret}
-            temporary.write_text(json.dumps(told | {"flags": self._argv, "texts": self._texts}))
+            front = {"host": self._nodes.host, "port": port, "secret": self._secret}
+            temporary.write_text(
+                json.dumps(front | {"flags": self._argv, "texts": self._max_cached_prompts})
+            )
         wait = _SHORTEST
         async with server:
             while not self._stopping:
-                began = time.monotonic()
-                came_up = await self._one(address)
+                started_at = time.monotonic()
+                was_ready = await self._run_once(address)
                 if self._stopping:
                     break
-                wait = _SHORTEST if came_up else min(wait * 2, _LONGEST)
-                await asyncio.sleep(max(wait - (time.monotonic() - began), _SHORTEST / 5))
+                wait = _SHORTEST if was_ready else min(wait * 2, _LONGEST)
+                await asyncio.sleep(max(wait - (time.monotonic() - started_at), _SHORTEST / 5))
                 self.restarts += 1
 
     async def stop(self) -> None:
         """Ends the ranks: idle ones at once, others before their next denoising step."""
         self._stopping = True
-        self._say(do="stop")
+        self._send_command(do="stop")
         process = self._process
         if process is None:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(_GRACE):
                 await process.wait()
-        await self._end(process)  # also ranks that torchrun did not end
+        await self._terminate(process)  # also ranks that torchrun did not end
 
-    def make(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
+    def make_videos(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
         """Sends a batch of jobs to the ranks; the next batch may follow when all have ended.
 
         Args:
@@ -164,23 +175,23 @@ class RankGroup:
             shapes: Job id -> shape; steps of equal shapes take the same time.
         """
         self._monitor.begin_jobs(shapes)
-        self._say(do="make", jobs=jobs)
+        self._send_command(do="make", jobs=jobs)
 
     def cancel(self, job: str) -> None:
         """Cancels a job before its next denoising step."""
         self._monitor.cancel(job)
-        self._say(do="cancel", job=job)
+        self._send_command(do="cancel", job=job)
 
-    async def _one(self, address: Path) -> bool:
+    async def _run_once(self, address: Path) -> bool:
         """Starts a group and waits for its end; returns whether all ranks had become ready."""
         self._links, self._ready, self._reason, self._pids = {}, set(), None, {}
-        self._came_up, self._suspected = False, None
+        self._was_ready, self._suspected_since = False, None
         self._monitor.begin_group(time.monotonic())
         command = [sys.executable, "-m"]
         if self._ranks > 1:
-            command += ["torch.distributed.run", *self._nodes.torchrun(self._ranks), "-m"]
+            command += ["torch.distributed.run", *self._nodes.make_torchrun_args(self._ranks), "-m"]
         command += ["wan.serve.ranks", str(address)]
-        with _log(self._folder / "ranks.log") as log:
+        with _open_rank_log(self._folder / "ranks.log") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -190,14 +201,14 @@ class RankGroup:
                 env=env.make_rank_environ(),
             )
         self.down_since = None
-        watching = asyncio.create_task(self._watch(self._process))
+        watch_task = asyncio.create_task(self._watch(self._process))
         try:
             await self._process.wait()
         finally:
-            watching.cancel()
+            watch_task.cancel()
         self.down_since = time.monotonic()
-        came_up = self.ready or self._came_up
-        await self._end(self._process)
+        was_ready = self.ready or self._was_ready
+        await self._terminate(self._process)
         for link in self._links.values():
             link.close()
         self._ready = set()
@@ -205,108 +216,112 @@ class RankGroup:
         self.trouble = message
         if not self._stopping:
             logger.error("The ranks have ended (%s) and are restarted.", message)
-        self._told({"is": "ended", "code": code, "message": message})
-        return came_up
+        self._on_message({"is": "ended", "code": code, "message": message})
+        return was_ready
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kills a group that hangs and does not recover."""
         while not self._stopping:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_CHECK_SECONDS)
             now = time.monotonic()
-            trouble = self._monitor.check(now)
+            trouble = self._monitor.find_hang(now)
             if trouble is None:
-                if self._suspected is not None:
+                if self._suspected_since is not None:
                     logger.warning("The ranks make progress again.")
-                    self._suspected = self.trouble = None
+                    self._suspected_since = self.trouble = None
                     if self.ready:
-                        self._told({"is": "ready"})
+                        self._on_message({"is": "ready"})
                 continue
             self.trouble = trouble
-            if self._suspected is None:
+            if self._suspected_since is None:
                 logger.error("%s They are killed in %.0f s if this lasts.", trouble, _RECOVERY)
-                self._suspected = now
-            elif now - self._suspected > _RECOVERY:
-                self._came_up, self._ready = len(self._ready) == self._ranks, set()
+                self._suspected_since = now
+            elif now - self._suspected_since > _RECOVERY:
+                self._was_ready, self._ready = len(self._ready) == self._ranks, set()
                 self._reason = "ranks_lost", trouble
-                self._kill(process, signal.SIGKILL)  # SIGKILL also ends a suspended process
+                self._send_signal(process, signal.SIGKILL)  # SIGKILL also ends a suspended process
                 return
 
-    def _kill(self, process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    def _send_signal(self, process: asyncio.subprocess.Process, number: signal.Signals) -> None:
         """Sends a signal to every process of a group."""
-        ranks = {*self._pids.values()}
+        pids = {*self._pids.values()}
         if process.returncode is None:
-            ranks |= _descendants(process.pid)
+            pids |= _list_descendants(process.pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
-        for pid in ranks:  # torchrun starts each rank in a new session
+        for pid in pids:  # torchrun starts each rank in a new session
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _terminate(self, process: asyncio.subprocess.Process) -> None:
         """Ends every process of a group."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._kill(process, number)
+            self._send_signal(process, number)
             deadline = time.monotonic() + _GRACE
-            while any(map(_runs, [*self._pids.values()])) and time.monotonic() < deadline:
+            while (
+                any(map(_is_process_alive, [*self._pids.values()])) and time.monotonic() < deadline
+            ):
                 await asyncio.sleep(0.05)
         await process.wait()
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Reads the messages of one rank until its connection closes."""
-        connection = self._callers.add(writer.transport)
+        connection = self._connections.add(writer.transport)
         rank = None
         try:
             while line := await reader.readline():
                 if rank is None:
-                    told = self._read_hello(line)
-                    if told is None:
+                    hello = self._read_hello(line)
+                    if hello is None:
                         break
                     connection.trust()
-                    rank = int(told["rank"])
+                    rank = int(hello["rank"])
                     self._links[rank] = writer
-                    if told["node"] == 0:
-                        self._pids[rank] = int(told["pid"])
-                    self._monitor.receive(rank, told, time.monotonic())
+                    if hello["node"] == 0:
+                        self._pids[rank] = int(hello["pid"])
+                    self._monitor.receive(rank, hello, time.monotonic())
                     continue
                 if self._links.get(rank) is not writer:  # a rank of an earlier group
                     break
-                self._hear(rank, json.loads(line))
+                self._handle_message(rank, json.loads(line))
         except (OSError, ValueError, asyncio.IncompleteReadError):
             pass
         finally:
-            self._callers.remove(connection)
+            self._connections.remove(connection)
             writer.close()
 
     def _read_hello(self, line: bytes) -> dict[str, Any] | None:
         """Parses the first line of a connection; returns None if the secret is wrong."""
         try:
-            told = json.loads(line)
-            secret = str(told["secret"]).encode()
+            hello = json.loads(line)
+            secret = str(hello["secret"]).encode()
         except (ValueError, LookupError, TypeError, RecursionError):
             return None
-        return told if secrets.compare_digest(secret, self._secret.encode()) else None
+        return hello if secrets.compare_digest(secret, self._secret.encode()) else None
 
-    def _hear(self, rank: int, said: dict[str, Any]) -> None:
+    def _handle_message(self, rank: int, message: dict[str, Any]) -> None:
         """Handles a message of a rank after its first line."""
-        self._monitor.receive(rank, said, time.monotonic())
-        if said["is"] == "ready":
+        self._monitor.receive(rank, message, time.monotonic())
+        if message["is"] == "ready":
             self._ready.add(rank)
             if self.ready:
                 self.trouble = None
-                self._monitor.end_start()
-                self._told(said)
-        elif said["is"] == "lost":
-            self._reason = self._reason or (said["code"], said["message"])
-        elif said["is"] != "alive":
-            self._told(said)
+                self._monitor.mark_ready()
+                self._on_message(message)
+        elif message["is"] == "lost":
+            self._reason = self._reason or (message["code"], message["message"])
+        elif message["is"] != "alive":
+            self._on_message(message)
 
-    def _say(self, **command: Any) -> None:
+    def _send_command(self, **command: Any) -> None:
         writer = self._links.get(0)
         if writer is not None and not writer.is_closing():
             writer.write(json.dumps(command, ensure_ascii=False).encode() + b"\n")
 
 
-def _runs(pid: int) -> bool:
+def _is_process_alive(pid: int) -> bool:
     """Returns whether a process is running; a zombie is not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -315,17 +330,17 @@ def _runs(pid: int) -> bool:
     return state != "Z"
 
 
-def _descendants(pid: int) -> set[int]:
+def _list_descendants(pid: int) -> set[int]:
     """Returns the process ids of all descendants of a process."""
     with suppress(OSError):
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
         children = {int(child) for child in text.split()}
-        return children.union(*map(_descendants, children))
+        return children.union(*map(_list_descendants, children))
     return set()
 
 
-def _log(path: Path) -> BinaryIO:
+def _open_rank_log(path: Path) -> BinaryIO:
     """Opens the ranks' log for appending; renames a long one first."""
-    if path.exists() and path.stat().st_size > _LOG:
+    if path.exists() and path.stat().st_size > _MAX_LOG_BYTES:
         path.replace(path.with_suffix(".1.log"))
     return path.open("ab")

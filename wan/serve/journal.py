@@ -15,15 +15,15 @@ from typing import Any
 
 from wan.log import logger
 from wan.serve.journal_file import BUSY, JournalError, JournalFile
-from wan.serve.rows import QueuedVideo, Row, erase_words, make_row, read_row
+from wan.serve.rows import QueuedVideo, Row, make_row, make_tombstone, read_row
 from wan.settings.errors import InputError
 
-ENDS = ("completed", "failed", "deleted")
+FINAL_STATES = ("completed", "failed", "deleted")
 ATTEMPTS = 2
 """Attempts after which a job fails whose ranks were lost."""
 PATIENCE = 5.0
 """Seconds that another program may lock the journal before new jobs are refused."""
-LOOK = 2.0
+CHECK_SECONDS = 2.0
 """Seconds between two checks of the journal file."""
 _DAY = 86400.0
 _LAST_WRITE = 5.0  # seconds to write the last changes when the service stops
@@ -52,25 +52,25 @@ class Journal:
         self.version = 0
         self.problem: str | None = None
         self._path = path
-        self._open: dict[str, QueuedVideo] = {}
-        self._ended: dict[str, bytes] = {}
-        self._deleted: dict[str, QueuedVideo] = {}
-        self._adding: dict[str, QueuedVideo] = {}  # new jobs, not yet on disk
+        self._open_jobs: dict[str, QueuedVideo] = {}
+        self._ended_rows: dict[str, bytes] = {}
+        self._deleted_jobs: dict[str, QueuedVideo] = {}
+        self._new_jobs: dict[str, QueuedVideo] = {}  # new jobs, not yet on disk
         self._numbers: dict[str, int] = {}  # id -> number of its row, also of deleted jobs
         self._order: list[tuple[int, str]] = []  # row number and id of jobs that are not deleted
-        self._ends: list[tuple[float, str]] = []  # end time and id of ended jobs, sorted
+        self._end_times: list[tuple[float, str]] = []  # end time and id of ended jobs, sorted
         self._keys: dict[str, str] = {}
         self._digests: dict[str, list[str]] = {}  # of jobs without a key
         self._counts: Counter[str] = Counter()
         self._bytes = self._last_number = 0
         self._unwritten: dict[str, None] = {}  # ids of changed jobs, in the order of the changes
-        self._changed, self._flushing = asyncio.Event(), asyncio.Lock()
+        self._change_event, self._flush_lock = asyncio.Event(), asyncio.Lock()
         self._failing_since: float | None = None
         self._is_locked = False
         self._has_residue = False
         self._file = JournalFile(path)
         self._file.open()
-        self._load(self._file.read_rows())
+        self._load_rows(self._file.read_rows())
         self._thread = ThreadPoolExecutor(1, "journal")
 
     def close(self) -> None:
@@ -79,14 +79,14 @@ class Journal:
         while self._unwritten:
             _, rows = self._take_changes()
             try:
-                self._thread.submit(self._file.write, rows, self._all_rows).result()
+                self._thread.submit(self._file.write, rows, self._iter_rows).result()
             except JournalError as error:
                 self._unwritten |= dict.fromkeys(name for name, _ in rows)
                 if not error.is_locked or time.monotonic() > deadline:
                     message = "%s The last changes of %d jobs are lost when the service ends."
                     logger.error(message, error, len(rows))
                     break
-        self.wipe()
+        self.vacuum()
         self._thread.submit(self._file.close).result()
         self._thread.shutdown()
 
@@ -94,21 +94,23 @@ class Journal:
         """Returns whether the disk has room for new jobs; reserves space for the journal."""
         return self._file.has_room()
 
-    async def keep(self) -> None:
+    async def run_writer(self) -> None:
         """Writes changes, and checks the file regularly, until the task is cancelled."""
         pause = 0.1
         while True:
-            if await self._flush(looks=True):
+            if await self._flush(check_file=True):
                 pause = 0.1
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK):  # `wait_for` of 3.11 may lose a cancellation
-                        await self._changed.wait()
-                self._changed.clear()
+                    async with asyncio.timeout(
+                        CHECK_SECONDS
+                    ):  # `wait_for` of 3.11 may lose a cancellation
+                        await self._change_event.wait()
+                self._change_event.clear()
             else:
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, LOOK)
+                pause = min(2 * pause, CHECK_SECONDS)
 
-    async def save(self, seconds: float | None = None, looks: bool = False) -> bool:
+    async def save(self, seconds: float | None = None, check_file: bool = False) -> bool:
         """Waits until all changes so far are on disk; returns whether they are.
 
         Args:
@@ -117,7 +119,7 @@ class Journal:
         """
         wait = PATIENCE if seconds is None else seconds
         deadline, pause = time.monotonic() + wait, 0.05
-        while not await self._flush(looks):
+        while not await self._flush(check_file):
             is_hopeless = self.problem is not None and not self._is_locked
             if is_hopeless or time.monotonic() + pause > deadline:
                 return False
@@ -131,41 +133,41 @@ class Journal:
         Raises:
             JournalError: The job cannot be written and was not added.
         """
-        self._adding[job.id] = job
+        self._new_jobs[job.id] = job
         try:
-            self._note(job.id)
+            self._mark_unwritten(job.id)
             if not await self.save(None if self.problem is None else 0.0):
                 raise JournalError(self.problem or "The journal cannot be written.")
         except BaseException:
-            if job.id in self._open:
+            if job.id in self._open_jobs:
                 self.delete(job)
-            elif self._adding.pop(job.id, None) is not None:
-                self._note(job.id)  # removes its row if it was written after all
+            elif self._new_jobs.pop(job.id, None) is not None:
+                self._mark_unwritten(job.id)  # removes its row if it was written after all
             raise
 
-    def take_up(self, job: QueuedVideo) -> None:
+    def restore_job(self, job: QueuedVideo) -> None:
         """Adds a job of an earlier service that is missing in the journal."""
-        self._enter(job)
-        self._note(job.id)
+        self._append_job(job)
+        self._mark_unwritten(job.id)
 
-    def change(self, job: QueuedVideo, **values: Any) -> None:
+    def update_job(self, job: QueuedVideo, **values: Any) -> None:
         """Sets fields of a job."""
         entry = self._find(job.id)
         if entry is not None:
-            self._withdraw(entry)
+            self._unindex_job(entry)
         for target in (job, *([] if entry is None or entry is job else [entry])):
             for name, value in values.items():
                 setattr(target, name, value)
         if entry is not None:
-            self._place(entry)
-            self._note(entry.id)
+            self._index_job(entry)
+            self._mark_unwritten(entry.id)
 
     def delete(self, job: QueuedVideo) -> None:
         """Deletes a job; only its id and its times stay, for a day."""
         entry = self._find(job.id)
         if entry is None:
             return
-        self._withdraw(entry)
+        self._unindex_job(entry)
         del self._order[bisect_left(self._order, (self._numbers[job.id],))]
         if entry.key is not None and self._keys.get(entry.key) == job.id:
             del self._keys[entry.key]
@@ -175,48 +177,48 @@ class Journal:
             if not names:
                 del self._digests[entry.digest]
         job.state, job.ended, job.bytes = "deleted", time.time(), 0
-        self._deleted[job.id] = erase_words(job)
+        self._deleted_jobs[job.id] = make_tombstone(job)
         self._counts["deleted"] += 1
         self._has_residue = True
-        self._note(job.id)
+        self._mark_unwritten(job.id)
 
-    def wipe(self) -> None:
+    def vacuum(self) -> None:
         """Rewrites the file if jobs were deleted since the last time.
 
         SQLite zeroes deleted content, but may leave copies of it in pages that it has split.
         """
         if self._has_residue:
             self._has_residue = False
-            self._has_residue |= not self._thread.submit(self._file.wipe).result()
+            self._has_residue |= not self._thread.submit(self._file.vacuum).result()
 
     def forget_deleted(self, has_files: Callable[[str], bool]) -> None:
         """Removes the rows of jobs without files that were deleted more than a day ago."""
-        before = time.time() - _DAY
-        for name, job in [*self._deleted.items()]:
-            if (job.ended or 0.0) < before and not has_files(name):
-                del self._deleted[name], self._numbers[name]
+        cutoff = time.time() - _DAY
+        for name, job in [*self._deleted_jobs.items()]:
+            if (job.ended or 0.0) < cutoff and not has_files(name):
+                del self._deleted_jobs[name], self._numbers[name]
                 self._counts["deleted"] -= 1
-                self._note(name)
+                self._mark_unwritten(name)
 
     def get(self, name: str) -> QueuedVideo | None:
         """Returns a job by its id; None if it is deleted or unknown."""
         return self._find(name)
 
-    def state(self, name: str) -> str | None:
+    def get_state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one; None if it is unknown."""
-        job = self._deleted.get(name) or self._find(name)
+        job = self._deleted_jobs.get(name) or self._find(name)
         return None if job is None else job.state
 
-    def find_key(self, key: str) -> QueuedVideo | None:
+    def find_by_key(self, key: str) -> QueuedVideo | None:
         """Returns the last job with an Idempotency-Key."""
         return self._find(self._keys.get(key, ""))
 
-    def find_digest(self, digest: str, since: float) -> QueuedVideo | None:
+    def find_by_digest(self, digest: str, since: float) -> QueuedVideo | None:
         """Returns the last job without a key and with this digest, if created after `since`."""
         job = self._find(self._digests.get(digest, [""])[-1])
         return job if job is not None and job.created > since else None
 
-    def page(self, after: str | None, limit: int, newest_first: bool) -> list[QueuedVideo]:
+    def list_page(self, after: str | None, limit: int, newest_first: bool) -> list[QueuedVideo]:
         """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one."""
         begin, end = 0, len(self._order)
         if after is not None:
@@ -231,15 +233,15 @@ class Journal:
             names = self._order[begin : begin + limit]
         return [job for _, name in names if (job := self._find(name)) is not None]
 
-    def in_state(self, *states: str) -> list[QueuedVideo]:
+    def list_in_state(self, *states: str) -> list[QueuedVideo]:
         """Returns the queued or running jobs in some states, in the order of execution."""
-        jobs = [job for job in self._open.values() if job.state in states]
+        jobs = [job for job in self._open_jobs.values() if job.state in states]
         return sorted(jobs, key=lambda job: (-job.priority, self._numbers[job.id]))
 
-    def last(self, count: int) -> list[QueuedVideo]:
+    def list_completed(self, count: int) -> list[QueuedVideo]:
         """Returns up to `count` completed jobs, newest first."""
         jobs: list[QueuedVideo] = []
-        for _, name in reversed(self._ends):
+        for _, name in reversed(self._end_times):
             if len(jobs) == count:
                 break
             job = self._find(name)
@@ -247,34 +249,34 @@ class Journal:
                 jobs.append(job)
         return jobs
 
-    def ended_before(self, moment: float, count: int | None = None) -> list[QueuedVideo]:
+    def list_ended_before(self, moment: float, count: int | None = None) -> list[QueuedVideo]:
         """Returns up to `count` jobs that ended before a time, oldest first; None: all."""
-        names = self._ends[: bisect_left(self._ends, (moment,))][:count]
+        names = self._end_times[: bisect_left(self._end_times, (moment,))][:count]
         return [job for _, name in names if (job := self._find(name)) is not None]
 
-    def counts(self) -> dict[str, int]:
+    def count_states(self) -> dict[str, int]:
         """Returns the number of jobs in each state."""
         return dict(self._counts)
 
-    def stored_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """Returns the size of the files of all jobs in bytes."""
         return self._bytes
 
-    def recover(self) -> list[QueuedVideo]:
+    def requeue_interrupted(self) -> list[QueuedVideo]:
         """Requeues the jobs that ran when the front ended; returns those that fail instead."""
-        failed = []
-        for job in self.in_state("in_progress"):
+        failed_jobs = []
+        for job in self.list_in_state("in_progress"):
             if job.attempt >= ATTEMPTS:
                 error = {"code": "interrupted", "message": "The job was interrupted twice."}
-                self.change(job, state="failed", error=error, ended=time.time())
-                failed.append(job)
+                self.update_job(job, state="failed", error=error, ended=time.time())
+                failed_jobs.append(job)
             else:
-                self.change(job, state="queued", done=0)
-        return failed
+                self.update_job(job, state="queued", done=0)
+        return failed_jobs
 
     # Jobs in memory.
 
-    def _load(self, rows: Iterable[Row]) -> None:
+    def _load_rows(self, rows: Iterable[Row]) -> None:
         """Adds the jobs of all rows of the file."""
         for row in rows:
             try:
@@ -284,22 +286,22 @@ class Journal:
                 remedy = "move it away; finished videos are restored from their records"
                 raise InputError(str(self._path), None, why, remedy) from error
             if job.state != "deleted":
-                self._enter(job, row)
+                self._append_job(job, row)
                 continue
             self._last_number += 1
             self._numbers[job.id] = self._last_number
-            self._deleted[job.id] = erase_words(job)
+            self._deleted_jobs[job.id] = make_tombstone(job)
             self._counts["deleted"] += 1
             self._has_residue = True  # left by an earlier version or a killed process
             if job.settings:
-                self._note(job.id)
+                self._mark_unwritten(job.id)
 
     def _find(self, name: str) -> QueuedVideo | None:
         """Returns an open job itself, or a copy of an ended one; None if deleted or unknown."""
-        row = self._ended.get(name)
-        return self._open.get(name) if row is None else read_row(marshal.loads(row))
+        row = self._ended_rows.get(name)
+        return self._open_jobs.get(name) if row is None else read_row(marshal.loads(row))
 
-    def _enter(self, job: QueuedVideo, row: Row | None = None) -> None:
+    def _append_job(self, job: QueuedVideo, row: Row | None = None) -> None:
         """Adds a job as the newest one. row: its row, if known."""
         self._last_number += 1
         self._numbers[job.id] = self._last_number
@@ -308,73 +310,73 @@ class Journal:
             self._keys[job.key] = job.id
         elif job.digest:
             self._digests.setdefault(job.digest, []).append(job.id)
-        self._place(job, row)
+        self._index_job(job, row)
 
-    def _place(self, job: QueuedVideo, row: Row | None = None) -> None:
+    def _index_job(self, job: QueuedVideo, row: Row | None = None) -> None:
         """Adds a job to the index of its state. row: its row, if known."""
-        if job.state in ENDS:
-            self._ended[job.id] = marshal.dumps(make_row(job) if row is None else row)
-            insort(self._ends, (job.ended or 0.0, job.id))
+        if job.state in FINAL_STATES:
+            self._ended_rows[job.id] = marshal.dumps(make_row(job) if row is None else row)
+            insort(self._end_times, (job.ended or 0.0, job.id))
         else:
-            self._open[job.id] = job
+            self._open_jobs[job.id] = job
         self._counts[job.state] += 1
         self._bytes += job.bytes
         self.version += 1
 
-    def _withdraw(self, job: QueuedVideo) -> None:
+    def _unindex_job(self, job: QueuedVideo) -> None:
         """Removes a job from the index of its state."""
-        if self._ended.pop(job.id, None) is not None:
+        if self._ended_rows.pop(job.id, None) is not None:
             end = (job.ended or 0.0, job.id)
-            del self._ends[bisect_left(self._ends, end)]
+            del self._end_times[bisect_left(self._end_times, end)]
         else:
-            del self._open[job.id]
+            del self._open_jobs[job.id]
         self._counts[job.state] -= 1
         self._bytes -= job.bytes
         self.version += 1
 
     # Writing.
 
-    def _note(self, name: str) -> None:
+    def _mark_unwritten(self, name: str) -> None:
         """Marks a job's row as unwritten."""
         self._unwritten[name] = None
-        self._changed.set()
+        self._change_event.set()
 
     def _take_changes(self) -> tuple[dict[str, None], list[tuple[str, Row | None]]]:
         """Returns the unwritten ids and their rows, and clears the set of unwritten ids."""
         names, self._unwritten = self._unwritten, {}
-        return names, [(name, self._row(name)) for name in names]
+        return names, [(name, self._get_row(name)) for name in names]
 
-    def _row(self, name: str) -> Row | None:
+    def _get_row(self, name: str) -> Row | None:
         """Returns the present row of a job; None if the job is removed."""
-        row = self._ended.get(name)
+        row = self._ended_rows.get(name)
         if row is not None:
             return tuple(marshal.loads(row))
-        job = self._open.get(name) or self._deleted.get(name) or self._adding.get(name)
+        job = self._open_jobs.get(name) or self._deleted_jobs.get(name) or self._new_jobs.get(name)
         return None if job is None else make_row(job)
 
-    def _all_rows(self) -> Iterator[Row]:
+    def _iter_rows(self) -> Iterator[Row]:
         """Yields the rows of all jobs by age; called in the writing thread."""
-        for name in [*self._numbers, *self._adding]:
-            row = self._row(name)
+        for name in [*self._numbers, *self._new_jobs]:
+            row = self._get_row(name)
             if row is not None:
                 yield row
 
-    async def _flush(self, looks: bool = False) -> bool:
+    async def _flush(self, check_file: bool = False) -> bool:
         """Tries once to write all changes; returns whether it succeeded.
 
         Args:
             check_file: Whether to check the file also if nothing has changed.
         """
-        async with self._flushing:
-            if not self._unwritten and not looks:
+        async with self._flush_lock:
+            if not self._unwritten and not check_file:
                 return True
-            began, loop = time.monotonic(), asyncio.get_running_loop()
+            started_at, loop = time.monotonic(), asyncio.get_running_loop()
             names, rows = self._take_changes()
-            has_deleted = any(name in self._deleted for name in names)
-            waits = self.problem is None
+            has_deleted = any(name in self._deleted_jobs for name in names)
+            wait_for_lock = self.problem is None
             try:
                 await loop.run_in_executor(
-                    self._thread, self._file.write, rows, self._all_rows, waits
+                    self._thread, self._file.write, rows, self._iter_rows, wait_for_lock
                 )
                 if has_deleted:
                     await loop.run_in_executor(self._thread, self._file.erase_log)
@@ -382,18 +384,18 @@ class Journal:
                 self._unwritten = names | self._unwritten
                 if not isinstance(error, Exception):
                     raise
-                self._fail(error, began)
+                self._record_failure(error, started_at)
                 return False
             for name in names:
-                job = self._adding.pop(name, None)
+                job = self._new_jobs.pop(name, None)
                 if job is not None:
-                    self._enter(job)
+                    self._append_job(job)
             if self.problem is not None:
                 logger.warning("The journal can be written again.")
             self.problem = self._failing_since = None
             return True
 
-    def _fail(self, error: Exception, began: float) -> None:
+    def _record_failure(self, error: Exception, started_at: float) -> None:
         """Records a failed attempt to write.
 
         Args:
@@ -403,7 +405,7 @@ class Journal:
             logger.error("The journal could not be written.", exc_info=error)
             error = JournalError("The journal cannot be written; see the log.")
         if self._failing_since is None:
-            self._failing_since = began
+            self._failing_since = started_at
         self._is_locked = error.is_locked
         is_short = time.monotonic() + BUSY - self._failing_since < PATIENCE  # with one more try
         if error.is_locked and is_short:

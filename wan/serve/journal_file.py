@@ -27,9 +27,9 @@ from wan.settings.errors import InputError, is_disk_full
 BUSY = 1.0
 """Seconds that one attempt to write waits for a lock."""
 _START = 60.0  # seconds that the start waits for a lock
-_ROOM = make_marked_kind("room that the journal keeps free", bytes(4096))
-_LEAST_FREE = 1_000_000  # bytes that must be free for the files of a new job
-_RESERVE = 8_000_000  # bytes; SQLite needs up to half of it for its logs
+_RESERVE_KIND = make_marked_kind("room that the journal keeps free", bytes(4096))
+_MIN_FREE_BYTES = 1_000_000  # bytes that must be free for the files of a new job
+_RESERVE_BYTES = 8_000_000  # bytes; SQLite needs up to half of it for its logs
 _CHECKPOINT = "PRAGMA wal_checkpoint({})"
 _TABLE = f"CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, {', '.join(COLUMNS[1:])})"
 _INSERT = f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
@@ -66,8 +66,8 @@ class JournalFile:
         self._path = path.absolute()
         self._logs = [self._path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm")]
         self._reserve = path.with_name("reserve")
-        self._reserving = threading.Lock()
-        self._folder = _identify(self._path.parent)
+        self._reserve_lock = threading.Lock()
+        self._folder = _identify_file(self._path.parent)
         self._connection: sqlite3.Connection | None = None
         self._files: list[tuple[int, int] | None] = []  # identities of the file and its logs
         self._content = (-1, -1)  # size and modification time of the file
@@ -79,22 +79,22 @@ class JournalFile:
         Raises:
             InputError: The file is damaged, cannot be written, or stays locked by another program.
         """
-        deadline, is_told = time.monotonic() + _START, False
+        deadline, has_warned = time.monotonic() + _START, False
         while True:
             try:
                 self._open()
                 return
             except (sqlite3.Error, OSError) as error:
                 self._disconnect()
-                if not _is_locked(error):
-                    raise self._refusal(error) from error
+                if not _is_lock_error(error):
+                    raise self._make_open_error(error) from error
                 if time.monotonic() > deadline:
                     remedy = "end that program"
                     why = "is locked by another program"
                     raise InputError(str(self._path), None, why, remedy) from error
-            if not is_told:
+            if not has_warned:
                 logger.warning("%s is locked by another program; the start waits.", self._path)
-                is_told = True
+                has_warned = True
             time.sleep(0.2)
 
     def read_rows(self) -> Iterator[Row]:
@@ -109,13 +109,13 @@ class JournalFile:
                 f"SELECT {', '.join(COLUMNS)} FROM jobs ORDER BY rowid"
             )
         except sqlite3.Error as error:
-            raise self._refusal(error) from error
+            raise self._make_open_error(error) from error
 
     def write(
         self,
         rows: Sequence[tuple[str, Row | None]],
         read_all: Callable[[], Iterable[Row]],
-        waits: bool = True,
+        wait_for_lock: bool = True,
     ) -> None:
         """Checks the file and writes rows to it.
 
@@ -133,12 +133,12 @@ class JournalFile:
         try:
             why = self._find_damage()
             if why is None:
-                self._set_wait(BUSY if waits else 0.0)
+                self._set_wait(BUSY if wait_for_lock else 0.0)
                 why = self._write_or_find_damage(rows)
             if why is not None:
-                self._write_whole(read_all(), why)
+                self._rewrite_file(read_all(), why)
         except (sqlite3.Error, OSError) as error:
-            raise _describe(error) from error
+            raise _make_journal_error(error) from error
 
     def erase_log(self) -> bool:
         """Writes the write-ahead log into the file and truncates it.
@@ -148,7 +148,7 @@ class JournalFile:
         """
         return self._connection is not None and self._checkpoint("TRUNCATE")
 
-    def wipe(self) -> bool:
+    def vacuum(self) -> bool:
         """Rewrites the file without remains of deleted rows in pages that SQLite has split.
 
         Returns:
@@ -160,11 +160,11 @@ class JournalFile:
                 return False
             with closing(
                 sqlite3.connect(address, timeout=0, isolation_level=None, uri=True)
-            ) as other:
-                other.execute("PRAGMA secure_delete=ON")
-                other.execute("VACUUM")
-                is_busy = other.execute(_CHECKPOINT.format("TRUNCATE")).fetchone()[0]
-            self._remember()
+            ) as connection:
+                connection.execute("PRAGMA secure_delete=ON")
+                connection.execute("VACUUM")
+                is_busy = connection.execute(_CHECKPOINT.format("TRUNCATE")).fetchone()[0]
+            self._store_identities()
             return not is_busy
         except (sqlite3.Error, OSError, JournalError) as error:  # in use, or the disk is full
             logger.debug("The journal is rewritten later (%s).", error)
@@ -176,14 +176,14 @@ class JournalFile:
 
     def has_room(self) -> bool:
         """Returns whether the disk has room for new jobs; writes the reserve file if missing."""
-        with self._reserving:
+        with self._reserve_lock:
             try:
-                if shutil.disk_usage(self._path.parent).free < _LEAST_FREE:
+                if shutil.disk_usage(self._path.parent).free < _MIN_FREE_BYTES:
                     return False
-                if self._reserve.exists() or _identify(self._path.parent) != self._folder:
+                if self._reserve.exists() or _identify_file(self._path.parent) != self._folder:
                     return True  # `write` reports a moved folder
-                with write_output(self._reserve, _ROOM) as temporary:
-                    temporary.write_bytes(bytes(_RESERVE))
+                with write_output(self._reserve, _RESERVE_KIND) as temporary:
+                    temporary.write_bytes(bytes(_RESERVE_BYTES))
             except OSError as error:
                 if is_disk_full(error):
                     return False
@@ -213,15 +213,15 @@ class JournalFile:
         if not is_new and not columns >= {"id", "settings", "state"}:
             raise InputError(str(self._path), None, "holds no table of jobs", _REMEDY)
         connection.execute(_TABLE)
-        for name in (one for one in COLUMNS if columns and one not in columns):
+        for name in (column for column in COLUMNS if columns and column not in columns):
             connection.execute(f"ALTER TABLE jobs ADD COLUMN {name}")  # of an earlier version
-        self._write([])
+        self._write_rows([])
         self._checkpoint("PASSIVE")
-        self._remember()
+        self._store_identities()
 
-    def _refusal(self, error: Exception) -> InputError:
+    def _make_open_error(self, error: Exception) -> InputError:
         """Returns the refusal of a file with which the service cannot start."""
-        code = _code(error)
+        code = _get_sqlite_code(error)
         if code is not None and code not in _DAMAGED:
             remedy = "make it writable"
             return InputError(str(self._path), None, f"cannot be used ({error})", remedy)
@@ -243,12 +243,12 @@ class JournalFile:
                 self._connection.close()
         self._connection = None
 
-    def _remember(self) -> None:
+    def _store_identities(self) -> None:
         """Stores the identities, size and modification time of the files after a write."""
-        self._files = [_identify(path) for path in (self._path, *self._logs)]
+        self._files = [_identify_file(path) for path in (self._path, *self._logs)]
         with suppress(OSError):
-            now = self._path.stat()
-            self._content = now.st_size, now.st_mtime_ns
+            status = self._path.stat()
+            self._content = status.st_size, status.st_mtime_ns
 
     def _find_damage(self) -> str | None:
         """Checks the file; returns its damage as a predicate, None if there is none.
@@ -256,35 +256,35 @@ class JournalFile:
         Raises:
             JournalError: The folder was moved or removed.
         """
-        if _identify(self._path.parent) != self._folder:
+        if _identify_file(self._path.parent) != self._folder:
             raise JournalError("The folder of the journal was moved or removed; put it back.")
-        files = [_identify(path) for path in (self._path, *self._logs)]
+        files = [_identify_file(path) for path in (self._path, *self._logs)]
         if files[0] is None:
             return "is gone"
         if self._files and files[0] != self._files[0]:
             return "was replaced by another file"
-        now = self._path.stat()
-        is_same = files == self._files and (now.st_size, now.st_mtime_ns) == self._content
+        status = self._path.stat()
+        is_same = files == self._files and (status.st_size, status.st_mtime_ns) == self._content
         if self._connection is not None and is_same:
             return None
         self._disconnect()  # writes the log into the file, also a removed log
         if not self._has_stamp():
             return "was changed or damaged by another program"
         self._connect()
-        self._lock()
-        self._remember()
+        self._test_lock()
+        self._store_identities()
         return None
 
     def _has_stamp(self) -> bool:
         """Returns whether the file is valid and has the stamp of the last write."""
         address = f"{self._path.as_uri()}?mode=ro"
         try:
-            with closing(sqlite3.connect(address, BUSY, uri=True)) as other:
-                (stamp,) = other.execute("PRAGMA user_version").fetchone()
-                (answer,) = other.execute("PRAGMA quick_check(1)").fetchone()
+            with closing(sqlite3.connect(address, BUSY, uri=True)) as connection:
+                (stamp,) = connection.execute("PRAGMA user_version").fetchone()
+                (answer,) = connection.execute("PRAGMA quick_check(1)").fetchone()
                 return bool(stamp == self._stamp and answer == "ok")
         except sqlite3.DatabaseError as error:
-            if _code(error) in (*_DAMAGED, sqlite3.SQLITE_IOERR):  # truncated file
+            if _get_sqlite_code(error) in (*_DAMAGED, sqlite3.SQLITE_IOERR):  # truncated file
                 return False
             raise
 
@@ -292,39 +292,39 @@ class JournalFile:
         """Writes rows; returns the damage of the file as a predicate, None if there is none."""
         try:
             if rows:
-                self._write(rows)
+                self._write_rows(rows)
                 self._checkpoint("PASSIVE")  # so that a lost log loses nothing
-                identity = _identify(self._path)
+                identity = _identify_file(self._path)
                 if self._files and identity != self._files[0]:
                     return "was removed or replaced"
-                self._remember()
+                self._store_identities()
             else:
-                self._lock()
+                self._test_lock()
             return None
         except sqlite3.DatabaseError as error:
-            if _code(error) in _DAMAGED:
+            if _get_sqlite_code(error) in _DAMAGED:
                 return f"is damaged ({error})"
             self._content = -1, -1  # forces a check before the next write
             raise
 
-    def _lock(self) -> None:
+    def _test_lock(self) -> None:
         """Acquires and releases the write lock."""
         assert self._connection is not None
         self._connection.execute("BEGIN IMMEDIATE")
         self._connection.execute("ROLLBACK")
 
-    def _write(self, rows: Sequence[tuple[str, Row | None]]) -> None:
+    def _write_rows(self, rows: Sequence[tuple[str, Row | None]]) -> None:
         """Writes rows in one transaction; on a full disk frees the reserve file and retries."""
         assert self._connection is not None
         try:
-            self._transact(self._connection, rows)
+            self._write_transaction(self._connection, rows)
         except sqlite3.OperationalError as error:
-            if _code(error) != sqlite3.SQLITE_FULL or not self._reserve.exists():
+            if _get_sqlite_code(error) != sqlite3.SQLITE_FULL or not self._reserve.exists():
                 raise
-            remove_output(self._reserve, _ROOM)
-            self._transact(self._connection, rows)
+            remove_output(self._reserve, _RESERVE_KIND)
+            self._write_transaction(self._connection, rows)
 
-    def _transact(
+    def _write_transaction(
         self, connection: sqlite3.Connection, rows: Iterable[tuple[str, Row | None]]
     ) -> None:
         """Writes rows and a new stamp in one transaction."""
@@ -352,7 +352,7 @@ class JournalFile:
             is_busy = bool(self._connection.execute(_CHECKPOINT.format(kind)).fetchone()[0])
         except sqlite3.OperationalError:
             return False
-        self._remember()
+        self._store_identities()
         return not is_busy
 
     def _set_wait(self, seconds: float) -> None:
@@ -360,7 +360,7 @@ class JournalFile:
         assert self._connection is not None
         self._connection.execute(f"PRAGMA busy_timeout={int(1000 * seconds)}")
 
-    def _write_whole(self, rows: Iterable[Row], why: str) -> None:
+    def _rewrite_file(self, rows: Iterable[Row], why: str) -> None:
         """Writes all rows to a new file; renames a file that has the journal's name.
 
         Args:
@@ -372,8 +372,8 @@ class JournalFile:
         try:
             with closing(sqlite3.connect(temporary, isolation_level=None)) as new:
                 new.execute(_TABLE)
-                self._transact(new, ((row[0], row) for row in rows))
-            aside = self._put_aside()
+                self._write_transaction(new, ((row[0], row) for row in rows))
+            backup = self._move_aside()
             self._disconnect()
             for log in self._logs:  # SQLite would apply an old log to the new file
                 log.unlink(missing_ok=True)
@@ -381,37 +381,37 @@ class JournalFile:
         finally:
             temporary.unlink(missing_ok=True)
         self._connect()
-        self._lock()
-        self._remember()
-        kept = f"; the old file is now {aside}" if aside else ""
-        logger.error("%s %s. It was written again from memory%s.", self._path, why, kept)
+        self._test_lock()
+        self._store_identities()
+        backup_note = f"; the old file is now {backup}" if backup else ""
+        logger.error("%s %s. It was written again from memory%s.", self._path, why, backup_note)
 
-    def _put_aside(self) -> str | None:
+    def _move_aside(self) -> str | None:
         """Renames a file that has the journal's name; returns its new name, None without a file."""
         if not os.path.lexists(self._path):
             return None
         for number in count(1):
-            aside = self._path.with_name(f"{self._path.stem}-aside-{number}{self._path.suffix}")
-            if not os.path.lexists(aside):
+            backup = self._path.with_name(f"{self._path.stem}-aside-{number}{self._path.suffix}")
+            if not os.path.lexists(backup):
                 break
-        is_ours = self._files and _identify(self._path) == self._files[0]
+        is_ours = self._files and _identify_file(self._path) == self._files[0]
         for index, log in enumerate(self._logs, 1):  # each log moves with its file
-            if os.path.lexists(log) and (is_ours or _identify(log) != self._files[index]):
-                log.rename(aside.with_name(f"{aside.name}{log.name[len(self._path.name) :]}"))
-        self._path.rename(aside)
-        return aside.name
+            if os.path.lexists(log) and (is_ours or _identify_file(log) != self._files[index]):
+                log.rename(backup.with_name(f"{backup.name}{log.name[len(self._path.name) :]}"))
+        self._path.rename(backup)
+        return backup.name
 
 
-def _identify(path: Path) -> tuple[int, int] | None:
+def _identify_file(path: Path) -> tuple[int, int] | None:
     """Returns device and inode of a file; None if it does not exist."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
-def _code(error: BaseException) -> int | None:
+def _get_sqlite_code(error: BaseException) -> int | None:
     """Returns the primary error code of SQLite; None for other errors.
 
     Errors of the sqlite3 module without a code, as for invalid rows, count as SQLITE_CORRUPT.
@@ -422,15 +422,15 @@ def _code(error: BaseException) -> int | None:
     return int(code) & 0xFF
 
 
-def _is_locked(error: BaseException) -> bool:
-    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+def _is_lock_error(error: BaseException) -> bool:
+    return _get_sqlite_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
-def _describe(error: Exception) -> JournalError:
+def _make_journal_error(error: Exception) -> JournalError:
     """Returns a failed write as a `JournalError` whose message has no paths."""
-    if _is_locked(error):
+    if _is_lock_error(error):
         return JournalError("The journal is locked by another program.", is_locked=True)
-    if _code(error) == sqlite3.SQLITE_FULL or is_disk_full(error):
+    if _get_sqlite_code(error) == sqlite3.SQLITE_FULL or is_disk_full(error):
         return JournalError("The disk is full, and the journal cannot be written; delete videos.")
-    said = error.strerror if isinstance(error, OSError) else str(error)
-    return JournalError(f"The journal cannot be written ({said}).")
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return JournalError(f"The journal cannot be written ({reason}).")

@@ -18,43 +18,78 @@ class Metrics:
     """Counts job events, and reads the state of the service on each request of /metrics."""
 
     def __init__(self) -> None:
-        own: dict[str, Any] = {"registry": CollectorRegistry()}
-        self._registry = own["registry"]
-        self._jobs = Counter("wan_jobs", "Created and ended jobs", ["event"], **own)
-        self._failures = Counter("wan_failures", "Failed jobs by error code", ["code"], **own)
-        self._restarts = Counter("wan_restarts", "Groups of ranks that have ended", **own)
-        self._seconds = Histogram(
-            "wan_job_seconds", "Seconds from the start of a job to its end", buckets=_SECONDS, **own
+        registry_kwargs: dict[str, Any] = {"registry": CollectorRegistry()}
+        self._registry = registry_kwargs["registry"]
+        self._jobs = Counter("wan_jobs", "Created and ended jobs", ["event"], **registry_kwargs)
+        self._failures = Counter(
+            "wan_failures", "Failed jobs by error code", ["code"], **registry_kwargs
         )
-        self._waited = Histogram(
-            "wan_queue_seconds", "From the creation of a job to its start", buckets=_SECONDS, **own
+        self._restarts = Counter(
+            "wan_restarts", "Groups of ranks that have ended", **registry_kwargs
+        )
+        self._seconds = Histogram(
+            "wan_job_seconds",
+            "Seconds from the start of a job to its end",
+            buckets=_SECONDS,
+            **registry_kwargs,
+        )
+        self._queue_seconds = Histogram(
+            "wan_queue_seconds",
+            "From the creation of a job to its start",
+            buckets=_SECONDS,
+            **registry_kwargs,
         )
         self._stages = Histogram(
-            "wan_stage_seconds", "Of a video, by stage", ["stage"], buckets=_SECONDS, **own
+            "wan_stage_seconds",
+            "Of a video, by stage",
+            ["stage"],
+            buckets=_SECONDS,
+            **registry_kwargs,
         )
         self._steps = Histogram(
-            "wan_step_seconds", "Mean seconds of a denoising step", buckets=_SECONDS, **own
+            "wan_step_seconds",
+            "Mean seconds of a denoising step",
+            buckets=_SECONDS,
+            **registry_kwargs,
         )
         self._texts = Counter(
-            "wan_texts", "Prompts and negative prompts by source of embeddings", ["from"], **own
+            "wan_texts",
+            "Prompts and negative prompts by source of embeddings",
+            ["from"],
+            **registry_kwargs,
         )
-        self._energy = Counter("wan_energy_joules", "Joules of all devices for videos", **own)
-        self._video_energy = Gauge("wan_joules_per_video", "Of the last metered video", **own)
-        self._watts = Gauge("wan_power_watts", "Mean of last metered video", ["rank"], **own)
-        self._clock = Gauge("wan_clock_mhz", "Mean of last metered video", ["rank"], **own)
+        self._energy = Counter(
+            "wan_energy_joules", "Joules of all devices for videos", **registry_kwargs
+        )
+        self._video_energy = Gauge(
+            "wan_joules_per_video", "Of the last metered video", **registry_kwargs
+        )
+        self._watts = Gauge(
+            "wan_power_watts", "Mean of last metered video", ["rank"], **registry_kwargs
+        )
+        self._clock = Gauge(
+            "wan_clock_mhz", "Mean of last metered video", ["rank"], **registry_kwargs
+        )
         self._limited = Counter(
-            "wan_clock_limited_seconds", "Seconds with a clock throttled by a limit", **own
+            "wan_clock_limited_seconds",
+            "Seconds with a clock throttled by a limit",
+            **registry_kwargs,
         )
         self._memory = Gauge(
-            "wan_peak_memory_bytes", "Peak memory of rank 0 for the last video", ["kind"], **own
+            "wan_peak_memory_bytes",
+            "Peak memory of rank 0 for the last video",
+            ["kind"],
+            **registry_kwargs,
         )
-        self._queue = Gauge("wan_jobs_waiting", "Jobs in the queue", **own)
-        self._running = Gauge("wan_jobs_running", "Running jobs", **own)
-        self._ahead = Gauge("wan_seconds_ahead", "Estimate until the queue is empty", **own)
-        self._ready = Gauge("wan_ranks_ready", "1 while all ranks are ready", **own)
-        self._stored = Gauge("wan_stored_bytes", "Size of all jobs' files", **own)
+        self._queue = Gauge("wan_jobs_waiting", "Jobs in the queue", **registry_kwargs)
+        self._running = Gauge("wan_jobs_running", "Running jobs", **registry_kwargs)
+        self._ahead = Gauge(
+            "wan_seconds_ahead", "Estimate until the queue is empty", **registry_kwargs
+        )
+        self._ready = Gauge("wan_ranks_ready", "1 while all ranks are ready", **registry_kwargs)
+        self._stored = Gauge("wan_stored_bytes", "Size of all jobs' files", **registry_kwargs)
 
-    def seen(self, event: str, job: QueuedVideo | None, record: dict[str, Any]) -> None:
+    def count_event(self, event: str, job: QueuedVideo | None, record: dict[str, Any]) -> None:
         """Counts an event: "created", "completed", "failed", "deleted" or "restart"."""
         if event == "restart":
             self._restarts.inc()
@@ -65,7 +100,7 @@ class Metrics:
         if job.error is not None:
             self._failures.labels(job.error["code"]).inc()
         started = job.started or time.time()
-        self._waited.observe(max(started - job.created, 0.0))
+        self._queue_seconds.observe(max(started - job.created, 0.0))
         if event == "failed":
             return
         self._seconds.observe(job.seconds or 0.0)
@@ -80,27 +115,27 @@ class Metrics:
         for kind, amount in record.get("peak_memory_bytes", {}).items():
             if amount is not None:
                 self._memory.labels(kind).set(amount)
-        self._power(record.get("power") or {})
+        self._count_power(record.get("power") or {})
 
-    def text(self, service: Service) -> tuple[bytes, str]:
+    def render(self, service: Service) -> tuple[bytes, str]:
         """Returns all metrics and their content type."""
-        counts = service.journal.counts()
+        counts = service.journal.count_states()
         self._queue.set(counts.get("queued", 0))
         self._running.set(counts.get("in_progress", 0))
-        self._ahead.set(service.seconds_ahead())
+        self._ahead.set(service.estimate_wait())
         self._ready.set(float(service.group.ready))
-        self._stored.set(service.journal.stored_bytes())
+        self._stored.set(service.journal.count_bytes())
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    def _power(self, power: dict[str, Any]) -> None:
+    def _count_power(self, power: dict[str, Any]) -> None:
         """Adds the power measurements of a record."""
         joules = power.get("joules")
         if joules is not None:
             self._energy.inc(joules)
             self._video_energy.set(joules)
-        for rank, one in enumerate(power.get("devices") or [power]):
-            if "mean_w" in one:
-                self._watts.labels(str(rank)).set(one["mean_w"])
-            if "mean_mhz" in one:
-                self._clock.labels(str(rank)).set(one["mean_mhz"])
-            self._limited.inc(one.get("throttled", 0.0) * one.get("seconds", 0.0))
+        for rank, device in enumerate(power.get("devices") or [power]):
+            if "mean_w" in device:
+                self._watts.labels(str(rank)).set(device["mean_w"])
+            if "mean_mhz" in device:
+                self._clock.labels(str(rank)).set(device["mean_mhz"])
+            self._limited.inc(device.get("throttled", 0.0) * device.get("seconds", 0.0))

@@ -11,14 +11,14 @@ from PIL import Image
 
 from wan.output_files import make_marked_kind, write_output
 from wan.pipeline.video_reader import read_video
-from wan.serve.folders import remove_files
+from wan.serve.folders import remove_job_files
 
 _COLUMNS, _ROWS, _WIDTH = 4, 2, 320
 _JPEG = make_marked_kind("a JPEG", b"\xff\xd8\xff")
-_DRAWING = threading.Lock()
+_WRITE_LOCK = threading.Lock()
 
 
-def picture(video: Path, kind: str, frames: int) -> Path:
+def make_picture(video: Path, kind: str, num_frames: int) -> Path:
     """Returns the path of a JPEG of a video; creates the file on the first call.
 
     Args:
@@ -30,33 +30,33 @@ def picture(video: Path, kind: str, frames: int) -> Path:
         OSError, ValueError: The video was deleted or cannot be read.
     """
     path = video.with_name(f"{kind}.jpg")
-    with _DRAWING:  # concurrent requests create it once
+    with _WRITE_LOCK:  # concurrent requests create it once
         if not path.exists():
-            _draw(video, path, kind, frames)
+            _write_picture(video, path, kind, num_frames)
         if not video.exists():  # deleted meanwhile; the folder may exist again
-            remove_files(video.parent, lambda name: name != path.name)
+            remove_job_files(video.parent, lambda name: name != path.name)
             with suppress(OSError):
                 video.parent.rmdir()
             raise FileNotFoundError(video)
     return path
 
 
-def _draw(video: Path, path: Path, kind: str, frames: int) -> None:
+def _write_picture(video: Path, path: Path, kind: str, num_frames: int) -> None:
     count = 1 if kind == "thumbnail" else _COLUMNS * _ROWS
-    every = read_video(video, "save_file").iter_frames(max(frames // count, 1))
-    small = [_small(Image.fromarray(frame)) for frame in islice(every, count)]
-    if not small:
+    sampled_frames = read_video(video, "save_file").iter_frames(max(num_frames // count, 1))
+    thumbnails = [_shrink_frame(Image.fromarray(frame)) for frame in islice(sampled_frames, count)]
+    if not thumbnails:
         raise ValueError(f"{video} has no frame")
-    width, height = small[0].size
+    width, height = thumbnails[0].size
     columns = min(count, _COLUMNS)
     sheet = Image.new("RGB", (width * columns, height * -(-count // columns)))
-    for place in range(count):
-        frame = small[min(place, len(small) - 1)]
-        sheet.paste(frame, (place % columns * width, place // columns * height))
+    for index in range(count):
+        frame = thumbnails[min(index, len(thumbnails) - 1)]
+        sheet.paste(frame, (index % columns * width, index // columns * height))
     with write_output(path, _JPEG) as temporary:
         sheet.save(temporary, "JPEG", quality=88)
 
 
-def _small(frame: Image.Image) -> Image.Image:
+def _shrink_frame(frame: Image.Image) -> Image.Image:
     height = max(round(frame.height * _WIDTH / frame.width), 1)
     return frame.resize((_WIDTH, height)) if frame.width > _WIDTH else frame

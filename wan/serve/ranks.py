@@ -28,8 +28,8 @@ from wan.cli.videos import Video
 from wan.log import logger
 from wan.pipeline.batch import Batch, Job
 from wan.run import Run
-from wan.serve.link import FrontLink, told_by
 from wan.serve.monitor import HEARTBEAT
+from wan.serve.rpc import FrontLink, read_front_file
 from wan.settings.errors import (
     EndedError,
     InputError,
@@ -51,55 +51,59 @@ if TYPE_CHECKING:
 _GO, _CANCEL, _FAIL = 0, 1, 2
 
 
-class SharedBoundary:
+class SharedCancellationPoint:
     """Implements `wan.pipeline.denoise.CancellationPoint` for one video.
 
     Attributes:
         ended_on_all_ranks: Whether all ranks have ended the video at the same step.
     """
 
-    def __init__(self, control: GlooGroup, link: FrontLink, job: str, runs: int) -> None:
+    def __init__(self, control: GlooGroup, link: FrontLink, job: str, num_clips: int) -> None:
         """Prepares a video.
 
         Args:
             job: The id of the job.
             num_clips: Number of clips; each takes all steps.
         """
-        self._control, self._link, self._job, self._runs = control, link, job, runs
-        self._done = self._last = 0
-        self.reached_together = False
+        self._control, self._link, self._job, self._num_clips = control, link, job, num_clips
+        self._num_steps_done = self._last = 0
+        self.ended_on_all_ranks = False
 
-    def reached(self, done: int, total: int) -> None:
+    def check(self, num_steps_done: int, num_steps: int) -> None:
         """Ends a cancelled video on all ranks; otherwise sends the progress to the front."""
-        self.agree()
-        if done not in (0, self._last):  # a paused video repeats a step number
-            self._done += 1
-        self._last = done
-        self._link.say(
-            "step", job=self._job, done=self._done, total=total * self._runs, follows=done < total
+        self.raise_if_cancelled()
+        if num_steps_done not in (0, self._last):  # a paused video repeats a step number
+            self._num_steps_done += 1
+        self._last = num_steps_done
+        self._link.send(
+            "step",
+            job=self._job,
+            done=self._num_steps_done,
+            total=num_steps * self._num_clips,
+            follows=num_steps_done < num_steps,
         )
 
-    def agree(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Raises `EndedError` on all ranks if the video is cancelled or failed on any rank."""
-        unwanted = self._job in self._link.cancelled or self._link.over.is_set()
-        verdict = self._control.all_reduce_max(_CANCEL if unwanted else _GO)
-        if verdict != _GO:
-            self.reached_together = True
-            raise EndedError("cancelled" if verdict == _CANCEL else "ended")
+        is_unwanted = self._job in self._link.cancelled or self._link.stop_event.is_set()
+        decision = self._control.all_reduce_max(_CANCEL if is_unwanted else _GO)
+        if decision != _GO:
+            self.ended_on_all_ranks = True
+            raise EndedError("cancelled" if decision == _CANCEL else "ended")
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def local_section(self) -> Iterator[None]:
         """Signals an error of this rank to the others, which wait at their next check."""
         try:
             yield
         except Exception:
             self._control.all_reduce_max(_FAIL)
-            self.reached_together = True
+            self.ended_on_all_ranks = True
             raise
 
 
 @dataclass(eq=False, kw_only=True)
-class Served(Job):
+class RunningJob(Job):
     """A job that is being carried out.
 
     Attributes:
@@ -110,11 +114,11 @@ class Served(Job):
 
     id: str
     video: Video
-    boundary: SharedBoundary
-    reused: tuple[int, int] = (0, 0)
+    cancellation_point: SharedCancellationPoint
+    prompt_reuse: tuple[int, int] = (0, 0)
 
 
-class Ranks:
+class RankWorker:
     """Main loop of a rank: receives commands and generates their videos."""
 
     def __init__(
@@ -123,7 +127,7 @@ class Ranks:
         pipeline: Pipeline,
         team: ParallelGroups | None,
         link: FrontLink,
-        texts: int,
+        max_cached_prompts: int,
     ) -> None:
         """Prepares a rank.
 
@@ -141,56 +145,58 @@ class Ranks:
         self._resolve = partial(
             resolve_command_line, make_demo=make_demo, describe_folder=cache(inspect_checkpoint)
         )
-        self._most = texts
+        self._max_cached_prompts = max_cached_prompts
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
 
     def serve(self) -> int:
         """Generates videos until the front sends "stop" or disconnects; returns the exit code."""
-        self._link.say("ready")
+        self._link.send("ready")
         while True:
-            command = self._link.next(HEARTBEAT) if self._is_main else None
+            command = self._link.next_command(HEARTBEAT) if self._is_main else None
             command = self._control.broadcast_from_rank0(command)
             if command is None:
                 continue
             if command["do"] == "stop":
                 return 0
-            found = [self._prepared(**wanted) for wanted in command["jobs"]]
-            self._make([served for served in found if served is not None])
+            jobs = [self._resolve_job(**request) for request in command["jobs"]]
+            self._make_videos([job for job in jobs if job is not None])
 
-    def _prepared(self, job: str, settings: dict[str, Any], file: str) -> Served | None:
+    def _resolve_job(self, job: str, settings: dict[str, Any], file: str) -> RunningJob | None:
         """Resolves a job on all ranks; if one refuses it, reports the reason and returns None."""
-        run, refused = None, None
+        run, refusal = None, None
         try:
             run = self._resolve(merge_line(self._shared, read_settings(settings))).with_save_file(
                 Path(file)
             )
         except Exception as error:
-            refused = failures.describe_error(error) or repr(error)
-        answers = self._control.gather((refused, None if run is None else _digest(run)))
+            refusal = failures.describe_error(error) or repr(error)
+        answers = self._control.gather((refusal, None if run is None else _hash_run(run)))
         reasons = [reason for reason, _ in answers if reason is not None]
         if run is None or reasons or len({digest for _, digest in answers}) > 1:
             reason = reasons[0] if reasons else "The ranks read different files; copy them again."
-            self._tell("failed", job=job, code="invalid_request", message=reason)
+            self._send("failed", job=job, code="invalid_request", message=reason)
             return None
-        return Served(
+        return RunningJob(
             f"Video {job}",
             run.params,
             run.make_inputs(),
             id=job,
             video=Video(run, self._pipeline, self._team),
-            boundary=SharedBoundary(self._control, self._link, job, run.params.num_clip or 1),
+            cancellation_point=SharedCancellationPoint(
+                self._control, self._link, job, run.params.num_clip or 1
+            ),
         )
 
-    def _make(self, jobs: Sequence[Served]) -> None:
+    def _make_videos(self, jobs: Sequence[RunningJob]) -> None:
         """Generates videos; raises errors that end the group."""
 
-        def make(job: Served, latents: Callable[[], Tensor]) -> Served:
+        def make_video(job: RunningJob, latents: Callable[[], Tensor]) -> RunningJob:
             self._pipeline.device.reset_peak_memory()
             logger.info("%s", job.name)
             if len(jobs) == 1:
-                self._embed(jobs)
+                self._embed_prompts(jobs)
             else:  # its last step may be long ago
-                job.boundary.agree()
+                job.cancellation_point.raise_if_cancelled()
             job.video.make(latents)
             return job
 
@@ -199,48 +205,60 @@ class Ranks:
             jobs,
             group_by_expert=len(jobs) > 1,
             on_denoised=lambda job, latents: job.video.keep_latents(latents),
-            on_failed=self._failed,
+            on_failed=self._report_failure,
         )
         if len(jobs) > 1:
             self._pipeline.stages.seconds = jobs[0].stages
-            self._embed(jobs)
-        for job in batch.generate_videos(make):
-            read = [one.stages.get("loading", 0.0) for one in jobs]
-            alone = job.seconds - job.stages.get("loading", 0.0) + sum(read)
+            self._embed_prompts(jobs)
+        for job in batch.generate_videos(make_video):
+            loading = [other.stages.get("loading", 0.0) for other in jobs]
+            job_seconds = job.seconds - job.stages.get("loading", 0.0) + sum(loading)
             self._link.cancelled.discard(job.id)
-            self._tell("done", job=job.id, texts=job.reused, seconds=alone, loading=sum(read))
-        newest = [*self._embeds][: self._most]
+            self._send(
+                "done",
+                job=job.id,
+                texts=job.prompt_reuse,
+                seconds=job_seconds,
+                loading=sum(loading),
+            )
+        newest = [*self._embeds][: self._max_cached_prompts]
         self._pipeline.cached_prompt_embeds = {text: self._embeds[text] for text in newest}
 
-    def _failed(self, job: Served, error: Exception) -> None:
+    def _report_failure(self, job: RunningJob, error: Exception) -> None:
         """Reports a failed video to the front; raises errors that not all ranks have seen."""
-        together = job.boundary.reached_together
-        if not (together or job.video.is_main_only or self._team is None):
+        is_collective = job.cancellation_point.ended_on_all_ranks
+        if not (is_collective or job.video.is_main_only or self._team is None):
             raise error
-        code, message = _reason(error)
-        if together:  # the error of the rank that failed
-            found = self._control.gather((code, message))
-            code, message = next((one for one in found if one[0] != "ended"), (code, message))
+        code, message = _classify_error(error)
+        if is_collective:  # the error of the rank that failed
+            errors = self._control.gather((code, message))
+            code, message = next(
+                (code_and_message for code_and_message in errors if code_and_message[0] != "ended"),
+                (code, message),
+            )
         self._link.cancelled.discard(job.id)
-        self._tell("failed", job=job.id, code=code, message=message)
+        self._send("failed", job=job.id, code=code, message=message)
 
-    def _embed(self, jobs: Sequence[Served]) -> None:
+    def _embed_prompts(self, jobs: Sequence[RunningJob]) -> None:
         """Encodes the prompts of jobs, and keeps the embeddings of earlier prompts."""
-        there = self._pipeline.cached_prompt_embeds
+        cached = self._pipeline.cached_prompt_embeds
         for job in jobs:
-            needed = job.params.all_prompts
-            job.reused = sum(text in there for text in needed), len(needed)
-        own = dict.fromkeys(text for job in jobs for text in job.params.all_prompts)
-        texts = [*own, *(text for text in self._embeds if text in there and text not in own)]
-        self._pipeline.cache_prompt_embeds(texts, jobs[0].params)
-        self._embeds = {text: self._pipeline.cached_prompt_embeds[text] for text in texts}
+            prompts = job.params.all_prompts
+            job.prompt_reuse = sum(text in cached for text in prompts), len(prompts)
+        job_prompts = dict.fromkeys(text for job in jobs for text in job.params.all_prompts)
+        all_prompts = [
+            *job_prompts,
+            *(text for text in self._embeds if text in cached and text not in job_prompts),
+        ]
+        self._pipeline.cache_prompt_embeds(all_prompts, jobs[0].params)
+        self._embeds = {text: self._pipeline.cached_prompt_embeds[text] for text in all_prompts}
 
-    def _tell(self, what: str, **more: Any) -> None:
+    def _send(self, kind: str, **payload: Any) -> None:
         if self._is_main:
-            self._link.say(what, **more)
+            self._link.send(kind, **payload)
 
 
-def _reason(error: BaseException) -> tuple[str, str]:
+def _classify_error(error: BaseException) -> tuple[str, str]:
     """Returns the error code and the message for the user."""
     sentence = failures.describe_error(error) or f"{type(error).__name__}: {error}"
     if isinstance(error, EndedError):
@@ -255,13 +273,13 @@ def _reason(error: BaseException) -> tuple[str, str]:
     return ("disk_full" if is_full else "internal_error"), sentence
 
 
-def _digest(run: Run) -> str:
+def _hash_run(run: Run) -> str:
     """Returns a hash of the run, by which ranks detect that they would make different videos."""
-    facts = json.dumps(run.collect_rank_invariants(""), sort_keys=True, default=str)
-    return hashlib.sha256(facts.encode()).hexdigest()
+    description = json.dumps(run.collect_rank_invariants(""), sort_keys=True, default=str)
+    return hashlib.sha256(description.encode()).hexdigest()
 
 
-def _serve(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> int:
+def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> int:
     """Builds the pipeline of one rank and serves commands; returns the exit code."""
     main.load_torch()
     from wan import device as devices
@@ -272,19 +290,19 @@ def _serve(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> i
     try:
         device = devices.select_device(run.setup.execution.device) if team is None else team.device
         pipeline = build.build_pipeline(run.setup, device, team)
-        code = Ranks(
+        code = RankWorker(
             flags.parse_flags(front["flags"]), pipeline, team, link, front["texts"]
         ).serve()
         if team is not None:
             team.close()
         return code
     except BaseException as error:
-        code_name, message = _reason(error)
-        link.say("lost", code=code_name, message=message)
+        code_name, message = _classify_error(error)
+        link.send("lost", code=code_name, message=message)
         raise
 
 
-def run(front: Path) -> int:
+def run_rank(front: Path) -> int:
     """Runs one rank.
 
     Args:
@@ -297,9 +315,9 @@ def run(front: Path) -> int:
         with failures.raise_on_sigterm():
             log.set_up_logging(env.rank() == 0)
             log.hide_prompts()
-            told = told_by(front)
+            front_info = read_front_file(front)
             return main.execute_command_line(
-                told["flags"], partial(_serve, told), require_inputs=False
+                front_info["flags"], partial(_serve_rank, front_info), require_inputs=False
             )
     except BaseException as error:
         sentence = failures.describe_error(error)
@@ -311,4 +329,4 @@ def run(front: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(Path(sys.argv[1])))
+    sys.exit(run_rank(Path(sys.argv[1])))

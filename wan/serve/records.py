@@ -21,7 +21,7 @@ from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
 
 
-def take_up(jobs: Path, journal: Journal) -> None:
+def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
     """Adds the finished videos of a folder to the journal as completed jobs.
 
     A job can be missing because the journal file is new or older, or unfinished because the
@@ -30,31 +30,31 @@ def take_up(jobs: Path, journal: Journal) -> None:
     Args:
         jobs: The parent of the jobs' folders.
     """
-    found = []
+    finished_jobs = []
     for folder in jobs.iterdir():
         is_folder = JOB_ID.fullmatch(folder.name) and not folder.is_symlink() and folder.is_dir()
-        state = journal.state(folder.name) if is_folder else "none"
-        if state in (None, "in_progress") and (job := read_job(folder)) is not None:
-            found.append(job)
-    for job in sorted(found, key=lambda job: job.created):
+        state = journal.get_state(folder.name) if is_folder else "none"
+        if state in (None, "in_progress") and (job := read_finished_job(folder)) is not None:
+            finished_jobs.append(job)
+    for job in sorted(finished_jobs, key=lambda job: job.created):
         open_job = journal.get(job.id)
         if open_job is None:
-            journal.take_up(job)
+            journal.restore_job(job)
             continue
-        ends = {"state": "completed", "done": open_job.total, "ended": job.ended}
-        journal.change(open_job, **ends, seconds=job.seconds, bytes=job.bytes)
-    if found:
+        changes = {"state": "completed", "done": open_job.total, "ended": job.ended}
+        journal.update_job(open_job, **changes, seconds=job.seconds, bytes=job.bytes)
+    if finished_jobs:
         message = "%d finished videos were restored from their records in %s."
-        logger.warning(message, len(found), jobs)
+        logger.warning(message, len(finished_jobs), jobs)
 
 
-def read_job(folder: Path) -> QueuedVideo | None:
+def read_finished_job(folder: Path) -> QueuedVideo | None:
     """Returns the completed job of a folder; None unless it has a whole video and a record."""
     video, record = folder / "video.mp4", folder / "video.json"
-    if not (is_output(video, VIDEO) and _is_whole(video) and is_output(record, RECORD)):
+    if not (is_output(video, VIDEO) and _is_complete_mp4(video) and is_output(record, RECORD)):
         return None
     try:
-        job = _make_job(folder.name, read_json(record))
+        job = _make_completed_job(folder.name, read_json(record))
         job.bytes = sum(path.stat().st_size for path in folder.rglob("*"))
         return job
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError, OSError):
@@ -62,13 +62,13 @@ def read_job(folder: Path) -> QueuedVideo | None:
         return None
 
 
-def _make_job(name: str, record: Mapping[str, Any]) -> QueuedVideo:
+def _make_completed_job(name: str, record: Mapping[str, Any]) -> QueuedVideo:
     """Returns the job of a record; raises any exception if the record is invalid."""
     settings, video = record["settings"], record["video"]
-    seconds = sum(_check(value) for value in record["seconds"].values())
+    seconds = sum(_parse_bounded_number(value) for value in record["seconds"].values())
     ended = datetime.fromisoformat(record["run"]["date"]).timestamp()
     steps = int(settings.get("sample_steps") or 0) * int(settings.get("num_clip") or 1)
-    low, high = map(_check, settings["sample_guide_scale"])
+    low, high = map(_parse_bounded_number, settings["sample_guide_scale"])
     has_two = record.get("boundary") is not None
     return QueuedVideo(
         name,
@@ -81,19 +81,19 @@ def _make_job(name: str, record: Mapping[str, Any]) -> QueuedVideo:
         done=steps,
         total=steps,
         seconds=seconds,
-        frames=int(_check(video["frames"], 1)),
-        fps=_check(video["fps"], 0.001),
-        width=int(_check(video["width"], 1)),
-        height=int(_check(video["height"], 1)),
+        frames=int(_parse_bounded_number(video["frames"], 1)),
+        fps=_parse_bounded_number(video["fps"], 0.001),
+        width=int(_parse_bounded_number(video["width"], 1)),
+        height=int(_parse_bounded_number(video["height"], 1)),
         model=str(settings["task"]),
         guidance={"high_noise": high, "low_noise": low} if has_two else {"dit": low},
     )
 
 
-def _check(value: Any, least: float = 0.0) -> float:
+def _parse_bounded_number(value: Any, minimum: float = 0.0) -> float:
     """Returns a number; raises ValueError if it is not finite or below `minimum`."""
     number = float(value)
-    if not least <= number < 1e12 or not math.isfinite(number):
+    if not minimum <= number < 1e12 or not math.isfinite(number):
         raise ValueError(f"{value} is out of range")
     return number
 
@@ -115,7 +115,7 @@ def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return selected
 
 
-def _is_whole(video: Path) -> bool:
+def _is_complete_mp4(video: Path) -> bool:
     """Returns whether the atoms of an mp4 end at the end of the file."""
     end, start = video.stat().st_size, 0
     with video.open("rb") as file:

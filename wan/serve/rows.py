@@ -61,18 +61,18 @@ class QueuedVideo:
     guidance: dict[str, float] = field(default_factory=dict)
 
 
-COLUMNS = tuple(one.name for one in fields(QueuedVideo))
+COLUMNS = tuple(column.name for column in fields(QueuedVideo))
 _JSON = ("settings", "names", "error", "guidance")
 _DEFAULTS = {
-    one.name: one.default
-    for one in fields(QueuedVideo)
-    if one.default is not MISSING and one.default is not None
+    column.name: column.default
+    for column in fields(QueuedVideo)
+    if column.default is not MISSING and column.default is not None
 }
 
 
 def make_row(job: QueuedVideo) -> Row:
     """Returns the row of a job; escapes text that UTF-8 cannot encode."""
-    return tuple(_stored(name, getattr(job, name)) for name in COLUMNS)
+    return tuple(_encode_column(name, getattr(job, name)) for name in COLUMNS)
 
 
 def read_row(row: Row) -> QueuedVideo:
@@ -94,7 +94,7 @@ def read_row(row: Row) -> QueuedVideo:
     return QueuedVideo(**values)
 
 
-def erase_words(job: QueuedVideo) -> QueuedVideo:
+def make_tombstone(job: QueuedVideo) -> QueuedVideo:
     """Returns a deleted job with only its id, state and times.
 
     Its id may still be the cursor of a list.
@@ -104,7 +104,7 @@ def erase_words(job: QueuedVideo) -> QueuedVideo:
     )
 
 
-def _stored(name: str, value: Any) -> Any:
+def _encode_column(name: str, value: Any) -> Any:
     if name in _JSON:
         value = json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, str):  # an unpaired surrogate would fail in every later write

@@ -25,19 +25,25 @@ from wan.pipeline import memory
 from wan.run import Run
 from wan.serve import fields, records
 from wan.serve.estimates import Estimates
-from wan.serve.fields import Asked
-from wan.serve.folders import JOB_ID, UPLOAD, UPLOADED, remove_files, remove_orphans
+from wan.serve.fields import ParsedRequest
+from wan.serve.folders import (
+    JOB_ID,
+    UPLOAD_KIND,
+    UPLOAD_PREFIX,
+    remove_job_files,
+    remove_orphaned_folders,
+)
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
-from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
+from wan.serve.journal import ATTEMPTS, FINAL_STATES, Journal, QueuedVideo
 from wan.serve.journal_file import JournalError
-from wan.serve.repeats import RefusedError, Repeats, digest_of
-from wan.serve.shapes import can_group, describe_job, may_share
+from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
+from wan.serve.shapes import can_group_by_expert, can_share_experts, set_job_sizes
 from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
 
-_ESTIMATED = 200  # completed jobs from which durations are estimated
-_PASSED = 4  # later jobs with the shape of the last one that may start before a job
+_MAX_SAMPLES = 200  # completed jobs from which durations are estimated
+_MAX_PASSED = 4  # later jobs with the shape of the last one that may start before a job
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,8 @@ class Limits:
     pixels: int = 1_000_000_000
     frames: int = 1000
     prompt: int = 10_000
-    texts: int = 64
-    together: int = 8
+    cached_prompts: int = 64
+    group_size: int = 8
     keep_days: float | None = None
     quota: int | None = None
 
@@ -77,14 +83,14 @@ class Service:
     def __init__(
         self,
         argv: Sequence[str],
-        given: Mapping[str, Any],
+        user_settings: Mapping[str, Any],
         run: Run,
         folder: Path,
         ranks: int,
         nodes: Nodes = ONE_NODE,
         name: str = "",
         limits: Limits = Limits(),
-        seen: Callable[[str, QueuedVideo | None, dict[str, Any]], None] = lambda *_: None,
+        on_event: Callable[[str, QueuedVideo | None, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         """Opens the journal and cleans the jobs' folders; `start` starts the ranks.
 
@@ -98,35 +104,49 @@ class Service:
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.run, self.model, self.stopping = run, run.setup.preset.task, False
-        self.limits, self._given, self._name, self._seen = limits, given, name, seen
+        self.limits, self._user_settings, self._name, self._on_event = (
+            limits,
+            user_settings,
+            name,
+            on_event,
+        )
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
-        records.take_up(self._jobs, self.journal)
+        records.restore_finished_jobs(self._jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout
-        self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts, timeout)
+        self.group = RankGroup(
+            argv, ranks, folder, self._handle_message, nodes, limits.cached_prompts, timeout
+        )
         self._running: dict[str, QueuedVideo] = {}
-        self._repeats = Repeats(self.journal)
+        self._repeats = RepeatedRequests(self.journal)
         self.waiters = Waiters(self._abandon)
-        self._estimates = Estimates(self.journal.last(_ESTIMATED))
-        self._ahead: tuple[object, dict[str, float], float] = (None, {}, 0.0)
-        self._last_shape, self._loading = "", 0.0  # seconds to load the weights for one batch
-        self._most = limits.together if can_group(run) else 1
-        self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
+        self._estimates = Estimates(self.journal.list_completed(_MAX_SAMPLES))
+        self._queue_estimate: tuple[object, dict[str, float], float] = (None, {}, 0.0)
+        self._last_shape, self._loading_seconds = (
+            "",
+            0.0,
+        )  # seconds to load the weights for one batch
+        self._max_group_size = limits.group_size if can_group_by_expert(run) else 1
+        self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(
             resolve_command_line, make_demo=make_demo, describe_folder=cache(inspect_checkpoint)
         )
-        for job in self.journal.recover():
-            self._clear(job, goes_on=False)
-        for job in self.journal.in_state("queued"):
-            self._clear(job)
-        remove_orphans(self._jobs, self.journal.state)
+        for job in self.journal.requeue_interrupted():
+            self._remove_attempt_files(job, keep_clips=False)
+        for job in self.journal.list_in_state("queued"):
+            self._remove_attempt_files(job)
+        remove_orphaned_folders(self._jobs, self.journal.get_state)
 
     # Requests.
 
     async def create(
-        self, asked: Asked, digest: str, key: str | None = None, repeated: bool = False
+        self,
+        parsed_request: ParsedRequest,
+        digest: str,
+        key: str | None = None,
+        is_repeated: bool = False,
     ) -> tuple[QueuedVideo, bool]:
         """Admits a request and queues its job.
 
@@ -141,13 +161,13 @@ class Service:
         Raises:
             RefusedError: The request is refused.
         """
-        earlier = self._repeats.find(digest, key, repeated)
+        earlier = self._repeats.find_duplicate(digest, key, is_repeated)
         if earlier is not None:
             return earlier, True
-        return await self._admit_or_note(asked, digest, key, repeated)
+        return await self._admit_or_record_refusal(parsed_request, digest, key, is_repeated)
 
     async def remix(
-        self, name: str, prompt: str, key: str | None = None, repeated: bool = False
+        self, name: str, prompt: str, key: str | None = None, is_repeated: bool = False
     ) -> QueuedVideo:
         """Queues a copy of a job with the same settings, seed and files and a new prompt.
 
@@ -157,124 +177,126 @@ class Service:
             key: The request's Idempotency-Key.
             is_repeated: Whether the client marks the request as a retry.
         """
-        digest = digest_of({"remix": name, "prompt": prompt})
-        earlier = self._repeats.find(digest, key, repeated)
+        digest = hash_request({"remix": name, "prompt": prompt})
+        earlier = self._repeats.find_duplicate(digest, key, is_repeated)
         if earlier is not None:
             return earlier
-        job = self.find(name)
+        job = self.find_job(name)
         try:
-            asked = await asyncio.to_thread(self._remixed, job, prompt)
+            parsed_request = await asyncio.to_thread(self._copy_request, job, prompt)
         except OSError as error:  # deleted meanwhile
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
-        self.find(name)
-        return (await self._admit_or_note(asked, digest, key, repeated, job.id))[0]
+        self.find_job(name)
+        return (
+            await self._admit_or_record_refusal(parsed_request, digest, key, is_repeated, job.id)
+        )[0]
 
-    def _remixed(self, job: QueuedVideo, prompt: str) -> Asked:
+    def _copy_request(self, job: QueuedVideo, prompt: str) -> ParsedRequest:
         """Returns the request of a job with another prompt."""
-        inside = self.folder(job)
-        paths = {str(path.relative_to(inside)): path for path in inside.rglob("*")}
+        folder = self.job_folder(job)
+        paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
         files = {
-            name.removeprefix(UPLOAD): path.read_bytes()
+            name.removeprefix(UPLOAD_PREFIX): path.read_bytes()
             for name, path in paths.items()
-            if name.startswith(UPLOAD) and path.is_file()
+            if name.startswith(UPLOAD_PREFIX) and path.is_file()
         }
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
         if "clip_prompts" in job.settings:
             settings["num_clip"] = len(job.settings["clip_prompts"])
-        return Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
+        return ParsedRequest(settings | {"prompt": prompt}, files, job.priority, job.names)
 
-    async def _admit_or_note(
+    async def _admit_or_record_refusal(
         self,
-        asked: Asked,
+        parsed_request: ParsedRequest,
         digest: str,
         key: str | None,
-        repeated: bool,
+        is_repeated: bool,
         remixed_from: str | None = None,
     ) -> tuple[QueuedVideo, bool]:
         """Admits a request and returns the result of `create`; stores a refusal."""
         try:
-            return await self._admitted(asked, digest, key, repeated, remixed_from)
+            return await self._admit(parsed_request, digest, key, is_repeated, remixed_from)
         except BaseException:
-            self._repeats.refuse(digest)
+            self._repeats.add_refusal(digest)
             raise
 
     def _abandon(self, name: str) -> None:
         """Deletes a job without waiting clients, unless it has ended."""
         job = self.journal.get(name)
-        if job is not None and not is_over(job) and not self.stopping:
+        if job is not None and not is_ended(job) and not self.stopping:
             self.delete(self._running.get(name, job))
 
     def delete(self, job: QueuedVideo) -> None:
         """Deletes a job, its files and its texts; cancels it if it is running."""
-        running = job.state == "in_progress"
+        is_running = job.state == "in_progress"
         self.journal.delete(job)
         self.waiters.claim(job)
-        if running:  # the ranks still write to its folder
+        if is_running:  # the ranks still write to its folder
             self.group.cancel(job.id)
         else:
-            self._clear(job, all_files=True)
-        self._seen("deleted", job, {})
-        self._wake()
+            self._remove_attempt_files(job, all_files=True)
+        self._on_event("deleted", job, {})
+        self._notify_waiters()
 
-    def find(self, name: str) -> QueuedVideo:
+    def find_job(self, name: str) -> QueuedVideo:
         """Returns a job by its id; refuses an unknown id."""
         job = self.journal.get(name) if JOB_ID.fullmatch(name) else None
         if job is None:
             raise RefusedError(f"There is no video {name[:100]!r}.", 404, "not_found", "video_id")
         return self._running.get(job.id, job)
 
-    def folder(self, job: QueuedVideo) -> Path:
+    def job_folder(self, job: QueuedVideo) -> Path:
         """Returns the folder of a job's files."""
         return self._jobs / job.id
 
-    def file(self, job: QueuedVideo, name: str) -> Path:
+    def upload_path(self, job: QueuedVideo, name: str) -> Path:
         """Returns the path of an uploaded file of a job."""
-        return self.folder(job) / f"{UPLOAD}{name}"
+        return self.job_folder(job) / f"{UPLOAD_PREFIX}{name}"
 
-    def video(self, job: QueuedVideo) -> Path:
+    def video_path(self, job: QueuedVideo) -> Path:
         """Returns the path of a job's video."""
-        return self.folder(job) / "video.mp4"
+        return self.job_folder(job) / "video.mp4"
 
-    def record(self, job: QueuedVideo) -> dict[str, Any]:
+    def read_record(self, job: QueuedVideo) -> dict[str, Any]:
         """Reads the record of a finished video; returns {} if it is missing or damaged."""
         try:
-            return read_json(self.folder(job) / "video.json")
+            return read_json(self.job_folder(job) / "video.json")
         except InputError as error:
             logger.debug("%s has no record (%s)", job.id, error)
             return {}
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Waits for the next change of any job."""
-        await self._changed.wait()
+        await self._change_event.wait()
 
-    def planned_seconds(self, job: QueuedVideo) -> float | None:
+    def estimate_seconds(self, job: QueuedVideo) -> float | None:
         """Returns the estimated duration of a job in seconds; None before any job was completed."""
-        return self._estimates.seconds(job)
+        return self._estimates.estimate_seconds(job)
 
-    def seconds_ahead(self, until: QueuedVideo | None = None) -> float:
+    def estimate_wait(self, until: QueuedVideo | None = None) -> float:
         """Returns the estimated seconds until a job starts; None: until the queue is empty."""
         now = time.time()
         running = [job for job in self._running.values() if job.state == "in_progress"]
-        planned = sum(self.planned_seconds(job) or 0.0 for job in running)
-        begun = min((job.started or now for job in running), default=now)
-        ahead, whole = self._queue_seconds()
-        waiting = whole if until is None else ahead.get(until.id, whole)
-        return max(planned - (now - begun), 0.0) + waiting
+        planned = sum(self.estimate_seconds(job) or 0.0 for job in running)
+        started_at = min((job.started or now for job in running), default=now)
+        ahead, total = self._estimate_queue()
+        waiting = total if until is None else ahead.get(until.id, total)
+        return max(planned - (now - started_at), 0.0) + waiting
 
-    def _queue_seconds(self) -> tuple[dict[str, float], float]:
+    def _estimate_queue(self) -> tuple[dict[str, float], float]:
         """Returns the estimated seconds before each queued job, by id, and of the whole queue.
 
         The sums are cached until the queue or the estimates change.
         """
         version = (self.journal.version, self._estimates.version)
-        if self._ahead[0] != version:
+        if self._queue_estimate[0] != version:
             ahead, seconds = {}, 0.0
-            for job in self.journal.in_state("queued"):
+            for job in self.journal.list_in_state("queued"):
                 ahead[job.id] = seconds
-                seconds += self.planned_seconds(job) or 0.0
-            self._ahead = version, ahead, seconds
-        return self._ahead[1:]
+                seconds += self.estimate_seconds(job) or 0.0
+            self._queue_estimate = version, ahead, seconds
+        return self._queue_estimate[1:]
 
     # Start, stop and ranks.
 
@@ -283,8 +305,8 @@ class Service:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.group.run())
-                tasks.create_task(self._clean())
-                tasks.create_task(self.journal.keep())
+                tasks.create_task(self._delete_old_jobs())
+                tasks.create_task(self.journal.run_writer())
         finally:
             self.journal.close()
 
@@ -294,130 +316,139 @@ class Service:
         await self.group.stop()
         for job in self._running.values():
             if job.state == "in_progress":
-                self.journal.change(job, state="queued", done=0, attempt=max(job.attempt - 1, 0))
-                self._clear(job)
+                self.journal.update_job(
+                    job, state="queued", done=0, attempt=max(job.attempt - 1, 0)
+                )
+                self._remove_attempt_files(job)
 
-    def _told(self, said: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         """Handles a message of the ranks."""
-        what, job = said["is"], self._running.get(said.get("job", ""))
-        if what == "ready":
-            self._next()
-        elif what == "ended":
-            self._lost(said)
+        kind, job = message["is"], self._running.get(message.get("job", ""))
+        if kind == "ready":
+            self._start_next_jobs()
+        elif kind == "ended":
+            self._handle_group_end(message)
         elif job is None:
             return
-        elif what == "step":
-            job.done, job.total = said["done"], said["total"]
-        elif what == "done":
-            self._loading = said["loading"]
-            self._done(job, said["texts"], said["seconds"])
-        elif what == "failed" and not (self.stopping and said["code"] == "cancelled"):
-            self._failed(job, said["code"], said["message"])
-        self._wake()
+        elif kind == "step":
+            job.done, job.total = message["done"], message["total"]
+        elif kind == "done":
+            self._loading_seconds = message["loading"]
+            self._finish_job(job, message["texts"], message["seconds"])
+        elif kind == "failed" and not (self.stopping and message["code"] == "cancelled"):
+            self._fail_job(job, message["code"], message["message"])
+        self._notify_waiters()
 
-    def _next(self) -> None:
+    def _start_next_jobs(self) -> None:
         """Sends the next jobs to the ranks if they are idle."""
         if self._running or self.stopping or not self.group.ready:
             return
-        waiting = self.journal.in_state("queued")
+        waiting = self.journal.list_in_state("queued")
         if not waiting:
             return
         first = waiting[0]
-        equals = [one for one in waiting if one.priority == first.priority]
-        if first.shape != self._last_shape and first.passed < _PASSED:
-            first = next((one for one in equals if one.shape == self._last_shape), first)
-        for one in waiting[: waiting.index(first)]:
-            self.journal.change(one, passed=one.passed + 1)
+        same_priority = [candidate for candidate in waiting if candidate.priority == first.priority]
+        if first.shape != self._last_shape and first.passed < _MAX_PASSED:
+            first = next(
+                (candidate for candidate in same_priority if candidate.shape == self._last_shape),
+                first,
+            )
+        for candidate in waiting[: waiting.index(first)]:
+            self.journal.update_job(candidate, passed=candidate.passed + 1)
         chosen = [first]
-        if may_share(first):
-            others = [one for one in equals if one.id != first.id and may_share(one)]
-            chosen += others[: self._together(first, 1 + len(others)) - 1]
-        self._last_shape, now, wanted = first.shape, time.time(), []
+        if can_share_experts(first):
+            partners = [
+                candidate
+                for candidate in same_priority
+                if candidate.id != first.id and can_share_experts(candidate)
+            ]
+            chosen += partners[: self._choose_group_size(first, 1 + len(partners)) - 1]
+        self._last_shape, now, commands = first.shape, time.time(), []
         for job in chosen:
-            begun = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
-            self.journal.change(job, **begun, done=0)
+            changes = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
+            self.journal.update_job(job, **changes, done=0)
             self._running[job.id] = job
-            files = self._uploads(job)
-            file = str(self.video(job).absolute())
-            wanted.append({"job": job.id, "settings": job.settings | files, "file": file})
-        self.group.make(wanted, {job.id: job.shape for job in chosen})
+            files = self._list_uploads(job)
+            file = str(self.video_path(job).absolute())
+            commands.append({"job": job.id, "settings": job.settings | files, "file": file})
+        self.group.make_videos(commands, {job.id: job.shape for job in chosen})
 
-    def _together(self, job: QueuedVideo, waiting: int) -> int:
+    def _choose_group_size(self, job: QueuedVideo, waiting: int) -> int:
         """Returns the group size that minimizes the mean waiting time.
 
         A group of n jobs takes n times the seconds of a job plus the loading time once, and all its
         jobs end with the last one.
         """
-        planned = self.planned_seconds(job)
-        if planned is None:
+        estimate = self.estimate_seconds(job)
+        if estimate is None:
             return 1
-        own = max(planned - self._loading, 0.0)
+        job_seconds = max(estimate - self._loading_seconds, 0.0)
 
         def all_waits(n: int) -> float:
             waits = end = 0.0
-            for begun in range(0, waiting, n):
-                count = min(n, waiting - begun)
-                end += count * own + self._loading
+            for start in range(0, waiting, n):
+                count = min(n, waiting - start)
+                end += count * job_seconds + self._loading_seconds
                 waits += count * end
             return waits
 
-        return min(range(1, min(self._most, waiting) + 1), key=all_waits)
+        return min(range(1, min(self._max_group_size, waiting) + 1), key=all_waits)
 
-    def _done(self, job: QueuedVideo, texts: Sequence[int], seconds: float) -> None:
+    def _finish_job(self, job: QueuedVideo, texts: Sequence[int], seconds: float) -> None:
         """Marks a job as completed.
 
         Args:
             texts: Number of prompts with cached embeddings, and number of all prompts.
             seconds: Duration of the job if run alone.
         """
-        if job.state == "deleted" or not self.video(job).exists():
-            self._failed(job, "internal_error", "The file of the video is missing.")
+        if job.state == "deleted" or not self.video_path(job).exists():
+            self._fail_job(job, "internal_error", "The file of the video is missing.")
             return
         del self._running[job.id]
-        stored = sum(path.stat().st_size for path in self.folder(job).rglob("*"))
-        ends = {"state": "completed", "ended": time.time(), "seconds": seconds}
-        self.journal.change(job, **ends, done=job.total, bytes=stored)
+        num_bytes = sum(path.stat().st_size for path in self.job_folder(job).rglob("*"))
+        changes = {"state": "completed", "ended": time.time(), "seconds": seconds}
+        self.journal.update_job(job, **changes, done=job.total, bytes=num_bytes)
         self._estimates.add(job)
-        self._seen("completed", job, self.record(job) | {"texts": texts})
-        self._next()
+        self._on_event("completed", job, self.read_record(job) | {"texts": texts})
+        self._start_next_jobs()
 
-    def _failed(self, job: QueuedVideo, code: str, message: str) -> None:
+    def _fail_job(self, job: QueuedVideo, code: str, message: str) -> None:
         self._running.pop(job.id, None)
-        self._clear(job, all_files=job.state == "deleted", goes_on=False)
+        self._remove_attempt_files(job, all_files=job.state == "deleted", keep_clips=False)
         if job.state != "deleted":
             if code == "out_of_memory":
-                message = f"{message} {self._planned_memory(job)}".strip()
+                message = f"{message} {self._describe_planned_memory(job)}".strip()
             error = {"code": code, "message": message}
-            self.journal.change(job, state="failed", ended=time.time(), error=error)
-            self._seen("failed", job, {})
-        self._next()
+            self.journal.update_job(job, state="failed", ended=time.time(), error=error)
+            self._on_event("failed", job, {})
+        self._start_next_jobs()
 
-    def _lost(self, said: Mapping[str, Any]) -> None:
+    def _handle_group_end(self, message: Mapping[str, Any]) -> None:
         """Requeues the running jobs after the ranks have ended, or fails them."""
-        self._seen("restart", None, {})
+        self._on_event("restart", None, {})
         if self.stopping:
             return
         jobs, self._running = [*self._running.values()], {}
         for job in jobs:
-            is_cause = said["code"] in ("out_of_memory", "disk_full") and len(jobs) == 1
+            is_cause = message["code"] in ("out_of_memory", "disk_full") and len(jobs) == 1
             if job.state == "deleted":
-                self._clear(job, all_files=True)
+                self._remove_attempt_files(job, all_files=True)
             elif is_cause or job.attempt >= ATTEMPTS:
-                self._failed(job, said["code"], said["message"])
+                self._fail_job(job, message["code"], message["message"])
             else:
-                self._clear(job)
-                self.journal.change(job, state="queued", done=0)
+                self._remove_attempt_files(job)
+                self.journal.update_job(job, state="queued", done=0)
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _notify_waiters(self) -> None:
+        self._change_event.set()
+        self._change_event = asyncio.Event()
 
-    async def _admitted(
+    async def _admit(
         self,
-        asked: Asked,
+        parsed_request: ParsedRequest,
         digest: str,
         key: str | None,
-        repeated: bool,
+        is_repeated: bool,
         remixed_from: str | None,
     ) -> tuple[QueuedVideo, bool]:
         """Writes the files of a request, resolves its run, and queues its job.
@@ -427,126 +458,130 @@ class Service:
         """
         self._check_queue()
         wait = None if self.journal.problem is None else 0.0
-        if not await self.journal.save(wait, looks=True):
-            raise self._unrecorded()
+        if not await self.journal.save(wait, check_file=True):
+            raise self._make_journal_refusal()
         if not await asyncio.to_thread(self.journal.has_room):
-            raise self._no_room()
+            raise self._make_disk_full_refusal()
         name = f"video_{self._name}_" if self._name else "video_"
         job = QueuedVideo(
             name + secrets.token_hex(12),
-            {"base_seed": random.SystemRandom().randrange(10**10)} | asked.settings,
-            priority=asked.priority,
+            {"base_seed": random.SystemRandom().randrange(10**10)} | parsed_request.settings,
+            priority=parsed_request.priority,
             created=time.time(),
             model=self.model,
             remixed_from=remixed_from,
             digest=digest,
             key=key,
-            names=asked.names,
+            names=parsed_request.names,
         )
         try:
-            await asyncio.to_thread(self._write, job, asked.files)
-            run = await asyncio.to_thread(self._checked, job)
-            describe_job(job, run)
-            job.bytes = sum(map(len, asked.files.values()))
-            async with self._admitting:
-                earlier = self._repeats.find(digest, key, repeated)
+            await asyncio.to_thread(self._write_uploads, job, parsed_request.files)
+            run = await asyncio.to_thread(self._resolve_run, job)
+            set_job_sizes(job, run)
+            job.bytes = sum(map(len, parsed_request.files.values()))
+            async with self._admission_lock:
+                earlier = self._repeats.find_duplicate(digest, key, is_repeated)
                 if earlier is None:
                     self._check_queue()
                     job.created = time.time()
                     await self.journal.add(job)
         except BaseException as error:
-            refusal = self._refusal(error, job) if isinstance(error, InputError) else None
-            self._clear(job, all_files=True)
+            refusal = self._make_refusal(error, job) if isinstance(error, InputError) else None
+            self._remove_attempt_files(job, all_files=True)
             if refusal is not None:
                 raise refusal from error
             if isinstance(error, JournalError):
-                raise self._unrecorded() from error
+                raise self._make_journal_refusal() from error
             if is_disk_full(error):
-                raise self._no_room() from error
+                raise self._make_disk_full_refusal() from error
             raise
         if earlier is not None:
-            self._clear(job, all_files=True)
+            self._remove_attempt_files(job, all_files=True)
             return earlier, True
-        self._seen("created", job, {})
-        self._next()
-        self._wake()
+        self._on_event("created", job, {})
+        self._start_next_jobs()
+        self._notify_waiters()
         return job, False
 
     def _check_queue(self) -> None:
         """Refuses a request if the service stops or the queue is full."""
         if self.stopping:
             raise RefusedError("The service is stopping.", 503, "stopping", wait=30)
-        waiting = self.journal.counts().get("queued", 0)
+        waiting = self.journal.count_states().get("queued", 0)
         if waiting >= self.limits.queue:
             message = f"The queue is full with {waiting} jobs; try later."
-            raise RefusedError(message, 429, "queue_full", wait=self.seconds_ahead() or 30)
+            raise RefusedError(message, 429, "queue_full", wait=self.estimate_wait() or 30)
 
-    def _write(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
-        self.folder(job).mkdir()
+    def _write_uploads(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
+        self.job_folder(job).mkdir()
         for name, content in files.items():
-            with write_output(self.file(job, name), UPLOADED) as temporary:
+            with write_output(self.upload_path(job, name), UPLOAD_KIND) as temporary:
                 temporary.write_bytes(content)
 
-    def _checked(self, job: QueuedVideo) -> Run:
+    def _resolve_run(self, job: QueuedVideo) -> Run:
         """Resolves the run of a job as the ranks will, and checks the limits."""
-        with name_settings(fields.words(job.names)):
+        with name_settings(fields.make_field_naming(job.names)):
             run = self._resolve(
-                merge_line(self._given, read_settings(job.settings | self._uploads(job)))
+                merge_line(
+                    self._user_settings, read_settings(job.settings | self._list_uploads(job))
+                )
             )
         request = run.params
         prompts = request.clip_prompts or (request.prompt,)
         frames = request.frame_num * (request.num_clip or 1)
-        for what, given, most in (
+        for unit, count, limit in (
             ("frames", frames, self.limits.frames),
             ("pixels", frames * prod(request.video_size), self.limits.pixels),
             ("characters of the prompt", len("".join(prompts)), self.limits.prompt),
             ("characters of the negative prompt", len(request.negative_prompt), self.limits.prompt),
         ):
-            if given > most:
-                raise InputError(f"{given} {what} are too many", remedy=f"give at most {most}")
+            if count > limit:
+                raise InputError(f"{count} {unit} are too many", remedy=f"give at most {limit}")
         return run
 
-    def _unrecorded(self) -> RefusedError:
+    def _make_journal_refusal(self) -> RefusedError:
         message = self.journal.problem or "The journal cannot be written."
         return RefusedError(message, 503, "journal_unavailable", wait=5)
 
-    def _no_room(self) -> RefusedError:
+    def _make_disk_full_refusal(self) -> RefusedError:
         return RefusedError("The disk is full; delete videos.", 507, "disk_full", wait=60)
 
-    def _refusal(self, error: InputError, job: QueuedVideo) -> RefusedError:
+    def _make_refusal(self, error: InputError, job: QueuedVideo) -> RefusedError:
         """Returns the refusal of a request with field names for uploaded files' paths."""
         message = str(error)
-        for name in self._uploads(job):
-            path = str(self.file(job, name).absolute())
+        for name in self._list_uploads(job):
+            path = str(self.upload_path(job, name).absolute())
             message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
-        named = re.match(r"`(\w+)`", error.what)
-        param = job.names.get(named[1], named[1]) if named else None
+        match = re.match(r"`(\w+)`", error.what)
+        param = job.names.get(match[1], match[1]) if match else None
         return RefusedError(message, param=param)
 
-    def _uploads(self, job: QueuedVideo) -> dict[str, str | list[str]]:
+    def _list_uploads(self, job: QueuedVideo) -> dict[str, str | list[str]]:
         """Returns the paths of a job's uploads by setting: a folder, a file, or several files."""
-        found: dict[str, str | list[str]] = {}
+        paths: dict[str, str | list[str]] = {}
         for name in (*fields.UPLOADS, fields.FOLDER):
-            path = self.file(job, name).absolute()
+            path = self.upload_path(job, name).absolute()
             if path.is_dir() and name != fields.FOLDER:
-                found[name] = [str(one) for one in sorted(path.iterdir())]
+                paths[name] = [str(file) for file in sorted(path.iterdir())]
             elif path.exists():
-                found[name] = str(path)
-        return found
+                paths[name] = str(path)
+        return paths
 
-    def _planned_memory(self, job: QueuedVideo) -> str:
+    def _describe_planned_memory(self, job: QueuedVideo) -> str:
         """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
         try:
-            run = self._checked(job)
+            run = self._resolve_run(job)
             sizes = memory.estimate_network_sizes(run.setup, run.params)
             stages = memory.compute_stage_memory(run.setup, run.params, sizes).values()
-            most = max(usage.total() for usage in stages)
-            return f"--plan finds that it needs {most / 1e9:.1f} GB on each rank."
+            peak_bytes = max(usage.total() for usage in stages)
+            return f"--plan finds that it needs {peak_bytes / 1e9:.1f} GB on each rank."
         except Exception:  # it is only a hint
             logger.debug("no plan", exc_info=True)
             return ""
 
-    def _clear(self, job: QueuedVideo, all_files: bool = False, goes_on: bool = True) -> None:
+    def _remove_attempt_files(
+        self, job: QueuedVideo, all_files: bool = False, keep_clips: bool = True
+    ) -> None:
         """Removes the files of an attempt, or all files of a job.
 
         Args:
@@ -554,30 +589,32 @@ class Service:
         """
 
         def keep(name: str) -> bool:
-            is_clip = goes_on and Path(name.partition("/")[0]).suffix == ".clips"
-            return name.startswith(UPLOAD) or is_clip
+            is_clip = keep_clips and Path(name.partition("/")[0]).suffix == ".clips"
+            return name.startswith(UPLOAD_PREFIX) or is_clip
 
-        remove_files(self.folder(job), None if all_files else keep)
+        remove_job_files(self.job_folder(job), None if all_files else keep)
 
-    async def _clean(self) -> None:
+    async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
         while True:
             if self.limits.keep_days is not None:
-                for job in self.journal.ended_before(time.time() - 86400 * self.limits.keep_days):
+                for job in self.journal.list_ended_before(
+                    time.time() - 86400 * self.limits.keep_days
+                ):
                     self.delete(job)
             quota = self.limits.quota
-            while quota is not None and self.journal.stored_bytes() > quota:
-                oldest = self.journal.ended_before(time.time(), 1)
+            while quota is not None and self.journal.count_bytes() > quota:
+                oldest = self.journal.list_ended_before(time.time(), 1)
                 if not oldest:
                     break
                 self.delete(oldest[0])
             self.journal.forget_deleted(lambda name: (self._jobs / name).exists())
             if await self.journal.save():
-                await asyncio.to_thread(self.journal.wipe)
+                await asyncio.to_thread(self.journal.vacuum)
             await asyncio.to_thread(self.journal.has_room)
             await asyncio.sleep(10)
 
 
-def is_over(job: QueuedVideo) -> bool:
+def is_ended(job: QueuedVideo) -> bool:
     """Returns whether a job is completed, failed or deleted."""
-    return job.state in ENDS
+    return job.state in FINAL_STATES

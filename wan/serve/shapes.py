@@ -10,7 +10,7 @@ from wan.serve.journal import QueuedVideo
 from wan.settings.errors import InputError
 
 
-def describe_job(job: QueuedVideo, run: Run) -> None:
+def set_job_sizes(job: QueuedVideo, run: Run) -> None:
     """Sets frames, fps, sizes, steps, guidance, shape and work of a job from its run."""
     request = run.params
     branches, clips = (2 if request.uses_guidance else 1), request.num_clip or 1
@@ -26,7 +26,7 @@ def describe_job(job: QueuedVideo, run: Run) -> None:
     job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
 
 
-def may_share(job: QueuedVideo) -> bool:
+def can_share_experts(job: QueuedVideo) -> bool:
     """Returns whether a job may run in one batch with others, grouped by expert.
 
     Videos of several clips may not, since they load their experts for each clip. Neither may a
@@ -36,7 +36,7 @@ def may_share(job: QueuedVideo) -> bool:
     return job.attempt == 0 and clips == 1
 
 
-def can_group(run: Run) -> bool:
+def can_group_by_expert(run: Run) -> bool:
     """Returns whether batches of videos can be grouped by expert in this run."""
     try:
         run.setup.check_grouping()

@@ -17,8 +17,8 @@ REJOIN = 10.0
 class _Count:
     """Numbers of waiting and of disconnected clients of a job whose id no client knows."""
 
-    count: int = 0
-    left: int = 0
+    num_waiting: int = 0
+    num_left: int = 0
 
 
 class Waiters:
@@ -34,7 +34,7 @@ class Waiters:
         self._jobs.pop(job.id, None)
 
     @contextmanager
-    def wait(self, job: QueuedVideo, was_there: bool) -> Iterator[Callable[[], None]]:
+    def wait(self, job: QueuedVideo, is_existing: bool) -> Iterator[Callable[[], None]]:
         """Counts a client that waits for a job on a synchronous route.
 
         Args:
@@ -45,33 +45,37 @@ class Waiters:
             other client waits for it; a job with a key only after `REJOIN` seconds.
         """
         waiters = self._jobs.get(job.id)
-        if not was_there:
+        if not is_existing:
             waiters = self._jobs[job.id] = _Count()
         if waiters is None:  # a client knows the id
             yield lambda: None
             return
-        waiters.count += 1
+        waiters.num_waiting += 1
         has_left = False
 
-        def leave() -> None:
+        def note_disconnect() -> None:
             nonlocal has_left
             has_left = True
-            waiters.left += 1
+            waiters.num_left += 1
 
         try:
-            yield leave
+            yield note_disconnect
         finally:
-            waiters.count -= 1
+            waiters.num_waiting -= 1
             if has_left:
                 wait = REJOIN if job.key else 0.0
                 loop = asyncio.get_running_loop()
-                loop.call_later(wait, self._end_grace, job.id, waiters, waiters.left)
-            elif not waiters.count:
+                loop.call_later(wait, self._end_grace, job.id, waiters, waiters.num_left)
+            elif not waiters.num_waiting:
                 self._jobs.pop(job.id, None)
 
-    def _end_grace(self, name: str, waiters: _Count, left: int) -> None:
+    def _end_grace(self, name: str, waiters: _Count, num_left: int) -> None:
         """Abandons a job if no client has joined since the disconnect."""
-        if self._jobs.get(name) is not waiters or waiters.count or waiters.left != left:
+        if (
+            self._jobs.get(name) is not waiters
+            or waiters.num_waiting
+            or waiters.num_left != num_left
+        ):
             return
         del self._jobs[name]
         self._abandon(name)

@@ -24,20 +24,20 @@ from wan.serve.monitor import HEARTBEAT
 from wan.settings.errors import InputError
 
 
-def told_by(file: Path) -> dict[str, Any]:
+def read_front_file(file: Path) -> dict[str, Any]:
     """Reads front.json: host, port, secret, flags, and texts (the number of cached prompts).
 
     Raises:
         InputError: The file is missing or invalid.
     """
     try:
-        found = json.loads(file.read_text())
-        return {name: found[name] for name in ("host", "port", "secret", "flags", "texts")}
+        front = json.loads(file.read_text())
+        return {name: front[name] for name in ("host", "port", "secret", "flags", "texts")}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise _away(str(file), error) from error
+        raise _make_front_error(str(file), error) from error
 
 
-def _away(front: str, error: Exception) -> InputError:
+def _make_front_error(front: str, error: Exception) -> InputError:
     remedy = "start python -m wan.serve, which starts the ranks"
     return InputError(f"The front of {front} does not answer ({error})", "", remedy)
 
@@ -62,40 +62,40 @@ class FrontLink:
             InputError: The front does not answer.
         """
         self.cancelled: set[str] = set()
-        self.over = threading.Event()
+        self.stop_event = threading.Event()
         self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
         try:
             self._socket = socket.create_connection((front["host"], front["port"]), timeout=10)
         except OSError as error:
-            raise _away(f"{front['host']}:{front['port']}", error) from error
+            raise _make_front_error(f"{front['host']}:{front['port']}", error) from error
         self._socket.settimeout(None)
-        self.say("hello", secret=front["secret"], rank=rank, node=node, pid=os.getpid())
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.send("hello", secret=front["secret"], rank=rank, node=node, pid=os.getpid())
+        threading.Thread(target=self._read_commands, daemon=True).start()
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
-    def next(self, seconds: float) -> dict[str, Any] | None:
+    def next_command(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next command; None if there is none within `seconds`."""
         try:
             return self._commands.get(timeout=seconds)
         except queue.Empty:
             return None
 
-    def say(self, what: str, **more: Any) -> None:
+    def send(self, kind: str, **payload: Any) -> None:
         """Sends a message to the front. A closed connection is detected by the reader."""
-        line = json.dumps({"is": what, **more}, ensure_ascii=False, default=str)
-        with self._sending, suppress(OSError):
+        line = json.dumps({"is": kind, **payload}, ensure_ascii=False, default=str)
+        with self._send_lock, suppress(OSError):
             self._socket.sendall(line.encode() + b"\n")
 
     def _send_heartbeats(self) -> None:
         """Sends heartbeats, with whether the main thread has moved since the last one."""
-        before = None
-        while not self.over.wait(HEARTBEAT):
-            position = _main_position()
-            self.say("alive", moved=position != before)
-            before = position
+        last_position = None
+        while not self.stop_event.wait(HEARTBEAT):
+            position = _get_main_position()
+            self.send("alive", moved=position != last_position)
+            last_position = position
 
-    def _listen(self) -> None:
+    def _read_commands(self) -> None:
         with suppress(OSError, ValueError), self._socket.makefile("rb") as file:
             for line in file:
                 command = json.loads(line)
@@ -105,11 +105,11 @@ class FrontLink:
                     self._commands.put(command)
                 else:
                     break
-        self.over.set()
+        self.stop_event.set()
         self._commands.put({"do": "stop"})
 
 
-def _main_position() -> list[tuple[int, int]]:
+def _get_main_position() -> list[tuple[int, int]]:
     """Returns code object and instruction of each frame of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     position = []
