@@ -38,9 +38,9 @@ from typing import Any
 import diffusers
 import torch
 
-from benchmarks.common import CPU, ratios, results_file, write_json
-from benchmarks.residency import drawn
-from tools.safetensors_stream import write
+from benchmarks.common import CPU, compute_ratios, results_file, write_json
+from benchmarks.residency import draw_parameters
+from tools.safetensors_stream import stream_safetensors
 from wan.checkpoint.files import read_json
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
@@ -57,7 +57,7 @@ SIZES: dict[str, dict[str, int]] = {
     "ti2v-5B": {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30}
     | {"in_channels": 48, "out_channels": 48},
 }
-WHO = ("ours", "theirs", "official")
+SIDES = ("ours", "theirs", "official")
 STAGES = ("start", "text", "denoising", "decoding", "writing")
 PROMPT = "a red balloon over a green field"
 OURS = """
@@ -137,7 +137,7 @@ json.dump(seconds, open(out + ".seconds", "w"))
 """
 
 
-def make(task: str, folder: Path) -> None:
+def write_diffusers_checkpoint(task: str, folder: Path) -> None:
     """Writes the checkpoint one tensor at a time; no complete network is held in memory."""
     vae: Any = {"base_dim": 160, "decoder_base_dim": 256, **VAE_22} if task == "ti2v-5B" else {}
     with torch.device("meta"):
@@ -152,14 +152,16 @@ def make(task: str, folder: Path) -> None:
         }
     for name, (network, dtype, layer) in networks.items():
         form = {key: (dtype, tuple(x.shape)) for key, x in network.named_parameters()}
-        values = ((key, x.to(dtype)) for key, x in drawn(network, layer, len(form)))
+        values = ((key, x.to(dtype)) for key, x in draw_parameters(network, layer, len(form)))
         (folder / name).mkdir()
         if name == "text_encoder":
             network.config.save_pretrained(folder / name)
-            write(folder / name / "model.safetensors", form, values, name)
+            stream_safetensors(folder / name / "model.safetensors", form, values, name)
         else:
             network.save_config(folder / name)
-            write(folder / name / "diffusion_pytorch_model.safetensors", form, values, name)
+            stream_safetensors(
+                folder / name / "diffusion_pytorch_model.safetensors", form, values, name
+            )
     write_tokenizer(folder / "tokenizer", train_tokenizer())
     scheduler: Any = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
@@ -195,67 +197,74 @@ def fill_pages(folder: Path) -> None:
                 pass
 
 
-def used(process: int) -> dict[str, int]:
+def read_process_usage(process: int) -> dict[str, int]:
     """Returns a process's anonymous, resident and read bytes; zeros if it has ended."""
-    found: dict[str, int] = {}
+    fields: dict[str, int] = {}
     for name, scale in (("status", 1024), ("io", 1)):
         try:
             lines = Path(f"/proc/{process}/{name}").read_text().splitlines()
         except OSError:
             continue
         pairs = (line.split() for line in lines)
-        found |= {p[0]: int(p[1]) * scale for p in pairs if len(p) > 1 and p[1].isdecimal()}
+        fields |= {p[0]: int(p[1]) * scale for p in pairs if len(p) > 1 and p[1].isdecimal()}
     names = {"anonymous": "RssAnon:", "resident": "VmRSS:", "read": "read_bytes:"}
-    return {own: found.get(name, 0) for own, name in names.items()}
+    return {key: fields.get(name, 0) for key, name in names.items()}
 
 
-def watch(command: list[str], folder: Path | None = None) -> dict[str, Any]:
+def measure_command(command: list[str], folder: Path | None = None) -> dict[str, Any]:
     """Runs a command and returns its seconds and peak memory."""
     start, peaks = time.perf_counter(), {"anonymous": 0, "resident": 0, "read": 0}
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=quiet, stderr=quiet, cwd=folder)
     while process.poll() is None:
-        peaks = {name: max(peaks[name], size) for name, size in used(process.pid).items()}
+        peaks = {
+            name: max(peaks[name], size) for name, size in read_process_usage(process.pid).items()
+        }
         time.sleep(0.01)
     if process.returncode:
         raise SystemExit(f"exit code {process.returncode} of: {' '.join(command)}")
     return {"seconds": time.perf_counter() - start, **peaks}
 
 
-def run(who: str, folder: Path, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+def run_side(who: str, folder: Path, options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Makes one video with one side and returns its seconds, peak memory and stages."""
     file = out / f"{who}.mp4"
     frames, steps = str(options.frames), str(options.steps)
     scales = [f"{scale:g}" for scale in options.guidance]
     if who == "theirs":
-        given = [PROMPT, PRESETS[options.task].negative_prompt, *options.size.split("*")]
-        values = [str(folder), str(file), *given, frames, steps, *scales]
-        found = watch([sys.executable, "-c", THEIRS, *values])
+        request = [PROMPT, PRESETS[options.task].negative_prompt, *options.size.split("*")]
+        values = [str(folder), str(file), *request, frames, steps, *scales]
+        usage = measure_command([sys.executable, "-c", THEIRS, *values])
         stages = json.loads(Path(f"{file}.seconds").read_text())
-        return {**found, "stages": _staged(stages, found["seconds"])}
+        return {**usage, "stages": _split_stages(stages, usage["seconds"])}
     flags = ["--task", options.task, "--prompt", PROMPT, "--size", options.size]
     flags += ["--frame_num", frames, "--sample_steps", steps, "--base_seed", "0"]
     flags += ["--save_file", str(file)]
     if who == "official":
         flags += ["--ckpt_dir", str(options.official_folder.absolute())]
         flags += ["--sample_guide_scale", scales[-1], "--offload_model", "True"]
-        return watch([sys.executable, "generate.py", *flags], options.official)
+        return measure_command([sys.executable, "generate.py", *flags], options.official)
     flags += ["--ckpt_dir", str(folder), "--sample_guide_scale", ",".join(scales)]
-    found = watch([sys.executable, "-c", OURS, *flags, "--precision", "bf16", *options.given])
+    usage = measure_command(
+        [sys.executable, "-c", OURS, *flags, "--precision", "bf16", *options.given]
+    )
     record = json.loads(file.with_suffix(".json").read_text())
-    return {**found, "stages": _staged(record["seconds"], found["seconds"])}
+    return {**usage, "stages": _split_stages(record["seconds"], usage["seconds"])}
 
 
-def _staged(seconds: dict[str, float], whole: float) -> dict[str, float]:
+def _split_stages(seconds: dict[str, float], total_seconds: float) -> dict[str, float]:
     """Returns the seconds of each stage; "start" is the time outside all other stages."""
     stages = {name: seconds.get(name, 0.0) for name in STAGES[1:]}
-    return {"start": whole - sum(stages.values()), **stages}
+    return {"start": total_seconds - sum(stages.values()), **stages}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    own, given = list(sys.argv[1:] if argv is None else argv), list[str]()
-    if "--" in own:
-        own, given = own[: own.index("--")], own[own.index("--") + 1 :]
+    arguments, extra_flags = list(sys.argv[1:] if argv is None else argv), list[str]()
+    if "--" in arguments:
+        arguments, extra_flags = (
+            arguments[: arguments.index("--")],
+            arguments[arguments.index("--") + 1 :],
+        )
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--task",
@@ -283,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--keep", type=Path, help="folder that keeps the written checkpoint for later runs"
     )
     parser.add_argument("--json", type=results_file)
-    options = parser.parse_args(own, argparse.Namespace(given=given))
+    options = parser.parse_args(arguments, argparse.Namespace(given=extra_flags))
     read_size("--size", options.size)
     if options.folder is None and options.task not in SIZES:
         parser.error(f"--task {options.task} needs --folder")
@@ -293,29 +302,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     settings["guidance"] = options.guidance[0] if len(options.guidance) == 1 else options.guidance
     sides = ["ours", "theirs"] + ["official"] * (options.official is not None)
-    results = continued(options.json)
+    results = read_earlier_runs(options.json)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or (options.keep or Path(temporary)) / options.task
         if not folder.is_dir():
             with write_folder(folder) as part, get_context("spawn").Pool(1) as pool:
-                pool.apply(make, (options.task, part))
+                pool.apply(write_diffusers_checkpoint, (options.task, part))
         for cache in options.cache:
             for number in range(options.rounds):
                 for who in sides[:: -1 if number % 2 else 1]:
                     key = settings | {"cache": cache, "round": number, "who": who}
-                    if any(key.items() <= one.items() for one in results):
+                    if any(key.items() <= run_record.items() for run_record in results):
                         continue
-                    place = options.official_folder if who == "official" else folder
-                    (drop_pages if cache == "cold" else fill_pages)(place)
-                    found = run(who, folder, options, Path(temporary))
-                    results.append(key | found)
+                    weights = options.official_folder if who == "official" else folder
+                    (drop_pages if cache == "cold" else fill_pages)(weights)
+                    figures = run_side(who, folder, options, Path(temporary))
+                    results.append(key | figures)
                     print(results[-1], flush=True)
                     write_json(options.json, CPU, results)
             of_cache = (settings | {"cache": cache}).items()
-            summarise(cache, [one for one in results if of_cache <= one.items()])
+            print_medians(
+                cache, [run_record for run_record in results if of_cache <= run_record.items()]
+            )
 
 
-def continued(path: Path | None) -> list[dict[str, Any]]:
+def read_earlier_runs(path: Path | None) -> list[dict[str, Any]]:
     """Reads the runs of earlier calls, with any settings, from a JSON file.
 
     Raises:
@@ -323,53 +334,68 @@ def continued(path: Path | None) -> list[dict[str, Any]]:
     """
     if path is None or not path.is_file() or not path.stat().st_size:
         return []
-    found: list[dict[str, Any]] = read_json(path)["results"]
-    for one in found if isinstance(found, list) else [None]:
-        if not isinstance(one, dict) or not _is_run(one):
+    runs: list[dict[str, Any]] = read_json(path)["results"]
+    for run_record in runs if isinstance(runs, list) else [None]:
+        if not isinstance(run_record, dict) or not _is_run_record(run_record):
             raise InputError("--json", path, "holds results of another benchmark", "name another")
-    return found
+    return runs
 
 
-def _is_run(one: dict[str, Any]) -> bool:
+def _is_run_record(run_record: dict[str, Any]) -> bool:
     """Whether a JSON object has the fields of a run, with numbers where numbers belong."""
-    stages, rounds = one.get("stages") or {}, one.get("round")
-    numbers = [one.get("seconds"), rounds, *(stages.values() if isinstance(stages, dict) else "")]
-    numbers += [one[name] for name in ("resident", "anonymous", "read") if name in one]
-    return one.get("who") in WHO and all(isinstance(x, int | float) for x in numbers)
+    stages, rounds = run_record.get("stages") or {}, run_record.get("round")
+    numbers = [
+        run_record.get("seconds"),
+        rounds,
+        *(stages.values() if isinstance(stages, dict) else ""),
+    ]
+    numbers += [
+        run_record[name] for name in ("resident", "anonymous", "read") if name in run_record
+    ]
+    return run_record.get("who") in SIDES and all(isinstance(x, int | float) for x in numbers)
 
 
-def summarise(cache: str, results: list[dict[str, Any]]) -> None:
+def print_medians(cache: str, results: list[dict[str, Any]]) -> None:
     """Prints the medians of each side, and the ratios of ours to each other side within rounds."""
-    results = sorted(results, key=lambda one: one["round"])
+    results = sorted(results, key=lambda run_record: run_record["round"])
     for name, unit in (("seconds", 1.0), ("resident", 1e9), ("anonymous", 1e9), ("read", 1e9)):
-        values = {who: _of(results, who, lambda one, n=name: one.get(n)) for who in WHO}
-        _print(f"{cache}, {name}{'' if unit == 1 else ' GB'}", values, unit)
+        values = {
+            who: _select_figure(results, who, lambda run_record, n=name: run_record.get(n))
+            for who in SIDES
+        }
+        _print_ratios(f"{cache}, {name}{'' if unit == 1 else ' GB'}", values, unit)
     for stage in STAGES:
         values = {
-            who: _of(results, who, lambda one, n=stage: (one.get("stages") or {}).get(n))
-            for who in WHO
+            who: _select_figure(
+                results, who, lambda run_record, n=stage: (run_record.get("stages") or {}).get(n)
+            )
+            for who in SIDES
         }
-        _print(f"{cache}, seconds of {stage}", values, 1.0)
+        _print_ratios(f"{cache}, seconds of {stage}", values, 1.0)
 
 
-def _of(results: list[dict[str, Any]], who: str, figure: Any) -> dict[int, float]:
+def _select_figure(results: list[dict[str, Any]], who: str, figure: Any) -> dict[int, float]:
     """Returns one figure of one side: round -> value, for the rounds that have it."""
-    found = {one["round"]: figure(one) for one in results if one["who"] == who}
-    return {number: value for number, value in found.items() if value is not None}
+    figures = {
+        run_record["round"]: figure(run_record)
+        for run_record in results
+        if run_record["who"] == who
+    }
+    return {number: value for number, value in figures.items() if value is not None}
 
 
-def _print(name: str, values: dict[str, dict[int, float]], unit: float) -> None:
+def _print_ratios(name: str, values: dict[str, dict[int, float]], unit: float) -> None:
     ours = values["ours"]
-    for who in WHO[1:]:
+    for who in SIDES[1:]:
         both = sorted(ours.keys() & values[who].keys())
         if not both:
             continue
         mine, other = ([side[n] / unit for n in both] for side in (ours, values[who]))
-        told = f"{name}: ours {statistics.median(mine):.1f}, {who} {statistics.median(other):.1f}"
+        line = f"{name}: ours {statistics.median(mine):.1f}, {who} {statistics.median(other):.1f}"
         if all(other):
-            found = ratios(mine, other)
-            told += f", ratio {found['median']:.3f} ({found['min']:.3f} to {found['max']:.3f})"
-        print(told)
+            ratio = compute_ratios(mine, other)
+            line += f", ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"
+        print(line)
 
 
 if __name__ == "__main__":

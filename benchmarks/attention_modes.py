@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import attention_runs, common
 from benchmarks.attention_runs import Size
-from benchmarks.common import CPU, launch, slowest
+from benchmarks.common import CPU, run_on_ranks, take_slowest_rank
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.settings.attention_modes import MODES
@@ -39,7 +39,7 @@ SLOW_LINK = 0.5  # delay of all exchanges, as a share of the call's time without
 RINGS = (2, 3, 4)
 
 
-def check(
+def make_check(
     name: str, figure: Figures | float | bool, target: float | None = None, sign: str = "<="
 ) -> Record:
     """Make a line of the report: a figure or a median with extremes, compared with its target."""
@@ -52,100 +52,108 @@ def check(
     return {"name": name, **figures, "target": f"{sign} {target}", "met": met}
 
 
-def measure(part: str, ranks: int, work: Callable[..., Any], size: Size, *args: Any) -> Record:
+def measure_part(part: str, ranks: int, work: Callable[..., Any], size: Size, *args: Any) -> Record:
     """Run one part on gloo ranks; seconds and memory are those of the worst rank."""
     print(
         f"\n{part}: {ranks} ranks, {size.tokens} tokens, {size.heads}x{size.head_dim}", flush=True
     )
-    found = launch(ranks, work, size, *args)
-    record = {"part": part, "ranks": ranks, "size": vars(size), **found[0]}
-    record["seconds"] = slowest([f["seconds"] for f in found])
+    results_by_rank = run_on_ranks(ranks, work, size, *args)
+    record = {"part": part, "ranks": ranks, "size": vars(size), **results_by_rank[0]}
+    record["seconds"] = take_slowest_rank([f["seconds"] for f in results_by_rank])
     if "added" in record:
-        record["added"] = {name: max(f["added"][name] for f in found) for name in record["added"]}
+        record["added"] = {
+            name: max(f["added"][name] for f in results_by_rank) for name in record["added"]
+        }
     if "orders" in record:
-        record["same_on_all"] = all(f["orders"] == record["orders"] for f in found)
+        record["same_on_all"] = all(f["orders"] == record["orders"] for f in results_by_rank)
     return record
 
 
-def against(record: Record, over: str, under: str, *target: Any) -> Record:
+def check_ratio(record: Record, numerator: str, denominator: str, *target: Any) -> Record:
     seconds = record["seconds"]
-    return check(f"{over} / {under}", common.ratios(seconds[over], seconds[under]), *target)
+    return make_check(
+        f"{numerator} / {denominator}",
+        common.compute_ratios(seconds[numerator], seconds[denominator]),
+        *target,
+    )
 
 
-def modes(options: argparse.Namespace) -> Iterator[Record]:
+def measure_modes(options: argparse.Namespace) -> Iterator[Record]:
     for ranks in options.ranks:
-        record = measure("modes", ranks, attention_runs.modes, options.size)
+        record = measure_part("modes", ranks, attention_runs.run_modes, options.size)
         limits = {"mode 0": 4.1, "check: an exchange alone": 1.0}
         limits |= {"mode 1": 1.6} if record["chunks"] == 10 else {}
         record["checks"] = [
-            against(record, "mode 1", "mode 0", 1.0),
-            against(record, "mode 2", "mode 0", 1.02),
-            *(check(f"memory, {k}", v, limits.get(k)) for k, v in record["added"].items()),
+            check_ratio(record, "mode 1", "mode 0", 1.0),
+            check_ratio(record, "mode 2", "mode 0", 1.02),
+            *(make_check(f"memory, {k}", v, limits.get(k)) for k, v in record["added"].items()),
         ]
         yield record
 
 
-def overlap(options: argparse.Namespace) -> Iterator[Record]:
+def measure_overlap(options: argparse.Namespace) -> Iterator[Record]:
     size = replace(options.size, heads=options.size.heads // 2)
-    record = measure("overlap", 2, attention_runs.overlap, size, SLOW_LINK)
+    record = measure_part("overlap", 2, attention_runs.run_overlap, size, SLOW_LINK)
     names = ("in order", "in order, slow link", "overlap, slow link")
     rounds = zip(*(record["seconds"][name] for name in names), strict=True)
-    hidden = common.spread([(slow - piped) / (slow - fast) for fast, slow, piped in rounds])
+    hidden = common.compute_spread([(slow - piped) / (slow - fast) for fast, slow, piped in rounds])
     record["checks"] = [
-        check("share of the slow link's time hidden", hidden, 0.7, ">="),
-        against(record, "in order, slow link", "in order"),
-        against(record, "overlap, slow link", "in order"),
-        against(record, "overlap", "in order"),
+        make_check("share of the slow link's time hidden", hidden, 0.7, ">="),
+        check_ratio(record, "in order, slow link", "in order"),
+        check_ratio(record, "overlap, slow link", "in order"),
+        check_ratio(record, "overlap", "in order"),
     ]
     yield record
 
 
-def exchange(options: argparse.Namespace) -> Iterator[Record]:
+def measure_exchanges(options: argparse.Namespace) -> Iterator[Record]:
     for ranks in options.ranks:
-        record = measure("exchange", ranks, attention_runs.exchanges, options.block)
+        record = measure_part("exchange", ranks, attention_runs.run_exchanges, options.block)
         names = (f"mode {mode}" for mode in MODES)
-        record["checks"] = [against(record, f"{n}, fused", f"{n}, split", 1.0) for n in names]
+        record["checks"] = [check_ratio(record, f"{n}, fused", f"{n}, split", 1.0) for n in names]
         yield record
 
 
-def ring(options: argparse.Namespace) -> Iterator[Record]:
-    before: Record | None = None
+def measure_rings(options: argparse.Namespace) -> Iterator[Record]:
+    previous: Record | None = None
     for ranks in RINGS:
         size = replace(options.block, tokens=options.block.tokens // max(RINGS) * ranks)
-        record = measure("ring", ranks, attention_runs.ring, size)
+        record = measure_part("ring", ranks, attention_runs.run_ring, size)
         added = record["added"]
         record["checks"] = [
-            against(record, "ring", "gather"),
-            against(record, "bidirectional", "gather"),
-            *(check(f"memory, {name}", held) for name, held in added.items()),
+            check_ratio(record, "ring", "gather"),
+            check_ratio(record, "bidirectional", "gather"),
+            *(make_check(f"memory, {name}", held) for name, held in added.items()),
         ]
-        if before is not None and before["ranks"] > 2:  # rings pass blocks on from 3 ranks on
-            grown = added["ring"] / before["added"]["ring"]
-            record["checks"].append(check(f"memory of the ring, {ranks} / 3 ranks", grown, 1.0))
-        before = record
+        if previous is not None and previous["ranks"] > 2:  # rings pass blocks on from 3 ranks on
+            grown = added["ring"] / previous["added"]["ring"]
+            record["checks"].append(
+                make_check(f"memory of the ring, {ranks} / 3 ranks", grown, 1.0)
+            )
+        previous = record
         yield record
 
 
-def block(options: argparse.Namespace) -> Iterator[Record]:
-    record = measure("block", 2, attention_runs.scaling, options.block)
+def measure_block(options: argparse.Namespace) -> Iterator[Record]:
+    record = measure_part("block", 2, attention_runs.run_scaling, options.block)
     record["checks"] = [
-        against(record, "one rank", "mode 0", 1.8, ">="),
-        against(record, "one rank", "mode 1", 1.8, ">="),
+        check_ratio(record, "one rank", "mode 0", 1.8, ">="),
+        check_ratio(record, "one rank", "mode 1", 1.8, ">="),
     ]
     yield record
 
 
-def compiled(options: argparse.Namespace) -> Iterator[Record]:
-    record = measure("compile", 2, attention_runs.compiled, options.block)
-    record["checks"] = [check("the same order on all ranks", record["same_on_all"])]
+def measure_compiled_block(options: argparse.Namespace) -> Iterator[Record]:
+    record = measure_part("compile", 2, attention_runs.run_compiled_block, options.block)
+    record["checks"] = [make_check("the same order on all ranks", record["same_on_all"])]
     for mode, expected in record["expected"].items():
         record["checks"] += [
-            against(record, f"{mode}, compiled", mode),
-            check(
+            check_ratio(record, f"{mode}, compiled", mode),
+            make_check(
                 f"{mode}: distance from eager, share of its size", record["distance"][mode], 1e-5
             ),
             *(
-                check(f"{label}: order {expected}", order == expected)
+                make_check(f"{label}: order {expected}", order == expected)
                 for label, order in record["orders"].items()
                 if label.startswith(mode)
             ),
@@ -154,21 +162,21 @@ def compiled(options: argparse.Namespace) -> Iterator[Record]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
-    "modes": modes,
-    "overlap": overlap,
-    "exchange": exchange,
-    "ring": ring,
-    "block": block,
-    "compile": compiled,
+    "modes": measure_modes,
+    "overlap": measure_overlap,
+    "exchange": measure_exchanges,
+    "ring": measure_rings,
+    "block": measure_block,
+    "compile": measure_compiled_block,
 }
 
 
-def report(record: Record) -> None:
+def print_record(record: Record) -> None:
     """Print the seconds and checks of a part."""
     for name, values in record["seconds"].items():
-        found = common.spread(values)
-        low, high = found["min"], found["max"]
-        print(f"  {name:40}{found['median']:10.3f} s  ({low:.3f} to {high:.3f})")
+        summary = common.compute_spread(values)
+        low, high = summary["min"], summary["max"]
+        print(f"  {name:40}{summary['median']:10.3f} s  ({low:.3f} to {high:.3f})")
     for line in record["checks"]:
         verdict = {True: "met", False: "MISSED", None: ""}[line.get("met")]
         figure = f"{line['median']:10.3g}" if "median" in line else " " * 10
@@ -177,7 +185,7 @@ def report(record: Record) -> None:
         print(f"  {line['name']:40}{figure}{extremes}{target}  {verdict}", flush=True)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options; add `size` (layer parts) and `block` (block, ring and compile parts)."""
     parser = Parser(description="Measure time and memory of the attention layer on several ranks.")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
@@ -218,11 +226,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(argv)
+    options = parse_options(argv)
     records: list[Record] = []
     for part in options.only:
         for record in PARTS[part](options):
-            report(record)
+            print_record(record)
             records.append(record)
     common.write_json(options.json, CPU, records)
     missed = [

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from benchmarks import common
-from benchmarks.common import CPU, interleave
+from benchmarks.common import CPU, time_interleaved
 from wan.distributed.exchange import Group, to_process_group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.sdpa import SdpaKernel
@@ -48,7 +48,7 @@ class Size:
     rounds: int
 
 
-def added(run: common.Run, q: Tensor) -> float:
+def measure_added_memory(run: common.Run, q: Tensor) -> float:
     """Return the peak memory that a run adds to the memory before it, in units of q's bytes.
 
     Sums the CPU allocator's events: every tensor of the layer, of the kernel's scratch and of
@@ -57,51 +57,53 @@ def added(run: common.Run, q: Tensor) -> float:
     tensor shortly after the exchange is done; hence the pauses.
     """
     dist.barrier()
-    with slow_link(0.0, pause=0.02):
-        return common.peak_bytes(run, CPU) / q.nbytes
+    with delay_exchanges(0.0, pause=0.02):
+        return common.measure_peak_bytes(run, CPU) / q.nbytes
 
 
-def exchange_alone(q: Tensor) -> float:
+def measure_exchange_memory(q: Tensor) -> float:
     """Return `measure_added_memory` of one exchange into a new tensor: 1 by construction."""
-    return added(lambda: dist.all_to_all_single(torch.empty_like(q), q), q)
+    return measure_added_memory(lambda: dist.all_to_all_single(torch.empty_like(q), q), q)
 
 
-def qkv_BsND(size: Size) -> list[Tensor]:
+def make_qkv_BsND(size: Size) -> list[Tensor]:
     torch.manual_seed(dist.get_rank())
     shape = (1, size.tokens // dist.get_world_size(), size.heads, size.head_dim)
     return [torch.randn(shape) for _ in range(3)]
 
 
-def attention(mode: int, overlap: bool = False, **collaborators: Any) -> FAPowerCapAttention:
-    group = collaborators.pop("group", None)
-    return FAPowerCapAttention(SimpleNamespace(comm_type=mode), group, overlap, **collaborators)
+def make_attention_layer(
+    mode: int, overlap: bool = False, **layer_options: Any
+) -> FAPowerCapAttention:
+    group = layer_options.pop("group", None)
+    return FAPowerCapAttention(SimpleNamespace(comm_type=mode), group, overlap, **layer_options)
 
 
-def chunks(size: Size, mode: Mode) -> int:
+def count_chunks(size: Size, mode: Mode) -> int:
     return len(list_head_ranges(size.heads, dist.get_world_size(), mode.chunks))
 
 
-def group_of_one() -> Group:
+def make_single_rank_group() -> Group:
     ranks = range(dist.get_world_size())
     return [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
 
 
-def modes(size: Size) -> dict[str, Any]:
+def run_modes(size: Size) -> dict[str, Any]:
     """Measure the three modes: seconds, and memory beyond the inputs."""
-    qkv = qkv_BsND(size)
-    runs = {f"mode {mode}": partial(attention(mode), *qkv) for mode in MODES}
-    held = runs | {"overlap": partial(attention(0, overlap=True), *qkv)}
-    memory = {name: added(run, qkv[0]) for name, run in held.items()}
-    memory["check: an exchange alone"] = exchange_alone(qkv[0])
+    qkv = make_qkv_BsND(size)
+    runs = {f"mode {mode}": partial(make_attention_layer(mode), *qkv) for mode in MODES}
+    held = runs | {"overlap": partial(make_attention_layer(0, overlap=True), *qkv)}
+    memory = {name: measure_added_memory(run, qkv[0]) for name, run in held.items()}
+    memory["check: an exchange alone"] = measure_exchange_memory(qkv[0])
     return {
-        "chunks": chunks(size, MODES[1]),
+        "chunks": count_chunks(size, MODES[1]),
         "added": memory,
-        "seconds": interleave(runs, size.rounds),
+        "seconds": time_interleaved(runs, size.rounds),
     }
 
 
 @contextmanager
-def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
+def delay_exchanges(delay: float, pause: float = 0.0) -> Iterator[None]:
     """Delay each all-to-all by `delay` seconds; delayed exchanges follow each other.
 
     A wait sleeps, so that it takes no CPU time from the attention, as on a real link.
@@ -136,19 +138,19 @@ def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
         yield
 
 
-def overlap(size: Size, share: float) -> dict[str, Any]:
+def run_overlap(size: Size, share: float) -> dict[str, Any]:
     """Time overlap and InsertComm on a link whose exchanges take `share` of InsertComm's time."""
-    qkv = qkv_BsND(size)
-    in_order, pipelined = (partial(attention(1, on), *qkv) for on in (False, True))
+    qkv = make_qkv_BsND(size)
+    in_order, pipelined = (partial(make_attention_layer(1, on), *qkv) for on in (False, True))
     in_order()
     dist.barrier()
-    exchanges = 4 * chunks(size, OVERLAP)
-    delay = torch.tensor(share * common.seconds(in_order, CPU) / exchanges)
+    num_exchanges = 4 * count_chunks(size, OVERLAP)
+    delay = torch.tensor(share * common.measure_seconds(in_order, CPU) / num_exchanges)
     dist.broadcast(delay, 0)
 
     def slowed(run: common.Run) -> common.Run:
         def slow() -> None:
-            with slow_link(delay.item()):
+            with delay_exchanges(delay.item()):
                 run()
 
         return slow
@@ -159,7 +161,11 @@ def overlap(size: Size, share: float) -> dict[str, Any]:
         "overlap": pipelined,
         "overlap, slow link": slowed(pipelined),
     }
-    return {"seconds": interleave(runs, size.rounds), "delay": delay.item(), "exchanges": exchanges}
+    return {
+        "seconds": time_interleaved(runs, size.rounds),
+        "delay": delay.item(),
+        "exchanges": num_exchanges,
+    }
 
 
 class WithoutLse(SdpaKernel):
@@ -168,17 +174,21 @@ class WithoutLse(SdpaKernel):
     can_return_lse = False
 
 
-def ring(size: Size) -> dict[str, Any]:
+def run_ring(size: Size) -> dict[str, Any]:
     """Measure all ranks as one ring in mode 0: one way, bidirectional, and with gathered K/V."""
-    qkv, alone = qkv_BsND(size), group_of_one()
-    layers = {kind: attention(0, group=alone, ring=Ring(None, kind)) for kind in RING_TYPES}
-    layers["gather"] = attention(0, group=alone, ring=Ring(None), kernel=WithoutLse())
+    qkv, alone = make_qkv_BsND(size), make_single_rank_group()
+    layers = {
+        kind: make_attention_layer(0, group=alone, ring=Ring(None, kind)) for kind in RING_TYPES
+    }
+    layers["gather"] = make_attention_layer(0, group=alone, ring=Ring(None), kernel=WithoutLse())
     runs = {name: partial(layer, *qkv) for name, layer in layers.items()}
-    memory = {name: added(run, qkv[0]) for name, run in runs.items()}
-    return {"seconds": interleave(runs, size.rounds), "added": memory}
+    memory = {name: measure_added_memory(run, qkv[0]) for name, run in runs.items()}
+    return {"seconds": time_interleaved(runs, size.rounds), "added": memory}
 
 
-def block(size: Size, layer: FAPowerCapAttention, ranks: int) -> tuple[WanAttentionBlock, Forward]:
+def make_block(
+    size: Size, layer: FAPowerCapAttention, ranks: int
+) -> tuple[WanAttentionBlock, Forward]:
     """Make a block and a function that calls it on this rank's shard of the tokens.
 
     The feed-forward has the 14B network's ratio to the channels. The function takes the eager or
@@ -188,42 +198,46 @@ def block(size: Size, layer: FAPowerCapAttention, ranks: int) -> tuple[WanAttent
     torch.manual_seed(0)
     sizes = BlockSizes(channels, 27 * channels // 10, size.heads)
     module = WanAttentionBlock(sizes, 0, ModelComponents(lambda _: layer))
-    mine = slice(*((dist.get_rank() % ranks + i) * tokens for i in (0, 1)))
-    x_BsC = torch.randn(1, size.tokens, channels)[:, mine].clone()
+    local_tokens = slice(*((dist.get_rank() % ranks + i) * tokens for i in (0, 1)))
+    x_BsC = torch.randn(1, size.tokens, channels)[:, local_tokens].clone()
     e0_BR6C, context_BTC = torch.randn(1, 1, 6, channels), torch.randn(1, TEXT, channels)
-    cos, sin = (table[mine] for table in make_rope_table((1, 1, size.tokens), size.head_dim))
+    cos, sin = (
+        table[local_tokens] for table in make_rope_table((1, 1, size.tokens), size.head_dim)
+    )
     kv = module.cross_attn.project_text_kv(context_BTC)
-    others = (e0_BR6C, context_BTC, kv, ForwardContext((tokens,), (cos, sin), size.tokens))
-    return module, lambda forward: forward(x_BsC.clone(), *others)[0]
+    other_arguments = (e0_BR6C, context_BTC, kv, ForwardContext((tokens,), (cos, sin), size.tokens))
+    return module, lambda forward: forward(x_BsC.clone(), *other_arguments)[0]
 
 
-def scaling(size: Size) -> dict[str, Any]:
+def run_scaling(size: Size) -> dict[str, Any]:
     """Time one block on rank 0 while the other ranks wait, and on all ranks."""
-    ranks, single = dist.get_world_size(), group_of_one()
+    ranks, single = dist.get_world_size(), make_single_rank_group()
     runs: dict[str, common.Run] = {}
     for mode in (0, 1):
-        module, run = block(size, attention(mode), ranks)
+        module, run = make_block(size, make_attention_layer(mode), ranks)
         runs[f"mode {mode}"] = partial(run, module)
-    module, run = block(size, attention(0, group=single), 1)
+    module, run = make_block(size, make_attention_layer(0, group=single), 1)
     runs["one rank"] = partial(run, module) if dist.get_rank() == 0 else lambda: None
-    return {"seconds": interleave(runs, size.rounds)}
+    return {"seconds": time_interleaved(runs, size.rounds)}
 
 
-def exchanges(size: Size) -> dict[str, Any]:
+def run_exchanges(size: Size) -> dict[str, Any]:
     """Time self-attention with its projections, with one fused exchange and with three."""
     runs: dict[str, common.Run] = {}
     for mode in MODES:
         for exchange in EXCHANGES:
-            module, _ = block(size, attention(mode, exchange=exchange), dist.get_world_size())
+            module, _ = make_block(
+                size, make_attention_layer(mode, exchange=exchange), dist.get_world_size()
+            )
             tokens = size.tokens // dist.get_world_size()
             table = make_rope_table((1, 1, tokens), size.head_dim)
             info = ForwardContext((tokens,), table, size.tokens)
             x_BsC = torch.randn(1, tokens, size.heads * size.head_dim)
             runs[f"mode {mode}, {exchange}"] = partial(module.self_attn, x_BsC, info)
-    return {"seconds": interleave(runs, size.rounds)}
+    return {"seconds": time_interleaved(runs, size.rounds)}
 
 
-def order_in(code: str) -> str:
+def read_call_order(code: str) -> str:
     """Return the order of exchanges (E) and attention calls (A) in compiled code."""
     calls = code[code.index("def call(") :]
     names = re.findall(r"= torch\.ops\.\w+\.(all_to_all_single|_scaled_dot_product)", calls)
@@ -248,13 +262,13 @@ def compile_block(
     fast = torch.compile(module, fullgraph=True)
     with inductor.patch({"fx_graph_cache": False, **options}), BANDWIDTH:
         result, (code,) = run_and_get_code(run, fast)
-    return partial(run, fast), result, order_in(code)
+    return partial(run, fast), result, read_call_order(code)
 
 
-def compiled(size: Size) -> dict[str, Any]:
+def run_compiled_block(size: Size) -> dict[str, Any]:
     """Run a block of each mode, eager and compiled: seconds, distance, call order in the code."""
     ranks = dist.get_world_size()
-    blocks = {f"mode {mode}": block(size, attention(mode), ranks) for mode in MODES}
+    blocks = {f"mode {mode}": make_block(size, make_attention_layer(mode), ranks) for mode in MODES}
     orders: dict[str, str] = {}
     for name in list(blocks)[1:]:
         *_, orders[f"{name}, hoisting"] = compile_block(*blocks[name], **HOISTING)
@@ -267,10 +281,10 @@ def compiled(size: Size) -> dict[str, Any]:
         distance[name] = ((result - expected).abs().max() / expected.abs().max()).item()
         runs |= {name: partial(run, module), f"{name}, compiled": fast}
     return {
-        "seconds": interleave(runs, size.rounds),
+        "seconds": time_interleaved(runs, size.rounds),
         "orders": orders,
         "expected": {
-            f"mode {mode}": chunks(size, row) * f"EEE{row.blocks * 'A'}E" + "A"
+            f"mode {mode}": count_chunks(size, row) * f"EEE{row.blocks * 'A'}E" + "A"
             for mode, row in MODES.items()
         },
         "distance": distance,

@@ -24,7 +24,7 @@ from benchmarks.common import CPU, results_file, write_json
 from tests.dist import GENERATE, REPO, TORCHRUN
 from tests.gguf_files import with_gguf
 from tools import compare_videos
-from tools.quantize_dit import quantize
+from tools.quantize_dit import quantize_checkpoint
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.output_files import check_output, make_marked_kind, write_output
@@ -39,7 +39,7 @@ PROMPTS = (
     "a purple circle grows on a gray background",
     "a small white square moves diagonally on a brown background",
 )
-WAYS: dict[str, str] = {
+VARIANTS: dict[str, str] = {
     "plain": "",
     "another seed": "",
     "bfloat16": "--precision bf16",
@@ -55,35 +55,39 @@ WAYS: dict[str, str] = {
     "GGUF Q4_K": "--ckpt_dir Q4_K",
     "int8 (W8A8_DYNAMIC)": "--quant_dit_path int8",
 }
-AGAINST = {"--use_rainfusion": "plain, 33 frames"}
+REFERENCES = {"--use_rainfusion": "plain, 33 frames"}
 """Variant -> its reference variant; all others are compared with the plain run."""
 
-LINES = make_marked_kind(
+PROMPT_FILE = make_marked_kind(
     "prompts of benchmarks.changes", json.dumps({"prompt": PROMPTS[0]})[:-1].encode()
 )
 
 
-def checkpoint(name: str, work: Path) -> Path:
+def make_variant_checkpoint(name: str, work: Path) -> Path:
     """Writes a variant's checkpoint if it is missing, and returns its folder."""
     folder = work / "weights" / name
     if not folder.is_dir():
         source = DEMO / "t2v-A14B"
-        return quantize(source, folder) if name == "int8" else with_gguf(source, name, folder)[0]
+        return (
+            quantize_checkpoint(source, folder)
+            if name == "int8"
+            else with_gguf(source, name, folder)[0]
+        )
     return folder if name == "int8" else folder / "gguf" / "t2v-A14B"
 
 
-def make(name: str, work: Path, prompts: int) -> Path:
+def make_videos(name: str, work: Path, prompts: int) -> Path:
     """Makes the videos of a variant, and returns their folder."""
-    out = work / f"{[*WAYS].index(name):02}"
+    out = work / f"{[*VARIANTS].index(name):02}"
     lines = work / "prompts.jsonl"
     first = 1000 if name == "another seed" else 0
     listed = [{"prompt": p, "base_seed": first + n} for n, p in enumerate(PROMPTS[:prompts])]
-    with write_output(lines, LINES) as temporary:
+    with write_output(lines, PROMPT_FILE) as temporary:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in listed))
-    flags = WAYS[name].split()
-    for place, flag in enumerate(flags):
+    flags = VARIANTS[name].split()
+    for index, flag in enumerate(flags):
         if flag in ("--ckpt_dir", "--quant_dit_path"):
-            flags[place + 1] = str(checkpoint(flags[place + 1], work))
+            flags[index + 1] = str(make_variant_checkpoint(flags[index + 1], work))
     if "--frame_num" not in flags:
         flags += ["--frame_num", "17"]
     command = [sys.executable, GENERATE, "--prompt_file", str(lines), "--save_file", str(out)]
@@ -94,28 +98,29 @@ def make(name: str, work: Path, prompts: int) -> Path:
     return out
 
 
-def compared(name: str, own: Path, reference: Path) -> dict[str, Any]:
+def compare_variant(name: str, folder: Path, reference: Path) -> dict[str, Any]:
     """Returns a variant's median measures and the suspicious properties of its videos."""
-    pairs = compare_videos.pairs(reference, own)
-    found = [compare_videos.compare(*pair) for pair in pairs]
+    pairs = compare_videos.pair_videos(reference, folder)
+    comparisons = [compare_videos.compare_pair(*pair) for pair in pairs]
     records = [json.loads(video.with_suffix(".json").read_text()) for _, video in pairs]
-    said = [
-        f"{Path(one['videos'][1]).name}: {text}"
-        for one in found
-        for text in one["suspicious"][1]
-        if text.split(":")[0] not in {known.split(":")[0] for known in one["suspicious"][0]}
+    suspicions = [
+        f"{Path(comparison['videos'][1]).name}: {text}"
+        for comparison in comparisons
+        for text in comparison["suspicious"][1]
+        if text.split(":")[0]
+        not in {reference_text.split(":")[0] for reference_text in comparison["suspicious"][0]}
     ]
     medians = {
-        measure: statistics.median(one["means"][measure] for one in found)
-        for measure in compare_videos.AGAINST
+        measure: statistics.median(comparison["means"][measure] for comparison in comparisons)
+        for measure in compare_videos.FULL_REFERENCE_MEASURES
     }
     seconds = statistics.median(record["seconds"]["denoising"] for record in records)
-    return {"way": name, **medians, "seconds": seconds, "suspicious": said}
+    return {"way": name, **medians, "seconds": seconds, "suspicious": suspicions}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
         "--prompts", type=make_argument_type(integer(1, len(PROMPTS))), default=len(PROMPTS)
     )
@@ -124,21 +129,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         work = options.keep or Path(temporary)
-        check_output(work / "prompts.jsonl", LINES, "--keep")
+        check_output(work / "prompts.jsonl", PROMPT_FILE, "--keep")
         work.mkdir(parents=True, exist_ok=True)
-        needed = {"plain", *(AGAINST.get(name, "plain") for name in options.only), *options.only}
-        made = {name: make(name, work, options.prompts) for name in WAYS if name in needed}
+        needed = {"plain", *(REFERENCES.get(name, "plain") for name in options.only), *options.only}
+        folders = {
+            name: make_videos(name, work, options.prompts) for name in VARIANTS if name in needed
+        }
         results = [
-            compared(name, made[name], made[AGAINST.get(name, "plain")])
+            compare_variant(name, folders[name], folders[REFERENCES.get(name, "plain")])
             for name in options.only
-            if name not in ("plain", *AGAINST.values())
+            if name not in ("plain", *REFERENCES.values())
         ]
     print("| Way | VMAF | XPSNR | SSIM | PSNR | Denoising, s | Suspicious |")
     print("|---|---|---|---|---|---|---|")
-    for one in results:
-        values = f"{one['vmaf']:.1f} | {one['xpsnr']:.1f} | {one['ssim']:.3f} | {one['psnr']:.1f}"
-        said = "; ".join(one["suspicious"])
-        print(f"| {one['way']} | {values} | {one['seconds']:.2f} | {said} |")
+    for result in results:
+        values = f"{result['vmaf']:.1f} | {result['xpsnr']:.1f} | {result['ssim']:.3f} | {result['psnr']:.1f}"
+        suspicions = "; ".join(result["suspicious"])
+        print(f"| {result['way']} | {values} | {result['seconds']:.2f} | {suspicions} |")
     write_json(options.json, CPU, results)
 
 

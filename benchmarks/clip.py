@@ -19,7 +19,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import CPU, busy, interleave, ratios, results_file, spread, write_json
+from benchmarks.common import (
+    CPU,
+    compute_ratios,
+    compute_spread,
+    keep_cores_busy,
+    results_file,
+    time_interleaved,
+    write_json,
+)
 from wan.checkpoint.config import make_reference_dit_config
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
@@ -30,13 +38,13 @@ from wan.settings.values import integer
 
 SMALL = {"dim": 1024, "ffn_dim": 2752, "num_heads": 8}
 LAYERS = (0, 2, 4, 6)  # of 8; S2V injects audio after these
-PUBLISHED = {  # task -> size of a clip -> latent frames, rows, columns
+CLIP_SIZES = {  # task -> size of a clip -> latent frames, rows, columns
     "s2v-14B": {"832*448, 80 frames": (20, 56, 104), "1024*704, 80 frames": (20, 88, 128)},
     "animate-14B": {"832*480, 77 frames": (21, 60, 104), "1280*720, 77 frames": (21, 90, 160)},
 }
 
 
-class Operators(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """Counts operator calls."""
 
     def __init__(self) -> None:
@@ -48,55 +56,57 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def arguments(task: str, frames: int, rows: int, columns: int) -> dict[str, Any]:
+def make_forward_arguments(task: str, frames: int, rows: int, columns: int) -> dict[str, Any]:
     """Make the arguments of a forward of a second or later clip, with poses."""
 
-    def latents(count: int, channels: int = 16) -> list[Tensor]:
+    def make_latents(count: int, channels: int = 16) -> list[Tensor]:
         return [torch.randn(channels, count, rows, columns)]
 
-    given = {
-        "x": latents(frames),
+    model_kwargs = {
+        "x": make_latents(frames),
         "t": torch.tensor([500.0], device="cpu"),
         "context": [torch.randn(512, 4096)],
     }
     if task == "animate-14B":
         pictures = 4 * (frames - 2) + 1
-        return given | {
+        return model_kwargs | {
             "seq_len": frames * rows * columns // 4,
-            "y": latents(frames, 20),
+            "y": make_latents(frames, 20),
             "clip_fea": torch.randn(1, 257, 1280),
-            "pose_latents": latents(frames - 1)[0][None],
+            "pose_latents": make_latents(frames - 1)[0][None],
             "face_pixel_values": torch.rand(1, 3, pictures, FACE_SIZE, FACE_SIZE) * 2 - 1,
         }
-    return given | {
+    return model_kwargs | {
         "seq_len": 0,
-        "ref_latents": latents(1),
-        "motion_latents": latents(19),
-        "cond_states": latents(frames),
+        "ref_latents": make_latents(1),
+        "motion_latents": make_latents(19),
+        "cond_states": make_latents(frames),
         "audio_input": torch.randn(1, 25, 1024, 4 * frames),
     }
 
 
-def counted(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[str, float]]:
+def count_operators(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[str, float]]:
     """Count operators and TFLOP of the published network's "anew", "first" and "next" forward."""
-    found = {}
-    for kept in (False, True):
+    counts = {}
+    for text_kv_cache in (False, True):
         with torch.device("meta"):
             config = make_reference_dit_config(PRESETS[task])
-            model = build_dit(config, ModelComponents(text_kv_cache=kept)).requires_grad_(False)
-            given = arguments(task, frames, rows, columns)
-        for name in ("first", "next") if kept else ("anew",):
-            flops, operators = FlopCounterMode(display=False), Operators()
+            model = build_dit(config, ModelComponents(text_kv_cache=text_kv_cache)).requires_grad_(
+                False
+            )
+            model_kwargs = make_forward_arguments(task, frames, rows, columns)
+        for name in ("first", "next") if text_kv_cache else ("anew",):
+            flops, operators = FlopCounterMode(display=False), OperatorCounter()
             with torch.no_grad(), flops, operators:
-                model(**given)
+                model(**model_kwargs)
             tflop = flops.get_total_flops() / 1e12
-            found[name] = {"operators": operators.count, "TFLOP": round(tflop, 3)}
-    return found
+            counts[name] = {"operators": operators.count, "TFLOP": round(tflop, 3)}
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--task", choices=PUBLISHED, default="s2v-14B")
+    parser.add_argument("--task", choices=CLIP_SIZES, default="s2v-14B")
     parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=7)
     parser.add_argument(
         "--load",
@@ -107,25 +117,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)
     rows = []
-    for clip, sides in PUBLISHED[options.task].items():
-        found = counted(options.task, *sides)
-        rows.append({"task": options.task, "clip": clip, **found})
-        for name, values in found.items():
+    for clip, sides in CLIP_SIZES[options.task].items():
+        figures = count_operators(options.task, *sides)
+        rows.append({"task": options.task, "clip": clip, **figures})
+        for name, values in figures.items():
             print(f"{clip}, {name:5}: {values}")
     torch.manual_seed(0)
     config = {**make_reference_dit_config(PRESETS[options.task]), **SMALL, "num_layers": 10}
     if options.task == "s2v-14B":
         config |= {"num_layers": 8, "audio_inject_layers": LAYERS}
-    anew = build_dit(config).requires_grad_(False)
-    nexts = build_dit(config, ModelComponents(text_kv_cache=True)).requires_grad_(False)
-    nexts.load_state_dict(anew.state_dict(), assign=True)
-    given = arguments(options.task, 20 if options.task == "s2v-14B" else 5, 16, 24)
-    variants = {"anew": lambda: anew(**given), "next": lambda: nexts(**given)}
+    uncached = build_dit(config).requires_grad_(False)
+    cached = build_dit(config, ModelComponents(text_kv_cache=True)).requires_grad_(False)
+    cached.load_state_dict(uncached.state_dict(), assign=True)
+    model_kwargs = make_forward_arguments(
+        options.task, 20 if options.task == "s2v-14B" else 5, 16, 24
+    )
+    variants = {"anew": lambda: uncached(**model_kwargs), "next": lambda: cached(**model_kwargs)}
     for load in (0, options.load):
-        with torch.no_grad(), busy(load):
-            times = interleave(variants, options.rounds)
-        row: dict[str, Any] = {name: spread(found) for name, found in times.items()}
-        row |= {"load": load, "next / anew": ratios(times["next"], times["anew"])}
+        with torch.no_grad(), keep_cores_busy(load):
+            times = time_interleaved(variants, options.rounds)
+        row: dict[str, Any] = {name: compute_spread(figures) for name, figures in times.items()}
+        row |= {"load": load, "next / anew": compute_ratios(times["next"], times["anew"])}
         rows.append(row)
         layers = config["num_layers"]
         print(f"{layers} layers of 1024 channels, {load} busy processes: {row}")

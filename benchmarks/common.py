@@ -54,7 +54,7 @@ Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 @contextmanager
-def busy(processes: int) -> Iterator[None]:
+def keep_cores_busy(processes: int) -> Iterator[None]:
     """Start processes that keep one core each busy, and kill them at the end."""
     started = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(processes)]
     try:
@@ -71,7 +71,7 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def seconds(run: Run, device: torch.device) -> float:
+def measure_seconds(run: Run, device: torch.device) -> float:
     """Return the wall time of one run, including its work on the device."""
     synchronize(device)
     start = time.perf_counter()
@@ -80,7 +80,7 @@ def seconds(run: Run, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def interleave(variants: Mapping[str, Run], rounds: int, device: torch.device = CPU) -> Times:
+def time_interleaved(variants: Mapping[str, Run], rounds: int, device: torch.device = CPU) -> Times:
     """Return the seconds of every variant in every round, after one round of warm-up.
 
     Odd rounds run in reverse order. A barrier precedes each run if there is a process group.
@@ -90,44 +90,45 @@ def interleave(variants: Mapping[str, Run], rounds: int, device: torch.device = 
         for name in list(variants)[:: -1 if number % 2 else 1]:
             if dist.is_initialized():
                 dist.barrier()
-            taken = seconds(variants[name], device)
+            elapsed = measure_seconds(variants[name], device)
             if number >= 0:
-                times[name].append(taken)
+                times[name].append(elapsed)
     return times
 
 
-def slowest(found: list[Times]) -> Times:
+def take_slowest_rank(times_by_rank: list[Times]) -> Times:
     """Return every variant's seconds in every round: the maximum over the ranks."""
     return {
-        name: [max(s) for s in zip(*(t[name] for t in found), strict=True)] for name in found[0]
+        name: [max(s) for s in zip(*(t[name] for t in times_by_rank), strict=True)]
+        for name in times_by_rank[0]
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def compute_spread(values: Sequence[float]) -> dict[str, float]:
     """Return median and extremes."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+def compute_ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
     """Return median and extremes of the per-round ratios, and the ratio of the two minima."""
-    found = spread([a / b for a, b in zip(over, under, strict=True)])
-    return found | {"fastest": min(over) / min(under)}
+    summary = compute_spread([a / b for a, b in zip(numerators, denominators, strict=True)])
+    return summary | {"fastest": min(numerators) / min(denominators)}
 
 
-def peak_bytes(run: Run, device: torch.device) -> int:
+def measure_peak_bytes(run: Run, device: torch.device) -> int:
     """Return a run's peak of allocated bytes, minus the bytes allocated before it."""
     if device.type == "cpu":
-        return _cpu_peak_bytes(run)
+        return _measure_cpu_peak_bytes(run)
     module = torch.get_device_module(device)
     synchronize(device)
-    before = module.memory_allocated(device)
+    bytes_before = module.memory_allocated(device)
     module.reset_peak_memory_stats(device)
     run()
     synchronize(device)
-    return int(module.max_memory_allocated(device) - before)
+    return int(module.max_memory_allocated(device) - bytes_before)
 
 
-def _cpu_peak_bytes(run: Run) -> int:
+def _measure_cpu_peak_bytes(run: Run) -> int:
     """Return the highest running sum of the CPU allocator's events during a run."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         run()
@@ -161,20 +162,20 @@ class RecordProducts(TorchFunctionMode):
             self.attention.append((func, args))
         return func(*args, **(kwargs or {}))
 
-    def flops(self) -> int:
+    def count_flops(self) -> int:
         """Return the floating-point operations of the recorded calls; a multiply-add counts two."""
         return sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in self.linear) + sum(
             4 * q.numel() * k.shape[-2] for _, (q, k, _) in self.attention
         )
 
 
-def replay(calls: Sequence[Call]) -> None:
+def replay_calls(calls: Sequence[Call]) -> None:
     """Repeat recorded calls; each result is freed before the next call."""
     for func, args in calls:
         func(*args)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return the command, versions and hardware that the results depend on."""
     return {
         "command": shlex.join(sys.orig_argv),
@@ -188,7 +189,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def grid(text: str) -> tuple[int, ...]:
+def parse_token_grid(text: str) -> tuple[int, ...]:
     """Parse a token grid "F,H,W" from the command line."""
     read = make_argument_type(integer(1, 10_000))
     sizes = tuple(read(size) for size in text.split(","))
@@ -200,12 +201,12 @@ def grid(text: str) -> tuple[int, ...]:
 def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) -> None:
     """Write the results and the environment to a JSON file, if there is a path."""
     if path is not None:
-        record = {"environment": environment(device), "results": results}
+        record = {"environment": describe_environment(device), "results": results}
         with write_output(path, RESULTS) as temporary:
             temporary.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def launch(
+def run_on_ranks(
     ranks: int, work: Callable[..., dict[str, Any]], *args: Any, timeout: float | None = None
 ) -> list[dict[str, Any]]:
     """Call work(*args) in new processes of one gloo group; return the results by rank.
@@ -221,12 +222,14 @@ def launch(
     quiet = patch.dict(os.environ, KINETO_LOG_LEVEL="99")  # the profiler of `peak_bytes`
     with quiet, tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(ranks) as pool:
         tasks = [(work, args, rank, ranks, f"file://{folder}/store") for rank in range(ranks)]
-        results = pool.imap_unordered(_on_rank, tasks)
-        found = dict(results.next(timeout) for _ in range(ranks))
-    return [found[rank] for rank in range(ranks)]
+        results = pool.imap_unordered(_run_on_rank, tasks)
+        results_by_rank = dict(results.next(timeout) for _ in range(ranks))
+    return [results_by_rank[rank] for rank in range(ranks)]
 
 
-def _on_rank(task: tuple[Callable[..., Any], tuple[Any, ...], int, int, str]) -> tuple[int, Any]:
+def _run_on_rank(
+    task: tuple[Callable[..., Any], tuple[Any, ...], int, int, str],
+) -> tuple[int, Any]:
     work, args, rank, ranks, store = task
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks)

@@ -86,7 +86,7 @@ class Bench:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    def wan(self, text_kv_cache: bool = False, fused: bool = False) -> WanModel:
+    def make_model(self, text_kv_cache: bool = False, fused: bool = False) -> WanModel:
         return WanModel(
             in_dim=CHANNELS,
             dim=self.case.heads * HEAD_DIM,
@@ -102,15 +102,15 @@ class Bench:
             ),
         )
 
-    def ours(self, weights: dict[str, Tensor], **how: bool) -> WanModel:
+    def make_our_model(self, weights: dict[str, Tensor], **model_options: bool) -> WanModel:
         """Make our model with these weights; tensors that need no cast are shared."""
         with torch.device("meta"):
-            model = self.wan(**how)
+            model = self.make_model(**model_options)
         cast = {k: v if keeps_fp32(k) else v.to(self.dtype) for k, v in weights.items()}
         model.load_state_dict(cast, assign=True)
         return model
 
-    def diffusers(self, weights: dict[str, Tensor]) -> Any:
+    def make_diffusers_model(self, weights: dict[str, Tensor]) -> Any:
         """Make diffusers' model with these weights, cast as by `from_pretrained`."""
         model: Any = WanTransformer3DModel(
             num_attention_heads=self.case.heads,
@@ -121,25 +121,27 @@ class Bench:
             out_channels=CHANNELS,
             text_dim=TEXT_DIM,
         )
-        kept = set(model._keep_in_fp32_modules)
+        fp32_modules = set(model._keep_in_fp32_modules)
         named = {rename_dit_to_diffusers(name): tensor for name, tensor in weights.items()}
-        cast = {k: v if kept & set(k.split(".")) else v.to(self.dtype) for k, v in named.items()}
+        cast = {
+            k: v if fp32_modules & set(k.split(".")) else v.to(self.dtype) for k, v in named.items()
+        }
         model.load_state_dict(cast, assign=True)
         model.rope.to(self.device)
         return model.eval()
 
-    def forwards(self) -> dict[str, common.Run]:
+    def make_forwards(self) -> dict[str, common.Run]:
         """Return each model's forward of the same input to a [C,F,H,W] output."""
         with self.device:
-            weights = self.wan().state_dict()
+            weights = self.make_model().state_dict()
         size = [n * p for n, p in zip(self.case.grid, PATCH, strict=True)]
         latent, context = self.randn(CHANNELS, *size), self.randn(TEXT_LEN, TEXT_DIM)
         t = torch.tensor([500.0], device=self.device)
 
-        plain, theirs = self.ours(weights), self.diffusers(weights)
+        plain, theirs = self.make_our_model(weights), self.make_diffusers_model(weights)
         shared = plain.state_dict()
-        ours, compiled = self.ours(shared, fused=True), self.ours(shared)
-        cached = self.ours(shared, fused=True, text_kv_cache=True)
+        ours, compiled = self.make_our_model(shared, fused=True), self.make_our_model(shared)
+        cached = self.make_our_model(shared, fused=True, text_kv_cache=True)
         for block in compiled.blocks:
             block.compile(fullgraph=True)
 
@@ -156,17 +158,17 @@ class Bench:
 
 
 @torch.no_grad()
-def measure(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> dict[str, Any]:
+def measure_forwards(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> dict[str, Any]:
     """Measure seconds, peak bytes, operations and the outputs' distances of every row."""
     torch.manual_seed(0)
-    forwards = bench.forwards()
+    forwards = bench.make_forwards()
     graphs, first = {}, {}
     for name in ("ours", "compiled"):  # the other models warm up in the memory measurement
         counters.clear()
-        first[name] = common.seconds(forwards[name], bench.device)
+        first[name] = common.measure_seconds(forwards[name], bench.device)
         graphs[name] = counters["stats"]["unique_graphs"]
     forwards["ours, text cache"]()
-    peaks = {name: common.peak_bytes(run, bench.device) for name, run in forwards.items()}
+    peaks = {name: common.measure_peak_bytes(run, bench.device) for name, run in forwards.items()}
     outputs = {name: run().float() for name, run in forwards.items()}
     with common.RecordProducts() as record:
         forwards["plain"]()
@@ -174,12 +176,12 @@ def measure(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> dict[str, 
     side, count = (2048, 5) if bench.device.type == "cpu" else (8192, 50)
     a, b = bench.randn(side, side), bench.randn(side, side)
     alone: dict[str, common.Run] = {
-        "linear": lambda: common.replay(record.linear),
-        "attention": lambda: common.replay(record.attention),
-        "matmul": lambda: common.replay([(torch.mm, (a, b))] * count),
+        "linear": lambda: common.replay_calls(record.linear),
+        "attention": lambda: common.replay_calls(record.attention),
+        "matmul": lambda: common.replay_calls([(torch.mm, (a, b))] * count),
     }
     chosen = {name: forwards[name] for name in rows}
-    times = common.interleave({**chosen, **alone}, rounds, bench.device)
+    times = common.time_interleaved({**chosen, **alone}, rounds, bench.device)
     times["products"] = [sum(x) for x in zip(times["linear"], times["attention"], strict=True)]
     return {
         "case": asdict(bench.case),
@@ -197,28 +199,32 @@ def measure(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> dict[str, 
     }
 
 
-def summarise(record: dict[str, Any]) -> dict[str, Any]:
+def summarize_record(record: dict[str, Any]) -> dict[str, Any]:
     """Compute ratios of times within rounds, ratios of memory, and the rate of our forward."""
     times, peaks, flops = record["seconds"], record["peak_bytes"], record["flops"]
-    rate = flops["forward"] / common.spread(times["ours"])["median"]
-    rest = {}
+    rate = flops["forward"] / common.compute_spread(times["ours"])["median"]
+    rest_seconds = {}
     for name in {"ours", "plain", "diffusers"} & times.keys():
         pairs = zip(times[name], times["products"], strict=True)
-        rest[name] = common.spread([whole - part for whole, part in pairs])["median"]
+        rest_seconds[name] = common.compute_spread([total - products for total, products in pairs])[
+            "median"
+        ]
     return {
-        "rest_seconds": rest,
+        "rest_seconds": rest_seconds,
         "time": {
-            f"{a} / {b}": common.ratios(times[a], times[b])
+            f"{a} / {b}": common.compute_ratios(times[a], times[b])
             for a, b in RATIOS
             if {a, b} <= times.keys()
         },
         "memory": {name: peak / peaks["diffusers"] for name, peak in peaks.items()},
         "tflops": rate / 1e12,
-        "share_of_matmul": rate * common.spread(times["matmul"])["median"] / flops["matmul"],
+        "share_of_matmul": rate
+        * common.compute_spread(times["matmul"])["median"]
+        / flops["matmul"],
     }
 
 
-def report(record: dict[str, Any]) -> None:
+def print_record(record: dict[str, Any]) -> None:
     """Print a record."""
     case, summary, peaks = record["case"], record["summary"], record["peak_bytes"]
     print(
@@ -228,14 +234,14 @@ def report(record: dict[str, Any]) -> None:
     )
     for name, values in record["seconds"].items():
         held = f"{peaks[name] / 2**20:11.1f}" if name in peaks else ""
-        print(f"  {name:16}{common.spread(values)['median']:9.3f} {min(values):9.3f}{held}")
-    for name, found in summary["time"].items():
+        print(f"  {name:16}{common.compute_spread(values)['median']:9.3f} {min(values):9.3f}{held}")
+    for name, ratio in summary["time"].items():
         print(
-            f"  {name:36}{found['median']:.3f}  ({found['min']:.3f} to {found['max']:.3f}; "
-            f"fastest {found['fastest']:.3f})"
+            f"  {name:36}{ratio['median']:.3f}  ({ratio['min']:.3f} to {ratio['max']:.3f}; "
+            f"fastest {ratio['fastest']:.3f})"
         )
-    memory, rest = summary["memory"], summary["rest_seconds"]
-    print("  rest: " + ", ".join(f"{name} {value:.3f} s" for name, value in rest.items()))
+    memory, rest_seconds = summary["memory"], summary["rest_seconds"]
+    print("  rest: " + ", ".join(f"{name} {value:.3f} s" for name, value in rest_seconds.items()))
     compiled = ", ".join(
         f"{name} {graphs} graphs, first forward {record['first_seconds'][name]:.1f} s"
         for name, graphs in record["graphs"].items()
@@ -250,7 +256,7 @@ def report(record: dict[str, Any]) -> None:
     )
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
+def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     """Parse the options; return them and the case with its changed sizes."""
     parser = Parser(description="Time one DiT forward against diffusers.")
     parser.add_argument("--case", choices=CASES, default="12x128")
@@ -260,7 +266,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     )
     parser.add_argument("--ffn", type=make_argument_type(integer(1, 1_000_000)))
     parser.add_argument("--layers", type=make_argument_type(integer(1, 1000)))
-    parser.add_argument("--grid", type=common.grid, metavar="F,H,W", help="tokens on each axis")
+    parser.add_argument(
+        "--grid", type=common.parse_token_grid, metavar="F,H,W", help="tokens on each axis"
+    )
     parser.add_argument("--dtype", choices=DTYPES, nargs="+")
     parser.add_argument("--device")
     parser.add_argument(
@@ -285,18 +293,18 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options, case = parse(argv)
+    options, case = parse_options(argv)
     records = []
     print(
         f"{system.read_cpu_name()}, {torch.get_num_threads()} threads, {options.load} busy processes"
     )
-    with common.busy(options.load):
+    with common.keep_cores_busy(options.load):
         for dtype in options.dtype:
             bench = Bench(case, DTYPES[dtype], options.device)
-            record = measure(bench, options.repeats, options.rows)
-            record |= {"load": options.load, "summary": summarise(record)}
+            record = measure_forwards(bench, options.repeats, options.rows)
+            record |= {"load": options.load, "summary": summarize_record(record)}
             records.append(record)
-            report(record)
+            print_record(record)
     common.write_json(options.json, options.device, records)
 
 

@@ -50,7 +50,7 @@ from wan.settings.attention_modes import MODES, OVERLAP, Mode, count_heads_per_c
 from wan.settings.parallel import EXCHANGES
 from wan.settings.values import integer, real
 
-MODES_HERE: dict[str, tuple[int, bool, int | None]] = {  # comm_type, overlap, chunks
+LAYER_MODES: dict[str, tuple[int, bool, int | None]] = {  # comm_type, overlap, chunks
     **{f"mode {key}": (key, False, None) for key in MODES},
     "overlap": (0, True, None),
     "overlap, 20 chunks": (0, True, 20),
@@ -62,30 +62,30 @@ PORTS, LINK = ["port0", "port1", "port2", "port3"], "shared"  # in the switch's
 _ROUTER = "10.201.77.1"
 
 
-def run(*command: str) -> str:
+def run_command(*command: str) -> str:
     """Run a command and return its output; CalledProcessError if it fails."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @contextmanager
-def namespaces(ranks: int) -> Iterator[tuple[list[str], str]]:
+def create_namespaces(ranks: int) -> Iterator[tuple[list[str], str]]:
     """Create a network namespace for each rank and one for the switch; yield their names."""
     names = [f"wan{os.getpid()}-{rank}" for rank in range(ranks)]
     switch = f"wan{os.getpid()}-s"
     with ExitStack() as stack:
         for name in (*names, switch):
-            run("ip", "netns", "add", name)
+            run_command("ip", "netns", "add", name)
             stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-        run("ip", "-n", switch, "link", "add", "hub", "type", "bridge")
-        run("ip", "-n", switch, "link", "set", "hub", "up")
+        run_command("ip", "-n", switch, "link", "add", "hub", "type", "bridge")
+        run_command("ip", "-n", switch, "link", "set", "hub", "up")
         for rank, (name, port) in enumerate(zip(names, PORTS, strict=False)):
             peer = ("peer", "name", port, "netns", switch)
-            run("ip", "-n", name, "link", "add", "name", DEVICE, "type", "veth", *peer)
-            run("ip", "-n", switch, "link", "set", port, "master", "hub", "up")
+            run_command("ip", "-n", name, "link", "add", "name", DEVICE, "type", "veth", *peer)
+            run_command("ip", "-n", switch, "link", "set", port, "master", "hub", "up")
             address = f"{ADDRESS.format(rank)}/24"
-            run("ip", "-n", name, "address", "add", address, "dev", DEVICE)
+            run_command("ip", "-n", name, "address", "add", address, "dev", DEVICE)
             for device in ("lo", DEVICE):
-                run("ip", "-n", name, "link", "set", device, "up")
+                run_command("ip", "-n", name, "link", "set", device, "up")
         yield names, switch
 
 
@@ -95,29 +95,33 @@ def share_one_link(names: Sequence[str], switch: str) -> None:
     Both directions then share one rate. With a rate for each direction, the times of equal
     exchanges would differ by up to 2x, because gloo does not always send and receive at once.
     """
-    run("ip", "-n", switch, "link", "add", "name", LINK, "type", "veth", "peer", "name", "bend")
-    run("ip", "-n", switch, "link", "set", "bend", "master", "hub", "up")
-    run("ip", "-n", switch, "link", "set", LINK, "up")
-    run("ip", "-n", switch, "address", "add", f"{_ROUTER}/24", "dev", LINK)
+    run_command(
+        "ip", "-n", switch, "link", "add", "name", LINK, "type", "veth", "peer", "name", "bend"
+    )
+    run_command("ip", "-n", switch, "link", "set", "bend", "master", "hub", "up")
+    run_command("ip", "-n", switch, "link", "set", LINK, "up")
+    run_command("ip", "-n", switch, "address", "add", f"{_ROUTER}/24", "dev", LINK)
     for setting in ("ip_forward=1", f"conf.{LINK}.send_redirects=0", "conf.all.send_redirects=0"):
         name, _, value = setting.partition("=")
         file = "/proc/sys/net/ipv4/" + name.replace(".", "/")
-        run("ip", "netns", "exec", switch, "sh", "-c", f"echo {value} > {file}")
+        run_command("ip", "netns", "exec", switch, "sh", "-c", f"echo {value} > {file}")
     for rank, (name, port) in enumerate(zip(names, PORTS, strict=False)):
-        run("ip", "-n", switch, "link", "set", port, "type", "bridge_slave", "isolated", "on")
-        run("ip", "-n", name, "address", "flush", "dev", DEVICE)
-        run("ip", "-n", name, "address", "add", f"{ADDRESS.format(rank)}/32", "dev", DEVICE)
-        run("ip", "-n", name, "route", "add", _ROUTER, "dev", DEVICE)
-        run("ip", "-n", name, "route", "add", "default", "via", _ROUTER)
+        run_command(
+            "ip", "-n", switch, "link", "set", port, "type", "bridge_slave", "isolated", "on"
+        )
+        run_command("ip", "-n", name, "address", "flush", "dev", DEVICE)
+        run_command("ip", "-n", name, "address", "add", f"{ADDRESS.format(rank)}/32", "dev", DEVICE)
+        run_command("ip", "-n", name, "route", "add", _ROUTER, "dev", DEVICE)
+        run_command("ip", "-n", name, "route", "add", "default", "via", _ROUTER)
 
 
-def limit(namespace: str, device: str, rate: float) -> None:
+def limit_rate(namespace: str, device: str, rate: float) -> None:
     """Limit a device to `rate` bytes of payload per second."""
     bucket = ("rate", f"{rate * 8 / _PAYLOAD:.0f}bit", "burst", "256kb", "latency", "20ms")
-    run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
+    run_command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
 
 
-def on_ranks(names: Sequence[str], job: dict[str, Any]) -> Any:
+def run_in_namespaces(names: Sequence[str], job: dict[str, Any]) -> Any:
     """Run a job with one torchrun in each namespace; return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
@@ -143,12 +147,12 @@ def on_ranks(names: Sequence[str], job: dict[str, Any]) -> Any:
         return json.loads(answer.read_text())
 
 
-def layer_of(name: str, group: Any) -> FAPowerCapAttention:
+def make_layer(name: str, group: Any) -> FAPowerCapAttention:
     """Make an attention layer. name: "MODE, EXCHANGE", with a key of LAYER_MODES or "ring"."""
     mode, _, exchange = name.rpartition(", ")
     if mode == "ring":
         return FAPowerCapAttention(comm_type=0, ulysses_pg=SINGLE_RANK, ring=Ring(None))
-    comm_type, overlap, chunks = MODES_HERE[mode]
+    comm_type, overlap, chunks = LAYER_MODES[mode]
     return FAPowerCapAttention(
         None, group, overlap, comm_type=comm_type, chunks=chunks, exchange=exchange
     )
@@ -163,7 +167,7 @@ class NoAttention(SdpaKernel):
         return q_BSND
 
 
-def work(job: dict[str, Any]) -> None:
+def run_rank(job: dict[str, Any]) -> None:
     """Time attention alone, exchanges alone and all variants of the layer on one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -172,30 +176,30 @@ def work(job: dict[str, Any]) -> None:
     torch.manual_seed(rank)
     qkv = torch.randn(3, 1, tokens // ranks, heads, width).unbind(0)
     gathered = torch.randn(3, 1, tokens, heads // ranks, width).unbind(0)
-    alone = FAPowerCapAttention(comm_type=0, ulysses_pg=SINGLE_RANK)
-    names = [f"{mode}, {exchange}" for mode in MODES_HERE for exchange in EXCHANGES]
-    ways = {name: partial(layer_of(name, None), *qkv) for name in (*names, "ring, hops")}
+    attention = FAPowerCapAttention(comm_type=0, ulysses_pg=SINGLE_RANK)
+    names = [f"{mode}, {exchange}" for mode in LAYER_MODES for exchange in EXCHANGES]
+    runs = {name: partial(make_layer(name, None), *qkv) for name in (*names, "ring, hops")}
     if not job["rounds"]:
-        ways = {}
+        runs = {}
     with torch.inference_mode():
-        ways["attention"] = partial(alone, *gathered)
-        ways["exchange"] = partial(FAPowerCapAttention(comm_type=0, kernel=NoAttention()), *qkv)
-        times = common.interleave(ways, job["rounds"] or 10)
+        runs["attention"] = partial(attention, *gathered)
+        runs["exchange"] = partial(FAPowerCapAttention(comm_type=0, kernel=NoAttention()), *qkv)
+        times = common.time_interleaved(runs, job["rounds"] or 10)
         for name in job["traced"]:
-            traced(name, Path(job["out"]), tokens, heads, qkv)
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, times)
+            trace_layer(name, Path(job["out"]), tokens, heads, qkv)
+    times_by_rank: list[Any] = [None] * ranks
+    dist.all_gather_object(times_by_rank, times)
     if rank == 0:
-        Path(job["answer"]).write_text(json.dumps(common.slowest(found)))
+        Path(job["answer"]).write_text(json.dumps(common.take_slowest_rank(times_by_rank)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def traced(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
+def trace_layer(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
     """Write the trace of one call of a layer, for `wan.power report`."""
-    layer, events = layer_of(name, None), list[trace.Event]()
+    layer, events = make_layer(name, None), list[trace.Event]()
     mode, _, exchange = name.rpartition(", ")
-    comm_type, overlap, chunks = MODES_HERE[mode]
+    comm_type, overlap, chunks = LAYER_MODES[mode]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plan = ExchangePlan(
         rank=rank,
@@ -230,7 +234,7 @@ def traced(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
     write_trace(Trace(plan, events, about), folder, events[0].begin)
 
 
-def predicted(
+def predict_seconds(
     name: str, ranks: int, heads: int, attention: float, exchange: float, by_rate: float
 ) -> float:
     """Predict the layer's seconds from one compute lane and one link lane, in the mode's order.
@@ -240,11 +244,11 @@ def predicted(
         exchange: Measured seconds of all exchanges of a layer.
         by_rate: Seconds of these exchanges by their bytes and the link's rate.
     """
-    way, _, _ = name.rpartition(", ")
-    if way == "ring":  # K and V hop while attention to the present block runs
+    mode_name, _, _ = name.rpartition(", ")
+    if mode_name == "ring":  # K and V hop while attention to the present block runs
         hop, part = by_rate / 2 * ranks / (ranks - 1), attention / ranks
         return max(hop, part) * (ranks - 1) + part
-    comm_type, overlap, chunks = MODES_HERE[way]
+    comm_type, overlap, chunks = LAYER_MODES[mode_name]
     mode: Mode = OVERLAP if overlap else MODES[comm_type]
     sizes = count_heads_per_chunk(heads, ranks, mode.chunks if chunks is None else chunks)
     now = lane = 0.0
@@ -262,7 +266,7 @@ def predicted(
     return now
 
 
-def measured(
+def measure_rates(
     names: Sequence[str], switch: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Measure all rates; return the rows of results."""
@@ -270,14 +274,14 @@ def measured(
     ranks, rows = len(names), []
     sent = 4 * 4 * options.tokens * options.heads * options.head_dim * (ranks - 1) / ranks
     job = {**size, "rounds": 0, "traced": [], "out": str(options.out)}
-    attention = median(on_ranks(names, job)["attention"])
+    attention = median(run_in_namespaces(names, job)["attention"])
     for multiple in options.rates:
         rate = sent / attention * multiple
-        limit(switch, LINK, rate)
+        limit_rate(switch, LINK, rate)
         job |= {"rounds": options.rounds, "traced": TRACED if multiple == 1 else []}
-        times = on_ranks(names, job)
+        times = run_in_namespaces(names, job)
         alone, exchange = (median(times.pop(name)) for name in ("attention", "exchange"))
-        known = ranks, options.heads, alone, exchange, sent / rate
+        figures = ranks, options.heads, alone, exchange, sent / rate
         print(
             f"\n{ranks} ranks, {rate * 8 / 1e6:.0f} Mbit/s ({multiple:g} x balanced): attention "
             f"{alone:.3f} s, exchanges {exchange:.3f} s ({sent / 1e6:.1f} MB / rate: "
@@ -286,15 +290,23 @@ def measured(
         print(
             f"{'':26}{'seconds':>9}{'predicted':>11}{'off':>7}{'hidden':>8}{'gain':>8}{'pred.':>8}"
         )
-        base = median(times["mode 0, split"]), predicted("mode 0, split", *known)
+        base = median(times["mode 0, split"]), predict_seconds("mode 0, split", *figures)
         for name, seconds in times.items():
-            found, ours = median(seconds), predicted(name, *known)
-            row = {"rate": rate, "way": name, "seconds": found, "predicted": ours}
-            row |= {"hidden": 1 - (found - alone) / exchange, "all": seconds}
-            row |= {"gain": base[0] / found, "predicted_gain": base[1] / ours}
+            measured_seconds, predicted_seconds = median(seconds), predict_seconds(name, *figures)
+            row = {
+                "rate": rate,
+                "way": name,
+                "seconds": measured_seconds,
+                "predicted": predicted_seconds,
+            }
+            row |= {"hidden": 1 - (measured_seconds - alone) / exchange, "all": seconds}
+            row |= {
+                "gain": base[0] / measured_seconds,
+                "predicted_gain": base[1] / predicted_seconds,
+            }
             rows.append(row | {"ranks": ranks, "attention": alone, "exchange": exchange})
             print(
-                f"{name:26}{found:9.3f}{ours:11.3f}{found / ours - 1:7.0%}{row['hidden']:8.0%}"
+                f"{name:26}{measured_seconds:9.3f}{predicted_seconds:11.3f}{measured_seconds / predicted_seconds - 1:7.0%}{row['hidden']:8.0%}"
                 f"{row['gain']:8.2f}{row['predicted_gain']:8.2f}",
                 flush=True,
             )
@@ -323,15 +335,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.job:
-        return work(json.loads(options.job))
+        return run_rank(json.loads(options.job))
     lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if platform.system() != "Linux" or os.geteuid() or lacking:
         parser.error(f"needs Linux, root, ip and tc{'; there is no ' if lacking else ''}{lacking}")
     for path in options.out.glob(f"*/{make_trace_path(Path(), 0)}"):
         check_output(path, TRACE, "--out")
-    with namespaces(options.ranks) as (names, switch):
+    with create_namespaces(options.ranks) as (names, switch):
         share_one_link(names, switch)
-        rows = measured(names, switch, options)
+        rows = measure_rates(names, switch, options)
     common.write_json(options.json, common.CPU, rows)
     folders = [
         str(path.parent) for path in sorted(options.out.glob(f"*/{make_trace_path(Path(), 0)}"))

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, interleave, ratios, results_file, write_json
+from benchmarks.common import CPU, compute_ratios, results_file, time_interleaved, write_json
 from wan import WanI2V
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, make_output_path_type, run_program
@@ -47,13 +47,13 @@ class Timeline(StageTimer):
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with super().__call__(name):
             yield
-        self.spans.append((name, begun, time.perf_counter()))
+        self.spans.append((name, start, time.perf_counter()))
 
 
-def _made(model: Any, clips: int, offload: bool) -> None:
+def _make_video(model: Any, clips: int, offload: bool) -> None:
     model.generate(
         PROMPT,
         str(IMAGE),
@@ -68,47 +68,49 @@ def _made(model: Any, clips: int, offload: bool) -> None:
     )
 
 
-def gains(rounds: int, clips: int) -> dict[str, dict[str, list[float]]]:
+def measure_overlap_gain(rounds: int, clips: int) -> dict[str, dict[str, list[float]]]:
     """Returns the seconds of videos with and without overlap, for each offload policy."""
     models = {
         name: WanI2V("i2v-A14B", DEMO, overlap_decoding=name == "overlap")
         for name in ("one after the other", "overlap")
     }
-    found = {}
+    times = {}
     for offload in (False, True):
-        runs = {name: partial(_made, model, clips, offload) for name, model in models.items()}
-        found["loaded when needed" if offload else "kept"] = interleave(runs, rounds)
-    return found
+        runs = {name: partial(_make_video, model, clips, offload) for name, model in models.items()}
+        times["loaded when needed" if offload else "kept"] = time_interleaved(runs, rounds)
+    return times
 
 
-def timelines(clips: int) -> dict[str, list[Span]]:
+def record_timelines(clips: int) -> dict[str, list[Span]]:
     """Returns the spans of all stages of one video, with and without overlap."""
-    found = {}
+    spans_by_name = {}
     for name in ("one after the other", "overlap"):
         model: Any = WanI2V("i2v-A14B", DEMO, overlap_decoding=name == "overlap")
-        _made(model, 1, False)  # loads the networks
+        _make_video(model, 1, False)  # loads the networks
         stages = model._pipeline.stages = Timeline()
-        begun = time.perf_counter()
-        _made(model, clips, False)
-        found[name] = [(what, a - begun, b - begun) for what, a, b in stages.spans]
-    return found
+        start = time.perf_counter()
+        _make_video(model, clips, False)
+        spans_by_name[name] = [(stage, a - start, b - start) for stage, a, b in stages.spans]
+    return spans_by_name
 
 
 _METADATA = {"Software": "benchmarks.long_videos"}
 PLOT = make_marked_kind("a plot of benchmarks.long_videos", b"Software\0benchmarks.long_videos")
 
 
-def plot(found: dict[str, list[Span]], path: Path) -> None:
+def plot_timelines(timelines: dict[str, list[Span]], path: Path) -> None:
     """Draws the timelines of denoising and decoding, one below the other."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(found), 1, sharex=True, figsize=(9, 3.6), layout="tight")
-    for axis, (name, spans) in zip(axes, found.items(), strict=True):
-        for row, (what, colour) in enumerate((("denoising", "#2a6f97"), ("decoding", "#e07a1f"))):
-            bars = [(a, b - a) for stage, a, b in spans if stage == what]
+    figure, axes = plt.subplots(len(timelines), 1, sharex=True, figsize=(9, 3.6), layout="tight")
+    for axis, (name, spans) in zip(axes, timelines.items(), strict=True):
+        for row, (stage_name, colour) in enumerate(
+            (("denoising", "#2a6f97"), ("decoding", "#e07a1f"))
+        ):
+            bars = [(a, b - a) for stage, a, b in spans if stage == stage_name]
             axis.broken_barh(bars, (row - 0.4, 0.8), color=colour)
         axis.set_yticks((0, 1), ("denoising", "decoding"))
         axis.invert_yaxis()
@@ -119,16 +121,16 @@ def plot(found: dict[str, list[Span]], path: Path) -> None:
     plt.close(figure)
 
 
-def memory(clips: int) -> dict[str, Any]:
+def measure_memory(clips: int) -> dict[str, Any]:
     """Runs generate.py with a number of clips; returns its peak memory and seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "v.mp4"
         flags = ["--task", "i2v-A14B", "--image", IMAGE, "--frame_num", FRAMES, "--sample_steps", 4]
         flags += ["--clips", clips, "--chain", "latent", "--base_seed", 1, "--save_file", out]
         command = [sys.executable, ROOT / "generate.py", *flags, "--offload_model", "false"]
-        begun = time.perf_counter()
+        start = time.perf_counter()
         subprocess.run([*map(str, command)], check=True, capture_output=True)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         record = json.loads(out.with_suffix(".json").read_text())
     return {"clips": clips, "seconds": seconds, **record["peak_memory_bytes"]}
 
@@ -148,12 +150,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     results: list[Any] = []
     for clips in options.memory or ():
-        results.append(memory(clips))
+        results.append(measure_memory(clips))
         print(results[-1], flush=True)
     if not options.memory:
-        for name, times in gains(options.rounds, options.clips).items():
+        for name, times in measure_overlap_gain(options.rounds, options.clips).items():
             overlapped, plain = times["overlap"], times["one after the other"]
-            share = ratios(overlapped, plain)
+            share = compute_ratios(overlapped, plain)
             print(
                 f"{name}: {statistics.median(plain):.2f} s one after the other, "
                 f"{statistics.median(overlapped):.2f} s with overlap, ratio {share['median']:.3f} "
@@ -162,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             results.append({"networks": name, "seconds": times, "ratio": share})
         if options.plot:
-            plot(timelines(options.clips), options.plot)
+            plot_timelines(record_timelines(options.clips), options.plot)
     write_json(options.json, CPU, results)
 
 

@@ -56,53 +56,56 @@ class Files(PowerSource):
         return Sample(mhz=sum(values) / len(values))
 
 
-def sources() -> dict[str, tuple[Device, Callable[[], PowerSource]]]:
+def list_sources() -> dict[str, tuple[Device, Callable[[], PowerSource]]]:
     """Return this machine's power sources: name -> device to load, and a factory."""
     cpu = devices.select_device("cpu")
-    found: dict[str, tuple[Device, Callable[[], PowerSource]]] = {"files": (cpu, Files)}
+    sources: dict[str, tuple[Device, Callable[[], PowerSource]]] = {"files": (cpu, Files)}
     for kind in ("cpu", "auto"):
         device = devices.select_device(kind)
         source = open_power_source(device)
         source.close()
         if not isinstance(source, UnavailableSource):
-            found[source.name] = (device, partial(open_power_source, device))
-    return found
+            sources[source.name] = (device, partial(open_power_source, device))
+    return sources
 
 
-def step(matrix: torch.Tensor, products: int) -> None:
+def run_step(matrix: torch.Tensor, products: int) -> None:
     for _ in range(products):
         matrix = torch.nn.functional.normalize(matrix @ matrix)
 
 
-def measure(
-    name: str, device: Device, make: Callable[[], PowerSource], asked: Any
+def measure_source(
+    name: str, device: Device, make: Callable[[], PowerSource], options: Any
 ) -> dict[str, Any]:
-    matrix = torch.randn(asked.size, asked.size, device=device.torch_device)
-    run = partial(step, matrix, asked.products)
-    found: list[PowerMeasurement] = []
+    matrix = torch.randn(options.size, options.size, device=device.torch_device)
+    run = partial(run_step, matrix, options.products)
+    measurements: list[PowerMeasurement] = []
 
-    def steps(metered: bool) -> None:
-        meter = Meter(make() if metered else UnavailableSource("not asked for"), asked.period)
+    def run_steps(metered: bool) -> None:
+        meter = Meter(make() if metered else UnavailableSource("not asked for"), options.period)
         with meter:
-            for _ in range(asked.steps):
+            for _ in range(options.steps):
                 run()
             device.synchronize()
         if metered:
-            found.append(meter.stop())
+            measurements.append(meter.stop())
 
-    variants = {"metered": partial(steps, True), "plain": partial(steps, False)}
-    times = common.interleave(variants, asked.rounds, device.torch_device)
-    cpu, seconds = (sum(getattr(one, n) for one in found) for n in ("cpu_seconds", "seconds"))
-    samples = sum(one.samples for one in found)
+    variants = {"metered": partial(run_steps, True), "plain": partial(run_steps, False)}
+    times = common.time_interleaved(variants, options.rounds, device.torch_device)
+    cpu, seconds = (
+        sum(getattr(measurement, n) for measurement in measurements)
+        for n in ("cpu_seconds", "seconds")
+    )
+    samples = sum(measurement.samples for measurement in measurements)
     return {
         "source": name,
         "device": device.name(),
-        "period_ms": 1e3 * found[0].period,
-        "step_seconds": common.spread([t / asked.steps for t in times["metered"]]),
+        "period_ms": 1e3 * measurements[0].period,
+        "step_seconds": common.compute_spread([t / options.steps for t in times["metered"]]),
         "samples": samples,
         "cpu_us_per_sample": 1e6 * cpu / samples,
         "cpu_share_of_step_time": cpu / seconds,
-        "metered_over_plain": common.ratios(times["metered"], times["plain"]),
+        "metered_over_plain": common.compute_ratios(times["metered"], times["plain"]),
     }
 
 
@@ -126,12 +129,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=make_argument_type(integer(1, 1000)), default=20)
     parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=4)
     parser.add_argument("--out", type=common.results_file, help="JSON file")
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     began = time.perf_counter()
-    results = [measure(name, *source, asked) for name, source in sources().items()]
+    results = [measure_source(name, *source, options) for name, source in list_sources().items()]
     print(json.dumps(results, indent=1))
     print(f"{time.perf_counter() - began:.0f} s on {system.read_cpu_name()}")
-    common.write_json(asked.out, devices.select_device("auto").torch_device, results)
+    common.write_json(options.out, devices.select_device("auto").torch_device, results)
 
 
 if __name__ == "__main__":

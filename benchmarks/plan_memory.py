@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import results_file, write_json
 from tools import make_character
-from tools.make_sound import write
+from tools.make_sound import write_wav
 from wan.cli import flags
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program
@@ -55,14 +55,14 @@ STAGES = {
     "denoising": "denoising",
     "decoding": "decoding",
 }
-ENOUGH = 200e6  # bytes; smaller stages are not judged
-WITHIN = 0.05  # relative
+MIN_JUDGED_BYTES = 200e6  # bytes; smaller stages are not judged
+TOLERANCE = 0.05  # relative
 
 HEAD_DIMS = {"t2v-1.3B": 64, "t2v-A14B": 32, "i2v-A14B": 32, "ti2v-5B": 32}
 HEAD_DIMS |= {"s2v-14B": 16, "animate-14B": 16, "vace-1.3B": 64}
 LARGE_TEXT = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 8, "num_heads": 16}
 LARGE = ("--size", "512*512", "--frame_num", "25", "--sample_steps", "2")
-ONE = ("--sample_guide_scale", "1")  # one guidance branch
+NO_GUIDANCE = ("--sample_guide_scale", "1")  # one guidance branch
 MODES = {
     "baseline": (),
     "InsertComm": ("--comm_type", "1"),
@@ -90,25 +90,25 @@ class Case:
     text: Mapping[str, int] = field(default_factory=dict)
     image: bool = False
 
-    def argv(self, folder: Path) -> list[str]:
+    def make_arguments(self, folder: Path) -> list[str]:
         """Write the checkpoint and inputs into `folder`; return the command line."""
-        made = folder / f"{self.task}-{len(self.text)}"
-        if not made.is_dir():
+        checkpoint = folder / f"{self.task}-{len(self.text)}"
+        if not checkpoint.is_dir():
             dim = PRESETS[self.task].num_heads * HEAD_DIMS[self.task]
             with patch.dict(tiny.TEXT_SIZES, self.text):
-                tiny.make_checkpoint(self.task, made, sizes={"dim": dim, "ffn_dim": 2 * dim})
-        argv = ["--plan", "--device", "cpu", "--task", self.task, "--ckpt_dir", str(made)]
+                tiny.make_checkpoint(self.task, checkpoint, sizes={"dim": dim, "ffn_dim": 2 * dim})
+        argv = ["--plan", "--device", "cpu", "--task", self.task, "--ckpt_dir", str(checkpoint)]
         argv += ["--prompt", "cat " * 255]  # 511 tokens: the plan is for 512
         if self.image:
             Image.new("RGB", (512, 512)).save(folder / "image.png")
             argv += ["--image", str(folder / "image.png")]
         if self.task == "s2v-14B":
-            argv += ["--audio", str(write(folder / "voice.wav", 1.7))]  # two clips of 16 frames
+            argv += ["--audio", str(write_wav(folder / "voice.wav", 1.7))]  # two clips of 16 frames
         if self.task == "animate-14B":  # two clips of 13 frames
-            moves = folder / "moves"
-            if not moves.is_dir():
-                make_character.write(moves, (512, 512), 20)
-            argv += ["--src_root_path", str(moves)]
+            animate_folder = folder / "moves"
+            if not animate_folder.is_dir():
+                make_character.write_character_folder(animate_folder, (512, 512), 20)
+            argv += ["--src_root_path", str(animate_folder)]
         if self.task == "vace-1.3B":
             for name in ("video", "mask"):
                 path = folder / f"{name}.mp4"
@@ -118,83 +118,105 @@ class Case:
         return [*argv, *self.flags]
 
 
-def ranks(ring: int, ulysses: int) -> tuple[str, ...]:
+def make_rank_flags(ring: int, ulysses: int) -> tuple[str, ...]:
     return ("--ring_size", str(ring), "--ulysses_size", str(ulysses))
 
 
-def cases() -> Iterator[Case]:
-    for name, given in {**dict(loops()), **dict(methods()), **dict(caches())}.items():
-        yield Case(name, (*LARGE, *given), loop=True)
-    yield from runs()
+def list_cases() -> Iterator[Case]:
+    for name, case_flags in {
+        **dict(list_loop_cases()),
+        **dict(list_backend_cases()),
+        **dict(list_cache_cases()),
+    }.items():
+        yield Case(name, (*LARGE, *case_flags), loop=True)
+    yield from list_run_cases()
 
 
-def caches() -> Iterator[tuple[str, tuple[str, ...]]]:
+def list_cache_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
     """List cases of step caches whose every step computes all blocks."""
-    shown = {
+    policies = {
         "first_block": ("first_block", "--step_cache_threshold", "0"),
         "first_block, order 1": (
             *("first_block", "--step_cache_threshold", "0", "--step_cache_order", "1"),
         ),
         "steps": ("steps:0-1",),
     }
-    for name, policy in shown.items():
-        given = ("--step_cache", *policy, "--step_cache_force")
-        yield f"{name}, one rank", (*given, *ONE)
-        yield f"{name}, one rank bf16", (*given, *ONE, "--precision", "bf16")
-        yield f"{name}, 2 x 2 InsertComm", (*given, *ranks(2, 2), "--comm_type", "1")
-    yield "steps, 2 x 2 FSDP", (*given, *ranks(2, 2), "--dit_fsdp")
-    kept = (
+    for name, policy in policies.items():
+        cache_flags = ("--step_cache", *policy, "--step_cache_force")
+        yield f"{name}, one rank", (*cache_flags, *NO_GUIDANCE)
+        yield f"{name}, one rank bf16", (*cache_flags, *NO_GUIDANCE, "--precision", "bf16")
+        yield (
+            f"{name}, 2 x 2 InsertComm",
+            (*cache_flags, *make_rank_flags(2, 2), "--comm_type", "1"),
+        )
+    yield "steps, 2 x 2 FSDP", (*cache_flags, *make_rank_flags(2, 2), "--dit_fsdp")
+    attention_flags = (
         *("--use_attentioncache", "--start_step", "0", "--end_step", "4", "--step_cache_force"),
         *("--attentioncache_interval", "2", "--sample_steps", "5"),  # the solver's history grows
     )
-    yield "attention, one rank", (*kept, *ONE)
-    yield "attention, 1 x 2", (*kept, *ranks(1, 2), *ONE)
-    yield "attention, 1 x 2, two branches", (*kept, *ranks(1, 2))
+    yield "attention, one rank", (*attention_flags, *NO_GUIDANCE)
+    yield "attention, 1 x 2", (*attention_flags, *make_rank_flags(1, 2), *NO_GUIDANCE)
+    yield "attention, 1 x 2, two branches", (*attention_flags, *make_rank_flags(1, 2))
 
 
-def loops() -> Iterator[tuple[str, tuple[str, ...]]]:
+def list_loop_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
     """List cases of modes, rings, dtypes, padding, guidance branches and sharded weights."""
-    yield "one rank", ONE
-    yield "one rank bf16", (*ONE, "--precision", "bf16")
+    yield "one rank", NO_GUIDANCE
+    yield "one rank bf16", (*NO_GUIDANCE, "--precision", "bf16")
     yield "one rank, two branches, no text cache", ("--text_kv_cache", "false")
     for name, mode in MODES.items():
-        yield f"1 x 2 {name}", (*ranks(1, 2), *mode, *ONE)
-        yield f"1 x 2 {name} bf16", (*ranks(1, 2), *mode, *ONE, "--precision", "bf16")
-        yield f"1 x 4 {name}", (*ranks(1, 4), *mode, *ONE)
-        yield f"2 x 2 {name}", (*ranks(2, 2), *mode, *ONE)
-    yield "ring of 2", (*ranks(2, 1), *ONE)
-    yield "ring of 2 bf16", (*ranks(2, 1), *ONE, "--precision", "bf16")
-    yield "ring of 4", (*ranks(4, 1), *ONE)
-    yield "line of 4", (*ranks(4, 1), *ONE, "--ring_type", "bidirectional")
-    yield "2 x 2 InsertComm, padded", (*ranks(2, 2), *ONE, "--comm_type", "1", "--size", "528*496")
-    yield "2 x 1 x 2, two branches", ("--cfg_size", "2", *ranks(1, 2))
-    yield "1 x 2 FSDP", (*ranks(1, 2), "--dit_fsdp", *ONE)
-    yield "2 x 2 FSDP bf16", (*ranks(2, 2), "--dit_fsdp", *ONE, "--precision", "bf16")
+        yield f"1 x 2 {name}", (*make_rank_flags(1, 2), *mode, *NO_GUIDANCE)
+        yield (
+            f"1 x 2 {name} bf16",
+            (*make_rank_flags(1, 2), *mode, *NO_GUIDANCE, "--precision", "bf16"),
+        )
+        yield f"1 x 4 {name}", (*make_rank_flags(1, 4), *mode, *NO_GUIDANCE)
+        yield f"2 x 2 {name}", (*make_rank_flags(2, 2), *mode, *NO_GUIDANCE)
+    yield "ring of 2", (*make_rank_flags(2, 1), *NO_GUIDANCE)
+    yield "ring of 2 bf16", (*make_rank_flags(2, 1), *NO_GUIDANCE, "--precision", "bf16")
+    yield "ring of 4", (*make_rank_flags(4, 1), *NO_GUIDANCE)
+    yield "line of 4", (*make_rank_flags(4, 1), *NO_GUIDANCE, "--ring_type", "bidirectional")
+    yield (
+        "2 x 2 InsertComm, padded",
+        (*make_rank_flags(2, 2), *NO_GUIDANCE, "--comm_type", "1", "--size", "528*496"),
+    )
+    yield "2 x 1 x 2, two branches", ("--cfg_size", "2", *make_rank_flags(1, 2))
+    yield "1 x 2 FSDP", (*make_rank_flags(1, 2), "--dit_fsdp", *NO_GUIDANCE)
+    yield (
+        "2 x 2 FSDP bf16",
+        (*make_rank_flags(2, 2), "--dit_fsdp", *NO_GUIDANCE, "--precision", "bf16"),
+    )
 
 
-def methods() -> Iterator[tuple[str, tuple[str, ...]]]:
+def list_backend_cases() -> Iterator[tuple[str, tuple[str, ...]]]:
     """List cases of FP8 attention, FP8 exchanges, block-sparse attention, and combinations."""
     both = (*RAIN, "--rainfusion_type", "v3", *FP8)
     for name, method in (("FP8", FP8), ("RainFusion", RAIN), ("RainFusion FP8", both)):
-        yield f"{name} one rank", (*method, *ONE)
-        yield f"{name} one rank bf16", (*method, *ONE, "--precision", "bf16")
-        yield f"{name} 1 x 2 BlockAttn", (*ranks(1, 2), *method, "--comm_type", "2", *ONE)
-        yield f"{name} 2 x 2 InsertComm", (*ranks(2, 2), *method, "--comm_type", "1", *ONE)
-    exchanged = (*FP8, "--quant_alltoall", *ONE)
-    yield "FP8 exchanged 1 x 2", (*ranks(1, 2), *exchanged)
-    yield "FP8 exchanged 2 x 2 bf16", (*ranks(2, 2), *exchanged, "--precision", "bf16")
+        yield f"{name} one rank", (*method, *NO_GUIDANCE)
+        yield f"{name} one rank bf16", (*method, *NO_GUIDANCE, "--precision", "bf16")
+        yield (
+            f"{name} 1 x 2 BlockAttn",
+            (*make_rank_flags(1, 2), *method, "--comm_type", "2", *NO_GUIDANCE),
+        )
+        yield (
+            f"{name} 2 x 2 InsertComm",
+            (*make_rank_flags(2, 2), *method, "--comm_type", "1", *NO_GUIDANCE),
+        )
+    exchanged = (*FP8, "--quant_alltoall", *NO_GUIDANCE)
+    yield "FP8 exchanged 1 x 2", (*make_rank_flags(1, 2), *exchanged)
+    yield "FP8 exchanged 2 x 2 bf16", (*make_rank_flags(2, 2), *exchanged, "--precision", "bf16")
 
 
-def runs() -> Iterator[Case]:
+def list_run_cases() -> Iterator[Case]:
     """List runs of all stages: tasks, offload policies, text encoder and VAE."""
     size = ("--size", "512*512", "--frame_num", "17", "--sample_steps")
-    two = (*size, "2", *ranks(1, 2))
-    four = (*size, "4", *ranks(1, 2), "--offload_model")
-    yield Case("t2v", (*size, "2", *ONE))
-    yield Case("t2v, large text encoder", (*size, "1", *ONE), text=LARGE_TEXT)
+    two = (*size, "2", *make_rank_flags(1, 2))
+    four = (*size, "4", *make_rank_flags(1, 2), "--offload_model")
+    yield Case("t2v", (*size, "2", *NO_GUIDANCE))
+    yield Case("t2v, large text encoder", (*size, "1", *NO_GUIDANCE), text=LARGE_TEXT)
     bf16 = ("--precision", "bf16")
-    yield Case("t2v, large text encoder bf16", (*size, "1", *ONE, *bf16), text=LARGE_TEXT)
-    yield Case("t2v FSDP, large text encoder", (*two, *FSDP, *ONE), text=LARGE_TEXT)
+    yield Case("t2v, large text encoder bf16", (*size, "1", *NO_GUIDANCE, *bf16), text=LARGE_TEXT)
+    yield Case("t2v FSDP, large text encoder", (*two, *FSDP, *NO_GUIDANCE), text=LARGE_TEXT)
     yield Case("t2v, two experts, one at a time", (*four, "true"), "t2v-A14B")
     yield Case("t2v, two experts at once", (*four, "false"), "t2v-A14B")
     yield Case("i2v", two, "i2v-A14B", image=True)
@@ -202,21 +224,23 @@ def runs() -> Iterator[Case]:
     yield Case("ti2v", two, "ti2v-5B")
     yield Case("ti2v, image", two, "ti2v-5B", image=True)
     clips = ("--size", "512*512", "--infer_frames", "16", "--sample_steps", "2")
-    yield Case("s2v", (*clips, *ONE), "s2v-14B", image=True)
+    yield Case("s2v", (*clips, *NO_GUIDANCE), "s2v-14B", image=True)
     yield Case("s2v, two branches", clips, "s2v-14B", image=True)
-    yield Case("s2v, 1 x 2", (*clips, *ranks(1, 2), *ONE), "s2v-14B", image=True)
-    yield Case("s2v FSDP", (*clips, *ranks(1, 2), *FSDP, *ONE), "s2v-14B", image=True)
-    moved = ("--frame_num", "13", "--sample_steps", "2")
-    yield Case("animate", moved, "animate-14B")
-    yield Case("animate, replace", (*moved, "--replace_flag"), "animate-14B")
-    yield Case("animate, guidance", (*moved, "--sample_guide_scale", "2"), "animate-14B")
-    yield Case("animate, 1 x 2", (*moved, *ranks(1, 2)), "animate-14B")
-    yield Case("animate FSDP", (*moved, *ranks(1, 2), *FSDP), "animate-14B")
-    yield Case("vace", (*size, "2", *ONE), "vace-1.3B")
+    yield Case("s2v, 1 x 2", (*clips, *make_rank_flags(1, 2), *NO_GUIDANCE), "s2v-14B", image=True)
+    yield Case(
+        "s2v FSDP", (*clips, *make_rank_flags(1, 2), *FSDP, *NO_GUIDANCE), "s2v-14B", image=True
+    )
+    animate_flags = ("--frame_num", "13", "--sample_steps", "2")
+    yield Case("animate", animate_flags, "animate-14B")
+    yield Case("animate, replace", (*animate_flags, "--replace_flag"), "animate-14B")
+    yield Case("animate, guidance", (*animate_flags, "--sample_guide_scale", "2"), "animate-14B")
+    yield Case("animate, 1 x 2", (*animate_flags, *make_rank_flags(1, 2)), "animate-14B")
+    yield Case("animate FSDP", (*animate_flags, *make_rank_flags(1, 2), *FSDP), "animate-14B")
+    yield Case("vace", (*size, "2", *NO_GUIDANCE), "vace-1.3B")
     yield Case("vace, two branches bf16", (*size, "2", *bf16), "vace-1.3B")
-    yield Case("vace, 1 x 2 InsertComm", (*two, *ONE, "--comm_type", "1"), "vace-1.3B")
-    yield Case("vace FSDP", (*two, *ONE, *FSDP), "vace-1.3B")
-    yield Case("t2v, tiled decoding", (*size, "1", *ONE, "--vae_tiling"))
+    yield Case("vace, 1 x 2 InsertComm", (*two, *NO_GUIDANCE, "--comm_type", "1"), "vace-1.3B")
+    yield Case("vace FSDP", (*two, *NO_GUIDANCE, *FSDP), "vace-1.3B")
+    yield Case("t2v, tiled decoding", (*size, "1", *NO_GUIDANCE, "--vae_tiling"))
 
 
 class Sampler(threading.Thread):
@@ -224,39 +248,39 @@ class Sampler(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.most = 0
+        self.peak = 0
 
     def run(self) -> None:
         while True:
-            self.most = max(self.most, anonymous())
+            self.peak = max(self.peak, read_rss_anon())
             time.sleep(0.005)
 
 
-def anonymous() -> int:
+def read_rss_anon() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-class Watched(StageTimer):
+class StagePeaks(StageTimer):
     """Stages that record their peak memory: tensors, and the process's growth since the start."""
 
     def __init__(self, live: StorageTracker, sampler: Sampler) -> None:
         super().__init__()
-        self.live, self.sampler, self.start = live, sampler, anonymous()
-        self.found: dict[str, tuple[int, int]] = {}
+        self.live, self.sampler, self.start_bytes = live, sampler, read_rss_anon()
+        self.peaks: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         if name not in STAGES:
             yield
             return
-        self.live.peak_bytes, self.sampler.most = +self.live.live_bytes, 0
+        self.live.peak_bytes, self.sampler.peak = +self.live.live_bytes, 0
         yield
-        now, before = self.live.peak_bytes.total(), self.found.get(STAGES[name], (0, 0))
-        self.found[STAGES[name]] = max((now, self.sampler.most - self.start), before)
+        now, previous = self.live.peak_bytes.total(), self.peaks.get(STAGES[name], (0, 0))
+        self.peaks[STAGES[name]] = max((now, self.sampler.peak - self.start_bytes), previous)
 
 
-def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int]]:
+def run_case(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int]]:
     """Run a case on one rank; return the peaks of its stages."""
     torch.set_num_threads(1)
     setup, parallel, team = run.setup, run.setup.parallel, None
@@ -268,65 +292,74 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
     sampler.start()
     live = StorageTracker("cpu", resizes=parallel.dit_fsdp or parallel.t5_fsdp)
     pipeline = build.build_pipeline(setup, resolve_device("cpu"), team)
-    pipeline.stages = stages = Watched(live, sampler)
-    texts = torch.zeros(2, *pipeline.text_size) if case.loop else (None, None)
+    pipeline.stages = stages = StagePeaks(live, sampler)
+    prompt_embeds = torch.zeros(2, *pipeline.text_size) if case.loop else (None, None)
     if run.params.has_clips:
         with live:
             clips = pipeline.generate_clips(run.params, run.make_inputs())
             while next(clips, None) is not None:
                 pass
-        return stages.found
+        return stages.peaks
     with live:
-        given = replace(run.make_inputs(), prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
-        latents = pipeline.generate_latents(run.params, given)
+        inputs = replace(
+            run.make_inputs(),
+            prompt_embeds=prompt_embeds[0],
+            negative_prompt_embeds=prompt_embeds[1],
+        )
+        latents = pipeline.generate_latents(run.params, inputs)
         if team is not None:
             dist.barrier()
         if not case.loop:  # collective: the ranks agree on how the VAE decodes
             pipeline.decode(latents)
-    return stages.found
+    return stages.peaks
 
 
-def serve(answers: Any, *args: Any) -> None:
-    answers.put(run(*args))
+def send_result(answers: Any, *args: Any) -> None:
+    answers.put(run_case(*args))
 
 
-def measured(case: Case, planned: Run) -> dict[str, list[int]]:
+def measure_case(case: Case, planned: Run) -> dict[str, list[int]]:
     """Run a case on all its ranks; return each stage's maximum over the ranks."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.plan_memory", "diffusers", "transformers"])
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        given = (answers, case, planned, f"{folder}/store")
-        ranks = [
-            context.Process(target=serve, args=(*given, rank))
+        arguments = (answers, case, planned, f"{folder}/store")
+        processes = [
+            context.Process(target=send_result, args=(*arguments, rank))
             for rank in range(planned.setup.parallel.world_size)
         ]
-        for process in ranks:
+        for process in processes:
             process.start()
-        for process in ranks:
+        for process in processes:
             process.join()
             if process.exitcode:
                 raise SystemExit(f"a rank of {case.name} ended with {process.exitcode}")
-        found = [answers.get() for _ in ranks]
-    names = {name for one in found for name in one}
+        results_by_rank = [answers.get() for _ in processes]
+    names = {name for result in results_by_rank for name in result}
     return {
-        name: [max(one[name][which] for one in found if name in one) for which in (0, 1)]
+        name: [
+            max(result[name][which] for result in results_by_rank if name in result)
+            for which in (0, 1)
+        ]
         for name in names
     }
 
 
-def compared(case: Case, folder: Path) -> list[dict[str, Any]]:
-    planned = resolve_command_line(flags.parse_flags(case.argv(folder)), lambda *_: None, plan=True)
+def compare_case(case: Case, folder: Path) -> list[dict[str, Any]]:
+    planned = resolve_command_line(
+        flags.parse_flags(case.make_arguments(folder)), lambda *_: None, plan=True
+    )
     stages = Planner(planned.setup, planned.params).stage_memory()
-    real = measured(case, planned)
+    measured = measure_case(case, planned)
     return [
         {
             "case": case.name,
             "stage": name,
             "planned_bytes": parts.total(),
-            "measured_bytes": real[name][0],
-            "planned_over_measured": parts.total() / real[name][0],
-            "process_bytes": real[name][1],
+            "measured_bytes": measured[name][0],
+            "planned_over_measured": parts.total() / measured[name][0],
+            "process_bytes": measured[name][1],
             "parts": dict(parts),
             "flags": list(case.flags),
         }
@@ -343,24 +376,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     print("case, stage: planned MB, measured MB, ratio, RssAnon MB")
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases():
+        for case in list_cases():
             if options.only and options.only not in case.name:
                 continue
-            for row in compared(case, Path(folder)):
+            for row in compare_case(case, Path(folder)):
                 rows.append(row)
                 sizes = [row[f"{of}_bytes"] / 1e6 for of in ("planned", "measured", "process")]
                 ratio = row["planned_over_measured"]
-                wrong = row["measured_bytes"] >= ENOUGH and abs(ratio - 1) > WITHIN
+                wrong = row["measured_bytes"] >= MIN_JUDGED_BYTES and abs(ratio - 1) > TOLERANCE
                 print(
                     f"{row['case']:38} {row['stage']:14} {sizes[0]:8.1f} {sizes[1]:8.1f} "
                     f"{ratio:.3f} {sizes[2]:8.1f}{'  WRONG' if wrong else ''}",
                     flush=True,
                 )
     write_json(options.json, torch.device("cpu"), rows)
-    large = [row["planned_over_measured"] for row in rows if row["measured_bytes"] >= ENOUGH]
+    large = [
+        row["planned_over_measured"] for row in rows if row["measured_bytes"] >= MIN_JUDGED_BYTES
+    ]
     worst = max((abs(ratio - 1) for ratio in large), default=0)
     print(f"{len(rows)} rows; of {len(large)} with 200 MB or more, at most {worst:.1%} off")
-    return int(worst > WITHIN)
+    return int(worst > TOLERANCE)
 
 
 if __name__ == "__main__":

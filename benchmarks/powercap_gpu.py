@@ -70,7 +70,7 @@ class Share:
 Layer = Callable[[Share], None]
 
 
-def mode(number: int) -> Layer:
+def make_mode_layer(number: int) -> Layer:
     """Make a layer with the exchanges and attention calls in a mode's order."""
     row = MODES[number]
 
@@ -84,7 +84,7 @@ def mode(number: int) -> Layer:
     return layer
 
 
-def rests(share: Share) -> None:
+def run_rests_control(share: Share) -> None:
     """Run the baseline's exchanges, and head chunks with InsertComm's idle times between them."""
     q, k, v = (share.exchange(x) for x in share.qkv)
     heads = q.shape[2]
@@ -97,46 +97,48 @@ def rests(share: Share) -> None:
 
 
 LAYERS: dict[str, Layer] = {
-    **{row.name: mode(number) for number, row in MODES.items()},
-    "control: rests without exchanges": rests,
+    **{row.name: make_mode_layer(number) for number, row in MODES.items()},
+    "control: rests without exchanges": run_rests_control,
 }
 LOCKED = "control: baseline, locked clock"
 
 
 def make_share(options: argparse.Namespace) -> Share:
     device = select_device(options.device)
-    on = device.torch_device
-    generator = torch.Generator(on).manual_seed(0)
+    torch_device = device.torch_device
+    generator = torch.Generator(torch_device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=on).to(torch.bfloat16)
+        return torch.randn(shape, generator=generator, device=torch_device).to(torch.bfloat16)
 
     q, k, v = (draw(1, options.tokens, options.heads, options.head_dim) for _ in range(3))
     wide = options.hidden * 27 // 10 // 64 * 64 or 64  # the feed-forward's 13 824 of 5 120
-    own = draw(options.tokens // RANKS, options.hidden)
+    activations = draw(options.tokens // RANKS, options.hidden)
     square, up = draw(options.hidden, options.hidden), draw(options.hidden, wide)
 
     def linear() -> None:
         for _ in range(8):  # self- and cross-attention's
-            own @ square
-        (own @ up) @ up.T
+            activations @ square
+        (activations @ up) @ up.T
 
     kernel = make_dense_kernel(Attention(), Target(device, options.head_dim, torch.bfloat16))
     return Share(device, kernel, (q, k, v), linear, options.link_gbs * 1e9)
 
 
-def block(share: Share, layer: Layer, seconds: float) -> tuple[list[float], PowerMeasurement]:
+def measure_block(
+    share: Share, layer: Layer, seconds: float
+) -> tuple[list[float], PowerMeasurement]:
     """Run layers for a number of seconds; return the time of each and the metered power."""
     times: list[float] = []
     share.device.synchronize()
     with Meter(open_power_source(share.device), period=0.02) as meter:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             share.linear()
             layer(share)
             share.device.synchronize()
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - start)
     return times, meter.stop()
 
 
@@ -169,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep_clock", action="store_true", help="skip the locked-clock control")
     options = parser.parse_args(argv)
     share, order = make_share(options), random.Random(0)
-    _, warm = block(share, LAYERS[MODES[0].name], options.seconds / 4)
+    _, warm = measure_block(share, LAYERS[MODES[0].name], options.seconds / 4)
     names, lock = list(LAYERS), None
     try:
         if not options.keep_clock:
@@ -178,30 +180,35 @@ def main(argv: Sequence[str] | None = None) -> None:
             names.append(LOCKED)
     except MeterError as reason:
         print(f"No locked clock: {reason}.")
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name in order.sample(names, len(names)):
             if name == LOCKED and lock is not None:
                 with lock:
-                    times, told = block(share, LAYERS[MODES[0].name], options.seconds)
+                    times, power = measure_block(share, LAYERS[MODES[0].name], options.seconds)
             else:
-                times, told = block(share, LAYERS[name], options.seconds)
-            found[name].append({"layers": times, "power": told.to_record(), "series": told.series})
+                times, power = measure_block(share, LAYERS[name], options.seconds)
+            blocks[name].append(
+                {"layers": times, "power": power.to_record(), "series": power.series}
+            )
             middle = statistics.median(times[len(times) // 2 :])  # the clock has settled
-            print(f"{name}: {1e3 * middle:.2f} ms a layer, {len(times)} layers. {told.summary()}")
-    base = _settled(found[MODES[0].name])
+            print(f"{name}: {1e3 * middle:.2f} ms a layer, {len(times)} layers. {power.summary()}")
+    base = _take_settled_medians(blocks[MODES[0].name])
     for name in names:
-        ratios = common.ratios(_settled(found[name]), base)
+        ratios = common.compute_ratios(_take_settled_medians(blocks[name]), base)
         spread = f"{ratios['median']:.4f} ({ratios['min']:.4f} to {ratios['max']:.4f})"
         print(f"{name} / baseline: {spread}")
-    how = {name: value for name, value in vars(options).items() if name != "json"}
-    results = [{"options": how, "variants": found}]
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    results = [{"options": settings, "variants": blocks}]
     common.write_json(options.json, share.device.torch_device, results)
 
 
-def _settled(blocks: list[dict[str, Any]]) -> list[float]:
+def _take_settled_medians(blocks: list[dict[str, Any]]) -> list[float]:
     """Return each block's median seconds of a layer, over its second half."""
-    return [statistics.median(one["layers"][len(one["layers"]) // 2 :]) for one in blocks]
+    return [
+        statistics.median(measured_block["layers"][len(measured_block["layers"]) // 2 :])
+        for measured_block in blocks
+    ]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import results_file, write_json
 from tests.gguf_files import kind_of, quantise
-from tools.safetensors_stream import write
+from tools.safetensors_stream import stream_safetensors
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import rename_t5_to_official, rename_vae_to_official
 from wan.checkpoint.layout import inspect_checkpoint
@@ -64,28 +64,28 @@ QUICK = ["--size", "320*192", "--frame_num", "9", "--sample_steps", "2"]
 QUICK += ["--precision", "bf16", "--device", "cpu", "--base_seed", "0"]
 
 
-def drawn(network: nn.Module, layer: str, layers: int) -> Iterator[tuple[str, Tensor]]:
+def draw_parameters(network: nn.Module, layer: str, layers: int) -> Iterator[tuple[str, Tensor]]:
     """Yield names and random values of parameters; all layers share one layer's values."""
     torch.manual_seed(0)
-    known: dict[str, Tensor] = {}
+    cached: dict[str, Tensor] = {}
     for name, parameter in network.named_parameters():
-        found = re.search(rf"{layer}\.(\d+)\.", name)
-        if found is not None and int(found[1]) >= layers:
+        match = re.search(rf"{layer}\.(\d+)\.", name)
+        if match is not None and int(match[1]) >= layers:
             continue
-        key = name if found is None else name.replace(found[0], "")
-        if key not in known:
-            one = parameter.dim() == 1 and name.endswith("weight")
-            spread = 0.1 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
-            known[key] = torch.randn(parameter.shape) * spread + one
-        yield name, known[key]
-        if found is None:
-            del known[key]
+        key = name if match is None else name.replace(match[0], "")
+        if key not in cached:
+            mean = parameter.dim() == 1 and name.endswith("weight")
+            std = 0.1 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
+            cached[key] = torch.randn(parameter.shape) * std + mean
+        yield name, cached[key]
+        if match is None:
+            del cached[key]
 
 
-def save(network: nn.Module, path: Path, rename: Any = str, **how: Any) -> None:
+def save_network(network: nn.Module, path: Path, rename: Any = str, **draw_options: Any) -> None:
     form = {rename(n): (torch.bfloat16, tuple(p.shape)) for n, p in network.named_parameters()}
-    tensors = ((rename(name), x.bfloat16()) for name, x in drawn(network, **how))
-    write(path, form, tensors, path.name)
+    tensors = ((rename(name), x.bfloat16()) for name, x in draw_parameters(network, **draw_options))
+    stream_safetensors(path, form, tensors, path.name)
     size = sum(2 * torch.Size(shape).numel() for _, shape in form.values())
     with path.open("r+b") as file:
         header = int.from_bytes(file.read(8), "little")
@@ -98,39 +98,39 @@ def save_gguf(network: nn.Module, path: Path, kind: str, layers: int) -> None:
     A layer is quantized once, since all layers share their values.
     """
     writer = gguf.GGUFWriter(path, "wan")
-    known: dict[int, Any] = {}
-    for name, value in drawn(network, "blocks", layers):
+    quantized: dict[int, Any] = {}
+    for name, value in draw_parameters(network, "blocks", layers):
         if value.dim() != 2 or not name.startswith("blocks."):
             writer.add_tensor(name, value.float().numpy())
             continue
-        if value.data_ptr() not in known:
-            known[value.data_ptr()] = quantise(value, kind)
-        writer.add_tensor(name, known[value.data_ptr()], raw_dtype=kind_of(kind))
+        if value.data_ptr() not in quantized:
+            quantized[value.data_ptr()] = quantise(value, kind)
+        writer.add_tensor(name, quantized[value.data_ptr()], raw_dtype=kind_of(kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def with_gguf(task: str, source: Path, kind: str, out: Path) -> None:
+def write_gguf_folder(task: str, source: Path, kind: str, out: Path) -> None:
     """Write a folder with the DiT as a GGUF file, and links to the other files."""
     for path in source.iterdir():
         if not path.name.startswith("diffusion_pytorch_model"):
             (out / path.name).symlink_to(path)
     with torch.device("meta"):
-        dit = WanModel(**configuration(task), text_dim=4096)
+        dit = WanModel(**make_config(task), text_dim=4096)
     save_gguf(dit, out / f"Wan2.2-{task}-{kind}.gguf", kind, LAYERS[task])
 
 
-def configuration(task: str) -> dict[str, Any]:
+def make_config(task: str) -> dict[str, Any]:
     preset = PRESETS[task]
     config = {**SIZES[task], "dim": preset.dim, "ffn_dim": preset.ffn_dim, "freq_dim": 256}
     return config | {"num_layers": LAYERS[task], "text_len": 512, "eps": 1e-6}
 
 
-def make(task: str, out: Path, layers: int | None) -> None:
+def write_official_checkpoint(task: str, out: Path, layers: int | None) -> None:
     """Write the checkpoint in the official layout."""
-    preset, config = PRESETS[task], configuration(task)
+    preset, config = PRESETS[task], make_config(task)
     with torch.device("meta"):
         dit = WanModel(**config, text_dim=4096)
         encoder, autoencoder = (
@@ -141,18 +141,21 @@ def make(task: str, out: Path, layers: int | None) -> None:
     (out / names[0]).mkdir(exist_ok=True)
     (out / names[0] / "config.json").write_text(json.dumps(config))
     file = out / names[0] / "diffusion_pytorch_model.safetensors"
-    save(dit, file, layer="blocks", layers=layers or LAYERS[task])
+    save_network(dit, file, layer="blocks", layers=layers or LAYERS[task])
     for other in names[1:]:
         (out / other).symlink_to(out / names[0])
     stem = out / "models_t5_umt5-xxl-enc-bf16.safetensors"
-    save(encoder, stem, rename_t5_to_official, layer="block", layers=24)
+    save_network(encoder, stem, rename_t5_to_official, layer="block", layers=24)
     residual = autoencoder.version.shortcuts
-    state = {rename_vae_to_official(n, residual): x for n, x in drawn(autoencoder, "no layers", 1)}
+    state = {
+        rename_vae_to_official(n, residual): x
+        for n, x in draw_parameters(autoencoder, "no layers", 1)
+    }
     torch.save(state, out / f"Wan{preset.vae}_VAE.pth")
     write_tokenizer(out / "google" / "umt5-xxl", train_tokenizer())
 
 
-def anonymous(process: int) -> int:
+def read_rss_anon(process: int) -> int:
     """Return a process's anonymous bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
@@ -161,33 +164,33 @@ def anonymous(process: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def cpu_seconds() -> float:
+def read_cpu_seconds() -> float:
     """Return the CPU time of all reaped child processes, which other load does not distort."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
-def run(folder: Path, way: str, arguments: list[str], limit: float) -> dict[str, Any]:
+def run_generate(folder: Path, way: str, arguments: list[str], limit: float) -> dict[str, Any]:
     """Run generate.py and sample its memory; kill it where its memory exceeds the limit."""
     video = folder / "video.mp4"
     command = [sys.executable, "generate.py", *arguments, "--save_file", str(video)]
     command += ["--offload_model", *way.split()]
-    start, worked, peak = time.perf_counter(), cpu_seconds(), 0
+    start, worked, peak = time.perf_counter(), read_cpu_seconds(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        peak = max(peak, anonymous(process.pid))
+        peak = max(peak, read_rss_anon(process.pid))
         if peak > limit:
             process.kill()
         time.sleep(0.01)
     result: dict[str, Any] = {"way": way, "code": process.returncode, "anonymous_bytes": peak}
-    result |= {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - worked}
+    result |= {"seconds": time.perf_counter() - start, "cpu_seconds": read_cpu_seconds() - worked}
     if process.returncode == 0:
         record = json.loads(video.with_suffix(".json").read_text())
         result |= {"stages": record["seconds"], "resident_bytes": record["peak_memory_bytes"]}
     return result
 
 
-def copied(arguments: list[str], way: str) -> str:
+def read_planned_copies(arguments: list[str], way: str) -> str:
     """Return the plan's line of the bytes copied to a GPU per step; "" without copies."""
     flags = [*arguments, "--device", "cuda", "--offload_model", *way.split(), "--plan"]
     command = [sys.executable, "generate.py", *flags]
@@ -195,7 +198,7 @@ def copied(arguments: list[str], way: str) -> str:
     return next((line for line in text.splitlines() if line.startswith("Copied per step")), "")
 
 
-def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
+def time_lora_merge(folder: Path, out: Path, rank: int) -> dict[str, float]:
     """Time reading one block into memory, without and with a LoRA on all its linear layers."""
     checkpoint = inspect_checkpoint(folder)
     name, files = next(iter(checkpoint.experts.items()))
@@ -209,21 +212,24 @@ def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
     save_file(pairs, out / "lora.safetensors")
     loras = lora.resolve_loras({"lora": (str(out / "lora.safetensors"),)}, checkpoint)
     plain = {key: source for key, source in open_sources(linears).items() if len(source.shape) == 2}
-    added = {key: merge_loras(plain, loras[name])[key] for key in plain}
-    found = {}
-    for words, sources in (("first", plain), ("plain", plain), ("with LoRA", added)):
+    with_lora = {key: merge_loras(plain, loras[name])[key] for key in plain}
+    seconds = {}
+    for label, sources in (("first", plain), ("plain", plain), ("with LoRA", with_lora)):
         memory = [torch.empty(source.shape, dtype=torch.bfloat16) for source in sources.values()]
         start = time.perf_counter()
         for target, source in zip(memory, sources.values(), strict=True):
             copy_rows(target, source)
-        found[words] = time.perf_counter() - start
-    return found
+        seconds[label] = time.perf_counter() - start
+    return seconds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    own, given = list(sys.argv[1:] if argv is None else argv), list[str]()
-    if "--" in own:
-        own, given = own[: own.index("--")], own[own.index("--") + 1 :]
+    program_arguments, generate_flags = list(sys.argv[1:] if argv is None else argv), list[str]()
+    if "--" in program_arguments:
+        program_arguments, generate_flags = (
+            program_arguments[: program_arguments.index("--")],
+            program_arguments[program_arguments.index("--") + 1 :],
+        )
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", choices=SIZES, default="ti2v-5B")
     parser.add_argument(
@@ -247,30 +253,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="only time the merging of a LoRA of this rank",
     )
     parser.add_argument("--json", type=results_file)
-    options = parser.parse_args(own)
+    options = parser.parse_args(program_arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary) / options.task
         if not folder.is_dir():
             with write_folder(folder) as part, get_context("spawn").Pool(1) as pool:
-                pool.apply(make, (options.task, part, options.layers))
+                pool.apply(write_official_checkpoint, (options.task, part, options.layers))
         folders = {"bf16": folder}
         for kind in {*options.weights} - {"bf16"}:
             folders[kind] = folder.with_name(f"{folder.name}-{kind}")
             if not folders[kind].is_dir():
                 with write_folder(folders[kind]) as part, get_context("spawn").Pool(1) as pool:
-                    pool.apply(with_gguf, (options.task, folder, kind, part))
+                    pool.apply(write_gguf_folder, (options.task, folder, kind, part))
         results: list[dict[str, Any]] = []
         if options.lora:
             options.ways = []
-            results.append(lora_seconds(folder, Path(temporary), options.lora))
+            results.append(time_lora_merge(folder, Path(temporary), options.lora))
             print("Seconds of a block:", results[0])
         for kind, way in product(options.weights, options.ways):
-            arguments = ["--task", options.task, "--ckpt_dir", str(folders[kind]), *QUICK, *given]
+            arguments = [
+                "--task",
+                options.task,
+                "--ckpt_dir",
+                str(folders[kind]),
+                *QUICK,
+                *generate_flags,
+            ]
             os.sync()
             file = next(iter([*folders[kind].glob("*.gguf"), *folders[kind].rglob("diffusion*")]))
-            results.append(run(Path(temporary), way, arguments, options.limit * 1e9))
+            results.append(run_generate(Path(temporary), way, arguments, options.limit * 1e9))
             results[-1] |= {"weights": kind, "file_bytes": file.stat().st_size}
-            results[-1] |= {"plan": copied(arguments, way)}
+            results[-1] |= {"plan": read_planned_copies(arguments, way)}
             stages = ", ".join(f"{n} {s:.1f}" for n, s in results[-1].get("stages", {}).items())
             code, size, seconds, worked = (
                 results[-1][key] for key in ("code", "anonymous_bytes", "seconds", "cpu_seconds")

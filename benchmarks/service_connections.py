@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import CPU, results_file, write_json
-from benchmarks.service import pin
+from benchmarks.service import pin_process
 from tests.serve.serving import Served
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
@@ -43,15 +43,15 @@ _PAGES = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
 _KINDS = (*([b""] * 10), *([_GET] * 5), *([_POST] * 4), _PAGES)
 
 
-def hold(port: int, count: int, opened: Any) -> None:
+def hold_connections(port: int, count: int, opened: Any) -> None:
     """Keeps `count` connections open until the process is killed; counts them in `opened`."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * count + 100, hard), hard))
-    asyncio.run(_hold(port, count, opened))
+    asyncio.run(_hold_all(port, count, opened))
 
 
-async def _hold(port: int, count: int, opened: Any) -> None:
-    async def one(number: int) -> None:
+async def _hold_all(port: int, count: int, opened: Any) -> None:
+    async def hold_one(number: int) -> None:
         loop, sent = asyncio.get_running_loop(), _KINDS[number % len(_KINDS)]
         while True:
             with suppress(OSError), socket.socket() as client:
@@ -69,42 +69,42 @@ async def _hold(port: int, count: int, opened: Any) -> None:
 
     async with asyncio.TaskGroup() as group:
         for number in range(count):
-            group.create_task(one(number))
+            group.create_task(hold_one(number))
             await asyncio.sleep(0.001)
 
 
-def ask_health(served: Served, until: float) -> list[float | None]:
+def poll_health(served: Served, until: float) -> list[float | None]:
     """Requests /health until a time; returns the seconds of each response, None for failures."""
-    found: list[float | None] = []
+    answer_seconds: list[float | None] = []
     while time.monotonic() < until:
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             with socket.create_connection(("127.0.0.1", served.port), timeout=_TIMEOUT) as client:
                 client.sendall(_GET + b"connection: close\r\n\r\n")
                 answer = b""
                 while part := client.recv(1 << 16):
                     answer += part
-            found.append(time.monotonic() - begun if b" 200 OK" in answer[:20] else None)
+            answer_seconds.append(time.monotonic() - start if b" 200 OK" in answer[:20] else None)
         except OSError:
-            found.append(None)
-        time.sleep(max(0.2 - (time.monotonic() - begun), 0))
-    return found
+            answer_seconds.append(None)
+        time.sleep(max(0.2 - (time.monotonic() - start), 0))
+    return answer_seconds
 
 
-def watch(served: Served, seconds: float) -> dict[str, Any]:
+def measure_service(served: Served, seconds: float) -> dict[str, Any]:
     """Makes videos and polls /health for some seconds; returns their step and response times."""
     end, steps, answers = time.monotonic() + seconds, list[float](), list[float | None]()
     while time.monotonic() < end:
         video = served.create(num_inference_steps=30, num_frames=17)
         while served.status(video) != "completed":
-            answers += ask_health(served, min(end, time.monotonic() + 1))
+            answers += poll_health(served, min(end, time.monotonic() + 1))
             time.sleep(0.05)
         record = json.loads((served.folder / "jobs" / video / "video.json").read_text())
         steps.append(record["seconds"]["denoising"] / 30)
     return {"step": steps, "health": answers}
 
 
-def measure(connections: int, seconds: float, work: Path) -> dict[str, Any]:
+def measure_connections(connections: int, seconds: float, work: Path) -> dict[str, Any]:
     """Measures the service before, during and after the connections; returns times and log."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, hard))
@@ -112,29 +112,35 @@ def measure(connections: int, seconds: float, work: Path) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     cores, log = sorted(os.sched_getaffinity(0)), work / "jobs.log"
     opened = multiprocessing.Value("L", 0)
-    holding = multiprocessing.Process(target=hold, args=(served.port, connections, opened))
+    holding = multiprocessing.Process(
+        target=hold_connections, args=(served.port, connections, opened)
+    )
     try:
         os.sched_setaffinity(0, cores[:1])
-        pin(served.front.pid, cores[0])
+        pin_process(served.front.pid, cores[0])
         for pid in served.ranks():
-            pin(pid, cores[-1])
+            pin_process(pid, cores[-1])
         served.ended(served.create())
-        before = watch(served, seconds / 2)
+        first = measure_service(served, seconds / 2)
         size = log.stat().st_size
         holding.start()
         time.sleep(5)
-        meanwhile = watch(served, seconds)
+        meanwhile = measure_service(served, seconds)
         holding.kill()
         holding.join()
-        said = log.read_bytes()[size:]
-        after = watch(served, seconds / 2)
+        log_bytes = log.read_bytes()[size:]
+        last = measure_service(served, seconds / 2)
     finally:
         if holding.is_alive():
             holding.kill()
         os.sched_setaffinity(0, cores)
         served.stop()
-    alone = {name: before[name] + after[name] for name in before}
-    logged = {"bytes": len(said), "lines": said.count(b"\n"), "text": said.decode(errors="replace")}
+    alone = {name: first[name] + last[name] for name in first}
+    logged = {
+        "bytes": len(log_bytes),
+        "lines": log_bytes.count(b"\n"),
+        "text": log_bytes.decode(errors="replace"),
+    }
     return {"alone": alone, "meanwhile": meanwhile, "log": logged, "opened": opened.value}
 
 
@@ -145,22 +151,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(options.connections, options.seconds, Path(folder))
+        results = measure_connections(options.connections, options.seconds, Path(folder))
     for name in ("alone", "meanwhile"):
-        told = [seconds for seconds in found[name]["health"] if seconds is not None]
-        failed = len(found[name]["health"]) - len(told)
-        told = told or [math.nan]
+        answered = [seconds for seconds in results[name]["health"] if seconds is not None]
+        failed = len(results[name]["health"]) - len(answered)
+        answered = answered or [math.nan]
         print(
-            f"{name}: /health {1e3 * statistics.median(told):.1f} ms, worst "
-            f"{1e3 * max(told):.1f} ms, {failed} of {len(told) + failed} failed; a step "
-            f"{1e3 * statistics.median(found[name]['step']):.1f} ms"
+            f"{name}: /health {1e3 * statistics.median(answered):.1f} ms, worst "
+            f"{1e3 * max(answered):.1f} ms, {failed} of {len(answered) + failed} failed; a step "
+            f"{1e3 * statistics.median(results[name]['step']):.1f} ms"
         )
-    alone, meanwhile = (statistics.median(found[name]["step"]) for name in ("alone", "meanwhile"))
+    alone, meanwhile = (statistics.median(results[name]["step"]) for name in ("alone", "meanwhile"))
     print(f"a step: meanwhile / alone {meanwhile / alone:.3f}")
-    log = found["log"]
-    print(f"{found['opened']} connections; log {log['bytes']} bytes, {log['lines']} lines")
+    log = results["log"]
+    print(f"{results['opened']} connections; log {log['bytes']} bytes, {log['lines']} lines")
     sizes = {"connections": options.connections, "seconds": options.seconds}
-    write_json(options.json, CPU, [sizes | {"descriptors": _DESCRIPTORS} | found])
+    write_json(options.json, CPU, [sizes | {"descriptors": _DESCRIPTORS} | results])
 
 
 if __name__ == "__main__":

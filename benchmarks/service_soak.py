@@ -35,61 +35,63 @@ from wan.pipeline.video_reader import read_video
 from wan.settings.values import integer, real
 
 
-def load(served: Served, options: argparse.Namespace) -> dict[str, Any]:
+def run_load(served: Served, options: argparse.Namespace) -> dict[str, Any]:
     """Sends requests, cancels and kills until the limit of time or jobs is reached."""
-    chance, begun = random.Random(options.seed), time.monotonic()
-    asked: dict[str, tuple[int, int, int]] = {}
-    did: collections.Counter[str] = collections.Counter()
+    chance, start = random.Random(options.seed), time.monotonic()
+    requests: dict[str, tuple[int, int, int]] = {}
+    actions: collections.Counter[str] = collections.Counter()
     memory: list[int] = []
-    next_kill = begun + (options.kill_every or float("inf"))
-    while len(asked) < options.jobs and time.monotonic() - begun < 60 * options.minutes:
+    next_kill = start + (options.kill_every or float("inf"))
+    while len(requests) < options.jobs and time.monotonic() - start < 60 * options.minutes:
         with contextlib.suppress(OSError, AssertionError):
             if served.health().get("queued", 9) < 4:
                 key = (chance.choice((5, 9, 17)), chance.choice((2, 4)), chance.randrange(3))
                 fields = {"num_frames": key[0], "num_inference_steps": key[1], "seed": key[2]}
-                name = f"{len(asked)}-{chance.randrange(10**9)}"
+                name = f"{len(requests)}-{chance.randrange(10**9)}"
                 for _ in range(2 if chance.random() < 0.1 else 1):
-                    status, _, told = served.ask(
+                    status, _, job = served.ask(
                         "/v1/videos", {"prompt": "a red star"} | fields, Idempotency_Key=name
                     )
-                    did[f"POST {status}"] += 1
+                    actions[f"POST {status}"] += 1
                     if status == 200:
-                        asked[told["id"]] = key
-                if asked and chance.random() < 0.15:
-                    status, *_ = served.ask(f"/v1/videos/{[*asked][-1]}", method="DELETE")
-                    did[f"DELETE {status}"] += 1
-            if len(asked) % 20 == 5:
-                memory.append(_resident(served))
+                        requests[job["id"]] = key
+                if requests and chance.random() < 0.15:
+                    status, *_ = served.ask(f"/v1/videos/{[*requests][-1]}", method="DELETE")
+                    actions[f"DELETE {status}"] += 1
+            if len(requests) % 20 == 5:
+                memory.append(_read_resident_bytes(served))
         if time.monotonic() > next_kill:
             next_kill = time.monotonic() + options.kill_every * chance.uniform(0.5, 1.5)
-            _disturb(served, chance.choice(("rank", "rank", "front", "stop")), did, chance)
+            _disturb_service(
+                served, chance.choice(("rank", "rank", "front", "stop")), actions, chance
+            )
         time.sleep(0.05)
-    served.wait(lambda: not (_open(served.health())), 300)
-    memory.append(_resident(served))
-    return {"did": dict(did), "asked": asked, "resident_bytes": memory}
+    served.wait(lambda: not (_has_open_jobs(served.health())), 300)
+    memory.append(_read_resident_bytes(served))
+    return {"did": dict(actions), "asked": requests, "resident_bytes": memory}
 
 
-def _open(health: dict[str, Any]) -> bool:
+def _has_open_jobs(health: dict[str, Any]) -> bool:
     return health.get("status") != "ok" or health["queued"] > 0 or health["running"] > 0
 
 
-def _disturb(
-    served: Served, what: str, did: collections.Counter[str], chance: random.Random
+def _disturb_service(
+    served: Served, target: str, actions: collections.Counter[str], chance: random.Random
 ) -> None:
-    did[f"killed: {what}"] += 1
-    if what == "rank":
+    actions[f"killed: {target}"] += 1
+    if target == "rank":
         ranks = served.ranks()
         with contextlib.suppress(OSError, IndexError):
             os.kill(chance.choice(ranks), signal.SIGKILL)
         return
-    if what == "front":
+    if target == "front":
         served.kill()
     elif served.stop():
-        did["stopped with an error"] += 1
+        actions["stopped with an error"] += 1
     served.start()
 
 
-def _resident(served: Served) -> int:
+def _read_resident_bytes(served: Served) -> int:
     """Returns the resident bytes of the front end and all ranks."""
     total = 0
     for pid in (served.front.pid, *served.ranks()):
@@ -99,8 +101,8 @@ def _resident(served: Served) -> int:
     return total
 
 
-def account(
-    folder: Path, asked: dict[str, tuple[int, int, int]]
+def check_journal(
+    folder: Path, requests: dict[str, tuple[int, int, int]]
 ) -> tuple[dict[str, int], list[str]]:
     """Returns the counts of the jobs' final states, and the errors found."""
     rows = sqlite3.connect(folder / "journal.sqlite").execute(
@@ -108,23 +110,24 @@ def account(
     )
     ends: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
-    looks: dict[tuple[int, int, int], set[str]] = collections.defaultdict(set)
-    known = set()
+    digests: dict[tuple[int, int, int], set[str]] = collections.defaultdict(set)
+    journaled = set()
     for name, state, attempt, frames, error in rows:
-        known.add(name)
+        journaled.add(name)
         ends[f"{state}, attempt {attempt}"] += 1
-        own = folder / "jobs" / name
-        files = {path.name for path in own.iterdir()} if own.exists() else set()
+        job_folder = folder / "jobs" / name
+        files = {path.name for path in job_folder.iterdir()} if job_folder.exists() else set()
         if state == "completed":
             if files != {"video.mp4", "video.json"}:
                 wrong.append(f"{name} has {files}")
                 continue
-            shown = [
-                frame.tobytes() for frame in read_video(own / "video.mp4", "video").iter_frames()
+            frame_bytes = [
+                frame.tobytes()
+                for frame in read_video(job_folder / "video.mp4", "video").iter_frames()
             ]
-            if len(shown) != frames:
-                wrong.append(f"{name} has {len(shown)} frames, not {frames}")
-            looks[asked[name]].add(hashlib.sha256(b"".join(shown)).hexdigest())
+            if len(frame_bytes) != frames:
+                wrong.append(f"{name} has {len(frame_bytes)} frames, not {frames}")
+            digests[requests[name]].add(hashlib.sha256(b"".join(frame_bytes)).hexdigest())
         elif state == "failed":
             ends[str(error)] += 1
             if files:
@@ -134,8 +137,10 @@ def account(
                 wrong.append(f"{name} is deleted and has {files}")
         else:
             wrong.append(f"{name} is {state}")
-    wrong += [f"{name} is not in the journal" for name in asked.keys() - known]
-    wrong += [f"{len(ways)} videos of {key}" for key, ways in looks.items() if len(ways) > 1]
+    wrong += [f"{name} is not in the journal" for name in requests.keys() - journaled]
+    wrong += [
+        f"{len(videos)} videos of {key}" for key, videos in digests.items() if len(videos) > 1
+    ]
     return dict(ends), wrong
 
 
@@ -164,17 +169,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder) / "jobs", options.ranks)
         try:
-            found = load(served, options)
+            figures = run_load(served, options)
         finally:
             served.stop()
-        asked = found.pop("asked")
-        ends, wrong = account(served.folder, asked)
-    memory = [n for n in found["resident_bytes"] if n]
-    print(f"{len(asked)} jobs; {found['did']}")
+        requests = figures.pop("asked")
+        ends, wrong = check_journal(served.folder, requests)
+    memory = [n for n in figures["resident_bytes"] if n]
+    print(f"{len(requests)} jobs; {figures['did']}")
     print(f"ends: {ends}")
     print(f"resident MB: {[round(n / 1e6) for n in memory]}")
     print(f"wrong: {wrong or 'nothing'}")
-    write_json(options.json, CPU, [found | {"jobs": len(asked), "ends": ends, "wrong": wrong}])
+    write_json(options.json, CPU, [figures | {"jobs": len(requests), "ends": ends, "wrong": wrong}])
     return 1 if wrong else 0
 
 

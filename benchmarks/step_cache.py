@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.common import CPU, interleave, launch, slowest
+from benchmarks.common import CPU, run_on_ranks, take_slowest_rank, time_interleaved
 from wan import system
 from wan.cache import policy
 from wan.cache.residual import measure_change
@@ -45,16 +45,16 @@ HEADS, HEAD_DIM, LAYERS, TEXT = 12, 128, 4, 64
 STEPS = 1000
 
 
-def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
+def run_rank(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     """Measure plain and cached forwards and the decision on one rank."""
     team = make_parallel_groups(select_device("cpu"), (1, 1, ranks))
     never = StepCache("first_block", step_cache_threshold=0.0)
-    made = policy.make_policy(never, PRESETS["t2v-1.3B"])
-    assert made is not None
-    cache, tokens = made.make_cache(all_agree=team.all_agree), prod(grid)
+    cache_policy = policy.make_policy(never, PRESETS["t2v-1.3B"])
+    assert cache_policy is not None
+    cache, tokens = cache_policy.make_cache(all_agree=team.all_agree), prod(grid)
     cache.start_run({"cond": (True, *(False,) * STEPS)})
 
-    def model(step_cache: Any) -> WanModel:
+    def make_model(step_cache: Any) -> WanModel:
         torch.manual_seed(0)
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), team.group("ulysses"))
         shard = ShardedSequence(team.group("ring", "ulysses"))
@@ -70,49 +70,59 @@ def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
             ),
         )
 
-    plain, cached = model(None), model(cache)
+    plain, cached = make_model(None), make_model(cache)
     latents = torch.randn(16, grid[0], 2 * grid[1], 2 * grid[2])
     context, t, count = [torch.randn(TEXT, TEXT)], torch.tensor([500.0]), 0
 
-    def run(net: WanModel) -> None:
+    def run_forward(net: WanModel) -> None:
         nonlocal count
         step = StepInfo(min(count, STEPS), STEPS, "cond", "dit", grid, tokens)
         net([latents], t, context, tokens, step=step)
         count += net is cached
 
-    own, width = -(-tokens // ranks), HEADS * HEAD_DIM
-    before, after = torch.randn(2, 1, own, width)
+    num_local_tokens, width = -(-tokens // ranks), HEADS * HEAD_DIM
+    x_before, x_after = torch.randn(2, 1, num_local_tokens, width)
 
     def decide() -> None:
-        team.all_agree(measure_change(after, before, own), 0.0)
+        team.all_agree(measure_change(x_after, x_before, num_local_tokens), 0.0)
 
-    runs = {"plain": lambda: run(plain), "cached": lambda: run(cached), "decision": decide}
-    times = interleave(runs, rounds)
-    kept = 2 * own * width * 4
-    return {"seconds": times, "kept": cache.cached_bytes(), "expected": kept}
+    runs = {
+        "plain": lambda: run_forward(plain),
+        "cached": lambda: run_forward(cached),
+        "decision": decide,
+    }
+    times = time_interleaved(runs, rounds)
+    expected_bytes = 2 * num_local_tokens * width * 4
+    return {"seconds": times, "kept": cache.cached_bytes(), "expected": expected_bytes}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=make_argument_type(integer(1, 64)), default=4)
-    parser.add_argument("--grid", type=common.grid, default=(5, 26, 30), metavar="F,H,W")
+    parser.add_argument(
+        "--grid", type=common.parse_token_grid, default=(5, 26, 30), metavar="F,H,W"
+    )
     parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=10)
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
-    found = launch(options.ranks, work, options.ranks, options.grid, options.rounds)
-    seconds = slowest([one["seconds"] for one in found])
-    ratio = common.ratios(seconds["cached"], seconds["plain"])
-    kept = [one["kept"] / one["expected"] for one in found]
-    medians = {name: common.spread(values)["median"] for name, values in seconds.items()}
+    results_by_rank = run_on_ranks(
+        options.ranks, run_rank, options.ranks, options.grid, options.rounds
+    )
+    seconds = take_slowest_rank([rank_result["seconds"] for rank_result in results_by_rank])
+    ratio = common.compute_ratios(seconds["cached"], seconds["plain"])
+    memory_ratios = [
+        rank_result["kept"] / rank_result["expected"] for rank_result in results_by_rank
+    ]
+    medians = {name: common.compute_spread(values)["median"] for name, values in seconds.items()}
     print(
         f"{system.read_cpu_name()}, {options.ranks} ranks, {prod(options.grid)} tokens, "
         f"{LAYERS} layers\n"
         f"  plain {medians['plain']:.3f} s, cached {medians['cached']:.3f} s, "
         f"ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})\n"
         f"  a decision {1000 * medians['decision']:.1f} ms\n"
-        f"  kept / two tensors: {min(kept):.3f} to {max(kept):.3f}"
+        f"  kept / two tensors: {min(memory_ratios):.3f} to {max(memory_ratios):.3f}"
     )
-    record = {"seconds": seconds, "ratio": ratio, "kept": kept}
+    record = {"seconds": seconds, "ratio": ratio, "kept": memory_ratios}
     common.write_json(options.json, CPU, [record])
 
 

@@ -31,7 +31,7 @@ from wan.settings.values import integer
 from wan.trace import Event, Recorder
 
 
-def model(options: argparse.Namespace) -> WanModel:
+def make_model(options: argparse.Namespace) -> WanModel:
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), None)
     return WanModel(
         dim=128 * options.heads,
@@ -44,15 +44,15 @@ def model(options: argparse.Namespace) -> WanModel:
     )
 
 
-def range_off() -> float:
+def measure_range() -> float:
     """Return the seconds of one range without a recorder, including its arguments."""
     x, calls = torch.zeros(1), 200_000
 
-    def one() -> None:
+    def enter_range() -> None:
         with trace.span("a2a", x, what="q", beside=False):
             pass
 
-    return min(timeit.repeat(one, number=calls, repeat=5)) / calls
+    return min(timeit.repeat(enter_range, number=calls, repeat=5)) / calls
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,33 +65,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     device = devices.select_device(options.device)
-    place = device.torch_device
-    with place:
-        net = model(options).eval().requires_grad_(False)
+    torch_device = device.torch_device
+    with torch_device:
+        net = make_model(options).eval().requires_grad_(False)
         x, context = [torch.randn(16, 1, 2, 2 * options.tokens)], [torch.randn(64, 64)]
     events = list[Event]()
     recorder = Recorder((0,), device.make_clock(), events.extend)
 
-    def forward() -> None:
+    def run_forward() -> None:
         with torch.inference_mode(), trace.record_step(0, "dit"):
             net(x, torch.tensor([500]), context, options.tokens)
 
-    def recorded() -> None:
+    def run_recorded_forward() -> None:
         with trace.use_recorder(recorder):
-            forward()
+            run_forward()
 
-    forward()
-    recorded()
+    run_forward()
+    run_recorded_forward()
     count = len(events)
-    seconds = common.interleave({"off": forward, "recorded": recorded}, options.rounds, place)
-    alone = range_off()
+    seconds = common.time_interleaved(
+        {"off": run_forward, "recorded": run_recorded_forward}, options.rounds, torch_device
+    )
+    alone = measure_range()
     share = alone * count / min(seconds["off"])
-    ratio = common.ratios(seconds["recorded"], seconds["off"])
+    ratio = common.compute_ratios(seconds["recorded"], seconds["off"])
     print(f"{count} ranges in a forward pass of {min(seconds['off']) * 1e3:.1f} ms")
     print(f"off: {alone * 1e9:.0f} ns each, {share:.3%} of the pass")
     print(f"recorded / off: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})")
     result = {"ranges": count, "off_seconds": alone, "off_share": share, "recorded": ratio}
-    common.write_json(options.json, place, [result])
+    common.write_json(options.json, torch_device, [result])
 
 
 if __name__ == "__main__":

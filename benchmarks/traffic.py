@@ -66,22 +66,22 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.bytes, self.launches = Counter[str](), Counter[str]()
         self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-        self.counts = True
+        self.is_counting = True
         self.collectives, self.sent = 0, 0
 
-    def run(self, step: Callable[..., Tensor], x: Tensor, /, *rest: Any) -> Tensor:
+    def run(self, step: Callable[..., Tensor], x: Tensor, /, *args: Any) -> Tensor:
         """Implements `wan.modules.small_ops.OpRunner`: records an op that a run would compile."""
-        self.steps.append((step, (x, *rest)))
-        self.counts = False
+        self.steps.append((step, (x, *args)))
+        self.is_counting = False
         try:
-            return step(x, *rest)
+            return step(x, *args)
         finally:
-            self.counts = True
+            self.is_counting = True
 
-    def compile(self) -> None:
+    def count_compiled_steps(self) -> None:
         """Counts the recorded ops as the compiler fuses them."""
         for step, arguments in self.steps:
-            size, kernels = accounted(step, arguments)
+            size, kernels = count_compiled_traffic(step, arguments)
             self.bytes[f"{step.__name__[1:]}, compiled"] += size
             self.launches[f"{step.__name__[1:]}, compiled"] += kernels
 
@@ -92,7 +92,7 @@ class Traffic(TorchDispatchMode):
             self.collectives += 1
             self.sent += args[1].nbytes
         left_out = (
-            not self.counts
+            not self.is_counting
             or func.is_view
             or func.namespace == "c10d"
             or name.strip("_") in _PRODUCTS
@@ -100,16 +100,16 @@ class Traffic(TorchDispatchMode):
             or name.startswith(("empty", "_unsafe_view", "detach", "alias"))
         )
         if not left_out:
-            made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             if name in ("copy_", "fill_", "zero_"):  # the old values are not read
-                read = read[1:]
-            self.bytes[name] += sum(_moved(x) for x in (*read, *made))
+                inputs = inputs[1:]
+            self.bytes[name] += sum(_count_bytes(x) for x in (*inputs, *outputs))
             self.launches[name] += 1
         return out
 
 
-def _moved(x: Tensor) -> int:
+def _count_bytes(x: Tensor) -> int:
     """Return the bytes of a tensor's distinct elements; broadcast dimensions count once."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
@@ -117,7 +117,9 @@ def _moved(x: Tensor) -> int:
     return count * x.dtype.itemsize
 
 
-def accounted(step: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[int, int]:
+def count_compiled_traffic(
+    step: Callable[..., Tensor], arguments: tuple[Any, ...]
+) -> tuple[int, int]:
     """Compile an op; return Inductor's counts of bytes and kernels."""
     torch._dynamo.reset()
     metrics.reset()
@@ -127,7 +129,7 @@ def accounted(step: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[
     return metrics.num_bytes_accessed, len(metrics.nodes_num_elem)
 
 
-def ours(
+def make_our_call(
     ranks: int, ops: BlockOps, comm_type: int = 0, exchange: str = "split", part: str = "block"
 ) -> Callable[[], Any]:
     """Make a call of our block, or of its self-attention, as on rank 0 of `ranks`."""
@@ -156,7 +158,7 @@ def ours(
     return lambda: block(x_BLC, e0_BR6C, context_BTC, (kv[0], kv[1]), info)
 
 
-def theirs() -> Callable[[], Any]:
+def make_diffusers_call() -> Callable[[], Any]:
     """Make a call of diffusers' block."""
     with META:
         block: Any = WanTransformerBlock(
@@ -170,10 +172,10 @@ def theirs() -> Callable[[], Any]:
     return lambda: block(x_BLC, text, temb, rope)
 
 
-def counted(call: Callable[[], Any], traffic: Traffic) -> dict[str, Any]:
+def count_call_traffic(call: Callable[[], Any], traffic: Traffic) -> dict[str, Any]:
     with torch.no_grad(), DatalessFunctionMode(), traffic:
         call()
-    traffic.compile()
+    traffic.count_compiled_steps()
     return {
         "bytes": traffic.bytes.total(),
         "launches": traffic.launches.total(),
@@ -184,26 +186,30 @@ def counted(call: Callable[[], Any], traffic: Traffic) -> dict[str, Any]:
     }
 
 
-def exchanges(ranks: int) -> dict[str, Any]:
+def count_exchange_traffic(ranks: int) -> dict[str, Any]:
     """Count collectives, bytes and peak memory of each mode with either exchange.
 
     "sent" excludes a rank's part for itself.
     """
-    found: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     for mode in MODES:
         for exchange in EXCHANGES:
             traffic, live = Traffic(), StorageTracker("meta")
-            call = ours(ranks, BlockOps(device_type="cuda"), mode, exchange, "self-attention")
+            call = make_our_call(
+                ranks, BlockOps(device_type="cuda"), mode, exchange, "self-attention"
+            )
             with live:
-                one = counted(call, traffic)
+                call_counts = count_call_traffic(call, traffic)
             sent = traffic.sent * (ranks - 1) // ranks
             more = {
                 "collectives": traffic.collectives,
                 "sent": sent,
                 "peak": live.peak_bytes.total(),
             }
-            found[f"mode {mode}, {exchange}"] = {k: one[k] for k in ("bytes", "launches")} | more
-    return found
+            counts[f"mode {mode}, {exchange}"] = {
+                k: call_counts[k] for k in ("bytes", "launches")
+            } | more
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -213,23 +219,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
-    account = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
-    account.setLevel(logging.INFO)  # else the compiler does not count
-    account.propagate = False
+    metrics_logger = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
+    metrics_logger.setLevel(logging.INFO)  # else the compiler does not count
+    metrics_logger.propagate = False
     plain, fused = Traffic(), Traffic()
-    found = {
-        "ours, fused": counted(
-            ours(options.ranks, BlockOps(run_op=fused.run, device_type="cuda")), fused
+    results = {
+        "ours, fused": count_call_traffic(
+            make_our_call(options.ranks, BlockOps(run_op=fused.run, device_type="cuda")), fused
         ),
-        "ours, plain": counted(ours(options.ranks, BlockOps(device_type="cuda")), plain),
+        "ours, plain": count_call_traffic(
+            make_our_call(options.ranks, BlockOps(device_type="cuda")), plain
+        ),
     }
-    by_mode = {} if options.ranks == 1 else exchanges(options.ranks)
+    by_mode = {} if options.ranks == 1 else count_exchange_traffic(options.ranks)
     if options.ranks == 1:
-        found["diffusers"] = counted(theirs(), Traffic())
-    for name, one in found.items():
-        total = f"{one['bytes'] / 1e9:.1f} GB, {one['launches']} launches"
+        results["diffusers"] = count_call_traffic(make_diffusers_call(), Traffic())
+    for name, result in results.items():
+        total = f"{result['bytes'] / 1e9:.1f} GB, {result['launches']} launches"
         print(f"{name}, {options.ranks} ranks, {TOKENS} tokens: {total}")
-        for operation, part in list(one["by_operation"].items())[:8]:
+        for operation, part in list(result["by_operation"].items())[:8]:
             print(f"  {operation:24}{part['bytes'] / 1e9:8.2f} GB {part['launches']:6}")
     for name, row in by_mode.items():
         size, sent, peak = row["bytes"] / 1e9, row["sent"] / 1e6, row["peak"] / 1e9
@@ -237,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"self-attention, {name}: {row['collectives']} collectives, sent {sent:.0f} MB; "
             f"{size:.2f} GB in {row['launches']} launches; peak {peak:.3f} GB"
         )
-    common.write_json(options.json, torch.device("cpu"), [found, by_mode])
+    common.write_json(options.json, torch.device("cpu"), [results, by_mode])
 
 
 if __name__ == "__main__":

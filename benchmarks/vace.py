@@ -35,11 +35,11 @@ from wan.settings.values import integer
 DTYPE, CPU = torch.bfloat16, common.CPU
 
 
-def networks(layers: int) -> tuple[VaceWanModel, Any]:
+def make_networks(layers: int) -> tuple[VaceWanModel, Any]:
     """Make our network and diffusers' with the same weights, in each library's dtypes."""
     config: dict[str, Any] = {**make_reference_dit_config(PRESETS["vace-1.3B"])}
-    every = config["num_layers"] // len(config["vace_layers"])
-    config |= {"num_layers": layers, "vace_layers": [*range(0, layers, every)]}
+    interval = config["num_layers"] // len(config["vace_layers"])
+    config |= {"num_layers": layers, "vace_layers": [*range(0, layers, interval)]}
     del config["image_dim"], config["image_positions"]
     ours = VaceWanModel(**config)
     for name, parameter in ours.named_parameters():
@@ -51,55 +51,57 @@ def networks(layers: int) -> tuple[VaceWanModel, Any]:
         num_layers=layers,
         vace_layers=config["vace_layers"],
     )
-    kept = {*theirs._keep_in_fp32_modules}
+    fp32_modules = {*theirs._keep_in_fp32_modules}
     named = {rename_dit_to_diffusers(name): tensor for name, tensor in ours.state_dict().items()}
-    cast = {k: v.float() if kept & {*k.split(".")} else v.to(DTYPE) for k, v in named.items()}
+    cast = {
+        k: v.float() if fp32_modules & {*k.split(".")} else v.to(DTYPE) for k, v in named.items()
+    }
     theirs.load_state_dict(cast, assign=True)
     return ours.eval(), theirs.eval()
 
 
 @torch.no_grad()
-def measure(grid: tuple[int, int, int], layers: int, rounds: int) -> dict[str, Any]:
+def measure_forwards(grid: tuple[int, int, int], layers: int, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    ours, theirs = networks(layers)
+    ours, theirs = make_networks(layers)
     sides = grid[0], 2 * grid[1], 2 * grid[2]
     x, control = torch.randn(16, *sides), torch.randn(96, *sides)
     text, t, tokens = torch.randn(512, 4096, dtype=DTYPE), torch.tensor([500.0]), math.prod(grid)
-    kept: list[Tensor] = []
+    hints: list[Tensor] = []
 
-    def one_at_a_time() -> Tensor:
+    def forward_hint_by_hint() -> Tensor:
         return ours([x], t, [control], [text], tokens)[0]
 
-    def all_kept() -> Tensor:
-        def keep(_: nn.Module, __: Any, made: tuple[Tensor, ...]) -> None:
-            kept.append(made[1])
+    def forward_keeping_hints() -> Tensor:
+        def keep_hint(_: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
+            hints.append(output[1])
 
-        hooks = [block.register_forward_hook(keep) for block in ours.vace_blocks]
-        found = one_at_a_time()
-        kept.clear()
+        hooks = [block.register_forward_hook(keep_hint) for block in ours.vace_blocks]
+        velocity = forward_hint_by_hint()
+        hints.clear()
         for hook in hooks:
             hook.remove()
-        return found
+        return velocity
 
-    def diffusers() -> Tensor:
-        given = x[None].to(DTYPE), t, text[None], None, control[None].to(DTYPE)
-        found: Tensor = theirs(*given, return_dict=False)[0][0]
-        return found
+    def forward_diffusers() -> Tensor:
+        arguments = x[None].to(DTYPE), t, text[None], None, control[None].to(DTYPE)
+        velocity: Tensor = theirs(*arguments, return_dict=False)[0][0]
+        return velocity
 
     runs: dict[str, common.Run] = {
-        "one at a time": one_at_a_time,
-        "all kept": all_kept,
-        "diffusers": diffusers,
+        "one at a time": forward_hint_by_hint,
+        "all kept": forward_keeping_hints,
+        "diffusers": forward_diffusers,
     }
-    made, peaks = dict[str, Tensor](), dict[str, int]()
+    velocities, peaks = dict[str, Tensor](), dict[str, int]()
 
-    def note(name: str) -> None:
-        made[name] = runs[name]()
+    def run_once(name: str) -> None:
+        velocities[name] = runs[name]()
 
     for name in runs:
-        peaks[name] = common.peak_bytes(partial(note, name), CPU)
-    expected = made["one at a time"].float()
-    times = common.interleave(runs, rounds)
+        peaks[name] = common.measure_peak_bytes(partial(run_once, name), CPU)
+    expected = velocities["one at a time"].float()
+    times = common.time_interleaved(runs, rounds)
     return {
         "tokens": tokens,
         "layers": layers,
@@ -107,9 +109,10 @@ def measure(grid: tuple[int, int, int], layers: int, rounds: int) -> dict[str, A
         "hint_bytes": tokens * ours.dim * DTYPE.itemsize,
         "peak_bytes": peaks,
         "seconds": times,
-        "time": common.ratios(times["one at a time"], times["diffusers"]),
+        "time": common.compute_ratios(times["one at a time"], times["diffusers"]),
         "difference": {
-            name: (one.float() - expected).abs().max().item() for name, one in made.items()
+            name: (velocity.float() - expected).abs().max().item()
+            for name, velocity in velocities.items()
         },
         "size": expected.abs().max().item(),
     }
@@ -117,22 +120,24 @@ def measure(grid: tuple[int, int, int], layers: int, rounds: int) -> dict[str, A
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--grid", type=common.grid, default=(3, 15, 26), metavar="F,H,W")
+    parser.add_argument(
+        "--grid", type=common.parse_token_grid, default=(3, 15, 26), metavar="F,H,W"
+    )
     parser.add_argument("--layers", type=make_argument_type(integer(1, 1000)), default=30)
     parser.add_argument("--rounds", type=make_argument_type(integer(1, 10_000)), default=2)
     parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
-    found = measure(options.grid, options.layers, options.rounds)
+    record = measure_forwards(options.grid, options.layers, options.rounds)
     print(
-        f"{system.read_cpu_name()}, {torch.get_num_threads()} threads: {found['tokens']} tokens, "
-        f"{found['layers']} blocks, {found['hints']} hints of {found['hint_bytes'] / 1e6:.1f} MB"
+        f"{system.read_cpu_name()}, {torch.get_num_threads()} threads: {record['tokens']} tokens, "
+        f"{record['layers']} blocks, {record['hints']} hints of {record['hint_bytes'] / 1e6:.1f} MB"
     )
-    for name, peak in found["peak_bytes"].items():
-        median = common.spread(found["seconds"][name])["median"]
-        off = found["difference"][name]
+    for name, peak in record["peak_bytes"].items():
+        median = common.compute_spread(record["seconds"][name])["median"]
+        off = record["difference"][name]
         print(f"  {name:14} {peak / 1e6:8.1f} MB {median:8.2f} s, off by {off:.1e}")
-    print("  time / diffusers: {median:.3f} ({min:.3f} to {max:.3f})".format(**found["time"]))
-    common.write_json(options.json, CPU, [found])
+    print("  time / diffusers: {median:.3f} ({min:.3f} to {max:.3f})".format(**record["time"]))
+    common.write_json(options.json, CPU, [record])
 
 
 if __name__ == "__main__":

@@ -27,11 +27,13 @@ from wan.pipeline.tiny import make_checkpoint
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as own:  # one folder per rank, all with the same tensors
+    with (
+        tempfile.TemporaryDirectory() as temporary
+    ):  # one folder per rank, all with the same tensors
         if sys.argv[1:]:
             folder, image = sys.argv[1], load_image(sys.argv[2])
         else:
-            folder = str(make_checkpoint("i2v-14B", Path(own, "i2v"), layout="diffusers"))
+            folder = str(make_checkpoint("i2v-14B", Path(temporary, "i2v"), layout="diffusers"))
             image = Image.radial_gradient("L").convert("RGB")
         pipe = WanImageToVideoPipeline.from_pretrained(
             folder, image_processor=CLIPImageProcessorPil()

@@ -24,11 +24,13 @@ from wan.pipeline.tiny import make_checkpoint
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as own:  # one folder per rank, all with the same tensors
+    with (
+        tempfile.TemporaryDirectory() as temporary
+    ):  # one folder per rank, all with the same tensors
         if sys.argv[1:]:
             folder = sys.argv[1]
         else:
-            folder = str(make_checkpoint("t2v-A14B", Path(own, "t2v"), layout="diffusers"))
+            folder = str(make_checkpoint("t2v-A14B", Path(temporary, "t2v"), layout="diffusers"))
         pipe = WanPipeline.from_pretrained(folder)
     several = dist.is_torchelastic_launched()
     if several:

@@ -31,12 +31,12 @@ def main() -> None:
     ring = Ring(groups.ring_group)
     layer = FAPowerCapAttention(comm_type=1, ulysses_pg=groups.ulysses_group, ring=ring)
     torch.manual_seed(0)
-    whole = torch.randn(3, 1, 256, 8, 64)  # q, k, v: [B, tokens, heads, channels of a head]
-    whole = whole.to(torch.accelerator.current_accelerator() or "cpu")
-    found = layer(*whole.chunk(ranks, dim=2)[rank])
+    qkv = torch.randn(3, 1, 256, 8, 64)  # q, k, v: [B, tokens, heads, channels of a head]
+    qkv = qkv.to(torch.accelerator.current_accelerator() or "cpu")
+    out = layer(*qkv.chunk(ranks, dim=2)[rank])
 
-    plain = F.scaled_dot_product_attention(*whole.transpose(2, 3)).transpose(1, 2)
-    off = (found - plain.chunk(ranks, dim=1)[rank]).abs().max()
+    plain = F.scaled_dot_product_attention(*qkv.transpose(2, 3)).transpose(1, 2)
+    off = (out - plain.chunk(ranks, dim=1)[rank]).abs().max()
     print(f"rank {rank}: ulysses {layer.world_size} x ring {ring.size}, off by {off:.1e}")
     torch.distributed.barrier()  # gloo aborts if a rank exits before the others
     torch.distributed.destroy_process_group()

@@ -16,33 +16,33 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.device_check.steps import Figure, Line, Measured, Step, UnavailableError, line
+from tools.device_check.steps import Figure, Line, Measurements, Step, UnavailableError, make_line
 from wan.settings.errors import InputError
 
 HANGS = 1.5  # seconds of limit
 
 
 def good(bench: object) -> Iterator[Line]:
-    yield line("it", Figure("is", 1.0, "GB/s"))
+    yield make_line("it", Figure("is", 1.0, "GB/s"))
 
 
 def raises(bench: object) -> Iterator[Line]:
-    yield line("known before", Figure("figure", 7.0))
+    yield make_line("known before", Figure("figure", 7.0))
     raise ValueError("this is broken\nin two lines")
 
 
 def hangs(bench: object) -> Iterator[Line]:
-    yield line("known before")
+    yield make_line("known before")
     time.sleep(60)
 
 
 def crashes(bench: object) -> Iterator[Line]:
-    yield line("known before")
+    yield make_line("known before")
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def stops(bench: object) -> Iterator[Line]:
-    yield line("known before")
+    yield make_line("known before")
     os._exit(3)
 
 
@@ -55,14 +55,14 @@ def refused(bench: object) -> Iterator[Line]:
 
 
 def nan(bench: object) -> Iterator[Line]:
-    yield line("result", Figure("error", float("nan"), "", 1.0))
+    yield make_line("result", Figure("error", float("nan"), "", 1.0))
 
 
 def memory(bench: object) -> Iterator[Line]:
     raise MemoryError
 
 
-def measurement_fails(bench: object) -> Measured:
+def measurement_fails(bench: object) -> Measurements:
     """One measurement fails, and the next is still made."""
 
     def broken() -> list[Figure]:
@@ -83,14 +83,14 @@ def forgetful(*_: object) -> object:
     return Forgetful()
 
 
-def wrong_kernel(bench: object) -> Measured:
+def wrong_kernel(bench: object) -> Measurements:
     """The real step, where one of two kernels of this machine is wrong."""
     from tools.device_check import attention
     from wan.settings.kernels import DENSE_KERNELS
 
     wrong = {"cpu": "tests.check_steps:forgetful"}
     DENSE_KERNELS["fused"] = replace(DENSE_KERNELS["fused"], factories=wrong)  # type: ignore[index]
-    yield from attention.dense(bench)  # type: ignore[arg-type]
+    yield from attention.check_dense(bench)  # type: ignore[arg-type]
 
 
 def second_rank_raises(bench: object) -> Iterator[Line]:
@@ -101,7 +101,7 @@ def second_rank_raises(bench: object) -> Iterator[Line]:
     if dist.get_rank() == 1:
         raise ValueError("the second rank is broken")
     dist.all_reduce(torch.ones(1))
-    yield line("never")
+    yield make_line("never")
 
 
 def second_rank_dies(bench: object) -> Iterator[Line]:
@@ -110,7 +110,7 @@ def second_rank_dies(bench: object) -> Iterator[Line]:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-    yield line("never")
+    yield make_line("never")
 
 
 def adds(bench: object) -> Iterator[Line]:
@@ -119,7 +119,7 @@ def adds(bench: object) -> Iterator[Line]:
 
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total)
-    yield line("ranks", Figure("sum", float(total), "", 1.0))
+    yield make_line("ranks", Figure("sum", float(total), "", 1.0))
 
 
 def step(work: object, limit: float = 60, ranks: str = "one") -> Step:

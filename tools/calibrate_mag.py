@@ -38,7 +38,7 @@ from wan.settings.step_cache import StepCache
 from wan.settings.values import read_path
 
 
-class Recorder(Cache):
+class RatioRecorder(Cache):
     """Computes every step and records the growth of its residual.
 
     Attributes:
@@ -63,16 +63,16 @@ class Recorder(Cache):
         dtype: torch.dtype,
     ) -> Tensor:
         assert step is not None
-        before = x_BLC.clone()
+        input_BLC = x_BLC.clone()
         x_BLC = blocks(x_BLC, 0, None)
-        norm = torch.linalg.vector_norm(x_BLC - before, dim=-1)[:, :valid]
+        norm = torch.linalg.vector_norm(x_BLC - input_BLC, dim=-1)[:, :valid]
         last = self._norms.get(step.branch, norm)
         self.ratios.setdefault(step.branch, []).append((norm / last).mean().item())
         self._norms[step.branch] = norm
         return x_BLC
 
 
-def calibrate(argv: list[str]) -> Curve:
+def calibrate_curve(argv: list[str]) -> Curve:
     """Runs the pipeline with these flags, and returns the curve; InputError for wrong flags."""
     run = resolve_command_line(flags.parse_flags(argv), lambda *_: None)
     request, setup = run.params, run.setup
@@ -81,7 +81,7 @@ def calibrate(argv: list[str]) -> Curve:
     if not request.uses_guidance:
         raise InputError("A curve needs both guidance branches; drop --sample_guide_scale 1.")
     everything = StepCache(f"steps:0-{request.sample_steps - 1}")
-    recorder = Recorder(policy.make_policy(everything, setup.preset))
+    recorder = RatioRecorder(policy.make_policy(everything, setup.preset))
     device = devices.select_device(setup.execution.device)
     pipeline = build.build_pipeline(setup, device, step_cache=recorder)
     pipeline.generate_latents(request, Inputs(run.image))
@@ -106,13 +106,13 @@ def main(argv: list[str] | None = None) -> int:
         help="JSON file of the curve (mag_curve.json in --ckpt_dir)",
     )
     try:
-        options, rest = parser.parse_known_args(argv)
-        given = flags.parse_flags(rest)
-        if options.out is None and "ckpt_dir" not in given:
+        options, generate_flags = parser.parse_known_args(argv)
+        settings = flags.parse_flags(generate_flags)
+        if options.out is None and "ckpt_dir" not in settings:
             raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
-        out = options.out or given["ckpt_dir"] / mag.CURVE_FILE
+        out = options.out or settings["ckpt_dir"] / mag.CURVE_FILE
         check_output(out, mag.CURVE_KIND, "--out" if options.out else "--ckpt_dir")
-        curve = calibrate(rest)
+        curve = calibrate_curve(generate_flags)
         with write_output(out, mag.CURVE_KIND) as temporary:
             curve.save(temporary)
     except (InputError, WriteError) as error:

@@ -28,8 +28,8 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.device_check import steps as report
-from tools.device_check.process import Bed, DeviceError, Job
-from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, Facts, Outcome, Step
+from tools.device_check.process import DeviceError, Job, WorkerKeeper
+from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, DeviceProperties, Outcome, Step
 from wan import env
 from wan.cli.failures import raise_on_sigterm
 from wan.cli.flags import Parser
@@ -48,21 +48,21 @@ GRACE = 60.0  # seconds to wait for a rank beyond its step's limit
 
 def main(argv: Sequence[str] | None = None, steps: tuple[Step, ...] = STEPS) -> int:
     """Check the device and return the exit code. steps: the table of steps."""
-    speaks = True
+    is_spokesman = True
     try:
         with raise_on_sigterm():  # so that SIGTERM also ends the worker
-            speaks = env.rank() == 0
-            options = _options(argv, steps)
-            return _check(options, report.chosen(options.only, steps))
+            is_spokesman = env.rank() == 0
+            options = _parse_options(argv, steps)
+            return _run_check(options, report.select_steps(options.only, steps))
     except (InputError, WriteError, KeyboardInterrupt, Terminated) as error:
-        if speaks:
-            told = isinstance(error, InputError | WriteError)
-            words = str(error) if told else "interrupted."
-            print(f"check_device.py: {words}", file=sys.stderr)
+        if is_spokesman:
+            is_refusal = isinstance(error, InputError | WriteError)
+            message = str(error) if is_refusal else "interrupted."
+            print(f"check_device.py: {message}", file=sys.stderr)
         return get_exit_code(error)
 
 
-def _options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argparse.Namespace:
+def _parse_options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argparse.Namespace:
     parser = Parser(
         prog="check_device.py",
         description="Check that this machine's device computes correct results, and how fast.",
@@ -83,102 +83,112 @@ def _options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argparse.Na
     return options
 
 
-def _check(options: argparse.Namespace, steps: list[Step]) -> int:
+def _run_check(options: argparse.Namespace, steps: list[Step]) -> int:
     """Run the steps on this rank and return the exit code; rank 0 prints and writes the report."""
     start, world, local = time.monotonic(), env.world_size(), env.local_rank()
-    peers = Alone() if world == 1 else Ranks(env.rank(), world)
+    peers = SingleProcess() if world == 1 else TorchrunRanks(env.rank(), world)
     folder = Path(tempfile.mkdtemp(prefix="wan-check-"))
-    done: list[report.Done] = []
+    results: list[report.StepResult] = []
     about: dict[str, Any] = {}
     try:
-        with Bed(options.device, local, world) as bed:
-            facts, about = _opened(bed, peers)
+        with WorkerKeeper(options.device, local, world) as bed:
+            properties, about = _open_device(bed, peers)
             if peers.rank == 0:
-                print(f"{facts.name}, {world} rank{'s' * (world > 1)}", flush=True)
+                print(f"{properties.name}, {world} rank{'s' * (world > 1)}", flush=True)
             for index, step in enumerate(steps):
-                job = Job(step, index, options.full, folder, step.together(facts))
-                own = _own(bed, peers, facts, job, first_here=local == 0)
-                outcomes = peers.merged(index, own, step.limit)
+                job = Job(step, index, options.full, folder, step.is_collective(properties))
+                rank_outcome = _run_step(bed, peers, properties, job, first_here=local == 0)
+                outcomes = peers.gather_outcomes(index, rank_outcome, step.limit)
                 # End the worker only now: the other ranks have this outcome, so that they do not
                 # report a lost connection. A process group ends with its step, and a device error
                 # may persist in its process.
-                if own.verdict == WRONG or job.together:
-                    bed.clear()
-                done.append((step, joined(outcomes), outcomes))
+                if rank_outcome.verdict == WRONG or job.is_collective:
+                    bed.end_worker()
+                results.append((step, merge_outcomes(outcomes), outcomes))
                 if peers.rank == 0:
-                    print(report.row(step, done[-1][1]), flush=True)
+                    print(report.format_row(step, results[-1][1]), flush=True)
     except (KeyboardInterrupt, Terminated):
-        if peers.rank == 0 and done:
+        if peers.rank == 0 and results:
             about |= {"seconds": round(time.monotonic() - start, 1), "full": options.full}
-            _report(options.json, done, {"verdict": "interrupted", **about})
+            _write_report(options.json, results, {"verdict": "interrupted", **about})
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if peers.rank:
-        return peers.same_code(None)
-    code = int(any(outcome.verdict == WRONG for _, outcome, _ in done))
+        return peers.share_exit_code(None)
+    code = int(any(outcome.verdict == WRONG for _, outcome, _ in results))
     about |= {"seconds": round(time.monotonic() - start, 1), "full": options.full}
-    _report(options.json, done, {"verdict": WRONG if code else OK, **about})
-    return peers.same_code(code)
+    _write_report(options.json, results, {"verdict": WRONG if code else OK, **about})
+    return peers.share_exit_code(code)
 
 
-def _report(path: Path, done: list[report.Done], about: dict[str, Any]) -> None:
+def _write_report(path: Path, results: list[report.StepResult], about: dict[str, Any]) -> None:
     """Write the file and print the table."""
-    report.write(path, done, about)
-    print(f"\n{report.table(done)}\n\n{report.summary(done)}; {about['seconds']:.0f} s.")
+    report.write_json_report(path, results, about)
+    print(
+        f"\n{report.format_table(results)}\n\n{report.format_summary(results)}; {about['seconds']:.0f} s."
+    )
     print(f"Attach {path} to a report.", flush=True)
 
 
-def _opened(bed: Bed, peers: Alone) -> tuple[Facts, dict[str, Any]]:
+def _open_device(
+    bed: WorkerKeeper, peers: SingleProcess
+) -> tuple[DeviceProperties, dict[str, Any]]:
     """Open the device of this rank. Raises InputError on all ranks if one rank has none."""
     refusal, worker = None, None
     try:
-        worker = bed.worker()
+        worker = bed.get_worker()
     except (InputError, DeviceError) as error:
         refusal = str(error)
-    refusal = peers.refusal(refusal)
+    refusal = peers.agree_on_refusal(refusal)
     if refusal is not None or worker is None:
         raise InputError(refusal or "")
-    about = {"facts": asdict(worker.facts), "environment": worker.environment}
-    return worker.facts, about
+    about = {"facts": asdict(worker.properties), "environment": worker.environment}
+    return worker.properties, about
 
 
-def _own(bed: Bed, peers: Alone, facts: Facts, job: Job, first_here: bool) -> Outcome:
+def _run_step(
+    bed: WorkerKeeper,
+    peers: SingleProcess,
+    properties: DeviceProperties,
+    job: Job,
+    first_here: bool,
+) -> Outcome:
     """Run a step on this rank. first_here: this is the first rank of its machine."""
-    missing = job.step.missing(facts, job.full)
+    missing = job.step.find_obstacle(properties, job.full)
     if missing is not None:
         return Outcome(ABSENT, words=missing)
-    if job.together:
-        return bed.run(job, lambda: peers.others_failed(job.index))
-    if facts.type == "cpu" and not first_here:
+    if job.is_collective:
+        return bed.run(job, lambda: peers.find_failure(job.index))
+    if properties.type == "cpu" and not first_here:
         return Outcome(ABSENT)  # the ranks of a machine have one CPU: one check suffices
     return bed.run(job)
 
 
-class Alone:
+class SingleProcess:
     """The agreement of a single process."""
 
     rank, world = 0, 1
 
-    def refusal(self, own: str | None) -> str | None:
+    def agree_on_refusal(self, refusal: str | None) -> str | None:
         """Return the first rank's reason why the check cannot begin; None if all ranks can."""
-        return own
+        return refusal
 
-    def others_failed(self, index: int) -> str | None:
+    def find_failure(self, index: int) -> str | None:
         """Return the reason to end a step in which another rank failed; None if none did."""
         return None
 
-    def merged(self, index: int, own: Outcome, limit: float) -> list[Outcome]:
+    def gather_outcomes(self, index: int, outcome: Outcome, limit: float) -> list[Outcome]:
         """Return the outcomes of a step, by rank."""
-        return [own]
+        return [outcome]
 
-    def same_code(self, code: int | None) -> int:
+    def share_exit_code(self, code: int | None) -> int:
         """Return rank 0's exit code on every rank; other ranks pass None."""
         assert code is not None
         return code
 
 
-class Ranks(Alone):
+class TorchrunRanks(SingleProcess):
     """The agreement of several ranks through torchrun's store.
 
     Raises:
@@ -187,26 +197,28 @@ class Ranks(Alone):
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self._store = _store()
+        self._store = _open_store()
 
-    def refusal(self, own: str | None) -> str | None:
-        self._store.set(f"hello/{self.rank}", own or "")
+    def agree_on_refusal(self, refusal: str | None) -> str | None:
+        self._store.set(f"hello/{self.rank}", refusal or "")
         keys = [f"hello/{rank}" for rank in range(self.world)]
-        if not self._wait(keys, 600):
+        if not self._wait_for_keys(keys, 600):
             return "not all ranks have opened their devices within 600 s; start all of them."
-        said = [self._store.get(key).decode() for key in keys]
-        return next((sentence for sentence in said if sentence), None)
+        refusals = [self._store.get(key).decode() for key in keys]
+        return next((sentence for sentence in refusals if sentence), None)
 
-    def others_failed(self, index: int) -> str | None:
+    def find_failure(self, index: int) -> str | None:
         key = f"failed/{index}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def merged(self, index: int, own: Outcome, limit: float) -> list[Outcome]:
-        if own.words and not own.words.startswith(ENDED):  # the others would wait for this rank
+    def gather_outcomes(self, index: int, outcome: Outcome, limit: float) -> list[Outcome]:
+        if outcome.words and not outcome.words.startswith(
+            ENDED
+        ):  # the others would wait for this rank
             self._store.set(f"failed/{index}", f"{ENDED} rank {self.rank} has")
-        self._store.set(f"outcome/{index}/{self.rank}", pickle.dumps(own).hex())
+        self._store.set(f"outcome/{index}/{self.rank}", pickle.dumps(outcome).hex())
         keys = [f"outcome/{index}/{rank}" for rank in range(self.world)]
-        self._wait(keys, max(0.0, limit - own.seconds) + GRACE)
+        self._wait_for_keys(keys, max(0.0, limit - outcome.seconds) + GRACE)
         lost = Outcome(WRONG, words="the rank does not respond; it may be lost")
         return [
             pickle.loads(bytes.fromhex(self._store.get(key).decode()))
@@ -215,14 +227,14 @@ class Ranks(Alone):
             for key in keys
         ]
 
-    def same_code(self, code: int | None) -> int:
+    def share_exit_code(self, code: int | None) -> int:
         """Share the code after rank 0 has written its files: torchrun may then end it."""
         if code is not None:
             self._store.set("code", str(code))
             return code
-        return int(self._store.get("code")) if self._wait(["code"], GRACE) else 1
+        return int(self._store.get("code")) if self._wait_for_keys(["code"], GRACE) else 1
 
-    def _wait(self, keys: list[str], seconds: float) -> bool:
+    def _wait_for_keys(self, keys: list[str], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while not self._store.check(keys):
             if time.monotonic() > deadline:
@@ -231,7 +243,7 @@ class Ranks(Alone):
         return True
 
 
-def _store() -> Store:
+def _open_store() -> Store:
     import torch.distributed as dist
 
     from wan.distributed import rendezvous
@@ -243,7 +255,7 @@ def _store() -> Store:
     return dist.PrefixStore("check", store)
 
 
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
+def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Merge the outcomes of all ranks: the lines of rank 0 and the worst verdict.
 
     A line that is wrong only on another rank is added with the number of that rank. A rank that was
@@ -253,15 +265,17 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     by_itself = [o for o in outcomes if not o.words.startswith(ENDED)] or list(outcomes)
     causes = [o for o in by_itself if o.words and not o.words.startswith(_DOUBTFUL)]
     lines = list(outcomes[0].lines)
-    reported = {one.what for one in lines if one.verdict == WRONG}
+    reported = {line.what for line in lines if line.verdict == WRONG}
     for rank, outcome in enumerate(outcomes[1:], 1):
-        bad = [one for one in outcome.lines if one.verdict == WRONG and one.what not in reported]
-        lines += [replace(one, what=f"rank {rank}: {one.what}") for one in bad]
+        bad = [
+            line for line in outcome.lines if line.verdict == WRONG and line.what not in reported
+        ]
+        lines += [replace(line, what=f"rank {rank}: {line.what}") for line in bad]
     cause = next(iter(causes or [o for o in by_itself if o.words]), outcomes[0])
     rank = outcomes.index(cause)
-    words = f"rank {rank}: {cause.words}" if rank else cause.words
-    verdict = report.worst(outcome.verdict for outcome in by_itself)
-    return Outcome(verdict, max(o.seconds for o in outcomes), tuple(lines), words, cause.tail)
+    reason = f"rank {rank}: {cause.words}" if rank else cause.words
+    verdict = report.find_worst(outcome.verdict for outcome in by_itself)
+    return Outcome(verdict, max(o.seconds for o in outcomes), tuple(lines), reason, cause.tail)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from wan.settings.values import real
 RESULTS = make_json_kind("results of compare_latents.py", "steps", "least", "departs")
 
 
-def compared(a: Path, b: Path) -> list[dict[str, Any]]:
+def compare_steps(a: Path, b: Path) -> list[dict[str, Any]]:
     """Returns for each step its number, cosine, and largest relative difference.
 
     Raises:
@@ -37,11 +37,11 @@ def compared(a: Path, b: Path) -> list[dict[str, Any]]:
     names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (a, b)]
     if not names[0]:
         raise InputError(f"{a} has no latents", remedy="make them with --save_latents steps")
-    for folder, own, other in ((a, names[0], names[1]), (b, names[1], names[0])):
-        missing = sorted({*other} - {*own})
+    for folder, step_names, other in ((a, names[0], names[1]), (b, names[1], names[0])):
+        missing = sorted({*other} - {*step_names})
         if missing:
             raise InputError(f"{folder} has no {missing[0]}", remedy="compare equal steps")
-    found = []
+    steps = []
     for name in names[0]:
         x, y = (load_latents(folder / name).double() for folder in (a, b))
         if x.shape != y.shape:
@@ -49,8 +49,8 @@ def compared(a: Path, b: Path) -> list[dict[str, Any]]:
             raise InputError(f"{name} has the shapes {shapes}", remedy="compare equal sizes")
         cosine = torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), dim=0)
         most = (x - y).abs().max() / x.abs().max()
-        found.append({"step": int(Path(name).stem), "cosine": float(cosine), "most": float(most)})
-    return found
+        steps.append({"step": int(Path(name).stem), "cosine": float(cosine), "most": float(most)})
+    return steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,19 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=make_output_path_type(RESULTS))
     try:
         options = parser.parse_args(argv)
-        steps = compared(options.a, options.b)
+        steps = compare_steps(options.a, options.b)
     except (InputError, OSError) as error:
         print(f"compare_latents.py: {error}", file=sys.stderr)
         return get_exit_code(error)
-    departs = next((one["step"] for one in steps if not one["cosine"] >= options.least), None)
-    for one in steps:
-        mark = "  <- departs" if one["step"] == departs else ""
-        shown = f"1 - {1 - one['cosine']:.1e}, largest difference {one['most']:.1e}"
-        print(f"step {one['step']:4}: cosine {shown}{mark}")
+    departs = next((step["step"] for step in steps if not step["cosine"] >= options.least), None)
+    for step in steps:
+        mark = "  <- departs" if step["step"] == departs else ""
+        figures = f"1 - {1 - step['cosine']:.1e}, largest difference {step['most']:.1e}"
+        print(f"step {step['step']:4}: cosine {figures}{mark}")
     if options.json:
-        told = {"steps": steps, "least": options.least, "departs": departs}
+        record = {"steps": steps, "least": options.least, "departs": departs}
         with write_output(options.json, RESULTS) as temporary:
-            temporary.write_text(json.dumps(told, indent=1) + "\n")
+            temporary.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

@@ -100,14 +100,14 @@ class Folders:
     base: Path
     present: Path
 
-    def results(self, case: Case, side: str) -> Path:
+    def get_results_folder(self, case: Case, side: str) -> Path:
         """Return a case's folder. side: "base", "present", or "made" for a fixture."""
         return (self.present if side == "present" else self.base) / side / case.name
 
-    def names(self, case: Case, side: str) -> dict[str, Path]:
+    def make_paths(self, case: Case, side: str) -> dict[str, Path]:
         """Return the paths that a case's command may refer to, by variable."""
         fixed = {"base": self.base / "tree", "made": self.base / "made", "npu_sim": SIMULATED_NPU}
-        return {**fixed, "out": self.results(case, side) / "out"}
+        return {**fixed, "out": self.get_results_folder(case, side) / "out"}
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         options = parser.parse_args(argv)
-        cases = _chosen(options.only)
-        versions = {"base": _git("rev-parse", f"{options.base}^{{commit}}")}
-        versions["present"] = _git("describe", "--always", "--dirty")
+        cases = _choose_cases(options.only)
+        versions = {"base": _run_git("rev-parse", f"{options.base}^{{commit}}")}
+        versions["present"] = _run_git("describe", "--always", "--dirty")
         with TemporaryDirectory(prefix="wan-versions-") as temporary:
             base = options.keep or Path(temporary, "kept")
             folders = Folders(base.resolve(), Path(temporary, "new"))
-            export(versions["base"], folders.base)
+            export_commit(versions["base"], folders.base)
             outcomes = run_cases(cases, options.jobs, folders, options.base_only)
     except (RefusedError, InputError, OSError) as error:
         print(f"compare_versions.py: {error}", file=sys.stderr)
@@ -168,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     counts = Counter(outcome.result for outcome in outcomes)
     seconds = round(time.monotonic() - started)
-    words = (f"{counts[result]} {result}" for result in sorted(counts))
-    print(f"{len(outcomes)} cases: {', '.join(words)}; {seconds} s.")
+    parts = (f"{counts[result]} {result}" for result in sorted(counts))
+    print(f"{len(outcomes)} cases: {', '.join(parts)}; {seconds} s.")
     if options.json:
         report = {**versions, "seconds": seconds, "cases": [asdict(o) for o in outcomes]}
         with write_output(options.json, OUTCOMES) as temporary:
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if counts["different"] or counts["failed"] else 0
 
 
-def _chosen(only: str) -> list[Case]:
+def _choose_cases(only: str) -> list[Case]:
     try:
         cases = [case for case in CASES if re.search(only, case.name)]
     except re.error as error:
@@ -190,35 +190,37 @@ def _chosen(only: str) -> list[Case]:
     return cases
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", REPO, *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise RefusedError(f"git {' '.join(arguments)}: {done.stderr.strip().splitlines()[0]}")
-    return done.stdout.strip()
+def _run_git(*arguments: str) -> str:
+    process = subprocess.run(["git", "-C", REPO, *arguments], capture_output=True, text=True)
+    if process.returncode:
+        raise RefusedError(f"git {' '.join(arguments)}: {process.stderr.strip().splitlines()[0]}")
+    return process.stdout.strip()
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_file(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def export(commit: str, folder: Path) -> None:
+def export_commit(commit: str, folder: Path) -> None:
     """Write the code of a commit into `tree` of a folder, unless it exists.
 
     Raises:
         RefusedError: The folder has another commit's results, or other files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    known = folder / "commit"
-    if not known.is_file() and (
-        others := [one.name for one in folder.iterdir() if one.name not in (_LOCK, "tree")]
+    commit_file = folder / "commit"
+    if not commit_file.is_file() and (
+        foreign_files := [
+            entry.name for entry in folder.iterdir() if entry.name not in (_LOCK, "tree")
+        ]
     ):
-        raise RefusedError(f"{folder} has files of another program, such as {others[0]}")
-    with _locked(folder / _LOCK):
-        if not known.is_file():
+        raise RefusedError(f"{folder} has files of another program, such as {foreign_files[0]}")
+    with _lock_file(folder / _LOCK):
+        if not commit_file.is_file():
             command = ["git", "-C", str(REPO), "archive", commit]
             archive = subprocess.run(command, capture_output=True, check=True).stdout
             with (
@@ -226,10 +228,12 @@ def export(commit: str, folder: Path) -> None:
                 tarfile.open(fileobj=io.BytesIO(archive)) as files,
             ):
                 files.extractall(tree, filter="data")
-            with write_output(known, _COMMIT) as temporary:
+            with write_output(commit_file, _COMMIT) as temporary:
                 temporary.write_text(commit)
-        elif known.read_text() != commit:
-            raise RefusedError(f"{folder} holds the results of {known.read_text()}, not {commit}")
+        elif commit_file.read_text() != commit:
+            raise RefusedError(
+                f"{folder} holds the results of {commit_file.read_text()}, not {commit}"
+            )
 
 
 def run_cases(
@@ -243,19 +247,19 @@ def run_cases(
     for folder in (folders.base / "made", folders.base / "base", folders.present / "present"):
         folder.mkdir(parents=True, exist_ok=True)
 
-    def make(fixture: Case) -> None:
-        if failure := play_once(fixture, folders, "made"):
+    def make_fixture(fixture: Case) -> None:
+        if failure := run_base_case(fixture, folders, "made"):
             sys.exit(f"{fixture.name}: {failure}")
 
     def outcome_file(case: Case) -> Path:
         return folders.present / f"{case.name}.outcome"
 
-    def run(case: Case) -> None:
-        outcome = compare(case, folders, base_only)
+    def run_case(case: Case) -> None:
+        outcome = compare_case(case, folders, base_only)
         print(outcome, flush=True)
         outcome_file(case).write_text(json.dumps(asdict(outcome)))
 
-    def read(case: Case) -> Outcome:
+    def read_outcome(case: Case) -> Outcome:
         if not outcome_file(case).exists():
             return Outcome(case.name, "failed", "the comparing process was lost", 0, case.command)
         return Outcome(**json.loads(outcome_file(case).read_text()))
@@ -263,21 +267,25 @@ def run_cases(
     with_npu = any(case.on_simulated_npu for case in cases)
     for stage in FIXTURES:
         needed = [fixture for fixture in stage if with_npu or not fixture.on_simulated_npu]
-        if missing := run_all(needed, jobs, make):
+        if missing := run_in_processes(needed, jobs, make_fixture):
             raise RefusedError(f"the base did not make {', '.join(missing)}")
-    run_all(cases, jobs, run)
-    return [read(case) for case in cases]
+    run_in_processes(cases, jobs, run_case)
+    return [read_outcome(case) for case in cases]
 
 
-def compare(case: Case, folders: Folders, base_only: bool = False) -> Outcome:
+def compare_case(case: Case, folders: Folders, base_only: bool = False) -> Outcome:
     """Run a case in the base's tree unless its results exist, then in this one, and compare."""
     started = time.monotonic()
-    failures = [play_once(case, folders, "base")]
+    failures = [run_base_case(case, folders, "base")]
     side, result, detail = "base", "made", ""
     if not base_only:
         side, result = "present", "equal"
-        failures.append(play(case, folders, side))
-        detail = "; ".join(differences(folders.results(case, "base"), folders.results(case, side)))
+        failures.append(run_on_ranks(case, folders, side))
+        detail = "; ".join(
+            find_differences(
+                folders.get_results_folder(case, "base"), folders.get_results_folder(case, side)
+            )
+        )
     if any(failures):
         result, detail = "failed", "; ".join(filter(None, failures))
     elif detail:
@@ -285,10 +293,12 @@ def compare(case: Case, folders: Folders, base_only: bool = False) -> Outcome:
         if case.name in MAY_DIFFER:
             result, detail = "named", f"{MAY_DIFFER[case.name]}: {detail}"
     seconds = round(time.monotonic() - started, 1)
-    return Outcome(case.name, result, detail, seconds, case.typed(folders.names(case, side)))
+    return Outcome(
+        case.name, result, detail, seconds, case.format_command(folders.make_paths(case, side))
+    )
 
 
-def differences(base: Path, present: Path) -> Iterator[str]:
+def find_differences(base: Path, present: Path) -> Iterator[str]:
     """Yield the differences between the latents and videos in two folders."""
     import torch
 
@@ -301,22 +311,22 @@ def differences(base: Path, present: Path) -> Iterator[str]:
     if not files:
         yield "neither wrote a result"
     for file in sorted(files):
-        both = [_tensors(folder / file) for folder in (base, present)]
+        both = [_load_tensors(folder / file) for folder in (base, present)]
         for name in sorted(both[0].keys() | both[1].keys()):
-            what = f"{name} of {file}"
+            label = f"{name} of {file}"
             a, b = (tensors.get(name) for tensors in both)
             if a is None or b is None:
-                yield f"{what} only in {'present' if a is None else 'base'}"
+                yield f"{label} only in {'present' if a is None else 'base'}"
             elif (a.shape, a.dtype) != (b.shape, b.dtype):
-                yield f"{what} were {a.dtype} {[*a.shape]}, are {b.dtype} {[*b.shape]}"
+                yield f"{label} were {a.dtype} {[*a.shape]}, are {b.dtype} {[*b.shape]}"
             elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 most = (a.double() - b.double()).abs().max().item()
-                yield f"{what} differ by up to {most:.2g}"
+                yield f"{label} differ by up to {most:.2g}"
             elif not a.isfinite().all():
-                yield f"{what} hold NaN or infinity in both"
+                yield f"{label} hold NaN or infinity in both"
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _load_tensors(path: Path) -> dict[str, Tensor]:
     """Load the tensors of a latents file or the frames of a video; {} without a file."""
     import numpy as np
     import torch
@@ -328,27 +338,29 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         return {}
     if path.suffix == ".safetensors":
         return load_file(path)
-    return {"frames": torch.from_numpy(np.stack([np.asarray(one) for one in read_frames(path)]))}
+    return {
+        "frames": torch.from_numpy(np.stack([np.asarray(frame) for frame in read_frames(path)]))
+    }
 
 
-def play_once(case: Case, folders: Folders, side: str) -> str:
+def run_base_case(case: Case, folders: Folders, side: str) -> str:
     """Run a case of the base unless an earlier comparison did; return its error or ""."""
-    folder = folders.results(case, side)
-    done = folder.with_name(f"{case.name}.json")  # has the command that made the results
-    with _locked(folder.with_name(f"{case.name}.lock")):
-        if done.is_file() and json.loads(done.read_text()) == asdict(case):
+    folder = folders.get_results_folder(case, side)
+    marker = folder.with_name(f"{case.name}.json")  # has the command that made the results
+    with _lock_file(folder.with_name(f"{case.name}.lock")):
+        if marker.is_file() and json.loads(marker.read_text()) == asdict(case):
             return ""
-        remove_output(done, _CASE)
-        failure = play(case, folders, side)
+        remove_output(marker, _CASE)
+        failure = run_on_ranks(case, folders, side)
         if not failure:
-            with write_output(done, _CASE) as temporary:
+            with write_output(marker, _CASE) as temporary:
                 temporary.write_text(json.dumps(asdict(case)))
     return failure
 
 
-def play(case: Case, folders: Folders, side: str) -> str:
+def run_on_ranks(case: Case, folders: Folders, side: str) -> str:
     """Run a case on all its ranks; return its error or ""."""
-    folder = folders.results(case, side)
+    folder = folders.get_results_folder(case, side)
     shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
     folder.mkdir()
     log = folder.with_name(f"{case.name}.log")
@@ -356,43 +368,52 @@ def play(case: Case, folders: Folders, side: str) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pids = [fork(partial(_rank, case, folders, side, i, port, log)) for i in range(case.ranks)]
+    pids = [
+        fork_process(partial(_run_rank, case, folders, side, i, port, log))
+        for i in range(case.ranks)
+    ]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if not any(codes):
         return ""
-    said = log.read_text(errors="replace").splitlines()[-15:]
-    return "\n  ".join([f"{side} ended with {', '.join(map(str, codes))}:", *said])
+    log_lines = log.read_text(errors="replace").splitlines()[-15:]
+    return "\n  ".join([f"{side} ended with {', '.join(map(str, codes))}:", *log_lines])
 
 
-def _rank(case: Case, folders: Folders, side: str, rank: int, port: int, log: Path) -> None:
-    names = folders.names(case, side)
+def _run_rank(case: Case, folders: Folders, side: str, rank: int, port: int, log: Path) -> None:
+    names = folders.make_paths(case, side)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
     signal.alarm(TIME_LIMIT)
-    variables = case.variables(names)
+    variables = case.make_variables(names)
     os.environ |= variables
     if case.ranks > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     tree = REPO if side == "present" else names["base"]
-    others = [entry for entry in sys.path if entry not in (str(REPO), str(REPO / "tools"))]
-    sys.path[:] = [str(tree), *filter(None, variables.get("PYTHONPATH", "").split(":")), *others]
+    other_paths = [entry for entry in sys.path if entry not in (str(REPO), str(REPO / "tools"))]
+    sys.path[:] = [
+        str(tree),
+        *filter(None, variables.get("PYTHONPATH", "").split(":")),
+        *other_paths,
+    ]
     for name in [name for name in sys.modules if name.split(".")[0] == "wan" or name == "tools"]:
         del sys.modules[name]  # to import it from that tree
     import wan
 
     if not Path(wan.__file__).is_relative_to(tree):
         sys.exit(f"wan was imported from {wan.__file__}, not from {tree}")
-    os.chdir(folders.results(case, side).parent)  # has no real checkpoint under a default name
-    script, *sys.argv[1:] = case.words(names)
+    os.chdir(
+        folders.get_results_folder(case, side).parent
+    )  # has no real checkpoint under a default name
+    script, *sys.argv[1:] = case.split_command(names)
     if script == "-c":
         exec(sys.argv[1], {"__name__": "__main__"})
     else:
         runpy.run_path(str(tree / script), run_name="__main__")
 
 
-def fork(work: Callable[[], object]) -> int:
+def fork_process(work: Callable[[], object]) -> int:
     """Call `work` in a forked process and return its id; its exit code is 0, or 1 on errors."""
     if pid := os.fork():
         return pid
@@ -413,7 +434,7 @@ def fork(work: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def run_all(cases: Sequence[Case], jobs: int, work: Callable[[Case], object]) -> list[str]:
+def run_in_processes(cases: Sequence[Case], jobs: int, work: Callable[[Case], object]) -> list[str]:
     """Call work(case) for all cases, `jobs` at a time, each in a separate process group.
 
     Returns the names of the failed cases. All processes are killed if this ends early.
@@ -423,7 +444,7 @@ def run_all(cases: Sequence[Case], jobs: int, work: Callable[[Case], object]) ->
         while waiting or running:
             if waiting and len(running) < jobs:
                 case = waiting.pop()
-                running[fork(partial(_in_own_group, work, case))] = case
+                running[fork_process(partial(_run_in_process_group, work, case))] = case
             else:
                 pid, status = os.wait()
                 case = running.pop(pid)
@@ -436,7 +457,7 @@ def run_all(cases: Sequence[Case], jobs: int, work: Callable[[Case], object]) ->
     return failed
 
 
-def _in_own_group(work: Callable[[Case], object], case: Case) -> None:
+def _run_in_process_group(work: Callable[[Case], object], case: Case) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches only the parent, which ends the others
     work(case)
 

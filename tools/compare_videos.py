@@ -30,7 +30,7 @@ import numpy as np
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.contact_sheet import contact_sheet, read_frames
+from tools.contact_sheet import make_contact_sheet, read_frames
 from wan.cli.flags import Parser
 from wan.cli.programs import make_output_path_type, run_program
 from wan.output_files import OutputKind, make_marked_kind, write_output
@@ -39,8 +39,8 @@ from wan.pipeline.video_reader import read_video
 from wan.settings.errors import InputError
 from wan.settings.values import integer
 
-AGAINST = ("vmaf", "ssim", "psnr", "xpsnr")
-ALONE = ("detail", "motion", "blocks", "untextured")
+FULL_REFERENCE_MEASURES = ("vmaf", "ssim", "psnr", "xpsnr")
+NO_REFERENCE_MEASURES = ("detail", "motion", "blocks", "untextured")
 VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov")
 _BLACK, _PLAIN, _STILL, _BLOCKS = 24.0, 1.0, 0.02, 4.0  # luma, SI, luma of a pixel, ratio
 _CELL = 16  # pixels of a side: two latents
@@ -62,34 +62,34 @@ FIGURES = OutputKind("figures of compare_videos.py", _is_figures)
 PAGE = make_marked_kind("a page of compare_videos.py", _HEADING.encode())
 
 
-def _ffmpeg(*arguments: str, folder: Path) -> str:
+def _run_filters(*arguments: str, folder: Path) -> str:
     """Runs ffmpeg in a folder, and returns its standard output."""
-    done = run_ffmpeg(arguments, folder)
-    if done.returncode:
-        why = describe_failure(done.stderr.decode(errors="replace"))
+    process = run_ffmpeg(arguments, folder)
+    if process.returncode:
+        why = describe_failure(process.stderr.decode(errors="replace"))
         raise InputError(f"ffmpeg cannot read this: {why}")
-    return done.stdout.decode(errors="replace")
+    return process.stdout.decode(errors="replace")
 
 
-def facts(video: Path) -> tuple[int, int, int]:
+def read_video_size(video: Path) -> tuple[int, int, int]:
     """Returns the width, height and number of frames of a video."""
     try:
-        found = read_video(video, "videos")
-        return *found.size, found.num_frames
+        reader = read_video(video, "videos")
+        return *reader.size, reader.num_frames
     except InputError as error:
         raise InputError(f"{video} is no video that ffmpeg can read.") from error
 
 
-def against(reference: Path, other: Path) -> Frames:
+def measure_against(reference: Path, other: Path) -> Frames:
     """Measures each frame of `other` against the reference; higher is nearer.
 
     Raises:
         InputError: The videos differ in size or number of frames.
     """
-    sizes = [facts(video) for video in (reference, other)]
+    sizes = [read_video_size(video) for video in (reference, other)]
     if sizes[0] != sizes[1]:
-        told = " and ".join("{}x{} with {} frames".format(*size) for size in sizes)
-        raise InputError(f"{reference} and {other} cannot be compared: {told}.")
+        sizes_text = " and ".join("{}x{} with {} frames".format(*size) for size in sizes)
+        raise InputError(f"{reference} and {other} cannot be compared: {sizes_text}.")
     streams = "".join(
         f"[{number}:v]split=4" + "".join(f"[{number}{i}]" for i in range(4)) + ";"
         for number in (0, 1)
@@ -104,36 +104,38 @@ def against(reference: Path, other: Path) -> Frames:
     inputs = [part for video in (reference, other) for part in build_input_args(video)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        _ffmpeg(*inputs, "-lavfi", graph, "-f", "null", "-", folder=folder)
+        _run_filters(*inputs, "-lavfi", graph, "-f", "null", "-", folder=folder)
         vmaf = json.loads((folder / "vmaf").read_text())["frames"]
-        texts = {name: (folder / name).read_text() for name in AGAINST[1:]}
-    found = {"vmaf": [frame["metrics"]["vmaf"] for frame in vmaf]}
+        texts = {name: (folder / name).read_text() for name in FULL_REFERENCE_MEASURES[1:]}
+    measures = {"vmaf": [frame["metrics"]["vmaf"] for frame in vmaf]}
     for name, pattern in (
         ("ssim", r"All:(\S+)"),
         ("psnr", r"psnr_avg:(\S+)"),
         ("xpsnr", r"XPSNR y: *(\S+)"),
     ):
         values = [float(value) for value in re.findall(pattern, texts[name])]
-        found[name] = [min(value, _HIGHEST) for value in values] if name != "ssim" else values
-    return found
+        measures[name] = [min(value, _HIGHEST) for value in values] if name != "ssim" else values
+    return measures
 
 
-def alone(video: Path) -> Frames:
+def measure_single(video: Path) -> Frames:
     """Measures each frame's luma, detail, motion, blocks, and share of cells without texture."""
-    chain = "signalstats,siti,blockdetect,metadata=print:file=-"
-    arguments = (*build_input_args(video), "-vf", chain, "-f", "null", "-")
-    printed = _ffmpeg(*arguments, folder=Path.cwd())
+    filter_chain = "signalstats,siti,blockdetect,metadata=print:file=-"
+    arguments = (*build_input_args(video), "-vf", filter_chain, "-f", "null", "-")
+    printed = _run_filters(*arguments, folder=Path.cwd())
     names = {"bright": "signalstats.YHIGH", "step": "signalstats.YDIF", "detail": "siti.si",
              "motion": "siti.ti", "blocks": "block"}  # fmt: skip
-    found = {
+    measures = {
         name: [float(value) for value in re.findall(rf"lavfi\.{re.escape(key)}=(\S+)", printed)]
         for name, key in names.items()
     }
-    found["untextured"] = [_untextured(np.asarray(frame)) for frame in read_frames(video)]
-    return found
+    measures["untextured"] = [
+        _compute_untextured_share(np.asarray(frame)) for frame in read_frames(video)
+    ]
+    return measures
 
 
-def _untextured(frame_HW3: np.ndarray) -> float:
+def _compute_untextured_share(frame_HW3: np.ndarray) -> float:
     """Returns the share of cells with nearly constant luma, a sign of lost content."""
     luma = frame_HW3.astype(np.float32).mean(axis=2)
     rows, columns = (size // _CELL for size in luma.shape)
@@ -143,65 +145,68 @@ def _untextured(frame_HW3: np.ndarray) -> float:
     return float((cells.std(axis=(1, 3)) < 0.5).mean())
 
 
-def suspicions(
-    found: Frames, joins: Sequence[int] = (), reference: Frames | None = None
+def find_suspicions(
+    measures: Frames, joins: Sequence[int] = (), reference: Frames | None = None
 ) -> list[str]:
     """Returns sentences about suspicious frames and joins."""
-    said = []
-    for what, places in (
-        ("black", [n for n, value in enumerate(found["bright"]) if value <= _BLACK]),
-        ("without detail", [n for n, value in enumerate(found["detail"]) if value < _PLAIN]),
+    suspicions = []
+    for defect, indices in (
+        ("black", [n for n, value in enumerate(measures["bright"]) if value <= _BLACK]),
+        ("without detail", [n for n, value in enumerate(measures["detail"]) if value < _PLAIN]),
     ):
-        if places:
-            said.append(f"{what}: {_ranges(places)}")
-    still = [n for n, value in enumerate(found["step"]) if n and value < _STILL]
-    runs = [run for run in _runs(still) if len(run) >= _RUN]
+        if indices:
+            suspicions.append(f"{defect}: {_format_ranges(indices)}")
+    still = [n for n, value in enumerate(measures["step"]) if n and value < _STILL]
+    runs = [run for run in _group_runs(still) if len(run) >= _RUN]
     if runs:
-        said.append(f"frozen: {_ranges([n for run in runs for n in run])}")
-    blocks, untextured = (statistics.fmean(found[name]) for name in ("blocks", "untextured"))
+        suspicions.append(f"frozen: {_format_ranges([n for run in runs for n in run])}")
+    blocks, untextured = (statistics.fmean(measures[name]) for name in ("blocks", "untextured"))
     if blocks > _BLOCKS:
-        said.append(f"blocky: {blocks:.1f}")
+        suspicions.append(f"blocky: {blocks:.1f}")
     if reference is not None and untextured > statistics.fmean(reference["untextured"]) + 0.2:
-        said.append(f"areas lost their texture: {untextured:.0%} of the cells")
-    others = [value for n, value in enumerate(found["step"]) if n and n not in joins]
+        suspicions.append(f"areas lost their texture: {untextured:.0%} of the cells")
+    other_steps = [value for n, value in enumerate(measures["step"]) if n and n not in joins]
     for join in joins:
-        if join >= len(found["step"]):
-            raise InputError(f"There is no join at frame {join} of {len(found['step'])}.")
-        ratio = found["step"][join] / max(statistics.median(others), 1e-6)
-        said.append(f"join at {join}: {ratio:.1f} times the step between other frames")
-    return said
+        if join >= len(measures["step"]):
+            raise InputError(f"There is no join at frame {join} of {len(measures['step'])}.")
+        ratio = measures["step"][join] / max(statistics.median(other_steps), 1e-6)
+        suspicions.append(f"join at {join}: {ratio:.1f} times the step between other frames")
+    return suspicions
 
 
-def _runs(places: Sequence[int]) -> list[list[int]]:
+def _group_runs(indices: Sequence[int]) -> list[list[int]]:
     runs: list[list[int]] = []
-    for place in places:
-        if runs and place == runs[-1][-1] + 1:
-            runs[-1].append(place)
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
         else:
-            runs.append([place])
+            runs.append([index])
     return runs
 
 
-def _ranges(places: Sequence[int]) -> str:
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in _runs(places)]
+def _format_ranges(indices: Sequence[int]) -> str:
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in _group_runs(indices)]
     return "frames " + ", ".join(parts)
 
 
-def compare(reference: Path, other: Path, joins: Sequence[int] = ()) -> dict[str, Any]:
+def compare_pair(reference: Path, other: Path, joins: Sequence[int] = ()) -> dict[str, Any]:
     """Measures a pair of videos: each frame, the means, and suspicious properties."""
-    distance, each = against(reference, other), [alone(video) for video in (reference, other)]
-    means = {name: statistics.fmean(distance[name]) for name in AGAINST}
+    distance, each = (
+        measure_against(reference, other),
+        [measure_single(video) for video in (reference, other)],
+    )
+    means = {name: statistics.fmean(distance[name]) for name in FULL_REFERENCE_MEASURES}
     return {
         "videos": [str(reference), str(other)],
         "means": means | {"worst_psnr": min(distance["psnr"]), "worst_vmaf": min(distance["vmaf"])},
-        "alone": [{name: statistics.fmean(one[name]) for name in ALONE} for one in each],
-        "suspicious": [suspicions(each[0], joins), suspicions(each[1], joins, each[0])],
-        "frames": distance | {f"{name}_{ab}": one[name] for ab, one in zip("AB", each, strict=True)
+        "alone": [{name: statistics.fmean(measures[name]) for name in NO_REFERENCE_MEASURES} for measures in each],
+        "suspicious": [find_suspicions(each[0], joins), find_suspicions(each[1], joins, each[0])],
+        "frames": distance | {f"{name}_{ab}": measures[name] for ab, measures in zip("AB", each, strict=True)
                               for name in ("detail", "motion", "step")},
     }  # fmt: skip
 
 
-def pairs(reference: Path, other: Path) -> list[tuple[Path, Path]]:
+def pair_videos(reference: Path, other: Path) -> list[tuple[Path, Path]]:
     """Returns the pairs to compare: both videos, or those of equal names in two folders."""
     for path in (reference, other):
         if not path.exists():
@@ -220,15 +225,17 @@ def pairs(reference: Path, other: Path) -> list[tuple[Path, Path]]:
     return [(reference / name, other / name) for name in sorted(names[0] & names[1])]
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def format_table(results: Sequence[dict[str, Any]]) -> str:
     """Formats each pair's means and the overall means as a Markdown table."""
-    columns = [*AGAINST, "worst_psnr", "worst_vmaf"]
+    columns = [*FULL_REFERENCE_MEASURES, "worst_psnr", "worst_vmaf"]
     lines = ["| B against A | " + " | ".join(columns) + " | detail A, B | motion A, B |"]
     lines.append("|---" * (len(columns) + 3) + "|")
-    rows = [(Path(one["videos"][1]).name, one["means"], one["alone"]) for one in results]
+    rows = [
+        (Path(result["videos"][1]).name, result["means"], result["alone"]) for result in results
+    ]
     if len(rows) > 1:
         mean = {name: statistics.fmean(row[1][name] for row in rows) for name in columns}
-        both = [{name: statistics.fmean(row[2][ab][name] for row in rows) for name in ALONE}
+        both = [{name: statistics.fmean(row[2][ab][name] for row in rows) for name in NO_REFERENCE_MEASURES}
                 for ab in (0, 1)]  # fmt: skip
         rows.append((f"mean of {len(rows)}", mean, both))
     for name, means, both in rows:
@@ -239,19 +246,21 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def page(results: Sequence[dict[str, Any]]) -> str:
+def format_page(results: Sequence[dict[str, Any]]) -> str:
     """Formats an HTML page: the table, and each pair's strips, plots and suspicious properties."""
-    head, _, *rows = table(results).splitlines()
+    head, _, *rows = format_table(results).splitlines()
     cells = [[html.escape(c.strip()) for c in line.strip("|").split("|")] for line in (head, *rows)]
     parts = ["".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)]
     body = [f"{_HEADING}<table>{parts[0]}</table>"]
-    for one in results:
-        body.append(f"<h2>{html.escape(Path(one['videos'][1]).name)}</h2>")
-        for ab, said in zip("AB", one["suspicious"], strict=True):
-            body += [f"<p>{ab}: {html.escape(text)}</p>" for text in said]
+    for result in results:
+        body.append(f"<h2>{html.escape(Path(result['videos'][1]).name)}</h2>")
+        for ab, suspicions in zip("AB", result["suspicious"], strict=True):
+            body += [f"<p>{ab}: {html.escape(text)}</p>" for text in suspicions]
         strips = io.BytesIO()
-        contact_sheet([Path(path) for path in one["videos"]], names=True).save(strips, "PNG")
-        for picture in (strips.getvalue(), _plot(one["frames"])):
+        make_contact_sheet([Path(path) for path in result["videos"]], names=True).save(
+            strips, "PNG"
+        )
+        for picture in (strips.getvalue(), _draw_plot(result["frames"])):
             body.append(f'<img src="data:image/png;base64,{base64.b64encode(picture).decode()}">')
     style = (
         "body{font:14px sans-serif;margin:2em}td{padding:2px 10px}img{display:block;max-width:100%}"
@@ -259,7 +268,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     return f'<!doctype html><meta charset="utf-8"><style>{style}</style>' + "\n".join(body)
 
 
-def _plot(frames: Frames) -> bytes:
+def _draw_plot(frames: Frames) -> bytes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -294,17 +303,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InputError("--joins", options.joins, "must be numbers of frames: 77,153")
     frame = integer(0, 10**9)
     joins = [frame("--joins", number) for number in options.joins.split(",") if number]
-    results = [compare(*pair, joins) for pair in pairs(options.reference, options.other)]
+    results = [compare_pair(*pair, joins) for pair in pair_videos(options.reference, options.other)]
     if options.json is not None:
         with write_output(options.json, FIGURES) as temporary:
             temporary.write_text(json.dumps({"pairs": results}, indent=1) + "\n")
     if options.page is not None:
         with write_output(options.page, PAGE) as temporary:
-            temporary.write_text(page(results), encoding="utf-8")
-    print(table(results))
-    for one in results:
-        for video, said in zip(one["videos"], one["suspicious"], strict=True):
-            for text in said:
+            temporary.write_text(format_page(results), encoding="utf-8")
+    print(format_table(results))
+    for result in results:
+        for video, suspicions in zip(result["videos"], result["suspicious"], strict=True):
+            for text in suspicions:
                 print(f"{video}: {text}")
     return 0
 

@@ -39,7 +39,7 @@ def read_frames(video: Path) -> list[Image.Image]:
     return [Image.fromarray(frame) for frame in read_video(video, "videos").iter_frames()]
 
 
-def prompt_of(video: Path) -> str:
+def read_prompt(video: Path) -> str:
     """Read the prompt from the video's record; without a record return the file's name."""
     record = video.with_suffix(".json")
     if not record.is_file():
@@ -47,9 +47,9 @@ def prompt_of(video: Path) -> str:
     return str(json.loads(record.read_text(encoding="utf-8"))["settings"]["prompt"])
 
 
-def contact_sheet(videos: Sequence[Path], names: bool = False) -> Image.Image:
+def make_contact_sheet(videos: Sequence[Path], names: bool = False) -> Image.Image:
     """Draw the strips of the videos, one below the other, with their names or prompts."""
-    strips = [_strip(video, video.stem if names else prompt_of(video)) for video in videos]
+    strips = [_make_strip(video, video.stem if names else read_prompt(video)) for video in videos]
     sheet = Image.new("RGB", (max(s.width for s in strips), sum(s.height for s in strips)), _PAPER)
     top = 0
     for strip in strips:
@@ -58,41 +58,41 @@ def contact_sheet(videos: Sequence[Path], names: bool = False) -> Image.Image:
     return sheet
 
 
-def _strip(video: Path, words: str) -> Image.Image:
+def _make_strip(video: Path, caption: str) -> Image.Image:
     frames = read_frames(video)
     chosen = np.linspace(0, len(frames) - 1, min(FRAMES, len(frames))).round().astype(int)
-    shown = [_scaled(frames[index]) for index in chosen]
-    width, height = shown[0].size
+    scaled = [_scale_frame(frames[index]) for index in chosen]
+    width, height = scaled[0].size
     strip = Image.new("RGB", (FRAMES * (width + _GAP) + _GAP, height + _GAP + _TEXT), _PAPER)
-    for place, frame in enumerate(shown):
-        strip.paste(frame, (_GAP + place * (width + _GAP), _GAP))
+    for column, frame in enumerate(scaled):
+        strip.paste(frame, (_GAP + column * (width + _GAP), _GAP))
     font = ImageFont.load_default(size=13)
-    ImageDraw.Draw(strip).text((_GAP, height + _GAP), words, fill=_INK, font=font)
+    ImageDraw.Draw(strip).text((_GAP, height + _GAP), caption, fill=_INK, font=font)
     return strip
 
 
-def _scaled(frame: Image.Image) -> Image.Image:
+def _scale_frame(frame: Image.Image) -> Image.Image:
     scale = SIDE / max(frame.size)
     return frame.resize((round(frame.width * scale), round(frame.height * scale)))
 
 
-def animation(videos: Sequence[Path], columns: int = 3) -> list[Image.Image]:
+def make_animation(videos: Sequence[Path], columns: int = 3) -> list[Image.Image]:
     """Draw the videos side by side, frame by frame; shorter videos hold their last frame."""
-    all_frames = [[_scaled(frame) for frame in read_frames(video)] for video in videos]
+    all_frames = [[_scale_frame(frame) for frame in read_frames(video)] for video in videos]
     width, height = (max(f[0].size[i] for f in all_frames) + _GAP for i in (0, 1))
     rows = -(-len(videos) // columns)
     pictures = []
     for time in range(max(map(len, all_frames))):
         picture = Image.new("RGB", (columns * width + _GAP, rows * height + _GAP), _PAPER)
-        for place, frames in enumerate(all_frames):
-            row, column = divmod(place, columns)
+        for number, frames in enumerate(all_frames):
+            row, column = divmod(number, columns)
             frame = frames[min(time, len(frames) - 1)]
             picture.paste(frame, (_GAP + column * width, _GAP + row * height))
         pictures.append(picture.quantize(128))
     return pictures
 
 
-def write(
+def write_contact_sheet(
     videos: Sequence[Path],
     out: Path,
     gif: Path | None = None,
@@ -108,10 +108,15 @@ def write(
     mark = PngInfo()
     mark.add_text("Software", _PROGRAM)
     with write_output(out, SHEET) as temporary:
-        contact_sheet(videos, names).save(temporary, "PNG", optimize=True, pnginfo=mark)
+        make_contact_sheet(videos, names).save(temporary, "PNG", optimize=True, pnginfo=mark)
     if gif is not None:
-        first, *rest = animation(videos)
-        moving = {"save_all": True, "append_images": rest, "duration": milliseconds, "loop": 0}
+        first, *other_frames = make_animation(videos)
+        moving = {
+            "save_all": True,
+            "append_images": other_frames,
+            "duration": milliseconds,
+            "loop": 0,
+        }
         with write_output(gif, ANIMATION) as temporary:
             first.save(temporary, "GIF", comment=_PROGRAM.encode(), **moving)
 
@@ -133,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not video.is_file():
             parser.error(f"{video} does not exist; give videos of generate.py")
     try:
-        write(options.videos, options.out, options.gif, names=options.names)
+        write_contact_sheet(options.videos, options.out, options.gif, names=options.names)
     except InputError as error:
         parser.error(str(error))
 

@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tools.safetensors_stream import write
+from tools.safetensors_stream import stream_safetensors
 from wan.checkpoint.files import (
     TensorInfo,
     check_file_complete,
@@ -53,11 +53,13 @@ UNFINISHED = "unfinished_conversion.json"
 NETWORKS = ("dit", "high_noise", "low_noise")
 _INDEX = ".safetensors.index.json"
 _STATE = make_json_kind("the state of a conversion", "from", "dtype")
-_NONE = OutputKind("a new file", lambda _: False)
+_NEW_FILE = OutputKind("a new file", lambda _: False)
 _PATCHES = "patch_embedding.weight"
 
 
-def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = None) -> Path:
+def convert_checkpoint(
+    ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = None
+) -> Path:
     """Write the folder `out` and return it.
 
     Args:
@@ -79,13 +81,13 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
             raise InputError(f"The networks of {ckpt_dir} are {flags}; give each of them once.")
         for name, file in networks.items():
             target = experts[name].folder / "diffusion_pytorch_model.safetensors"
-            by_file[target] = _network(file, experts[name])
+            by_file[target] = _read_network(file, experts[name])
     else:
         for dit in experts.values():
             for name, info in dit.tensors.items():
                 by_file.setdefault(info.file, {})[name] = info
     sources = {info.file for tensors in by_file.values() for info in tensors.values()}
-    _begin(out, {"from": compute_fingerprint(sorted(sources)), "dtype": "bf16"})
+    _mark_unfinished(out, {"from": compute_fingerprint(sorted(sources)), "dtype": "bf16"})
     files = {path for path in ckpt_dir.rglob("*") if path.is_file()} - old
     for file in sorted(files | by_file.keys()):
         target = out / file.relative_to(ckpt_dir)
@@ -93,27 +95,27 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
         if target.exists() or (networks and indexes_old):
             continue
         if file not in by_file and not indexes_old:
-            _link(file, target)
+            _link_file(file, target)
             continue
-        with write_output(target, _NONE) as temporary:
+        with write_output(target, _NEW_FILE) as temporary:
             if file in by_file:
                 label = str(file.relative_to(ckpt_dir))
-                _convert(temporary, by_file[file], label, official=bool(networks))
+                _convert_file(temporary, by_file[file], label, official=bool(networks))
             else:  # sorted after the files of the index: "." comes after "-"
-                temporary.write_text(_index(file, target.parent), encoding="utf-8")
+                temporary.write_text(_make_index(file, target.parent), encoding="utf-8")
     remove_output(out / UNFINISHED, _STATE)
     return out
 
 
-def _network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
+def _read_network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
     """Read the tensors of a file; refuse a file that does not have all tensors of `dit`."""
     tensors = read_headers(check_file_complete(file), rename_dit_to_official)
-    found = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
-    for name in found.keys() | dit.tensors.keys():
-        if name not in found or name not in dit.tensors:
-            verb = "has" if name in found else "lacks"
+    selected = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
+    for name in selected.keys() | dit.tensors.keys():
+        if name not in selected or name not in dit.tensors:
+            verb = "has" if name in selected else "lacks"
             raise InputError(f"{file} {verb} {name}, unlike {dit.folder}; give files of one task.")
-        shapes = found[name].shape, dit.tensors[name].shape
+        shapes = selected[name].shape, dit.tensors[name].shape
         # rCM stores the patch embedding as a matrix, with a patch's elements in a row.
         matrix = name == _PATCHES and prod(shapes[0]) == prod(shapes[1])
         if shapes[0] != shapes[1] and not matrix:
@@ -121,11 +123,11 @@ def _network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
                 f"{file}: {name} is {list(shapes[0])}, but {list(shapes[1])} in {dit.folder}; give "
                 "files of one task."
             )
-        found[name] = replace(found[name], shape=shapes[1])
-    return found
+        selected[name] = replace(selected[name], shape=shapes[1])
+    return selected
 
 
-def _begin(out: Path, state: dict[str, str]) -> None:
+def _mark_unfinished(out: Path, state: dict[str, str]) -> None:
     mark = out / UNFINISHED
     if mark.is_file() and read_json(mark) == state:
         return
@@ -137,32 +139,33 @@ def _begin(out: Path, state: dict[str, str]) -> None:
         temporary.write_text(json.dumps(state), encoding="utf-8")
 
 
-def _dtype(name: str, stored: torch.dtype) -> torch.dtype:
+def _choose_dtype(name: str, stored: torch.dtype) -> torch.dtype:
     if keeps_fp32(name) and stored != torch.bfloat16:
         return torch.float32
     return torch.bfloat16
 
 
-def _convert(path: Path, tensors: dict[str, TensorInfo], label: str, official: bool) -> None:
+def _convert_file(path: Path, tensors: dict[str, TensorInfo], label: str, official: bool) -> None:
     """Write a file of converted weights under official names or the stored names."""
     sources = open_sources(tensors)
     names = {name: name if official else info.name for name, info in tensors.items()}
     form = {
-        names[name]: (_dtype(name, s.dtype), tensors[name].shape) for name, s in sources.items()
+        names[name]: (_choose_dtype(name, s.dtype), tensors[name].shape)
+        for name, s in sources.items()
     }
 
-    def converted() -> Iterator[tuple[str, Tensor]]:
+    def convert_tensors() -> Iterator[tuple[str, Tensor]]:
         for name, source in sources.items():
-            values = source.read(slice(None)).to(_dtype(name, source.dtype))
+            values = source.read(slice(None)).to(_choose_dtype(name, source.dtype))
             if not bool(values.isfinite().all()):
                 why = "holds NaN or infinity, or overflows in bfloat16"
                 raise InputError(f"{tensors[name].file}: {name}", why=why, remedy="it is damaged")
             yield names[name], values.reshape(tensors[name].shape)
 
-    write(path, form, converted(), f"converting {label}")
+    stream_safetensors(path, form, convert_tensors(), f"converting {label}")
 
 
-def _index(file: Path, folder: Path) -> str:
+def _make_index(file: Path, folder: Path) -> str:
     """Return the index with the total size of its files, which must exist."""
     index = read_json(file)
     headers = [read_safetensors_header(folder / name) for name in set(index["weight_map"].values())]
@@ -171,12 +174,12 @@ def _index(file: Path, folder: Path) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
-def _link(file: Path, target: Path) -> None:
+def _link_file(file: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file.resolve(), target)
     except OSError:  # another file system
-        with write_output(target, _NONE) as temporary:
+        with write_output(target, _NEW_FILE) as temporary:
             shutil.copyfile(file, temporary)
 
 
@@ -192,8 +195,8 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging()
     try:
         options: argparse.Namespace = parser.parse_args(argv)
-        given = {name: file for name in NETWORKS if (file := getattr(options, name)) is not None}
-        print(convert(options.ckpt_dir, options.out, given))
+        networks = {name: file for name in NETWORKS if (file := getattr(options, name)) is not None}
+        print(convert_checkpoint(options.ckpt_dir, options.out, networks))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -28,14 +28,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 Row = tuple[str, ...]
 
 
-def flags() -> Iterable[Row]:
+def list_flags() -> Iterable[Row]:
     """Yield a row for each flag, in the order of `--help`."""
     yield "Flag", "Meaning", "Python", "diffusers", "in records"
     for title, kinds in GROUPS.items():
         yield f"**{title}**", "", "", "", ""
         for name, flag in (item for kind in kinds for item in list_options(kind).items()):
             call = {"load": "constructor", "video": "`generate`", None: ""}[flag.python]
-            names = [f"`--{one}`" for one in (name, flag.alias) if one is not None]
+            names = [f"`--{spelling}`" for spelling in (name, flag.alias) if spelling is not None]
             yield (
                 ", ".join(names),
                 flag.help.replace("|", "\\|").replace("*", "\\*")
@@ -47,7 +47,7 @@ def flags() -> Iterable[Row]:
             )
 
 
-def kernels() -> Iterable[Row]:
+def list_kernels() -> Iterable[Row]:
     """Yield a row for each dense kernel that a flag selects."""
     yield "Flag", "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
     for row in DENSE_KERNELS.values():
@@ -64,46 +64,46 @@ def kernels() -> Iterable[Row]:
         )
 
 
-def namings() -> Iterable[Row]:
+def list_lora_namings() -> Iterable[Row]:
     """Yield a row of prefix and suffixes of layer names for each naming of LoRA files."""
     yield "Written by", "Before the layer's name", "After it"
     for row in NAMINGS:
-        before = f"`{row.prefix}`" if row.prefix else ""
+        prefix = f"`{row.prefix}`" if row.prefix else ""
         ends = [end for end in (row.down, row.up, row.bias) if end is not None]
-        yield row.program, before, ", ".join(f"`{end}`" for end in ends)
+        yield row.program, prefix, ", ".join(f"`{end}`" for end in ends)
     for part in dict.fromkeys(DIFFERENCES.values()):
         ends = [end for end, other in DIFFERENCES.items() if other == part]
         yield f"whole differences of the {part}", "", ", ".join(f"`{end}`" for end in ends)
 
 
 TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
-    ("cli.md", "all flags"): flags,
-    ("attention_backends.md", "dense kernels"): kernels,
-    ("few_step.md", "names in LoRA files"): namings,
+    ("cli.md", "all flags"): list_flags,
+    ("attention_backends.md", "dense kernels"): list_kernels,
+    ("few_step.md", "names in LoRA files"): list_lora_namings,
 }
 """Page and title of a table -> its rows, of which the first one is the head."""
 
 
-def _markers(title: str) -> tuple[str, str]:
+def _make_markers(title: str) -> tuple[str, str]:
     """Return the marker lines before and after a table."""
     begin = f"<!-- {title}: written by tools/flags_table.py -->\n"
     return begin, f"<!-- end of {title} -->\n"
 
 
-def page(name: str) -> str:
+def render_page(name: str) -> str:
     """Return the text of a page with its generated tables between their markers."""
     text = (DOCS / name).read_text(encoding="utf-8")
     for (where, title), rows in TABLES.items():
         if where == name:
-            begin, end = _markers(title)
+            begin, end = _make_markers(title)
             if not 0 <= text.find(begin) < text.find(end):
                 raise InputError(f"{DOCS / name}", None, f"lacks the markers of {title}")
-            head, *others = rows()
-            lines = [f"| {' | '.join(row)} |" for row in (head, *others)]
+            head, *body_rows = rows()
+            lines = [f"| {' | '.join(row)} |" for row in (head, *body_rows)]
             lines.insert(1, "|" + "---|" * len(head))
-            before, _, rest = text.partition(begin)
-            _, _, after = rest.partition(end)
-            text = before + begin + "\n".join(lines) + "\n" + end + after
+            text_before, _, remainder = text.partition(begin)
+            _, _, after = remainder.partition(end)
+            text = text_before + begin + "\n".join(lines) + "\n" + end + after
     return text
 
 
@@ -111,7 +111,7 @@ def _has_markers(file: Path) -> bool:
     """Return whether a page has the markers of its tables."""
     text = file.read_text(encoding="utf-8")
     titles = [title for where, title in TABLES if where == file.name]
-    return all(marker in text for title in titles for marker in _markers(title))
+    return all(marker in text for title in titles for marker in _make_markers(title))
 
 
 PAGE = OutputKind("a page with the markers of its tables", _has_markers)
@@ -119,7 +119,7 @@ PAGE = OutputKind("a page with the markers of its tables", _has_markers)
 
 def main() -> None:
     for name in dict.fromkeys(name for name, _ in TABLES):
-        text = page(name)
+        text = render_page(name)
         with write_output(DOCS / name, PAGE) as temporary:
             temporary.write_text(text, encoding="utf-8")
 

@@ -33,13 +33,13 @@ FPS = 30
 _PROGRAM = "tools/make_character.py"
 REFERENCE = make_marked_kind("a picture of make_character.py", f"Software\0{_PROGRAM}".encode())
 _COLOURS = ("red", "lime", "blue", "yellow", "magenta", "cyan")
-_ONE = 256  # units of a side of the drawings, before resizing
+_UNITS = 256  # units of a side of the drawings, before resizing
 
 Draw = Callable[[ImageDraw.ImageDraw, float], None]
 """Draws a square of `_UNITS` units at a time from 0 to 1."""
 
 
-def figure(
+def draw_figure(
     draw: ImageDraw.ImageDraw, time: float, colours: tuple[str, ...] = _COLOURS, width: int = 6
 ) -> None:
     """Draws a figure whose arm goes up and down."""
@@ -52,14 +52,14 @@ def figure(
     draw.ellipse((104, 46, 152, 96), fill=colours[-1])
 
 
-def picture(draw: ImageDraw.ImageDraw, time: float) -> None:
+def draw_character(draw: ImageDraw.ImageDraw, time: float) -> None:
     """Draws the character."""
-    draw.rectangle((0, 0, _ONE, _ONE), fill="lightsteelblue")
+    draw.rectangle((0, 0, _UNITS, _UNITS), fill="lightsteelblue")
     draw.rectangle((96, 96, 160, 180), fill="firebrick")
-    figure(draw, 0, ("firebrick", "black", "black", "firebrick", "firebrick", "peachpuff"), 16)
+    draw_figure(draw, 0, ("firebrick", "black", "black", "firebrick", "firebrick", "peachpuff"), 16)
 
 
-def face(draw: ImageDraw.ImageDraw, time: float) -> None:
+def draw_face(draw: ImageDraw.ImageDraw, time: float) -> None:
     """Draws a face whose mouth opens."""
     draw.ellipse((26, 16, 230, 240), fill="peachpuff")
     for x in (92, 164):
@@ -68,21 +68,21 @@ def face(draw: ImageDraw.ImageDraw, time: float) -> None:
     draw.ellipse((98, 176 - mouth, 158, 176 + mouth), fill="darkred")
 
 
-def room(draw: ImageDraw.ImageDraw, time: float) -> None:
+def draw_room(draw: ImageDraw.ImageDraw, time: float) -> None:
     """Draws a ball that rolls through a striped room, black where the figure is to be."""
-    for left in range(0, _ONE, 32):
-        draw.rectangle((left, 0, left + 15, _ONE), fill="darkseagreen")
+    for x_left in range(0, _UNITS, 32):
+        draw.rectangle((x_left, 0, x_left + 15, _UNITS), fill="darkseagreen")
     x = 20 + 216 * time
     draw.ellipse((x - 16, 216, x + 16, 248), fill="orange")
-    figure(draw, time, ("black",) * 6, 40)
+    draw_figure(draw, time, ("black",) * 6, 40)
 
 
-def mask(draw: ImageDraw.ImageDraw, time: float) -> None:
+def draw_mask(draw: ImageDraw.ImageDraw, time: float) -> None:
     """Draws white where the figure is to be."""
-    figure(draw, time, ("white",) * 6, 40)
+    draw_figure(draw, time, ("white",) * 6, 40)
 
 
-def write(out: Path, size: tuple[int, int], frames: int) -> None:
+def write_character_folder(out: Path, size: tuple[int, int], frames: int) -> None:
     """Writes the five files of a folder.
 
     Args:
@@ -90,24 +90,29 @@ def write(out: Path, size: tuple[int, int], frames: int) -> None:
         size: (width, height) of all files but the face, multiples of 16.
         frames: Frames of each video.
     """
-    videos: dict[str, Draw] = {"pose": figure, "face": face, "bg": room, "mask": mask}
+    videos: dict[str, Draw] = {
+        "pose": draw_figure,
+        "face": draw_face,
+        "bg": draw_room,
+        "mask": draw_mask,
+    }
     reference = out / "src_ref.png"
     for name in videos:
         check_output(out / f"src_{name}.mp4", VIDEO, "OUT")
     check_output(reference, REFERENCE, "OUT")
     mark = PngInfo()
     mark.add_text("Software", _PROGRAM)
-    for name, drawn in videos.items():
+    for name, draw in videos.items():
         sides = (FACE_SIZE, FACE_SIZE) if name == "face" else size
-        each = [_drawn(drawn, index / frames, sides) for index in range(frames)]
+        each = [_draw_frame(draw, index / frames, sides) for index in range(frames)]
         video = torch.from_numpy(np.stack(each)).permute(3, 0, 1, 2).float() / 127.5 - 1
         save_video(video, Output(save_file=out / f"src_{name}.mp4", fps=FPS))
     with write_output(reference, REFERENCE) as temporary:
-        Image.fromarray(_drawn(picture, 0, size)).save(temporary, "PNG", pnginfo=mark)
+        Image.fromarray(_draw_frame(draw_character, 0, size)).save(temporary, "PNG", pnginfo=mark)
 
 
-def _drawn(draw: Draw, time: float, size: tuple[int, int]) -> np.ndarray:
-    square = Image.new("RGB", (_ONE, _ONE))
+def _draw_frame(draw: Draw, time: float, size: tuple[int, int]) -> np.ndarray:
+    square = Image.new("RGB", (_UNITS, _UNITS))
     draw(ImageDraw.Draw(square), time)
     return np.asarray(square.resize(size, Image.Resampling.LANCZOS))
 
@@ -118,11 +123,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", default="128*128", help="WIDTH*HEIGHT, multiples of 16")
     parser.add_argument("--frames", default="12", help="frames of each video, at least 2 (12)")
-    given = parser.parse_args(arguments)
-    size = read_size("`size`", given.size)
+    options = parser.parse_args(arguments)
+    size = read_size("`size`", options.size)
     if size[0] % 16 or size[1] % 16:
-        raise InputError("`size`", given.size, "is not in multiples of 16", "try 128*128")
-    write(given.out, size, integer(2, 10_000)("`frames`", given.frames))
+        raise InputError("`size`", options.size, "is not in multiples of 16", "try 128*128")
+    write_character_folder(options.out, size, integer(2, 10_000)("`frames`", options.frames))
 
 
 if __name__ == "__main__":

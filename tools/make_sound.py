@@ -23,7 +23,7 @@ SYLLABLE, PAUSE = 0.22, 0.08  # seconds
 _COMPARED = 16_000  # samples that identify a wav of this program
 
 
-def tones(count: int, rate: int) -> np.ndarray:
+def make_tones(count: int, rate: int) -> np.ndarray:
     """Returns `count` samples, float64 in [-1, 1]."""
     t = np.arange(count) / rate
     index, within = np.divmod(t, SYLLABLE + PAUSE)
@@ -34,10 +34,10 @@ def tones(count: int, rate: int) -> np.ndarray:
     return 0.4 * voice * np.clip(swell, 0, 1)
 
 
-def write(path: Path, seconds: float = 3.0, rate: int = 16_000, channels: int = 1) -> Path:
+def write_wav(path: Path, seconds: float = 3.0, rate: int = 16_000, channels: int = 1) -> Path:
     """Writes 16-bit samples, and returns the path."""
     check_output(path, SOUND, "OUT")
-    content = _samples(int(seconds * rate), rate, channels)
+    content = _make_samples(int(seconds * rate), rate, channels)
     with write_output(path, SOUND) as temporary, wave.open(str(temporary), "wb") as file:
         file.setnchannels(channels)
         file.setsampwidth(2)
@@ -46,8 +46,8 @@ def write(path: Path, seconds: float = 3.0, rate: int = 16_000, channels: int = 
     return path
 
 
-def _samples(count: int, rate: int, channels: int) -> bytes:
-    samples = np.round(32767 * np.clip(tones(count, rate), -1, 1)).astype("<i2")
+def _make_samples(count: int, rate: int, channels: int) -> bytes:
+    samples = np.round(32767 * np.clip(make_tones(count, rate), -1, 1)).astype("<i2")
     return np.repeat(samples, channels).tobytes()
 
 
@@ -57,10 +57,10 @@ def _is_tones(path: Path) -> bool:
         with wave.open(str(path), "rb") as file:
             form = file.getparams()
             count = min(form.nframes, _COMPARED)
-            found = file.readframes(count)
+            content = file.readframes(count)
     except (wave.Error, EOFError):
         return False
-    return count > 0 and found == _samples(count, form.framerate, form.nchannels)
+    return count > 0 and content == _make_samples(count, form.framerate, form.nchannels)
 
 
 SOUND = OutputKind("tones of make_sound.py", _is_tones)
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=make_argument_type(real(0.01, 600)), default=3.0)
     parser.add_argument("--rate", type=make_argument_type(integer(1000, 192_000)), default=16_000)
     parser.add_argument("--channels", type=make_argument_type(integer(1, 16)), default=1)
-    given = parser.parse_args(argv)
-    print(write(given.out, given.seconds, given.rate, given.channels))
+    options = parser.parse_args(argv)
+    print(write_wav(options.out, options.seconds, options.rate, options.channels))
 
 
 if __name__ == "__main__":

@@ -93,10 +93,10 @@ class Stage:
 
     name: str
     command: list[str]
-    why: str = ""
+    skip_reason: str = ""
 
 
-def stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
+def list_stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
     """Lists the programs for a number of ranks."""
     python = [sys.executable]
     several = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -130,9 +130,9 @@ def stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
     ]
 
 
-def carry_out(stage: Stage, seconds: float, out: Path) -> str:
+def run_stage(stage: Stage, seconds: float, out: Path) -> str:
     """Runs a program with a time limit; returns its outcome: "done in ...", or its failure."""
-    begun = time.monotonic()
+    start = time.monotonic()
     file = out / f"{stage.name}.txt"
     remove_output(file, LOG)
     with file.open("x") as log:
@@ -155,7 +155,7 @@ def carry_out(stage: Stage, seconds: float, out: Path) -> str:
                     process.wait()
     if code:
         return f"failed with exit code {code}, see {stage.name}.txt"
-    return f"done in {time.monotonic() - begun:.0f} s"
+    return f"done in {time.monotonic() - start:.0f} s"
 
 
 def write_report(out: Path, state: dict[str, str], ranks: int) -> None:
@@ -167,13 +167,15 @@ def write_report(out: Path, state: dict[str, str], ranks: int) -> None:
         if result.exists():
             lines += [f"Result: [{_RESULTS[name]}]({_RESULTS[name]})", ""]
         if name == "against" and result.exists():
-            found = [line for line in result.read_text().splitlines() if line.startswith("warm, ")]
-            lines += ["```", *found, "```", ""]
+            medians = [
+                line for line in result.read_text().splitlines() if line.startswith("warm, ")
+            ]
+            lines += ["```", *medians, "```", ""]
         if name == "check" and (log := out / "check.txt").exists():
             lines += ["```", *log.read_text().splitlines()[-40:], "```", ""]
         if name in ("compare", "mlperf") and result.exists():
-            own = result.read_text().replace("](", f"]({name}/").splitlines()
-            lines += [f"#{line}" if line.startswith("#") else line for line in own] + [""]
+            report_lines = result.read_text().replace("](", f"]({name}/").splitlines()
+            lines += [f"#{line}" if line.startswith("#") else line for line in report_lines] + [""]
     lines += ["## What to send", "", "to_send.zip has all of this but the videos.", ""]
     with write_output(out / "report.md", REPORT) as temporary:
         temporary.write_text("\n".join(lines), encoding="utf-8")
@@ -214,21 +216,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = out / "state.json"
     state: dict[str, str] = json.loads(file.read_text()) if is_output(file, STATE) else {}
     folder = options.ckpt_dir and options.ckpt_dir.absolute()
-    for stage in stages(options.ranks, folder, out):
+    for stage in list_stages(options.ranks, folder, out):
         if state.get(stage.name, "").startswith("done"):
             continue
         limit = 60 * options.minutes * _SHARES[stage.name]
-        if stage.why:
-            state[stage.name] = f"left out: {stage.why}"
+        if stage.skip_reason:
+            state[stage.name] = f"left out: {stage.skip_reason}"
         else:
             print(f"{_TITLES[stage.name]} At most {limit / 60:.1f} minutes.", flush=True)
-            state[stage.name] = carry_out(stage, limit, out)
+            state[stage.name] = run_stage(stage, limit, out)
         print(f"  {stage.name}: {state[stage.name]}", flush=True)
         with write_output(file, STATE) as temporary:
             temporary.write_text(json.dumps(state, indent=1) + "\n")
         write_report(out, state, options.ranks)
     print(f"Report: {options.out / 'report.md'}. To send: {options.out / 'to_send.zip'}")
-    return int(any(told.startswith(("failed", "ended")) for told in state.values()))
+    return int(any(outcome.startswith(("failed", "ended")) for outcome in state.values()))
 
 
 if __name__ == "__main__":
@@ -236,6 +238,6 @@ if __name__ == "__main__":
         with raise_on_sigterm():
             sys.exit(main())
     except (InputError, KeyboardInterrupt, Terminated) as error:
-        words = str(error) if isinstance(error, InputError) else "interrupted."
-        print(f"measure_device.py: {words}", file=sys.stderr)
+        message = str(error) if isinstance(error, InputError) else "interrupted."
+        print(f"measure_device.py: {message}", file=sys.stderr)
         sys.exit(get_exit_code(error))

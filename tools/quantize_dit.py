@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tools.safetensors_stream import write
+from tools.safetensors_stream import stream_safetensors
 from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import merge_loras, open_sources
@@ -60,7 +60,7 @@ Shape = tuple[int, ...]
 Make = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
-def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) -> Path:
+def quantize_checkpoint(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) -> Path:
     """Write the folder `out` and return it.
 
     Args:
@@ -73,32 +73,40 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) 
             is no power of two.
         OSError: `out` cannot be written.
     """
-    with _reading(ckpt_dir):
+    with _refuse_unreadable(ckpt_dir):
         checkpoint = inspect_checkpoint(ckpt_dir)
-    added = _added({name: value for name, value in loras.items() if value is not None}, checkpoint)
+    loras_by_network = _read_loras(
+        {name: value for name, value in loras.items() if value is not None}, checkpoint
+    )
     with write_folder(out) as unfinished:
         for name, dit in checkpoint.experts.items():
-            rotation = _rotation(dit) if fa else None
-            _write_export(unfinished / FOLDERS[name], dit, name, rotation, added.get(name, ()))
+            rotation = _make_rotation(dit) if fa else None
+            _write_export(
+                unfinished / FOLDERS[name], dit, name, rotation, loras_by_network.get(name, ())
+            )
     return out
 
 
-def _added(given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
+def _read_loras(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Read each network's LoRAs; refuse a LoRA that changes weights outside the export."""
-    found = lora.resolve_loras(read_settings(given), checkpoint)
-    for one in (one for ones in found.values() for one in ones):
-        kept = [
-            name for name in one.deltas if not LINEAR.fullmatch(name.replace(".bias", ".weight"))
+    loras = lora.resolve_loras(read_settings(settings), checkpoint)
+    for network_lora in (
+        network_lora for network_loras in loras.values() for network_lora in network_loras
+    ):
+        unquantized = [
+            name
+            for name in network_lora.deltas
+            if not LINEAR.fullmatch(name.replace(".bias", ".weight"))
         ]
-        if kept:
+        if unquantized:
             raise InputError(
-                f"LoRA {one.file} changes {kept[0]}, which is not quantised and is read from the "
+                f"LoRA {network_lora.file} changes {unquantized[0]}, which is not quantised and is read from the "
                 "checkpoint; merge the LoRA into the checkpoint first."
             )
-    return found
+    return loras
 
 
-def _rotation(dit: DitFiles) -> Tensor:
+def _make_rotation(dit: DitFiles) -> Tensor:
     """Make mindiesd's rotation of queries and keys, in the dtype of its product."""
     try:
         return make_hadamard_rotation(
@@ -112,7 +120,7 @@ def _write_export(
     folder: Path, dit: DitFiles, label: str, rotation: Tensor | None, loras: Sequence[Lora]
 ) -> None:
     folder.mkdir(exist_ok=True)
-    with _reading(dit.folder):
+    with _refuse_unreadable(dit.folder):
         sources = merge_loras(open_sources(dit.tensors), loras)
     entries: dict[str, str] = {"model_quant_type": W8A8_DYNAMIC, "version": "1.0.0"}
     entries |= dict.fromkeys(sorted(sources), "FLOAT")
@@ -125,16 +133,16 @@ def _write_export(
             form[f"{name}_scale"] = torch.float32, (source.shape[0], 1)
             if bias is not None:
                 form[f"{linear[1]}.bias"] = torch.float32, bias.shape
-            makers.append(partial(_quantised, name, source, bias))
+            makers.append(partial(_quantize_linear, name, source, bias))
         if rotation is not None and (attention := SELF_ATTENTION.fullmatch(name)):
             entries[f"{attention[1]}.quant_type"] = FP8_DYNAMIC
             for part in ("q_rot", "k_rot"):
                 form[f"{attention[1]}.{part}"] = rotation.dtype, tuple(rotation.shape)
-            makers.append(partial(_rotations, attention[1], rotation))
+            makers.append(partial(_list_rotations, attention[1], rotation))
     entries |= {name: FP8_DYNAMIC if name.endswith("_rot") else W8A8_DYNAMIC for name in form}
     weights = folder / f"quant_model_weight_{W8A8_DYNAMIC.lower()}.safetensors"
-    tensors = (made for make in makers for made in make())
-    write(weights, form, tensors, f"quantizing {label}")
+    tensors = (tensor for make in makers for tensor in make())
+    stream_safetensors(weights, form, tensors, f"quantizing {label}")
     description = folder / next(iter(DESCRIPTION_FILES))
     description.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     for path in (weights, description):
@@ -142,7 +150,7 @@ def _write_export(
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _refuse_unreadable(folder: Path) -> Iterator[None]:
     """Turn errors of reading into refusals; errors of writing stay OSError."""
     try:
         yield
@@ -152,7 +160,7 @@ def _reading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _quantised(
+def _quantize_linear(
     name: str, source: TensorSource, bias: TensorSource | None
 ) -> Iterator[tuple[str, Tensor]]:
     payload_OI, scale_O1 = quantize_per_token(source.read(slice(None)))
@@ -162,12 +170,12 @@ def _quantised(
         yield name.removesuffix("weight") + "bias", bias.read(slice(None)).float()
 
 
-def _rotations(layer: str, rotation: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _list_rotations(layer: str, rotation: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield f"{layer}.q_rot", rotation
     yield f"{layer}.k_rot", rotation
 
 
-def _folder(raw: str) -> Path:
+def _parse_folder(raw: str) -> Path:
     if not raw.strip():
         raise argparse.ArgumentTypeError("is empty")
     return Path(raw)
@@ -176,15 +184,15 @@ def _folder(raw: str) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Quantize a checkpoint; return 0, 2 if the request is refused or 130 if interrupted."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--ckpt_dir", required=True, type=_folder, help="a checkpoint folder")
-    parser.add_argument("--out", required=True, type=_folder, help="a new or empty folder")
+    parser.add_argument("--ckpt_dir", required=True, type=_parse_folder, help="a checkpoint folder")
+    parser.add_argument("--out", required=True, type=_parse_folder, help="a new or empty folder")
     parser.add_argument("--fa", choices=["fp8"], help="also export FP8 attention")
     for name in list_options(Loras):
         action = {"lora_dir": "store", "use_relighting_lora": "store_true"}.get(name, "append")
         parser.add_argument(f"--{name}", action=action, default=None, help="as in generate.py")
     set_up_logging()
     try:
-        print(quantize(**vars(parser.parse_args(argv))))
+        print(quantize_checkpoint(**vars(parser.parse_args(argv))))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

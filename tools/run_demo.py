@@ -36,7 +36,7 @@ PROMPTS = (
 I2V_PROMPT = "a large yellow star moves left on a brown background"
 
 
-def generate(task: str, prompt: str, video: Path, processes: int, comm_type: int) -> None:
+def generate_video(task: str, prompt: str, video: Path, processes: int, comm_type: int) -> None:
     """Make one video with a task's script; CalledProcessError if it fails."""
     demo = REPO / "examples" / "demo" / f"{task}-A14B"
     command = ["bash", REPO / f"infer_{task}.sh", "--ckpt_dir", demo, "--base_seed", "1"]
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_output(path, kind, "--out")
     for video, (task, prompt) in zip(videos, runs, strict=True):
         try:
-            generate(task, prompt, video, options.processes, options.comm_type)
+            generate_video(task, prompt, video, options.processes, options.comm_type)
         except subprocess.CalledProcessError as error:
             print(f"{video} was not made; see the error above.", file=sys.stderr)
             return error.returncode
-    contact_sheet.write(videos, sheet, gif)
+    contact_sheet.write_contact_sheet(videos, sheet, gif)
     print(f"\n{len(videos)} videos in {time.monotonic() - started:.0f} s:", *videos, sep="\n  ")
     print(f"All of them in one image: {sheet}\nmoving: {gif}")
     return 0

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from wan.log import make_progress_bar
 
-Form = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor."""
 
 _SIZES = {torch.int8: ("I8", 1), torch.float32: ("F32", 4), torch.bfloat16: ("BF16", 2)}
 
 
-def write(path: Path, form: Form, tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
+def stream_safetensors(
+    path: Path, specs: TensorSpecs, tensors: Iterable[tuple[str, Tensor]], label: str
+) -> None:
     """Write a safetensors file; the header comes first, so all tensors of `specs` must follow.
 
     The header is padded to a multiple of 64 bytes. Within a dtype, tensors whose size is a multiple
@@ -32,13 +34,15 @@ def write(path: Path, form: Form, tensors: Iterable[tuple[str, Tensor]], label: 
     header: dict[str, Any] = {}
     end = 0
 
-    def size(name: str) -> int:
-        dtype, shape = form[name]
+    def count_bytes(name: str) -> int:
+        dtype, shape = specs[name]
         return torch.Size(shape).numel() * _SIZES[dtype][1]
 
-    for name in sorted(form, key=lambda name: (-_SIZES[form[name][0]][1], size(name) % 64 > 0)):
-        dtype, shape = form[name]
-        start, end = end, end + size(name)
+    for name in sorted(
+        specs, key=lambda name: (-_SIZES[specs[name][0]][1], count_bytes(name) % 64 > 0)
+    ):
+        dtype, shape = specs[name]
+        start, end = end, end + count_bytes(name)
         header[name] = {"dtype": _SIZES[dtype][0], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-(8 + len(text)) % 64)

@@ -24,7 +24,7 @@ from wan.output_files import check_output_folder, make_marked_kind, remove_outpu
 from wan.settings.values import Reader, integer
 
 REPO = Path(__file__).resolve().parent.parent
-SHOWN = ("torch", "diffusers", "transformers", "numpy")
+PACKAGES = ("torch", "diffusers", "transformers", "numpy")
 COUNTS = ("passed", "failed", "skipped")
 VERSION = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
 
@@ -32,18 +32,18 @@ REQUIREMENTS = make_marked_kind("a list of test_versions.py", b"# What every run
 REPORT = make_marked_kind("a report of pytest", b"<testsuites")
 
 
-def _processes(name: str, raw: str) -> str:
+def _parse_processes(name: str, raw: str) -> str:
     """Parse "auto" or a number of processes."""
     return raw if raw == "auto" else str(integer(1, 1000)(name, raw))
 
 
-def requirements(which: str) -> str:
+def make_requirements(which: str) -> str:
     """Return the text of requirements.txt; for "oldest" with "==A" instead of ">=A,<B"."""
     text = (REPO / "requirements.txt").read_text()
     return re.sub(r">=([0-9.]+),<[0-9.]+", r"==\1", text) if which == "oldest" else text
 
 
-def installed(which: str, folder: Path) -> Path:
+def install_environment(which: str, folder: Path) -> Path:
     """Install the packages and test requirements into an environment; return its Python."""
     kinds = {"requirements.txt": REQUIREMENTS, "tests.xml": REPORT}
     check_output_folder(folder, kinds, "--folder")
@@ -52,13 +52,13 @@ def installed(which: str, folder: Path) -> Path:
         venv.create(folder, with_pip=True)
     listed = folder / "requirements.txt"
     with write_output(listed, REQUIREMENTS) as temporary:
-        temporary.write_text(requirements(which))
+        temporary.write_text(make_requirements(which))
     command: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--upgrade"]
     subprocess.run([*command, "-r", listed, "-r", REPO / "requirements-dev.txt"], check=True)
     return python
 
 
-def tested(python: Path, folder: Path, processes: str) -> dict[str, int]:
+def run_tests(python: Path, folder: Path, processes: str) -> dict[str, int]:
     """Run the tests; return the numbers of passed, failed and skipped tests."""
     report = folder / "tests.xml"
     remove_output(report, REPORT)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=REPO / ".venv" / "versions")
     parser.add_argument(
         "--processes",
-        type=make_argument_type(Reader(_processes)),
+        type=make_argument_type(Reader(_parse_processes)),
         default="auto",
         help="of pytest (-n)",
     )
@@ -87,14 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     environments = options.environments or ["oldest", "newest"]
     if unknown := set(environments) - {"oldest", "newest"}:
         parser.error(f"there is no environment {', '.join(sorted(unknown))}")
-    rows, failed = [("", *SHOWN, *COUNTS, "seconds")], 0
+    rows, failed = [("", *PACKAGES, *COUNTS, "seconds")], 0
     for which in environments:
         folder = options.folder / which
-        python = installed(which, folder)
-        asked = [str(python), "-c", VERSION, *SHOWN]
-        versions = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+        python = install_environment(which, folder)
+        command = [str(python), "-c", VERSION, *PACKAGES]
+        versions = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.split()
         started = time.monotonic()
-        counts = tested(python, folder, options.processes)
+        counts = run_tests(python, folder, options.processes)
         numbers = [str(counts[name]) for name in COUNTS]
         rows.append((which, *versions, *numbers, f"{time.monotonic() - started:.0f}"))
         failed += counts["failed"]

@@ -41,32 +41,32 @@ class Case:
     ranks: int = 1
     environ: Mapping[str, str] = field(default_factory=dict)
 
-    def words(self, paths: Mapping[str, Path]) -> list[str]:
+    def split_command(self, paths: Mapping[str, Path]) -> list[str]:
         return [Template(word).substitute(paths) for word in shlex.split(self.command)]
 
-    def variables(self, paths: Mapping[str, Path]) -> dict[str, str]:
-        given = {name: Template(text).substitute(paths) for name, text in self.environ.items()}
-        return {"OMP_NUM_THREADS": "1", **given}
+    def make_variables(self, paths: Mapping[str, Path]) -> dict[str, str]:
+        environ = {name: Template(text).substitute(paths) for name, text in self.environ.items()}
+        return {"OMP_NUM_THREADS": "1", **environ}
 
     @property
     def on_simulated_npu(self) -> bool:
         return "NPU_SIM_SOC" in self.environ
 
-    def typed(self, paths: Mapping[str, Path]) -> str:
+    def format_command(self, paths: Mapping[str, Path]) -> str:
         """Return the command line of the case for a shell."""
-        variables = [f"{name}={text}" for name, text in self.variables(paths).items()]
+        variables = [f"{name}={text}" for name, text in self.make_variables(paths).items()]
         start = ["torchrun", "--standalone", f"--nproc_per_node={self.ranks}"]
-        words = self.words(paths)
+        arguments = self.split_command(paths)
         if self.ranks == 1:
             start = ["python"]
-        elif words[0] == "-c":
+        elif arguments[0] == "-c":
             start += ["--no-python", "python"]
-        return shlex.join([*variables, *start, *words])
+        return shlex.join([*variables, *start, *arguments])
 
 
 def tiny(name: str, task: str, layout: str = "official") -> Case:
-    words = f"--task {task} --layout {layout} --out $made/{name}"
-    return Case(name, f"tools/make_tiny_checkpoint.py {words}")
+    flags = f"--task {task} --layout {layout} --out $made/{name}"
+    return Case(name, f"tools/make_tiny_checkpoint.py {flags}")
 
 
 def quick(name: str, arguments: str, ranks: int = 1, **environ: str) -> Case:
@@ -74,7 +74,7 @@ def quick(name: str, arguments: str, ranks: int = 1, **environ: str) -> Case:
     return Case(name, f"generate.py {QUICK} {arguments}", ranks, environ)
 
 
-def scheduled(name: str, arguments: str, ranks: int = 1) -> Case:
+def recipe(name: str, arguments: str, ranks: int = 1) -> Case:
     """Make a case of a small video whose steps come from a recipe or from --timesteps."""
     return Case(name, f"generate.py {SMALL} {arguments}", ranks)
 
@@ -82,8 +82,8 @@ def scheduled(name: str, arguments: str, ranks: int = 1) -> Case:
 def npu(name: str, chip: str, arguments: str, ranks: int = 1) -> Case:
     """Make a case on simulated NPUs of a chip; both versions use the base's simulation."""
     few = "--sample_steps 2 --sample_guide_scale 1"
-    words = f"--ckpt_dir $made/npu --device npu --size 112*80 --frame_num 9 {few} {arguments}"
-    return quick(name, words, ranks, NPU_SIM_SOC=chip, **NPU)
+    flags = f"--ckpt_dir $made/npu --device npu --size 112*80 --frame_num 9 {few} {arguments}"
+    return quick(name, flags, ranks, NPU_SIM_SOC=chip, **NPU)
 
 
 def python(name: str, call: str, ranks: int = 1) -> Case:
@@ -104,14 +104,14 @@ if several: dist.destroy_process_group()
     return Case(name, f"-c {shlex.quote(program)}", ranks)
 
 
-def diffusers(name: str, made: str, settings: str, ranks: int = 1, **more: str) -> Case:
+def diffusers(name: str, fixture: str, settings: str, ranks: int = 1, **more: str) -> Case:
     """Make a case of a diffusers pipeline, parallelized with these settings.
 
     Args:
         more: `call`: further arguments of the pipeline's call; `cache`: arguments of
             apply_cache_on_pipe after the pipeline.
     """
-    image = "i2v" in made
+    image = "i2v" in fixture
     kind = "WanImageToVideoPipeline" if image else "WanPipeline"
     picture = f"image={IMAGE}, " if image else ""
     cache = f"apply_cache_on_pipe(pipe, {more['cache']})" if "cache" in more else ""
@@ -124,8 +124,8 @@ from transformers import CLIPImageProcessorPil
 from wan.diffusers import apply_cache_on_pipe, parallelize_pipe
 several = "RANK" in os.environ
 if several: dist.init_process_group("gloo")
-parts = dict(image_processor=CLIPImageProcessorPil()) if {made!r} == "wan21-i2v-diffusers" else {{}}
-pipe = Pipeline.from_pretrained("$made/{made}", torch_dtype=torch.float32, **parts)
+parts = dict(image_processor=CLIPImageProcessorPil()) if {fixture!r} == "wan21-i2v-diffusers" else {{}}
+pipe = Pipeline.from_pretrained("$made/{fixture}", torch_dtype=torch.float32, **parts)
 parallelize_pipe(pipe, device="cpu", {settings})
 {cache}
 call = dict(width=112, height=80, num_frames=9, num_inference_steps=4, output_type="latent")
@@ -173,7 +173,7 @@ FLF2V = "--task flf2v-14B --ckpt_dir $made/wan21-flf2v --image $base/examples/st
 FLF2V += " --last_image $base/examples/star_end.png"
 FILE = "--prompt_file $made/prompts/lines.txt --save_file $out"  # a folder
 FOX, STAR = "'a fox', (64, 32)", "Image.open('$base/examples/star.png')"
-ASKED = "frame_num=5, sampling_steps=4, seed=7, output_type='latent'"
+CALL = "frame_num=5, sampling_steps=4, seed=7, output_type='latent'"
 QUANTIZE = "tools/quantize_dit.py"
 NPU_FILES = """
 from pathlib import Path
@@ -333,14 +333,14 @@ CASES = (
     quick("lora", LORA),
     quick("lora-strength", f"{T2V} --lora_high_noise $made/lora/high_noise_model.safetensors=0.5"),
     quick("lora-bf16", f"{LORA} --precision bf16"),
-    scheduled("lora-lightning", f"{LORA} --recipe lightning-4step"),
+    recipe("lora-lightning", f"{LORA} --recipe lightning-4step"),
     quick("demo-lora", f"{DEMO} --lora_dir $base/examples/demo/T2V-A14B-4steps-lora"),
-    scheduled("2-lora-fsdp-comm-1", f"{LORA} --recipe lightning-4step --dit_fsdp --comm_type 1", 2),
-    scheduled("euler-distill", f"{T2V} --recipe distill-4step"),
-    scheduled("euler-timesteps", f"{T2V} --sample_solver euler --timesteps 1000,750,500,250"),
+    recipe("2-lora-fsdp-comm-1", f"{LORA} --recipe lightning-4step --dit_fsdp --comm_type 1", 2),
+    recipe("euler-distill", f"{T2V} --recipe distill-4step"),
+    recipe("euler-timesteps", f"{T2V} --sample_solver euler --timesteps 1000,750,500,250"),
     quick("euler-boundary-step", f"{T2V} --sample_solver euler --boundary_step 1"),
-    scheduled("dmd-fastwan", f"{TI2V} --recipe fastwan-3step"),
-    scheduled("rcm", f"{T2V} --recipe rcm-4step"),
+    recipe("dmd-fastwan", f"{TI2V} --recipe fastwan-3step"),
+    recipe("rcm", f"{T2V} --recipe rcm-4step"),
     quick("rcm-ode", f"{T2V} --sample_solver rcm --sample_steps 3 --ode --sigma_max 120"),
     quick("4-rcm-cfg", f"{T2V} --sample_solver rcm --cfg_size 2 --comm_type 1", 4),
     quick("fp8-files-keep", "--ckpt_dir $made/fp8-files --fp8_weights keep"),
@@ -420,26 +420,26 @@ CASES = (
     npu("npu-2-v3-fp8-overlap", A5, f"{V3} --fa_quant fp8 --fa_alltoall_overlap", 2),
     npu("npu-4-mixed-both-ways-comm-2", A2, f"--ring_size 2 {BOTH_WAYS} --comm_type 2", 4),
     # The Python classes.
-    python("python-t2v", f"WanT2V(WAN_CONFIGS['t2v-A14B'], '$made/t2v').generate({FOX}, {ASKED})"),
+    python("python-t2v", f"WanT2V(WAN_CONFIGS['t2v-A14B'], '$made/t2v').generate({FOX}, {CALL})"),
     python(
         "python-dense-fp8",
         "WanT2V(WAN_CONFIGS['t2v-14B'], '$made/dense', precision='bf16', fa_quant='fp8').generate("
-        f"{FOX}, {ASKED}, sample_solver='dpm++', guide_scale=3.0, n_prompt='red')",
+        f"{FOX}, {CALL}, sample_solver='dpm++', guide_scale=3.0, n_prompt='red')",
     ),
     python(
         "python-i2v",
         "WanI2V(WAN_CONFIGS['i2v-A14B'], '$made/i2v', convert_model_dtype=True)"
-        f".generate('a star', {STAR}, max_area=2048, {ASKED})",
+        f".generate('a star', {STAR}, max_area=2048, {CALL})",
     ),
     python(
         "python-ti2v",
         "WanTI2V(WAN_CONFIGS['ti2v-5B'], '$made/ti2v')"
-        f".generate('a star', {STAR}, max_area=12288, {ASKED}, offload_model=False)",
+        f".generate('a star', {STAR}, max_area=12288, {CALL}, offload_model=False)",
     ),
     python(
         "2-python-comm-1",
         "WanT2V(WAN_CONFIGS['t2v-A14B'], '$made/t2v', use_sp=True, comm_type=1)"
-        f".generate({FOX}, {ASKED}, guide_scale=(2.0, 4.0))",
+        f".generate({FOX}, {CALL}, guide_scale=(2.0, 4.0))",
         2,
     ),
     # diffusers' pipelines.

@@ -44,24 +44,24 @@ ROWS = make_json_kind("rows of benchmarks.mlperf", "cpu", "rows")
 REPORT = make_marked_kind("a report of benchmarks.mlperf", _TITLE.encode())
 
 
-def _in_process(ranks: int, mode: int, shared: list[str], flags: list[str]) -> None:
+def _run_in_process(ranks: int, mode: int, shared: list[str], flags: list[str]) -> None:
     """Runs the load generator on a pipeline, on new ranks."""
     start = [sys.executable, "-m"]
     if ranks > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
-    own = ["--comm_type", str(mode)] if ranks > 1 else []
-    subprocess.run([*start, _DRIVER, *shared, "--", *own, *flags], check=True)
+    mode_flags = ["--comm_type", str(mode)] if ranks > 1 else []
+    subprocess.run([*start, _DRIVER, *shared, "--", *mode_flags, *flags], check=True)
 
 
-def _over_http(ranks: int, mode: int, shared: list[str], flags: list[str], out: Path) -> None:
+def _run_over_http(ranks: int, mode: int, shared: list[str], flags: list[str], out: Path) -> None:
     """Runs the load generator on a new service, over HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    own = ["--comm_type", str(mode)] if ranks > 1 else []
+    mode_flags = ["--comm_type", str(mode)] if ranks > 1 else []
     options = ["--port", str(port), "--ranks", str(ranks), "--journal", str(out / "service")]
     options += ["--kept_texts", "0", "--together", "1", "--queue", "1000"]
-    command = [sys.executable, "-m", "wan.serve", *options, "--", *own, *flags]
+    command = [sys.executable, "-m", "wan.serve", *options, "--", *mode_flags, *flags]
     service = subprocess.Popen(command)
     try:
         while not _is_up(url):
@@ -81,12 +81,12 @@ def _is_up(url: str) -> bool:
         return False
 
 
-def _rows(out: Path) -> list[dict[str, Any]]:
+def _read_rows(out: Path) -> list[dict[str, Any]]:
     """Reads one row of results for each measured mode and scenario."""
     rows = []
     for file in sorted(out.glob("mode*/*/performance/result.json")):
         try:
-            rows.append(_row(file))
+            rows.append(_read_row(file))
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
@@ -95,18 +95,24 @@ def _rows(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(file: Path) -> dict[str, Any]:
+def _read_row(file: Path) -> dict[str, Any]:
     """Reads the row of a mode and scenario from the result of `performance`."""
-    folder, found = file.parents[1], read_json(file)
-    row: dict[str, Any] = {"mode": int(file.parents[2].name[4:]), "scenario": found["scenario"]}
-    if found["scenario"] == "SingleStream":
-        row["latency_s"] = found["90.00_percentile_latency_ns"] / 1e9
+    folder, result = file.parents[1], read_json(file)
+    row: dict[str, Any] = {"mode": int(file.parents[2].name[4:]), "scenario": result["scenario"]}
+    if result["scenario"] == "SingleStream":
+        row["latency_s"] = result["90.00_percentile_latency_ns"] / 1e9
     else:
-        row["samples_per_s"] = found["samples_per_second"]
-    row |= {"videos": found["videos"], "validity": found["validity"], **_energy(found["power"])}
-    same = folder / "test04" / "result.json"
-    if same.exists():
-        row["gain_of_the_same"] = _seconds(found) / _seconds(read_json(same)) - 1
+        row["samples_per_s"] = result["samples_per_second"]
+    row |= {
+        "videos": result["videos"],
+        "validity": result["validity"],
+        **_average_energy(result["power"]),
+    }
+    same_prompt = folder / "test04" / "result.json"
+    if same_prompt.exists():
+        row["gain_of_the_same"] = (
+            _compute_video_seconds(result) / _compute_video_seconds(read_json(same_prompt)) - 1
+        )
         row["test04"] = "pass" if row["gain_of_the_same"] <= rules.MOST_GAIN else "fail"
     accuracy = folder / "accuracy" / "result.json"
     if accuracy.exists():
@@ -114,27 +120,27 @@ def _row(file: Path) -> dict[str, Any]:
     return row
 
 
-def _seconds(found: dict[str, Any]) -> float:
+def _compute_video_seconds(result: dict[str, Any]) -> float:
     """Returns the mean seconds of a video."""
-    if found["scenario"] == "Offline":
-        return 1 / float(found["samples_per_second"])
-    return float(found["mean_latency_ns"]) / 1e9
+    if result["scenario"] == "Offline":
+        return 1 / float(result["samples_per_second"])
+    return float(result["mean_latency_ns"]) / 1e9
 
 
-def _energy(power: list[dict[str, Any]]) -> dict[str, float]:
+def _average_energy(power: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the means of the metered quantities over the videos."""
     names = {"joules": "joules", "mean_w": "watts", "mean_mhz": "mhz", "throttled": "throttled"}
-    found = {}
-    for name, own in names.items():
-        values = [one[name] for one in power if one.get(name) is not None]
+    means = {}
+    for name, column in names.items():
+        values = [video_power[name] for video_power in power if video_power.get(name) is not None]
         if values:
-            found[own] = statistics.mean(values)
-    return found
+            means[column] = statistics.mean(values)
+    return means
 
 
-def report(out: Path, small: bool) -> str:
+def write_report(out: Path, small: bool) -> str:
     """Writes report.json and report.md, and returns the latter."""
-    rows = _rows(out)
+    rows = _read_rows(out)
     with write_output(out / "report.json", ROWS) as temporary:
         temporary.write_text(
             json.dumps({"cpu": system.read_cpu_name(), "rows": rows}, indent=1) + "\n"
@@ -163,14 +169,14 @@ def report(out: Path, small: bool) -> str:
     used = [name for name in heads if any(name in row for row in rows)]
     lines += ["| " + " | ".join(heads[name] for name in used) + " |", "|---" * len(used) + "|"]
     for row in sorted(rows, key=lambda row: (row["scenario"], row["mode"])):
-        lines.append("| " + " | ".join(_shown(name, row.get(name)) for name in used) + " |")
+        lines.append("| " + " | ".join(_format_cell(name, row.get(name)) for name in used) + " |")
     text = "\n".join(lines) + "\n"
     with write_output(out / "report.md", REPORT) as temporary:
         temporary.write_text(text)
     return text
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name in ("gain_of_the_same", "throttled"):
@@ -178,18 +184,18 @@ def _shown(name: str, value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def score(file: Path) -> str:
+def score_vbench(file: Path) -> str:
     """Computes the accuracy from VBench's results and compares it with the required one.
 
     Args:
         file: VBench's *_eval_results.json: dimension -> [score, videos].
     """
-    found = read_json(file)
-    missing = [name for name in rules.DIMENSIONS if name not in found]
+    results = read_json(file)
+    missing = [name for name in rules.DIMENSIONS if name not in results]
     if missing:
         raise InputError(f"{file} has no {missing[0]}", remedy="score all six dimensions")
     try:
-        scores = [real(0, 1)(f"{file}: {name}", found[name][0]) for name in rules.DIMENSIONS]
+        scores = [real(0, 1)(f"{file}: {name}", results[name][0]) for name in rules.DIMENSIONS]
     except (KeyError, TypeError, IndexError) as error:
         raise InputError(
             f"{file}", None, "holds no scores of VBench", "give its results"
@@ -199,16 +205,16 @@ def score(file: Path) -> str:
     return f"{mean:.4f}: {verdict} (at least {rules.LEAST_ACCURACY} is required)"
 
 
-def run(argv: list[str]) -> int:
+def run_workload(argv: list[str]) -> int:
     """Runs the tests of all modes and writes the report; returns the exit code."""
-    place = argv.index("--") if "--" in argv else len(argv)
-    flags = argv[place + 1 :]
+    separator = argv.index("--") if "--" in argv else len(argv)
+    flags = argv[separator + 1 :]
     command = Parser(
         "python -m benchmarks.mlperf",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    rules.options(command)
+    rules.add_options(command)
     command.add_argument(
         "--ranks",
         type=make_argument_type(integer(1, 64)),
@@ -224,12 +230,12 @@ def run(argv: list[str]) -> int:
         type=make_argument_type(read_path),
         help="only compute the accuracy from this file of VBench",
     )
-    options = command.parse_args(argv[:place])
+    options = command.parse_args(argv[:separator])
     if options.score is not None:
-        print(score(options.score))
+        print(score_vbench(options.score))
         return 0
-    rules.check(flags)  # refuse wrong flags and missing packages before anything starts
-    rules.workload(options.small)
+    rules.check_flags(flags)  # refuse wrong flags and missing packages before anything starts
+    rules.load_workload(options.small)
     for name, kind in (("report.json", ROWS), ("report.md", REPORT)):
         check_output(options.out / name, kind, "--out")
     for mode in options.modes:
@@ -239,16 +245,16 @@ def run(argv: list[str]) -> int:
         shared += ["--small"] * options.small + ["--cached"] * options.cached
         shared += ["--out", str(out)]
         if options.service:
-            _over_http(options.ranks, mode, shared, flags, out)
+            _run_over_http(options.ranks, mode, shared, flags, out)
         else:
-            _in_process(options.ranks, mode, shared, flags)
-    print(report(options.out, options.small))
+            _run_in_process(options.ranks, mode, shared, flags)
+    print(write_report(options.out, options.small))
     return 0
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(sys.argv[1:]))
+        sys.exit(run_workload(sys.argv[1:]))
     except (InputError, WriteError) as error:
         print(f"benchmarks.mlperf: {error}", file=sys.stderr)
         sys.exit(get_exit_code(error))

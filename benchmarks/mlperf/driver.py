@@ -35,16 +35,16 @@ from wan.settings.errors import get_exit_code
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
 
-Make = Callable[[int, Path], None]
+MakeVideo = Callable[[int, Path], None]
 """make(index, file) writes the video of a sample to a file."""
 RESULT, _ENTRIES = "result.json", "vbench_full_info.json"
-FOUND = make_json_kind("a result of benchmarks.mlperf", "kind", "scenario", "videos", "power")
-ENTRIES = make_json_kind("a list of benchmarks.mlperf", "prompt_en", "dimension", "video_list")
-POWER = make_json_kind("the energy of a video", "power")
+RESULT_KIND = make_json_kind("a result of benchmarks.mlperf", "kind", "scenario", "videos", "power")
+ENTRIES_KIND = make_json_kind("a list of benchmarks.mlperf", "prompt_en", "dimension", "video_list")
+POWER_KIND = make_json_kind("the energy of a video", "power")
 
 
-def test(
-    kind: str, scenario: str, workload: Workload, make: Make, folder: Path, at_once: int = 1
+def run_test(
+    kind: str, scenario: str, workload: Workload, make: MakeVideo, folder: Path, at_once: int = 1
 ) -> None:
     """Runs one test of the load generator; writes its logs, videos and result into a folder.
 
@@ -54,52 +54,52 @@ def test(
         at_once: Number of concurrent queries in Offline.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    asked: queue.Queue[Any] = queue.Queue()
-    system = loadgen.ConstructSUT(lambda samples: asked.put([*samples]), lambda: None)
+    queries: queue.Queue[Any] = queue.Queue()
+    system = loadgen.ConstructSUT(lambda samples: queries.put([*samples]), lambda: None)
     count = len(workload.entries)
     library = loadgen.ConstructQSL(count, count, lambda _: None, lambda _: None)
 
     def drive() -> None:
         try:
-            settings, logs = _settings(kind, scenario, workload), _logs(folder)
+            settings, logs = _make_settings(kind, scenario, workload), _make_log_settings(folder)
             loadgen.StartTestWithLogSettings(system, library, settings, logs)
         finally:
-            asked.put(None)
+            queries.put(None)
 
-    made: list[tuple[int, Path]] = []
+    videos: list[tuple[int, Path]] = []
 
-    def answer(sample: Any) -> None:
+    def answer_query(sample: Any) -> None:
         name = workload.prompt(sample.index) if kind == "accuracy" else f"{sample.index:03}"
-        number = 0 if kind == "accuracy" else len(made)
+        number = 0 if kind == "accuracy" else len(videos)
         path = folder / "videos" / f"{name}-{number}.mp4"
-        made.append((sample.index, path))
+        videos.append((sample.index, path))
         make(sample.index, path)
         content = array.array("B", path.name.encode())
-        told = loadgen.QuerySampleResponse(sample.id, *content.buffer_info())
-        loadgen.QuerySamplesComplete([told])
+        response = loadgen.QuerySampleResponse(sample.id, *content.buffer_info())
+        loadgen.QuerySamplesComplete([response])
 
     (folder / "videos").mkdir(exist_ok=True)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     threading.Thread(target=drive, daemon=True).start()
     with ThreadPoolExecutor(at_once) as workers:
-        while (samples := asked.get()) is not None:
+        while (samples := queries.get()) is not None:
             if at_once == 1:  # in the thread that has loaded the model
                 for sample in samples:
-                    answer(sample)
+                    answer_query(sample)
             else:
-                list(workers.map(answer, samples))
+                list(workers.map(answer_query, samples))
     loadgen.DestroyQSL(library)
     loadgen.DestroySUT(system)
     if kind == "accuracy":
         _write_entries(workload, folder)
-    found = _result(folder) | {"kind": kind, "scenario": scenario}
-    found |= {"videos": len(made), "seconds": round(time.perf_counter() - begun, 3)}
-    found |= {"power": [one for _, path in made if (one := _power(path)) is not None]}
-    with write_output(folder / RESULT, FOUND) as temporary:
-        temporary.write_text(json.dumps(found, indent=1) + "\n")
+    result = _read_result(folder) | {"kind": kind, "scenario": scenario}
+    result |= {"videos": len(videos), "seconds": round(time.perf_counter() - start, 3)}
+    result |= {"power": [power for _, path in videos if (power := _read_power(path)) is not None]}
+    with write_output(folder / RESULT, RESULT_KIND) as temporary:
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _settings(kind: str, scenario: str, workload: Workload) -> Any:
+def _make_settings(kind: str, scenario: str, workload: Workload) -> Any:
     settings = loadgen.TestSettings()
     settings.scenario = getattr(loadgen.TestScenario, scenario)
     is_accuracy = kind == "accuracy"
@@ -116,7 +116,7 @@ def _settings(kind: str, scenario: str, workload: Workload) -> Any:
     return settings
 
 
-def _logs(folder: Path) -> Any:
+def _make_log_settings(folder: Path) -> Any:
     output = loadgen.LogOutputSettings()
     output.outdir, output.copy_summary_to_stdout = str(folder), False
     settings = loadgen.LogSettings()
@@ -124,23 +124,23 @@ def _logs(folder: Path) -> Any:
     return settings
 
 
-def _result(folder: Path) -> dict[str, Any]:
+def _read_result(folder: Path) -> dict[str, Any]:
     """Reads the result and errors from the load generator's detailed log."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for line in (folder / "mlperf_log_detail.txt").read_text().splitlines():
         entry = json.loads(line.partition(" ")[2])
         if entry["key"].startswith("result_"):
-            found[entry["key"].removeprefix("result_")] = entry["value"]
+            result[entry["key"].removeprefix("result_")] = entry["value"]
         elif entry["metadata"].get("is_error"):
-            found.setdefault("errors", []).append(entry["value"])
-    return found
+            result.setdefault("errors", []).append(entry["value"])
+    return result
 
 
-def _power(video: Path) -> dict[str, Any] | None:
+def _read_power(video: Path) -> dict[str, Any] | None:
     """Reads a video's energy from its record; None without a record or a meter."""
     record = video.with_suffix(".json")
-    found = json.loads(record.read_text()).get("power") if record.exists() else None
-    return found if found and "joules" in found else None
+    power = json.loads(record.read_text()).get("power") if record.exists() else None
+    return power if power and "joules" in power else None
 
 
 def _write_entries(workload: Workload, folder: Path) -> None:
@@ -150,60 +150,62 @@ def _write_entries(workload: Workload, folder: Path) -> None:
         scored = [name for name in entry["dimension"] if name in rules.DIMENSIONS]
         files = [str(folder / "videos" / f"{entry['prompt_en']}-0.mp4")]
         entries.append(entry | {"dimension": scored, "video_list": files})
-    with write_output(folder / _ENTRIES, ENTRIES) as temporary:
+    with write_output(folder / _ENTRIES, ENTRIES_KIND) as temporary:
         temporary.write_text(json.dumps(entries, indent=1) + "\n")
 
 
-def post(url: str, workload: Workload) -> Make:
+def make_http_client(url: str, workload: Workload) -> MakeVideo:
     """Returns a function that makes a video by a request to a service."""
 
     def make(index: int, file: Path) -> None:
-        body = json.dumps(workload.request(index)).encode()
+        body = json.dumps(workload.make_request_body(index)).encode()
         head = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(f"{url}/v1/videos/generations", body, head)
-        with urllib.request.urlopen(asked) as answer:
-            told = json.load(answer)
+        request = urllib.request.Request(f"{url}/v1/videos/generations", body, head)
+        with urllib.request.urlopen(request) as answer:
+            video = json.load(answer)
         with write_output(file, VIDEO) as temporary:
-            temporary.write_bytes(base64.b64decode(told["video_bytes"]))
-        with urllib.request.urlopen(f"{url}/v1/videos/{told['video_id']}") as answer:
+            temporary.write_bytes(base64.b64decode(video["video_bytes"]))
+        with urllib.request.urlopen(f"{url}/v1/videos/{video['video_id']}") as answer:
             power = json.load(answer).get("power")
         if power:
-            with write_output(file.with_suffix(".json"), POWER) as temporary:
+            with write_output(file.with_suffix(".json"), POWER_KIND) as temporary:
                 temporary.write_text(json.dumps({"power": power}))
 
     return make
 
 
-def cached(make: Make) -> Make:
+def make_cached(make: MakeVideo) -> MakeVideo:
     """Wraps `make` with a cache of videos, which TEST04 must detect."""
-    there: dict[int, bytes] = {}
+    videos: dict[int, bytes] = {}
 
-    def again(index: int, file: Path) -> None:
-        if index not in there:
+    def make_once(index: int, file: Path) -> None:
+        if index not in videos:
             make(index, file)
-            there[index] = file.read_bytes()
+            videos[index] = file.read_bytes()
         with write_output(file, VIDEO) as temporary:
-            temporary.write_bytes(there[index])
+            temporary.write_bytes(videos[index])
 
-    return again
+    return make_once
 
 
-def _tests(options: argparse.Namespace, workload: Workload, make: Make, at_once: int = 1) -> None:
+def _run_tests(
+    options: argparse.Namespace, workload: Workload, make: MakeVideo, at_once: int = 1
+) -> None:
     """Runs the tests without a result."""
-    make = cached(make) if options.cached else make
+    make = make_cached(make) if options.cached else make
     for scenario in options.scenarios:
         for kind in options.tests:
-            for name, output in ((RESULT, FOUND), (_ENTRIES, ENTRIES)):
+            for name, output in ((RESULT, RESULT_KIND), (_ENTRIES, ENTRIES_KIND)):
                 check_output(options.out / scenario / kind / name, output, "--out")
     for scenario in options.scenarios:
         for kind in options.tests:
             folder = options.out / scenario / kind
-            if not is_output(folder / RESULT, FOUND):
+            if not is_output(folder / RESULT, RESULT_KIND):
                 workers = at_once if scenario == "Offline" else 1
-                test(kind, scenario, workload, make, folder, workers)
+                run_test(kind, scenario, workload, make, folder, workers)
 
 
-def _work(
+def _run_rank(
     options: argparse.Namespace, workload: Workload, run: Run, team: ParallelGroups | None
 ) -> int:
     """Runs the tests on rank 0; the other ranks join in each of its videos."""
@@ -218,45 +220,45 @@ def _work(
     control = GlooGroup(team)
 
     def make(index: int, file: Path) -> None:
-        made = run.with_prompt(workload.prompt(index)).with_save_file(file)
+        video_run = run.with_prompt(workload.prompt(index)).with_save_file(file)
         device.reset_peak_memory()
-        Video(made, pipeline, team).make()
+        Video(video_run, pipeline, team).make()
 
     def lead(index: int, file: Path) -> None:
         make(*control.broadcast_from_rank0((index, file)))
 
     make(0, options.out / "warm-up.mp4")
     if team is None or team.is_main:
-        _tests(options, workload, lead)
+        _run_tests(options, workload, lead)
         control.broadcast_from_rank0(None)
     else:
-        while (told := control.broadcast_from_rank0(None)) is not None:
-            make(*told)
+        while (sample := control.broadcast_from_rank0(None)) is not None:
+            make(*sample)
     if team is not None:
         team.close()
     return 0
 
 
-def run(argv: list[str]) -> int:
+def run_mode(argv: list[str]) -> int:
     """Runs the tests of one mode; returns the exit code."""
-    place = argv.index("--") if "--" in argv else len(argv)
+    separator = argv.index("--") if "--" in argv else len(argv)
     command = Parser()
-    rules.options(command)
+    rules.add_options(command)
     command.add_argument("--url", help="URL of a service to test instead of a pipeline")
-    options, flags = command.parse_args(argv[:place]), argv[place + 1 :]
-    workload = rules.workload(options.small)
+    options, flags = command.parse_args(argv[:separator]), argv[separator + 1 :]
+    workload = rules.load_workload(options.small)
     if options.url:
-        _tests(options, workload, post(options.url, workload), at_once=8)
+        _run_tests(options, workload, make_http_client(options.url, workload), at_once=8)
         return 0
-    given = [*workload.flags(), "--save_file", str(options.out / "video.mp4"), *flags]
-    return main.execute_command_line(given, partial(_work, options, workload))
+    arguments = [*workload.make_flags(), "--save_file", str(options.out / "video.mp4"), *flags]
+    return main.execute_command_line(arguments, partial(_run_rank, options, workload))
 
 
 if __name__ == "__main__":
     try:
         with failures.raise_on_sigterm():
             log.set_up_logging()
-            sys.exit(run(sys.argv[1:]))
+            sys.exit(run_mode(sys.argv[1:]))
     except BaseException as error:
         if (sentence := failures.describe_error(error)) is None:
             raise

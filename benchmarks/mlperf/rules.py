@@ -34,7 +34,7 @@ SAME_SAMPLE = 3
 """The sample that TEST04 repeats."""
 MOST_GAIN = 0.10
 """How much faster the repeated sample of TEST04 may be than different samples."""
-_PLACES = (
+_PROMPT_RANGES = (
     range(257, 329),
     range(493, 583),
     range(776, 862),
@@ -70,10 +70,10 @@ class Workload:
     queries: int = 64
     seconds: int = 600
 
-    def flags(self) -> list[str]:
+    def make_flags(self) -> list[str]:
         """Returns the settings of the videos as flags of generate.py."""
         width, height = self.size
-        given = {
+        settings = {
             "--size": f"{width}*{height}",
             "--frame_num": self.frames,
             "--sample_steps": self.steps,
@@ -81,9 +81,9 @@ class Workload:
             "--negative_prompt": NEGATIVE_PROMPT,
             "--base_seed": 42,
         }
-        return [str(part) for pair in given.items() for part in pair]
+        return [str(part) for pair in settings.items() for part in pair]
 
-    def request(self, index: int) -> dict[str, Any]:
+    def make_request_body(self, index: int) -> dict[str, Any]:
         """Returns the JSON body that MLPerf's client posts to /v1/videos/generations."""
         width, height = self.size
         return {
@@ -107,7 +107,7 @@ class Workload:
         return str(self.entries[index]["prompt_en"])
 
 
-def workload(small: bool) -> Workload:
+def load_workload(small: bool) -> Workload:
     """Returns the rules' videos, or a few small ones.
 
     Args:
@@ -116,14 +116,14 @@ def workload(small: bool) -> Workload:
     Raises:
         InputError: VBench's list is not installed.
     """
-    found = find_spec("vbench")
-    places = (found.submodule_search_locations or []) if found else []
-    files = [Path(place) / "VBench_full_info.json" for place in places]
+    package = find_spec("vbench")
+    folders = (package.submodule_search_locations or []) if package else []
+    files = [Path(location) / "VBench_full_info.json" for location in folders]
     if not files or not files[0].exists():
         remedy = "pip install --no-deps -r benchmarks/mlperf/requirements.txt"
         raise InputError("The prompts are in the package vbench, which is missing", remedy=remedy)
     listed = json.loads(files[0].read_text())
-    chosen = [listed[index] for place in _PLACES for index in place]
+    chosen = [listed[index] for location in _PROMPT_RANGES for index in location]
     if any(not {*DIMENSIONS}.intersection(entry["dimension"]) for entry in chosen):
         raise InputError("This vbench has other prompts", remedy="install vbench 0.1.5")
     if small:
@@ -131,7 +131,7 @@ def workload(small: bool) -> Workload:
     return Workload(chosen)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that select the tests."""
     number = parser.add_argument
     both = ["SingleStream", "Offline"]
@@ -148,15 +148,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check(flags: Sequence[str]) -> None:
+def check_flags(flags: Sequence[str]) -> None:
     """Refuses flags of generate.py that the closed division does not allow.
 
     Raises:
         InputError: A flag skips a part of the computation.
     """
     with name_settings(COMMAND_LINE_NAMING):
-        given = parse_flags(flags)
+        settings = parse_flags(flags)
         for name in ("step_cache", "use_attentioncache", "use_rainfusion", "use_prompt_extend"):
-            if given.get(name, "none") not in ("none", False):
+            if settings.get(name, "none") not in ("none", False):
                 why = "is not allowed in MLPerf's closed division"
                 raise InputError(f"`{name}`", None, why, "drop it")

@@ -52,12 +52,12 @@ class Addresses:
         return self._urls
 
 
-def _ends_with_parent() -> None:
+def _end_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when the replica's process ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _unused_name(root: Path, count: int, first: int) -> str:
+def _find_unused_name(root: Path, count: int, first: int) -> str:
     """Return a name whose journal no service has locked.
 
     If two replicas take the same name, one of them fails and is restarted.
@@ -76,7 +76,7 @@ class Replica:
 
     def __init__(self, settings: dict[str, Any], key: str, addresses: Any) -> None:
         root, count = Path(settings["journal"]).absolute(), int(settings["replicas"])
-        self._name = _unused_name(root, count, serve.get_replica_context().rank.rank)
+        self._name = _find_unused_name(root, count, serve.get_replica_context().rank.rank)
         host = get_node_ip_address()
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
@@ -87,7 +87,7 @@ class Replica:
         command = [sys.executable, "-m", "wan.serve", "--host", host, "--port", str(port)]
         command += ["--name", self._name, "--journal", str(folder), "--api_key", str(secret)]
         command += ["--ranks", str(settings["ranks"]), "--", *shlex.split(settings["flags"])]
-        self._service = subprocess.Popen(command, preexec_fn=_ends_with_parent)
+        self._service = subprocess.Popen(command, preexec_fn=_end_with_parent)
         self._url = f"http://{host}:{port}"
         self._has_answered = False
         ray.get(addresses.put.remote(self._name, self._url))
@@ -97,7 +97,7 @@ class Replica:
 
         The service itself restarts lost ranks.
         """
-        answers = await _answers(f"{self._url}/liveness")
+        answers = await _is_answering(f"{self._url}/liveness")
         if self._service.poll() is not None or (self._has_answered and not answers):
             raise RuntimeError(f"The service of {self._name} has ended.")
         self._has_answered = self._has_answered or answers
@@ -107,7 +107,7 @@ class Replica:
         self._service.wait(30)
 
 
-async def _answers(url: str) -> bool:
+async def _is_answering(url: str) -> bool:
     try:
         async with aiohttp.ClientSession() as client, client.get(url) as answer:
             return answer.status == 200
@@ -133,79 +133,81 @@ class Front:
         urls = await self._addresses.all.remote()
         try:
             if request.method == "GET" and request.url.path == "/v1/videos":
-                return await self._list(urls, dict(request.query_params))
-            return await self._passed_on(urls, request)
+                return await self._list_jobs(urls, dict(request.query_params))
+            return await self._forward_request(urls, request)
         except aiohttp.ClientConnectionError:
-            return _away("a replica is being restarted")
+            return _make_unavailable_response("a replica is being restarted")
 
-    async def _list(self, urls: dict[str, str], query: dict[str, str]) -> Response:
+    async def _list_jobs(self, urls: dict[str, str], query: dict[str, str]) -> Response:
         """List the jobs of all replicas in the order of their names, one page from the cursor."""
-        begun = _OF_JOB.match(f"/v1/videos/{query.get('after', '')}")
-        found, limit = list[dict[str, Any]](), query.get("limit", "20")
-        names = sorted(name for name in urls if begun is None or name >= begun[1])
+        cursor = _OF_JOB.match(f"/v1/videos/{query.get('after', '')}")
+        jobs, limit = list[dict[str, Any]](), query.get("limit", "20")
+        names = sorted(name for name in urls if cursor is None or name >= cursor[1])
         for name in names:
-            left = limit if not found else str(int(limit) - len(found))
+            remaining = limit if not jobs else str(int(limit) - len(jobs))
             url = f"{urls[name]}/v1/videos"
-            async with self._client.get(url, params=query | {"limit": left}) as answer:
+            async with self._client.get(url, params=query | {"limit": remaining}) as answer:
                 if answer.status != 200:
-                    return Response(await answer.read(), answer.status, _headers(answer))
+                    return Response(await answer.read(), answer.status, _copy_headers(answer))
                 page = await answer.json()
-            found += page["data"]
+            jobs += page["data"]
             query.pop("after", None)  # a cursor of this replica only
-            if len(found) >= int(limit):
-                return _page(found, page["has_more"] or name != names[-1])
-        return _page(found, False)
+            if len(jobs) >= int(limit):
+                return _make_page(jobs, page["has_more"] or name != names[-1])
+        return _make_page(jobs, False)
 
-    async def _passed_on(self, urls: dict[str, str], request: Request) -> Response:
+    async def _forward_request(self, urls: dict[str, str], request: Request) -> Response:
         of_job = _OF_JOB.match(request.url.path)
-        name = of_job[1] if of_job else await self._soonest(urls)
+        name = of_job[1] if of_job else await self._find_soonest_replica(urls)
         if name not in urls:
-            return _away("no replica is reachable")
+            return _make_unavailable_response("no replica is reachable")
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_FRONT}
         url, body = f"{urls[name]}{request.url.path}", await request.body()
         answer = await self._client.request(
             request.method, url, params=request.query_params, data=body, headers=headers
         )
         content = answer.content.iter_chunked(1 << 16)
-        return StreamingResponse(content, answer.status, _headers(answer))
+        return StreamingResponse(content, answer.status, _copy_headers(answer))
 
-    async def _soonest(self, urls: dict[str, str]) -> str:
+    async def _find_soonest_replica(self, urls: dict[str, str]) -> str:
         """Return the healthy replica whose queue will be empty first; "" without replicas."""
-        ahead = dict(zip(urls, await asyncio.gather(*map(self._ahead, urls.values())), strict=True))
-        return min(ahead, key=lambda name: ahead[name], default="")
+        backlogs = dict(
+            zip(urls, await asyncio.gather(*map(self._read_backlog, urls.values())), strict=True)
+        )
+        return min(backlogs, key=lambda name: backlogs[name], default="")
 
-    async def _ahead(self, url: str) -> tuple[bool, float, int]:
+    async def _read_backlog(self, url: str) -> tuple[bool, float, int]:
         try:
             async with self._client.get(f"{url}/health") as answer:
-                told = await answer.json()
-                busy = told["queued"] + told["running"]  # the measure until a job was timed
-                return answer.status != 200, told["seconds_ahead"], busy
+                health = await answer.json()
+                busy = health["queued"] + health["running"]  # the measure until a job was timed
+                return answer.status != 200, health["seconds_ahead"], busy
         except aiohttp.ClientError:
             return True, float("inf"), 0
 
 
-def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+def _copy_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
     return {k: v for k, v in answer.headers.items() if k.lower() not in _OF_CONNECTION}
 
 
-def _away(why: str) -> Response:
+def _make_unavailable_response(why: str) -> Response:
     error = {"message": f"Try later: {why}.", "type": "server_error", "code": "replica_away"}
     return JSONResponse({"error": error}, 503, {"Retry-After": "5"})
 
 
-def _page(found: list[dict[str, Any]], more: bool) -> Response:
-    first, last = (found[place]["id"] if found else None for place in (0, -1))
+def _make_page(jobs: list[dict[str, Any]], more: bool) -> Response:
+    first, last = (jobs[index]["id"] if jobs else None for index in (0, -1))
     ends = {"has_more": more, "first_id": first, "last_id": last}
-    return JSONResponse({"object": "list", "data": found, **ends})
+    return JSONResponse({"object": "list", "data": jobs, **ends})
 
 
-def build(given: dict[str, str]) -> Any:
+def build(arguments: dict[str, str]) -> Any:
     """Make the application from replicas, ranks (per replica), devices, journal and flags.
 
     devices is "GPU", "NPU" or "" (none).
     """
     settings = {"replicas": "1", "ranks": "1", "devices": "", "journal": "videos", "flags": ""}
-    settings |= given
+    settings |= arguments
     bundle = {"CPU": 1.0}
     if settings["devices"]:
         bundle |= {settings["devices"]: float(settings["ranks"])}

@@ -13,8 +13,8 @@ from PIL import Image
 
 from tests.conftest import slow
 from tools.demo import evaluate, vace
-from tools.demo.scenes import caption
-from tools.demo.score import foreground, look
+from tools.demo.scenes import make_caption
+from tools.demo.score import detect_shapes, find_foreground
 from wan import WanI2V, WanT2V, WanVace
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
@@ -44,7 +44,7 @@ def test_without_a_checkpoint_a_run_takes_the_demo_and_its_settings(
     settings = json.loads(Path("a.json").read_text())["settings"]
     assert settings["prompt"] == own["prompt"] and settings["sample_steps"] == 20
     assert video.shape == (9, 64, 64, 3)
-    seen = look(video)[0]  # after the lossy file
+    seen = detect_shapes(video)[0]  # after the lossy file
     assert f"{seen.colour} {seen.shape} moves {seen.motion}" in settings["prompt"]
 
 
@@ -78,12 +78,12 @@ def test_its_lora_draws_in_four_steps() -> None:
     """The recipe is recognised from the folder's name."""
     model = WanT2V("t2v-A14B", DEMO / "t2v-A14B", lora_dir=LORA)
     verdicts = []
-    for number, scene in evaluate.held_out(10):
+    for number, scene in evaluate.list_held_out_scenes(10):
         video = model.generate(
-            caption(scene), size=(64, 64), frame_num=9, seed=number, offload_model=False
+            make_caption(scene), size=(64, 64), frame_num=9, seed=number, offload_model=False
         )
-        verdicts.append(evaluate.right(scene, look(evaluate.as_pixels(video))))
-    found = evaluate.rates(verdicts)
+        verdicts.append(evaluate.judge_shapes(scene, detect_shapes(evaluate.to_pixels(video))))
+    found = evaluate.compute_rates(verdicts)
     assert found["colour"] >= 95 and found["motion"] >= 85 and found["shape"] >= 80, found
 
 
@@ -104,7 +104,7 @@ def test_the_example_image_is_one_the_demo_knows() -> None:
     with Image.open(IMAGE) as image:
         assert image.width == image.height <= 512
         pixels = np.asarray(image.convert("RGB").resize((64, 64)))
-    (seen,) = look(pixels[None])
+    (seen,) = detect_shapes(pixels[None])
     prompt = json.loads((DEMO / "i2v-A14B" / "generation_config.json").read_text())["prompt"]
     assert f"{seen.colour} {seen.shape}" in prompt
 
@@ -122,11 +122,11 @@ def test_a_shape_is_replaced_where_the_mask_is(
         np.stack(list(imageio.get_reader(file).iter_data())) for file in (files[0], "a.mp4")
     )
     prompt = json.loads(Path("a.json").read_text())["settings"]["prompt"]
-    (before,), (seen,) = look(source), look(made)
+    (before,), (seen,) = detect_shapes(source), detect_shapes(made)
     assert f"{seen.colour} {seen.shape}" in prompt
     assert f"{before.colour} {before.shape}" not in prompt
     ways = [
-        np.array([np.argwhere(mask).mean(0) for mask in foreground(video.astype(np.float32))])
+        np.array([np.argwhere(mask).mean(0) for mask in find_foreground(video.astype(np.float32))])
         for video in (source, made)
     ]
     assert np.linalg.norm(ways[0] - ways[0][0], axis=-1).max() > 8, "it moves"
@@ -137,7 +137,7 @@ def test_a_shape_is_replaced_where_the_mask_is(
 def test_frames_between_given_ones() -> None:
     model = WanVace("vace-A14B", DEMO / "vace-A14B")
     for number in range(4):
-        one = vace.clip("frames", vace.SEED + 1, number)
-        made = vace.controlled(model, one, number)
+        one = vace.make_clip("frames", vace.SEED + 1, number)
+        made = vace.generate_controlled(model, one, number)
         known = one.mask == 0
-        assert evaluate.psnr(made[known], one.wanted[known]) >= 24
+        assert evaluate.compute_psnr(made[known], one.wanted[known]) >= 24

@@ -43,7 +43,7 @@ class Switch:
         here = ["ip", "netns", "exec"]
         for name, port in zip(names, link.PORTS, strict=False):
             subprocess.run([*here, name, sys.executable, relay.__file__, link.DEVICE], check=True)
-            link.run("ip", "-n", switch, "link", "set", port, "nomaster")
+            link.run_command("ip", "-n", switch, "link", "set", port, "nomaster")
         self._process = subprocess.Popen(
             [*here, switch, sys.executable, relay.__file__, *link.PORTS[:2]],
             stdin=subprocess.PIPE,
@@ -61,7 +61,7 @@ class Switch:
     def limit(self, rate: float) -> None:
         """From now on each machine sends at most `rate` bytes per second."""
         for name in self.names:
-            link.limit(name, link.DEVICE, rate)
+            link.limit_rate(name, link.DEVICE, rate)
 
     def close(self) -> None:
         self._process.kill()
@@ -70,7 +70,7 @@ class Switch:
 
 @pytest.fixture
 def switch() -> Iterator[Switch]:
-    with link.namespaces(2) as (names, switch):
+    with link.create_namespaces(2) as (names, switch):
         made = Switch(names, switch)
         yield made
         made.close()
@@ -87,7 +87,7 @@ def machine(names: list[str], arguments: list[str]) -> int:
 
 BREAKS = {
     "cut": lambda switch: switch.set(0, 1),
-    "unplugged": lambda switch: link.run(
+    "unplugged": lambda switch: link.run_command(
         "ip", "-n", switch.names[1], "link", "set", link.DEVICE, "down"
     ),
     "slowed to 1 Mbit/s": lambda switch: switch.limit(125_000),

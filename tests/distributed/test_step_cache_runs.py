@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import slow
 from tests.dist import Ranks, launcher
-from tools.quantize_dit import quantize
+from tools.quantize_dit import quantize_checkpoint
 from wan.cli import main as generate
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
@@ -66,7 +66,7 @@ def test_ranks_make_what_one_process_does(name: str, tiny, image_path, tmp_path:
     if task == "ti2v-5B":  # its tokens are twice as large
         arguments += ["--size", "64*96"]
     if "EXPORT" in flags:
-        export = str(quantize(tiny(task), tmp_path / "export"))
+        export = str(quantize_checkpoint(tiny(task), tmp_path / "export"))
         flags = flags.replace("EXPORT", export)
         arguments += ["--quant_dit_path", export]
     if "fp8" in flags:

@@ -19,7 +19,7 @@ from tests.npu_sim.latents import WAYS, arguments, latents
 from tests.npu_sim.oracles import far
 from tests.npu_sim.ranks import SOC
 from tests.refusals import check_refusals
-from tools.quantize_dit import quantize
+from tools.quantize_dit import quantize_checkpoint
 from wan.cli import main as generate
 
 pytestmark = pytest.mark.dist
@@ -111,7 +111,7 @@ def test_videos(
 
 def test_quantised_weights_fused_operations_and_the_clock(rig: Path, tmp_path: Path) -> None:
     """W8A8 on two ranks; the clock is capped before a block's first exchange until its last."""
-    exported = quantize(rig, tmp_path / "w8a8")
+    exported = quantize_checkpoint(rig, tmp_path / "w8a8")
     way = WAYS["dense"]._replace(flags=("--sample_steps", "2"), size=QUICK)
     flags = ["--quant_dit_path", exported, "--fa_freq_cap", "1400", "--comm_type", "1"]
     flags += ["--fused_ops", "rope,rms_norm,layer_norm,scale_shift"]

@@ -26,8 +26,8 @@ from tests.npu_sim.latents import (
 )
 from tests.npu_sim.oracles import far
 from tests.tasks.tasks import moving_box as control_video
-from tools.make_character import write as draw
-from tools.make_sound import write
+from tools.make_character import write_character_folder as draw
+from tools.make_sound import write_wav
 from wan import device as devices
 from wan.cli import flags
 from wan.cli.resolve import resolve_command_line
@@ -142,7 +142,7 @@ def test_a_video_that_follows_a_sound(
     """As on a CPU, also where blocks stream and on two ranks."""
     folder = checkpoint.make(tmp_path / "checkpoint", "s2v-14B", heads=4)
     Image.new("RGB", (96, 64), "gray").save(tmp_path / "gray.png")
-    sound = write(tmp_path / "voice.wav", 0.65 * clip_count)
+    sound = write_wav(tmp_path / "voice.wav", 0.65 * clip_count)
     asked = ["--task", "s2v-14B", "--ckpt_dir", str(folder), "--image", str(tmp_path / "gray.png")]
     asked += ["--audio", str(sound), "--size", "64*64"]
     asked += ["--infer_frames", "12", "--sample_steps", "2", "--base_seed", "7"]

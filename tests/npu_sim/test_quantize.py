@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.npu_sim.oracles import made
 from tests.refusals import check_refusals
-from tools.quantize_dit import quantize
+from tools.quantize_dit import quantize_checkpoint
 from wan import device
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, load_rotations, make_dit_dtype_rule
@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     made = {}
     for task, fa in (("t2v-A14B", None), ("t2v-1.3B", "fp8")):
         checkpoint = make_checkpoint(task, root / task)
-        made[task] = checkpoint, quantize(checkpoint, root / f"{task}-q", fa=fa)
+        made[task] = checkpoint, quantize_checkpoint(checkpoint, root / f"{task}-q", fa=fa)
     return made
 
 

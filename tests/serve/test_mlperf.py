@@ -12,7 +12,7 @@ import imageio
 import pytest
 
 from benchmarks.mlperf import rules
-from benchmarks.mlperf.__main__ import run
+from benchmarks.mlperf.__main__ import run_workload
 from tests.dist import REPO, TORCHRUN
 from tests.refusals import check_refusals
 from wan.settings.errors import InputError
@@ -71,7 +71,7 @@ def test_what_the_closed_division_does_not_allow(tmp_path: Path) -> None:
     said = {}
     for flags in ("--step_cache cfg", "--use_attentioncache", "--use_rainfusion"):
         with pytest.raises(InputError) as refusal:
-            run(["--small", "--out", str(found), "--", *flags.split()])
+            run_workload(["--small", "--out", str(found), "--", *flags.split()])
         said[flags] = str(refusal.value)
     assert not found.exists()
     check_refusals("benchmarks: mlperf", said)
@@ -83,14 +83,14 @@ def test_the_score_is_the_mean_of_six_dimensions(
     file = tmp_path / "found.json"
     values = dict(zip(rules.DIMENSIONS, (0.9, 0.9, 0.98, 0.5, 0.2, 0.748), strict=True))
     file.write_text(json.dumps({name: [value, []] for name, value in values.items()}))
-    assert run(["--score", str(file)]) == 0
+    assert run_workload(["--score", str(file)]) == 0
     assert capsys.readouterr().out.startswith("70.4667: enough (at least 69.7752")
 
 
 def test_the_prompts_are_the_248_of_six_dimensions() -> None:
-    found = rules.workload(small=False)
+    found = rules.load_workload(small=False)
     assert len(found.entries) == 248 and len({one["prompt_en"] for one in found.entries}) == 248
     assert (found.size, found.frames, found.steps) == ((1280, 720), 81, 20)
-    small = rules.workload(small=True)
+    small = rules.load_workload(small=True)
     dimensions = {name for one in small.entries for name in one["dimension"]}
     assert len(dimensions & {*rules.DIMENSIONS}) >= 4

@@ -289,8 +289,8 @@ def test_what_is_uploaded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_sound_and_a_character(tmp_path: Path) -> None:
     """Their files are uploads; a list of other files is not opened for them."""
-    sound = make_sound.write(tmp_path / "s.wav")
-    make_character.write(tmp_path / "moves", (48, 32), 17)
+    sound = make_sound.write_wav(tmp_path / "s.wav")
+    make_character.write_character_folder(tmp_path / "moves", (48, 32), 17)
     image = (REPO / "examples" / "star.png").read_bytes()
     moves = {path.stem: path.read_bytes() for path in (tmp_path / "moves").iterdir()}
     tasks: dict[str, tuple[list[object], str, dict[str, bytes]]] = {

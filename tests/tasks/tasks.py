@@ -106,11 +106,11 @@ def _sources(folder: Path) -> Inputs:
 
 
 def _sound(folder: Path) -> Inputs:
-    return {**_image(folder), "--audio": make_sound.write(folder / "voice.wav", 1.3)}
+    return {**_image(folder), "--audio": make_sound.write_wav(folder / "voice.wav", 1.3)}
 
 
 def _character(folder: Path) -> Inputs:
-    make_character.write(folder / "moves", (48, 32), 8)
+    make_character.write_character_folder(folder / "moves", (48, 32), 8)
     return {"--src_root_path": folder / "moves"}
 
 

@@ -19,7 +19,7 @@ import torch
 import wan
 from tests.conftest import Refusals, Tiny, slow
 from tests.tasks.conftest import Asked, frames, run
-from tools.make_sound import write
+from tools.make_sound import write_wav
 from wan.modules.s2v import WanModel_S2V
 
 pytestmark = pytest.mark.xdist_group("tasks")
@@ -142,7 +142,7 @@ def test_what_is_refused(
     refusals: Refusals,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sound = write(tmp_path / "a.wav", 1.3)
+    sound = write_wav(tmp_path / "a.wav", 1.3)
     (tmp_path / "empty.wav").touch()
     (tmp_path / "text.wav").write_text("no sound")
     (tmp_path / "short.wav").write_bytes(sound.read_bytes()[:46])
@@ -163,7 +163,7 @@ def test_what_is_refused(
 
 def test_notices_about_rates(one: Asked, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """8 kHz is telephone quality; a pose video of 25 frames a second gives 12.5."""
-    sound = write(tmp_path / "telephone.wav", 1.3, rate=8000)
+    sound = write_wav(tmp_path / "telephone.wav", 1.3, rate=8000)
     mute_video(tmp_path / "pose25.mp4", 25)
     poses = ["--pose_video", tmp_path / "pose25.mp4"]
     assert run(*one.argv, "--audio", sound, *poses, "--plan") == 0

@@ -16,7 +16,7 @@ from PIL import Image
 import wan
 from tests.conftest import slow
 from tests.refusals import check_refusals, said
-from tools.quantize_dit import quantize
+from tools.quantize_dit import quantize_checkpoint
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
 from wan.settings.flags import FLAGS
 
@@ -260,7 +260,7 @@ def test_false_is_not_given(tiny) -> None:
 
 
 def test_folders_as_text_or_as_paths(tiny, tmp_path: Path) -> None:
-    folder = quantize(tiny("ti2v-5B"), tmp_path / "q")
+    folder = quantize_checkpoint(tiny("ti2v-5B"), tmp_path / "q")
     args = {**LATENT, "size": (32, 32), "frame_num": 1, "sampling_steps": 1}
     given: dict[str, Any] = {"device": "cpu"}
     found = [

@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tools.compare_versions import Folders, RefusedError, differences, export, play_once
+from tools.compare_versions import (
+    Folders,
+    RefusedError,
+    export_commit,
+    find_differences,
+    run_base_case,
+)
 from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case
 from wan.cli import flags
 
@@ -27,7 +33,7 @@ def test_names() -> None:
 
 def test_arguments_are_accepted() -> None:
     for case in (*FIXTURES[1], *CASES):
-        script, *arguments = case.words(PATHS)
+        script, *arguments = case.split_command(PATHS)
         if script == "generate.py":
             assert flags.parse_flags(arguments), case.name
         elif script == "-c":
@@ -52,11 +58,11 @@ def test_differences(tmp_path: Path) -> None:
             (folder / "out").mkdir(parents=True)
             if tensor is not None:
                 save_file({"latents": tensor}, folder / "out/1.latents.safetensors")
-        assert list(differences(base, present)) == says, name
+        assert list(find_differences(base, present)) == says, name
 
 
 def test_nothing_is_not_equal(tmp_path: Path) -> None:
-    assert list(differences(tmp_path / "base", tmp_path / "present"))
+    assert list(find_differences(tmp_path / "base", tmp_path / "present"))
 
 
 def test_what_the_base_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,16 +74,16 @@ def test_what_the_base_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ran.append(case.command)
         return next(codes)
 
-    monkeypatch.setattr("tools.compare_versions.play", play)
+    monkeypatch.setattr("tools.compare_versions.run_on_ranks", play)
     (tmp_path / "base").mkdir()
     folders = Folders(tmp_path, tmp_path)
     for command in ("a", "a", "a", "b", "b"):
-        play_once(Case("name", command), folders, "base")
+        run_base_case(Case("name", command), folders, "base")
     assert ran == ["a", "a", "b"]
 
 
 def test_a_folder_keeps_one_commit(tmp_path: Path) -> None:
     (tmp_path / "commit").write_text("1" * 40)
-    export("1" * 40, tmp_path)
+    export_commit("1" * 40, tmp_path)
     with pytest.raises(RefusedError, match="holds the results of 1111"):
-        export("2" * 40, tmp_path)
+        export_commit("2" * 40, tmp_path)

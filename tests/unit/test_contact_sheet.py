@@ -29,7 +29,7 @@ def videos(tmp_path: Path) -> list[Path]:
 
 
 def test_a_strip_shows_first_to_last(videos: list[Path]) -> None:
-    sheet = np.asarray(contact_sheet.contact_sheet(videos)).astype(int)
+    sheet = np.asarray(contact_sheet.make_contact_sheet(videos)).astype(int)
     step = contact_sheet.SIDE + 4
     row = contact_sheet.SIDE + 24
     assert sheet.shape == (2 * row, 9 * step + 4, 3)
@@ -40,9 +40,9 @@ def test_a_strip_shows_first_to_last(videos: list[Path]) -> None:
 
 
 def test_the_prompt_or_the_name_stands_under_a_strip(videos: list[Path]) -> None:
-    assert contact_sheet.prompt_of(videos[0]) == "red comes"
-    assert contact_sheet.prompt_of(videos[1]) == "b.mp4"
-    sheet = np.asarray(contact_sheet.contact_sheet(videos).convert("L"))
+    assert contact_sheet.read_prompt(videos[0]) == "red comes"
+    assert contact_sheet.read_prompt(videos[1]) == "b.mp4"
+    sheet = np.asarray(contact_sheet.make_contact_sheet(videos).convert("L"))
     under = sheet[contact_sheet.SIDE + 5 : contact_sheet.SIDE + 24]
     ink = np.nonzero((under < 100).any(0))[0]
     assert ink[0] < 10 and 40 < ink[-1] < 120  # nine letters at the left
@@ -50,7 +50,7 @@ def test_the_prompt_or_the_name_stands_under_a_strip(videos: list[Path]) -> None
 
 def test_the_gif_holds_every_frame(videos: list[Path], tmp_path: Path) -> None:
     gif = tmp_path / "new" / "all.gif"
-    contact_sheet.write(videos, tmp_path / "new" / "sheet.png", gif)
+    contact_sheet.write_contact_sheet(videos, tmp_path / "new" / "sheet.png", gif)
     with Image.open(gif) as animation:
         assert animation.n_frames == 17 and animation.info["loop"] == 0  # type: ignore[attr-defined]
         for time in (9, 16):

@@ -53,7 +53,7 @@ def test_the_same_bits_from_half_the_bytes(layout: str, tiny, tmp_path: Path) ->
 
 def test_an_interruption_is_gone_on_from(tiny, tmp_path: Path, monkeypatch) -> None:
     source, out = tiny("t2v-A14B"), tmp_path / "bf16"
-    real, written = tool.write, []
+    real, written = tool.stream_safetensors, []
 
     def interrupted(path: Path, *args: object) -> None:
         if len(written) == 1:
@@ -63,7 +63,7 @@ def test_an_interruption_is_gone_on_from(tiny, tmp_path: Path, monkeypatch) -> N
 
     arguments = ["--ckpt_dir", str(source), "--out", str(out)]
     with monkeypatch.context() as patch:
-        patch.setattr(tool, "write", interrupted)
+        patch.setattr(tool, "stream_safetensors", interrupted)
         assert tool.main(arguments) == 130
     (mark,) = out.glob(tool.UNFINISHED)
     (first,) = (path for path in out.rglob("*.safetensors") if "model" in path.parent.name)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tools.demo import dit, score, vace
-from tools.demo.evaluate import psnr, rates, right
-from tools.demo.render import RGB, render
+from tools.demo.evaluate import compute_psnr, compute_rates, judge_shapes
+from tools.demo.render import RGB, render_scene
 from tools.demo.scenes import (
     COLOURS,
     MOTIONS,
@@ -18,11 +18,11 @@ from tools.demo.scenes import (
     VERBS,
     Actor,
     Scene,
-    caption,
     is_held_out,
-    random_scene,
+    make_caption,
+    make_random_scene,
 )
-from tools.demo.text import TEXT_LEN, targets, token_ids, tokenizer, words
+from tools.demo.text import TEXT_LEN, list_words, make_targets, make_tokenizer, tokenize_texts
 from tools.run_demo import I2V_PROMPT, PROMPTS
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings.presets import PRESETS
@@ -35,46 +35,48 @@ def single(shape: str = "circle", colour: str = "red", motion: str = "left") -> 
 
 
 def test_scenes_follow_from_seed_and_index():
-    assert [random_scene(3, n) for n in range(9)] == [random_scene(3, n) for n in range(9)]
-    assert random_scene(3, 0) != random_scene(3, 1) != random_scene(4, 1)
-    first, again = (render(random_scene(3, 5), 5, 32) for _ in range(2))
+    assert [make_random_scene(3, n) for n in range(9)] == [
+        make_random_scene(3, n) for n in range(9)
+    ]
+    assert make_random_scene(3, 0) != make_random_scene(3, 1) != make_random_scene(4, 1)
+    first, again = (render_scene(make_random_scene(3, 5), 5, 32) for _ in range(2))
     assert first.shape == (5, 32, 32, 3) and first.dtype == np.uint8
     assert np.array_equal(first, again)
 
 
 def test_held_out_combinations_are_never_trained_on():
-    assert not any(is_held_out(random_scene(0, n)) for n in range(300))
-    assert all(is_held_out(random_scene(0, n, held_out=True)) for n in range(50))
+    assert not any(is_held_out(make_random_scene(0, n)) for n in range(300))
+    assert all(is_held_out(make_random_scene(0, n, held_out=True)) for n in range(50))
 
 
 def test_scenes_cover_what_captions_can_say():
-    actors = [actor for n in range(300) for actor in random_scene(0, n).actors]
+    actors = [actor for n in range(300) for actor in make_random_scene(0, n).actors]
     assert {a.colour for a in actors} == set(COLOURS)
     assert {a.shape for a in actors} == set(SHAPES)
     assert {a.motion for a in actors} == set(MOTIONS)
     assert not any(a.shape == "circle" and a.motion == "rotate" for a in actors)
-    assert any(len(random_scene(0, n).actors) == 2 for n in range(20))
+    assert any(len(make_random_scene(0, n).actors) == 2 for n in range(20))
 
 
 def test_plain_caption():
     scene = single("star", "blue", "up")
-    assert caption(scene) == "a large blue star moves up on a black background"
+    assert make_caption(scene) == "a large blue star moves up on a black background"
 
 
 def test_every_wording_is_in_the_vocabulary_and_fits():
     random = np.random.default_rng(0)
-    texts = [caption(random_scene(0, n), random) for n in range(200)]
-    ids = token_ids(texts)
+    texts = [make_caption(make_random_scene(0, n), random) for n in range(200)]
+    ids = tokenize_texts(texts)
     assert ids.shape == (200, TEXT_LEN) and not (ids == 2).any()
     assert ((ids == 1).sum(1) == 1).all(), "each ends with one </s>"
-    assert tokenizer().encode("A red Circle moves left.").tokens[1] == "▁red"
-    assert tokenizer().encode("a zebra").ids[1] == 2 and "zebra" not in words()
+    assert make_tokenizer().encode("A red Circle moves left.").tokens[1] == "▁red"
+    assert make_tokenizer().encode("a zebra").ids[1] == 2 and "zebra" not in list_words()
 
 
 def test_targets_ask_each_word_for_its_own_object():
     actors = (single().actors[0], single("star", "blue", "up").actors[0])
     scene = Scene("gray", actors)
-    wanted = targets("a red circle moves left and a blue star moves up", scene)
+    wanted = make_targets("a red circle moves left and a blue star moves up", scene)
     left, up = MOTIONS.index("left"), MOTIONS.index("up")
     assert wanted[:5, -1].tolist() == [left] * 5 and wanted[6:11, -1].tolist() == [up] * 5
     assert wanted[5, -1] == wanted[11, -1] == -100
@@ -85,28 +87,28 @@ def test_targets_ask_each_word_for_its_own_object():
 def test_scorer_is_right_on_the_ground_truth():
     scenes = {9: range(10), 17: range(10, 14)}
     verdicts = [
-        right(scene, score.look(render(scene, frames, 64)))
+        judge_shapes(scene, score.detect_shapes(render_scene(scene, frames, 64)))
         for frames, numbers in scenes.items()
-        for scene in (random_scene(11, n) for n in numbers)
+        for scene in (make_random_scene(11, n) for n in numbers)
     ]
-    assert rates(verdicts) == {"colour": 100.0, "shape": 100.0, "motion": 100.0}
+    assert compute_rates(verdicts) == {"colour": 100.0, "shape": 100.0, "motion": 100.0}
 
 
 def test_scorer_says_what_is_wrong():
     asked, shown = single("circle", "red", "left"), single("square", "blue", "up")
-    verdicts = right(asked, score.look(render(shown, 9, 64)))
+    verdicts = judge_shapes(asked, score.detect_shapes(render_scene(shown, 9, 64)))
     assert verdicts == {"colour": [False], "shape": [False], "motion": [False]}
     empty = np.full((9, 64, 64, 3), 10, np.uint8)
-    assert score.look(empty) == []
-    assert right(asked, []) == {"colour": [False], "shape": [False], "motion": [False]}
+    assert score.detect_shapes(empty) == []
+    assert judge_shapes(asked, []) == {"colour": [False], "shape": [False], "motion": [False]}
 
 
 def test_scorer_needs_no_exact_pixels():
     noise = np.random.default_rng(0).normal(0, 8, (9, 64, 64, 3))
     for shape in SHAPES:
         scene = single(shape, "yellow", "left")
-        video = np.clip(render(scene, 9, 64) + noise, 0, 255).astype(np.uint8)
-        seen = score.look(video)[0]
+        video = np.clip(render_scene(scene, 9, 64) + noise, 0, 255).astype(np.uint8)
+        seen = score.detect_shapes(video)[0]
         assert (seen.colour, seen.shape, seen.motion) == ("yellow", shape, "left")
 
 
@@ -117,19 +119,19 @@ def test_scorer_is_independent_of_the_renderer():
 
 def test_psnr():
     black, gray = np.zeros((1, 4, 4, 3), np.uint8), np.full((1, 4, 4, 3), 51, np.uint8)
-    assert psnr(black, gray) == pytest.approx(20 * np.log10(5))
+    assert compute_psnr(black, gray) == pytest.approx(20 * np.log10(5))
 
 
 def test_noise_levels_keep_to_their_side_of_the_boundary():
     for preset in (PRESETS["t2v-A14B"], PRESETS["i2v-A14B"]):
         ranges = {"high_noise": (preset.boundary, 1), "low_noise": (0, preset.boundary)}
         for part, (low, high) in ranges.items():
-            sigma = dit.sigmas(np.random.default_rng(0), 1000, preset, part)
+            sigma = dit.draw_sigmas(np.random.default_rng(0), 1000, preset, part)
             assert low <= sigma.min() < low + 0.02 and high - 0.02 < sigma.max() <= high + 1e-6
 
 
 def test_dit_is_the_real_model_and_small():
-    models = [dit.network(kind) for kind in ("t2v", "i2v")]
+    models = [dit.make_dit(kind) for kind in ("t2v", "i2v")]
     assert all(sum(p.numel() for p in model.parameters()) < 2.25e6 for model in models)
     x, y = torch.randn(16, 3, 8, 8), torch.randn(20, 3, 8, 8)
     out = models[1]([x], torch.tensor([500.0]), [torch.randn(5, 64)], 48, [y])
@@ -145,10 +147,10 @@ def test_training_attends_as_inference_does():
 
 
 def test_i2v_starts_as_t2v(tmp_path: Path):
-    t2v = dit.network("t2v")
+    t2v = dit.make_dit("t2v")
     torch.nn.init.normal_(t2v.head.head.weight)
     torch.save({"averaged": t2v.state_dict()}, tmp_path / "t2v_low_noise.pt")
-    i2v = dit.initial("i2v", "low_noise", tmp_path)
+    i2v = dit.make_initial_dit("i2v", "low_noise", tmp_path)
     x, y, context = torch.randn(16, 3, 8, 8), torch.randn(20, 3, 8, 8), [torch.randn(5, 64)]
     with torch.no_grad():
         wanted = t2v([x], torch.tensor([500.0]), context, 48)
@@ -165,7 +167,7 @@ def test_the_demo_asks_for_what_was_never_trained_on():
             _, size, colour, shape, verb = phrase.split(" ", 4)
             actors.append(Actor(shape, colour, size, motions[verb], (0.5, 0.5), (0.5, 0.5)))
         scene = Scene(background, tuple(actors))
-        assert caption(scene) == prompt and is_held_out(scene), prompt
+        assert make_caption(scene) == prompt and is_held_out(scene), prompt
 
 
 def test_verbs_tell_motions_apart():
@@ -177,16 +179,16 @@ def test_verbs_tell_motions_apart():
 def test_clips_under_control(task: str) -> None:
     """What differs from what is wanted is masked; the words are known; scores' clips are new."""
     for index in range(8):
-        one = vace.clip(task, vace.SEED, index)
+        one = vace.make_clip(task, vace.SEED, index)
         known = one.mask == 0
         assert one.source.shape == one.wanted.shape == (9, 64, 64, 3)
         assert (one.source[known] == one.wanted[known]).all() and (one.source != one.wanted).any()
-        assert not (token_ids([one.text]) == 2).any()
+        assert not (tokenize_texts([one.text]) == 2).any()
         if task != "frames":
-            shown = score.foreground(one.wanted.astype(np.float32))
+            shown = score.find_foreground(one.wanted.astype(np.float32))
             assert shown.any((1, 2)).all() and not (shown & known).any()
     for seed in (vace.SEED, vace.SEED + 1):
-        said = [vace.clip(task, seed, index).text for index in range(8)]
+        said = [vace.make_clip(task, seed, index).text for index in range(8)]
         assert len({*said}) > 3
         if task == "path":
             words = [text.split() for text in said]  # a SIZE COLOUR SHAPE on a BACKGROUND ...

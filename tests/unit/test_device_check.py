@@ -16,27 +16,27 @@ import pytest
 from tests import check_steps
 from tests.dist import REPO, TORCHRUN, Ranks
 from tests.refusals import check_refusals
-from tools.check_device import ENDED, joined, main
+from tools.check_device import ENDED, main, merge_outcomes
 from tools.device_check.steps import (
     ABSENT,
     OK,
     SLOW,
     STEPS,
     WRONG,
-    Facts,
+    DeviceProperties,
     Figure,
     Line,
     Outcome,
     Step,
-    chosen,
-    line,
-    table,
-    worst,
+    find_worst,
+    format_table,
+    make_line,
+    select_steps,
 )
 from wan.settings.errors import InputError
 
 CHECK = str(REPO / "tools" / "check_device.py")
-CPU = Facts("cpu", "CPU", False, None, 1)
+CPU = DeviceProperties("cpu", "CPU", False, None, 1)
 
 
 def run(*argv: str, ranks: int = 1, program: str = CHECK, timeout: float = 280) -> Any:
@@ -179,48 +179,52 @@ def test_steps() -> None:
         module, function = step.work.split(":")
         source = REPO / "tools/device_check" / f"{module}.py"
         assert f"\ndef {function}(bench: Bench) -> Measured:" in source.read_text()
-    assert [step.name for step in chosen("2,vae", STEPS)] == ["attention", "lse", "vae"]
+    assert [step.name for step in select_steps("2,vae", STEPS)] == ["attention", "lse", "vae"]
     with pytest.raises(InputError):
-        chosen("13", STEPS)
+        select_steps("13", STEPS)
 
 
 def test_why_a_step_does_not_apply() -> None:
     by_name = {step.name: step for step in STEPS}
-    assert "torchrun" in (by_name["groups"].missing(CPU, False) or "")
-    assert "--full" in (by_name["loops"].missing(CPU, False) or "")
-    assert by_name["loops"].missing(CPU, True) is None
-    assert "NPUs" in (by_name["npu"].missing(CPU, False) or "")
-    bare = Facts("cpu", "CPU", False, "there is no C++ compiler", 1)
-    assert by_name["compiled"].missing(bare, False) == "there is no C++ compiler"
-    assert by_name["compiled"].missing(CPU, False) is None
+    assert "torchrun" in (by_name["groups"].find_obstacle(CPU, False) or "")
+    assert "--full" in (by_name["loops"].find_obstacle(CPU, False) or "")
+    assert by_name["loops"].find_obstacle(CPU, True) is None
+    assert "NPUs" in (by_name["npu"].find_obstacle(CPU, False) or "")
+    bare = DeviceProperties("cpu", "CPU", False, "there is no C++ compiler", 1)
+    assert by_name["compiled"].find_obstacle(bare, False) == "there is no C++ compiler"
+    assert by_name["compiled"].find_obstacle(CPU, False) is None
 
 
 def test_figures_are_judged() -> None:
-    assert Figure("x", 2.0, "", 1.0).judged == WRONG
-    assert Figure("x", 1.0, "", 1.0).judged == OK
-    assert Figure("x", math.nan, "", 1.0).judged == WRONG
-    assert Figure("x", 1.0, "", 2.0, at_least=True, verdict=SLOW).judged == SLOW
-    assert Figure("x", 1e9).judged == OK
+    assert Figure("x", 2.0, "", 1.0).judgement == WRONG
+    assert Figure("x", 1.0, "", 1.0).judgement == OK
+    assert Figure("x", math.nan, "", 1.0).judgement == WRONG
+    assert Figure("x", 1.0, "", 2.0, at_least=True, verdict=SLOW).judgement == SLOW
+    assert Figure("x", 1e9).judgement == OK
     both = Figure("x", 2.0, "", 1.0, verdict=SLOW), Figure("y", 0.0, "", 1.0)
-    assert line("a", *both).verdict == SLOW
-    assert worst([OK, ABSENT]) == OK and worst([SLOW, WRONG, OK]) == WRONG and worst([]) == ABSENT
+    assert make_line("a", *both).verdict == SLOW
+    assert (
+        find_worst([OK, ABSENT]) == OK
+        and find_worst([SLOW, WRONG, OK]) == WRONG
+        and find_worst([]) == ABSENT
+    )
 
 
 def test_ranks_are_joined() -> None:
-    good = Outcome(OK, 1.0, (line("a"),))
+    good = Outcome(OK, 1.0, (make_line("a"),))
     broken = Outcome(WRONG, 2.0, (), "ValueError: broken", "tail")
     ended = Outcome(WRONG, 3.0, (), f"{ENDED} rank 1 has")
-    bad = Outcome(WRONG, 1.0, (line("a", Figure("x", 2.0, "", 1.0)),))
-    assert joined([good]) == good
-    assert joined([good, broken]).words == "rank 1: ValueError: broken"
-    assert joined([ended, broken, ended]).words == "rank 1: ValueError: broken"
-    assert joined([ended, broken]).seconds == 3.0
+    bad = Outcome(WRONG, 1.0, (make_line("a", Figure("x", 2.0, "", 1.0)),))
+    assert merge_outcomes([good]) == good
+    assert merge_outcomes([good, broken]).words == "rank 1: ValueError: broken"
+    assert merge_outcomes([ended, broken, ended]).words == "rank 1: ValueError: broken"
+    assert merge_outcomes([ended, broken]).seconds == 3.0
     closed = Outcome(WRONG, 1.0, (), "RuntimeError: connection closed by peer")
-    assert joined([closed, broken]).words == "rank 1: ValueError: broken"
-    assert joined([closed, closed]).words == closed.words
-    assert [one.what for one in joined([good, bad]).lines] == ["a", "rank 1: a"]
-    assert joined([ended, Outcome(ABSENT, 1.0, (), "no memory")]).verdict == ABSENT
-    assert joined([good, Outcome(ABSENT)]).verdict == OK
+    assert merge_outcomes([closed, broken]).words == "rank 1: ValueError: broken"
+    assert merge_outcomes([closed, closed]).words == closed.words
+    assert [one.what for one in merge_outcomes([good, bad]).lines] == ["a", "rank 1: a"]
+    assert merge_outcomes([ended, Outcome(ABSENT, 1.0, (), "no memory")]).verdict == ABSENT
+    assert merge_outcomes([good, Outcome(ABSENT)]).verdict == OK
 
 
 def test_table_has_figures_and_units() -> None:
@@ -233,7 +237,7 @@ def test_table_has_figures_and_units() -> None:
             Line("second", ABSENT, (), "no such kernel"),
         ),
     )
-    assert table([(step, outcome, [outcome])]).splitlines() == [
+    assert format_table([(step, outcome, [outcome])]).splitlines() == [
         f" 3  {'a title':<40}{'slow':<14}2.2 s",
         "      first: SLOW  rate 1234 GB/s (>= 2000) (cold)",
         "      second: NOT AVAILABLE  no such kernel",

@@ -21,8 +21,8 @@ from wan.pipeline.pipeline import NO_INPUTS, Inputs
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the preprocessing, with a sound and two pictures beside it."""
     folder = tmp_path_factory.mktemp("inputs") / "files"
-    make_character.write(folder, (48, 32), 5)
-    make_sound.write(folder / "voice.wav", 1.3)
+    make_character.write_character_folder(folder, (48, 32), 5)
+    make_sound.write_wav(folder / "voice.wav", 1.3)
     for name, grey in (("a.png", 60), ("b.png", 200)):
         Image.new("RGB", (20, 30), (grey,) * 3).save(folder / name)
     return folder

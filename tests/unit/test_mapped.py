@@ -17,8 +17,8 @@ from tests.conftest import slow
 from tests.pipelines import composed, latents
 from tests.unit.test_load import shift
 from tests.unit.test_residency import LAYERS, a_lora, with_fp8
-from tools.quantize_dit import quantize
-from tools.safetensors_stream import write
+from tools.quantize_dit import quantize_checkpoint
+from tools.safetensors_stream import stream_safetensors
 from wan.checkpoint.source import owns_memory
 from wan.cli import main as generate
 from wan.modules.model import WanModel
@@ -46,7 +46,7 @@ def copied(folder: Path, out: Path, change: Callable[[dict[str, Tensor], Path], 
 
 
 def in_float32(state: dict[str, Tensor], file: Path) -> None:
-    write(
+    stream_safetensors(
         file,
         {name: (torch.float32, tuple(x.shape)) for name, x in state.items()},
         ((name, x.float()) for name, x in state.items()),
@@ -90,7 +90,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
     if case == "FP8":
         folder = with_fp8(folder, tmp_path / "fp8")
     elif case == "int8":
-        argv = (*argv, "--quant_dit_path", str(quantize(folder, tmp_path / "export")))
+        argv = (*argv, "--quant_dit_path", str(quantize_checkpoint(folder, tmp_path / "export")))
     elif case == "LoRA":
         folder = make_checkpoint("t2v-1.3B", tmp_path / "deep", sizes={"num_layers": LAYERS})
         argv = (*argv, "--lora", str(a_lora(folder, tmp_path / "lora.safetensors")))
@@ -186,7 +186,7 @@ def test_a_file_that_changes_between_steps(
 def test_streamed_files_begin_large_tensors_at_64_bytes(tmp_path: Path) -> None:
     state = {"a": torch.ones(3), "b": torch.ones(16, 4), "c": torch.ones(5).bfloat16()}
     form = {name: (x.dtype, tuple(x.shape)) for name, x in state.items()}
-    write(tmp_path / "x.safetensors", form, iter(state.items()), "x")
+    stream_safetensors(tmp_path / "x.safetensors", form, iter(state.items()), "x")
     found = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(found[name], x) for name, x in state.items())
     save_file(state, tmp_path / "y.safetensors")  # the format's own writer

@@ -57,8 +57,8 @@ def stored(path: Path) -> np.ndarray:
 
 def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
     """ffmpeg itself follows such lists."""
-    make_sound.write(tmp_path / "sound.wav", 1.0)
-    make_character.write(tmp_path / "moves", (32, 32), 5)
+    make_sound.write_wav(tmp_path / "sound.wav", 1.0)
+    make_character.write_character_folder(tmp_path / "moves", (32, 32), 5)
     for name, read in (
         ("sound.wav", media.read_audio),
         ("moves/src_pose.mp4", lambda path: media.read_video(path, "`pose_video`")),
@@ -76,7 +76,7 @@ def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
 def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a relative path: written, read, counted, joined, and given a sound."""
     monkeypatch.chdir(tmp_path)
-    make_sound.write(tmp_path / "sound.wav", 1.0)
+    make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     path = Path(name)
     video.save_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
     assert (
@@ -158,7 +158,7 @@ def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, 
 
 def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
     """Its faces belong to its poses, frame by frame, also in a file without the times of them."""
-    make_character.write(tmp_path, (96, 64), 20)
+    make_character.write_character_folder(tmp_path, (96, 64), 20)
     poses = clock(tmp_path / "src_pose.mp4")
     found = driving.read_animate_folder(tmp_path, replace_character=False)
     assert found.num_frames == driving.count_video_frames(poses) > 20
@@ -256,7 +256,7 @@ def boxes(path: Path) -> list[bytes]:
 def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_path: Path) -> None:
     """Also of one with a sound, and of joined ones; players read by these tags."""
     path = stripes(tmp_path / "a.mp4", *size)
-    make_sound.write(tmp_path / "sound.wav", 1.0)
+    make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     media.add_audio(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")
     video.join_videos(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
     for one in (path, tmp_path / "spoken.mp4", tmp_path / "joined.mp4"):

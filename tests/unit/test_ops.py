@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from benchmarks.common import peak_bytes
+from benchmarks.common import measure_peak_bytes
 from wan.kernels.base import SmallOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
@@ -123,5 +123,5 @@ def test_the_residual_stream_takes_any_dtype(dtype: torch.dtype, gated: bool, mo
         add: Any = partial(ops.gated_add, x, y, row, [64])
         if not gated:
             add = partial(ops.add_modulated_norm, x, y, row, row, [64], 1e-6, torch.bfloat16)
-        held = peak_bytes(add, torch.device("cpu"))  # also what PyTorch itself converts
+        held = measure_peak_bytes(add, torch.device("cpu"))  # also what PyTorch itself converts
     assert torch.equal(x, expected) and held <= result + 3 * 48 * 10 * 4  # this slice and the next

@@ -18,7 +18,7 @@ from tests.dist import REPO
 from tests.refusals import check_refusals
 from tools import contact_sheet, make_sound
 from tools.demo import outputs
-from tools.demo.step_caches import read as read_results
+from tools.demo.step_caches import read_result_lines as read_results
 from tools.demo.training import save_atomically
 from wan.cli.programs import make_argument_type, make_output_path_type, run_program
 from wan.output_files import is_output, make_marked_kind
@@ -181,7 +181,7 @@ def test_outputs_are_known_again(tmp_path: Path) -> None:
     """A second run replaces what the first has written."""
     sound, state, picture = (tmp_path / name for name in ("a.wav", "a.pt", "a.png"))
     for _ in range(2):
-        make_sound.write(sound, 0.1)
+        make_sound.write_wav(sound, 0.1)
         save_atomically({"step": 1}, state)
         outputs.save_picture(torch.zeros(4, 4, 3, dtype=torch.uint8).numpy(), picture)
     assert torch.load(state, mmap=True) == {"step": 1}

@@ -25,7 +25,7 @@ from tests.conftest import slow
 from tests.pipelines import on_cpu
 from tests.refusals import check_refusals, said
 from tools import quantize_dit
-from tools.quantize_dit import quantize
+from tools.quantize_dit import quantize_checkpoint
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import load_rotations
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device, read_quantized_dit
@@ -54,7 +54,7 @@ def export(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
 
     def make(task: str = "t2v-1.3B", fa: str | None = None) -> Path:
         if (task, fa) not in made:
-            made[task, fa] = quantize(tiny(task), root / f"{task}-{fa}", fa=fa)
+            made[task, fa] = quantize_checkpoint(tiny(task), root / f"{task}-{fa}", fa=fa)
         return made[task, fa]
 
     return make
@@ -208,7 +208,7 @@ def test_tool_writes_fp8_attention(tiny: Any, export: Export) -> None:
 
 
 def test_tool_reads_diffusers_folders(tiny: Any, export: Export, tmp_path: Path) -> None:
-    folder = quantize(tiny("t2v-1.3B", "diffusers"), tmp_path / "q")
+    folder = quantize_checkpoint(tiny("t2v-1.3B", "diffusers"), tmp_path / "q")
     for name in (DESCRIPTION, WEIGHTS):
         assert (folder / name).read_bytes() == (export() / name).read_bytes()
 
@@ -547,12 +547,12 @@ def test_a_lora_is_merged_before(tiny: Any, tmp_path: Path) -> None:
     pair = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
     save_file(pair, tmp_path / "lora.safetensors")
     given = [f"{tmp_path / 'lora.safetensors'}=0.5"]
-    found = load_file(quantize(checkpoint, tmp_path / "out", lora=given) / WEIGHTS)
+    found = load_file(quantize_checkpoint(checkpoint, tmp_path / "out", lora=given) / WEIGHTS)
     merged = weights[f"{layer}.weight"].double() + 0.5 * up.double() @ down.double()
     payload, scale = quantize_per_token(merged.float())
     assert torch.equal(found[f"{layer}.weight"], payload)
     assert torch.equal(found[f"{layer}.weight_scale"], scale)
-    plain = load_file(quantize(checkpoint, tmp_path / "plain") / WEIGHTS)
+    plain = load_file(quantize_checkpoint(checkpoint, tmp_path / "plain") / WEIGHTS)
     assert not torch.equal(plain[f"{layer}.weight"], payload)
     assert all(
         torch.equal(found[n], plain[n]) for n in plain if not n.startswith(f"{layer}.weight")
@@ -561,7 +561,9 @@ def test_a_lora_is_merged_before(tiny: Any, tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"changes blocks\.0\.norm3\.weight, which is not quantised"
     ):
-        quantize(checkpoint, tmp_path / "more", lora=[str(tmp_path / "norm.safetensors")])
+        quantize_checkpoint(
+            checkpoint, tmp_path / "more", lora=[str(tmp_path / "norm.safetensors")]
+        )
 
 
 # --- loading

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.conftest import slow
 from tests.pipelines import QUICK, composed, held, latents, planned
 from tests.refusals import check_refusals, said
-from tools.quantize_dit import quantize
+from tools.quantize_dit import quantize_checkpoint
 from wan import WanTI2V, system
 from wan import device as devices
 from wan.checkpoint.load import keep_sources, load_weights
@@ -111,7 +111,7 @@ def case(name: str, deep: Any, tmp_path: Path) -> tuple[Path, list[str]]:
     folder = deep("t2v-1.3B" if task == "FP8" else task)
     files = {"EXPORT": tmp_path / "export", "LORA": tmp_path / "lora.safetensors"}
     if "EXPORT" in argv:
-        quantize(folder, files["EXPORT"])
+        quantize_checkpoint(folder, files["EXPORT"])
     if name.startswith("LoRA"):
         a_lora(folder, files["LORA"])
     if task == "FP8":
@@ -491,7 +491,11 @@ def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -
     """mindiesd has laid them out in ways of its own."""
     folder = deep("t2v-1.3B")
     told = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
-    told += ["--quant_dit_path", str(quantize(folder, tmp_path / "export")), "--offload_model"]
+    told += [
+        "--quant_dit_path",
+        str(quantize_checkpoint(folder, tmp_path / "export")),
+        "--offload_model",
+    ]
     planned(*told, "true")
     found = {way: said(planned, *told, way) for way in ("cpu", "block")}
     check_refusals("residency: int8 weights of an NPU", found)

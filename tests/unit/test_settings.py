@@ -379,7 +379,7 @@ def test_a_video_that_is_there_is_announced(tiny, tmp_path: Path) -> None:
 def test_the_tables_of_the_documents() -> None:
     for page, _ in flags_table.TABLES:
         text = (flags_table.DOCS / page).read_text(encoding="utf-8")
-        assert text == flags_table.page(page), "run python tools/flags_table.py"
+        assert text == flags_table.render_page(page), "run python tools/flags_table.py"
 
 
 def test_every_flag_is_read_where_it_acts() -> None:

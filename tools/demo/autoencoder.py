@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools.demo.render import render
-from tools.demo.scenes import random_scene
-from tools.demo.training import Training, device, join
+from tools.demo.render import render_scene
+from tools.demo.scenes import make_random_scene
+from tools.demo.training import Training, get_device, join_processes
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.settings.values import integer
@@ -34,7 +34,7 @@ KL_WEIGHT = 1e-4
 _LENGTHS = (9, 9, 9, 33)  # frames of the clips that windows of 9 frames are cut from
 
 
-def network() -> Any:
+def make_autoencoder() -> Any:
     """Make diffusers' autoencoder, with channels-last convolutions, the fastest layout on CPUs."""
     from diffusers import AutoencoderKLWan
 
@@ -45,7 +45,7 @@ def network() -> Any:
     return vae
 
 
-def _as_picture(conv: Any, x_B3FHW: Tensor, cache_x: Tensor | None = None) -> Tensor:
+def _convolve_picture(conv: Any, x_B3FHW: Tensor, cache_x: Tensor | None = None) -> Tensor:
     """Apply a causal convolution to a single frame: only the kernel's last time step matters."""
     if x_B3FHW.shape[2] > 1 or cache_x is not None:
         raise ValueError("Clips of several frames need the full convolution.")
@@ -53,21 +53,21 @@ def _as_picture(conv: Any, x_B3FHW: Tensor, cache_x: Tensor | None = None) -> Te
     return F.conv2d(x_B3FHW[:, :, 0], weight, conv.bias, padding=padding)[:, :, None]
 
 
-def picture_convolutions(on: bool) -> Any:
+def patch_picture_convolutions(on: bool) -> Any:
     """Return a context in which convolutions of single frames skip the time axis (2x faster)."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
-    return mock.patch.object(WanCausalConv3d, "forward", _as_picture) if on else nullcontext()
+    return mock.patch.object(WanCausalConv3d, "forward", _convolve_picture) if on else nullcontext()
 
 
 @torch.no_grad()
-def untrained() -> Any:
+def make_untrained_autoencoder() -> Any:
     """Make a network whose residual branches are zero and whose convolutions see one frame.
 
     Temporal downsampling averages two frames and upsampling repeats them, so that training on
     single pictures carries over to clips without motion.
     """
-    vae = network()
+    vae = make_autoencoder()
     modules: Any = vae.named_modules()
     for name, module in modules:
         if name.endswith((".conv2", ".proj")):
@@ -86,15 +86,17 @@ def untrained() -> Any:
     return vae
 
 
-def windows(seed: int, count: int) -> Tensor:
+def make_windows(seed: int, count: int) -> Tensor:
     """Make windows of training clips of several lengths, uint8 [count, CLIP, SIDE, SIDE, 3]."""
     random = np.random.default_rng(seed)
-    found = []
+    clips = []
     for index in range(count):
         length = _LENGTHS[index % len(_LENGTHS)]
         first = int(random.integers(length - CLIP + 1))
-        found.append(render(random_scene(seed, index), length, SIDE)[first : first + CLIP])
-    return torch.from_numpy(np.stack(found))
+        clips.append(
+            render_scene(make_random_scene(seed, index), length, SIDE)[first : first + CLIP]
+        )
+    return torch.from_numpy(np.stack(clips))
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,17 @@ class Phase:
     side: int
 
 
-def batch(pool: Tensor, random: np.random.Generator, phase: Phase, count: int) -> Tensor:
+def make_clip_batch(pool: Tensor, random: np.random.Generator, phase: Phase, count: int) -> Tensor:
     """Crop random clips around their shapes, to float [B,3,F,H,W] in [-1, 1]."""
     clips = []
     for row in random.integers(len(pool), size=count):
         first = int(random.integers(CLIP - phase.frames + 1))
-        clips.append(_crop(pool[int(row)][first : first + phase.frames], random, phase.side))
+        clips.append(_crop_clip(pool[int(row)][first : first + phase.frames], random, phase.side))
     pixels = torch.stack(clips).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
     return pixels.contiguous(memory_format=torch.channels_last_3d)
 
 
-def _crop(clip_FHW3: Tensor, random: np.random.Generator, size: int) -> Tensor:
+def _crop_clip(clip_FHW3: Tensor, random: np.random.Generator, size: int) -> Tensor:
     """Crop a square with a random pixel of a shape near its middle."""
     shapes = (clip_FHW3[0] != clip_FHW3[0, 0, 0]).any(-1).nonzero()
     centre = shapes[int(random.integers(len(shapes)))] + torch.from_numpy(random.integers(-8, 9, 2))
@@ -125,7 +127,7 @@ def _crop(clip_FHW3: Tensor, random: np.random.Generator, size: int) -> Tensor:
     return clip_FHW3[:, y : y + size, x : x + size]
 
 
-def loss_of(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str, float]]:
+def compute_autoencoder_loss(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Compute the reconstruction loss (L1 and squared) of a sampled latent plus a small KL term."""
     posterior = vae.encode(clips).latent_dist
     rebuilt = vae.decode(posterior.sample()).sample
@@ -153,18 +155,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="threads of all processes together (2)",
     )
     options = parser.parse_args(argv)
-    rank, ranks = join(options.threads)
-    images, crops, whole = options.steps
-    phases = [Phase(images, 24, 1, 32), Phase(crops, 8, 5, 32), Phase(whole, 4, CLIP, SIDE)]
-    training = Training(untrained(), options.state / "vae.pt", steps=sum(options.steps), peak=3e-3)
-    pool = windows(seed=1, count=POOL)
-    schedule = [phase for phase in phases for _ in range(phase.steps)]
-    while not training.done:
-        random, phase = np.random.default_rng([1, training.step, rank]), schedule[training.step]
-        clips = batch(pool, random, phase, phase.clips // ranks).to(device())
-        with picture_convolutions(phase.frames == 1):
-            loss, shown = loss_of(training.network, clips)
-        training.update(loss, **shown)
+    rank, ranks = join_processes(options.threads)
+    images, crops, full_clips = options.steps
+    phases = [Phase(images, 24, 1, 32), Phase(crops, 8, 5, 32), Phase(full_clips, 4, CLIP, SIDE)]
+    training = Training(
+        make_untrained_autoencoder(), options.state / "vae.pt", steps=sum(options.steps), peak=3e-3
+    )
+    pool = make_windows(seed=1, count=POOL)
+    phase_by_step = [phase for phase in phases for _ in range(phase.steps)]
+    while not training.is_finished:
+        random, phase = (
+            np.random.default_rng([1, training.step, rank]),
+            phase_by_step[training.step],
+        )
+        clips = make_clip_batch(pool, random, phase, phase.clips // ranks).to(get_device())
+        with patch_picture_convolutions(phase.frames == 1):
+            loss, metrics = compute_autoencoder_loss(training.network, clips)
+        training.update(loss, **metrics)
 
 
 if __name__ == "__main__":

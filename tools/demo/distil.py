@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tools.demo.evaluate import rows
-from tools.demo.lora import BATCH, TOKENS, contexts, run, with_lora
-from tools.demo.scenes import caption, random_scene
+from tools.demo.evaluate import format_run_rows
+from tools.demo.lora import BATCH, TOKENS, add_lora, encode_prompts, run_training_program
+from tools.demo.scenes import make_caption, make_random_scene
 from tools.demo.training import Training, save_atomically
 from wan import WanT2V
 
@@ -35,65 +35,65 @@ LEVELS = [5 * x / (1 + 4 * x) for x in (1.0, 0.75, 0.5, 0.25, 0.0)]  # euler's s
 PARTS = {"high_noise": (0, 1), "low_noise": (2, 3)}  # indices of each expert's levels
 
 
-def teacher() -> Any:
+def load_teacher() -> Any:
     return WanT2V("t2v-A14B", DEMO, precision="fp32", text_kv_cache=False)
 
 
-def prompt(index: int) -> str:
-    return caption(random_scene(SEED, index), np.random.default_rng([SEED, index]))
+def make_prompt(index: int) -> str:
+    return make_caption(make_random_scene(SEED, index), np.random.default_rng([SEED, index]))
 
 
 @torch.inference_mode()
-def make_pairs(state: Path, count: int) -> None:
+def encode_trajectories(state: Path, count: int) -> None:
     """Write the teacher's latents at the levels, [N,5,Z,f,h,w], unless the file exists."""
     file = state / "passed.pt"
     if file.exists():
         return
-    model = teacher()
-    (negative,) = contexts(model, [model.config.sample_neg_prompt])
+    model = load_teacher()
+    (negative,) = encode_prompts(model, [model.config.sample_neg_prompt])
     experts = {"high_noise": model.high_noise_model, "low_noise": model.low_noise_model}
-    found = []
+    trajectories = []
     for first in range(0, count, BATCH):
-        texts = contexts(model, [prompt(i) for i in range(first, first + BATCH)])
+        texts = encode_prompts(model, [make_prompt(i) for i in range(first, first + BATCH)])
         generator = torch.Generator().manual_seed(first)
         x = torch.randn(BATCH, *SHAPE, generator=generator)
-        passed = [x]
+        trajectory = [x]
         for level in range(4):
             network = experts["high_noise" if level < 2 else "low_noise"]
             grid = np.linspace(LEVELS[level], LEVELS[level + 1], SUBSTEPS + 1)
-            for sigma, after in zip(grid, grid[1:], strict=False):
+            for sigma, next_sigma in zip(grid, grid[1:], strict=False):
                 t = torch.full((BATCH,), 1000 * sigma)
                 cond = torch.stack(network(list(x), t, texts, TOKENS))
                 uncond = torch.stack(network(list(x), t, [negative] * BATCH, TOKENS))
-                x = x + (after - sigma) * (uncond + GUIDANCE * (cond - uncond))
-            passed.append(x)
-        found.append(torch.stack(passed, dim=1))
+                x = x + (next_sigma - sigma) * (uncond + GUIDANCE * (cond - uncond))
+            trajectory.append(x)
+        trajectories.append(torch.stack(trajectory, dim=1))
         print(f"{first + BATCH} clips", flush=True)
-    save_atomically(torch.cat(found), file)
+    save_atomically(torch.cat(trajectories), file)
 
 
-def train(state: Path, part: str, steps: int, peak: float) -> None:
+def train_distilled_lora(state: Path, part: str, steps: int, peak: float) -> None:
     """Train a LoRA on the velocities from each of the expert's levels straight to the next."""
     torch.manual_seed(0)
-    model = teacher()
-    network = with_lora(model, part, RANK)
-    passed = torch.load(state / "passed.pt", mmap=True)
-    texts = contexts(model, [prompt(i) for i in range(len(passed))])
+    model = load_teacher()
+    network = add_lora(model, part, RANK)
+    trajectories = torch.load(state / "passed.pt", mmap=True)
+    texts = encode_prompts(model, [make_prompt(i) for i in range(len(trajectories))])
     training = Training(network, state / f"distilled_{part}.pt", steps=steps, peak=peak)
-    while not training.done:
+    while not training.is_finished:
         random = np.random.default_rng([6, training.step])
-        rows = random.integers(len(passed), size=BATCH)
+        rows = random.integers(len(trajectories), size=BATCH)
         level = torch.from_numpy(random.choice(PARTS[part], size=BATCH))
         sigma = torch.tensor(LEVELS)[level]
         gap = torch.tensor(LEVELS)[level + 1] - sigma
         index = torch.from_numpy(rows)
-        x, then = passed[index, level], passed[index, level + 1]
-        found = network(list(x), 1000 * sigma, [texts[row] for row in rows], TOKENS)
-        wanted = (then - x) / gap.view(-1, 1, 1, 1, 1)
-        training.update(F.mse_loss(torch.stack(found), wanted))
+        x, x_next = trajectories[index, level], trajectories[index, level + 1]
+        velocities = network(list(x), 1000 * sigma, [texts[row] for row in rows], TOKENS)
+        wanted = (x_next - x) / gap.view(-1, 1, 1, 1, 1)
+        training.update(F.mse_loss(torch.stack(velocities), wanted))
 
 
-def score(folder: Path, prompts: int) -> None:
+def score_distilled(folder: Path, prompts: int) -> None:
     """Print a table of few steps, distilled or not, the teacher's steps, and step caches."""
     usual: dict[str, Any] = {"shift": 12.0, "guide_scale": GUIDANCE}
     cached = {"step_cache": "first_block", "step_cache_threshold": 0.2}
@@ -111,11 +111,18 @@ def score(folder: Path, prompts: int) -> None:
         (name, WanT2V("t2v-A14B", DEMO, precision="fp32", **loading), video)
         for name, (loading, video) in compared.items()
     )
-    for line in rows(runs, prompts):
+    for line in format_run_rows(runs, prompts):
         print(line, flush=True)
 
 
 if __name__ == "__main__":
     sys.exit(
-        run((__doc__ or "").splitlines()[0], "distilled", make_pairs, train, score, steps=2500)
+        run_training_program(
+            (__doc__ or "").splitlines()[0],
+            "distilled",
+            encode_trajectories,
+            train_distilled_lora,
+            score_distilled,
+            steps=2500,
+        )
     )

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tools.demo.latents import CLIPS, SEED
-from tools.demo.scenes import caption, random_scene
-from tools.demo.text import TEXT_DIM, TEXT_LEN, token_ids, trained_encoder
-from tools.demo.training import Training, averaged_weights, device, join
+from tools.demo.scenes import make_caption, make_random_scene
+from tools.demo.text import TEXT_DIM, TEXT_LEN, load_trained_encoder, tokenize_texts
+from tools.demo.training import Training, get_device, join_processes, load_averaged_weights
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.kernels.sdpa import SdpaKernel
@@ -63,7 +63,7 @@ class TrainingKernel(SdpaKernel):
         return (scores.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
-def network(kind: str) -> WanModel:
+def make_dit(kind: str) -> WanModel:
     """Make an untrained DiT, which predicts zero velocity."""
     kernel = TrainingKernel()
     collaborators = ModelComponents(lambda _: LocalAttention(kernel), kernel)
@@ -76,14 +76,14 @@ def network(kind: str) -> WanModel:
     return model
 
 
-def initial(kind: str, part: str, state: Path) -> WanModel:
+def make_initial_dit(kind: str, part: str, state: Path) -> WanModel:
     """Make the network that an expert's training starts from.
 
     i2v starts from t2v's weights, with zero weights for the channels of the image.
     """
-    model = network(kind)
+    model = make_dit(kind)
     if kind == "i2v":
-        weights = averaged_weights(state / f"t2v_{part}.pt")
+        weights = load_averaged_weights(state / f"t2v_{part}.pt")
         patches = weights["patch_embedding.weight"]
         unseen = torch.zeros(len(patches), 20, *patches.shape[2:])
         weights["patch_embedding.weight"] = torch.cat((patches, unseen), dim=1)
@@ -102,43 +102,43 @@ class Clips:
             if kind == "i2v"
             else None
         )
-        self._encoder = trained_encoder(state).to(device())
+        self._encoder = load_trained_encoder(state).to(get_device())
 
-    def draw(self, random: np.random.Generator) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    def draw_batch(self, random: np.random.Generator) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """Draw latents [B,Z,f,h,w], prompt embeddings and y [B,20,f,h,w] of a step."""
         frames = int(random.choice(tuple(SHARES), p=tuple(SHARES.values())))
         latents = self._latents[frames]
         tokens = latents[0, 0].numel() // 4
-        known = len(latents) if self._images is None else len(self._images[frames])
-        rows = random.integers(known, size=max(1, self._tokens // tokens))
-        texts = [self._text(frames, int(row), random) for row in rows]
+        num_clips = len(latents) if self._images is None else len(self._images[frames])
+        rows = random.integers(num_clips, size=max(1, self._tokens // tokens))
+        texts = [self._draw_caption(frames, int(row), random) for row in rows]
         chosen = torch.from_numpy(rows)
-        clean = latents[chosen].float().to(device())
+        clean = latents[chosen].float().to(get_device())
         if self._images is None:
-            return clean, self.contexts(texts), None
-        images = self._images[frames][chosen].float().to(device())
-        return clean, self.contexts(texts), first_frame(images)
+            return clean, self.encode_captions(texts), None
+        images = self._images[frames][chosen].float().to(get_device())
+        return clean, self.encode_captions(texts), make_image_condition(images)
 
-    def _text(self, frames: int, index: int, random: np.random.Generator) -> str:
+    def _draw_caption(self, frames: int, index: int, random: np.random.Generator) -> str:
         if random.random() < DROPPED:
             return "" if random.random() < 0.5 else NEGATIVE_PROMPT
-        return caption(random_scene(SEED[frames], index), random)
+        return make_caption(make_random_scene(SEED[frames], index), random)
 
     @torch.no_grad()
-    def contexts(self, texts: list[str]) -> list[Tensor]:
-        ids = token_ids(texts).to(device())
+    def encode_captions(self, texts: list[str]) -> list[Tensor]:
+        ids = tokenize_texts(texts).to(get_device())
         states = self._encoder(ids, (ids != 0).long()).last_hidden_state
         return [s[: int((row != 0).sum())] for s, row in zip(states, ids, strict=True)]
 
 
-def first_frame(images_BZfhw: Tensor) -> Tensor:
+def make_image_condition(images_BZfhw: Tensor) -> Tensor:
     """Make i2v's image condition: a mask of the first frame (4 channels) and its latents (16)."""
     mask = torch.zeros(len(images_BZfhw), 4, *images_BZfhw.shape[2:], device=images_BZfhw.device)
     mask[:, :, 0] = 1
     return torch.cat((mask, images_BZfhw), dim=1)
 
 
-def sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -> Tensor:
+def draw_sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -> Tensor:
     """Draw sigmas, evenly spread before the shift, on the expert's side of the boundary."""
     shift, boundary = preset.sample_shift, preset.boundary or 0.0
     border = boundary / (shift - (shift - 1) * boundary)
@@ -148,18 +148,20 @@ def sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -
     return torch.from_numpy(shift * level / (1 + (shift - 1) * level)).float()
 
 
-def loss_of(model: Any, clips: Clips, preset: Preset, part: str, seed: list[int]) -> Tensor:
+def compute_velocity_loss(
+    model: Any, clips: Clips, preset: Preset, part: str, seed: list[int]
+) -> Tensor:
     """Compute the mean squared error of the velocity (noise minus latents) of a batch."""
     random = np.random.default_rng(seed)
-    clean, context, y = clips.draw(random)
-    noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32)).to(device())
-    sigma = sigmas(random, len(clean), preset, part)
-    mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1).to(device()))
+    clean, context, y = clips.draw_batch(random)
+    noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32)).to(get_device())
+    sigma = draw_sigmas(random, len(clean), preset, part)
+    mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1).to(get_device()))
     extra = None if y is None else list(y)
     tokens = clean[0, 0].numel() // 4
-    with torch.autocast(device().type, torch.bfloat16):
-        found = model(list(mixed), sigma * TRAIN_TIMESTEPS, context, tokens, extra)
-    return F.mse_loss(torch.stack(found).float(), noise - clean)
+    with torch.autocast(get_device().type, torch.bfloat16):
+        velocities = model(list(mixed), sigma * TRAIN_TIMESTEPS, context, tokens, extra)
+    return F.mse_loss(torch.stack(velocities).float(), noise - clean)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -187,17 +189,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="threads of all processes together (2)",
     )
     options = parser.parse_args(argv)
-    rank, ranks = join(options.threads)
+    rank, ranks = join_processes(options.threads)
     preset, part = PRESETS[options.task], options.part
-    model = initial(preset.kind, part, options.state)
+    model = make_initial_dit(preset.kind, part, options.state)
     for block in model.blocks:
         block.compile(dynamic=False)
     file = options.state / f"{preset.kind}_{part}.pt"
     training = Training(model, file, steps=options.steps, peak=options.peak)
     clips = Clips(preset.kind, options.state, options.tokens // ranks)
-    while not training.done:
+    while not training.is_finished:
         seed = [5, training.step, rank]
-        training.update(loss_of(model, clips, preset, part, seed))
+        training.update(compute_velocity_loss(model, clips, preset, part, seed))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from tools.demo.render import render
+from tools.demo.render import render_scene
 from tools.demo.scenes import (
     BACKGROUNDS,
     COLOURS,
@@ -30,10 +30,10 @@ from tools.demo.scenes import (
     SHAPES,
     Actor,
     Scene,
-    caption,
-    random_scene,
+    make_caption,
+    make_random_scene,
 )
-from tools.demo.score import Seen, foreground, look
+from tools.demo.score import DetectedShape, detect_shapes, find_foreground
 from wan import WanI2V, WanT2V, log
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, make_output_path_type, run_program
@@ -66,44 +66,46 @@ class Setting:
         }
 
 
-def held_out(count: int) -> Iterator[tuple[int, Scene]]:
+def list_held_out_scenes(count: int) -> Iterator[tuple[int, Scene]]:
     """List numbered scenes whose combination of words is held out from training."""
-    return ((n, random_scene(_SEED, n, held_out=True)) for n in range(count))
+    return ((n, make_random_scene(_SEED, n, held_out=True)) for n in range(count))
 
 
-def as_pixels(video_3FHW: Tensor) -> NDArray[np.uint8]:
+def to_pixels(video_3FHW: Tensor) -> NDArray[np.uint8]:
     """Convert a video in [-1, 1] to uint8 [F,H,W,3]."""
     pixels = ((video_3FHW + 1) * 127.5).round().clamp(0, 255).byte()
     return np.ascontiguousarray(pixels.permute(1, 2, 3, 0).numpy())
 
 
-def psnr(video: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> float:
+def compute_psnr(video: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> float:
     error = float(np.mean((video.astype(np.float64) - wanted) ** 2))
     return float(10 * np.log10(255**2 / max(error, 1e-3)))
 
 
-def right(scene: Scene, seen: list[Seen]) -> dict[str, list[bool]]:
+def judge_shapes(scene: Scene, detected: list[DetectedShape]) -> dict[str, list[bool]]:
     """Judge for each actor of a scene whether its colour, shape and motion were detected."""
     verdicts: dict[str, list[bool]] = {"colour": [], "shape": [], "motion": []}
-    for actor, found in zip(scene.actors, _paired(scene.actors, seen), strict=True):
-        verdicts["colour"].append(found is not None and found.colour == actor.colour)
-        verdicts["shape"].append(found is not None and found.shape == actor.shape)
-        verdicts["motion"].append(found is not None and found.motion == actor.motion)
+    for actor, match in zip(scene.actors, _pair_shapes(scene.actors, detected), strict=True):
+        verdicts["colour"].append(match is not None and match.colour == actor.colour)
+        verdicts["shape"].append(match is not None and match.shape == actor.shape)
+        verdicts["motion"].append(match is not None and match.motion == actor.motion)
     return verdicts
 
 
-def _paired(actors: tuple[Actor, ...], seen: list[Seen]) -> list[Seen | None]:
+def _pair_shapes(
+    actors: tuple[Actor, ...], detected: list[DetectedShape]
+) -> list[DetectedShape | None]:
     """Assign a detected shape to each actor: one of its colour, else the largest unassigned."""
-    rest, found = list(seen), dict[int, Seen]()
+    unmatched, matches = list(detected), dict[int, DetectedShape]()
     for number, actor in enumerate(actors):
-        same = [s for s in rest if s.colour == actor.colour]
+        same = [s for s in unmatched if s.colour == actor.colour]
         if same:
-            found[number] = same[0]
-            rest.remove(same[0])
-    return [found.get(n) or (rest.pop(0) if rest else None) for n in range(len(actors))]
+            matches[number] = same[0]
+            unmatched.remove(same[0])
+    return [matches.get(n) or (unmatched.pop(0) if unmatched else None) for n in range(len(actors))]
 
 
-def rates(verdicts: list[dict[str, list[bool]]]) -> dict[str, float]:
+def compute_rates(verdicts: list[dict[str, list[bool]]]) -> dict[str, float]:
     """Compute the percent of correct answers over all actors."""
     return {
         key: round(100 * float(np.mean([v for each in verdicts for v in each[key]])), 1)
@@ -111,57 +113,61 @@ def rates(verdicts: list[dict[str, list[bool]]]) -> dict[str, float]:
     }
 
 
-def rates_by_motion(
+def compute_rates_by_motion(
     scenes: list[Scene], verdicts: list[dict[str, list[bool]]]
 ) -> dict[str, dict[str, float]]:
     """Compute the rates of the actors of each kind of motion."""
-    found = {}
+    rates = {}
     for motion in MOTIONS:
         chosen = [
             {
-                key: [right[n] for n, a in enumerate(scene.actors) if a.motion == motion]
-                for key, right in each.items()
+                key: [answers[n] for n, a in enumerate(scene.actors) if a.motion == motion]
+                for key, answers in each.items()
             }
             for scene, each in zip(scenes, verdicts, strict=True)
         ]
         if any(each["motion"] for each in chosen):
-            found[motion] = rates(chosen)
-    return found
+            rates[motion] = compute_rates(chosen)
+    return rates
 
 
 def score_t2v(model: Any, setting: Setting) -> dict[str, Any]:
     verdicts = []
-    for number, scene in held_out(setting.prompts):
+    for number, scene in list_held_out_scenes(setting.prompts):
         video = model.generate(
-            caption(scene),
+            make_caption(scene),
             size=(SIDE, SIDE),
             seed=number,
             **setting.keywords,
         )
-        verdicts.append(right(scene, look(as_pixels(video))))
-    scenes = [scene for _, scene in held_out(setting.prompts)]
-    return {**vars(setting), **rates(verdicts), "motions": rates_by_motion(scenes, verdicts)}
+        verdicts.append(judge_shapes(scene, detect_shapes(to_pixels(video))))
+    scenes = [scene for _, scene in list_held_out_scenes(setting.prompts)]
+    return {
+        **vars(setting),
+        **compute_rates(verdicts),
+        "motions": compute_rates_by_motion(scenes, verdicts),
+    }
 
 
 def score_i2v(model: Any, setting: Setting) -> dict[str, Any]:
     """Score i2v, including the first frame's mean PSNR to the input image."""
     verdicts, likeness = [], []
-    for number, scene in held_out(setting.prompts):
-        first = render(scene, setting.frames, SIDE)[0]
+    for number, scene in list_held_out_scenes(setting.prompts):
+        first = render_scene(scene, setting.frames, SIDE)[0]
         video = model.generate(
-            caption(scene),
+            make_caption(scene),
             Image.fromarray(first),
             max_area=SIDE * SIDE,
             seed=number,
             **setting.keywords,
         )
-        likeness.append(psnr(as_pixels(video)[0], first))
-        verdicts.append(right(scene, look(as_pixels(video))))
-    scenes = [scene for _, scene in held_out(setting.prompts)]
+        likeness.append(compute_psnr(to_pixels(video)[0], first))
+        verdicts.append(judge_shapes(scene, detect_shapes(to_pixels(video))))
+    scenes = [scene for _, scene in list_held_out_scenes(setting.prompts)]
     return {
         **vars(setting),
-        **rates(verdicts),
-        "motions": rates_by_motion(scenes, verdicts),
+        **compute_rates(verdicts),
+        "motions": compute_rates_by_motion(scenes, verdicts),
         "first_frame_psnr": round(float(np.mean(likeness)), 2),
     }
 
@@ -172,29 +178,31 @@ def score_drawings(model: Any, setting: Setting) -> dict[str, float]:
     The shape is in the middle of the image, in full size, for every motion. It is preserved if the
     intersection of both areas is more than 70 % of their union.
     """
-    found = {}
+    rates = {}
     for motion in MOTIONS:
-        kept = []
+        matches = []
         for number in range(setting.prompts):
             shape, colour = SHAPES[number % len(SHAPES)], COLOURS[number % len(COLOURS)]
             actor = Actor(shape, colour, "large", motion, (0.5, 0.5), (0.5, 0.5))
             scene = Scene(BACKGROUNDS[number % len(BACKGROUNDS)], (actor,))
             still = replace(scene, actors=(replace(actor, motion="left"),))
-            image = render(still, 1, SIDE)
+            image = render_scene(still, 1, SIDE)
             video = model.generate(
-                caption(scene),
+                make_caption(scene),
                 Image.fromarray(image[0]),
                 max_area=SIDE * SIDE,
                 seed=number,
                 **setting.keywords,
             )
-            given, first = foreground(np.stack((image[0], as_pixels(video)[0])).astype(np.float32))
-            kept.append((given & first).sum() > 0.7 * (given | first).sum())
-        found[motion] = round(100 * float(np.mean(kept)), 1)
-    return found
+            drawn_mask, frame_mask = find_foreground(
+                np.stack((image[0], to_pixels(video)[0])).astype(np.float32)
+            )
+            matches.append((drawn_mask & frame_mask).sum() > 0.7 * (drawn_mask | frame_mask).sum())
+        rates[motion] = round(100 * float(np.mean(matches)), 1)
+    return rates
 
 
-def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Iterator[str]:
+def format_run_rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Iterator[str]:
     """Yields the lines of a table that compares t2v runs with the first run.
 
     Args:
@@ -206,9 +214,9 @@ def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Itera
     first: dict[int, Any] = {}
     for name, model, video in runs:
         verdicts, seconds, like = [], [], []
-        for number, scene in held_out(prompts):
+        for number, scene in list_held_out_scenes(prompts):
             frames: Any = model.generate(
-                caption(scene),
+                make_caption(scene),
                 size=(SIDE, SIDE),
                 frame_num=9,
                 seed=number,
@@ -216,25 +224,25 @@ def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Itera
                 **video,
             )
             seconds.append(model._pipeline.stages.seconds["denoising"])
-            clip = as_pixels(frames)
-            like.append(psnr(clip, first.setdefault(number, clip)))
-            verdicts.append(right(scene, look(clip)))
-        found = rates(verdicts)
-        marks = " / ".join(f"{found[key]:.0f}" for key in ("colour", "shape", "motion"))
+            clip = to_pixels(frames)
+            like.append(compute_psnr(clip, first.setdefault(number, clip)))
+            verdicts.append(judge_shapes(scene, detect_shapes(clip)))
+        rates = compute_rates(verdicts)
+        scores = " / ".join(f"{rates[key]:.0f}" for key in ("colour", "shape", "motion"))
         likeness = f"{np.mean(like):.1f}" if like[0] < 70 else ""
-        yield f"| {name} | {marks} | {likeness} | {np.median(seconds):.3f} |"
+        yield f"| {name} | {scores} | {likeness} | {np.median(seconds):.3f} |"
 
 
 def score_vae(file: Path, count: int) -> dict[str, float]:
     """Compute the mean and worst PSNR of held-out clips after encoding and decoding."""
     cpu = torch.device("cpu")
     network = read_vae_spec(file).load(device=cpu, dtype_of=lambda *_: torch.float32)
-    vae, found = VideoVAE(network), []
-    for _, scene in held_out(count):
-        clip = render(scene, 9, SIDE)
+    vae, psnrs = VideoVAE(network), []
+    for _, scene in list_held_out_scenes(count):
+        clip = render_scene(scene, 9, SIDE)
         pixels = torch.from_numpy(clip).permute(3, 0, 1, 2).float() / 127.5 - 1
-        found.append(psnr(as_pixels(vae.decode(vae.encode(pixels))), clip))
-    return {"mean_psnr": round(float(np.mean(found)), 2), "worst_psnr": round(min(found), 2)}
+        psnrs.append(compute_psnr(to_pixels(vae.decode(vae.encode(pixels))), clip))
+    return {"mean_psnr": round(float(np.mean(psnrs)), 2), "worst_psnr": round(min(psnrs), 2)}
 
 
 def _is_scores(file: Path) -> bool:
@@ -277,10 +285,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     grid = [(steps, scale) for steps in options.steps for scale in options.guidance]
     tasks = {"t2v": (WanT2V, score_t2v, 12.0), "i2v": (WanI2V, score_i2v, 5.0)}
     for kind, (facade, score, shift) in tasks.items():
-        own = folder / f"{kind}-A14B"
+        task_folder = folder / f"{kind}-A14B"
         if kind not in options.tasks:
             continue
-        model: Any = facade(WAN_CONFIGS[own.name], own, precision=options.precision)
+        model: Any = facade(WAN_CONFIGS[task_folder.name], task_folder, precision=options.precision)
         report[kind] = []
         settings = [Setting(*pair, options.prompts, shift=shift) for pair in grid]
         if options.long_prompts:

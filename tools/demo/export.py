@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tools.demo.dit import CONFIG, IN_DIM
 from tools.demo.outputs import check_export, remove_export
-from tools.demo.text import tokenizer, trained_weights
-from tools.demo.training import averaged_weights
+from tools.demo.text import load_encoder_weights, make_tokenizer
+from tools.demo.training import load_averaged_weights
 from tools.run_demo import I2V_PROMPT, PROMPTS
 from wan.checkpoint import keymaps
 from wan.cli.flags import Parser
@@ -28,14 +28,14 @@ from wan.cli.programs import run_program
 from wan.output_files import write_folder
 from wan.pipeline.tiny import write_json, write_tokenizer
 
-RUN: dict[str, Any] = {
+SHARED_SETTINGS: dict[str, Any] = {
     "size": "64*64",
     "frame_num": 9,
     "sample_steps": 20,
     "sample_guide_scale": 3.0,
     "fps": 8,
 }
-OWN: dict[str, dict[str, Any]] = {
+TASK_SETTINGS: dict[str, dict[str, Any]] = {
     "t2v": {"sample_shift": 12.0, "prompt": PROMPTS[0]},
     "i2v": {"sample_shift": 5.0, "prompt": I2V_PROMPT},
 }
@@ -45,19 +45,19 @@ _VAE, _TEXT, _TOKENIZER = (
     "google/umt5-xxl",
 )
 _TEXTS = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
-MORE = {"t2v": [f"{_TOKENIZER}/{name}" for name in _TEXTS], "i2v": [_TOKENIZER]}
+OTHER_FILES = {"t2v": [f"{_TOKENIZER}/{name}" for name in _TEXTS], "i2v": [_TOKENIZER]}
 """Task -> files and links of its folder that are not in `EXPORTED`."""
 _DIT = "diffusion_pytorch_model.safetensors"
 
 
-def export(state: Path, out: Path) -> list[Path]:
+def export_checkpoints(state: Path, out: Path) -> list[Path]:
     """Write and return the folders of the trained tasks, replacing earlier exports."""
     kinds = ["t2v"] + ["i2v"] * (state / "i2v_low_noise.pt").exists()
     folders = {kind: out / f"{kind}-A14B" for kind in kinds}
     for kind, folder in folders.items():
-        check_export(folder, MORE[kind])
+        check_export(folder, OTHER_FILES[kind])
     for kind, folder in folders.items():
-        remove_export(folder, MORE[kind])
+        remove_export(folder, OTHER_FILES[kind])
         with write_folder(folder) as unfinished:
             _write_dits(state, unfinished, kind)
             if kind == "t2v":
@@ -65,25 +65,27 @@ def export(state: Path, out: Path) -> list[Path]:
             else:
                 _link_shared(unfinished)
             write_json(unfinished / "configuration.json", {"framework": "Pytorch"})
-            write_json(unfinished / "generation_config.json", RUN | OWN[kind])
+            write_json(unfinished / "generation_config.json", SHARED_SETTINGS | TASK_SETTINGS[kind])
     return [*folders.values()]
 
 
 def _write_dits(state: Path, folder: Path, kind: str) -> None:
     config = {"_class_name": "WanModel", "_diffusers_version": "0.33.0", **CONFIG}
     for expert in ("high_noise", "low_noise"):
-        weights = averaged_weights(state / f"{kind}_{expert}.pt")
+        weights = load_averaged_weights(state / f"{kind}_{expert}.pt")
         to = folder / f"{expert}_model"
         to.mkdir(parents=True)
         write_json(to / "config.json", {**config, "in_dim": IN_DIM[kind], "model_type": kind})
-        _save(weights, to / _DIT)
+        _save_weights(weights, to / _DIT)
 
 
 def _write_shared(state: Path, folder: Path) -> None:
     vae = torch.load(state / "vae_official.pt", weights_only=True)
-    _save(vae, folder / _VAE, lambda name: keymaps.rename_vae_to_official(name, residual=False))
-    _save(trained_weights(state), folder / _TEXT, keymaps.rename_t5_to_official)
-    write_tokenizer(folder / _TOKENIZER, tokenizer())
+    _save_weights(
+        vae, folder / _VAE, lambda name: keymaps.rename_vae_to_official(name, residual=False)
+    )
+    _save_weights(load_encoder_weights(state), folder / _TEXT, keymaps.rename_t5_to_official)
+    write_tokenizer(folder / _TOKENIZER, make_tokenizer())
 
 
 def _link_shared(folder: Path) -> None:
@@ -93,7 +95,7 @@ def _link_shared(folder: Path) -> None:
     (folder / _TOKENIZER).symlink_to(Path("..", "..", "t2v-A14B", _TOKENIZER))
 
 
-def _save(
+def _save_weights(
     weights: dict[str, Tensor], file: Path, official_name: Callable[[str], str] = str
 ) -> None:
     tensors = {official_name(n): t.bfloat16().contiguous() for n, t in weights.items()}
@@ -105,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder with the trained states")
     parser.add_argument("--out", type=Path, required=True, help="folder to write both to")
     options = parser.parse_args(argv)
-    for folder in export(options.state, options.out):
+    for folder in export_checkpoints(options.state, options.out):
         files = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
         print(f"{folder}: {sum(p.stat().st_size for p in files) / 1e6:.2f} MB")
 

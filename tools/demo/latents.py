@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tools.demo import autoencoder
-from tools.demo.render import render
-from tools.demo.scenes import random_scene
-from tools.demo.training import averaged_weights, device, join, save_atomically
+from tools.demo.render import render_scene
+from tools.demo.scenes import make_random_scene
+from tools.demo.training import get_device, join_processes, load_averaged_weights, save_atomically
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program
 
@@ -27,15 +27,15 @@ IMAGES = {9: 3000, 17: 500, 33: 250, 249: 30}  # the clips among them that train
 SEED = {frames: 1000 + frames for frames in CLIPS}
 
 
-def official_vae(state: Path) -> dict[str, Tensor]:
+def make_official_vae(state: Path) -> dict[str, Tensor]:
     """Make the trained VAE's weights under diffusers' names, with the official latent statistics.
 
     The official normalization is fixed, so each channel's mean and deviation over training clips
     are folded into the 1x1 convolutions before and after the latent.
     """
-    vae = autoencoder.network()
-    vae.load_state_dict(averaged_weights(state / "vae.pt"))
-    clips = autoencoder.windows(seed=4, count=128)
+    vae = autoencoder.make_autoencoder()
+    vae.load_state_dict(load_averaged_weights(state / "vae.pt"))
+    clips = autoencoder.make_windows(seed=4, count=128)
     with torch.no_grad():
         pixels = clips.permute(0, 4, 1, 2, 3).float() / 127.5 - 1
         latents = vae.encode(pixels).latent_dist.mode()
@@ -50,34 +50,36 @@ def official_vae(state: Path) -> dict[str, Tensor]:
     return {name: tensor.bfloat16().float() for name, tensor in vae.state_dict().items()}
 
 
-def pixels_of(seed: int, index: int, frames: int, side: int = autoencoder.SIDE) -> Tensor:
+def render_training_clip(
+    seed: int, index: int, frames: int, side: int = autoencoder.SIDE
+) -> Tensor:
     """Render a training clip, float [3,F,H,W] in [-1, 1]."""
-    video = torch.from_numpy(render(random_scene(seed, index), frames, side))
+    video = torch.from_numpy(render_scene(make_random_scene(seed, index), frames, side))
     return video.permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 @torch.no_grad()
-def encode(state: Path, frames: int, images: bool) -> None:
+def encode_clips(state: Path, frames: int, images: bool) -> None:
     """Write the latents of the clips of one length, float16 [N,16,f,h,w], unless they exist."""
     file = state / f"{'images' if images else 'latents'}{frames}.pt"
     if file.exists():
         return
-    vae = autoencoder.network()
+    vae = autoencoder.make_autoencoder()
     vae.load_state_dict(torch.load(state / "vae_official.pt", weights_only=True))
-    vae.to(device())
+    vae.to(get_device())
     mean, std = (
         torch.tensor(values).view(16, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    found = []
+    batches = []
     for indices in torch.arange((IMAGES if images else CLIPS)[frames]).split(max(1, 144 // frames)):
-        video = torch.stack([pixels_of(SEED[frames], int(i), frames) for i in indices])
+        video = torch.stack([render_training_clip(SEED[frames], int(i), frames) for i in indices])
         if images:
             video[:, :, 1:] = 0
-        found.append(
-            ((vae.encode(video.to(device())).latent_dist.mode().cpu() - mean) / std).half()
+        batches.append(
+            ((vae.encode(video.to(get_device())).latent_dist.mode().cpu() - mean) / std).half()
         )
-    latents = torch.cat(found)
+    latents = torch.cat(batches)
     save_atomically(latents, file)
     spread, centre = torch.std_mean(latents.float())
     print(
@@ -90,11 +92,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--images", action="store_true")
     options = parser.parse_args(argv)
-    join()
+    join_processes()
     if not (options.state / "vae_official.pt").exists():
-        save_atomically(official_vae(options.state), options.state / "vae_official.pt")
+        save_atomically(make_official_vae(options.state), options.state / "vae_official.pt")
     for frames in CLIPS:
-        encode(options.state, frames, options.images)
+        encode_clips(options.state, frames, options.images)
 
 
 if __name__ == "__main__":

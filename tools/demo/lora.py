@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tools.demo.outputs import LORA, LORA_MARK
-from tools.demo.training import averaged_weights
+from tools.demo.training import load_averaged_weights
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.output_files import check_output, write_output
@@ -41,7 +41,7 @@ class Lora(nn.Module):
         return out
 
 
-def with_lora(model: Any, expert: str, rank: int) -> Any:
+def add_lora(model: Any, expert: str, rank: int) -> Any:
     """Add a LoRA to every linear layer of an expert's blocks; freeze all other weights."""
     network = (model.high_noise_model if expert == "high_noise" else model.low_noise_model).float()
     network.requires_grad_(False)
@@ -51,18 +51,18 @@ def with_lora(model: Any, expert: str, rank: int) -> Any:
     return network
 
 
-def contexts(model: Any, texts: list[str]) -> list[Tensor]:
+def encode_prompts(model: Any, texts: list[str]) -> list[Tensor]:
     """Encode each text to prompt embeddings."""
     encoder = model._pipeline.text.get()
     return [encoder(text) for text in texts]
 
 
-def export(state: Path, out: Path, trained: str) -> None:
+def export_lora(state: Path, out: Path, trained: str) -> None:
     """Write both files of a --lora_dir, in bfloat16, with the layer names of LightX2V."""
     for part in EXPERTS:
         check_output(out / f"{part}_model.safetensors", LORA, "--out")
     for part in EXPERTS:
-        weights = averaged_weights(state / f"{trained}_{part}.pt")
+        weights = load_averaged_weights(state / f"{trained}_{part}.pt")
         tensors = {
             f"diffusion_model.{name.removesuffix(f'.{end}.weight')}.lora_{end}.weight": tensor
             for name, tensor in weights.items()
@@ -77,14 +77,14 @@ def export(state: Path, out: Path, trained: str) -> None:
             )
 
 
-def run(
+def run_training_program(
     description: str,
     name: str,
     prepare: Callable[[Path, int], None],
     train: Callable[[Path, str, int, float], None],
     score: Callable[[Path, int], None],
     steps: int,
-    export: Callable[[Path, Path, str], None] = export,
+    export: Callable[[Path, Path, str], None] = export_lora,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run the command line of a training program and return its exit code.

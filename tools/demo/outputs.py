@@ -49,8 +49,8 @@ def check_export(folder: Path, more: Collection[str], setting: str = "--out") ->
         for path in folder.rglob("*")
         if path.is_symlink() or not path.is_dir()
     }
-    known = EXPORTED | {*more, _CURVE}
-    is_ours = EXPORTED <= entries <= known
+    allowed = EXPORTED | {*more, _CURVE}
+    is_ours = EXPORTED <= entries <= allowed
     if entries and not (is_ours and is_output(folder / "generation_config.json", _SETTINGS)):
         why = "exists and is no earlier export of the demo"
         raise InputError(setting, folder, why, "give another name, or move it away")

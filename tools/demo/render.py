@@ -29,23 +29,27 @@ RGB = {
 _TURN = math.radians(100)
 
 
-def render(scene: Scene, frames: int, side: int) -> NDArray[np.uint8]:
+def render_scene(scene: Scene, frames: int, side: int) -> NDArray[np.uint8]:
     """Render a scene, [F, side, side, 3]."""
     pixel = (np.arange(side, dtype=np.float32) + 0.5) / side
     x_P, y_P = (axis.ravel() for axis in np.meshgrid(pixel, pixel))
-    video = np.broadcast_to(_rgb(scene.background), (frames, side * side, 3))
+    video = np.broadcast_to(_get_rgb(scene.background), (frames, side * side, 3))
     for actor in scene.actors:
-        poses = np.array([_pose(actor, n / max(frames - 1, 1)) for n in range(frames)], np.float32)
-        inside = np.clip(0.5 - side * _distance(actor.shape, poses, x_P, y_P), 0, 1)[..., None]
-        video = video * (1 - inside) + _rgb(actor.colour) * inside
+        poses = np.array(
+            [_compute_pose(actor, n / max(frames - 1, 1)) for n in range(frames)], np.float32
+        )
+        inside = np.clip(0.5 - side * _compute_distance(actor.shape, poses, x_P, y_P), 0, 1)[
+            ..., None
+        ]
+        video = video * (1 - inside) + _get_rgb(actor.colour) * inside
     return np.rint(video).astype(np.uint8).reshape(frames, side, side, 3)
 
 
-def _rgb(name: str) -> Floats:
+def _get_rgb(name: str) -> Floats:
     return np.array(RGB[name], np.float32)
 
 
-def _pose(actor: Actor, time: float) -> tuple[float, float, float, float]:
+def _compute_pose(actor: Actor, time: float) -> tuple[float, float, float, float]:
     """Compute x, y, radius and angle at `time`, which runs from 0 to 1 over the clip."""
     radius, angle, along = SIZES[actor.size], 0.0, time
     if actor.motion == "grow":
@@ -58,7 +62,7 @@ def _pose(actor: Actor, time: float) -> tuple[float, float, float, float]:
     return x, y, radius, angle
 
 
-def _distance(shape: str, poses_F4: Floats, x_P: Floats, y_P: Floats) -> Floats:
+def _compute_distance(shape: str, poses_F4: Floats, x_P: Floats, y_P: Floats) -> Floats:
     """Compute the signed distance to the outline, [F, P], negative inside."""
     x, y, radius, angle = (poses_F4[:, i, None] for i in range(4))
     dx, dy = x_P - x, y_P - y
@@ -67,10 +71,10 @@ def _distance(shape: str, poses_F4: Floats, x_P: Floats, y_P: Floats) -> Floats:
         return distance
     cos, sin = np.cos(angle), np.sin(angle)
     local = np.stack((dx * cos + dy * sin, dy * cos - dx * sin), axis=-1) / radius[..., None]
-    return _polygon_distance(_corners(shape), local) * radius
+    return _compute_polygon_distance(_make_corners(shape), local) * radius
 
 
-def _corners(shape: str) -> Floats:
+def _make_corners(shape: str) -> Floats:
     """Make the corners for radius 1, [V, 2]: about the circle's area, one corner on top."""
     if shape == "square":
         return np.array([(-0.87, -0.87), (0.87, -0.87), (0.87, 0.87), (-0.87, 0.87)], np.float32)
@@ -80,7 +84,7 @@ def _corners(shape: str) -> Floats:
     return corners.astype(np.float32)
 
 
-def _polygon_distance(corners_V2: Floats, points: Floats) -> Floats:
+def _compute_polygon_distance(corners_V2: Floats, points: Floats) -> Floats:
     """Compute the signed distance of points [..., 2] to a closed polygon (even-odd rule)."""
     nearest = np.full(points.shape[:-1], np.inf, np.float32)
     inside = np.zeros(points.shape[:-1], bool)

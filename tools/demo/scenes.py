@@ -56,32 +56,32 @@ class Scene:
 
 def is_held_out(scene: Scene) -> bool:
     """Return whether the scene's colours, shapes, motions and background are held out."""
-    words = [scene.background]
+    keywords = [scene.background]
     for actor in scene.actors:
-        words += [actor.colour, actor.shape, actor.motion]
-    return zlib.crc32(" ".join(words).encode()) % 1000 < 1000 * _HELD_OUT_SHARE
+        keywords += [actor.colour, actor.shape, actor.motion]
+    return zlib.crc32(" ".join(keywords).encode()) % 1000 < 1000 * _HELD_OUT_SHARE
 
 
-def random_scene(seed: int, index: int, *, held_out: bool = False) -> Scene:
+def make_random_scene(seed: int, index: int, *, held_out: bool = False) -> Scene:
     """Make scene number `index` of the training scenes or of the held-out scenes."""
     random = np.random.default_rng([seed, index, held_out])
     for _ in itertools.count():
-        scene = _draw(random)
+        scene = _draw_scene(random)
         if is_held_out(scene) == held_out:
             return scene
     raise AssertionError("unreachable")
 
 
-def caption(scene: Scene, random: np.random.Generator | None = None) -> str:
+def make_caption(scene: Scene, random: np.random.Generator | None = None) -> str:
     """Make the plain caption of a scene, or with `random` a random wording."""
-    phrases = [_phrase(actor, random) for actor in scene.actors]
+    phrases = [_make_phrase(actor, random) for actor in scene.actors]
     text = " and ".join(phrases)
     if random is None or random.random() > 0.1:
         text += f" on a {scene.background} background"
     return text
 
 
-def _phrase(actor: Actor, random: np.random.Generator | None) -> str:
+def _make_phrase(actor: Actor, random: np.random.Generator | None) -> str:
     verbs = VERBS[actor.motion]
     if random is None:
         return f"a {actor.size} {actor.colour} {actor.shape} {verbs[0]}"
@@ -90,29 +90,31 @@ def _phrase(actor: Actor, random: np.random.Generator | None) -> str:
     return f"a {size}{actor.colour} {actor.shape} {verb}"
 
 
-def _draw(random: np.random.Generator) -> Scene:
+def _draw_scene(random: np.random.Generator) -> Scene:
     background = str(random.choice(BACKGROUNDS))
     if random.random() >= PAIR_SHARE:
         colour, size = str(random.choice(COLOURS)), str(random.choice(tuple(SIZES)))
-        shape, motion = _look(random, MOTIONS)
+        shape, motion = _draw_shape_and_motion(random, MOTIONS)
         room = 0.49 - SIZES[size] * REACH
-        start, end = _way(random, motion, (room, room))
+        start, end = _draw_path(random, motion, (room, room))
         return Scene(background, (Actor(shape, colour, size, motion, start, end),))
     lanes = str(random.choice(tuple(_PAIR_MOTIONS)))
     colours = random.choice(COLOURS, 2, replace=False)
-    actors = [_lane_actor(random, lanes, n, str(c)) for n, c in enumerate(colours)]
+    actors = [_draw_lane_actor(random, lanes, n, str(c)) for n, c in enumerate(colours)]
     return Scene(background, tuple(actors))
 
 
-def _look(random: np.random.Generator, motions: tuple[str, ...]) -> tuple[str, str]:
+def _draw_shape_and_motion(
+    random: np.random.Generator, motions: tuple[str, ...]
+) -> tuple[str, str]:
     """Draw a shape and a motion. Circles do not rotate, since that would be invisible."""
     motion = str(random.choice(motions))
     return str(random.choice(SHAPES[1:] if motion == "rotate" else SHAPES)), motion
 
 
-def _lane_actor(random: np.random.Generator, lanes: str, number: int, colour: str) -> Actor:
+def _draw_lane_actor(random: np.random.Generator, lanes: str, number: int, colour: str) -> Actor:
     """Draw one of a pair: the first in the upper (or left) half, the second in the other half."""
-    shape, motion = _look(random, _PAIR_MOTIONS[lanes])
+    shape, motion = _draw_shape_and_motion(random, _PAIR_MOTIONS[lanes])
     room = 0.49 - SIZES["small"] * REACH
     along, across = (room, 0.06), 0.25 if number else -0.25
     if lanes == "rows":
@@ -120,12 +122,13 @@ def _lane_actor(random: np.random.Generator, lanes: str, number: int, colour: st
     else:
         shift, room_xy = (across, 0.0), along[::-1]
     start, end = (
-        (x + shift[0], y + shift[1]) for x, y in _way(random, motion, (room_xy[0], room_xy[1]))
+        (x + shift[0], y + shift[1])
+        for x, y in _draw_path(random, motion, (room_xy[0], room_xy[1]))
     )
     return Actor(shape, colour, "small", motion, start, end)
 
 
-def _way(random: np.random.Generator, motion: str, room: Point) -> tuple[Point, Point]:
+def _draw_path(random: np.random.Generator, motion: str, room: Point) -> tuple[Point, Point]:
     """Draw start and end within `room` of the centre; both are equal for motions on the spot."""
     x, y = (0.5 + r * random.uniform(-0.7, 0.7) for r in room)
     dx, dy = (r * random.uniform(0.75, 1.0) for r in room)

@@ -20,7 +20,7 @@ _TURNS = 120  # directions in which an outline is measured
 
 
 @dataclass(frozen=True)
-class Seen:
+class DetectedShape:
     """A detected shape; its motion is "none" if it cannot be classified."""
 
     colour: str
@@ -28,23 +28,23 @@ class Seen:
     motion: str
 
 
-def look(video: NDArray[np.uint8]) -> list[Seen]:
+def detect_shapes(video: NDArray[np.uint8]) -> list[DetectedShape]:
     """Detect the shapes in a clip [F,H,W,3], largest first."""
     pixels = video.astype(np.float32)
-    masks = foreground(pixels)
-    names = _colour_names(pixels)
-    found = []
+    masks = find_foreground(pixels)
+    names = _name_colours(pixels)
+    detections = []
     for colour in sorted(set(names[masks])):
-        own = np.stack([largest_part(m) for m in masks & (names == colour)])
-        areas = own.sum((1, 2))
+        part_masks = np.stack([find_largest_part(m) for m in masks & (names == colour)])
+        areas = part_masks.sum((1, 2))
         if np.median(areas) >= _SMALLEST:
-            found.append((float(areas.mean()), _seen(colour, own)))
+            detections.append((float(areas.mean()), _describe_shape(colour, part_masks)))
     # A rim that blends into the background may have another hue: it is no shape.
-    found.sort(key=lambda pair: -pair[0])
-    return [seen for area, seen in found if area > 0.2 * found[0][0]]
+    detections.sort(key=lambda pair: -pair[0])
+    return [shape for area, shape in detections if area > 0.2 * detections[0][0]]
 
 
-def foreground(pixels: Floats) -> Bools:
+def find_foreground(pixels: Floats) -> Bools:
     """Find the pixels [F,H,W] that differ from the background, the frame border's median colour."""
     masks = []
     for frame in pixels:
@@ -54,7 +54,7 @@ def foreground(pixels: Floats) -> Bools:
     return np.stack(masks)
 
 
-def _colour_names(pixels: Floats) -> NDArray[np.str_]:
+def _name_colours(pixels: Floats) -> NDArray[np.str_]:
     """Name every pixel's colour by its hue, or white for low saturation."""
     high, low = pixels.max(-1), pixels.min(-1)
     spread = np.maximum(high - low, 1e-3)
@@ -71,16 +71,16 @@ def _colour_names(pixels: Floats) -> NDArray[np.str_]:
     return named
 
 
-def largest_part(mask: Bools) -> Bools:
+def find_largest_part(mask: Bools) -> Bools:
     """Find the largest 4-connected part of a mask [H,W]."""
     label = np.where(mask, np.arange(1, mask.size + 1).reshape(mask.shape), 0)
     while True:  # the highest number of each part spreads over it
         spread = label.copy()
         for axis, step in ((0, 1), (0, -1), (1, 1), (1, -1)):
-            moved = np.roll(label, step, axis)
+            shifted = np.roll(label, step, axis)
             edge = 0 if step == 1 else -1
-            moved[(slice(None), edge) if axis else (edge, slice(None))] = 0
-            spread = np.maximum(spread, moved)
+            shifted[(slice(None), edge) if axis else (edge, slice(None))] = 0
+            spread = np.maximum(spread, shifted)
         spread[~mask] = 0
         if np.array_equal(spread, label):
             break
@@ -92,20 +92,20 @@ def largest_part(mask: Bools) -> Bools:
     return largest
 
 
-def _seen(colour: str, masks: Bools) -> Seen:
-    return Seen(colour, _shape(masks), _motion(masks))
+def _describe_shape(colour: str, masks: Bools) -> DetectedShape:
+    return DetectedShape(colour, _classify_shape(masks), _classify_motion(masks))
 
 
-def _centre(mask: Bools) -> tuple[float, float]:
+def _compute_centre(mask: Bools) -> tuple[float, float]:
     """Compute the mean x and y of a mask's pixels, as fractions of the picture."""
     y, x = np.nonzero(mask)
     return float(x.mean() + 0.5) / mask.shape[1], float(y.mean() + 0.5) / mask.shape[0]
 
 
-def outline(mask: Bools) -> Floats:
+def measure_outline(mask: Bools) -> Floats:
     """Measure distances from the centre to the outline in _TURNS directions, scaled to mean 1."""
     height, width = mask.shape
-    x, y = _centre(mask)
+    x, y = _compute_centre(mask)
     angles = np.arange(_TURNS) * 2 * np.pi / _TURNS
     steps = np.arange(0, max(mask.shape), 0.25)
     columns = np.rint(x * width - 0.5 + np.cos(angles)[:, None] * steps).astype(int)
@@ -116,21 +116,21 @@ def outline(mask: Bools) -> Floats:
     return radii / max(float(radii.mean()), 1e-6)
 
 
-def _shape(masks: Bools) -> str:
+def _classify_shape(masks: Bools) -> str:
     """Classify a shape by its outline's strongest harmonic, over the frames where it is large."""
     areas = masks.sum((1, 2))
     large = masks[areas >= max(_SMALLEST, 0.7 * areas.max())]
-    spectra = [np.abs(np.fft.rfft(outline(mask))) * 2 / _TURNS for mask in large]
+    spectra = [np.abs(np.fft.rfft(measure_outline(mask))) * 2 / _TURNS for mask in large]
     three, four, five = np.median(spectra, axis=0)[3:6]
     if max(three, four, five) < 0.05:
         return "circle"
     return {three: "triangle", four: "square", five: "star"}[max(three, four, five)]
 
 
-def _motion(masks: Bools) -> str:
+def _classify_motion(masks: Bools) -> str:
     areas = masks.sum((1, 2))
-    kept = masks[areas >= _SMALLEST]
-    x, y = np.array([_centre(mask) for mask in kept]).T
+    visible = masks[areas >= _SMALLEST]
+    x, y = np.array([_compute_centre(mask) for mask in visible]).T
     first, last = areas[: max(1, len(areas) // 6)].mean(), areas[-max(1, len(areas) // 6) :].mean()
     dx, dy = x[-1] - x[0], y[-1] - y[0]
     if last > 1.8 * first:
@@ -143,10 +143,10 @@ def _motion(masks: Bools) -> str:
         return "down" if dy > 0 else "up"
     if y.max() - max(y[0], y[-1]) > 0.1:
         return "bounce"
-    return "rotate" if _turning(kept) > 0.12 else "none"
+    return "rotate" if _measure_turning(visible) > 0.12 else "none"
 
 
-def _turning(masks: Bools) -> float:
+def _measure_turning(masks: Bools) -> float:
     """Measure how much the outline changes between frames, independently of its size."""
-    outlines = np.stack([outline(mask) for mask in masks])
+    outlines = np.stack([measure_outline(mask) for mask in masks])
     return float(np.abs(outlines - outlines.mean(0)).max(0).mean())

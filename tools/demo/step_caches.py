@@ -36,11 +36,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from tools.demo.evaluate import SIDE, as_pixels, held_out, psnr, right
+from tools.demo.evaluate import SIDE, compute_psnr, judge_shapes, list_held_out_scenes, to_pixels
 from tools.demo.outputs import PICTURE
-from tools.demo.render import render
-from tools.demo.scenes import Scene, caption
-from tools.demo.score import look
+from tools.demo.render import render_scene
+from tools.demo.scenes import Scene, make_caption
+from tools.demo.score import detect_shapes
 from wan import WanI2V, WanT2V, log
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
@@ -67,15 +67,17 @@ class Variant:
     @property
     def name(self) -> str:
         """Name in the results and the report."""
-        told = dict(self.cache)
-        policy = told.pop("step_cache", "no cache")
-        more = " ".join(f"{key.removeprefix('step_cache_')} {value}" for key, value in told.items())
+        settings = dict(self.cache)
+        policy = settings.pop("step_cache", "no cache")
+        more = " ".join(
+            f"{key.removeprefix('step_cache_')} {value}" for key, value in settings.items()
+        )
         return f"{policy} {more}".strip()
 
 
-def variants(steps: int, only_chosen: bool) -> list[Variant]:
+def list_variants(steps: int, only_chosen: bool) -> list[Variant]:
     """List the variants of a number of steps; the first has no cache. only_chosen: a selection."""
-    listed = {every: ",".join(map(str, range(0, steps, every))) for every in (2, 3)}
+    listed = {stride: ",".join(map(str, range(0, steps, stride))) for stride in (2, 3)}
     interval, start = "attentioncache_interval", {"start_step": steps // 4}
     threshold = "step_cache_threshold"
     few: list[tuple[str, dict[str, Any]]] = [
@@ -99,38 +101,38 @@ def variants(steps: int, only_chosen: bool) -> list[Variant]:
     ]
 
 
-class Maker:
+class VideoMaker:
     """Makes videos of one task with a pipeline per cache and a shared text encoder and decoder."""
 
     def __init__(self, kind: str) -> None:
         self.facade, self.shift = TASKS[kind]
         self.kind, self.folder = kind, DEMO / f"{kind}-A14B"
         self._models: dict[Cache, Any] = {}
-        self._plain = self._model(())
-        self._negative = self._embedded(self._plain.config.sample_neg_prompt)
+        self._plain = self._get_model(())
+        self._negative = self._encode_prompt(self._plain.config.sample_neg_prompt)
 
-    def _model(self, cache: Cache) -> Any:
+    def _get_model(self, cache: Cache) -> Any:
         if cache not in self._models:
             config = WAN_CONFIGS[self.folder.name]
             self._models[cache] = self.facade(config, self.folder, **dict(cache))
         return self._models[cache]
 
-    def _embedded(self, text: str) -> Tensor:
-        found: Tensor = self._plain._pipeline.text.get()(text)
-        return found
+    def _encode_prompt(self, text: str) -> Tensor:
+        prompt_embeds: Tensor = self._plain._pipeline.text.get()(text)
+        return prompt_embeds
 
     def __call__(self, scene: Scene, seed: int, variant: Variant) -> tuple[Clip, dict[str, float]]:
         """Make a video; return its frames, seconds of denoising, and share of full forwards."""
-        model = self._model(variant.cache)
+        model = self._get_model(variant.cache)
         pipeline = model._pipeline
-        told: tuple[Any, ...] = (caption(scene),)
-        before = pipeline.stages.seconds.get("denoising", 0.0)
+        arguments: tuple[Any, ...] = (make_caption(scene),)
+        seconds_before = pipeline.stages.seconds.get("denoising", 0.0)
         size: dict[str, Any] = {"size": (SIDE, SIDE)}
         if self.kind == "i2v":
-            told = (*told, Image.fromarray(render(scene, FRAMES, SIDE)[0]))
+            arguments = (*arguments, Image.fromarray(render_scene(scene, FRAMES, SIDE)[0]))
             size = {"max_area": SIDE * SIDE}
         latents = model.generate(
-            *told,
+            *arguments,
             **size,
             frame_num=FRAMES,
             shift=self.shift,
@@ -138,23 +140,23 @@ class Maker:
             guide_scale=GUIDANCE,
             seed=seed,
             offload_model=False,
-            prompt_embeds=self._embedded(caption(scene)),
+            prompt_embeds=self._encode_prompt(make_caption(scene)),
             negative_prompt_embeds=self._negative,
             output_type="latent",
         )
-        seconds = pipeline.stages.seconds["denoising"] - before
-        share = _share(model.step_cache, variant.steps)
-        frames = as_pixels(self._plain._pipeline.decode(latents))
+        seconds = pipeline.stages.seconds["denoising"] - seconds_before
+        share = _compute_share(model.step_cache, variant.steps)
+        frames = to_pixels(self._plain._pipeline.decode(latents))
         return frames, {"seconds": seconds, "computed": share}
 
 
-def _share(record: dict[str, Any] | None, steps: int) -> float:
+def _compute_share(record: dict[str, Any] | None, steps: int) -> float:
     if record is None:
         return 1.0
     return sum(map(len, record["computed"].values())) / (2 * steps)
 
 
-def ssim(a: Clip, b: Clip) -> float:
+def compute_ssim(a: Clip, b: Clip) -> float:
     """Compute the mean structural similarity of two clips [F,H,W,3], over windows of 7 x 7."""
     x, y = (torch.from_numpy(clip).permute(0, 3, 1, 2).double() for clip in (a, b))
 
@@ -164,40 +166,47 @@ def ssim(a: Clip, b: Clip) -> float:
     mx, my = mean(x), mean(y)
     vx, vy, cov = mean(x * x) - mx * mx, mean(y * y) - my * my, mean(x * y) - mx * my
     c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
-    above = (2 * mx * my + c1) * (2 * cov + c2)
-    return float((above / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean())
+    numerator = (2 * mx * my + c1) * (2 * cov + c2)
+    return float((numerator / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean())
 
 
-def run(options: argparse.Namespace) -> None:
+def make_missing_videos(options: argparse.Namespace) -> None:
     """Make the missing videos and append a line for each to the results."""
     results: Path = options.results
     check_output(results, RESULTS, "--results")
-    done = {_key(line) for line in read(results)}
+    finished = {_make_key(line) for line in read_result_lines(results)}
     results.parent.mkdir(parents=True, exist_ok=True)
-    makers = {kind: Maker(kind) for kind in options.kinds}
+    makers = {kind: VideoMaker(kind) for kind in options.kinds}
     with results.open("a", encoding="utf-8") as out:
-        for number, scene in held_out(options.prompts):
+        for number, scene in list_held_out_scenes(options.prompts):
             for kind, count in product(options.kinds, options.steps):
-                told = {"kind": kind, "of": count, "prompt": number}
+                identity = {"kind": kind, "of": count, "prompt": number}
                 wanted = [
                     variant
-                    for variant in variants(count, options.chosen)
-                    if _key(told | {"steps": variant.steps, "variant": variant.name}) not in done
+                    for variant in list_variants(count, options.chosen)
+                    if _make_key(identity | {"steps": variant.steps, "variant": variant.name})
+                    not in finished
                 ]
                 if not wanted:
                     continue
                 reference, _ = makers[kind](scene, number, Variant(count))
                 for variant in wanted:
-                    frames, found = makers[kind](scene, number, variant)
-                    marks = {k: sum(v) / len(v) for k, v in right(scene, look(frames)).items()}
-                    like = {"psnr": psnr(frames, reference), "ssim": ssim(frames, reference)}
-                    line = told | {"steps": variant.steps, "variant": variant.name}
-                    out.write(json.dumps(line | found | like | {"marks": marks}) + "\n")
+                    frames, figures = makers[kind](scene, number, variant)
+                    scores = {
+                        k: sum(v) / len(v)
+                        for k, v in judge_shapes(scene, detect_shapes(frames)).items()
+                    }
+                    like = {
+                        "psnr": compute_psnr(frames, reference),
+                        "ssim": compute_ssim(frames, reference),
+                    }
+                    line = identity | {"steps": variant.steps, "variant": variant.name}
+                    out.write(json.dumps(line | figures | like | {"marks": scores}) + "\n")
                     out.flush()
             print(f"prompt {number}", flush=True)
 
 
-def read(results: Path) -> list[dict[str, Any]]:
+def read_result_lines(results: Path) -> list[dict[str, Any]]:
     """Read the complete lines of the results."""
     lines = []
     for text in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
@@ -237,11 +246,11 @@ _TABLE = (
 PAGE = OutputKind("a page with the table", lambda file: _TABLE in file.read_text(encoding="utf-8"))
 
 
-def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+def _make_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in ("kind", "of", "steps", "variant", "prompt"))
 
 
-def summarise(
+def summarize_variants(
     lines: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Summarize each variant of each kind and number of steps, over the prompts with a reference.
@@ -249,92 +258,92 @@ def summarise(
     Args:
         quiet: Lines whose seconds are used, from a quiet machine.
     """
-    seconds = {_key(line): line["seconds"] for line in quiet}
+    seconds = {_make_key(line): line["seconds"] for line in quiet}
 
-    def speedup(kind: str, count: int, name: str, steps: int) -> float:
+    def compute_speedup(kind: str, count: int, name: str, steps: int) -> float:
         """Compute the median speed-up over prompts; NaN without timings."""
         pairs = [
-            (seconds.get((kind, count, count, "no cache", prompt)), taken)
-            for (*variant, prompt), taken in seconds.items()
+            (seconds.get((kind, count, count, "no cache", prompt)), elapsed)
+            for (*variant, prompt), elapsed in seconds.items()
             if variant == [kind, count, steps, name]
         ]
-        found = [plain / taken for plain, taken in pairs if plain is not None]
-        return float(np.median(found or [np.nan]))
+        speedups = [plain / elapsed for plain, elapsed in pairs if plain is not None]
+        return float(np.median(speedups or [np.nan]))
 
-    found = []
+    summary = []
     for kind, count in sorted({(line["kind"], line["of"]) for line in lines}):
         rows: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
         for line in lines:
             if (line["kind"], line["of"]) == (kind, count):
                 rows.setdefault((line["variant"], line["steps"]), {})[line["prompt"]] = line
         plain = rows.get(("no cache", count), {})
-        for (name, steps), own in rows.items():
-            prompts = sorted(own.keys() & plain.keys())
+        for (name, steps), by_prompt in rows.items():
+            prompts = sorted(by_prompt.keys() & plain.keys())
             if not prompts:
                 continue
-            ours, theirs = [own[p] for p in prompts], [plain[p] for p in prompts]
-            marks, base = (
+            ours, theirs = [by_prompt[p] for p in prompts], [plain[p] for p in prompts]
+            scores, base = (
                 np.array([np.mean([*x["marks"].values()]) for x in s]) for s in (ours, theirs)
             )
-            found.append(
+            summary.append(
                 {
                     "kind": kind,
                     "of": count,
                     "variant": name if steps == count else f"no cache, {steps} steps",
                     "prompts": len(prompts),
                     "computed": float(np.mean([x["computed"] for x in ours])) * steps / count,
-                    "speedup": speedup(kind, count, name, steps),
-                    "marks": 100 * float(marks.mean()),
-                    "difference": [100 * x for x in interval(marks - base)],
+                    "speedup": compute_speedup(kind, count, name, steps),
+                    "marks": 100 * float(scores.mean()),
+                    "difference": [100 * x for x in compute_confidence_interval(scores - base)],
                     "psnr": float(np.mean([x["psnr"] for x in ours])),
                     "ssim": float(np.mean([x["ssim"] for x in ours])),
                 }
             )
-    return found
+    return summary
 
 
-def interval(differences: NDArray[Any]) -> tuple[float, float, float]:
+def compute_confidence_interval(differences: NDArray[Any]) -> tuple[float, float, float]:
     """Compute the mean of paired differences and its 95 % bootstrap interval over prompts."""
     random = np.random.default_rng(0)
-    drawn = random.choice(differences, (2000, len(differences))).mean(axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
+    resampled = random.choice(differences, (2000, len(differences))).mean(axis=1)
+    low, high = np.quantile(resampled, (0.025, 0.975))
     return float(differences.mean()), float(low), float(high)
 
 
-def report(results: Path, speed: Path, out: Path) -> None:
+def write_report(results: Path, speed: Path, out: Path) -> None:
     """Write out.md, whose table is replaced, and out.png: SSIM and marks over speed-up."""
     page, picture = out.with_suffix(".md"), out.with_suffix(".png")
     check_output(page, PAGE, "--report")
     check_output(picture, PICTURE, "--report")
-    lines, quiet = read(results), read(speed)
+    lines, quiet = read_result_lines(results), read_result_lines(speed)
     if not lines:
         raise InputError("--results", results, "has no results", "make some first")
-    rows = summarise(lines, quiet)
+    rows = summarize_variants(lines, quiet)
     table = [_TABLE, "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         mean, low, high = row["difference"]
         table.append(
-            f"| {row['kind']}, {row['of']} | {_short(row['variant'])} | {row['prompts']} | "
+            f"| {row['kind']}, {row['of']} | {_shorten_steps(row['variant'])} | {row['prompts']} | "
             f"{row['computed']:.0%} | {row['speedup']:.2f} | {row['marks']:.1f} | {mean:+.1f} "
             f"({low:+.1f} to {high:+.1f}) | {row['psnr']:.1f} | {row['ssim']:.3f} |"
         )
-    above = page.read_text(encoding="utf-8").split(table[0])[0] if page.is_file() else ""
+    text_above = page.read_text(encoding="utf-8").split(table[0])[0] if page.is_file() else ""
     with write_output(page, PAGE) as temporary:
-        temporary.write_text(above + "\n".join(table) + "\n", encoding="utf-8")
-    made: dict[tuple[Any, ...], set[int]] = {}
+        temporary.write_text(text_above + "\n".join(table) + "\n", encoding="utf-8")
+    prompts_by_variant: dict[tuple[Any, ...], set[int]] = {}
     for line in lines:
-        made.setdefault(_key(line)[:-1], set()).add(line["prompt"])
-    common = set.intersection(*made.values())  # a plot compares the same prompts
-    rows = summarise([line for line in lines if line["prompt"] in common], quiet)
-    plot(rows, picture)
+        prompts_by_variant.setdefault(_make_key(line)[:-1], set()).add(line["prompt"])
+    common = set.intersection(*prompts_by_variant.values())  # a plot compares the same prompts
+    rows = summarize_variants([line for line in lines if line["prompt"] in common], quiet)
+    plot_variants(rows, picture)
 
 
-def _short(variant: str) -> str:
+def _shorten_steps(variant: str) -> str:
     """Shorten an evenly spaced list of steps."""
     return re.sub(r"^steps:0,(\d+),.*", r"steps: every \1", variant)
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot_variants(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot SSIM and marks over speed-up: a line per policy, a column per kind and steps."""
     import matplotlib
 
@@ -347,7 +356,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         families: dict[str, list[dict[str, Any]]] = {}
         for row in sorted(rows, key=lambda row: row["speedup"]):
             if (row["kind"], row["of"]) == (kind, count):
-                families.setdefault(_family(row["variant"]), []).append(row)
+                families.setdefault(_get_policy(row["variant"]), []).append(row)
         for axis, measure, label in zip(
             axes[:, column], ("ssim", "marks"), ("SSIM", "marks, %"), strict=True
         ):
@@ -364,7 +373,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         figure.savefig(temporary, format="png", dpi=110, metadata={"Software": "tools.demo"})
 
 
-def _family(variant: str) -> str:
+def _get_policy(variant: str) -> str:
     """Return a variant's policy; fewer steps belong to "no cache"."""
     if variant.startswith("no cache"):
         return "no cache"
@@ -385,9 +394,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--report", type=Path, help="write NAME.md and NAME.png of the results")
     options = parser.parse_args(argv)
     if options.report is None:
-        run(options)
+        make_missing_videos(options)
     else:
-        report(options.results, options.speed or options.results, options.report)
+        write_report(options.results, options.speed or options.results, options.report)
 
 
 if __name__ == "__main__":

@@ -29,52 +29,56 @@ from tools.demo.scenes import (
     SIZES,
     VERBS,
     Scene,
-    caption,
-    random_scene,
+    make_caption,
+    make_random_scene,
 )
-from tools.demo.training import Training, averaged_weights, device, join
+from tools.demo.training import Training, get_device, join_processes, load_averaged_weights
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.settings.values import integer
 
 TEXT_DIM, TEXT_LEN, LAYERS = 64, 32, 2
 _SPECIAL = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
-_KNOWN = {"colour": COLOURS, "shape": SHAPES, "size": tuple(SIZES), "motion": MOTIONS}
-_ANSWERS = {f"{n}.{key}": values for n in (0, 1) for key, values in _KNOWN.items()}
+_ATTRIBUTES = {"colour": COLOURS, "shape": SHAPES, "size": tuple(SIZES), "motion": MOTIONS}
+_ANSWERS = {f"{n}.{key}": values for n in (0, 1) for key, values in _ATTRIBUTES.items()}
 _ANSWERS |= {"background": BACKGROUNDS, "own": MOTIONS}
 _NONE = -100  # ignored by cross_entropy
 
 
-def words() -> list[str]:
+def list_words() -> list[str]:
     """List all words of the captions."""
     verbs = " ".join(verb for wordings in VERBS.values() for verb in wordings)
-    rest = " ".join((*COLOURS, *SHAPES, *BACKGROUNDS, *SIZES, "a an the and on with background"))
-    return sorted(set(f"{verbs} {rest}".split()))
+    other_words = " ".join(
+        (*COLOURS, *SHAPES, *BACKGROUNDS, *SIZES, "a an the and on with background")
+    )
+    return sorted(set(f"{verbs} {other_words}".split()))
 
 
-def tokenizer() -> Tokenizer:
+def make_tokenizer() -> Tokenizer:
     """Make a tokenizer: a token per word, T5's special tokens and mark of spaces, else <unk>."""
-    names = [*_SPECIAL, *(f"▁{word}" for word in words())]
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence(
+    names = [*_SPECIAL, *(f"▁{word}" for word in list_words())]
+    word_tokenizer = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>")
+    )
+    word_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Lowercase(), normalizers.Replace(".", ""), normalizers.Replace(",", "")]
     )
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    word_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
     )
-    made.decoder = decoders.Metaspace(prepend_scheme="always")
-    made.post_processor = processors.TemplateProcessing(
+    word_tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    word_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )
-    return made
+    return word_tokenizer
 
 
-def encoder() -> Any:
+def make_encoder() -> Any:
     """Make an untrained UMT5 encoder."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     config: Any = UMT5Config(
-        vocab_size=len(words()) + len(_SPECIAL),
+        vocab_size=len(list_words()) + len(_SPECIAL),
         d_model=TEXT_DIM,
         d_kv=16,
         d_ff=128,
@@ -86,29 +90,29 @@ def encoder() -> Any:
     return UMT5EncoderModel(config)
 
 
-def trained_weights(state: Path) -> dict[str, Tensor]:
+def load_encoder_weights(state: Path) -> dict[str, Tensor]:
     """Load the trained encoder's weights, rounded to bfloat16 as in the export."""
     return {
         name.removeprefix("encoder."): tensor.bfloat16().float()
-        for name, tensor in averaged_weights(state / "text.pt").items()
+        for name, tensor in load_averaged_weights(state / "text.pt").items()
         if name.startswith("encoder.")
     }
 
 
-def trained_encoder(state: Path) -> Any:
+def load_trained_encoder(state: Path) -> Any:
     """Load the trained encoder in eval mode."""
-    model, weights = encoder(), trained_weights(state)
+    model, weights = make_encoder(), load_encoder_weights(state)
     weights["encoder.embed_tokens.weight"] = weights["shared.weight"]  # tied weights
     model.load_state_dict(weights)
     return model.eval().requires_grad_(False)
 
 
-class Reader(nn.Module):
+class AnswerReader(nn.Module):
     """The encoder with one linear layer for all answers, used in training only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = encoder()
+        self.encoder = make_encoder()
         self.answers = nn.Linear(TEXT_DIM, sum(len(values) for values in _ANSWERS.values()))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
@@ -117,54 +121,58 @@ class Reader(nn.Module):
         return answers
 
 
-def token_ids(texts: list[str]) -> Tensor:
+def tokenize_texts(texts: list[str]) -> Tensor:
     """Tokenize texts to ids, int64 [B, T], zero-padded to TEXT_LEN."""
-    encoded = tokenizer().encode_batch(texts)
+    encoded = make_tokenizer().encode_batch(texts)
     rows = [(e.ids[:TEXT_LEN] + [0] * TEXT_LEN)[:TEXT_LEN] for e in encoded]
     return torch.tensor(rows)
 
 
-def targets(text: str, scene: Scene) -> np.ndarray[Any, Any]:
+def make_targets(text: str, scene: Scene) -> np.ndarray[Any, Any]:
     """Make a caption's targets, int64 [TEXT_LEN, answers]; _NONE where no answer is expected."""
-    found = np.full((TEXT_LEN, len(_ANSWERS)), _NONE)
-    spoken = text.split()
+    answers = np.full((TEXT_LEN, len(_ANSWERS)), _NONE)
+    caption_words = text.split()
     column = {name: i for i, name in enumerate(_ANSWERS)}
-    border = spoken.index("and") if "and" in spoken else len(spoken)
+    border = caption_words.index("and") if "and" in caption_words else len(caption_words)
     for number, actor in enumerate(scene.actors):
-        place = range(border + 1, len(spoken)) if number else range(border)
-        for key, known in _KNOWN.items():
-            if key == "size" and not re.search(r"small|large", _part(spoken, place)):
+        positions = range(border + 1, len(caption_words)) if number else range(border)
+        for key, values in _ATTRIBUTES.items():
+            if key == "size" and not re.search(
+                r"small|large", _join_words(caption_words, positions)
+            ):
                 continue
-            answer = known.index(getattr(actor, key))
-            found[[*place, len(spoken)], column[f"{number}.{key}"]] = answer
-        found[list(place), column["own"]] = MOTIONS.index(actor.motion)
-    if "background" in spoken:
-        found[: len(spoken) + 1, column["background"]] = BACKGROUNDS.index(scene.background)
-    return found
+            answer = values.index(getattr(actor, key))
+            answers[[*positions, len(caption_words)], column[f"{number}.{key}"]] = answer
+        answers[list(positions), column["own"]] = MOTIONS.index(actor.motion)
+    if "background" in caption_words:
+        answers[: len(caption_words) + 1, column["background"]] = BACKGROUNDS.index(
+            scene.background
+        )
+    return answers
 
 
-def _part(spoken: list[str], place: range) -> str:
-    return " ".join(spoken[i] for i in place)
+def _join_words(caption_words: list[str], positions: range) -> str:
+    return " ".join(caption_words[i] for i in positions)
 
 
-def captions(step: int, count: int) -> tuple[Tensor, Tensor]:
+def make_caption_batch(step: int, count: int) -> tuple[Tensor, Tensor]:
     """Make token ids [B,T] and targets [B,T,answers] of a training step."""
     random = np.random.default_rng([3, step])
-    scenes = [random_scene(2, step * count + n) for n in range(count)]
-    texts = [caption(scene, random) for scene in scenes]
-    wanted = np.stack([targets(t, s) for t, s in zip(texts, scenes, strict=True)])
-    return token_ids(texts), torch.from_numpy(wanted)
+    scenes = [make_random_scene(2, step * count + n) for n in range(count)]
+    texts = [make_caption(scene, random) for scene in scenes]
+    wanted = np.stack([make_targets(t, s) for t, s in zip(texts, scenes, strict=True)])
+    return tokenize_texts(texts), torch.from_numpy(wanted)
 
 
-def loss_of(reader: nn.Module, ids_BT: Tensor, wanted: Tensor) -> tuple[Tensor, float]:
+def compute_answer_loss(reader: nn.Module, ids_BT: Tensor, wanted: Tensor) -> tuple[Tensor, float]:
     """Compute the mean cross-entropy of the expected answers, and the share of correct ones."""
     parts = reader(ids_BT).split([len(values) for values in _ANSWERS.values()], dim=-1)
-    losses, right, asked = [], 0, 0
+    losses, right, num_answers = [], 0, 0
     for part, answer in zip(parts, wanted.unbind(-1), strict=True):
         losses.append(F.cross_entropy(part.flatten(0, 1), answer.flatten(), ignore_index=_NONE))
         right += int((part.argmax(-1) == answer)[answer != _NONE].sum())
-        asked += int((answer != _NONE).sum())
-    return torch.stack(losses).mean(), right / asked
+        num_answers += int((answer != _NONE).sum())
+    return torch.stack(losses).mean(), right / num_answers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -172,11 +180,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--steps", type=make_argument_type(integer(1, 10_000_000)), default=1000)
     options = parser.parse_args(argv)
-    join(threads=1)
-    training = Training(Reader(), options.state / "text.pt", steps=options.steps, peak=3e-3)
-    while not training.done:
-        ids, wanted = captions(training.step, 64)
-        loss, right = loss_of(training.network, ids.to(device()), wanted.to(device()))
+    join_processes(threads=1)
+    training = Training(AnswerReader(), options.state / "text.pt", steps=options.steps, peak=3e-3)
+    while not training.is_finished:
+        ids, wanted = make_caption_batch(training.step, 64)
+        loss, right = compute_answer_loss(
+            training.network, ids.to(get_device()), wanted.to(get_device())
+        )
         training.update(loss, right=right)
 
 

@@ -21,7 +21,7 @@ from wan.output_files import OutputKind, check_output, write_output
 _MARK = b"tools.demo"
 
 
-def join(threads: int = 2) -> tuple[int, int]:
+def join_processes(threads: int = 2) -> tuple[int, int]:
     """Initialize the process group; return rank and world size, (0, 1) without torchrun.
 
     Args:
@@ -36,12 +36,12 @@ def join(threads: int = 2) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def device() -> torch.device:
+def get_device() -> torch.device:
     """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
+def compute_learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
     """Compute the learning rate: linear warm-up to the peak, then cosine decay to 1 % of it."""
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -56,7 +56,7 @@ class Training:
     """
 
     def __init__(self, network: nn.Module, file: Path, *, steps: int, peak: float) -> None:
-        self.network, self.file, self.steps, self.peak = network.to(device()), file, steps, peak
+        self.network, self.file, self.steps, self.peak = network.to(get_device()), file, steps, peak
         self.step = 0
         self.averaged = {name: p.detach().clone() for name, p in network.named_parameters()}
         self._optimizer = torch.optim.AdamW(
@@ -72,22 +72,22 @@ class Training:
             self._resume()
 
     @property
-    def done(self) -> bool:
+    def is_finished(self) -> bool:
         return self.step >= self.steps
 
-    def update(self, loss: torch.Tensor, **shown: float) -> None:
+    def update(self, loss: torch.Tensor, **metrics: float) -> None:
         """Make one optimizer step; log every 50 steps, save every 250 steps and at the end."""
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.steps, self.peak)
+            group["lr"] = compute_learning_rate(self.step, self.steps, self.peak)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self._share_gradients()
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self._optimizer.step()
         self.step += 1
-        self._average()
-        self._log({"loss": loss.item(), **shown})
-        if self.step % 250 == 0 or self.done:
+        self._average_weights()
+        self._log({"loss": loss.item(), **metrics})
+        if self.step % 250 == 0 or self.is_finished:
             self.save()
 
     def _share_gradients(self) -> None:
@@ -101,19 +101,19 @@ class Training:
             gradient.copy_(mean.view(gradient.shape))
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _average_weights(self) -> None:
         keep = min(0.998, self.step / (self.step + 20))
         old = list(self.averaged.values())
         torch._foreach_lerp_(old, [p.detach() for p in self.network.parameters()], 1 - keep)
 
-    def _log(self, values: dict[str, float], every: int = 50) -> None:
+    def _log(self, values: dict[str, float], interval: int = 50) -> None:
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value / every
-        if self.step % every == 0 and self._is_main:
+            self._sums[name] = self._sums.get(name, 0.0) + value / interval
+        if self.step % interval == 0 and self._is_main:
             seconds = time.monotonic() - self._started
             line = {"step": self.step, **{k: round(v, 5) for k, v in self._sums.items()}}
             print(json.dumps({**line, "seconds": round(seconds)}), flush=True)
-        if self.step % every == 0:
+        if self.step % interval == 0:
             self._sums.clear()
 
     @property
@@ -133,7 +133,7 @@ class Training:
         save_atomically(state, self.file)
 
     def _resume(self) -> None:
-        state = torch.load(self.file, map_location=device(), weights_only=True)
+        state = torch.load(self.file, map_location=get_device(), weights_only=True)
         self.network.load_state_dict(state["network"])
         options = self._optimizer.state_dict()["param_groups"]  # this run's, not the saved ones
         self._optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
@@ -161,7 +161,7 @@ def _is_state(file: Path) -> bool:
 STATE = OutputKind("a state of tools.demo", _is_state)
 
 
-def averaged_weights(file: Path) -> dict[str, torch.Tensor]:
+def load_averaged_weights(file: Path) -> dict[str, torch.Tensor]:
     """Load the averaged weights of a finished or interrupted training."""
     state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)[
         "averaged"

@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tools.demo.dit import CONFIG, TrainingKernel, sigmas
-from tools.demo.evaluate import as_pixels, psnr
-from tools.demo.lora import TOKENS, contexts, run
+from tools.demo.dit import CONFIG, TrainingKernel, draw_sigmas
+from tools.demo.evaluate import compute_psnr, to_pixels
+from tools.demo.lora import TOKENS, encode_prompts, run_training_program
 from tools.demo.outputs import PICTURE as MARKED
 from tools.demo.outputs import remove_export, save_picture
-from tools.demo.render import render
+from tools.demo.render import render_scene
 from tools.demo.scenes import (
     BACKGROUNDS,
     COLOURS,
@@ -43,12 +43,12 @@ from tools.demo.scenes import (
     SIZES,
     Actor,
     Scene,
-    caption,
     is_held_out,
-    random_scene,
+    make_caption,
+    make_random_scene,
 )
-from tools.demo.score import foreground, largest_part, look
-from tools.demo.training import Training, averaged_weights, save_atomically
+from tools.demo.score import detect_shapes, find_foreground, find_largest_part
+from tools.demo.training import Training, load_averaged_weights, save_atomically
 from wan import WanT2V, WanVace
 from wan.modules.interfaces import LocalAttention, ModelComponents
 from wan.modules.vace import VaceWanModel
@@ -64,18 +64,18 @@ DEMO, PICTURE = REPO / "examples" / "demo" / "t2v-A14B", REPO / "docs" / "vace.p
 LAYERS, FRAMES, SIDE, BATCH = (0, 2), 9, 64, 32
 SEED, DROPPED, GREY, EXAMPLE = 7000, 0.1, 128, 5
 TASKS = {"replace": 0.35, "path": 0.25, "frames": 0.4}  # shares of the training clips
-SHOWN = {"replace": (1, 5), "path": (2,), "frames": (0, 1)}  # clips in the picture
-KNOWN = ((0,), (8,), (0, 8), (0, 1, 2, 3, 4), (0, 4, 8))  # indices of the given frames
+PICTURED_CLIPS = {"replace": (1, 5), "path": (2,), "frames": (0, 1)}  # clips in the picture
+CONDITION_FRAMES = ((0,), (8,), (0, 8), (0, 1, 2, 3, 4), (0, 4, 8))  # indices of the given frames
 _DIT, _VACE = "diffusion_pytorch_model.safetensors", "vace.safetensors"
-MORE = ["google/umt5-xxl"]  # files and links of its folder that are not in `EXPORTED`
-MORE += [f"{part}_model/{_VACE}" for part in ("high_noise", "low_noise")]
-MORE += [f"{part}_model/{_DIT}.index.json" for part in ("high_noise", "low_noise")]
-_OWN = ("vace_blocks.", "vace_patch_embedding.")
+OTHER_FILES = ["google/umt5-xxl"]  # files and links of its folder that are not in `EXPORTED`
+OTHER_FILES += [f"{part}_model/{_VACE}" for part in ("high_noise", "low_noise")]
+OTHER_FILES += [f"{part}_model/{_DIT}.index.json" for part in ("high_noise", "low_noise")]
+_CONTROL_PREFIXES = ("vace_blocks.", "vace_patch_embedding.")
 Pixels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Controlled:
+class ControlledClip:
     """A clip with its control inputs.
 
     Attributes:
@@ -93,46 +93,46 @@ class Controlled:
     actor: Actor
 
 
-def clip(task: str, seed: int, index: int) -> Controlled:
+def make_clip(task: str, seed: int, index: int) -> ControlledClip:
     """Make clip number `index` of a task; seeds other than SEED make held-out clips."""
     random = np.random.default_rng([seed, index])
     if task == "frames":
-        return _given_frames(seed, index, random)
+        return _make_frames_clip(seed, index, random)
     while True:
-        background, actor = str(random.choice(BACKGROUNDS)), _look(random)
+        background, actor = str(random.choice(BACKGROUNDS)), _draw_actor(random)
         if is_held_out(Scene(background, (actor,))) == (seed != SEED):
             break
     room = 0.49 - SIZES[actor.size] * REACH
-    curve = _curve(random, room)
-    wanted = _drawn(background, actor, curve)
+    curve = _draw_curve(random, room)
+    wanted = _render_along(background, actor, curve)
     half = SIZES[actor.size] * REACH + random.uniform(0.01, 0.06)
     pixel = (np.arange(SIDE) + 0.5) / SIDE
     x_F, y_F = (abs(pixel - curve[:, axis, None]) < half for axis in range(2))
     mask = np.where(y_F[:, :, None] & x_F[:, None, :], 255, 0).astype(np.uint8)
     if task == "replace":
-        other = replace(_look(random), size="small" if random.random() < 0.5 else actor.size)
-        source = _drawn(background, other, curve)
+        other = replace(_draw_actor(random), size="small" if random.random() < 0.5 else actor.size)
+        source = _render_along(background, other, curve)
     else:
         source = np.where(mask[..., None] > 0, np.uint8(GREY), wanted)
     text = f"a {actor.size} {actor.colour} {actor.shape} on a {background} background"
-    return Controlled(text, source, mask, wanted, actor)
+    return ControlledClip(text, source, mask, wanted, actor)
 
 
-def _given_frames(seed: int, index: int, random: np.random.Generator) -> Controlled:
-    scene = random_scene(seed, index, held_out=seed != SEED)
-    wanted = render(scene, FRAMES, SIDE)
+def _make_frames_clip(seed: int, index: int, random: np.random.Generator) -> ControlledClip:
+    scene = make_random_scene(seed, index, held_out=seed != SEED)
+    wanted = render_scene(scene, FRAMES, SIDE)
     mask = np.full(wanted.shape[:3], 255, np.uint8)
-    mask[list(KNOWN[int(random.integers(len(KNOWN)))])] = 0
+    mask[list(CONDITION_FRAMES[int(random.integers(len(CONDITION_FRAMES)))])] = 0
     source = np.where(mask[..., None] > 0, np.uint8(GREY), wanted)
-    return Controlled(caption(scene), source, mask, wanted, scene.actors[0])
+    return ControlledClip(make_caption(scene), source, mask, wanted, scene.actors[0])
 
 
-def _look(random: np.random.Generator) -> Actor:
+def _draw_actor(random: np.random.Generator) -> Actor:
     colour, shape = str(random.choice(COLOURS)), str(random.choice(SHAPES))
     return Actor(shape, colour, str(random.choice(tuple(SIZES))), "path", (0, 0), (0, 0))
 
 
-def _curve(random: np.random.Generator, room: float) -> NDArray[np.floating[Any]]:
+def _draw_curve(random: np.random.Generator, room: float) -> NDArray[np.floating[Any]]:
     """Draw the centre in each frame, [F,2]: a Bezier curve of three points, not all close."""
     while True:
         a, b, c = random.uniform(0.5 - room, 0.5 + room, (3, 2))
@@ -143,32 +143,33 @@ def _curve(random: np.random.Generator, room: float) -> NDArray[np.floating[Any]
     return curve
 
 
-def _drawn(background: str, actor: Actor, curve: NDArray[np.floating[Any]]) -> Pixels:
+def _render_along(background: str, actor: Actor, curve: NDArray[np.floating[Any]]) -> Pixels:
     scenes = (
         Scene(background, (replace(actor, start=(x, y), end=(x, y)),)) for x, y in curve.tolist()
     )
-    return np.concatenate([render(scene, 1, SIDE) for scene in scenes])
+    return np.concatenate([render_scene(scene, 1, SIDE) for scene in scenes])
 
 
-def tasks_of(count: int) -> list[str]:
+def draw_tasks(count: int) -> list[str]:
     """Draw the tasks of a number of training clips."""
     return [
-        str(one) for one in np.random.default_rng(0).choice([*TASKS], count, p=[*TASKS.values()])
+        str(task) for task in np.random.default_rng(0).choice([*TASKS], count, p=[*TASKS.values()])
     ]
 
 
 @torch.inference_mode()
-def make_clips(state: Path, count: int) -> None:
+def encode_control_clips(state: Path, count: int) -> None:
     """Write latents [N,3,16,f,h,w] (target, inactive, reactive) and masks [N,F,H,W] once."""
     file = state / "vace.pt"
     if file.exists():
         return
-    encode, latents, masks = _base()._pipeline.vae.get().encode, [], []
-    for index, task in enumerate(tasks_of(count)):
-        one = clip(task, SEED, index)
-        mask = torch.from_numpy(one.mask) > 0
+    encode, latents, masks = _load_t2v_model()._pipeline.vae.get().encode, [], []
+    for index, task in enumerate(draw_tasks(count)):
+        control_clip = make_clip(task, SEED, index)
+        mask = torch.from_numpy(control_clip.mask) > 0
         wanted, source = (
-            torch.from_numpy(p).permute(3, 0, 1, 2) / 127.5 - 1 for p in (one.wanted, one.source)
+            torch.from_numpy(p).permute(3, 0, 1, 2) / 127.5 - 1
+            for p in (control_clip.wanted, control_clip.source)
         )
         parts = (wanted, source * ~mask, source * mask)
         latents.append(torch.stack([encode(part) for part in parts]).half())
@@ -176,11 +177,11 @@ def make_clips(state: Path, count: int) -> None:
     save_atomically((torch.stack(latents), torch.stack(masks)), file)
 
 
-def _base() -> Any:
+def _load_t2v_model() -> Any:
     return WanT2V("t2v-A14B", DEMO, precision="fp32", text_kv_cache=False)
 
 
-def network(part: str) -> VaceWanModel:
+def make_vace_model(part: str) -> VaceWanModel:
     """Make a frozen t2v expert with trainable control blocks, whose hints are zero at first."""
     kernel = TrainingKernel()
     collaborators = ModelComponents(lambda _: LocalAttention(kernel), kernel)
@@ -195,46 +196,50 @@ def network(part: str) -> VaceWanModel:
     torch.nn.init.zeros_(blocks[0].before_proj.bias)
     torch.nn.init.xavier_uniform_(model.vace_patch_embedding.weight.flatten(1))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(_OWN))
+        parameter.requires_grad_(name.startswith(_CONTROL_PREFIXES))
     return model
 
 
-def train(state: Path, part: str, steps: int, peak: float) -> None:
+def train_control_blocks(state: Path, part: str, steps: int, peak: float) -> None:
     """Train the control blocks by flow matching as in `tools.demo.dit`."""
     torch.manual_seed(0)
     latents, masks = torch.load(state / "vace.pt", mmap=True)
-    texts = [clip(task, SEED, index).text for index, task in enumerate(tasks_of(len(latents)))]
-    told = contexts(_base(), [*texts, ""])
-    model = network(part)
+    texts = [
+        make_clip(task, SEED, index).text for index, task in enumerate(draw_tasks(len(latents)))
+    ]
+    prompt_embeds = encode_prompts(_load_t2v_model(), [*texts, ""])
+    model = make_vace_model(part)
     for block in model.blocks:
         block.compile(dynamic=False)
     training = Training(model, state / f"vace_{part}.pt", steps=steps, peak=peak)
-    while not training.done:
+    while not training.is_finished:
         random = np.random.default_rng([9, training.step])
         rows = torch.from_numpy(random.integers(len(latents), size=BATCH))
-        clean, kept, changed = latents[rows].float().unbind(1)
-        folded = [fold_mask_to_vace_channels(masks[row].float(), clean.shape[2:]) for row in rows]
-        control = torch.cat((kept, changed, torch.stack(folded)), dim=1)
+        clean, inactive, reactive = latents[rows].float().unbind(1)
+        mask_latents = [
+            fold_mask_to_vace_channels(masks[row].float(), clean.shape[2:]) for row in rows
+        ]
+        control = torch.cat((inactive, reactive, torch.stack(mask_latents)), dim=1)
         noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32))
-        sigma = sigmas(random, BATCH, PRESETS["vace-A14B"], part)
+        sigma = draw_sigmas(random, BATCH, PRESETS["vace-A14B"], part)
         x = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1))
-        text = [told[-1 if random.random() < DROPPED else row] for row in rows.tolist()]
+        text = [prompt_embeds[-1 if random.random() < DROPPED else row] for row in rows.tolist()]
         with torch.autocast("cpu", torch.bfloat16):
-            found = model(list(x), 1000 * sigma, list(control), text, TOKENS)
-        training.update(F.mse_loss(torch.stack(found).float(), noise - clean))
+            velocities = model(list(x), 1000 * sigma, list(control), text, TOKENS)
+        training.update(F.mse_loss(torch.stack(velocities).float(), noise - clean))
 
 
-def export(state: Path, out: Path, trained: str) -> None:
+def export_vace(state: Path, out: Path, trained: str) -> None:
     """Write a checkpoint folder: links to t2v's files, and an index that adds control blocks."""
-    remove_export(out, MORE)
+    remove_export(out, OTHER_FILES)
     with write_folder(out) as unfinished:
         _write_export(state, unfinished, trained)
-    write_files(_example(), REPO / "examples" / "control")
+    write_control_files(_make_example_clip(), REPO / "examples" / "control")
 
 
-def _example() -> Controlled:
+def _make_example_clip() -> ControlledClip:
     """Make the clip of the exported settings and of examples/control."""
-    return clip("replace", SEED + 1, EXAMPLE)
+    return make_clip("replace", SEED + 1, EXAMPLE)
 
 
 def _write_export(state: Path, out: Path, trained: str) -> None:
@@ -244,25 +249,29 @@ def _write_export(state: Path, out: Path, trained: str) -> None:
     for file in ("Wan2.1_VAE.safetensors", "models_t5_umt5-xxl-enc-bf16.safetensors"):
         (out / file).symlink_to(shared / file)
     for part in ("high_noise", "low_noise"):
-        weights = averaged_weights(state / f"{trained}_{part}.pt")
-        own = {n: t.bfloat16().contiguous() for n, t in weights.items() if n.startswith(_OWN)}
+        weights = load_averaged_weights(state / f"{trained}_{part}.pt")
+        control_weights = {
+            n: t.bfloat16().contiguous()
+            for n, t in weights.items()
+            if n.startswith(_CONTROL_PREFIXES)
+        }
         folder = out / f"{part}_model"
         folder.mkdir()
-        save_file(own, folder / _VACE, metadata={"format": "pt"})
+        save_file(control_weights, folder / _VACE, metadata={"format": "pt"})
         linked = shared / folder.name / _DIT
         (folder / _DIT).symlink_to(Path("..") / linked)
         with safe_open(out / linked, "pt") as base:
-            places = dict.fromkeys(base.keys(), _DIT) | dict.fromkeys(own, _VACE)
-        write_json(folder / f"{_DIT}.index.json", {"metadata": {}, "weight_map": places})
+            weight_map = dict.fromkeys(base.keys(), _DIT) | dict.fromkeys(control_weights, _VACE)
+        write_json(folder / f"{_DIT}.index.json", {"metadata": {}, "weight_map": weight_map})
         config = {"_class_name": "VaceWanModel", **CONFIG, "in_dim": 16, "model_type": "vace"}
         write_json(folder / "config.json", config | {"vace_layers": LAYERS, "vace_in_dim": 96})
     write_json(out / "configuration.json", {"framework": "Pytorch"})
     settings = json.loads((DEMO / "generation_config.json").read_text())
-    settings |= {"sample_guide_scale": 1.0, "prompt": _example().text}
+    settings |= {"sample_guide_scale": 1.0, "prompt": _make_example_clip().text}
     write_json(out / "generation_config.json", settings)
 
 
-def score(folder: Path, clips: int) -> None:
+def score_vace(folder: Path, clips: int) -> None:
     """Print scores of detected shapes and distances from the targets, with and without control."""
     check_output(PICTURE, MARKED, "The picture")
     print("| Task | Control | Colour / shape, % | Centre off, pixels | Kept, dB | All, dB |")
@@ -272,26 +281,28 @@ def score(folder: Path, clips: int) -> None:
         for scale in (1.0, 0.0):
             rows = []
             for number in range(clips):
-                one = clip(task, SEED + 1, number)
-                made = controlled(model, one, number, scale)
-                rows.append(_scores(one, made))
-                if scale and number in SHOWN[task]:
-                    strips.append(_strips(one, made))
-            colour, shape, off, kept, whole = np.nanmean(rows, axis=0)
+                control_clip = make_clip(task, SEED + 1, number)
+                video = generate_controlled(model, control_clip, number, scale)
+                rows.append(_score_clip(control_clip, video))
+                if scale and number in PICTURED_CLIPS[task]:
+                    strips.append(_make_strips(control_clip, video))
+            colour, shape, off, psnr_kept, psnr_all = np.nanmean(rows, axis=0)
             print(
                 f"| {task} | {'yes' if scale else 'no'} | {100 * colour:.0f} / {100 * shape:.0f} "
-                f"| {off:.1f} | {kept:.1f} | {whole:.1f} |",
+                f"| {off:.1f} | {psnr_kept:.1f} | {psnr_all:.1f} |",
                 flush=True,
             )
     save_picture(np.concatenate(strips), PICTURE)
 
 
-def controlled(model: Any, one: Controlled, seed: int, scale: float = 1.0) -> Pixels:
+def generate_controlled(
+    model: Any, control_clip: ControlledClip, seed: int, scale: float = 1.0
+) -> Pixels:
     """Generate a video [F,H,W,3] from the files of a clip."""
     with tempfile.TemporaryDirectory() as folder:
-        made = model.generate(
-            one.text,
-            *map(str, write_files(one, Path(folder))),
+        video = model.generate(
+            control_clip.text,
+            *map(str, write_control_files(control_clip, Path(folder))),
             size=(SIDE, SIDE),
             frame_num=FRAMES,
             seed=seed,
@@ -301,39 +312,49 @@ def controlled(model: Any, one: Controlled, seed: int, scale: float = 1.0) -> Pi
             shift=12.0,
             offload_model=False,
         )
-    return as_pixels(made)
+    return to_pixels(video)
 
 
-def write_files(one: Controlled, folder: Path) -> list[Path]:
+def write_control_files(control_clip: ControlledClip, folder: Path) -> list[Path]:
     """Write a clip's control inputs as source.mp4 and mask.mp4."""
-    videos = {"source": one.source, "mask": np.repeat(one.mask[..., None], 3, axis=-1)}
+    videos = {
+        "source": control_clip.source,
+        "mask": np.repeat(control_clip.mask[..., None], 3, axis=-1),
+    }
     for name, frames in videos.items():
         video_3FHW = (torch.from_numpy(frames).permute(3, 0, 1, 2) + 0.25) / 127.5 - 1
         save_video(video_3FHW, Output(folder / f"{name}.mp4", fps=16))
     return [folder / f"{name}.mp4" for name in videos]
 
 
-def _scores(one: Controlled, made: Pixels) -> list[float]:
+def _score_clip(control_clip: ControlledClip, video: Pixels) -> list[float]:
     """Score a video: colour, shape, distance of centres, PSNR where the mask is 0, PSNR."""
-    seen, kept = look(made), one.mask == 0
+    detected, keep_mask = detect_shapes(video), control_clip.mask == 0
     right = [
-        float(bool(seen) and getattr(seen[0], name) == getattr(one.actor, name))
+        float(bool(detected) and getattr(detected[0], name) == getattr(control_clip.actor, name))
         for name in ("colour", "shape")
     ]
-    off = np.nanmean(np.linalg.norm(_centres(made) - _centres(one.wanted), axis=-1))
-    return [*right, float(off), psnr(made[kept], one.wanted[kept]), psnr(made, one.wanted)]
+    off = np.nanmean(
+        np.linalg.norm(_locate_shapes(video) - _locate_shapes(control_clip.wanted), axis=-1)
+    )
+    return [
+        *right,
+        float(off),
+        compute_psnr(video[keep_mask], control_clip.wanted[keep_mask]),
+        compute_psnr(video, control_clip.wanted),
+    ]
 
 
-def _centres(video: Pixels) -> NDArray[np.floating[Any]]:
+def _locate_shapes(video: Pixels) -> NDArray[np.floating[Any]]:
     """Locate the largest shape in each frame: row and column, [F,2]; NaN without a shape."""
-    masks = [largest_part(mask) for mask in foreground(video.astype(np.float32))]
+    masks = [find_largest_part(mask) for mask in find_foreground(video.astype(np.float32))]
     return np.array([np.argwhere(m).mean(0) if m.any() else (np.nan, np.nan) for m in masks])
 
 
-def _strips(one: Controlled, made: Pixels) -> Pixels:
+def _make_strips(control_clip: ControlledClip, result: Pixels) -> Pixels:
     """Draw the source, the mask and the video, one below the other."""
-    mask = np.repeat(one.mask[..., None], 3, axis=-1)
-    rows = [np.concatenate(list(video), axis=1) for video in (one.source, mask, made)]
+    mask = np.repeat(control_clip.mask[..., None], 3, axis=-1)
+    rows = [np.concatenate(list(video), axis=1) for video in (control_clip.source, mask, result)]
     return np.concatenate(
         [np.pad(row, ((0, 2), (0, 0), (0, 0)), constant_values=255) for row in rows]
     )
@@ -341,4 +362,14 @@ def _strips(one: Controlled, made: Pixels) -> Pixels:
 
 if __name__ == "__main__":
     described = (__doc__ or "").splitlines()[0]
-    sys.exit(run(described, "vace", make_clips, train, score, steps=5000, export=export))
+    sys.exit(
+        run_training_program(
+            described,
+            "vace",
+            encode_control_clips,
+            train_control_blocks,
+            score_vace,
+            steps=5000,
+            export=export_vace,
+        )
+    )

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.gguf_files import with_gguf
-from tools.demo.evaluate import rows
-from tools.quantize_dit import quantize
+from tools.demo.evaluate import format_run_rows
+from tools.quantize_dit import quantize_checkpoint
 from wan import WanT2V, log
 from wan.checkpoint.w8a8_export import FOLDERS
 from wan.cli.flags import Parser
@@ -32,7 +32,7 @@ KINDS = ("Q8_0", "Q6_K", "Q4_K", "Q3_K")
 _VIDEO = {"shift": 12.0, "guide_scale": 3.0, "sampling_steps": 20}
 
 
-def with_fp8(source: Path, out: Path) -> Path:
+def write_fp8_copy(source: Path, out: Path) -> Path:
     """Writes a copy whose blocks' matrices are FP8 with a scale each, as in ComfyUI's files."""
     with write_folder(out) as unfinished:
         shutil.copytree(source, unfinished, dirs_exist_ok=True)
@@ -47,21 +47,21 @@ def with_fp8(source: Path, out: Path) -> Path:
     return out
 
 
-def compared(out: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
+def list_checkpoints(out: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     """Writes missing checkpoints; yields each one's name, folder and loading keywords."""
     yield "bfloat16, as it is published", DEMO, {}
     for kind in KINDS:
-        made = out / kind / "gguf" / DEMO.name
-        yield kind, made if made.is_dir() else with_gguf(DEMO, kind, out / kind)[0], {}
-    made = out / "fp8"
-    yield "FP8", made if made.is_dir() else with_fp8(DEMO, made), {}
-    yield "FP8, `--fp8_weights multiply`", made, {"fp8_weights": "multiply"}
-    made = out / "int8"
-    quantised = made if made.is_dir() else quantize(DEMO, made)
+        folder = out / kind / "gguf" / DEMO.name
+        yield kind, folder if folder.is_dir() else with_gguf(DEMO, kind, out / kind)[0], {}
+    folder = out / "fp8"
+    yield "FP8", folder if folder.is_dir() else write_fp8_copy(DEMO, folder), {}
+    yield "FP8, `--fp8_weights multiply`", folder, {"fp8_weights": "multiply"}
+    folder = out / "int8"
+    quantised = folder if folder.is_dir() else quantize_checkpoint(DEMO, folder)
     yield "int8 (W8A8_DYNAMIC)", DEMO, {"quant_dit_path": str(quantised)}
 
 
-def size(checkpoint: Path, loading: dict[str, Any]) -> int:
+def count_weight_bytes(checkpoint: Path, loading: dict[str, Any]) -> int:
     """Returns the bytes of both DiTs' weight files."""
     folder = Path(loading.get("quant_dit_path", checkpoint))
     experts = [folder / name for name in FOLDERS.values() if name != "."]
@@ -77,13 +77,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     runs = (
         (
-            f"{name}, {size(folder, loading) / 1e6:.1f} MB",
+            f"{name}, {count_weight_bytes(folder, loading) / 1e6:.1f} MB",
             WanT2V("t2v-A14B", folder, precision="fp32", **loading),
             _VIDEO,
         )
-        for name, folder, loading in compared(options.out)
+        for name, folder, loading in list_checkpoints(options.out)
     )
-    for line in rows(runs, options.prompts):
+    for line in format_run_rows(runs, options.prompts):
         print(line, flush=True)
 
 

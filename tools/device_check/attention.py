@@ -19,15 +19,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks import common
-from tools.device_check.bench import HEAD, LIMITS, Bench, Exact, distance, exact, sampled
+from tools.device_check.bench import (
+    HEAD,
+    LIMITS,
+    Bench,
+    ExactAttention,
+    compute_exact_attention,
+    compute_row_distance,
+    sample_rows,
+)
 from tools.device_check.steps import (
     Figure,
-    Measured,
+    Measurements,
     UnavailableError,
-    error,
-    gigabytes,
-    milliseconds,
-    share,
+    make_error,
+    make_memory,
+    make_share,
+    make_time,
 )
 from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import LseMerger
@@ -62,7 +70,7 @@ MASKS = 1.0  # percent of blocks, close to the threshold, that may differ from t
 INT8 = 8e-3  # of a row: one rounding of the result to bfloat16
 
 V3 = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
-METHODS = {
+BACKENDS = {
     "FP8": Attention(fa_quant="fp8"),
     "RainFusion v2": replace(V3, rainfusion_type="v2"),
     "RainFusion v3": V3,
@@ -71,7 +79,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One attention call, its reference, and the kernels that a run may use for it here.
 
     Attributes:
@@ -82,78 +90,78 @@ class Call:
     """
 
     bench: Bench
-    what: str
+    label: str
     qkv: QKV
-    reference: Exact
+    reference: ExactAttention
     kernels: dict[str, Callable[[], Kernel]]
 
-    def time_and_kernel(self, run: Callable[..., Tensor], least: float | None) -> list[Figure]:
+    def measure(self, run: Callable[..., Tensor], least: float | None) -> list[Figure]:
         """Measure error, time, rate and kernel name. least: minimum share of a product's rate."""
         q, k, _ = self.qkv
-        far = self.reference.error(run(*self.qkv))
-        taken = self.bench.seconds(lambda: run(*self.qkv))
-        rate = 4 * q.numel() * k.shape[1] / taken
-        product, _ = self.bench.rates(q.dtype)
+        far = self.reference.measure_error(run(*self.qkv))
+        seconds = self.bench.measure_seconds(lambda: run(*self.qkv))
+        rate = 4 * q.numel() * k.shape[1] / seconds
+        product, _ = self.bench.measure_matmul(q.dtype)
         return [
-            error(far, LIMITS[q.dtype]),
-            milliseconds(taken),
+            make_error(far, LIMITS[q.dtype]),
+            make_time(seconds),
             Figure("rate", rate / 1e12, "TFLOP/s"),
-            share("of a product's rate", rate / product, least),
-            Figure("kernel", _name(self.bench, lambda: run(*self.qkv))),
+            make_share("of a product's rate", rate / product, least),
+            Figure("kernel", _read_kernel_name(self.bench, lambda: run(*self.qkv))),
         ]
 
 
-def calls(bench: Bench, shapes: list[Shape]) -> Iterator[Call]:
+def make_calls(bench: Bench, shapes: list[Shape]) -> Iterator[AttentionCall]:
     """Make the calls of these shapes, in every dtype of the device."""
     for dtype in bench.dtypes:
-        kernels = _kernels(bench, dtype)
+        kernels = _list_kernels(bench, dtype)
         for queries, keys, heads in shapes:
-            qkv = bench.qkv(queries, keys, heads, dtype)
+            qkv = bench.make_qkv(queries, keys, heads, dtype)
             noun = "head" if heads == 1 else "heads"
-            what = f"{queries} x {keys}, {heads} {noun}, {str(dtype).removeprefix('torch.')}"
-            yield Call(bench, what, qkv, exact(*qkv), kernels)
+            label = f"{queries} x {keys}, {heads} {noun}, {str(dtype).removeprefix('torch.')}"
+            yield AttentionCall(bench, label, qkv, compute_exact_attention(*qkv), kernels)
 
 
-def _shapes(bench: Bench) -> list[Shape]:
+def _list_shapes(bench: Bench) -> list[Shape]:
     """List shapes (queries, keys, heads), the largest first."""
     if not bench.large:
         laser = [(2100, 2100, 1)] if bench.device.type == "npu" else []
         return [(1000, 1000, 5), (1000, 1000, 1), (1000, TEXT, 2), *laser]
-    found = [(tokens, tokens, heads) for tokens in LONG for heads in (40, 5, 2, 1)]
-    return [*found, (LONG[0], TEXT, 40)]
+    shapes = [(tokens, tokens, heads) for tokens in LONG for heads in (40, 5, 2, 1)]
+    return [*shapes, (LONG[0], TEXT, 40)]
 
 
-def _kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
-    def made(attention: Attention) -> Kernel:
+def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
+    def make_kernel(attention: Attention) -> Kernel:
         try:
             return select.make_dense_kernel(attention, Target(bench.device, HEAD, dtype))
         except InputError as error:
             raise UnavailableError(str(error)) from error
 
-    found: dict[str, Callable[[], Kernel]] = {}
+    kernels: dict[str, Callable[[], Kernel]] = {}
     for name, row in DENSE_KERNELS.items():
         needs = ("xfuser", *row.modules) if row.xfuser_member is not None else ()
         if bench.device.capabilities.has_kernel(row) and all(
             find_spec(module.split(".")[0]) for module in needs
         ):
             attention = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
-            found[name] = partial(made, attention)
-    return found
+            kernels[name] = partial(make_kernel, attention)
+    return kernels
 
 
-def _name(bench: Bench, run: common.Run) -> str:
+def _read_kernel_name(bench: Bench, run: common.Run) -> str:
     """Read the name of the longest kernel on CUDA, or of PyTorch's innermost operation on a CPU."""
     if bench.device.type == "npu":
         return "see step npu"
     on_gpu = bench.device.type == "cuda"
-    names = [e for e in bench.events(run) if on_gpu or "attention" in e.name()]
+    names = [e for e in bench.profile_events(run) if on_gpu or "attention" in e.name()]
     if not names:
         return "not known"
     inner = max(names, key=lambda e: e.duration_ns() if on_gpu else e.start_ns())
     return str(inner.name())[:80]
 
 
-def dense(bench: Bench) -> Measured:
+def check_dense(bench: Bench) -> Measurements:
     """Check every kernel and PyTorch operator on every shape: error, time, kernel name.
 
     A large call far below the rate of a matrix product is slow; one head alone may not fill a
@@ -161,7 +169,7 @@ def dense(bench: Bench) -> Measured:
     judged.
     """
 
-    def measure(call: Call, name: str) -> list[Figure]:
+    def measure(call: AttentionCall, name: str) -> list[Figure]:
         row, (q, k, _) = DENSE_KERNELS[name], call.qkv
         if min(q.shape[1], k.shape[1]) < row.min_rows:
             raise UnavailableError(f"it needs {row.min_rows} rows or more")
@@ -169,75 +177,79 @@ def dense(bench: Bench) -> Measured:
             raise UnavailableError("it needs 16-bit tensors")
         is_large = bench.large and k.shape[1] > TEXT and q.shape[2] > 1
         least = LEAST_SHARE if is_large else None
-        return call.time_and_kernel(call.kernels[name](), least)
+        return call.measure(call.kernels[name](), least)
 
-    def by_operator(call: Call, operator: CudaOperator) -> list[Figure]:
-        return call.time_and_kernel(CudaKernel(operator), None)
+    def measure_operator(call: AttentionCall, operator: CudaOperator) -> list[Figure]:
+        return call.measure(CudaKernel(operator), None)
 
-    for call in calls(bench, _shapes(bench)):
+    for call in make_calls(bench, _list_shapes(bench)):
         for name in call.kernels:
-            yield f"{call.what}, {name}", partial(measure, call, name)
+            yield f"{call.label}, {name}", partial(measure, call, name)
         for operator in (CUDNN, FLASH, EFFICIENT) if bench.device.type == "cuda" else ():
-            yield f"{call.what}, {operator.name}", partial(by_operator, call, operator)
+            yield f"{call.label}, {operator.name}", partial(measure_operator, call, operator)
 
 
-def _returning_lse(make: Callable[[], Kernel]) -> Kernel:
+def _make_lse_kernel(make: Callable[[], Kernel]) -> Kernel:
     kernel = make()
     if not kernel.can_return_lse:
         raise UnavailableError("it returns no log-sum-exp; rings gather keys and values")
     return kernel
 
 
-def lse(bench: Bench) -> Measured:
+def check_lse(bench: Bench) -> Measurements:
     """Check the log-sum-exp of every kernel that returns one against logsumexp in float64."""
 
-    def measure(call: Call, make: Callable[[], Kernel]) -> list[Figure]:
-        kernel, qkv = _returning_lse(make), call.qkv
+    def measure(call: AttentionCall, make: Callable[[], Kernel]) -> list[Figure]:
+        kernel, qkv = _make_lse_kernel(make), call.qkv
         out, sums = kernel.with_lse(*qkv)
-        alone, both = (bench.seconds(partial(run, *qkv)) for run in (kernel, kernel.with_lse))
+        alone, both = (
+            bench.measure_seconds(partial(run, *qkv)) for run in (kernel, kernel.with_lse)
+        )
         return [
-            error(call.reference.error(out), LIMITS[out.dtype]),
-            error(call.reference.lse_error(sums), LSE_LIMIT, "error of the log-sum-exp"),
-            milliseconds(both),
+            make_error(call.reference.measure_error(out), LIMITS[out.dtype]),
+            make_error(
+                call.reference.measure_lse_error(sums), LSE_LIMIT, "error of the log-sum-exp"
+            ),
+            make_time(both),
             Figure("times the result alone", both / alone),
-            Figure("kernel", _name(bench, lambda: kernel.with_lse(*qkv))),
+            Figure("kernel", _read_kernel_name(bench, lambda: kernel.with_lse(*qkv))),
         ]
 
-    for call in calls(bench, [shape for shape in _shapes(bench) if shape[2] in (5, 1)]):
+    for call in make_calls(bench, [shape for shape in _list_shapes(bench) if shape[2] in (5, 1)]):
         for name, make in call.kernels.items():
-            yield f"{call.what}, {name}", partial(measure, call, make)
+            yield f"{call.label}, {name}", partial(measure, call, make)
 
 
-def merge(bench: Bench) -> Measured:
+def check_merge(bench: Bench) -> Measurements:
     """Check the memory of calls with log-sum-exp, and the merging of 2 and 4 parts of the keys."""
 
-    def memory(call: Call, make: Callable[[], Kernel]) -> list[Figure]:
-        kernel = _returning_lse(make)
+    def measure_memory(call: AttentionCall, make: Callable[[], Kernel]) -> list[Figure]:
+        kernel = _make_lse_kernel(make)
         kernel.with_lse(*call.qkv)
-        held = bench.peak(lambda: kernel.with_lse(*call.qkv))
+        held = bench.measure_peak(lambda: kernel.with_lse(*call.qkv))
         # The result alone is 1; copies of q, k, v would be 3 more.
         times = [] if held is None else [Figure("times q", held / call.qkv[0].nbytes)]
-        return [gigabytes("held", held), *times]
+        return [make_memory("held", held), *times]
 
-    def merged(call: Call, make: Callable[[], Kernel], count: int) -> list[Figure]:
-        kernel, total, (q, k, v) = _returning_lse(make), LseMerger(), call.qkv
+    def measure_merged(call: AttentionCall, make: Callable[[], Kernel], count: int) -> list[Figure]:
+        kernel, total, (q, k, v) = _make_lse_kernel(make), LseMerger(), call.qkv
         for piece in zip(k.tensor_split(count, 1), v.tensor_split(count, 1), strict=True):
             total.add(*kernel.with_lse(q, *piece))
-        return [error(call.reference.error(total.result()), LIMITS[q.dtype])]
+        return [make_error(call.reference.measure_error(total.result()), LIMITS[q.dtype])]
 
     tokens = LONG[0] if bench.large else 1000
-    for call in calls(bench, [(tokens, tokens, 5)]):
+    for call in make_calls(bench, [(tokens, tokens, 5)]):
         for name, make in call.kernels.items():
-            yield f"{call.what}, {name}: memory", partial(memory, call, make)
+            yield f"{call.label}, {name}: memory", partial(measure_memory, call, make)
             for count in (2, 4):
-                what = f"{call.what}, {name}: {count} parts merged"
-                yield what, partial(merged, call, make, count)
+                label = f"{call.label}, {name}: {count} parts merged"
+                yield label, partial(measure_merged, call, make, count)
 
 
-def modes(bench: Bench) -> Measured:
+def check_modes(bench: Bench) -> Measurements:
     """Check that the attention layer gives the same result in every mode on one device; time it."""
     tokens, heads = (LONG[0], 40) if bench.large else (1000, 12)
-    call = next(calls(bench, [(tokens, tokens, heads)]))
+    call = next(make_calls(bench, [(tokens, tokens, heads)]))
     limit = LIMITS[bench.dtypes[0]]
     first: tuple[Tensor, float] | None = None  # result and seconds of mode 0
 
@@ -245,14 +257,14 @@ def modes(bench: Bench) -> Measured:
         nonlocal first
         kernel = call.kernels["fused"]()
         layer = FAPowerCapAttention(Parallel(comm_type=mode), SINGLE_RANK, overlap, kernel=kernel)
-        out, taken = layer(*call.qkv), bench.seconds(partial(layer, *call.qkv))
-        base, base_taken = first = first or (out, taken)
+        out, seconds = layer(*call.qkv), bench.measure_seconds(partial(layer, *call.qkv))
+        base, base_seconds = first = first or (out, seconds)
         far = float((out - base).abs().max() / base.abs().max())
         return [
-            error(call.reference.error(out), limit),
-            error(far, limit, "largest distance from mode 0"),
-            milliseconds(taken),
-            Figure("times mode 0", taken / base_taken),
+            make_error(call.reference.measure_error(out), limit),
+            make_error(far, limit, "largest distance from mode 0"),
+            make_time(seconds),
+            Figure("times mode 0", seconds / base_seconds),
         ]
 
     ways = [(row.name, mode, False) for mode, row in MODES.items()]
@@ -260,21 +272,21 @@ def modes(bench: Bench) -> Measured:
         yield f"{name}, {tokens} tokens, {heads} heads", partial(measure, mode, overlap)
 
 
-def methods(bench: Bench) -> Measured:
+def check_backends(bench: Bench) -> Measurements:
     """Check the selected blocks and the values of attention backends that change results."""
     grid, heads = ((21, 45, 80), 5) if bench.large else ((3, 10, 20), 2)
     tokens, dtype = prod(grid), bench.dtypes[0]
-    q, k, v = bench.qkv(tokens, tokens, heads, dtype)
+    q, k, v = bench.make_qkv(tokens, tokens, heads, dtype)
     random = torch.Generator().manual_seed(2)
     trend = torch.randn(1, tokens // Q_ROWS + 1, heads, HEAD, generator=random)
-    rows = trend.repeat_interleave(Q_ROWS, 1)[:, :tokens].to(bench.place, dtype)
+    rows = trend.repeat_interleave(Q_ROWS, 1)[:, :tokens].to(bench.torch_device, dtype)
     qkv = q + rows, k + rows, v  # blocks differ, so that their selection is unambiguous
-    for name, attention in METHODS.items():
-        what = f"{name}, {tokens} tokens, {heads} heads"
-        yield what, partial(_method, bench, attention, qkv, grid)
+    for name, attention in BACKENDS.items():
+        label = f"{name}, {tokens} tokens, {heads} heads"
+        yield label, partial(_measure_backend, bench, attention, qkv, grid)
 
 
-def _method(
+def _measure_backend(
     bench: Bench, attention: Attention, qkv: QKV, grid: tuple[int, int, int]
 ) -> list[Figure]:
     q, k, v = qkv
@@ -288,10 +300,10 @@ def _method(
     step = StepInfo(0, 4, "cond", "dit", grid, prod(grid), layer=0)
 
     def attend() -> Tensor:
-        given = QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
-        return chosen.backends[0].prepare_kv(*given, step)(given[0], 0)
+        tensors = QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
+        return chosen.backends[0].prepare_kv(*tensors, step)(tensors[0], 0)
 
-    out, seen, figures = attend(), None, list[Figure]()
+    out, get_attended_keys, figures = attend(), None, list[Figure]()
     if attention.use_rainfusion:
         k_rows = KV_ROWS if attention.fp8 else Q_ROWS
         here, on_host = (
@@ -301,7 +313,7 @@ def _method(
         differing = 100 * float((here != on_host).float().mean())
         figures.append(Figure("blocks selected differently on the CPU", differing, "%", MASKS))
 
-        def seen(head: int, row: int) -> Tensor:
+        def get_attended_keys(head: int, row: int) -> Tensor:
             return here[0, head, row // Q_ROWS].repeat_interleave(k_rows)[: k.shape[1]]
 
     limit, rounded = LIMITS[dtype], qkv
@@ -310,32 +322,35 @@ def _method(
         rotations = Rotations(
             HEAD, make_sylvester_rotation if attention.use_rainfusion else make_hadamard_rotation
         )
-        fp8 = _in_fp8(select.make_fp8_quantizer(target, rotations), qkv)
+        fp8 = _quantize_qkv(select.make_fp8_quantizer(target, rotations), qkv)
         q_fp8, k_fp8, v_fp8 = (x.dequantize(torch.float32) for x in fp8)
         rounded = q_fp8, k_fp8, v_fp8
-        want = _in_fp8(Fp8Quantizer(rotations), (q.cpu(), k.cpu(), v.cpu()))
-        otherwise = max(_share_differing(*pair) for pair in zip(fp8, want, strict=True))
-        far = exact(*qkv, seen).rms(out)
-        figures.append(error(far, FROM_EXACT, "distance from unquantized"))
+        want = _quantize_qkv(Fp8Quantizer(rotations), (q.cpu(), k.cpu(), v.cpu()))
+        otherwise = max(_compute_differing_share(*pair) for pair in zip(fp8, want, strict=True))
+        far = compute_exact_attention(*qkv, get_attended_keys).measure_rms(out)
+        figures.append(make_error(far, FROM_EXACT, "distance from unquantized"))
         figures.append(Figure("rounded differently on the CPU", otherwise, "%", ROUNDED))
-    figures.insert(0, error(exact(*rounded, seen).error(out), limit))
-    return [*figures, bench.time(attend), Figure("kernel", chosen.describe())]
+    figures.insert(
+        0,
+        make_error(compute_exact_attention(*rounded, get_attended_keys).measure_error(out), limit),
+    )
+    return [*figures, bench.measure_time(attend), Figure("kernel", chosen.describe())]
 
 
-def _in_fp8(
+def _quantize_qkv(
     quantiser: Fp8Quantizer, qkv: QKV
 ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
     q, k, v = qkv
     return quantiser.quantize_q(q, None), quantiser.quantize_k(k, None), quantiser.quantize_v(v)
 
 
-def _share_differing(found: QuantizedTensor, want: QuantizedTensor) -> float:
+def _compute_differing_share(values: QuantizedTensor, expected: QuantizedTensor) -> float:
     """Compute the percent of values that differ by more than the rounding of a scale."""
-    a, b = (x.dequantize(torch.float32).cpu() for x in (found, want))
+    a, b = (x.dequantize(torch.float32).cpu() for x in (values, expected))
     return 100 * float((~torch.isclose(a, b, rtol=1e-5, atol=0)).float().mean())
 
 
-def int8(bench: Bench) -> Measured:
+def check_int8(bench: Bench) -> Measurements:
     """Check a linear layer with int8 weights against our exactly defined reference on the host."""
     rows, inputs, outputs = (75_600, 5120, 13_824) if bench.large else (500, 512, 384)
 
@@ -347,20 +362,20 @@ def int8(bench: Bench) -> Measured:
             "layer.bias": torch.randn(outputs, generator=random),
         }
         reference = W8A8Linear(*tensors.values(), dtype=dtype)
-        layer: nn.Module = W8A8Linear(*tensors.values(), dtype=dtype).to(bench.place)
+        layer: nn.Module = W8A8Linear(*tensors.values(), dtype=dtype).to(bench.torch_device)
         if bench.device.type == "npu":
-            layer = _by_mindiesd(bench, tensors, dtype)
-        x, some = bench.randn(rows, inputs, dtype=dtype), sampled(rows)
-        far = distance(layer(x)[some], reference(x[some].cpu()).double())
-        taken = bench.seconds(lambda: layer(x))
-        plain = nn.Linear(inputs, outputs, device=bench.place, dtype=dtype)
-        ratio = taken / bench.seconds(lambda: plain(x))
-        return [error(far, INT8), milliseconds(taken), Figure("times a bfloat16 layer", ratio)]
+            layer = _load_with_mindiesd(bench, tensors, dtype)
+        x, some = bench.randn(rows, inputs, dtype=dtype), sample_rows(rows)
+        far = compute_row_distance(layer(x)[some], reference(x[some].cpu()).double())
+        seconds = bench.measure_seconds(lambda: layer(x))
+        plain = nn.Linear(inputs, outputs, device=bench.torch_device, dtype=dtype)
+        ratio = seconds / bench.measure_seconds(lambda: plain(x))
+        return [make_error(far, INT8), make_time(seconds), Figure("times a bfloat16 layer", ratio)]
 
     yield f"W8A8, {rows} x {inputs} -> {outputs}", measure
 
 
-def _by_mindiesd(bench: Bench, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+def _load_with_mindiesd(bench: Bench, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """Load the layer with mindiesd from an export, whose files must not be writable by others."""
     name = "W8A8_DYNAMIC"
     description = bench.folder / f"quant_model_description_{name.lower()}.json"
@@ -372,6 +387,6 @@ def _by_mindiesd(bench: Bench, tensors: dict[str, Tensor], dtype: torch.dtype) -
     outputs, inputs = tensors["layer.weight"].shape
     network = nn.ModuleDict({"layer": nn.Linear(inputs, outputs, device="meta")})
     npu_linear.quantize_npu_linears(
-        network, description, ["layer"], use_nz=False, dtype=dtype, device=bench.place
+        network, description, ["layer"], use_nz=False, dtype=dtype, device=bench.torch_device
     )
     return network["layer"]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks import common
 from tools.device_check.bench import Bench
-from tools.device_check.network import apart, case
-from tools.device_check.steps import Figure, Measured, error, gigabytes
+from tools.device_check.network import compute_rms_distance, make_case
+from tools.device_check.steps import Figure, Measurements, make_error, make_memory
 from wan.checkpoint import layout
 from wan.pipeline.vae import VideoVAE, build_published_vae
 from wan.planner.measure import Planner
@@ -29,92 +29,99 @@ SMALL = (5, 48, 32)  # frames, width, height for the comparison with the host
 VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 121)}
 
 
-def vae(bench: Bench) -> Measured:
+def check_vae(bench: Bench) -> Measurements:
     """Check both VAEs: error against the host, a video's time and memory, tiles, bf16, layouts."""
     for version, (_, size, count) in VIDEOS.items():
         torch.manual_seed(0)  # tiny on a CPU
         network = build_published_vae(version) if bench.large else Autoencoder(version, 8, 10)
         network = network.eval().requires_grad_(False)
-        what = "{}: error, {} frames of {} x {}".format(version, *SMALL)
-        yield what, partial(_errors, bench, copy.deepcopy(network))
-        network = network.to(bench.place)
+        label = "{}: error, {} frames of {} x {}".format(version, *SMALL)
+        yield label, partial(_measure_errors, bench, copy.deepcopy(network))
+        network = network.to(bench.torch_device)
         for verb in ("encode", "decode") if bench.large else ():
-            what = f"{version}: {verb}, {count} frames of {size[0]} x {size[1]}"
-            yield what, partial(_video, bench, network, version, verb)
-        yield f"{version}: tiles", partial(_tiles, bench, network)
-        yield f"{version}: layouts", partial(_layouts, bench, network)
+            label = f"{version}: {verb}, {count} frames of {size[0]} x {size[1]}"
+            yield label, partial(_measure_video, bench, network, version, verb)
+        yield f"{version}: tiles", partial(_compare_tiles, bench, network)
+        yield f"{version}: layouts", partial(_compare_layouts, bench, network)
 
 
-def _errors(bench: Bench, network: Autoencoder) -> list[Figure]:
+def _measure_errors(bench: Bench, network: Autoencoder) -> list[Figure]:
     """Measure the errors of encoding and decoding a few frames, against float64 on the host."""
     frames, width, height = SMALL
     video = torch.rand(1, 3, frames, height, width, dtype=torch.float64) * 2 - 1
     exact = network.double()
     encoded = exact.encode(video)
     latents = torch.randn(encoded.shape, dtype=torch.float64)
-    decoded = _decoded(exact, latents)
-    model = VideoVAE(network.float().to(bench.place))
+    decoded = _decode_all(exact, latents)
+    model = VideoVAE(network.float().to(bench.torch_device))
     mean, scale = (x.cpu().double() for x in (model.mean, model.scale))
-    found = model.encode(video[0].float())
-    back = model.decode(((latents - mean) * scale)[0].float())
+    device_latents = model.encode(video[0].float())
+    device_video = model.decode(((latents - mean) * scale)[0].float())
     return [
-        error(apart(found, ((encoded - mean) * scale)[0]), LIMIT, "encoding"),
-        error(apart(back, decoded[0].clamp(-1, 1)), LIMIT, "decoding"),
+        make_error(
+            compute_rms_distance(device_latents, ((encoded - mean) * scale)[0]), LIMIT, "encoding"
+        ),
+        make_error(compute_rms_distance(device_video, decoded[0].clamp(-1, 1)), LIMIT, "decoding"),
     ]
 
 
-def _video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[Figure]:
+def _measure_video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[Figure]:
     """Measure a full video's seconds and peak memory; compare the memory with the plan."""
     task, (width, height), frames = VIDEOS[version]
-    preset, model, taken = PRESETS[task], VideoVAE(network), 0.0
+    preset, model, seconds = PRESETS[task], VideoVAE(network), 0.0
     values = {"size": (width, height), "frame_num": frames, "prompt": "", "base_seed": 0}
     request = make_video_params(preset, values)
     shape = (3, frames, height, width) if verb == "encode" else request.latent_shape
-    given = bench.randn(*shape, dtype=torch.float32).clamp_(-1, 1)
+    inputs = bench.randn(*shape, dtype=torch.float32).clamp_(-1, 1)
 
-    def timed() -> None:
-        nonlocal taken
-        taken = common.seconds(partial(getattr(model, verb), given), bench.place)
+    def run_timed() -> None:
+        nonlocal seconds
+        seconds = common.measure_seconds(partial(getattr(model, verb), inputs), bench.torch_device)
 
-    held = bench.peak(timed)
-    figures = [Figure("time", taken, "s"), gigabytes("memory without weights", held)]
+    held = bench.measure_peak(run_timed)
+    figures = [Figure("time", seconds, "s"), make_memory("memory without weights", held)]
     if held is not None and verb == "decode":
         setup = replace(
-            case(bench).setup, preset=preset, checkpoint=layout.make_reference_checkpoint(preset)
+            make_case(bench).setup,
+            preset=preset,
+            checkpoint=layout.make_reference_checkpoint(preset),
         )
         planned = Planner(setup, request).stage_memory()["decoding"]
-        most = planned.total() - planned["VAE weights"] - given.nbytes
+        most = planned.total() - planned["VAE weights"] - inputs.nbytes
         figures.append(Figure("measured / planned", held / most, "", PLAN))
     return figures
 
 
-def _layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
+def _compare_layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
     """Time decoding in both dtypes, contiguous and channels-last."""
     size = (3, 30, 52) if bench.large else (2, 4, 6)
     z = bench.randn(1, network.version.z_dim, *size, dtype=torch.float32)
-    exact, figures = _decoded(network, z), [Figure("latents", str([*size]))]
+    exact, figures = _decode_all(network, z), [Figure("latents", str([*size]))]
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        apart_in_memory = copy.deepcopy(network).to(dtype)
-        together = copy.deepcopy(apart_in_memory).to_channels_last()
-        for one, order in ((apart_in_memory, "contiguous"), (together, "channels-last")):
-            far = apart(_decoded(one, z), exact)
-            taken = min(common.seconds(partial(_decoded, one, z), bench.place) for _ in range(3))
-            figures += [Figure(f"{name}, {order}", taken, "s"), Figure("error", far)]
+        contiguous = copy.deepcopy(network).to(dtype)
+        channels_last = copy.deepcopy(contiguous).to_channels_last()
+        for variant, order in ((contiguous, "contiguous"), (channels_last, "channels-last")):
+            far = compute_rms_distance(_decode_all(variant, z), exact)
+            seconds = min(
+                common.measure_seconds(partial(_decode_all, variant, z), bench.torch_device)
+                for _ in range(3)
+            )
+            figures += [Figure(f"{name}, {order}", seconds, "s"), Figure("error", far)]
     return figures
 
 
-def _decoded(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
+def _decode_all(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
     return torch.cat(list(network.decode(z_BZfhw)), dim=2)
 
 
-def _tiles(bench: Bench, network: Autoencoder) -> list[Figure]:
+def _compare_tiles(bench: Bench, network: Autoencoder) -> list[Figure]:
     """Measure the distance of decoding in tiles, which blends their borders, from full frames."""
     channels, model = network.version.z_dim, VideoVAE(network)
     frames, height, width = (3, 60, 104) if bench.large else (1, 34, 40)
     factor = 2 if channels == 48 else 1  # the latents of the 2.2 are half as large
     random = torch.Generator().manual_seed(4)
     latents = torch.randn(channels, frames, height // factor, width // factor, generator=random)
-    whole = model.decode(latents)
-    size = Figure("frames, height, width", str([*whole.shape[1:]]))
-    far = apart(model.decode_in_tiles(latents), whole)
+    expected = model.decode(latents)
+    size = Figure("frames, height, width", str([*expected.shape[1:]]))
+    far = compute_rms_distance(model.decode_in_tiles(latents), expected)
     return [size, Figure("distance from full frames", far)]

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import common
 from tools.device_check.process import Job
-from tools.device_check.steps import Facts, Figure, milliseconds
+from tools.device_check.steps import DeviceProperties, Figure, make_time
 from wan.device import Device
 from wan.distributed import rendezvous
 from wan.distributed.mesh import ParallelGroups
@@ -52,7 +52,7 @@ class Bench:
     folder: Path
 
     @property
-    def place(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """PyTorch's device."""
         return self.device.torch_device
 
@@ -63,9 +63,9 @@ class Bench:
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Draw normal values on the device."""
-        return torch.randn(shape, device=self.place, dtype=dtype)
+        return torch.randn(shape, device=self.torch_device, dtype=dtype)
 
-    def qkv(
+    def make_qkv(
         self, queries: int, keys: int, heads: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Make q, k, v [1,S,N,D] with a peaked softmax, so that a wrong key changes the result."""
@@ -74,93 +74,95 @@ class Bench:
         k, v = (self.randn(1, keys, heads, HEAD, dtype=dtype) for _ in range(2))
         return q, k, v
 
-    def seconds(self, run: common.Run, rounds: int = 3) -> float:
+    def measure_seconds(self, run: common.Run, rounds: int = 3) -> float:
         """Return the median seconds of a run, after one warm-up run."""
         run()
-        return statistics.median(common.seconds(run, self.place) for _ in range(rounds))
+        return statistics.median(
+            common.measure_seconds(run, self.torch_device) for _ in range(rounds)
+        )
 
-    def time(self, run: common.Run, name: str = "time") -> Figure:
+    def measure_time(self, run: common.Run, name: str = "time") -> Figure:
         """Return `measure_seconds` as a figure."""
-        return milliseconds(self.seconds(run), name)
+        return make_time(self.measure_seconds(run), name)
 
-    def peak(self, run: common.Run) -> int | None:
+    def measure_peak(self, run: common.Run) -> int | None:
         """Return a run's peak of allocated bytes; None if the device does not count them."""
         on_host = not self.large
-        found = common.peak_bytes(run, torch.device("cpu") if on_host else self.place)
-        return found or None
+        peak = common.measure_peak_bytes(run, torch.device("cpu") if on_host else self.torch_device)
+        return peak or None
 
-    def events(self, run: common.Run) -> list[Any]:
+    def profile_events(self, run: common.Run) -> list[Any]:
         """Return the events of PyTorch's profiler during a run, on CUDA or on the CPU."""
         on_gpu = self.device.type == "cuda"
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
         with profile(activities=[activity], acc_events=True) as trace:
             run()
-            common.synchronize(self.place)
+            common.synchronize(self.torch_device)
         kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
         events = trace.profiler.kineto_results.events()
         return [event for event in events if event.device_type() == kind]
 
-    def rates(self, dtype: torch.dtype) -> tuple[float, float]:
+    def measure_matmul(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return operations per second and error of a large matrix product; measured once."""
-        return _matmul(self.place, self.large, dtype)
+        return _measure_matmul(self.torch_device, self.large, dtype)
 
 
-def facts(device: Device, world: int) -> Facts:
+def describe_device(device: Device, world: int) -> DeviceProperties:
     """Return the properties of a device that decide which steps apply."""
     compilers, why = (os.environ.get("CXX", "g++"), "clang++", "c++", "g++"), None
     if not device.capabilities.compile:
         why = f"--compile does not work on {device.capabilities.name}"
     elif not any(shutil.which(name) for name in compilers):
         why = "there is no C++ compiler (g++ or clang++)"
-    return Facts(device.type, device.name(), _large(device), why, world)
+    return DeviceProperties(device.type, device.name(), _is_large(device), why, world)
 
 
-def _large(device: Device) -> bool:
+def _is_large(device: Device) -> bool:
     return torch.empty(1, device=device.torch_device).device.type != "cpu"
 
 
-def prepare(device: Device, job: Job) -> Bench:
+def make_bench(device: Device, job: Job) -> Bench:
     """Make the argument of a job's step; the ranks of a collective step form a group."""
     team = None
-    if job.together:
+    if job.is_collective:
         here, limit = rendezvous.read_rank_env(), timedelta(seconds=job.step.limit)
         store = dist.TCPStore(here.address, here.port, wait_for_workers=False)
-        own = dist.PrefixStore(f"step/{job.index}", store)
-        team = rendezvous.join_ranks(own, here, device, (1, 1, here.world_size), limit)
-    return Bench(device, team, job.full, _large(device), job.folder)
+        step_store = dist.PrefixStore(f"step/{job.index}", store)
+        team = rendezvous.join_ranks(step_store, here, device, (1, 1, here.world_size), limit)
+    return Bench(device, team, job.full, _is_large(device), job.folder)
 
 
 @cache
-def _matmul(place: torch.device, large: bool, dtype: torch.dtype) -> tuple[float, float]:
+def _measure_matmul(device: torch.device, large: bool, dtype: torch.dtype) -> tuple[float, float]:
     side, count = (8192, 10) if large else (1024, 3)
-    a, b = (torch.randn(side, side, device=place).to(dtype) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 
     def run() -> None:
         for _ in range(count):
             torch.mm(a, b)
 
     run()
-    taken = min(common.seconds(run, place) for _ in range(3))
-    rows = sampled(side)
+    seconds = min(common.measure_seconds(run, device) for _ in range(3))
+    rows = sample_rows(side)
     exact = a[rows].cpu().double() @ b.cpu().double()
-    return 2 * count * side**3 / taken, distance(torch.mm(a, b)[rows], exact)
+    return 2 * count * side**3 / seconds, compute_row_distance(torch.mm(a, b)[rows], exact)
 
 
-def sampled(size: int, most: int = ROWS) -> list[int]:
+def sample_rows(size: int, most: int = ROWS) -> list[int]:
     """List the compared rows: both ends, both sides of a tile border, and some in between."""
     special = {0, 1, 127, 128, size - 2, size - 1}
     spread = {i * size // most for i in range(most)}
     return sorted(row for row in special | spread if 0 <= row < size)
 
 
-def distance(found: Tensor, exact: Tensor) -> float:
+def compute_row_distance(values: Tensor, exact: Tensor) -> float:
     """Compute the largest relative distance of a row (last axis) from its reference."""
-    difference = (found.cpu().double() - exact).norm(dim=-1)
+    difference = (values.cpu().double() - exact).norm(dim=-1)
     return float((difference / exact.norm(dim=-1).clamp_min(1e-30)).max())
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactAttention:
     """float64 attention of sampled rows and heads, on the host.
 
     Attributes:
@@ -175,47 +177,47 @@ class Exact:
     out: Tensor
     lse: Tensor
 
-    def error(self, out_BSND: Tensor) -> float:
+    def measure_error(self, out_BSND: Tensor) -> float:
         """Return the largest relative distance of a result's sampled rows; NaN if not finite."""
         if not bool(torch.isfinite(out_BSND).all()):
             return float("nan")
-        return distance(out_BSND[0, self.rows][:, self.heads], self.out)
+        return compute_row_distance(out_BSND[0, self.rows][:, self.heads], self.out)
 
-    def rms(self, out_BSND: Tensor) -> float:
+    def measure_rms(self, out_BSND: Tensor) -> float:
         """Return the relative rms distance over all sampled rows."""
-        found = out_BSND[0, self.rows][:, self.heads]
-        return distance(found.flatten()[None], self.out.flatten()[None])
+        sampled = out_BSND[0, self.rows][:, self.heads]
+        return compute_row_distance(sampled.flatten()[None], self.out.flatten()[None])
 
-    def lse_error(self, lse_BNS: Tensor) -> float:
+    def measure_lse_error(self, lse_BNS: Tensor) -> float:
         """Return the largest distance of the sampled log-sum-exps."""
-        found = lse_BNS[0, self.heads][:, self.rows].transpose(0, 1)
-        return float((found.cpu().double() - self.lse).abs().max())
+        sampled = lse_BNS[0, self.heads][:, self.rows].transpose(0, 1)
+        return float((sampled.cpu().double() - self.lse).abs().max())
 
 
-def exact(
-    q: Tensor, k: Tensor, v: Tensor, seen: Callable[[int, int], Tensor] | None = None
-) -> Exact:
+def compute_exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, get_attended_keys: Callable[[int, int], Tensor] | None = None
+) -> ExactAttention:
     """Compute the reference for q, k, v [1,S,N,D] of any device on the host.
 
     Args:
         seen: (head, row) -> bool [keys], the keys that a row attends to; None: all keys.
     """
-    rows, heads = sampled(q.shape[1]), sorted({0, q.shape[2] // 2, q.shape[2] - 1})
+    rows, heads = sample_rows(q.shape[1]), sorted({0, q.shape[2] // 2, q.shape[2] - 1})
     outs, sums = [], []
     for head in heads:
         q_rD, k_SD, v_SD = (
             x.cpu().double() for x in (q[0, rows, head], k[0, :, head], v[0, :, head])
         )
         logits = q_rD @ k_SD.T * q.shape[3] ** -0.5
-        if seen is not None:
-            kept = torch.stack([seen(head, row) for row in rows])
-            logits = logits.masked_fill(~kept, -torch.inf)
+        if get_attended_keys is not None:
+            mask = torch.stack([get_attended_keys(head, row) for row in rows])
+            logits = logits.masked_fill(~mask, -torch.inf)
         outs.append(logits.softmax(-1) @ v_SD)
         sums.append(logits.logsumexp(-1))
-    return Exact(rows, heads, torch.stack(outs, 1), torch.stack(sums, 1))
+    return ExactAttention(rows, heads, torch.stack(outs, 1), torch.stack(sums, 1))
 
 
-def ranks_text(sizes: Sequence[int]) -> str:
+def format_ranks(sizes: Sequence[int]) -> str:
     """Format the sizes (cfg, ring, ulysses) of a topology."""
     named = zip(("cfg", "ring", "ulysses"), sizes, strict=True)
     return " x ".join(f"{name} {size}" for name, size in named if size > 1) or "one rank"

@@ -22,8 +22,16 @@ from torch.fx import GraphModule
 
 from benchmarks import common
 from tools.device_check import steps
-from tools.device_check.bench import Bench, distance, ranks_text
-from tools.device_check.steps import SLOW, Figure, Measured, error, gigabytes, line, milliseconds
+from tools.device_check.bench import Bench, compute_row_distance, format_ranks
+from tools.device_check.steps import (
+    SLOW,
+    Figure,
+    Measurements,
+    make_error,
+    make_line,
+    make_memory,
+    make_time,
+)
 from wan.checkpoint.layout import make_reference_checkpoint
 from wan.checkpoint.load import UNSHARDED, load_weights, make_dit_dtype_rule
 from wan.checkpoint.source import TensorSource
@@ -61,7 +69,7 @@ POWER = "not measured here yet; run `nvidia-smi dmon` or `npu-smi` during this s
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ForwardInputs:
     """The arguments of a forward: latents [C,F,H,W], timestep [1], text [tokens, C], token grid."""
 
     x: Tensor
@@ -69,7 +77,7 @@ class Inputs:
     text: Tensor
     grid: Grid
 
-    def call(self, model: WanModel) -> Tensor:
+    def run(self, model: WanModel) -> Tensor:
         """Run a forward and return the velocity."""
         step = StepInfo(0, 40, "cond", "dit", self.grid, prod(self.grid))
         return model([self.x], self.t, [self.text], prod(self.grid), step=step)[0]
@@ -94,21 +102,21 @@ class Case:
         target = Target(self.bench.device, 128, torch.bfloat16)
         return select_kernels(self.setup.attention, target, {})
 
-    def weights(self) -> Weights:
+    def make_weights(self) -> Weights:
         """Make random weights on the device, equal on all ranks: norms near 1, biases near 0."""
         with torch.device("meta"):
             parameters = WanModel(**self.config).named_parameters()
-        dtype_of, found = make_dit_dtype_rule(torch.bfloat16, False), Weights()
+        dtype_of, weights = make_dit_dtype_rule(torch.bfloat16, False), Weights()
         torch.manual_seed(0)
-        for name, given in parameters:
-            values = self.bench.randn(*given.shape, dtype=dtype_of(name, given.dtype))
-            is_matrix = given.dim() > 1
-            found[name] = values.mul_(given[0].numel() ** -0.5 if is_matrix else 0.02)
+        for name, parameter in parameters:
+            values = self.bench.randn(*parameter.shape, dtype=dtype_of(name, parameter.dtype))
+            is_matrix = parameter.dim() > 1
+            weights[name] = values.mul_(parameter[0].numel() ** -0.5 if is_matrix else 0.02)
             if not is_matrix and "norm" in name and "weight" in name:
-                found[name] += 1
-        return found
+                weights[name] += 1
+        return weights
 
-    def empty(
+    def make_empty_model(
         self, team: ParallelGroups | None = None, selected: SelectedKernels | None = None
     ) -> WanModel:
         """Make the network as in a run, on the meta device. selected: replaces its kernels."""
@@ -116,31 +124,31 @@ class Case:
         with torch.device("meta"):
             return WanModel(**self.config, components=shared)
 
-    def model(self, weights: Weights, selected: SelectedKernels | None = None) -> WanModel:
+    def make_model(self, weights: Weights, selected: SelectedKernels | None = None) -> WanModel:
         """Make the network with these weights, on one device."""
-        return _with(self.empty(selected=selected), weights)
+        return _load_weights(self.make_empty_model(selected=selected), weights)
 
-    def on_ranks(
+    def make_rank_model(
         self, parallel: Parallel, weights: Weights, team: ParallelGroups | None = None
     ) -> WanModel:
         """Make the network of a rank. team: groups of this topology; None forms them."""
         if team is None and self.bench.team is not None:
             team = mesh.make_parallel_groups(self.bench.device, parallel.mesh_shape)
         setup = replace(self.setup, parallel=parallel)
-        return _with(replace(self, setup=setup).empty(team), weights)
+        return _load_weights(replace(self, setup=setup).make_empty_model(team), weights)
 
-    def inputs(self, grid: Grid | None = None) -> Inputs:
+    def make_inputs(self, grid: Grid | None = None) -> ForwardInputs:
         """Make random latents and text, equal on all ranks. grid: tokens along each axis."""
         grid = grid or self.request.grid
         config, random = self.config, torch.Generator().manual_seed(1)
         sizes = [n * p for n, p in zip(grid, self.setup.preset.patch_size, strict=True)]
         x = torch.randn(config["in_dim"], *sizes, generator=random)
         text = torch.randn(config["text_len"], config["text_dim"], generator=random)
-        text = text.to(self.bench.place, torch.bfloat16)
-        return Inputs(x.to(self.bench.place), torch.tensor([500.0]), text, grid)
+        text = text.to(self.bench.torch_device, torch.bfloat16)
+        return ForwardInputs(x.to(self.bench.torch_device), torch.tensor([500.0]), text, grid)
 
 
-def case(bench: Bench) -> Case:
+def make_case(bench: Bench) -> Case:
     """Make the case: the 14B at 720p x 81 frames in bfloat16; on a CPU the 1.3B, small."""
     preset = PRESETS["t2v-A14B" if bench.large else "t2v-1.3B"]
     kind, name = bench.device.type, bench.device.capabilities.name
@@ -154,26 +162,26 @@ def case(bench: Bench) -> Case:
     return Case(bench, setup, make_video_params(preset, values))
 
 
-def _with(model: WanModel, weights: Weights) -> WanModel:
+def _load_weights(model: WanModel, weights: Weights) -> WanModel:
     model.load_state_dict(weights, assign=True)
     return model.eval().requires_grad_(False)
 
 
-def apart(found: Tensor, want: Tensor) -> float:
+def compute_rms_distance(values: Tensor, want: Tensor) -> float:
     """Compute the relative rms of the difference; NaN if a value is not finite."""
-    return distance(found.flatten()[None], want.cpu().double().flatten()[None])
+    return compute_row_distance(values.flatten()[None], want.cpu().double().flatten()[None])
 
 
-class _Recorded:
+class _RecordingKernel:
     """Implements `wan.kernels.base.Kernel`: wraps a kernel and records its calls."""
 
     can_return_lse = False
 
     def __init__(self, kernel: Kernel, calls: list[common.Call]) -> None:
-        self.name, self._kernel, self._calls, self.keeps = kernel.name, kernel, calls, True
+        self.name, self._kernel, self._calls, self.is_recording = kernel.name, kernel, calls, True
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
-        if self.keeps:
+        if self.is_recording:
             self._calls.append((self._kernel, (q_BSND, k_BSND, v_BSND)))
         return self._kernel(q_BSND, k_BSND, v_BSND)
 
@@ -181,166 +189,176 @@ class _Recorded:
         return self._kernel.with_lse(q_BSND, k_BSND, v_BSND)
 
 
-def forward(bench: Bench) -> Measured:
+def check_forward(bench: Bench) -> Measurements:
     """Check error against the host, memory against the plan, time of products, host waits."""
-    of = case(bench)
-    weights, given = of.weights(), of.inputs()
-    model, tokens = of.model(weights), f"{prod(given.grid)} tokens"
+    case = make_case(bench)
+    weights, inputs = case.make_weights(), case.make_inputs()
+    model, tokens = case.make_model(weights), f"{prod(inputs.grid)} tokens"
 
-    def on_host() -> list[Figure]:
-        small = of.inputs(SMALL)
+    def compare_with_host() -> list[Figure]:
+        small = case.make_inputs(SMALL)
         with torch.device("meta"):
-            plain = WanModel(**of.config)
-        plain = _with(plain, {name: x.cpu().float() for name, x in weights.items()})
-        want = replace(small, x=small.x.cpu(), text=small.text.cpu().float()).call(plain)
-        return [error(apart(small.call(model), want), LIMIT)]
+            plain = WanModel(**case.config)
+        plain = _load_weights(plain, {name: x.cpu().float() for name, x in weights.items()})
+        want = replace(small, x=small.x.cpu(), text=small.text.cpu().float()).run(plain)
+        return [make_error(compute_rms_distance(small.run(model), want), LIMIT)]
 
-    def memory() -> list[Figure]:
+    def measure_memory() -> list[Figure]:
         """Measure the first forward, whose cached tensors (RoPE table) the plan includes."""
-        held = bench.peak(lambda: given.call(model))
-        (planned, *_) = Planner(of.setup, of.request).measure_forwards(of.setup.parallel)
+        held = bench.measure_peak(lambda: inputs.run(model))
+        (planned, *_) = Planner(case.setup, case.request).measure_forwards(case.setup.parallel)
         most = (planned.size.activations + planned.size.cached).total()
-        figures = [gigabytes("planned", most), gigabytes("measured", held)]
+        figures = [make_memory("planned", most), make_memory("measured", held)]
         if held is not None:
             figures.append(Figure("measured / planned", held / most, "", PLAN))
         return figures
 
-    yield f"against float32 on the host, {prod(SMALL)} tokens", on_host
-    yield f"memory without weights, {tokens}", memory
-    yield f"time, {tokens}", partial(_time, of, weights, given)
+    yield f"against float32 on the host, {prod(SMALL)} tokens", compare_with_host
+    yield f"memory without weights, {tokens}", measure_memory
+    yield f"time, {tokens}", partial(_measure_time, case, weights, inputs)
     if bench.device.type == "cuda":
-        yield "host waits", partial(_waits, model, given)
+        yield "host waits", partial(_check_host_waits, model, inputs)
     else:
-        yield steps.absent("host waits", "only CUDA reports them")
+        yield steps.make_absent("host waits", "only CUDA reports them")
 
 
-def _time(of: Case, weights: Weights, given: Inputs) -> list[Figure]:
+def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[Figure]:
     """Time a forward and its matrix products alone, in turn; derive the other operations' share."""
-    selected, calls = of.selected, list[common.Call]()
-    kernels = [_Recorded(kernel, calls) for kernel in (selected.dense_kernel, selected.text_kernel)]
-    model = of.model(weights, replace(selected, dense_kernel=kernels[0], text_kernel=kernels[1]))
+    selected, calls = case.selected, list[common.Call]()
+    kernels = [
+        _RecordingKernel(kernel, calls) for kernel in (selected.dense_kernel, selected.text_kernel)
+    ]
+    model = case.make_model(
+        weights, replace(selected, dense_kernel=kernels[0], text_kernel=kernels[1])
+    )
     with torch.compiler.set_stance("force_eager"), common.RecordProducts() as record:
-        given.call(model)
+        inputs.run(model)
     for kernel in kernels:
-        kernel.keeps = False
+        kernel.is_recording = False
     flops = sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in record.linear)
     flops += sum(4 * q.numel() * k.shape[1] for _, (q, k, _) in calls)
     runs: dict[str, common.Run] = {
-        "forward": lambda: given.call(model),
-        "linear": lambda: common.replay(record.linear),
-        "attention": lambda: common.replay(calls),
+        "forward": lambda: inputs.run(model),
+        "linear": lambda: common.replay_calls(record.linear),
+        "attention": lambda: common.replay_calls(calls),
     }
-    times = common.interleave(runs, 3, of.bench.place)
-    taken, products, attention = (statistics.median(times[name]) for name in runs)
-    rate, _ = of.bench.rates(torch.bfloat16)
+    times = common.time_interleaved(runs, 3, case.bench.torch_device)
+    seconds, products, attention = (statistics.median(times[name]) for name in runs)
+    rate, _ = case.bench.measure_matmul(torch.bfloat16)
     return [
-        milliseconds(taken / LAYERS, "a layer"),
-        steps.share("linear layers", products / taken),
-        steps.share("attention", attention / taken),
-        steps.share("all else", 1 - (products + attention) / taken),
-        Figure("rate", flops / taken / 1e12, "TFLOP/s"),
-        steps.share("of a product's rate", flops / taken / rate),
+        make_time(seconds / LAYERS, "a layer"),
+        steps.make_share("linear layers", products / seconds),
+        steps.make_share("attention", attention / seconds),
+        steps.make_share("all else", 1 - (products + attention) / seconds),
+        Figure("rate", flops / seconds / 1e12, "TFLOP/s"),
+        steps.make_share("of a product's rate", flops / seconds / rate),
     ]
 
 
-def _waits(model: WanModel, given: Inputs) -> list[Figure]:
+def _check_host_waits(model: WanModel, inputs: ForwardInputs) -> list[Figure]:
     """Check that a forward never synchronizes the host with the GPU, by making it an error."""
-    given.call(model)
+    inputs.run(model)
     torch.cuda.synchronize()
-    before, waits = torch.cuda.get_sync_debug_mode(), list[Figure]()
+    previous_mode, waits = torch.cuda.get_sync_debug_mode(), list[Figure]()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        given.call(model)
-    except RuntimeError as found:
-        waits.append(Figure("the first", str(found).splitlines()[0]))
+        inputs.run(model)
+    except RuntimeError as failure:
+        waits.append(Figure("the first", str(failure).splitlines()[0]))
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode(previous_mode)
     return [Figure("of a forward", len(waits), "", 0, verdict=SLOW), *waits]
 
 
-def compiled(bench: Bench) -> Measured:
+def check_compiled(bench: Bench) -> Measurements:
     """Check blocks compiled as by --compile: graphs, several sequence lengths, error, time."""
-    of = case(bench)
-    weights = of.weights()
-    eager, fast = of.model(weights), of.model(weights)
+    case = make_case(bench)
+    weights = case.make_weights()
+    eager, fast = case.make_model(weights), case.make_model(weights)
     graphs, inductor = 0, lookup_backend("inductor")
 
-    def counted(graph: GraphModule, example: list[Any]) -> Any:
+    def count_graphs(graph: GraphModule, example: list[Any]) -> Any:
         nonlocal graphs
         graphs += 1
         return inductor(graph, example)
 
     for block in fast.blocks:
-        block.compile(backend=counted)
-    f, h, w = of.request.grid
+        block.compile(backend=count_graphs)
+    f, h, w = case.request.grid
     for grid in ((f, h, w), (f, h - 1, w), (f - 1, h, w)):
-        given = of.inputs(grid)
-        taken = common.seconds(partial(given.call, fast), bench.place)
-        far = apart(given.call(fast), given.call(eager))
-        yield line(
+        inputs = case.make_inputs(grid)
+        seconds = common.measure_seconds(partial(inputs.run, fast), bench.torch_device)
+        far = compute_rms_distance(inputs.run(fast), inputs.run(eager))
+        yield make_line(
             f"{prod(grid)} tokens",
-            error(far, COMPILED_LIMIT, "error against eager"),
-            Figure("first call", taken, "s"),
+            make_error(far, COMPILED_LIMIT, "error against eager"),
+            Figure("first call", seconds, "s"),
             Figure("graphs so far", graphs),
         )
         if grid == (f, h, w):
-            plain, quick = (bench.seconds(partial(given.call, model)) for model in (eager, fast))
+            plain, quick = (
+                bench.measure_seconds(partial(inputs.run, model)) for model in (eager, fast)
+            )
             ratio = Figure("times eager", quick / plain)
-            yield line("time", milliseconds(quick / LAYERS, "a layer"), ratio)
+            yield make_line("time", make_time(quick / LAYERS, "a layer"), ratio)
     # One graph for the first length and one for all others; graph breaks add more.
-    yield line("graphs", Figure("in all", graphs, "", 2, verdict=SLOW))
+    yield make_line("graphs", Figure("in all", graphs, "", 2, verdict=SLOW))
 
 
-def topologies(bench: Bench, heads: int) -> list[Parallel]:
+def list_topologies(bench: Bench, heads: int) -> list[Parallel]:
     """List all topologies with --full, else those without CFG: Ulysses, mixed, ring."""
-    world, found = dist.get_world_size(), []
+    world, topologies = dist.get_world_size(), []
     for cfg, ring, ulysses in enumerate_topologies(world, heads):
         if cfg == 1 or (bench.full and ring * ulysses > 1):
             kinds = RING_TYPES[: 1 if ring == 1 or not bench.full else None]
-            found += [Parallel(world, cfg, ring, ulysses, ring_type=kind) for kind in kinds]
-    return found if bench.full or len(found) <= 3 else [found[0], found[len(found) // 2], found[-1]]
+            topologies += [Parallel(world, cfg, ring, ulysses, ring_type=kind) for kind in kinds]
+    return (
+        topologies
+        if bench.full or len(topologies) <= 3
+        else [topologies[0], topologies[len(topologies) // 2], topologies[-1]]
+    )
 
 
-def layers(bench: Bench) -> Measured:
+def check_layers(bench: Bench) -> Measurements:
     """Check two layers on every topology in every mode against one device; time a layer."""
-    of = case(bench)
-    weights, given = of.weights(), of.inputs()
-    model = of.model(weights)
-    want = given.call(model).cpu()
-    alone = bench.seconds(lambda: given.call(model), 1)
-    yield line("one device", milliseconds(alone / LAYERS, "a layer"))
-    for parallel in topologies(bench, of.setup.checkpoint.num_heads):
+    case = make_case(bench)
+    weights, inputs = case.make_weights(), case.make_inputs()
+    model = case.make_model(weights)
+    want = inputs.run(model).cpu()
+    alone = bench.measure_seconds(lambda: inputs.run(model), 1)
+    yield make_line("one device", make_time(alone / LAYERS, "a layer"))
+    for parallel in list_topologies(bench, case.setup.checkpoint.num_heads):
         team = mesh.make_parallel_groups(bench.device, parallel.mesh_shape)
-        ways = {MODES[0].name: parallel}
+        variants = {MODES[0].name: parallel}
         if parallel.ulysses_size > 1:
-            ways = {row.name: replace(parallel, comm_type=mode) for mode, row in MODES.items()}
-            ways[OVERLAP.name] = replace(parallel, fa_alltoall_overlap=True)
+            variants = {row.name: replace(parallel, comm_type=mode) for mode, row in MODES.items()}
+            variants[OVERLAP.name] = replace(parallel, fa_alltoall_overlap=True)
         ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
-        for name, way in ways.items():
-            model = of.on_ranks(way, weights, team)
-            run = partial(given.call, model)
-            far, held = apart(run(), want), bench.peak(run)
+        for name, variant in variants.items():
+            model = case.make_rank_model(variant, weights, team)
+            run = partial(inputs.run, model)
+            far, held = compute_rms_distance(run(), want), bench.measure_peak(run)
             dist.barrier()
-            taken = bench.seconds(run)
-            yield line(
-                f"{ranks_text(way.mesh_shape)}{ring}, {name}",
-                error(far, LIMIT, "error against one device"),
-                milliseconds(taken / LAYERS, "a layer"),
-                Figure("of one device's time", 100 * taken / alone, "%"),
-                gigabytes("memory", held),
+            seconds = bench.measure_seconds(run)
+            yield make_line(
+                f"{format_ranks(variant.mesh_shape)}{ring}, {name}",
+                make_error(far, LIMIT, "error against one device"),
+                make_time(seconds / LAYERS, "a layer"),
+                Figure("of one device's time", 100 * seconds / alone, "%"),
+                make_memory("memory", held),
             )
     if bench.device.type == "cuda":
-        yield "exchanges of mode 1", partial(_in_one_stream, of, given, weights)
+        yield "exchanges of mode 1", partial(_check_one_stream, case, inputs, weights)
     else:
-        yield steps.absent("gaps between kernels", "only CUDA's profiler is read")
+        yield steps.make_absent("gaps between kernels", "only CUDA's profiler is read")
 
 
-def _in_one_stream(of: Case, given: Inputs, weights: Weights) -> list[Figure]:
+def _check_one_stream(case: Case, inputs: ForwardInputs, weights: Weights) -> list[Figure]:
     """Check that exchanges and attention of mode 1 alternate on one stream; measure the gaps."""
     world = dist.get_world_size()
-    model = of.on_ranks(Parallel(world, 1, 1, world, comm_type=1), weights)
-    given.call(model)
-    events = of.bench.events(lambda: given.call(model))
+    model = case.make_rank_model(Parallel(world, 1, 1, world, comm_type=1), weights)
+    inputs.run(model)
+    events = case.bench.profile_events(lambda: inputs.run(model))
     sent = [e for e in events if "nccl" in e.name().lower()]
     flash = [e for e in events if any(x in e.name() for x in ("flash", "fmha", "sdpa"))]
     if not sent or not flash:
@@ -357,85 +375,87 @@ def _in_one_stream(of: Case, given: Inputs, weights: Weights) -> list[Figure]:
     ]
 
 
-def ring(bench: Bench) -> Measured:
+def check_ring(bench: Bench) -> Measurements:
     """Check that a ring frees passed blocks: memory over many forwards."""
-    of, world, count = case(bench), dist.get_world_size(), FORWARDS if bench.large else 3
-    weights, given = of.weights(), of.inputs()
+    case, world, count = make_case(bench), dist.get_world_size(), FORWARDS if bench.large else 3
+    weights, inputs = case.make_weights(), case.make_inputs()
 
-    def repeated(model: WanModel) -> list[Figure]:
+    def measure_repeated(model: WanModel) -> list[Figure]:
         """Run forwards without synchronization, as in a denoising loop; compare the memory."""
 
-        def many() -> None:
+        def run_many() -> None:
             for _ in range(count):
-                given.call(model)
+                inputs.run(model)
 
-        held, more = bench.peak(lambda: given.call(model)), bench.peak(many)
-        figures = [gigabytes("one forward", held), gigabytes(f"{count} forwards", more)]
+        held, more = bench.measure_peak(lambda: inputs.run(model)), bench.measure_peak(run_many)
+        figures = [make_memory("one forward", held), make_memory(f"{count} forwards", more)]
         if held is not None and more is not None:
             figures.append(Figure("ratio", more / held, "", GROWN, verdict=SLOW))
         return figures
 
     for kind in RING_TYPES:
-        model = of.on_ranks(Parallel(world, 1, world, 1, ring_type=kind), weights)
-        yield f"{kind} of {world}", partial(repeated, model)
+        model = case.make_rank_model(Parallel(world, 1, world, 1, ring_type=kind), weights)
+        yield f"{kind} of {world}", partial(measure_repeated, model)
 
 
-def loops(bench: Bench) -> Measured:
+def check_loops(bench: Bench) -> Measurements:
     """Run each mode for a minute, to find modes in which the device slows down."""
-    of = case(bench)
-    weights, given = of.weights(), of.inputs()
+    case = make_case(bench)
+    weights, inputs = case.make_weights(), case.make_inputs()
     world = 1 if bench.team is None else dist.get_world_size()
     for mode, row in MODES.items():
-        model = of.on_ranks(Parallel(world, 1, 1, world, comm_type=mode), weights)
-        yield line(row.name, *_minute(bench, model, given))
-    yield steps.absent("power and clock", POWER)
+        model = case.make_rank_model(Parallel(world, 1, 1, world, comm_type=mode), weights)
+        yield make_line(row.name, *_run_minute(bench, model, inputs))
+    yield steps.make_absent("power and clock", POWER)
 
 
-def _minute(bench: Bench, model: WanModel, given: Inputs) -> list[Figure]:
+def _run_minute(bench: Bench, model: WanModel, inputs: ForwardInputs) -> list[Figure]:
     """Run the same number of forwards on all ranks; rank 0 broadcasts the end."""
-    given.call(model)
+    inputs.run(model)
     start, times = time.perf_counter(), list[float]()
-    goes_on = torch.ones(1, device=bench.place)
-    while bool(goes_on):
-        times.append(common.seconds(lambda: given.call(model), bench.place))
-        goes_on.fill_(time.perf_counter() - start < LOOP)
+    is_running = torch.ones(1, device=bench.torch_device)
+    while bool(is_running):
+        times.append(common.measure_seconds(lambda: inputs.run(model), bench.torch_device))
+        is_running.fill_(time.perf_counter() - start < LOOP)
         if bench.team is not None:
-            dist.broadcast(goes_on, src=0)
-    first, last = _mean_within(times, WINDOW), _mean_within(times[::-1], WINDOW)
+            dist.broadcast(is_running, src=0)
+    first, last = _compute_mean_within(times, WINDOW), _compute_mean_within(times[::-1], WINDOW)
     return [
         Figure("forwards", len(times)),
-        milliseconds(first / LAYERS, "a layer at first"),
-        milliseconds(last / LAYERS, "a layer at last"),
+        make_time(first / LAYERS, "a layer at first"),
+        make_time(last / LAYERS, "a layer at last"),
         Figure("last / first", last / first),
     ]
 
 
-def _mean_within(times: list[float], seconds: float) -> float:
+def _compute_mean_within(times: list[float], seconds: float) -> float:
     """Compute the mean time of the first forwards that end within `seconds`."""
-    kept = [taken for taken, end in zip(times, accumulate(times), strict=True) if end <= seconds]
-    return statistics.mean(kept or times[:1])
+    included = [
+        duration for duration, end in zip(times, accumulate(times), strict=True) if end <= seconds
+    ]
+    return statistics.mean(included or times[:1])
 
 
-def fsdp(bench: Bench) -> Measured:
+def check_fsdp(bench: Bench) -> Measurements:
     """Check that sharded weights give the same bits as unsharded weights."""
-    of = case(bench)
-    given = of.inputs((5, 16, 16) if bench.large else SMALL)
-    weights = {name: x.cpu() for name, x in of.weights().items()}
+    case = make_case(bench)
+    inputs = case.make_inputs((5, 16, 16) if bench.large else SMALL)
+    weights = {name: x.cpu() for name, x in case.make_weights().items()}
     stored = {
         name: TensorSource(x.dtype, tuple(x.shape), x.__getitem__) for name, x in weights.items()
     }
 
-    def differ(convert: bool) -> list[Figure]:
+    def count_differing(convert: bool) -> list[Figure]:
         assert bench.team is not None, "the step is carried out together"
         outs, dtype_of = [], make_dit_dtype_rule(torch.bfloat16, convert)
         sharding = FsdpSharding(bench.team.world_mesh(), lambda network: network.blocks)
         for where in (UNSHARDED, sharding):
-            model, place = of.empty(), bench.place
+            model, device = case.make_empty_model(), bench.torch_device
             load_weights(
-                model, stored, device=place, dtype_of=dtype_of, label="DiT", sharding=where
+                model, stored, device=device, dtype_of=dtype_of, label="DiT", sharding=where
             )
-            outs.append(given.call(model).cpu())
+            outs.append(inputs.run(model).cpu())
         return [Figure("values that differ", int((outs[0] != outs[1]).sum()), "", 0)]
 
-    yield "float32 and bfloat16", partial(differ, False)
-    yield "--convert_model_dtype", partial(differ, True)
+    yield "float32 and bfloat16", partial(count_differing, False)
+    yield "--convert_model_dtype", partial(count_differing, True)

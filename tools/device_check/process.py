@@ -32,14 +32,14 @@ from tools.device_check.steps import (
     ABSENT,
     OK,
     WRONG,
-    Facts,
+    DeviceProperties,
     Line,
     Outcome,
     Step,
     UnavailableError,
-    absent,
-    line,
-    worst,
+    find_worst,
+    make_absent,
+    make_line,
 )
 from wan.settings.errors import InputError, is_out_of_memory
 
@@ -59,7 +59,7 @@ class Job:
     index: int
     full: bool
     folder: Path
-    together: bool
+    is_collective: bool
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _End:
     """The end of a step: OK, or ABSENT or WRONG with a reason."""
 
     verdict: str
-    words: str = ""
+    reason: str = ""
 
 
 class DeviceError(Exception):
@@ -105,17 +105,17 @@ class Worker:
         try:
             self._send((kind, index, world))
             deadline = time.monotonic() + START
-            while (answer := self._answer()) is None:
+            while (answer := self._read_answer()) is None:
                 if time.monotonic() > deadline:
-                    raise self._not_started(f"no answer within {START:.0f} s")
+                    raise self._make_start_error(f"no answer within {START:.0f} s")
             if isinstance(answer, InputError):
                 raise answer
             if isinstance(answer, _End):
-                raise self._not_started(answer.words)
+                raise self._make_start_error(answer.reason)
         except BaseException:
             self.end()
             raise
-        self.facts: Facts = answer[0]
+        self.properties: DeviceProperties = answer[0]
         self.environment: dict[str, Any] = answer[1]
 
     def run(self, job: Job, stop: Callable[[], str | None]) -> Outcome:
@@ -126,22 +126,28 @@ class Worker:
         """
         start, lines = time.monotonic(), list[Line]()
 
-        def outcome(end: _End, tail: Callable[[], str]) -> Outcome:
-            verdict = end.verdict if end.verdict == WRONG else worst(one.verdict for one in lines)
-            said = tail() if end.verdict == WRONG else ""
-            return Outcome(verdict, time.monotonic() - start, tuple(lines), end.words, said)
+        def make_outcome(end: _End, tail: Callable[[], str]) -> Outcome:
+            verdict = (
+                end.verdict
+                if end.verdict == WRONG
+                else find_worst(step_line.verdict for step_line in lines)
+            )
+            output = tail() if end.verdict == WRONG else ""
+            return Outcome(verdict, time.monotonic() - start, tuple(lines), end.reason, output)
 
         self._send(job)
         while True:
-            answer, limit = self._answer(), job.step.limit
+            answer, limit = self._read_answer(), job.step.limit
             if isinstance(answer, Line):
                 lines.append(answer)
             elif answer is not None:
-                return outcome(answer, self._tail)
+                return make_outcome(answer, self._read_tail)
             elif (why := stop()) is not None:
-                return outcome(_End(WRONG, why), self._stacks)
+                return make_outcome(_End(WRONG, why), self._read_stacks)
             elif time.monotonic() - start > limit:
-                return outcome(_End(WRONG, f"it did not end within {limit:g} s"), self._stacks)
+                return make_outcome(
+                    _End(WRONG, f"it did not end within {limit:g} s"), self._read_stacks
+                )
 
     def end(self) -> None:
         """Kill the worker and its children; do not wait for one that is stuck in the driver."""
@@ -156,7 +162,7 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):  # an ended worker is detected on reading
             self._pipe.send(message)
 
-    def _answer(self) -> Any:
+    def _read_answer(self) -> Any:
         """Read the next message; return an `_End` if the process ended, None without a message."""
         alive = self._process.poll() is None
         with contextlib.suppress(EOFError, ConnectionError):
@@ -171,44 +177,44 @@ class Worker:
             return _End(WRONG, f"its process was ended by {signal.Signals(-code).name}")
         return _End(WRONG, f"its process ended with exit code {code}")
 
-    def _not_started(self, why: str) -> DeviceError:
-        return DeviceError(f"the device's process did not start: {why}\n{self._tail()}")
+    def _make_start_error(self, why: str) -> DeviceError:
+        return DeviceError(f"the device's process did not start: {why}\n{self._read_tail()}")
 
-    def _stacks(self) -> str:
+    def _read_stacks(self) -> str:
         """Return the output with all threads' stacks, which faulthandler writes even in a hang."""
         self._process.send_signal(signal.SIGUSR1)
         time.sleep(_LAST_WORDS)
-        return self._tail()
+        return self._read_tail()
 
-    def _tail(self) -> str:
+    def _read_tail(self) -> str:
         self._written.seek(0)
         return self._written.read().decode(errors="replace")[-_TAIL:]
 
 
-class Bed:
+class WorkerKeeper:
     """Reuses a worker until a step fails. A context manager; takes the arguments of `Worker`."""
 
-    def __init__(self, *given: Any) -> None:
-        self._given, self._failures = given, 0
+    def __init__(self, *worker_arguments: Any) -> None:
+        self._worker_arguments, self._failures = worker_arguments, 0
         self._worker: Worker | None = None
 
-    def __enter__(self) -> Bed:
+    def __enter__(self) -> WorkerKeeper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.clear()
+        self.end_worker()
 
-    def worker(self) -> Worker:
+    def get_worker(self) -> Worker:
         """Return the worker; start one if there is none."""
         if self._failures >= TRIES:
             raise DeviceError(f"the device could not be opened {TRIES} times in a row")
         if self._worker is None:
             self._failures += 1
-            self._worker = Worker(*self._given)
+            self._worker = Worker(*self._worker_arguments)
             self._failures = 0
         return self._worker
 
-    def clear(self) -> None:
+    def end_worker(self) -> None:
         """End the worker, so that the next step gets a new one."""
         if self._worker is not None:
             self._worker.end()
@@ -216,13 +222,13 @@ class Bed:
 
     def run(self, job: Job, stop: Callable[[], str | None] = lambda: None) -> Outcome:
         """Run a step; a collective step runs in a new process."""
-        if job.together:
-            self.clear()
+        if job.is_collective:
+            self.end_worker()
         try:
-            return self.worker().run(job, stop)
+            return self.get_worker().run(job, stop)
         except (InputError, DeviceError) as error:
-            words, _, tail = str(error).partition("\n")
-            return Outcome(WRONG, 0.0, (), words, tail)
+            reason, _, tail = str(error).partition("\n")
+            return Outcome(WRONG, 0.0, (), reason, tail)
 
 
 def serve(fd: int) -> None:
@@ -230,7 +236,7 @@ def serve(fd: int) -> None:
     faulthandler.enable()  # a crash writes its stack
     faulthandler.register(signal.SIGUSR1)
     pipe, jobs = Connection(fd), queue.Queue[Any]()
-    threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
+    threading.Thread(target=_read_jobs, args=(pipe, jobs), daemon=True).start()
     kind, index, world = jobs.get()
     import torch
 
@@ -243,27 +249,29 @@ def serve(fd: int) -> None:
         pipe.send(InputError(str(error)))
         return
     torch.set_grad_enabled(False)
-    pipe.send((bench.facts(device, world), machine.environment(device)))
+    pipe.send((bench.describe_device(device, world), machine.describe_machine(device)))
     while True:
         job: Job = jobs.get()
         module, _, function = job.step.work.partition(":")
         module = module if "." in module else f"{__package__}.{module}"
         end = _End(OK)
         try:
-            made = bench.prepare(device, job)
-            for one in getattr(importlib.import_module(module), function)(made):
-                pipe.send(one if isinstance(one, Line) else _measured(*one))
+            step_bench = bench.make_bench(device, job)
+            for measurement in getattr(importlib.import_module(module), function)(step_bench):
+                pipe.send(
+                    measurement if isinstance(measurement, Line) else _measure_line(*measurement)
+                )
         except (UnavailableError, InputError) as error:
             end = _End(ABSENT, str(error))
         except BaseException as error:
             traceback.print_exc()
-            end = _End(ABSENT if is_out_of_memory(error) else WRONG, _sentence(error))
+            end = _End(ABSENT if is_out_of_memory(error) else WRONG, _describe_failure(error))
         pipe.send(end)
         gc.collect()
         device.empty_cache()
 
 
-def _read(pipe: Connection, jobs: queue.Queue[Any]) -> None:
+def _read_jobs(pipe: Connection, jobs: queue.Queue[Any]) -> None:
     """Read jobs into a queue; end this process when the supervising process has ended."""
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -271,19 +279,19 @@ def _read(pipe: Connection, jobs: queue.Queue[Any]) -> None:
     os._exit(0)
 
 
-def _measured(what: str, measure: Callable[[], Any]) -> Line:
+def _measure_line(label: str, measure: Callable[[], Any]) -> Line:
     """Run one measurement of a step; an error becomes its line, so that the others still run."""
     try:
-        return line(what, *measure())
+        return make_line(label, *measure())
     except (UnavailableError, InputError) as reason:
-        return absent(what, str(reason))
+        return make_absent(label, str(reason))
     except Exception as failure:  # the report lists errors of kernels
         if is_out_of_memory(failure):
-            return absent(what, "out of memory")
-        return Line(what, WRONG, (), _sentence(failure))
+            return make_absent(label, "out of memory")
+        return Line(label, WRONG, (), _describe_failure(failure))
 
 
-def _sentence(failure: BaseException) -> str:
+def _describe_failure(failure: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     first = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {first[0][:300]}" if first else type(failure).__name__

@@ -32,7 +32,7 @@ class UnavailableError(Exception):
     """A measurement is not possible here; the message is the reason. The device has not failed."""
 
 
-def worst(verdicts: Iterable[str]) -> str:
+def find_worst(verdicts: Iterable[str]) -> str:
     """Return the worst verdict; "not available" without verdicts."""
     return max(verdicts, key=_FROM_GOOD_TO_BAD.index, default=ABSENT)
 
@@ -55,7 +55,7 @@ class Figure:
     verdict: str = WRONG
 
     @property
-    def judged(self) -> str:
+    def judgement(self) -> str:
         """OK, or `verdict` if the limit is exceeded. NaN exceeds every limit."""
         if self.limit is None or isinstance(self.value, str):
             return OK
@@ -72,22 +72,22 @@ class Figure:
         return f"{text} ({'>=' if self.at_least else '<='} {self.limit:g})"
 
 
-def error(value: float, limit: float, name: str = "error") -> Figure:
+def make_error(value: float, limit: float, name: str = "error") -> Figure:
     """Make the figure of a distance from a reference; beyond its limit it is WRONG."""
     return Figure(name, value, "", limit)
 
 
-def share(name: str, value: float, least: float | None = None) -> Figure:
+def make_share(name: str, value: float, least: float | None = None) -> Figure:
     """Make the figure of a ratio in percent; below `least` it is SLOW."""
     limit = None if least is None else 100 * least
     return Figure(name, 100 * value, "%", limit, at_least=True, verdict=SLOW)
 
 
-def milliseconds(seconds: float, name: str = "time") -> Figure:
+def make_time(seconds: float, name: str = "time") -> Figure:
     return Figure(name, 1e3 * seconds, "ms")
 
 
-def gigabytes(name: str, count: float | None) -> Figure:
+def make_memory(name: str, count: float | None) -> Figure:
     """Make the figure of a number of bytes; None: the device does not count them."""
     return Figure(name, "not counted") if count is None else Figure(name, count / 1e9, "GB")
 
@@ -107,17 +107,17 @@ class Line:
     words: str = ""
 
 
-def line(what: str, *figures: Figure, words: str = "") -> Line:
+def make_line(label: str, *figures: Figure, reason: str = "") -> Line:
     """Make a line with the worst verdict of its figures."""
-    return Line(what, worst([OK, *(figure.judged for figure in figures)]), figures, words)
+    return Line(label, find_worst([OK, *(figure.judgement for figure in figures)]), figures, reason)
 
 
-def absent(what: str, words: str) -> Line:
+def make_absent(label: str, reason: str) -> Line:
     """Make a line for a measurement that is not available."""
-    return Line(what, ABSENT, (), words)
+    return Line(label, ABSENT, (), reason)
 
 
-Measured = Iterator[Line | tuple[str, Callable[[], Iterable[Figure]]]]
+Measurements = Iterator[Line | tuple[str, Callable[[], Iterable[Figure]]]]
 """Items of a step: a finished line, or a label and a function that measures the figures."""
 
 
@@ -139,7 +139,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DeviceProperties:
     """The properties of a device that decide which steps apply.
 
     Attributes:
@@ -182,19 +182,19 @@ class Step:
     needs: str = ""
     only_full: bool = False
 
-    def missing(self, facts: Facts, full: bool) -> str | None:
+    def find_obstacle(self, properties: DeviceProperties, full: bool) -> str | None:
         """Return why the step does not apply here; None if it does."""
-        if self.ranks == "several" and facts.world == 1:
+        if self.ranks == "several" and properties.world == 1:
             return "one process; start it with torchrun --nproc_per_node=2 or more"
         if self.only_full and not full:
             return "takes minutes; add --full"
-        if self.needs == "npu" and facts.type != "npu":
-            return f"only for NPUs; the device is {facts.type}"
-        return facts.compile if self.needs == "compile" else None
+        if self.needs == "npu" and properties.type != "npu":
+            return f"only for NPUs; the device is {properties.type}"
+        return properties.compile if self.needs == "compile" else None
 
-    def together(self, facts: Facts) -> bool:
+    def is_collective(self, properties: DeviceProperties) -> bool:
         """Return whether all ranks run the step as one group."""
-        return facts.world > 1 and self.ranks != "one"
+        return properties.world > 1 and self.ranks != "one"
 
 
 STEPS = (
@@ -221,7 +221,7 @@ STEPS = (
 )
 
 
-def chosen(only: str | None, steps: tuple[Step, ...]) -> list[Step]:
+def select_steps(only: str | None, steps: tuple[Step, ...]) -> list[Step]:
     """Return the steps selected by --only, or all. Raises InputError for an unknown name."""
     if only is None:
         return list(steps)
@@ -233,59 +233,61 @@ def chosen(only: str | None, steps: tuple[Step, ...]) -> list[Step]:
     return [step for step in steps if step.name in wanted or str(step.number) in wanted]
 
 
-Done = tuple[Step, Outcome, list[Outcome]]
+StepResult = tuple[Step, Outcome, list[Outcome]]
 """A step, its merged outcome, and the outcomes by rank."""
 
 
-def row(step: Step, outcome: Outcome) -> str:
+def format_row(step: Step, outcome: Outcome) -> str:
     """Format one line for an ended step."""
-    return f"{step.name:<12}{outcome.verdict:<14}{_time(outcome)}".rstrip()
+    return f"{step.name:<12}{outcome.verdict:<14}{_format_time(outcome)}".rstrip()
 
 
-def table(done: Sequence[Done]) -> str:
+def format_table(results: Sequence[StepResult]) -> str:
     """Format a row for each step, followed by a row for each of its measurements."""
     rows = []
-    for step, outcome, _ in done:
-        rows.append(f"{step.number:>2}  {step.title:<40}{outcome.verdict:<14}{_time(outcome)}")
+    for step, outcome, _ in results:
+        rows.append(
+            f"{step.number:>2}  {step.title:<40}{outcome.verdict:<14}{_format_time(outcome)}"
+        )
         rows += [f"      {outcome.words}"] if outcome.words else []
         for line in outcome.lines:
             verdict = "" if line.verdict == OK else f"{line.verdict.upper()}  "
-            found = ", ".join(map(str, line.figures))
-            words = f"({line.words})" if line.words and found else line.words
-            rows.append(f"      {line.what}: {verdict}{' '.join(filter(None, (found, words)))}")
+            figures = ", ".join(map(str, line.figures))
+            reason = f"({line.words})" if line.words and figures else line.words
+            rows.append(f"      {line.what}: {verdict}{' '.join(filter(None, (figures, reason)))}")
     return "\n".join(rows)
 
 
-def _time(outcome: Outcome) -> str:
+def _format_time(outcome: Outcome) -> str:
     return f"{outcome.seconds:.1f} s" if outcome.seconds else ""
 
 
-def summary(done: Sequence[Done]) -> str:
+def format_summary(results: Sequence[StepResult]) -> str:
     """Format the number of steps with each verdict, and the names of wrong steps."""
-    counts = Counter(outcome.verdict for _, outcome, _ in done)
-    wrong = [step.name for step, outcome, _ in done if outcome.verdict == WRONG]
+    counts = Counter(outcome.verdict for _, outcome, _ in results)
+    wrong = [step.name for step, outcome, _ in results if outcome.verdict == WRONG]
     text = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return f"{len(done)} steps: {text}" + (f"; wrong: {', '.join(wrong)}" if wrong else "")
+    return f"{len(results)} steps: {text}" + (f"; wrong: {', '.join(wrong)}" if wrong else "")
 
 
-def write(path: Path, done: Sequence[Done], about: dict[str, Any]) -> None:
+def write_json_report(path: Path, results: Sequence[StepResult], about: dict[str, Any]) -> None:
     """Write the JSON report. about: further entries: device, environment, verdict, seconds."""
     steps = [
         {"number": step.number, "name": step.name, "title": step.title, **asdict(outcome)}
-        | {"ranks": [asdict(one) for one in ranks] if len(ranks) > 1 else []}
-        for step, outcome, ranks in done
+        | {"ranks": [asdict(rank_outcome) for rank_outcome in ranks] if len(ranks) > 1 else []}
+        for step, outcome, ranks in results
     ]
-    record = _plain({"command": shlex.join(sys.argv), **about, "steps": steps})
+    record = _make_json_safe({"command": shlex.join(sys.argv), **about, "steps": steps})
     with write_output(path, REPORT) as unfinished:
         unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def _make_json_safe(value: Any) -> Any:
     """Replace NaN and infinity, which JSON lacks, by text."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _make_json_safe(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [_make_json_safe(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
