@@ -145,7 +145,7 @@ class Recorder:
 class _Span:
     """A span that is being recorded."""
 
-    __slots__ = ("_begin", "_end", "_facts", "_issued", "_kind", "_range", "_recorder")
+    __slots__ = ("_attributes", "_begin", "_end", "_issued", "_kind", "_range", "_recorder")
 
     def __init__(self, recorder: Recorder, kind: str, attributes: SpanAttributes) -> None:
         self._recorder, self._kind, self._attributes = recorder, kind, attributes

@@ -143,7 +143,7 @@ def test_helpers(animate: Path) -> None:
 
 
 def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> VideoParams:
-    values = {"frame_num": clip, "refert_num": refert, "size": (64, 48), "source_frames": frames}
+    values = {"frame_num": clip, "refert_num": refert, "size": (64, 48), "num_source_frames": frames}
     count = count_clips(frames, clip, refert)
     return make_video_params(PRESETS["animate-14B"], {**values, "num_clip": count, **more})
 

@@ -95,7 +95,7 @@ def test_how_many_frames_of_a_source_are_taken(
     video: Any = object()  # which is not read yet
     sources = VaceInputs(num_frames=source, video_reader=video)
     found = count_vace_frames(values, PRESETS["vace-1.3B"], sources, defaults)
-    assert found == {"references": 0, **wanted}
+    assert found == {"num_reference_images": 0, **wanted}
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_clips_of_a_character(replaces: bool, again: int) -> None:
     driving = AnimateInputs(picture(31, 48), size, 23, 30.0, takes)
     count = count_clips(23, 13, again)
     values = {**SAMPLING, "frame_num": 13, "refert_num": again, "replace_flag": replaces}
-    values |= {"size": size, "source_frames": 23, "num_clip": count}
+    values |= {"size": size, "num_source_frames": 23, "num_clip": count}
     request, loop = make_video_params(PRESETS["animate-14B"], values), Loop()
     assert count == {1: 2, 5: 3}[again]
     made: Any = characters.generate_animate_clips(loop, request, Inputs(animate=driving))  # type: ignore[arg-type]

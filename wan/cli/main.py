@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
     from wan.distributed.rendezvous import PreparedRun, RunOncePerNode
 
-RunFunction = Callable[[Run, "Team | None"], int]
+RunFunction = Callable[[Run, "ParallelGroups | None"], int]
 """Executes a run and returns the exit code."""
 
 

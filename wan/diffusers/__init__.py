@@ -138,7 +138,7 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
                 if key not in CACHE_FLAGS
             } | values
             world = old_session.setup.parallel.world_size
-            session = Session(old_session.networks, pipe, values, world, old_session.team)
+            session = Session(old_session.networks, pipe, values, world, old_session.groups)
             hooks.detach_hooks(old_session.networks)
         hooks.attach_hooks(session)
     return pipe

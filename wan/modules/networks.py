@@ -21,7 +21,7 @@ def build_dit(config: Mapping[str, Any], components: ModelComponents | None = No
         config["model_type"], ("wan.modules.model", "WanModel")
     )
     model: WanModel = getattr(import_module(module_name), class_name)(
-        **config, collaborators=components
+        **config, components=components
     )
     return model
 

@@ -288,9 +288,9 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             for name, count, size, times in _MOTION_BUCKETS:
                 bucket_patches_BSK = extract_patches(padded_BCFHW[:, :, end - count : end], size)
                 token_groups.append(
-                    embed_patches(self.frame_packer[name], bucket_patches_BSK)
+                    embed_patches(self.frame_packer[name], bucket_patches_BSK)  # type: ignore[arg-type]
                     + self._token_type_embedding("motion")
-                )  # type: ignore[arg-type]
+                )
                 positions = (
                     spread_positions(n // s, span)
                     for n, s, span in zip(motion.shape[2:], size[1:], (rows, columns), strict=True)

@@ -81,7 +81,7 @@ def count_vace_frames(
     """Counts reference images, and limits the frames to those of the source video."""
     if vace_inputs is None:
         return {}
-    counts = {"references": len(vace_inputs.reference_images)}
+    counts = {"num_reference_images": len(vace_inputs.reference_images)}
     settings = {"frame_num": preset.frame_num} | {**(defaults or {})} | {**values}
     if vace_inputs.video_reader is None or vace_inputs.num_frames >= settings["frame_num"]:
         return counts
@@ -125,7 +125,7 @@ def count_animate_clips(
     return {
         "num_clip": num_clips,
         "size": animate_inputs.size,
-        "source_frames": animate_inputs.num_frames,
+        "num_source_frames": animate_inputs.num_frames,
     }
 
 

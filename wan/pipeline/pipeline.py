@@ -239,7 +239,7 @@ class Inputs:
 
     def compute_digests(self) -> dict[str, str | None]:
         """Returns the SHA-256 of each input, by which ranks check that their inputs are equal."""
-        excluded = ("stepped", "done")
+        excluded = ("callback_on_step_end", "num_clips_done")
         names = [entry.name for entry in fields(self) if entry.name not in excluded]
         return {name: _hash_input(getattr(self, name)) for name in names}
 
@@ -260,7 +260,7 @@ def _hash_input(content: Any) -> str | None:
     else:
         files = content.files if hasattr(content, "files") else (content.path,)
         digest.update("".join(map(compute_file_digest, files)).encode())
-        for image in getattr(content, "pictures", ()):
+        for image in getattr(content, "reference_images", ()):
             digest.update(str(_hash_input(image)).encode())
     return digest.hexdigest()
 

@@ -75,8 +75,11 @@ def _make_xfuser_kernel(member: str, *devices: str, **attributes: object) -> Den
     factories = dict.fromkeys(devices or ("cuda",), "wan.kernels.xfuser:build_xfuser_kernel")
     defaults: dict[str, object] = {"precisions": ("bf16",)}
     return DenseKernelRow(
-        name=member.lower(), factories=factories, xfuser_member=member, **defaults | attributes
-    )  # type: ignore[arg-type]
+        name=member.lower(),
+        factories=factories,
+        xfuser_member=member,
+        **defaults | attributes,  # type: ignore[arg-type]
+    )
 
 
 def _make_aiter_kernel(member: str, **attributes: object) -> DenseKernelRow:

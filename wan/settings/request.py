@@ -354,14 +354,14 @@ def make_video_params(
     chosen["negative_prompt"] = values.get("negative_prompt") or preset.negative_prompt
     if preset.sample_shift_480p is not None and set(chosen["size"]) == {832, 480}:
         chosen["sample_shift"] = values.get("sample_shift", preset.sample_shift_480p)
-    chosen["ends"] = values.get("last_image") is not None
+    chosen["has_last_image"] = values.get("last_image") is not None
     if preset.infer_frames is not None:  # the latent frames of a clip are a quarter of its frames
         chosen["frame_num"] = chosen["infer_frames"] - NUM_DROPPED_FRAMES
         chosen["start_from_ref"] = bool(chosen.get("start_from_ref"))
     if preset.kind == "animate":
         chosen["refert_num"] = chosen.get("refert_num") or 1
         chosen["replace_flag"] = bool(chosen.get("replace_flag"))
-        chosen["source_frames"] = values.get("source_frames")
+        chosen["num_source_frames"] = values.get("num_source_frames")
     if chosen.get("clip_prompts"):
         chosen["prompt"], count = chosen["clip_prompts"][0], len(chosen["clip_prompts"])
         chosen["num_clip"] = chosen.get("num_clip") or count

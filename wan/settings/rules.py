@@ -135,18 +135,18 @@ LAYOUT_RULES = (
         ("exchange",),
         "has no effect with `ulysses_size=1`",
         "drop it, or use a larger one",
-        lambda s: "exchange" in s.given and s.ulysses_size == 1,
+        lambda s: "exchange" in s.user_settings and s.ulysses_size == 1,
     ),
     Rule(
         ("ring_type",),
         "has no effect with `ring_size=1`",
         "drop it, or use a larger ring",
-        lambda s: "ring_type" in s.given and s.ring_size == 1,
+        lambda s: "ring_type" in s.user_settings and s.ring_size == 1,
     ),
     Rule(
         ("dist_timeout",),
         "has no effect on one process",
-        when=lambda s: "dist_timeout" in s.given and s.world_size == 1,
+        when=lambda s: "dist_timeout" in s.user_settings and s.world_size == 1,
     ),
     *(
         Rule(
@@ -218,14 +218,14 @@ PIPELINE_RULES = (
         )
         for name, value, form, has in (
             *(
-                ("fp8_weights", value, "FP8", lambda s: any(k.startswith("F8") for k in s.kinds))
+                ("fp8_weights", value, "FP8", lambda s: any(k.startswith("F8") for k in s.checkpoint_dtypes))
                 for value in ("keep", "multiply")
             ),
-            ("gguf_weights", "keep", "GGUF", lambda s: any(k.startswith("Q") for k in s.kinds)),
+            ("gguf_weights", "keep", "GGUF", lambda s: any(k.startswith("Q") for k in s.checkpoint_dtypes)),
         )
         for why, when in (
             ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
-            ("`quant_dit_path` replaces these weights", lambda s: s.quantised),
+            ("`quant_dit_path` replaces these weights", lambda s: s.quantized),
             (
                 "NPUs have no FP8 weights",
                 lambda s, form=form: form == "FP8" and s.device == "npu",
@@ -293,7 +293,7 @@ SAMPLING_RULES = (
         ("timesteps",),
         "has no effect on `sample_solver={sample_solver}`, which computes them from `sample_shift`",
         "use euler, dmd or rcm, or drop `timesteps`",
-        lambda s: not s.solver.free,
+        lambda s: not s.solver.takes_any_timesteps,
     ),
     Rule(
         ("sample_solver=rcm",),
@@ -336,14 +336,14 @@ SAMPLING_RULES = (
 
 IMAGE_RULES = (
     Rule(
-        ("ends",),
+        ("has_last_image",),
         "is not supported by {task}",
         "use i2v-A14B or flf2v-14B, or drop it",
-        lambda s: s.preset.kind != "i2v" or s.preset.images == 1,
+        lambda s: s.preset.kind != "i2v" or s.preset.num_clip_vision_images == 1,
         "`last_image`",
     ),
     Rule(
-        ("ends",),
+        ("has_last_image",),
         "needs a video of more than one frame",
         "give a larger `frame_num`",
         lambda s: s.frame_num == 1,
@@ -353,7 +353,7 @@ IMAGE_RULES = (
         ("image_size",),
         "ends with an image",
         "add `last_image`",
-        lambda s: s.preset.images == 2 and not s.ends,
+        lambda s: s.preset.num_clip_vision_images == 2 and not s.has_last_image,
         "The task {task}",
     ),
 )
@@ -380,7 +380,7 @@ CLIP_RULES = (
         "The number of `clip_prompts`",
     ),
     Rule(
-        ("chain", "ends"),
+        ("chain", "has_last_image"),
         "does not work with several clips, because each of them would end with it",
         "drop it, or `num_clip`",
         None,

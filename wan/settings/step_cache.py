@@ -162,7 +162,7 @@ class StepCache:
 
     step_cache: str = load_option(
         "none",
-        policy,
+        read_policy,
         f"reuse outputs of earlier steps: {join_with_or(POLICY_VALUES)} (default none)",
         diffusers="policy",
         common=True,
