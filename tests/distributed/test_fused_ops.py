@@ -39,7 +39,7 @@ def compare(kind: str, topologies: list[Topology], expected: Tensor) -> None:
     for topology in topologies:
         for mode in ROWS:
             layer = attention_layer(topology, mode, methods=small_methods(kind))
-            net = JOB.model(attention=layer, tokens=tokens(kind, 128), ops=ops)
+            net = JOB.model(attention=layer, sequence_shard=tokens(kind, 128), ops=ops)
             found[topology, mode] = torch.stack(JOB.velocities(net))
     assert compiled.compiled.keys() == {step for steps in STEPS_BY_OP.values() for step in steps}
     for (topology, mode), result in found.items():
@@ -54,6 +54,6 @@ def test_modes_and_rings_with_compiled_operations(kind: str) -> None:
     """Against one process without them: the limit of any ranks; against mode 0: its equalities."""
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=small_methods(kind))
     with torch.inference_mode():
-        alone = JOB.model(attention=layer, tokens=tokens(kind, 1))
+        alone = JOB.model(attention=layer, sequence_shard=tokens(kind, 1))
         expected = torch.stack(JOB.velocities(alone))
     run(2, compare, kind, TOPOLOGIES, expected, timeout=300)

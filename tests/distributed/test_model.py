@@ -46,10 +46,10 @@ class Job:
         f, h, w = self.grid
         return f * h * w
 
-    def model(self, attention: FAPowerCapAttention | None = None, **collaborators: Any) -> WanModel:
-        """The same random weights every time. collaborators: fields of `Collaborators`."""
+    def model(self, attention: FAPowerCapAttention | None = None, **components: Any) -> WanModel:
+        """The same random weights every time. components: fields of `ModelComponents`."""
         if attention is not None:
-            collaborators["attention"] = blocks_of(attention)
+            components["attention"] = blocks_of(attention)
         torch.manual_seed(0)
         net: WanModel = (VaceWanModel if self.kind == "vace" else WanModel)(
             model_type=self.kind,
@@ -62,7 +62,7 @@ class Job:
             num_layers=2,
             text_dim=TEXT_DIM,
             text_len=self.text_len,
-            collaborators=ModelComponents(text_kv_cache=self.text_cache, **collaborators),
+            components=ModelComponents(text_kv_cache=self.text_cache, **components),
         )
         return net.eval().requires_grad_(False)
 
@@ -106,7 +106,7 @@ def ways(job: Job, which: Sequence[Way]) -> dict[Way, Tensor]:
     """On a rank."""
     found = {}
     for topology, mode in which:
-        net = job.model(attention_layer(topology, mode), tokens=ShardedSequence(None))
+        net = job.model(attention_layer(topology, mode), sequence_shard=ShardedSequence(None))
         found[topology, mode] = torch.stack(job.velocities(net))
     return found
 
@@ -177,7 +177,7 @@ def call_twice() -> None:
     """A model's second run of a job has the bits of its first."""
     job = Job("ti2v", text_cache=True)
     layer = attention_layer(Topology(2, 1), "2")
-    net = job.model(attention=layer, tokens=ShardedSequence(None))
+    net = job.model(attention=layer, sequence_shard=ShardedSequence(None))
     first, second = (torch.stack(job.velocities(net)) for _ in range(2))
     assert torch.equal(first, second)
 

@@ -72,7 +72,7 @@ def test_timesteps_of_single_tokens_follow_their_tokens() -> None:
     t = torch.full((1, job.tokens), 700).index_fill(1, torch.arange(3, job.tokens, 7), 0)
     x, context = torch.randn(48, 2, 18, 20), torch.randn(5, 16)
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=rainfusion(0))
-    ordered = job.model(attention=layer, tokens=ShardedSequence(None, 1, make_window_order))
+    ordered = job.model(attention=layer, sequence_shard=ShardedSequence(None, 1, make_window_order))
     step = StepInfo(0, 2, "cond", "dit", job.grid, job.tokens)
     found, dense = (
         net([x], t, [context], job.tokens, step=step)[0] for net in (ordered, job.model())
@@ -91,7 +91,7 @@ def ways(job: Job, which: Sequence[Way], fp8: bool) -> dict[Way, Tensor]:
     for topology, mode in which:
         layer = attention_layer(topology, mode, methods=rainfusion(0.6, fp8))
         tokens = ShardedSequence(None, 128, make_window_order)
-        found[topology, mode] = velocities(job, (), attention=layer, tokens=tokens)
+        found[topology, mode] = velocities(job, (), attention=layer, sequence_shard=tokens)
     return found
 
 
@@ -128,7 +128,7 @@ def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
         methods = small_methods("fp8 exchange" if transport else "fp8")
         layer = attention_layer(Topology(2, 1), mode, methods=methods)
         tokens = ShardedSequence(None, 256 if transport else 1)
-        found = velocities(job, (), attention=layer, tokens=tokens)
+        found = velocities(job, (), attention=layer, sequence_shard=tokens)
         assert (found - expected).abs().max() <= 2e-5, mode
 
 

@@ -127,7 +127,7 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(16, 3, 6, 10, generator=generator)
     texts = {name: torch.randn(8, 16, generator=generator) for name in ("cond", "uncond")}
-    cache.begin(case.lists)
+    cache.start_run(case.lists)
     found, x = [], start
     with torch.no_grad():
         for index in range(STEPS):
@@ -245,12 +245,12 @@ def test_a_cache_that_never_skips_changes_no_bit() -> None:
         expected = torch.stack(job.velocities(job.model()))
         for case in (Case("tea", every), asked, Case("attention", every)):
             cache = case.cache()
-            cache.begin(case.lists)
+            cache.start_run(case.lists)
             kind = "attention_cache" if case.name == "attention" else "step_cache"
             found = torch.stack(job.velocities(job.model(**{kind: cache})))
             assert found.equal(expected), (name, case)
             if kind == "step_cache":
-                assert cache.computed and cache.kept_bytes() > 0, (name, case)
+                assert cache.computed and cache.cached_bytes() > 0, (name, case)
 
 
 def test_a_skipped_step_with_every_method() -> None:
@@ -265,8 +265,10 @@ def check_skipped_step(kind: str) -> None:
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=small_methods(kind))
     order = make_window_order if kind[0] == "v" else None
     cache = Case("tea", {}).cache()
-    cache.begin(dict.fromkeys(BRANCHES, (True, False)))
-    net = job.model(attention=layer, tokens=ShardedSequence(None, 1, order), step_cache=cache)
+    cache.start_run(dict.fromkeys(BRANCHES, (True, False)))
+    net = job.model(
+        attention=layer, sequence_shard=ShardedSequence(None, 1, order), step_cache=cache
+    )
     seen: list[tuple[Tensor, Tensor]] = []
     inner, net.step_cache = net.step_cache, None
 

@@ -35,7 +35,7 @@ def velocities(parallel: Parallel | None) -> Any:
     from wan.modules.model import WanModel
     from wan.pipeline.denoise import run_both_branches
 
-    collaborators = ModelComponents()
+    components = ModelComponents()
     branches = run_both_branches
     if parallel is not None:
         team = make_parallel_groups(devices.select_device("cpu"), parallel.mesh_shape)
@@ -46,7 +46,7 @@ def velocities(parallel: Parallel | None) -> Any:
             parallel.fa_alltoall_overlap,
             ring=Ring(team.group("ring"), parallel.ring_type),
         )
-        collaborators = ModelComponents(
+        components = ModelComponents(
             lambda _: layer,
             sequence_shard=ShardedSequence(team.group("ring", "ulysses")),
         )
@@ -58,7 +58,7 @@ def velocities(parallel: Parallel | None) -> Any:
         num_heads=HEADS,
         num_layers=2,
         text_dim=16,
-        components=collaborators,
+        components=components,
     )
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(16, 3, 6, 8, generator=generator)

@@ -73,7 +73,7 @@ def plan_of(topology: Topology, mode: str, kind: str) -> ExchangePlan:
 def velocities(layer: FAPowerCapAttention, plan: ExchangePlan) -> Tensor:
     """Of a model whose tokens stand and are padded as the plan says."""
     sparse = make_window_order if plan.sparse_from == 0 else None
-    net = JOB.model(attention=layer, tokens=ShardedSequence(None, plan.multiple, sparse))
+    net = JOB.model(attention=layer, sequence_shard=ShardedSequence(None, plan.multiple, sparse))
     return torch.stack(JOB.velocities(net))
 
 
@@ -126,7 +126,7 @@ def control_ways(skipped: bool) -> list[RankReport]:
     for mode in ROWS:
         plan = replace(plan_of(Topology(2, 1), mode, "dense"), control=(0,))
         layer, events = attention_layer(Topology(2, 1), mode), list[trace.Event]()
-        net = job.model(attention=layer, tokens=ShardedSequence(None), **given)
+        net = job.model(attention=layer, sequence_shard=ShardedSequence(None), **given)
         with (
             trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
             trace.record_step(0, "dit"),

@@ -168,11 +168,11 @@ def weights(task: str) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def predict(task: str, scene: Scene, **collaborators: Any) -> Tensor:
-    """Velocities of `CALLS`. collaborators: Of a rank, which keeps what depends on the clip."""
-    collaborators["text_kv_cache"] = bool(collaborators)
+def predict(task: str, scene: Scene, **components: Any) -> Tensor:
+    """Velocities of `CALLS`. components: Of a rank, which keeps what depends on the clip."""
+    components["text_kv_cache"] = bool(components)
     with torch.device("meta"):
-        net = TASKS[task].network(ModelComponents(**collaborators)).eval()
+        net = TASKS[task].network(ModelComponents(**components)).eval()
     net.load_state_dict(weights(task), assign=True)
     random = torch.Generator().manual_seed(math.prod(scene.grid))
     texts = {branch: torch.randn(n, 16, generator=random) for branch, n in TEXTS.items()}
@@ -192,7 +192,7 @@ def share(task: str, scene: Scene, cases: Sequence[Case]) -> dict[Case, Tensor]:
             task,
             scene,
             attention=blocks_of(attention_layer(topology, mode, exchange=exchange)),
-            tokens=ShardedSequence(None),
+            sequence_shard=ShardedSequence(None),
         )
         for topology, mode, exchange in cases
     }

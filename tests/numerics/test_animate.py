@@ -44,11 +44,9 @@ def state(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def network(folder: Path, **collaborators: Any) -> WanAnimateModel:
+def network(folder: Path, **components: Any) -> WanAnimateModel:
     with torch.device("meta"):
-        model = WanAnimateModel(
-            **told(folder)["config"], components=ModelComponents(**collaborators)
-        )
+        model = WanAnimateModel(**told(folder)["config"], components=ModelComponents(**components))
     model.load_state_dict(state(folder), strict=True, assign=True)
     return model
 
@@ -143,7 +141,12 @@ def test_helpers(animate: Path) -> None:
 
 
 def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> VideoParams:
-    values = {"frame_num": clip, "refert_num": refert, "size": (64, 48), "num_source_frames": frames}
+    values = {
+        "frame_num": clip,
+        "refert_num": refert,
+        "size": (64, 48),
+        "num_source_frames": frames,
+    }
     count = count_clips(frames, clip, refert)
     return make_video_params(PRESETS["animate-14B"], {**values, "num_clip": count, **more})
 

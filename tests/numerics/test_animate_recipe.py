@@ -27,8 +27,8 @@ class Pooled(nn.Module):
         return F.adaptive_avg_pool2d(faces_P3HW, (1, 171)).flatten(1)[:, :512]
 
 
-def network(**collaborators: Any) -> Any:
-    given = ModelComponents(**collaborators)
+def network(**components: Any) -> Any:
+    given = ModelComponents(**components)
     with mock.patch("wan.modules.animate.MotionEncoder", lambda _: Pooled()):
         return tiny(lambda: WanAnimateModel(**SIZES, **TEXT, components=given))
 
@@ -160,7 +160,7 @@ def test_other_weights_for_the_same_inputs() -> None:
     model([x], torch.tensor([500]), context=[text], seq_len=99, **given)
     for weight in model.parameters():
         weight.mul_(0.8)
-    model.forget_text()
+    model.clear_caches()
     found = model([x], torch.tensor([500]), context=[text], seq_len=99, **given)[0]
     assert (found - PlainAnimate(model)(x, 500, text, given)).abs().max() <= 2e-5
 

@@ -37,10 +37,10 @@ DIT_CASES = [
 
 
 def dit_case(
-    reference: Path, name: str, case: str, **collaborators: Any
+    reference: Path, name: str, case: str, **components: Any
 ) -> tuple[WanModel, tuple, torch.Tensor]:
     config = json.loads((reference / f"{name}.json").read_text())["config"]
-    model = WanModel(**config, components=ModelComponents(**collaborators))
+    model = WanModel(**config, components=ModelComponents(**components))
     model.load_state_dict(weights(reference / f"{name}.weights.safetensors"), strict=True)
     cases = load_file(reference / f"{name}.cases.safetensors")
     x, t, context = (cases[f"{case}.{key}"] for key in ("x", "t", "context"))

@@ -37,9 +37,9 @@ def told(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def network(folder: Path, **collaborators: Any) -> WanModel_S2V:
+def network(folder: Path, **components: Any) -> WanModel_S2V:
     config = told(folder, "dit_s2v")["constructor_arguments"]
-    model = WanModel_S2V(**config, components=ModelComponents(**collaborators))
+    model = WanModel_S2V(**config, components=ModelComponents(**components))
     model.load_state_dict(weights(folder / "dit_s2v.weights.safetensors"), strict=True)
     return model
 

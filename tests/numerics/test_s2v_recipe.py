@@ -19,9 +19,9 @@ TEXT = {"text_dim": 8, "text_len": TEXT_LEN}
 LAYERS = (2, 0)  # behind them the sound is heard; weights are in the order of the network
 
 
-def network(**collaborators: Any) -> Any:
+def network(**components: Any) -> Any:
     given = {"audio_dim": 6, "num_audio_token": 2, "audio_inject_layers": LAYERS}
-    found = ModelComponents(**collaborators)
+    found = ModelComponents(**components)
     return tiny(lambda: WanModel_S2V(**SIZES, **TEXT, **given, components=found))
 
 
@@ -188,7 +188,7 @@ def test_other_weights_for_the_same_inputs() -> None:
     model([x], torch.tensor([500]), [text], 0, **given)
     for weight in model.parameters():
         weight.mul_(0.8)
-    model.forget_text()
+    model.clear_caches()
     found = model([x], torch.tensor([500]), [text], 0, **given)[0]
     assert (found - PlainS2V(model)(x, 500, text, given)).abs().max() <= 2e-5
 

@@ -29,7 +29,7 @@ CONFIG = {"num_layers": 6, "text_dim": 48, "ffn_dim": 96}
 TEXT_LEN, STEPS = 32, 5
 
 
-def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any) -> Any:
+def twins(layers: Sequence[int], heads: int, head_dim: int, **components: Any) -> Any:
     """Our network and diffusers' with the same random weights."""
     torch.manual_seed(0)
     ours = VaceWanModel(
@@ -39,7 +39,7 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any
         freq_dim=256,
         text_len=TEXT_LEN,
         **CONFIG,
-        components=ModelComponents(**collaborators),
+        components=ModelComponents(**components),
     )
     theirs = WanVACETransformer3DModel(
         num_attention_heads=heads, attention_head_dim=head_dim, vace_layers=list(layers), **CONFIG

@@ -65,7 +65,7 @@ class Jobs:
         run, given = command._resolve_service_run(argv, ranks, 1)
         self.folder = folder
         metrics = Metrics()
-        more: dict[str, Any] = {"limits": limits or Limits(), "seen": metrics.count_event}
+        more: dict[str, Any] = {"limits": limits or Limits(), "on_event": metrics.count_event}
         self.service = Service(argv, given, run, folder, ranks, **more)
         self.app: ASGIApp = app.make_app(
             self.service, metrics, host="localhost", api_key=key, **guards

@@ -93,7 +93,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(RANK.replace("#!PYTHON", f"#!{sys.executable}").replace("ARGV", repr(ARGV)))
     path.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(path))
-    for name, seconds in {"_SHORTEST": LOOK, "_LOOK": LOOK, "_RECOVERY": 1.0}.items():
+    for name, seconds in {"_SHORTEST": LOOK, "_CHECK_SECONDS": LOOK, "_RECOVERY": 1.0}.items():
         monkeypatch.setattr(group, name, seconds)
     monkeypatch.setattr(monitor, "SILENCE", 0.8)
 

@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of --journal; waits are short."""
     for module, name, seconds in (
         (journal, "PATIENCE", 0.8),
-        (journal, "LOOK", 0.05),
+        (journal, "CHECK_SECONDS", 0.05),
         (journal, "BUSY", 0.05),
         (journal_file, "BUSY", 0.05),
     ):

@@ -64,7 +64,7 @@ def test_a_batch_equals_its_samples() -> None:
 @torch.no_grad()
 def test_samples_of_different_sizes() -> None:
     samples = Samples()
-    net = model(collaborators=ModelComponents(samples))
+    net = model(components=ModelComponents(samples))
     (a, text_a), (b, text_b) = inputs(0), inputs(1, (2, 2, 4))
     both = net([a, b], torch.tensor([500]), [text_a, text_b], 18, step=STEP)
     assert samples.seen == [0, 0, 1, 1]
@@ -145,7 +145,7 @@ def test_inputs_are_not_changed() -> None:
 
 @torch.no_grad()
 def test_text_cache_is_exact_and_computes_once() -> None:
-    cached, plain = model(collaborators=CACHED), model()
+    cached, plain = model(components=CACHED), model()
     calls = []
     for block in cached.blocks:
         block.cross_attn.k.register_forward_hook(lambda *_: calls.append(1))
@@ -164,7 +164,7 @@ def test_text_cache_is_exact_and_computes_once() -> None:
 
 def test_training_uses_nothing_that_is_kept() -> None:
     """Each forward with gradients has a graph of its own, also behind one without."""
-    net, (x, context) = model(collaborators=CACHED).requires_grad_(True), inputs()
+    net, (x, context) = model(components=CACHED).requires_grad_(True), inputs()
     with torch.no_grad():
         net([x], torch.tensor([7]), [context], 18)
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_training_uses_nothing_that_is_kept() -> None:
 @torch.no_grad()
 def test_moving_the_model_forgets_text() -> None:
     """What was computed with the weights before is computed again."""
-    net, (x, context) = model(collaborators=CACHED), inputs()
+    net, (x, context) = model(components=CACHED), inputs()
     calls = []
     for block in net.blocks:
         block.cross_attn.k.register_forward_hook(lambda *_: calls.append(1))
@@ -200,7 +200,7 @@ def test_each_block_has_an_attention_layer_that_is_told_the_step() -> None:
             return super().__call__(q, k, v, valid_len=valid_len, step=step)
 
     recorded = ModelComponents(Recorder)
-    net, (x, context) = model(collaborators=recorded), inputs()
+    net, (x, context) = model(components=recorded), inputs()
     step = StepInfo(1, 4, "cond", "dit", (3, 2, 3), 18)
     net([x], torch.tensor([7]), [context], 18, step=step)
     assert seen == [(0, 18, step), (1, 18, step)]
@@ -258,10 +258,10 @@ def test_networks_and_calls_that_do_not_fit() -> None:
 def test_blocks_compile_without_a_break() -> None:
     """fullgraph; one graph for all layers and all steps with the text cache full."""
     torch._dynamo.reset()
-    net, (x, context) = model(collaborators=CACHED), inputs()
+    net, (x, context) = model(components=CACHED), inputs()
     with torch.no_grad():
         expected = [net([x], torch.tensor([t]), [context], 18)[0] for t in (900, 100)]
-    compiled = model(collaborators=CACHED)
+    compiled = model(components=CACHED)
     counter = CompileCounterWithBackend("aot_eager")
     for block in compiled.blocks:
         block.compile(backend=counter, fullgraph=True)

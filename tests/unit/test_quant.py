@@ -344,7 +344,7 @@ def test_quantised_before_the_exchange_is_quantised_later(
         QuantizedTensor(
             torch.cat([x.values.view(torch.uint8) for x in parts], 1).view(torch.float8_e4m3fn),
             torch.cat([x.scale for x in parts], 1),
-            parts[0].rows,
+            parts[0].rows_per_scale,
         ).slice_rows(0, tokens)
         for parts in zip(*packed, strict=True)
     ]

@@ -365,7 +365,7 @@ def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
     }
     adapt = stream_blocks(
         *(keep_sources, "blocks", meta, lambda *_: torch.float32),
-        adapter_modules=lambda network, layer: network.behind(layer),
+        adapter_modules=lambda network, layer: network.adapter_modules(layer),
     )
     load_weights(
         network,
@@ -424,7 +424,9 @@ def test_the_last_module_that_moves_with_a_block_is_called_last(kind: str) -> No
     }[kind]
     x, text = torch.zeros(16, 2, 8, 8), torch.zeros(2, 4)
     network([x], torch.tensor([1]), context=[text], seq_len=99, **given)
-    groups = [(block, *network.behind(layer)) for layer, block in enumerate(network.blocks)]
+    groups = [
+        (block, *network.adapter_modules(layer)) for layer, block in enumerate(network.blocks)
+    ]
     assert {len(group) > 1 for group in groups} == {False, True}
     places = {module: place for place, module in enumerate(order)}
     ends = [places[group[-1]] for group in groups]

@@ -310,7 +310,7 @@ def listed(*computed: bool) -> policy.StepLists:
 def test_a_skipped_step_adds_the_kept_residual() -> None:
     cache, blocks = kept("tea"), Blocks(0.5, 1.0)
     x = torch.randn(1, 6, 4)
-    cache.begin(listed(True, False, True, False))
+    cache.start_run(listed(True, False, True, False))
     torch.testing.assert_close(through(cache, blocks, x, step(0)), 3 * x)
     torch.testing.assert_close(through(cache, blocks, x + 1, step(1)), x + 1 + 2 * x)
     torch.testing.assert_close(through(cache, blocks, 2 * x, step(2)), 6 * x)
@@ -321,7 +321,7 @@ def test_a_skipped_step_adds_the_kept_residual() -> None:
 def test_order_one_extrapolates_the_residual() -> None:
     """R(0) = 1, R(2) = 5 per element: 2 a step, so R(3) = 7 and R(5) = 11."""
     cache = kept("tea", step_cache_order=1)
-    cache.begin(listed(True, False, True, False, False, False))
+    cache.start_run(listed(True, False, True, False, False, False))
     x = torch.zeros(1, 6, 4)
 
     def adds(value: float) -> Callable[[Tensor, int, int | None], Tensor]:
@@ -334,7 +334,7 @@ def test_order_one_extrapolates_the_residual() -> None:
 def test_another_expert_or_grid_reuses_nothing() -> None:
     for other in (step(1, expert=LOW), step(1, grid=(1, 3, 2))):
         cache, blocks = kept("tea"), Blocks(1.0)
-        cache.begin(listed(True, False, False))
+        cache.start_run(listed(True, False, False))
         x = torch.randn(1, 6, 4)
         through(cache, blocks, x, step(0))
         torch.testing.assert_close(through(cache, blocks, x, other), 2 * x)
@@ -345,15 +345,15 @@ def test_another_expert_or_grid_reuses_nothing() -> None:
 def test_branches_samples_and_runs_have_their_own() -> None:
     cache, blocks = kept("tea"), Blocks(1.0)
     x = torch.randn(1, 6, 4)
-    cache.begin(listed(False, False))
+    cache.start_run(listed(False, False))
     for branch in ("cond", "uncond"):
         through(cache, blocks, x, step(0, branch=branch))
     assert blocks.calls == [2]
     through(cache, blocks, x, step(1))
-    assert blocks.calls == [2] and cache.skipped_steps() == 1
-    cache.begin(listed(False, False))
+    assert blocks.calls == [2] and cache.count_skipped_steps() == 1
+    cache.start_run(listed(False, False))
     through(cache, blocks, x, step(1))
-    assert blocks.calls == [3] and cache.skipped_steps() == 0
+    assert blocks.calls == [3] and cache.count_skipped_steps() == 0
 
 
 TURNS = [(branch, sample) for branch in policy.BRANCHES for sample in (0, 1)]
@@ -363,7 +363,7 @@ TURNS = [(branch, sample) for branch in policy.BRANCHES for sample in (0, 1)]
 def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
     """They take turns in a step."""
     cache, added = kept(name), {turn: torch.randn(1, 6, 4) for turn in TURNS}
-    cache.begin(listed(True, False, True))
+    cache.start_run(listed(True, False, True))
     for index, (branch, sample) in product((0, 1), TURNS):
         at = replace(step(index, branch=branch), sample=sample)
         own = added[branch, sample] + index
@@ -381,7 +381,7 @@ def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
 def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
     """Also where it ends before a step that would have used it."""
     cache, live, shape = kept(name), StorageTracker("cpu"), (1, 6, 4)
-    cache.begin(listed(True, False))
+    cache.start_run(listed(True, False))
     with torch.inference_mode(), live:
         if name == "tea":
             cache(torch.ones(shape), Blocks(1.0), step(0), 6, torch.float32)
@@ -390,14 +390,14 @@ def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
         else:
             cache(0, run_both_branches, lambda branch: torch.ones(1, 1, 6, 4))
         assert live.live_bytes.total() >= 4 * 24, "it is kept for the next step"
-        cache.end()
+        cache.clear()
         assert live.live_bytes.total() == 0
 
 
 def test_small_changes_add_up() -> None:
     """A step is compared with the last one that was computed, not with the last one."""
     cache, x = kept("first_block", step_cache_threshold=0.2), torch.randn(1, 6, 4)
-    cache.begin(listed(*[False] * 4))
+    cache.start_run(listed(*[False] * 4))
     for index in range(4):
         through(cache, Blocks(1.0, 1.0), 1.15**index * x, step(index))
     assert cache.computed == {"cond": [0, 2]} and cache.skipped == {"cond": [1, 3]}
@@ -407,7 +407,7 @@ def test_first_block_cache_compares_the_first_residual() -> None:
     """r = x in every step here: it changes by a fifth, and only real tokens count."""
     for threshold in (0.1, 0.3):
         cache, blocks = kept("first_block", step_cache_threshold=threshold), Blocks(1.0, 1.0)
-        cache.begin(listed(*[False] * 4))
+        cache.start_run(listed(*[False] * 4))
         x = torch.randn(1, 6, 4)
         padded = torch.cat((x, torch.randn(1, 2, 4)), 1)
         through(cache, blocks, padded, step(0))
@@ -423,7 +423,7 @@ def test_first_block_cache_compares_the_first_residual() -> None:
 
 def test_threshold_zero_changes_no_bit() -> None:
     cache, blocks = kept("first_block", step_cache_threshold=0.0), Blocks(0.3, 0.7)
-    cache.begin(listed(*[False] * 4))
+    cache.start_run(listed(*[False] * 4))
     for index in range(4):
         x = torch.randn(1, 6, 4)
         expected = Blocks(0.3, 0.7)(x.clone(), 0, None)
@@ -438,7 +438,7 @@ def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
         made.append(torch.randn(1, 6, 4))
         return made[-1]
 
-    cache.begin(listed(True, False, False, True))
+    cache.start_run(listed(True, False, False, True))
     with torch.inference_mode():
         found = [[cache(attend, step(index), layer) for layer in (0, 1)] for index in range(4)]
     assert len(made) == 4 and found[1][0] is found[0][0] and found[2][1] is found[0][1]
@@ -453,7 +453,7 @@ def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
 def test_the_rebuilt_branch_has_the_kept_difference(h: int, w: int) -> None:
     """Low frequencies of it as they were, high ones a fifth stronger."""
     cache = kept("cfg")
-    cache.begin({"cond": (True, True), "uncond": (True, False)})
+    cache.start_run({"cond": (True, True), "uncond": (True, False)})
     slow, fast = (
         torch.cos(2 * torch.pi * periods * torch.arange(w) / w).expand(2, 3, h, w)
         for periods in (1, w // 2)

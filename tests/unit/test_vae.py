@@ -77,7 +77,7 @@ def test_the_same_as_diffusers(pair, version: str, layout: str, size: tuple[int,
     Those are compared in float32 only, because float64 takes seconds.
     """
     their, our = pair(version)
-    our = our.channels_last() if layout == "channels last" else our
+    our = our.to_channels_last() if layout == "channels last" else our
     random, (f, h, w) = torch.Generator().manual_seed(0), size
     z = torch.randn(1, our.version.z_dim, *size, generator=random)
     assert distance(decoded(our, z), their.decode(z).sample) <= LIMITS[layout]
@@ -126,7 +126,7 @@ def test_tiles_are_those_of_diffusers(pair, version: str, size: tuple[int, int])
 def test_bfloat16_is_near(pair, version: str) -> None:
     _, our = pair(version)
     z = torch.randn(1, our.version.z_dim, 2, 4, 6, generator=torch.Generator().manual_seed(0))
-    rounded = copy.deepcopy(our).bfloat16().channels_last()
+    rounded = copy.deepcopy(our).bfloat16().to_channels_last()
     near, exact = decoded(rounded, z), decoded(our, z)
     assert near.dtype == torch.bfloat16
     assert ((near - exact).square().mean() / exact.square().mean()).sqrt() <= 0.05

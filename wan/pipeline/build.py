@@ -325,7 +325,7 @@ class NetworkLoader:
             from wan.pipeline.residency import stream_blocks
 
             count_resident_blocks = self.offload_manager.count_resident_blocks
-            get_adapters = lambda network, layer: network.behind(layer)  # noqa: E731
+            get_adapters = lambda network, layer: network.adapter_modules(layer)  # noqa: E731
             transform = stream_blocks(
                 transform,
                 "blocks",
@@ -496,7 +496,7 @@ def make_weight_shardings(
         from wan.distributed.fsdp import FsdpSharding
 
         if parallel.dit_fsdp:
-            dit = FsdpSharding(groups.world_mesh(), lambda network: network.parts())
+            dit = FsdpSharding(groups.world_mesh(), lambda network: network.blocks_and_adapters())
         if parallel.t5_fsdp:
             encoder = FsdpSharding(groups.world_mesh(), text.list_umt5_blocks)
     return dit, encoder

@@ -218,10 +218,20 @@ PIPELINE_RULES = (
         )
         for name, value, form, has in (
             *(
-                ("fp8_weights", value, "FP8", lambda s: any(k.startswith("F8") for k in s.checkpoint_dtypes))
+                (
+                    "fp8_weights",
+                    value,
+                    "FP8",
+                    lambda s: any(k.startswith("F8") for k in s.checkpoint_dtypes),
+                )
                 for value in ("keep", "multiply")
             ),
-            ("gguf_weights", "keep", "GGUF", lambda s: any(k.startswith("Q") for k in s.checkpoint_dtypes)),
+            (
+                "gguf_weights",
+                "keep",
+                "GGUF",
+                lambda s: any(k.startswith("Q") for k in s.checkpoint_dtypes),
+            ),
         )
         for why, when in (
             ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
