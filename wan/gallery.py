@@ -103,10 +103,8 @@ def _read_record_section(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _list_failed_lines(summary: Path) -> list[str]:
     """Returns a sentence for each refused or failed line of a prompt file."""
-    summary_record = read_json(summary)
-    lines = _read_record_section(summary_record, "refused") | _read_record_section(
-        summary_record, "failed"
-    )
+    record = read_json(summary)
+    lines = _read_record_section(record, "refused") | _read_record_section(record, "failed")
     return [f"Line {name}: {error}" for name, error in lines.items()]
 
 

@@ -301,10 +301,8 @@ class Generator:
     def _collect_model_invariants(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Returns the settings and digests of the model that must be equal on all ranks."""
         setup, loras = self._setup, self._setup.loras.items()
-        option_groups = (setup.attention, setup.parallel, setup.execution, setup.cache)
-        invariants = {
-            name: str(value) for part in option_groups for name, value in vars(part).items()
-        }
+        groups = (setup.attention, setup.parallel, setup.execution, setup.cache)
+        invariants = {name: str(value) for part in groups for name, value in vars(part).items()}
         invariants["ckpt_dir"] = compute_fingerprint(checkpoint.list_files())
         invariants["lora"] = str(
             [
@@ -349,20 +347,16 @@ class Generator:
             name = "img" if self._preset.kind == "i2v" else "ref_image_path"
             raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
         params, base_inputs = self._make_call_params(call, setup)
-        prompt_embeds, negative_prompt_embeds = (
-            _check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS
-        )
+        prompts, negative = (_check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS)
         output_type = choice("pt", "latent")("`output_type`", call["output_type"])
         motion_latent = _check_motion_latent(call.get("motion_latent"), params)
-        if params.clip_prompts and (
-            prompt_embeds is not None or negative_prompt_embeds is not None
-        ):
+        if params.clip_prompts and (prompts is not None or negative is not None):
             why = "do not go with `clip_prompts`"
             raise InputError("Embeddings", None, why, "give the texts of all clips")
         inputs = replace(
             base_inputs,
-            prompt_embeds=prompt_embeds,
-            negative_prompt_embeds=negative_prompt_embeds,
+            prompt_embeds=prompts,
+            negative_prompt_embeds=negative,
             clip_state=motion_latent,
         )
         return VideoCall("A call", params, inputs, output_type=output_type)
@@ -386,42 +380,35 @@ class Generator:
             )
         if "image" in call["settings"]:
             raise InputError("image has no effect on a text-to-video model; remove it.")
-        flag_names = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
-        arguments = {
-            flag_names.get(name, name): value
-            for name, value in {**call, **call["settings"]}.items()
+        flags = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
+        args = {
+            flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
         }
         image, last_image = (
-            None if arguments.get(name) is None else images.convert_to_image(arguments[name], name)
+            None if args.get(name) is None else images.convert_to_image(args[name], name)
             for name in _IMAGE_SETTINGS
         )
-        reference_images = _read_reference_images(arguments.get(_REFERENCE_IMAGES))
-        absent_names = {
+        reference_images = _read_reference_images(args.get(_REFERENCE_IMAGES))
+        missing = {
             *_IMAGE_SETTINGS,
             _REFERENCE_IMAGES,
-            *(n for n in (*_OPTIONAL_SETTINGS, *call["settings"]) if arguments.get(n) is None),
+            *(n for n in (*_OPTIONAL_SETTINGS, *call["settings"]) if args.get(n) is None),
         }
         video_settings = {
-            n: arguments[n]
-            for n in arguments
-            if is_python_setting(n, "video") and n not in absent_names
+            n: args[n] for n in args if is_python_setting(n, "video") and n not in missing
         }
         values = self._base_settings | read_settings(video_settings)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
         # A recipe overrides the defaults of `generate`; Wan2.1's image models have presets.
-        absent_names = {
-            n
-            for n in values
-            if isinstance(arguments.get(n), DefaultFloat | DefaultInt | DefaultStr)
+        missing = {
+            n for n in values if isinstance(args.get(n), DefaultFloat | DefaultInt | DefaultStr)
         }
         defaults = (
-            {}
-            if self._preset.num_clip_vision_images
-            else {name: values[name] for name in absent_names}
+            {} if self._preset.num_clip_vision_images else {name: values[name] for name in missing}
         )
-        values = {name: value for name, value in values.items() if name not in absent_names}
+        values = {name: value for name, value in values.items() if name not in missing}
         image_size = None if image is None else image.size
         values["last_image"] = last_image
         inputs = Inputs(image, last_image)
@@ -434,12 +421,10 @@ class Generator:
             values |= count_animate_clips(values, self._preset, animate_inputs, defaults)
             inputs = replace(inputs, animate=animate_inputs)
         if self._preset.kind == "vace":
-            vace_inputs = read_vace_inputs(
-                values | {_REFERENCE_IMAGES: reference_images}, self._preset
-            )
-            values |= count_vace_frames(values, self._preset, vace_inputs, defaults)
-            inputs = replace(inputs, vace=vace_inputs)
-            image_size = None if vace_inputs is None else vace_inputs.size
+            vace = read_vace_inputs(values | {_REFERENCE_IMAGES: reference_images}, self._preset)
+            values |= count_vace_frames(values, self._preset, vace, defaults)
+            inputs = replace(inputs, vace=vace)
+            image_size = None if vace is None else vace.size
         boundary = {"boundary": self.config.get("boundary")}
         is_edited = boundary["boundary"] not in (None, self._preset.boundary)
         values, defaults = (
@@ -505,14 +490,8 @@ def _apply_config_files(
         "text_encoder": checkpoint.folder / config.t5_checkpoint,
         "tokenizer": checkpoint.folder / config.t5_tokenizer,
     }
-    paths = {
-        component: path
-        for component, path in paths.items()
-        if not getattr(network_files, component, None)
-    }
-    return replace(
-        checkpoint, **{component: path for component, path in paths.items() if path.exists()}
-    )
+    paths = {name: path for name, path in paths.items() if not getattr(network_files, name, None)}
+    return replace(checkpoint, **{name: path for name, path in paths.items() if path.exists()})
 
 
 def _find_world_size(use_sp: bool) -> int:

@@ -308,21 +308,17 @@ def resolve_run(
     """
     task: str = values.get("task", "t2v-A14B")
     preset = PRESETS[TASK_ALIASES.get(task, task)]
-    world_size, decodes_only = env.world_size(), "decode_latents" in values
-    if plan and world_size == 1:
-        world_size = prod(values.get(name) or 1 for name in SIZE_FLAGS)
-        if world_size > MAX_RANKS:
-            raise InputError(
-                f"The sizes make {world_size} ranks", remedy=f"give at most {MAX_RANKS}"
-            )
+    world, decodes_only = env.world_size(), "decode_latents" in values
+    if plan and world == 1:
+        world = prod(values.get(name) or 1 for name in SIZE_FLAGS)
+        if world > MAX_RANKS:
+            raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
     allow_missing = plan or not require_inputs
     image, last_image = (
         (None, None) if decodes_only else _read_input_images(values, preset, allow_missing)
     )
     size = None if image is None else image.size
-    audio, pose_video = (
-        (None, None) if decodes_only else read_s2v_inputs(values, preset, allow_missing)
-    )
+    audio, pose = (None, None) if decodes_only else read_s2v_inputs(values, preset, allow_missing)
     animate_inputs = None if decodes_only else read_animate_inputs(values, preset, allow_missing)
     vace_inputs = None if decodes_only else read_vace_inputs(values, preset, allow_missing)
     size = vace_inputs.size if vace_inputs is not None else size
@@ -330,25 +326,23 @@ def resolve_run(
     folder, is_demo = _find_checkpoint_folder(values, preset, network_files)
     candidates = tuple(PRESETS[name] for name in (task, TASK_ALIASES.get(task)) if name in PRESETS)
     if is_demo and (plan or not folder.is_dir()):
-        checkpoint = make_reference_checkpoint(preset)
+        files = make_reference_checkpoint(preset)
         if not plan:  # refuse before the checkpoint is written
-            _make_setup_and_params(values, {}, preset, checkpoint, world_size, size)
+            _make_setup_and_params(values, {}, preset, files, world, size)
             make_demo(preset.task, folder)
-            checkpoint = describe_folder(folder, network_files, candidates)
+            files = describe_folder(folder, network_files, candidates)
     else:
-        checkpoint = describe_folder(folder, network_files, candidates)
-    if task in TASK_ALIASES and checkpoint.experts.keys() == {"dit"}:
-        has_two_images = task == "i2v-14B" and checkpoint.num_images == 2
+        files = describe_folder(folder, network_files, candidates)
+    if task in TASK_ALIASES and files.experts.keys() == {"dit"}:
+        has_two_images = task == "i2v-14B" and files.num_images == 2
         preset = PRESETS["flf2v-14B" if has_two_images else task]
-    check_task(checkpoint, preset)
-    defaults = {} if checkpoint.folder is None else read_generation_config(checkpoint.folder)
+    check_task(files, preset)
+    defaults = {} if files.folder is None else read_generation_config(files.folder)
     values = {
         **values,
         **_count_clips_and_frames(values, preset, defaults, audio, animate_inputs, vace_inputs),
     }
-    setup, params, notices = _make_setup_and_params(
-        values, defaults, preset, checkpoint, world_size, size
-    )
+    setup, params, notices = _make_setup_and_params(values, defaults, preset, files, world, size)
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
     if not plan:
         encoders = (
@@ -358,10 +352,8 @@ def resolve_run(
             if audio
             else ()
         )
-        for component in (
-            ("vae",) if decodes_only else ("vae", "text_encoder", "tokenizer", *encoders)
-        ):
-            checkpoint.require(component)
+        for kind in ("vae",) if decodes_only else ("vae", "text_encoder", "tokenizer", *encoders):
+            files.require(kind)
     fps_candidates = (
         params.fps,
         animate_inputs and defaults.get("fps", animate_inputs.fps),
@@ -380,7 +372,7 @@ def resolve_run(
         image=image,
         last_image=last_image,
         audio=audio,
-        pose_video=pose_video,
+        pose_video=pose,
         animate_inputs=animate_inputs,
         vace_inputs=vace_inputs,
         input_files=() if plan else _list_input_files(values, animate_inputs),
@@ -457,10 +449,8 @@ def _make_setup_and_params(
     t, h, w = preset.vae_stride
     stored_sizes = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
     for name in stored_sizes.keys() & values.keys():
-        follows_image = name == "size" and {"image", "src_video"} & {
-            *values
-        }  # sets the aspect ratio
-        if values[name] != stored_sizes[name] and not follows_image:
+        follows = name == "size" and {"image", "src_video"} & {*values}  # sets the aspect ratio
+        if values[name] != stored_sizes[name] and not follows:
             why = f"holds latents whose {name} is {stored_sizes[name]}, and its settings say "
             why, remedy = f"{why}{values[name]}", "take the file as generate.py wrote it"
             raise InputError(str(path), None, why, remedy)
@@ -528,17 +518,11 @@ def make_params(
         defaults: Settings of the checkpoint's generation_config.json.
     """
     checkpoint, recipe_name = setup.checkpoint, values.get("recipe", "auto")
-    weight_files = {
-        info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()
-    }
+    weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folders = [] if checkpoint.folder is None else [checkpoint.folder]
-    lora_files = [
-        lora_file.file
-        for lora_group in lora.list_lora_files(values).values()
-        for lora_file in lora_group
-    ]
+    lora_files = [file.file for group in lora.list_lora_files(values).values() for file in group]
     recipe_names, recipe_settings = recipes.choose_recipes(
-        recipe_name, [*folders, *sorted(weight_files)], lora_files, setup.preset
+        recipe_name, [*folders, *sorted(weights)], lora_files, setup.preset
     )
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
     values = recipes.merge_defaults(
@@ -664,17 +648,11 @@ def _make_run_notices(
         notices.append(
             f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {demo_folder}. {expectation}"
         )
-    size, trained_sizes, trained_model = (
-        "*".join(map(str, params.size)),
-        preset.trained_sizes,
-        preset.task,
-    )
+    size, sizes, model = ("*".join(map(str, params.size)), preset.trained_sizes, preset.task)
     if demo_folder is not None and demo_folder.parent == _DEMO_FOLDER:
-        trained_sizes, trained_model = ("*".join(map(str, defaults["size"])),), "the demo"
-    if size not in trained_sizes and params.size != defaults.get("size"):
-        notices.append(
-            f"{size} is not a size {trained_model} was trained on ({', '.join(trained_sizes)})."
-        )
+        sizes, model = ("*".join(map(str, defaults["size"])),), "the demo"
+    if size not in sizes and params.size != defaults.get("size"):
+        notices.append(f"{size} is not a size {model} was trained on ({', '.join(sizes)}).")
     if output.save_file.exists():
         notices.append(f"{output.save_file} exists and will be replaced.")
     return notices

@@ -219,9 +219,7 @@ def read_available_memory(root: Path = Path("/")) -> int | None:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
-    byte_limits = [
-        int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
-    ]
+    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     for _, controllers, path in (line.split(":", 2) for line in groups):
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -229,10 +227,10 @@ def read_available_memory(root: Path = Path("/")) -> int | None:
         folder = hierarchy / path.strip("/")
         for group in (folder, *folder.parents):  # a container may have the top only
             if group.is_relative_to(hierarchy):
-                byte_limits += _read_group_headroom(
+                limits += _read_group_headroom(
                     group, *(_CGROUP_V1_FILES if controllers else _CGROUP_V2_FILES)
                 )
-    return min(byte_limits, default=None)
+    return min(limits, default=None)
 
 
 def _read_group_headroom(group: Path, limit: str, usage: str, cached: str) -> list[int]:

@@ -131,10 +131,8 @@ def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
 
 def fp8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
     """Returns an FP8 matrix product [L,O] in float32; public only since torch 2.10."""
-    unit_scale = torch.ones((), device=a_LI.device)
-    return torch._scaled_mm(
-        a_LI, b_IO, scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.float32
-    )
+    unit = torch.ones((), device=a_LI.device)
+    return torch._scaled_mm(a_LI, b_IO, scale_a=unit, scale_b=unit, out_dtype=torch.float32)
 
 
 def gelu_in_place(x: Tensor) -> Tensor:

@@ -171,34 +171,29 @@ class Mag(Policy):
         """
         settings, retention = self.settings, self.settings.step_cache_retention
         # The authors count calls, of which a step has two, and truncate some of the bounds.
-        num_calls, high_noise_calls = (
+        num_calls, high_calls = (
             2 * len(experts),
             2 * sum(expert == "high_noise" for expert in experts),
         )
-        low_noise_start = (num_calls - high_noise_calls) * retention + high_noise_calls
+        low_noise_start = (num_calls - high_calls) * retention + high_calls
 
         def is_forced(call: int) -> bool:
             if self.preset.kind == "i2v":
                 return call < int(low_noise_start)
-            if high_noise_calls:
-                return (
-                    call < int(high_noise_calls * retention)
-                    or high_noise_calls <= call <= low_noise_start
-                )
+            if high_calls:
+                return call < int(high_calls * retention) or high_calls <= call <= low_noise_start
             return call < int(num_calls * retention)
 
-        computed, product, error, num_skipped = [], 1.0, 0.0, 0
+        computed, product, error, skips = [], 1.0, 0.0, 0
         for step, ratio in enumerate(ratios):
             is_skipped = False
             if not is_forced(2 * step + (branch == "uncond")):
                 product *= ratio
-                num_skipped += 1
+                skips += 1
                 error += abs(1 - product)
-                is_skipped = (
-                    error < settings.threshold and num_skipped <= settings.step_cache_max_skip
-                )
+                is_skipped = error < settings.threshold and skips <= settings.step_cache_max_skip
                 if not is_skipped:
-                    product, error, num_skipped = 1.0, 0.0, 0
+                    product, error, skips = 1.0, 0.0, 0
             computed.append(not is_skipped)
         return tuple(computed)
 

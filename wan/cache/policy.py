@@ -90,8 +90,8 @@ class Policy(ABC):
                 compute them.
             compute_changes: Of the loaded networks; some policies return None without it.
         """
-        policy_steps = self.compute_steps(request, compute_changes)
-        if policy_steps is None:
+        steps = self.compute_steps(request, compute_changes)
+        if steps is None:
             return None
         has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].parameters
         forced_steps = list_forced_steps(
@@ -99,8 +99,7 @@ class Policy(ABC):
             self.settings.step_cache_warmup if has_warmup else 0,
         )
         step_lists = {
-            name: tuple(map(any, zip(forced_steps, policy_steps[name], strict=True)))
-            for name in BRANCHES
+            name: tuple(map(any, zip(forced_steps, steps[name], strict=True))) for name in BRANCHES
         }
         if sync_branches:
             step_lists = dict.fromkeys(

@@ -140,8 +140,6 @@ class ResidualCache(Cache):
 
 def measure_change(current: Tensor, previous: Tensor, num_valid: int) -> Tensor:
     """Sums |current - previous| and |previous| over tokens without padding: float32 [2]."""
-    previous_valid = previous[:, :num_valid]
-    change = torch.linalg.vector_norm(
-        current[:, :num_valid] - previous_valid, 1, dtype=torch.float32
-    )
-    return torch.stack((change, torch.linalg.vector_norm(previous_valid, 1, dtype=torch.float32)))
+    valid = previous[:, :num_valid]
+    change = torch.linalg.vector_norm(current[:, :num_valid] - valid, 1, dtype=torch.float32)
+    return torch.stack((change, torch.linalg.vector_norm(valid, 1, dtype=torch.float32)))

@@ -133,10 +133,10 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     Raises:
         InputError: The config.json is damaged or does not agree with the tensors.
     """
-    shape_config = _infer_config_from_shapes(folder, tensors)
+    shapes = _infer_config_from_shapes(folder, tensors)
     path = folder / "config.json"
     config_json = _read_config_json(path) if path.is_file() else {}
-    for key, value in shape_config.items():
+    for key, value in shapes.items():
         json_value = config_json.get(key, value)
         if type(json_value) is not type(value) or json_value != value:
             why = (
@@ -146,18 +146,16 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     for key, (is_valid, allowed) in _RULES.items():
         if key in config_json and not is_valid(config_json[key]):
             raise _make_config_error(path, key, config_json[key], allowed)
-    kind = detect_kind(tensors, shape_config["in_dim"]) or "t2v"
+    kind = detect_kind(tensors, shapes["in_dim"]) or "t2v"
     json_value = config_json.get("model_type", kind)
     if json_value != kind and (json_value == "vace" or {json_value, kind} & {"s2v", "animate"}):
         why = f"is {format_value(json_value)}, but the tensors are those of {kind}"
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
     if not config_json:
-        _check_blocks(folder, shape_config)
-    num_heads = max(
-        shape_config["dim"] // 128, 1
-    )  # all published networks have 128 channels per head
+        _check_blocks(folder, shapes)
+    num_heads = max(shapes["dim"] // 128, 1)  # all published networks have 128 channels per head
     overrides = {key: config_json[key] for key in _RULES if key in config_json}
-    config = {**_DEFAULTS, "model_type": kind, "num_heads": num_heads, **overrides, **shape_config}
+    config = {**_DEFAULTS, "model_type": kind, "num_heads": num_heads, **overrides, **shapes}
     dim, num_heads = config["dim"], config["num_heads"]
     if num_heads < 1 or dim % (2 * num_heads):
         why = f"is {num_heads}, but {dim} channels are not {num_heads} heads of an even size"
@@ -202,13 +200,11 @@ def _read_s2v_config(
     injectors = {
         name.split(".")[2] for name in tensors if name.startswith("audio_injector.injector.")
     }
-    num_audio_tokens = (
-        0 if conv_weight is None else conv_weight.shape[0] // max(config["dim"] // 4, 1)
-    )
-    if conv_weight is None or not num_audio_tokens or not injectors:
+    num_tokens = 0 if conv_weight is None else conv_weight.shape[0] // max(config["dim"] // 4, 1)
+    if conv_weight is None or not num_tokens or not injectors:
         why = "lacks tensors of the audio encoder or audio injectors of S2V"
         raise InputError(f"{path.parent}", None, why, "download it again")
-    shape_config = {"audio_dim": conv_weight.shape[1], "num_audio_token": num_audio_tokens}
+    shape_config = {"audio_dim": conv_weight.shape[1], "num_audio_token": num_tokens}
     for key, value in shape_config.items():
         if config_json.get(key, value) != value:
             why = f"is {format_value(config_json[key])}, but the tensors' shapes give {value}"
@@ -238,11 +234,11 @@ def _read_vace_config(
         tensors[VACE_KEY].shape,
         {n.split(".")[1] for n in tensors if n.startswith(_VACE_PREFIX)},
     )
-    num_control_blocks = len(block_ids)
+    num_control = len(block_ids)
     if (
         len(shape) != 5
-        or not num_control_blocks
-        or block_ids != {str(index) for index in range(num_control_blocks)}
+        or not num_control
+        or block_ids != {str(index) for index in range(num_control)}
     ):
         why = "lacks tensors of the control blocks of VACE"
         raise InputError(f"{path.parent}", None, why, "download it again")
@@ -252,17 +248,15 @@ def _read_vace_config(
         raise InputError(f"{path}: vace_in_dim", None, why, remedy)
     layers = config_json.get("vace_layers")
     if layers is None:
-        layers = list(range(0, num_layers, max(1, num_layers // num_control_blocks)))[
-            :num_control_blocks
-        ]
+        layers = list(range(0, num_layers, max(1, num_layers // num_control)))[:num_control]
     is_int_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if (
         not is_int_list
-        or len({*layers}) != num_control_blocks
+        or len({*layers}) != num_control
         or min(layers) != 0
         or max(layers) >= num_layers
     ):
-        allowed = f"{num_control_blocks} different layers below {num_layers}, of which 0 is one"
+        allowed = f"{num_control} different layers below {num_layers}, of which 0 is one"
         raise _make_config_error(path, "vace_layers", layers, allowed)
     return {"vace_layers": tuple(sorted(layers)), "vace_in_dim": shape[1]}
 

@@ -103,13 +103,11 @@ def inspect_weights(path: Path) -> WeightFile:
 
 def _detect_component(tensors: Mapping[str, TensorInfo]) -> str | None:
     names = tuple(tensors)
-    for component, signatures in _SIGNATURES.items():
+    for kind, signatures in _SIGNATURES.items():
         for signature in signatures:
             if all(any(name.endswith(suffix) for name in names) for suffix in signature):
-                is_video = component != "vae" or any(
-                    len(info.shape) == 5 for info in tensors.values()
-                )
-                return component if is_video else None
+                is_video = kind != "vae" or any(len(info.shape) == 5 for info in tensors.values())
+                return kind if is_video else None
     return None
 
 
@@ -153,9 +151,7 @@ class WeightFinder:
             InputError: There are several; or none, but a damaged file that might be one.
         """
         if len(candidates) > 1:
-            names = sorted(
-                str(weight_file.path.relative_to(self._folder)) for weight_file in candidates
-            )
+            names = sorted(str(file.path.relative_to(self._folder)) for file in candidates)
             listing = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
             why = (
                 f"holds {len(names)} files with {COMPONENTS[component]} to choose from ({listing})"

@@ -133,9 +133,7 @@ def _find_path_tags(
     path_tags = [find_expert_tags(name)]
     for index, folder_name in enumerate(folder_names):
         words_of_others = [
-            split_name_words(entry)
-            for other_index, entry in enumerate(folder_names)
-            if other_index != index
+            split_name_words(entry) for other, entry in enumerate(folder_names) if other != index
         ]
         path_words = tuple(
             word for name_words in (split_name_words(name), *words_of_others) for word in name_words
@@ -159,13 +157,10 @@ def _find_path_tags(
 def _pick_certain_tag(tag_lists: Sequence[Sequence[ExpertTag]]) -> ExpertTag | None:
     """Returns the first unambiguous tag whose name has tags of one expert only."""
     for tags in tag_lists:
-        for candidates in (
-            [m for m in tags if m.has_noise],
-            [m for m in tags if not m.is_ambiguous],
-        ):
-            if len({tag.expert for tag in candidates}) == 1:
-                return candidates[0]
-            if candidates:
+        for options in ([m for m in tags if m.has_noise], [m for m in tags if not m.is_ambiguous]):
+            if len({tag.expert for tag in options}) == 1:
+                return options[0]
+            if options:
                 break
     return None
 

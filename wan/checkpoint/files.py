@@ -215,10 +215,8 @@ def is_further_shard(path: Path) -> bool:
     if match is None:
         return False
     width, name_end = len(match["number"]), f"-of-{match['count']}{match['suffix']}"
-    earlier_numbers = range(1, min(int(match["number"]), _MAX_SHARDS))
-    return any(
-        path.with_name(f"{match['stem']}-{i:0{width}}{name_end}").is_file() for i in earlier_numbers
-    )
+    earlier = range(1, min(int(match["number"]), _MAX_SHARDS))
+    return any(path.with_name(f"{match['stem']}-{i:0{width}}{name_end}").is_file() for i in earlier)
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
@@ -275,10 +273,8 @@ def read_safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, floa
             if dtype == "BF16":
                 scalars[name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
             elif dtype in _STRUCT_CODES:
-                struct_format = f"<{_STRUCT_CODES[dtype]}"
-                scalars[name] = struct.unpack(
-                    struct_format, file.read(struct.calcsize(struct_format))
-                )[0]
+                code = f"<{_STRUCT_CODES[dtype]}"
+                scalars[name] = struct.unpack(code, file.read(struct.calcsize(code)))[0]
             else:
                 why = f"is stored as {dtype}"
                 raise InputError(f"{path}: {name}", None, why, "give it as F32")
@@ -316,11 +312,9 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
             why = "is missing, but its shards exist"
             raise InputError(f"{index}", None, why, "download the index")
     for suffix in WEIGHT_FILES:
-        first_shards = [file for file in folder.glob(f"*{suffix}") if not is_further_shard(file)]
+        shards = [file for file in folder.glob(f"*{suffix}") if not is_further_shard(file)]
         single_files = [
-            file
-            for file in first_shards
-            if not OTHER_COMPONENTS.search(_SHARD.sub(r"\1", file.name))
+            file for file in shards if not OTHER_COMPONENTS.search(_SHARD.sub(r"\1", file.name))
         ]
         if single_files:
             return read_file_headers(single_files[0]) if len(single_files) == 1 else None

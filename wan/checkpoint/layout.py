@@ -264,25 +264,15 @@ class _PipelineIndex:
             raise InputError(
                 f"{path}: boundary_ratio", None, why, "download model_index.json again"
             )
-        components = {
-            component: model_index[component]
-            for component in _PIPELINE_COMPONENTS
-            if component in model_index
-        }
-        for component, value in components.items():
+        entries = {name: model_index[name] for name in _PIPELINE_COMPONENTS if name in model_index}
+        for name, value in entries.items():
             if value is not None and not (isinstance(value, list) and len(value) == 2):
                 why = f"is {format_value(value)}, but must be a library and a class"
-                raise InputError(
-                    f"{path}: {component}", None, why, "download model_index.json again"
-                )
+                raise InputError(f"{path}: {name}", None, why, "download model_index.json again")
         return cls(
             None if boundary is None else float(boundary),
             "boundary_ratio" in model_index and boundary is None,
-            frozenset(
-                component
-                for component, value in components.items()
-                if value not in (None, [None, None])
-            ),
+            frozenset(name for name, value in entries.items() if value not in (None, [None, None])),
         )
 
 
@@ -364,24 +354,18 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile |
         if path.suffix == ".pth":
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(flag, path, "is not in a supported weight format", remedy)
-    weight_file = inspect_weights(path)
-    if weight_file.component != component:
-        content = (
-            COMPONENTS[weight_file.component] if weight_file.component else "none of Wan's networks"
-        )
+    file = inspect_weights(path)
+    if file.component != component:
+        content = COMPONENTS[file.component] if file.component else "none of Wan's networks"
         raise InputError(flag, path, f"holds {content}", f"give {COMPONENTS[component]}")
-    return weight_file
+    return file
 
 
 def _check_explicit_component(component: str, path: Path, kind: str) -> Path:
     """Checks an explicit text encoder, image encoder or VAE and returns its path."""
-    weight_file = _check_component_file(f"`{component}`", path, component)
-    if (
-        weight_file is not None
-        and component == "vae"
-        and weight_file.channels != _LATENT_CHANNELS[kind]
-    ):
-        why = f"has {weight_file.channels} latent channels, and the networks of {kind} have "
+    file = _check_component_file(f"`{component}`", path, component)
+    if file is not None and component == "vae" and file.channels != _LATENT_CHANNELS[kind]:
+        why = f"has {file.channels} latent channels, and the networks of {kind} have "
         raise InputError(
             "`vae`", path, f"{why}{_LATENT_CHANNELS[kind]}", "give the VAE of this task"
         )
@@ -392,13 +376,9 @@ def _find_component(finder: WeightFinder, component: str, kind: str) -> Path | N
     """Searches the folder for a component."""
     candidates = finder.find_all(component)
     if component == "vae":
-        candidates = [
-            weight_file
-            for weight_file in candidates
-            if weight_file.channels == _LATENT_CHANNELS[kind]
-        ]
-    weight_file = finder.pick_one(component, candidates, component)
-    return None if weight_file is None else weight_file.path
+        candidates = [file for file in candidates if file.channels == _LATENT_CHANNELS[kind]]
+    file = finder.pick_one(component, candidates, component)
+    return None if file is None else file.path
 
 
 def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
@@ -470,11 +450,7 @@ def _read_folder_experts(
         explicit_experts: Experts that are not read from the folder.
     """
     names = EXPERT_FOLDERS if index is None else _DIFFUSERS_FOLDERS
-    folders = {
-        expert: folder / subfolder
-        for expert, subfolder in names.items()
-        if (folder / subfolder).is_dir()
-    }
+    folders = {expert: folder / name for expert, name in names.items() if (folder / name).is_dir()}
     if index is not None and not explicit_experts and "high_noise" in folders:
         has_second = "transformer_2" in index.components
         is_complete = len(folders) == 2 or not (has_second or index.boundary is not None)
@@ -505,9 +481,7 @@ def _read_expert_files(
     """Reads the DiTs that are in the folder as files of any name; {} if there are none."""
     weight_files = finder.find_all("dit")
     matching = [
-        weight_file
-        for weight_file in weight_files
-        if any(_fits_preset(weight_file, preset) for preset in presets)
+        file for file in weight_files if any(_fits_preset(file, preset) for preset in presets)
     ] or weight_files
 
     def read_dit(weight_file: WeightFile) -> DitFiles:
@@ -516,28 +490,22 @@ def _read_expert_files(
 
     pair = {}
     for expert in EXPERT_FOLDERS:
-        candidates = [weight_file for weight_file in matching if weight_file.expert == expert]
+        candidates = [file for file in matching if file.expert == expert]
         if expert not in explicit_experts and any(len(preset.experts) == 2 for preset in presets):
             pair[expert] = finder.pick_one("dit", candidates, f"dit_{expert}")
-    missing = [expert for expert, weight_file in pair.items() if weight_file is None]
+    missing = [expert for expert, file in pair.items() if file is None]
     if (pair and len(missing) < len(pair)) or (pair and explicit_experts):
         if missing:
             label = missing[0].replace("_", "-")
             why = f"holds no {label} expert ({', '.join(p.name for p in _list_sorted_paths(matching))})"
             remedy = f"download it, or give one with `dit_{missing[0]}`"
             raise InputError(f"{folder}", None, why, remedy)
-        return {
-            expert: read_dit(weight_file)
-            for expert, weight_file in pair.items()
-            if weight_file is not None
-        }
-    single = [weight_file for weight_file in matching if weight_file.expert is None] or matching
+        return {expert: read_dit(file) for expert, file in pair.items() if file is not None}
+    single = [file for file in matching if file.expert is None] or matching
     dims = {preset.dim for preset in presets}
     if len(single) > 1 and len(presets) < len(PRESETS):
         same_dim = [
-            weight_file
-            for weight_file in single
-            if (*weight_file.find_shape("patch_embedding.weight"), 0)[0] in dims
+            file for file in single if (*file.find_shape("patch_embedding.weight"), 0)[0] in dims
         ]
         single = same_dim or single
     match = finder.pick_one("dit", single, "dit")
@@ -554,14 +522,8 @@ def _list_sorted_paths(weight_files: Collection[WeightFile]) -> list[Path]:
 
 def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
     """Returns whether a DiT has the kind and the image input of the task."""
-    library_keys = {
-        S2V_KEY: S2V_KEY,
-        ANIMATE_KEY: rename_dit_to_diffusers(ANIMATE_KEY),
-        VACE_KEY: VACE_KEY,
-    }
-    present_keys = [
-        name for name in library_keys if weight_file.find_shape(name, library_keys[name])
-    ]
+    keys = {S2V_KEY: S2V_KEY, ANIMATE_KEY: rename_dit_to_diffusers(ANIMATE_KEY), VACE_KEY: VACE_KEY}
+    present_keys = [name for name in keys if weight_file.find_shape(name, keys[name])]
     kind = detect_kind(present_keys, weight_file.channels)
     takes_images = bool(
         weight_file.find_shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight")

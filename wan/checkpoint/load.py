@@ -260,11 +260,9 @@ def read_headers(path: Path, rename: Callable[[str], str]) -> dict[str, TensorIn
     if path.suffix in _PICKLE_SUFFIXES:
         state_dict = load_pth(path)
         dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state_dict.items()}
-        current_state = read_file_state(path)
+        state = read_file_state(path)
         tensors = {
-            name: TensorInfo(
-                path, name, dtypes[name], tuple(t.shape), t.nbytes, state=current_state
-            )
+            name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes, state=state)
             for name, t in state_dict.items()
         }
     else:
@@ -314,19 +312,17 @@ def load_pth(path: Path) -> dict[str, Tensor]:
         InputError: The file contains anything but tensors.
     """
     try:
-        state_dict = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         why = "holds something other than weights and was not opened, because it could run code"
         raise InputError(f"{path}", None, why, "download it again") from None
     except Exception as error:  # torch raises half a dozen kinds for damaged files
         why = f"cannot be read ({format_value(error, str)})"
         raise InputError(f"{path}", None, why, "download it again") from None
-    if isinstance(state_dict, dict) and isinstance(state_dict.get("state_dict"), dict):
-        state_dict = state_dict["state_dict"]  # training code saves its state too
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]  # training code saves its state too
     entries: Iterable[tuple[Any, Any]]
-    entries = (
-        state_dict.items() if isinstance(state_dict, dict) else [(type(state_dict).__name__, None)]
-    )
+    entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
     for name, value in entries:
         is_tensor = isinstance(name, str) and type(value) in (Tensor, nn.Parameter)
         # A damaged view may extend past the end of its storage.
@@ -412,7 +408,7 @@ def _make_nvfp4_source(
     packed: TensorSource, scale: TensorSource, block_scales: TensorSource
 ) -> TensorSource:
     """Returns a source that dequantizes NVFP4."""
-    num_rows, num_columns = packed.shape[0], 2 * packed.shape[1]
+    num_rows, columns = packed.shape[0], 2 * packed.shape[1]
     tensor_scale = scale.read(slice(None)).float()
 
     def read(row_slice: slice) -> Tensor:
@@ -422,9 +418,7 @@ def _make_nvfp4_source(
             tensor_scale,
         )
 
-    return TensorSource(
-        torch.float32, (num_rows, num_columns), read, packed.mapped_tensor, packed.file
-    )
+    return TensorSource(torch.float32, (num_rows, columns), read, packed.mapped_tensor, packed.file)
 
 
 def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> TensorSource:

@@ -209,13 +209,11 @@ def _assign_by_name(
     Raises:
         InputError: A name contradicts the flag, or only one file of a pair has an expert tag.
     """
-    tags = detect_experts(
-        {lora_file.file for lora_files in files.values() for lora_file in lora_files}
-    )
+    tags = detect_experts({lora_file.file for loras in files.values() for lora_file in loras})
     files_by_network: dict[str, tuple[LoraFile, ...]] = dict.fromkeys(files, ())
     applied_tags: dict[Path, ExpertTag] = {}
-    for network, lora_files in files.items():
-        for lora_file in lora_files:
+    for network, loras in files.items():
+        for lora_file in loras:
             tag = tags[lora_file.file]
             if tag is None or (network == "both" and _holds_both_experts(lora_file.file)):
                 files_by_network[network] += (lora_file,)
@@ -415,14 +413,12 @@ class _LoraReader:
         is_pair = any(name.startswith(_LOW_NOISE_PREFIX) for name in self.tensors)
         prefix = _LOW_NOISE_PREFIX if is_pair and self.expert == "low_noise" else _HIGH_NOISE_PREFIX
         settings = read_peft_settings(self.path, prefix)
-        scale_settings = {} if alphas else settings
+        scales = {} if alphas else settings
         deltas: dict[str, list[WeightDelta]] = {}
         for layer, tensors in layers.items():
-            alpha = (
-                scalars[alphas[layer].name] if layer in alphas else scale_settings.get("lora_alpha")
-            )
+            alpha = scalars[alphas[layer].name] if layer in alphas else scales.get("lora_alpha")
             for name, delta in self.iter_deltas(
-                layer, tensors, alpha, bool(scale_settings.get("use_rslora"))
+                layer, tensors, alpha, bool(scales.get("use_rslora"))
             ):
                 deltas.setdefault(name, []).append(delta)
         return Lora(

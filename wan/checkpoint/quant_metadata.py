@@ -79,24 +79,16 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         weight = infos.get(f"{layer}.weight")
         if weight is None:
             continue  # the file's metadata may name layers differently
-        format_name = layer_format.get("format")
-        if (
-            not isinstance(format_name, str)
-            or format_name not in _FORMAT_DTYPES
-            or layer_format.get("convrot")
-        ):
-            description = (
-                "int8 of rotated weights"
-                if format_name in [*_FORMAT_DTYPES]
-                else format_value(format_name)
-            )
-            why = f"is marked as {description}, which is not supported"
+        form = layer_format.get("format")
+        if not isinstance(form, str) or form not in _FORMAT_DTYPES or layer_format.get("convrot"):
+            label = "int8 of rotated weights" if form in [*_FORMAT_DTYPES] else format_value(form)
+            why = f"is marked as {label}, which is not supported"
             remedy = f"get a file of {', '.join(_FORMAT_DTYPES)}"
             raise InputError(f"{weight.file}: {layer}", None, why, remedy)
-        if weight.dtype != _FORMAT_DTYPES[format_name]:
-            why = f"is marked as {format_name}, and stored as {weight.dtype}"
+        if weight.dtype != _FORMAT_DTYPES[form]:
+            why = f"is marked as {form}, and stored as {weight.dtype}"
             raise InputError(f"{weight.file}: {weight.name}", None, why, _DOWNLOAD_AGAIN)
-        if format_name == "nvfp4":
+        if form == "nvfp4":
             infos[f"{layer}.weight"] = _attach_nvfp4_scales(infos, layer, weight)
         elif layer_format.get("full_precision_matrix_mult"):
             infos[f"{layer}.weight"] = replace(weight, full_precision=True)
@@ -110,9 +102,9 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             continue  # the caller refuses the unknown tensor
         info = infos.pop(name)
         if prod(info.shape) not in (1, *weight.shape[:1]) or info.dtype not in FLOATS:
-            description = f"{info.file}: {name} {list(info.shape)} {info.dtype}"
+            label = f"{info.file}: {name} {list(info.shape)} {info.dtype}"
             why = f"is no scale of {layer}.weight {list(weight.shape)}"
-            raise InputError(description, None, why, _DOWNLOAD_AGAIN)
+            raise InputError(label, None, why, _DOWNLOAD_AGAIN)
         infos[f"{layer}.weight"] = replace(weight, scale=info)
     return infos
 
@@ -121,29 +113,15 @@ def _attach_nvfp4_scales(
     infos: dict[str, TensorInfo], layer: str, weight: TensorInfo
 ) -> TensorInfo:
     """Attaches the FP8 scale per 16 values and the scale of the tensor to an NVFP4 weight."""
-    block_scales, tensor_scale = (
-        infos.pop(f"{layer}.{n}", None) for n in ("weight_scale", "weight_scale_2")
-    )
-    num_rows, num_columns = (*weight.shape, 1)[0], 2 * prod(weight.shape[1:])
-    num_scales = -(-num_rows // 128) * 128 * -(-(num_columns // 16) // 4) * 4
-    has_block_scales = (
-        block_scales is not None
-        and block_scales.dtype in FP8
-        and prod(block_scales.shape) == num_scales
-    )
-    has_tensor_scale = (
-        tensor_scale is not None and tensor_scale.dtype in FLOATS and prod(tensor_scale.shape) == 1
-    )
-    if len(weight.shape) != 2 or num_columns % 16 or not has_block_scales or not has_tensor_scale:
+    scales, scale = (infos.pop(f"{layer}.{n}", None) for n in ("weight_scale", "weight_scale_2"))
+    num_rows, columns = (*weight.shape, 1)[0], 2 * prod(weight.shape[1:])
+    count = -(-num_rows // 128) * 128 * -(-(columns // 16) // 4) * 4
+    has_block_scales = scales is not None and scales.dtype in FP8 and prod(scales.shape) == count
+    has_tensor_scale = scale is not None and scale.dtype in FLOATS and prod(scale.shape) == 1
+    if len(weight.shape) != 2 or columns % 16 or not has_block_scales or not has_tensor_scale:
         description = f"{weight.file}: {weight.name} {list(weight.shape)}"
         raise InputError(description, None, "has no scales that fit NVFP4", _DOWNLOAD_AGAIN)
-    return replace(
-        weight,
-        dtype=NVFP4,
-        shape=(num_rows, num_columns),
-        scale=tensor_scale,
-        block_scales=block_scales,
-    )
+    return replace(weight, dtype=NVFP4, shape=(num_rows, columns), scale=scale, block_scales=scales)
 
 
 def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
@@ -161,9 +139,7 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
         layers = metadata.get("layers") if isinstance(metadata, dict) else None
         if isinstance(layers, dict):
             layer_formats |= {
-                layer: layer_format
-                for layer, layer_format in layers.items()
-                if isinstance(layer_format, dict)
+                layer: form for layer, form in layers.items() if isinstance(form, dict)
             }
         offsets = read_safetensors_offsets(file) if names else {}
         with open_regular_file(file) as handle:

@@ -204,31 +204,25 @@ def _check_file_mode(path: Path) -> None:
 
 def _read_export(folder: Path, dit: DitFiles) -> Export:
     """Reads a network's export; InputError if it is incomplete or does not fit the network."""
-    description = next(
-        (folder / name for name in DESCRIPTION_FILES if (folder / name).is_file()), None
-    )
-    if description is None:
+    listing = next((folder / name for name in DESCRIPTION_FILES if (folder / name).is_file()), None)
+    if listing is None:
         _refuse_rank_shards(folder, "quant_model_description*")
         names = f"{' or '.join(DESCRIPTION_FILES)} (two experts: in high_noise_model/ and low_noise_model/)"
         why = "holds no description of quantised weights"
         raise InputError(f"{folder}", None, why, f"expected {names}")
-    entries = read_json(description)
-    quant_type = entries.get("model_quant_type")
-    if quant_type not in (*_ALGORITHMS, "W16A16"):
-        why = (
-            "has no model_quant_type"
-            if quant_type is None
-            else f"has the model_quant_type {quant_type!r}"
-        )
+    entries = read_json(listing)
+    kind = entries.get("model_quant_type")
+    if kind not in (*_ALGORITHMS, "W16A16"):
+        why = "has no model_quant_type" if kind is None else f"has the model_quant_type {kind!r}"
         remedy = f"export again as one of {', '.join(_ALGORITHMS)}"
-        raise InputError(f"{description}", None, why, remedy)
-    _check_export_entries(description, entries, dit)
-    weights = folder / f"quant_model_weight_{quant_type.lower()}.safetensors"
+        raise InputError(f"{listing}", None, why, remedy)
+    _check_export_entries(listing, entries, dit)
+    weights = folder / f"quant_model_weight_{kind.lower()}.safetensors"
     if not weights.is_file():
         _refuse_rank_shards(folder, weights.stem)
-        remedy = f"copy or export it into the folder of {description.name}"
+        remedy = f"copy or export it into the folder of {listing.name}"
         raise InputError(f"{weights}", None, "is missing", remedy)
-    reader = _EntryReader(dit, description, entries, weights, read_safetensors_header(weights))
+    reader = _EntryReader(dit, listing, entries, weights, read_safetensors_header(weights))
     linears = {n: layer for n in _list_linear_layers(dit) if (layer := reader.read_linear(n))}
     attentions = {
         int(name.split(".")[1]): layer
@@ -236,8 +230,8 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
         if (layer := reader.read_attention(name))
     }
     if not linears and not attentions:
-        raise InputError(f"{description}", None, "quantises no layer", "drop `quant_dit_path`")
-    return Export(description, weights, DESCRIPTION_FILES[description.name], linears, attentions)
+        raise InputError(f"{listing}", None, "quantises no layer", "drop `quant_dit_path`")
+    return Export(listing, weights, DESCRIPTION_FILES[listing.name], linears, attentions)
 
 
 def _refuse_rank_shards(folder: Path, stem: str) -> None:
@@ -299,9 +293,7 @@ class _EntryReader:
         Algorithms are case-insensitive, FLOAT is not: other spellings of it are ignored.
         """
         values = [self.entries[name + s] for s in _SUFFIXES if name + s in self.entries]
-        algorithms = [
-            name_upper for value in values if (name_upper := str(value).upper()) != _FLOAT
-        ]
+        algorithms = [upper for value in values if (upper := str(value).upper()) != _FLOAT]
         if _FLOAT in values or not algorithms or algorithms[0] in _NO_QUANTIZATION:
             return None
         return algorithms[0]
@@ -317,25 +309,21 @@ class _EntryReader:
             why = f"quantises {name}, which is computed in float32 here"
             raise InputError(f"{self.description}", None, why, "export it as FLOAT")
         # A smoothed layer has its tensors one level deeper, and the factors of its inputs.
-        linear_format, smooth_key = _LINEAR_FORMATS[algorithm], f"{name}.div.mul_scale"
+        form, smooth_key = _LINEAR_FORMATS[algorithm], f"{name}.div.mul_scale"
         prefix = f"{name}.linear" if smooth_key in self.tensors else name
-        suffixes = ("weight", *linear_format.extra_tensors)
+        suffixes = ("weight", *form.extra_tensors)
         suffixes += ("bias",) if f"{name}.bias" in self.dit.tensors else ()
         tensors = {suffix: self.get_tensor(f"{prefix}.{suffix}") for suffix in suffixes}
         if prefix != name:
             tensors["mul_scale"] = self.get_tensor(smooth_key)
         num_rows, num_columns = self.dit.tensors[f"{name}.weight"].shape
         width = num_columns // 2 if tensors["weight"].dtype == "U8" else num_columns
-        self.check_tensor(
-            algorithm, tensors["weight"], linear_format.weight_dtypes, (num_rows, width)
-        )
+        self.check_tensor(algorithm, tensors["weight"], form.weight_dtypes, (num_rows, width))
         # mindiesd documents the shapes of scales for one algorithm, and the dtypes for all.
         has_known_shapes = algorithm == W8A8_DYNAMIC
         if "weight_scale" in tensors:
             shapes = ((num_rows,), (num_rows, 1)) if has_known_shapes else ()
-            self.check_tensor(
-                algorithm, tensors["weight_scale"], linear_format.scale_dtypes, *shapes
-            )
+            self.check_tensor(algorithm, tensors["weight_scale"], form.scale_dtypes, *shapes)
         for suffix, size in (("bias", num_rows), ("mul_scale", num_columns)):
             if has_known_shapes and suffix in tensors:
                 self.check_tensor(algorithm, tensors[suffix], _FLOAT_DTYPES, (size,))

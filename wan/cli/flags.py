@@ -72,11 +72,9 @@ class Parser(argparse.ArgumentParser):
         unknown = re.fullmatch(r"unrecognized arguments: --([^\s=]+).*", message, re.DOTALL)
         if unknown is not None:
             known_names = [option.removeprefix("--") for option in self._option_string_actions]
-            similar_names = difflib.get_close_matches(unknown[1], known_names, 1)
+            similar = difflib.get_close_matches(unknown[1], known_names, 1)
             suggestion = _FOREIGN_NAMES.get(unknown[1].replace("-", "_"))
-            suggestion = (
-                suggestion if suggestion in known_names else next(iter(similar_names), None)
-            )
+            suggestion = suggestion if suggestion in known_names else next(iter(similar), None)
             problem = f"--{unknown[1]} is not a known flag; "
             hint = "--help all lists them" if suggestion is None else f"did you mean --{suggestion}"
             raise InputError(problem + hint + ("?" if suggestion else "."))

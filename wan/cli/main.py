@@ -155,20 +155,18 @@ def _execute_as_rank(argv: Sequence[str], work: RunFunction, require_inputs: boo
         run = resolve_arguments(argv, run_once, require_inputs=require_inputs)
         device = devices.select_device(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.capabilities)
-        invariants = run.collect_rank_invariants(device.type) | {
-            "the version of wan": wan.__version__
-        }
+        values = run.collect_rank_invariants(device.type) | {"the version of wan": wan.__version__}
         if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
             from wan.pipeline import build
 
-            invariants["what computes attention"] = build.describe_dense_kernel(run.setup, device)
+            values["what computes attention"] = build.describe_dense_kernel(run.setup, device)
         return rendezvous.PreparedRun(
             seed=run.params.base_seed,
             with_seed=run.with_seed,
             device=device,
             mesh_sizes=run.setup.parallel.mesh_shape,
             timeout=timedelta(minutes=run.setup.parallel.dist_timeout),
-            invariants=invariants,
+            invariants=values,
         )
 
     return rendezvous.run_ranks(prepare, work, failures.describe_error, failures.print_error)

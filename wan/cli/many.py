@@ -87,15 +87,13 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
 
     def make_video(job: LineJob, get_latents: Callable[[], Tensor]) -> LineJob:
         num_done = jobs.index(job)
-        seconds_left = (
+        remaining = (
             statistics.median(finished_job.seconds for finished_job in finished_jobs)
             * (len(jobs) - num_done)
             if finished_jobs
             else None
         )
-        estimate = (
-            "" if seconds_left is None else f", about {log.format_duration(seconds_left)} left"
-        )
+        estimate = "" if remaining is None else f", about {log.format_duration(remaining)} left"
         path = job.video.run.output.save_file
         logger.info("%s, %d of %d%s: %s", job.name, num_done + 1, len(jobs), estimate, path)
         if not run.group_by_expert:
@@ -137,17 +135,11 @@ def _is_video_current(line: PromptLine) -> bool:
         stored_settings = read_json(output.record_path)["settings"]
     except (InputError, KeyError):
         return True  # it has no record to compare with
-    current_settings = json.loads(json.dumps(line.run.settings, default=str))
-    auto_settings = {
-        name for name, value in current_settings.items() if value == "auto"
-    }  # until the run
+    current = json.loads(json.dumps(line.run.settings, default=str))
+    auto_settings = {name for name, value in current.items() if value == "auto"}  # until the run
     ignored = auto_settings | {"save_file"} | ({"base_seed"} if line.draws_seed else set())
-    changed = [
-        n
-        for n in current_settings
-        if n not in ignored and current_settings[n] != stored_settings.get(n)
-    ]
-    changed += [n for n in stored_settings if n not in current_settings and n not in ignored]
+    changed = [n for n in current if n not in ignored and current[n] != stored_settings.get(n)]
+    changed += [n for n in stored_settings if n not in current and n not in ignored]
     if changed:
         names = ", ".join(changed)
         logger.info("%s is made again: it differs in %s.", output.save_file, names)

@@ -151,13 +151,11 @@ def _resolve_prompt_line(
 def merge_line(shared: Mapping[str, Any], line_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of all lines, overridden by those of a line."""
     schedule_settings = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
-    replaced_names = (
+    names = (
         {*schedule_settings} if "timesteps" in line_settings else set()
     )  # timesteps replace them all
-    replaced_names |= {"clip_prompts"} if "prompt" in line_settings else set()
-    return {name: value for name, value in shared.items() if name not in replaced_names} | {
-        **line_settings
-    }
+    names |= {"clip_prompts"} if "prompt" in line_settings else set()
+    return {name: value for name, value in shared.items() if name not in names} | {**line_settings}
 
 
 def _make_refused_line(number: int, error: Exception) -> PromptLine:
@@ -178,21 +176,19 @@ def _parse_prompt_line(text: str) -> tuple[dict[str, Any], list[int | None]]:
         if name in FLAGS and not FLAGS[name].line:
             raise InputError(f"{name} applies to all lines; give `{name}` on the command line.")
     seeds: list[int | None] = [None]
-    read_seed = FLAGS["base_seed"].reader
+    reader = FLAGS["base_seed"].reader
     if (seed_list := raw.get("seeds")) is not None:
         is_valid = (
             isinstance(seed_list, list) and 0 < len(seed_list) <= 1000 and None not in seed_list
         )
-        seeds = (
-            [read_seed("seeds", seed_value) for seed_value in raw.pop("seeds")] if is_valid else []
-        )
+        seeds = [reader("seeds", seed_value) for seed_value in raw.pop("seeds")] if is_valid else []
         if not is_valid or len({*seeds}) < len(seeds):
             raise InputError(
                 "seeds",
                 format_value(seed_list, json.dumps),
                 "must be a list of different whole numbers",
             )
-    seed = {} if raw.get("seed") is None else {"base_seed": read_seed("seed", raw.pop("seed"))}
+    seed = {} if raw.get("seed") is None else {"base_seed": reader("seed", raw.pop("seed"))}
     if isinstance(raw.get("prompt"), list):  # prompts of the clips
         raw = {"clip_prompts" if name == "prompt" else name: value for name, value in raw.items()}
     values = read_settings(raw, "{}") | seed

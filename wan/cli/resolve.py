@@ -85,15 +85,13 @@ def merge_layers(flags: Values) -> dict[str, Any]:
     If a flag turns a switch off, or names another step cache, the dependent settings of the lower
     layers are dropped.
     """
-    lower_layers = {**env.read_variable_settings(), **_read_recorded_settings(flags)}
+    lower = {**env.read_variable_settings(), **_read_recorded_settings(flags)}
     if "recipe" in flags:  # it sets them again
-        lower_layers = {
-            name: value
-            for name, value in lower_layers.items()
-            if name not in recipes.RECIPE_SETTINGS
+        lower = {
+            name: value for name, value in lower.items() if name not in recipes.RECIPE_SETTINGS
         }
-    values = recipes.merge_defaults(flags, lower_layers)
-    for name in lower_layers.keys() & values.keys() - flags.keys():
+    values = recipes.merge_defaults(flags, lower)
+    for name in lower.keys() & values.keys() - flags.keys():
         needs = FLAGS[name].needs
         if (needs is not None and not values.get(needs)) or not is_parameter_used(name, values):
             del values[name]

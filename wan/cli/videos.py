@@ -250,19 +250,17 @@ class Video:
         """Generates the clips that are not stored yet, writes each to a file, and joins all."""
         run, files = self.run, ClipFiles(self.run)
         params, num_clips = run.params, run.params.num_clip or 0
-        num_clips_done = files.count_finished() if self._is_main else 0
-        clip_state = files.read_state(num_clips_done) if self._is_main else None
+        num_done = files.count_finished() if self._is_main else 0
+        clip_state = files.read_state(num_done) if self._is_main else None
         if self._groups is not None:
-            num_clips_done, clip_state = self._groups.broadcast_object_from_rank0(
-                (num_clips_done, clip_state)
-            )
-        if num_clips_done:
-            logger.info("%d of %d clips are in %s.", num_clips_done, num_clips, files.folder)
+            num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
+        if num_done:
+            logger.info("%d of %d clips are in %s.", num_done, num_clips, files.folder)
         clip_iterator = self._pipeline.generate_clips(
-            params, replace(run.make_inputs(), num_clips_done=num_clips_done, clip_state=clip_state)
+            params, replace(run.make_inputs(), num_clips_done=num_done, clip_state=clip_state)
         )
-        for index in range(num_clips_done, num_clips):
-            with self._record_trace() if index == num_clips_done else nullcontext():
+        for index in range(num_done, num_clips):
+            with self._record_trace() if index == num_done else nullcontext():
                 try:
                     clip = next(clip_iterator)
                 except BaseException as error:
@@ -438,7 +436,7 @@ class Video:
         """Writes the JSON record, to the temporary folder if the video's folder is not writable."""
         run, pipeline = self.run, self._pipeline
         execution, device = run.setup.execution, pipeline.device
-        num_frames, height, width = size
+        count, height, width = size
         precision, packages = (
             execution.get_precision(device.type),
             run.setup.attention.required_packages,
@@ -455,12 +453,7 @@ class Video:
                 }
                 for input_file in run.input_files
             ],
-            "video": {
-                "frames": num_frames,
-                "width": width,
-                "height": height,
-                "fps": run.output.fps,
-            },
+            "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
             "used": {
                 "device": device.name(),
                 "precision": precision,

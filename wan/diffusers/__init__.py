@@ -126,20 +126,18 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
                 raise InputError(f"{name} is no parameter of a step cache; remove it.")
             flags[flag] = value
         values = read_constructor_settings(flags)
-        old_session = hooks.get_session(_get_networks(pipe, allow_hooks=True))
-        if old_session is not None and old_session.pipe is None:
+        old = hooks.get_session(_get_networks(pipe, allow_hooks=True))
+        if old is not None and old.pipe is None:
             raise InputError("The network is parallelised alone; call parallelize_pipe instead.")
-        if old_session is None:
+        if old is None:
             session = Session(_get_networks(pipe), pipe, values, world_size=1)
         else:
             values = {
-                key: setting
-                for key, setting in old_session.values.items()
-                if key not in CACHE_FLAGS
+                key: setting for key, setting in old.values.items() if key not in CACHE_FLAGS
             } | values
-            world = old_session.setup.parallel.world_size
-            session = Session(old_session.networks, pipe, values, world, old_session.groups)
-            hooks.detach_hooks(old_session.networks)
+            world = old.setup.parallel.world_size
+            session = Session(old.networks, pipe, values, world, old.groups)
+            hooks.detach_hooks(old.networks)
         hooks.attach_hooks(session)
     return pipe
 

@@ -144,23 +144,20 @@ class _NetworkHook(ModelHook):
                 session.check_noise(hidden_states)
         if timestep.ndim == 2:  # one for each token
             timestep = tokens.shard(timestep, grid)
-        submodule_hooks: dict[str, Callable[..., Any]] = {
+        hooks: dict[str, Callable[..., Any]] = {
             "patch_embedding": lambda _, __, x: _shard_patches(x, tokens, grid),
             "rope": lambda _, __, table: _shard_rotation(table, tokens, grid),
             "proj_out": lambda _, __, x: tokens.gather(x, grid),
         }
         if hasattr(module, "vace_patch_embedding"):
-            submodule_hooks["vace_patch_embedding"] = submodule_hooks["patch_embedding"]
+            hooks["vace_patch_embedding"] = hooks["patch_embedding"]
 
         def compute() -> Any:
             session.step, session.valid_len = step, prod(grid)
             scales = args[_SCALES_INDEX] if len(args) > _SCALES_INDEX else None
             self.hints.scales = kwargs.get("control_hidden_states_scale", scales)
             # For this call only: a LoRA may replace these modules.
-            handles = [
-                getattr(module, name).register_forward_hook(submodule_hooks[name])
-                for name in submodule_hooks
-            ]
+            handles = [getattr(module, name).register_forward_hook(hooks[name]) for name in hooks]
             try:
                 return self.fn_ref.original_forward(hidden_states, timestep, *args, **kwargs)
             finally:

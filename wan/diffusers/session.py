@@ -224,10 +224,8 @@ class Session:
     def _make_request(self, grid: Grid) -> VideoParams:
         """Makes the request of the pipeline's video, for checks and step caches."""
         pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
-        step_timesteps, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
-        high_noise_steps = sum(
-            t >= (boundary or 0) * config.num_train_timesteps for t in step_timesteps
-        )
+        timesteps, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
+        high_noise_steps = sum(t >= (boundary or 0) * config.num_train_timesteps for t in timesteps)
         frames, height, width = (
             n * patch * stride
             for n, patch, stride in zip(grid, preset.patch_size, preset.vae_stride, strict=True)
@@ -242,9 +240,9 @@ class Session:
         }
         if self.setup.policy is not None and self.setup.policy.requires_shift:
             shift = config.get("flow_shift") or config.get("shift") or 1.0
-            values |= {"sample_steps": len(step_timesteps), "sample_shift": shift}
+            values |= {"sample_steps": len(timesteps), "sample_shift": shift}
         else:
-            values |= {"sample_solver": "euler", "timesteps": tuple(step_timesteps)}
+            values |= {"sample_solver": "euler", "timesteps": tuple(timesteps)}
             values |= {} if boundary is None else {"boundary_step": high_noise_steps}
         covers_image = preset.kind == "ti2v" and isinstance(pipe, WanImageToVideoPipeline)
         request = make_video_params(preset, values, (width, height) if covers_image else None)
@@ -253,7 +251,7 @@ class Session:
             and noise_schedule.make_noise_schedule(request).high_noise_steps != high_noise_steps
         ):
             raise InputError(
-                f"The scheduler gives {high_noise_steps} of {len(step_timesteps)} steps to the high-noise network, which "
+                f"The scheduler gives {high_noise_steps} of {len(timesteps)} steps to the high-noise network, which "
                 "is not the schedule that curves of mag are made for; use another step cache."
             )
         return request

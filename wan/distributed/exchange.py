@@ -229,20 +229,18 @@ def _start_exchange(
 ) -> PendingExchange:
     """Starts the all-to-all of a send buffer. received_heads: heads received from each rank."""
     received = PackedBuffer(send_buffer.specs, received_heads, send_buffer.memory.device)
-    recv_tensor, send_tensor = received.memory, send_buffer.memory
+    recv_tensor, send = received.memory, send_buffer.memory
     splits: list[list[int] | None] = [received.splits, send_buffer.splits]
     if len({*send_buffer.heads, *received_heads}) == 1:  # unequal sizes need flat memory
-        recv_tensor, send_tensor, splits = received.by_rank, send_buffer.by_rank, [None, None]
+        recv_tensor, send, splits = received.by_rank, send_buffer.by_rank, [None, None]
     if torch.compiler.is_compiling():
-        graph_output = all_to_all_in_graph(
-            send_tensor, splits[0], splits[1], to_process_group(group)
-        )
+        graph_output = all_to_all_in_graph(send, splits[0], splits[1], to_process_group(group))
         return PendingExchange(
             PackedBuffer(send_buffer.specs, received_heads, graph_output), gathers_heads, name=name
         )
-    with trace.span("a2a", send_tensor, what=name, beside=async_op):
+    with trace.span("a2a", send, what=name, beside=async_op):
         options = to_process_group(group), async_op
-        work = dist.all_to_all_single(recv_tensor, send_tensor, splits[0], splits[1], *options)
+        work = dist.all_to_all_single(recv_tensor, send, splits[0], splits[1], *options)
     return PendingExchange(
         received, gathers_heads, work, send_buffer.memory if async_op else None, name
     )

@@ -127,11 +127,9 @@ class ParallelGroups:
     def compute_branches(self, compute_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the results of cond and uncond; each half of the ranks computes one branch."""
         group = self.group("cfg")
-        local_result = compute_branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
-        results = torch.empty(
-            2, *local_result.shape, dtype=local_result.dtype, device=local_result.device
-        )
-        torch_private.all_gather(results.flatten(0, 1), local_result, group)
+        result = compute_branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
+        results = torch.empty(2, *result.shape, dtype=result.dtype, device=result.device)
+        torch_private.all_gather(results.flatten(0, 1), result, group)
         return results[0], results[1]
 
     def all_agree(self, sums: Tensor, threshold: float) -> bool:

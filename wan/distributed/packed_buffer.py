@@ -61,12 +61,10 @@ class PackedBuffer:
         dtypes = {spec.dtype for spec in specs}
         dtype = next(iter(dtypes))
         # gloo has no float8, so dtypes of one byte are sent as uint8
-        unit_dtype = dtype if len(dtypes) == 1 and dtype.itemsize > 1 else torch.uint8
-        self._elements_per_head = sum(spec.head_bytes for spec in specs) // unit_dtype.itemsize
+        unit = dtype if len(dtypes) == 1 and dtype.itemsize > 1 else torch.uint8
+        self._elements_per_head = sum(spec.head_bytes for spec in specs) // unit.itemsize
         if isinstance(memory, torch.device):
-            memory = torch.empty(
-                self._elements_per_head * sum(heads), dtype=unit_dtype, device=memory
-            )
+            memory = torch.empty(self._elements_per_head * sum(heads), dtype=unit, device=memory)
         self.memory = memory.view(-1)
 
     @property
@@ -109,10 +107,7 @@ class PackedBuffer:
         """
         memory = self.memory.split([self._elements_per_head * sum(heads) for heads in chunk_heads])
         self.memory = self.memory[:0].clone()  # so that the memory is freed with the last chunk
-        return [
-            PackedBuffer(self.specs, *heads_and_memory)
-            for heads_and_memory in zip(chunk_heads, memory, strict=True)
-        ]
+        return [PackedBuffer(self.specs, *sizes) for sizes in zip(chunk_heads, memory, strict=True)]
 
     def write(self, index: int, x_BsND: Tensor, first_row: int = 0) -> None:
         """Writes rows of tensor `index`, which counts over all specs, from `first_row` on."""

@@ -331,12 +331,8 @@ def find_first_mismatch(statuses: Sequence[RankStatus]) -> str | None:
     rank0 = statuses[0]
     for status in statuses:
         if status.error is not None:
-            is_common = all(other_status.error == status.error for other_status in statuses)
-            return (
-                status.error
-                if is_common
-                else f"rank {status.rank} on {status.host}: {status.error}"
-            )
+            same = all(other_status.error == status.error for other_status in statuses)
+            return status.error if same else f"rank {status.rank} on {status.host}: {status.error}"
     for status in statuses:
         for name in sorted(rank0.invariants.keys() | status.invariants.keys()):
             expected, actual = (s.invariants.get(name, "not given") for s in (rank0, status))
@@ -450,10 +446,7 @@ class Watchdog:
         self._send_to_all("left")
         deadline = time.monotonic() + _STORE_TIMEOUT
         while self.this_rank.rank == 0 and time.monotonic() < deadline:
-            if not any(
-                peer_connection.is_open and peer_connection.peer
-                for peer_connection in self._connections
-            ):
+            if not any(link.is_open and link.peer for link in self._connections):
                 break
             time.sleep(0.05)
 
@@ -482,13 +475,11 @@ class Watchdog:
     def is_spokesman(self) -> bool:
         """Whether this rank prints why the run ends: the first caller of each node does."""
         culprit, reason = self._loss or (self.this_rank, "ended:")
-        is_same_node, is_orphaned = culprit.node == self.this_rank.node, reason == _ORPHANED
-        if (is_same_node and is_orphaned) or (
-            culprit.rank == 0 and not reason.startswith("ended:")
-        ):
+        same_node, is_orphaned = culprit.node == self.this_rank.node, reason == _ORPHANED
+        if (same_node and is_orphaned) or (culprit.rank == 0 and not reason.startswith("ended:")):
             # The store may be gone with torchrun or rank 0, unless this is rank 0.
             return self._env.local_rank == int(
-                is_same_node and not is_orphaned and culprit != self.this_rank
+                same_node and not is_orphaned and culprit != self.this_rank
             )
         key, rank = f"said/{self.this_rank.node}", str(self.this_rank.rank)
         spokesman = _call_with_timeout(
@@ -524,18 +515,16 @@ class Watchdog:
                 min(now - last_beat, 2 * _PING_INTERVAL),
                 now,
             )  # excludes a pause of this process
-            for connection in list(self._connections):
-                if connection.peer is None or not connection.is_open:
+            for link in list(self._connections):
+                if link.peer is None or not link.is_open:
                     continue
-                connection.silent_seconds += elapsed
-                if connection.has_answered:
-                    connection.has_answered, connection.silent_seconds = False, 0.0
-                    connection.send("ping")
-                elif connection.silent_seconds > self.silence_limit:
+                link.silent_seconds += elapsed
+                if link.has_answered:
+                    link.has_answered, link.silent_seconds = False, 0.0
+                    link.send("ping")
+                elif link.silent_seconds > self.silence_limit:
                     reason = f"has not answered for {self.silence_limit:.0f} s (--dist_timeout)"
-                    self._handle_loss(
-                        connection.peer, f"{reason}; the video was not written.", True
-                    )
+                    self._handle_loss(link.peer, f"{reason}; the video was not written.", True)
             time.sleep(_PING_INTERVAL)
 
     def _read_messages(self, connection: _PeerConnection) -> None:
@@ -589,10 +578,8 @@ def _end_process(
     watchdog: Watchdog, error: BaseException, describe: Describe, notify: Notify
 ) -> NoReturn:
     """Print why this rank ends, unless another rank of the node does, and end the process."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            signal_number, signal.SIG_IGN
-        )  # torchrun ends the others as soon as one has ended
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
     try:
         sentence = describe(error)
         # SIGTERM of torchrun and errors of collectives may be caused by another rank.

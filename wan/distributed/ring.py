@@ -48,11 +48,9 @@ def plan_hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
     plan = []
     for hop in range(1, size):
         if ring_type == "ring":
-            next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
+            next_rank, previous = (rank + 1) % size, (rank - 1) % size
             plan.append(
-                Hop(
-                    ((next_rank, (rank - hop + 1) % size),), ((previous_rank, (rank - hop) % size),)
-                )
+                Hop(((next_rank, (rank - hop + 1) % size),), ((previous, (rank - hop) % size),))
             )
             continue
         sends = [(rank + 1, rank - hop + 1), (rank - 1, rank + hop - 1)]

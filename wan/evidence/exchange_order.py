@@ -88,19 +88,15 @@ class ExchangePlan:
         steps = {int(step): str(expert) for step, expert in raw["steps"].items()}
         control = tuple(raw.get("control", ()))
         plan = cls(**{**raw, "sizes": tuple(raw["sizes"]), "steps": steps, "control": control})
-        for field_info in fields(cls):
-            value = getattr(plan, field_info.name)
-            types = _FIELD_TYPES.get(str(field_info.type), (type(value),))
-            if type(value) not in types or (
-                int in types and not _is_in_range(field_info.name, value)
-            ):
-                raise ValueError(f"{field_info.name} is {str(value)[:40]}")
+        for info in fields(cls):
+            value = getattr(plan, info.name)
+            types = _FIELD_TYPES.get(str(info.type), (type(value),))
+            if type(value) not in types or (int in types and not _is_in_range(info.name, value)):
+                raise ValueError(f"{info.name} is {str(value)[:40]}")
         if len(plan.sizes) != 3 or not all(type(size) is int and size > 0 for size in plan.sizes):
             raise ValueError(f"sizes is {str(plan.sizes)[:40]}")
-        are_layers_valid = all(
-            type(layer) is int and 0 <= layer < plan.layers for layer in plan.control
-        )
-        if not are_layers_valid or len({*plan.control}) < len(plan.control):
+        is_valid = all(type(layer) is int and 0 <= layer < plan.layers for layer in plan.control)
+        if not is_valid or len({*plan.control}) < len(plan.control):
             raise ValueError(f"control is {str(plan.control)[:40]}")
         if plan.world_size > 1 << 16 or plan.rank >= plan.world_size or plan.heads < plan.sizes[2]:
             raise ValueError("sizes do not fit together in its plan")
@@ -196,18 +192,15 @@ def list_recorded_items(events: Iterable[Event]) -> list[OrderItem]:
     """Converts the recorded events of one layer to order items."""
     items = []
     for event in events:
-        attributes = event.attributes
+        attrs = event.attributes
         if event.kind == "attention":
-            owner = f" of {attributes['owner']}" if "owner" in attributes else ""
-            items.append((_get_head_chunk(attributes), f"FA {attributes.get('block')}{owner}"))
+            owner = f" of {attrs['owner']}" if "owner" in attrs else ""
+            items.append((_get_head_chunk(attrs), f"FA {attrs.get('block')}{owner}"))
         elif event.kind == "gather":
-            items.append((_get_head_chunk(attributes), f"gather {attributes.get('what')}"))
+            items.append((_get_head_chunk(attrs), f"gather {attrs.get('what')}"))
         elif event.kind in _ITEM_FORMATS:
             items.append(
-                (
-                    _get_head_chunk(attributes),
-                    _ITEM_FORMATS[event.kind].format(what=attributes.get("what")),
-                )
+                (_get_head_chunk(attrs), _ITEM_FORMATS[event.kind].format(what=attrs.get("what")))
             )
     return items
 
@@ -265,10 +258,8 @@ def compare_with_plan(plan: ExchangePlan, events: Sequence[Event]) -> OrderCompa
             skipped_layers = _find_skipped_layers(forwards[step, branch], plan)
             layers, skipped = layers + plan.total_layers, skipped + len(skipped_layers)
             for layer in range(plan.total_layers) if difference is None else ():
-                planned_items = [] if layer in skipped_layers else list_planned_items(plan, step)
-                pairs = zip_longest(
-                    planned_items, list_recorded_items(events_by_layer.get(layer, []))
-                )
+                plan_items = [] if layer in skipped_layers else list_planned_items(plan, step)
+                pairs = zip_longest(plan_items, list_recorded_items(events_by_layer.get(layer, [])))
                 mismatches = (
                     (index, planned_item, recorded_item)
                     for index, (planned_item, recorded_item) in enumerate(pairs)

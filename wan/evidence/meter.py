@@ -157,8 +157,7 @@ def aggregate_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         samples: At least one sample, with increasing times.
     """
     columns: dict[str, list[Any]] = {
-        field_info.name: [getattr(sample, field_info.name) for sample in samples]
-        for field_info in fields(Sample)
+        info.name: [getattr(sample, info.name) for sample in samples] for info in fields(Sample)
     }
     times, counter = columns.pop("time"), columns["joules"]
     seconds, joules, joules_by = times[-1] - times[0], None, "energy counter"
@@ -169,8 +168,8 @@ def aggregate_samples(samples: Sequence[Sample]) -> dict[str, Any]:
             joules_per_span = [b - a for a, b in pairwise(counter)]
             columns["watts"] = [None, *(j / s for j, s in zip(joules_per_span, spans, strict=True))]
     weights = [(previous + following) / 2 for previous, following in pairwise([0.0, *spans, 0.0])]
-    weighted_mean = partial(_compute_weighted_mean, weights if seconds else [1.0])
-    mean_w, reasons = weighted_mean(columns["watts"]), columns["reasons"]
+    mean = partial(_compute_weighted_mean, weights if seconds else [1.0])
+    mean_w, reasons = mean(columns["watts"]), columns["reasons"]
     if joules is not None:
         mean_w = joules / seconds
     elif mean_w is not None and seconds:
@@ -180,9 +179,7 @@ def aggregate_samples(samples: Sequence[Sample]) -> dict[str, Any]:
     series = {"seconds": [round(timestamp - times[0], 4) for timestamp in times]}
     for name, digits in (("watts", 2), ("joules", 3), ("mhz", 1)):
         series[name] = [None if x is None else round(x, digits) for x in columns[name]]
-    series["reasons"] = [
-        None if active_reasons is None else sorted(active_reasons) for active_reasons in reasons
-    ]
+    series["reasons"] = [None if active is None else sorted(active) for active in reasons]
     return {
         "seconds": seconds,
         "samples": len(samples),
@@ -190,21 +187,12 @@ def aggregate_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         "peak_w": max(watts, default=None),
         "joules": joules,
         "joules_by": "" if joules is None else joules_by,
-        "mean_mhz": weighted_mean(columns["mhz"]),
+        "mean_mhz": mean(columns["mhz"]),
         "min_mhz": min(mhz, default=None),
-        "throttled": weighted_mean(
-            [
-                None if active_reasons is None else float(bool(active_reasons))
-                for active_reasons in reasons
-            ]
-        ),
+        "throttled": mean([None if active is None else float(bool(active)) for active in reasons]),
         "reasons": {
-            name: weighted_mean(
-                [float(name in (active_reasons or ())) for active_reasons in reasons]
-            )
-            for name in sorted(
-                frozenset().union(*(active_reasons for active_reasons in reasons if active_reasons))
-            )
+            name: mean([float(name in (active or ())) for active in reasons])
+            for name in sorted(frozenset().union(*(active for active in reasons if active)))
         },
         "series": {name: column[::stride] for name, column in series.items()},
     }
@@ -213,11 +201,9 @@ def aggregate_samples(samples: Sequence[Sample]) -> dict[str, Any]:
 def _compute_weighted_mean(
     weights: Sequence[float], values: Sequence[float | None]
 ) -> float | None:
-    weighted_values = [
-        (x, weight) for x, weight in zip(values, weights, strict=True) if x is not None
-    ]
-    total_weight = sum(weight for _, weight in weighted_values)
-    return sum(x * weight for x, weight in weighted_values) / total_weight if total_weight else None
+    terms = [(x, weight) for x, weight in zip(values, weights, strict=True) if x is not None]
+    total_weight = sum(weight for _, weight in terms)
+    return sum(x * weight for x, weight in terms) / total_weight if total_weight else None
 
 
 _ACROSS_DEVICES: dict[str, Any] = {
@@ -247,7 +233,7 @@ def combine_devices(measurements: Sequence[PowerMeasurement]) -> PowerMeasuremen
     if len(parts) < 2:
         return replace(parts[0], why=why) if parts else PowerMeasurement(why=why)
 
-    weighted_mean = partial(_compute_weighted_mean, [measurement.seconds for measurement in parts])
+    mean = partial(_compute_weighted_mean, [measurement.seconds for measurement in parts])
     totals: dict[str, Any] = {}
     for name, reduction in _ACROSS_DEVICES.items():
         values = [
@@ -258,11 +244,10 @@ def combine_devices(measurements: Sequence[PowerMeasurement]) -> PowerMeasuremen
     return PowerMeasurement(
         source=", ".join(dict.fromkeys(measurement.source for measurement in parts)),
         why=why,
-        mean_mhz=weighted_mean([measurement.mean_mhz for measurement in parts]),
-        throttled=weighted_mean([measurement.throttled for measurement in parts]),
+        mean_mhz=mean([measurement.mean_mhz for measurement in parts]),
+        throttled=mean([measurement.throttled for measurement in parts]),
         reasons={
-            name: weighted_mean([measurement.reasons.get(name, 0.0) for measurement in parts])
-            or 0.0
+            name: mean([measurement.reasons.get(name, 0.0) for measurement in parts]) or 0.0
             for name in names
         },
         cpu_seconds=sum(measurement.cpu_seconds for measurement in measurements),
@@ -276,13 +261,13 @@ def combine_spans(measurements: Sequence[PowerMeasurement]) -> PowerMeasurement:
     spans = [span for span in measurements if span.samples]
     if len(spans) < 2:
         return spans[0] if spans else measurements[0]
-    weighted_mean = partial(_compute_weighted_mean, [span.seconds for span in spans])
+    mean = partial(_compute_weighted_mean, [span.seconds for span in spans])
     totals: dict[str, Any] = {}
     for name, reduction in (_ACROSS_DEVICES | _ACROSS_SPANS).items():
         values = [value for span in spans if (value := getattr(span, name)) is not None]
         totals[name] = reduction(values) if values else None
     for name in ("mean_w", "mean_mhz", "throttled"):
-        totals[name] = weighted_mean([getattr(span, name) for span in spans])
+        totals[name] = mean([getattr(span, name) for span in spans])
     names = sorted({name for span in spans for name in span.reasons})
     series: dict[str, list[Any]] | None = None
     if all(span.series for span in spans):
@@ -295,8 +280,7 @@ def combine_spans(measurements: Sequence[PowerMeasurement]) -> PowerMeasurement:
     return replace(
         spans[0],
         reasons={
-            name: weighted_mean([span.reasons.get(name, 0.0) for span in spans]) or 0.0
-            for name in names
+            name: mean([span.reasons.get(name, 0.0) for span in spans]) or 0.0 for name in names
         },
         parts=tuple(
             combine_spans(device_spans)
@@ -396,13 +380,9 @@ class VideoMeter(Meter):
 
     def gather_measurements(self, groups: ParallelGroups) -> None:
         """Gathers the measurements on rank 0; every rank calls this after denoising."""
-        local_measurement = None if groups.is_main else super().stop()
+        local = None if groups.is_main else super().stop()
         self._covers += ", other ranks to the end of denoising"
-        self._other_measurements = [
-            measurement
-            for measurement in groups.gather(local_measurement)
-            if measurement is not None
-        ]
+        self._other_measurements = [result for result in groups.gather(local) if result is not None]
 
     def stop(self) -> PowerMeasurement:
         """Returns the combined measurement of all devices, on rank 0."""

@@ -87,13 +87,11 @@ class Nvml(PowerSource):
             raise MeterError("a MIG instance has no power meter, only its whole GPU has")
         if handle is None:
             raise MeterError(f"NVML shows no {self.device}; a container may hide it")
-        has_instant_power = (
-            self._call_or_none(self._read_field, nvml.NVML_FI_DEV_POWER_INSTANT) is not None
-        )
-        self.power_is = "instantaneous" if has_instant_power else "means of up to a second"
+        instant = self._call_or_none(self._read_field, nvml.NVML_FI_DEV_POWER_INSTANT) is not None
+        self.power_is = "instantaneous" if instant else "means of up to a second"
 
         def read_watts() -> float:
-            if has_instant_power:
+            if instant:
                 return self._read_field(nvml.NVML_FI_DEV_POWER_INSTANT) / 1000
             return nvml.nvmlDeviceGetPowerUsage(handle) / 1000
 
@@ -108,9 +106,7 @@ class Nvml(PowerSource):
             "reasons": read_reasons,
         }
         self._readers = {
-            name: read_value
-            for name, read_value in readers.items()
-            if self._call_or_none(read_value) is not None
+            name: value for name, value in readers.items() if self._call_or_none(value) is not None
         }
         if not {"watts", "joules"} & {*self._readers}:
             raise MeterError(f"{self.device} reports neither its power nor its energy")
@@ -149,14 +145,10 @@ class Nvml(PowerSource):
         """Returns the state of power smoothing; None on GPUs before Blackwell."""
         smoothing: dict[str, float] = {}
         for name, constant in _SMOOTHING_FIELDS.items():
-            field_and_scope = [getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)]
+            scope = [getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)]
             if constant.startswith("PROFILE_"):
-                field_and_scope.append(smoothing.get("profile"))
-            value = (
-                None
-                if None in field_and_scope
-                else self._call_or_none(self._read_field, *field_and_scope)
-            )
+                scope.append(smoothing.get("profile"))
+            value = None if None in scope else self._call_or_none(self._read_field, *scope)
             if value is not None:
                 smoothing[name] = value
         return smoothing if "enabled" in smoothing else None

@@ -50,10 +50,7 @@ def make_exchange_plan(
         rank: Global rank.
     """
     parallel, attention = setup.parallel, setup.attention
-    experts, uses_rainfusion = (
-        noise_schedule.make_noise_schedule(params).experts,
-        attention.use_rainfusion,
-    )
+    experts, sparse = (noise_schedule.make_noise_schedule(params).experts, attention.use_rainfusion)
     is_sharded = parallel.sequence_size > 1
     return ExchangePlan(
         rank=rank,
@@ -69,9 +66,7 @@ def make_exchange_plan(
         merges=returns_lse,
         fp8=attention.fp8,
         fp8_exchange=attention.quant_alltoall,
-        sparse_from=attention.resolve_sparse_start_step(params.sample_steps)
-        if uses_rainfusion
-        else None,
+        sparse_from=attention.resolve_sparse_start_step(params.sample_steps) if sparse else None,
         steps={step: experts[step] for step in steps},
         fused=setup.exchange_on(device_type) == "fused",
         control=get_vace_layers(setup.checkpoint.config),
@@ -131,10 +126,8 @@ class TraceRecording:
     def _step_context(self, step: int) -> Iterator[None]:
         """Profiles a recorded step; before the first one, ranks synchronize their clocks."""
         if self._start_times is None:
-            local_times = time.perf_counter_ns(), time.time()
-            self._start_times = (
-                local_times if self._groups is None else self._groups.get_common_time()
-            )
+            times = time.perf_counter_ns(), time.time()
+            self._start_times = times if self._groups is None else self._groups.get_common_time()
         if self._profile_folder is None:
             yield
             return

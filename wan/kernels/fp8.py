@@ -295,20 +295,18 @@ class Fp8Attention:
         self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, step: StepInfo | None
     ) -> AttendRows:
         """Quantizes keys and values once; each query block is quantized when it is attended."""
-        quantizer = self._quantizer
+        quantize = self._quantizer
         with trace.span("prepare", k.values, what="k v"):
             keys = self._to_kernel_layout(
-                quantizer.quantize_k(k.values, step) if k.scale is None else k
+                quantize.quantize_k(k.values, step) if k.scale is None else k
             )
-            values = self._to_kernel_layout(
-                quantizer.quantize_v(v.values) if v.scale is None else v
-            )
+            values = self._to_kernel_layout(quantize.quantize_v(v.values) if v.scale is None else v)
 
         def attend(q_block: QuantizedTensor, first: int) -> Tensor:
             queries = q_block
             if q_block.scale is None:
                 with trace.span("quantise", q_block.values, what="q"):
-                    queries = quantizer.quantize_q(q_block.values, step)
+                    queries = quantize.quantize_q(q_block.values, step)
             with trace.span("attention", queries.values, keys=keys.values.shape[1], method="fp8"):
                 return self._kernel(queries, keys, values, self._dtype)
 

@@ -64,12 +64,10 @@ class W8A8Linear(nn.Module):
         x_LI = x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():  # the compiler fuses the operations
             return self._multiply(x_LI).view(*x.shape[:-1], self.out_features)
-        slice_rows = max(
-            1, get_int8_slice_numel(self.device_type or x.device.type) // self.out_features
-        )
+        rows = max(1, get_int8_slice_numel(self.device_type or x.device.type) // self.out_features)
         out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
-        for first in range(0, len(x_LI), slice_rows):
-            token_slice = slice(first, first + slice_rows)
+        for first in range(0, len(x_LI), rows):
+            token_slice = slice(first, first + rows)
             out_LO[token_slice] = self._multiply(x_LI[token_slice])
         return out_LO.view(*x.shape[:-1], self.out_features)
 

@@ -96,18 +96,11 @@ class MaskCache:
             self._masks.clear()
             self._last_index.clear()
         self._expert, self._last_index[_make_mask_key(step)] = step.expert, step.index
-        period, steps_since_refresh = divmod(
-            step.index - self._start_step(step.count), self._refresh
-        )
+        period, age = divmod(step.index - self._start_step(step.count), self._refresh)
         mask_period, mask = self._masks.get(_make_mask_key(step), (None, None))
         if not self._is_reused_next(step):
             self._masks.pop(_make_mask_key(step), None)
-        if (
-            steps_since_refresh == 0
-            or mask is None
-            or mask_period != period
-            or mask.shape != tuple(shape)
-        ):
+        if age == 0 or mask is None or mask_period != period or mask.shape != tuple(shape):
             return None
         return mask
 

@@ -100,10 +100,8 @@ def _make_fastest_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, with_cudnn: bool = True
 ) -> CudaKernel:
     """Makes the kernel of the fastest operator for such tensors on a device; cached."""
-    capability, cudnn = torch.cuda.get_device_capability(device), get_cudnn_version()
-    return CudaKernel(
-        select_cuda_operator(capability, dtype, head_dim, cudnn if with_cudnn else None)
-    )
+    version, cudnn = torch.cuda.get_device_capability(device), get_cudnn_version()
+    return CudaKernel(select_cuda_operator(version, dtype, head_dim, cudnn if with_cudnn else None))
 
 
 def make_cuda_kernel(target: Target) -> CudaKernel:

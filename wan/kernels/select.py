@@ -85,10 +85,8 @@ class SelectedKernels:
             self.dense_kernel,
         ]
         if self.layers is None:
-            always_applying = [
-                i for i, backend in enumerate(self.backends) if backend.always_applies
-            ]
-            candidates = candidates[: always_applying[0] + 1] if always_applying else candidates
+            always = [i for i, backend in enumerate(self.backends) if backend.always_applies]
+            candidates = candidates[: always[0] + 1] if always else candidates
         return ", else ".join(candidate.name for candidate in candidates)
 
 
@@ -204,12 +202,10 @@ def _make_fp8_backends(
 
 def make_fp8_quantizer(target: Target, rotations: Rotations) -> Fp8Quantizer:
     """Makes the quantizer of queries, keys and values on this target."""
-    device_type = target.device.type
-    if device_type in FP8.quantizers:
-        return Fp8Quantizer(
-            rotations, target.load(FP8.quantizers[device_type])(target), device_type
-        )
-    return Fp8Quantizer(rotations, device_type=device_type)
+    kind = target.device.type
+    if kind in FP8.quantizers:
+        return Fp8Quantizer(rotations, target.load(FP8.quantizers[kind])(target), kind)
+    return Fp8Quantizer(rotations, device_type=kind)
 
 
 def _select_kernel_layout(target: Target) -> KernelLayout:

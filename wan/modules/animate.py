@@ -145,14 +145,12 @@ class WanAnimateModel(WanModel):
             grid = self.token_grid(sample.shape[1:])
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
             face_features = self._encode_faces(face_pixel_values, faces, i)
-            conditioning, sample_step = (
+            extra, sample_step = (
                 self._make_conditioning(face_features, pose, grid),
                 step and replace(step, sample=i),
             )
             velocities.append(
-                self._forward(sample[None], timestep, [text], clip_fea, sample_step, conditioning)[
-                    0
-                ]
+                self._forward(sample[None], timestep, [text], clip_fea, sample_step, extra)[0]
             )
         return velocities
 
@@ -164,21 +162,17 @@ class WanAnimateModel(WanModel):
         self, face_features: _FaceFeatures, pose: Tensor, grid: Grid
     ) -> StreamConditioning:
         num_tokens, frame_size = math.prod(grid), math.prod(grid[1:])
-        token_offset, num_local_tokens = (
+        offset, num_local = (
             self.sequence_shard.offset(num_tokens),
             self.sequence_shard.num_valid(num_tokens),
         )
         rope = self.rope.get(grid, pose.device, self.sequence_shard.shard)
         # The first frame, the reference image, has no pose.
-        begin, end = (
-            max(token - frame_size, 0) for token in (token_offset, token_offset + num_local_tokens)
-        )
+        begin, end = (max(token - frame_size, 0) for token in (offset, offset + num_local))
         pose_patches_BSK = extract_patches(pose, self.patch_size)[:, begin:end]
         pose_embedding = embed_patches(self.pose_patch_embedding, pose_patches_BSK)
-        pose_embedding = F.pad(
-            pose_embedding, (0, 0, num_local_tokens - pose_embedding.shape[1], 0)
-        )
-        frames, tokens_per_frame = find_local_frames(token_offset, num_local_tokens, frame_size)
+        pose_embedding = F.pad(pose_embedding, (0, 0, num_local - pose_embedding.shape[1], 0))
+        frames, tokens_per_frame = find_local_frames(offset, num_local, frame_size)
 
         def make_hook(layer: int) -> AfterBlock:
             return lambda x_BLC, _: self._attend_to_face(
@@ -188,8 +182,8 @@ class WanAnimateModel(WanModel):
         layers = range(0, self.num_layers, FACE_BLOCK_INTERVAL)
         return StreamConditioning(
             rope,
-            token_offset,
-            num_local_tokens,
+            offset,
+            num_local,
             pose_embedding,
             after_block={layer: make_hook(layer) for layer in layers},
         )

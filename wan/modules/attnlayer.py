@@ -276,7 +276,7 @@ class FAPowerCapAttention:
         out_BsND: Tensor | None = None  # allocated late: attention is the memory peak
         incoming: dict[int, _IncomingChunk] = {}
         outgoing: dict[int, PendingExchange] = {}
-        last_finished: PendingExchange | None = None
+        finished: PendingExchange | None = None
         head_ranges = spec.head_ranges
         for action, chunk in self.mode.order(len(chunks)):
             (first, last), heads_per_rank = head_ranges[chunk], spec.chunk_heads[chunk]
@@ -287,19 +287,17 @@ class FAPowerCapAttention:
             with trace.add_context(chunk=chunk):
                 if action == "start":
                     qkv = chunks.pop(chunk)
-                    incoming[chunk] = self._exchange_in(
-                        qkv, heads_per_rank, chunk_spec, last_finished
-                    )
+                    incoming[chunk] = self._exchange_in(qkv, heads_per_rank, chunk_spec, finished)
                     del qkv
                 elif action == "attend":
                     result = self._attention_forward(incoming.pop(chunk), chunk_spec)
                     outgoing[chunk] = self._exchange_out(result, heads_per_rank)
                     del result
                 else:
-                    last_finished = outgoing.pop(chunk)
+                    finished = outgoing.pop(chunk)
                     if out_BsND is None:
                         out_BsND = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-                    last_finished.wait(out=out_BsND[:, :, first:last])
+                    finished.wait(out=out_BsND[:, :, first:last])
         assert out_BsND is not None, "there is no chunk"
         return out_BsND
 
@@ -347,15 +345,13 @@ class FAPowerCapAttention:
         if isinstance(chunk, PackedBuffer):
             return _IncomingChunk([start(chunk, "qkv")])
         qkv = self._quantize_for_exchange(chunk, spec)
-        rows_per_scale = tuple(payload.rows_per_scale for payload in qkv)
+        rows = tuple(payload.rows_per_scale for payload in qkv)
         named_tensors = {name: x.values for name, x in zip("qkv", qkv, strict=True)}
         for name, x in zip("qkv", qkv, strict=True):
             named_tensors |= {} if x.scale is None else {f"{name} scale": x.scale}
         if self.exchange == "fused" and self.world_size > 1:
-            return _IncomingChunk([start(list(named_tensors.values()), "qkv")], rows_per_scale)
-        return _IncomingChunk(
-            [start([x], name) for name, x in named_tensors.items()], rows_per_scale
-        )
+            return _IncomingChunk([start(list(named_tensors.values()), "qkv")], rows)
+        return _IncomingChunk([start([x], name) for name, x in named_tensors.items()], rows)
 
     def _exchange_out(self, out_BShD: Tensor, heads_per_rank: tuple[int, ...]) -> PendingExchange:
         """Starts the all-to-all [B,S,h_c,D] -> [B,s,N_c,D] of a chunk's result."""
@@ -368,10 +364,9 @@ class FAPowerCapAttention:
             q, k, v = (x.map(_make_contiguous) for x in (q, k, v))
         num_tokens = q.values.shape[1]
         ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)
-        total_valid = ring_size * num_tokens if spec.valid_len is None else spec.valid_len
+        total = ring_size * num_tokens if spec.valid_len is None else spec.valid_len
         valid_per_rank = [
-            attention_modes.count_valid_rows(total_valid, rank, num_tokens)
-            for rank in range(ring_size)
+            attention_modes.count_valid_rows(total, rank, num_tokens) for rank in range(ring_size)
         ]
         multiple = 1 if spec.backend is None else spec.backend.q_multiple
         ranges = attention_modes.q_ranges(valid_per_rank[ring_rank], self.mode.blocks, multiple)

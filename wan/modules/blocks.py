@@ -108,12 +108,8 @@ class WanAttentionBlock(nn.Module):
             y_BLC = ops.modulated_norm(x_BLC, shift1, scale1, segments, self.eps, dtype)
             return self.self_attn(y_BLC, forward_context)
 
-        attention_cache = self.attention_cache
-        y_BLC = (
-            attend()
-            if attention_cache is None
-            else attention_cache(attend, forward_context.step, self.layer)
-        )
+        cache = self.attention_cache
+        y_BLC = attend() if cache is None else cache(attend, forward_context.step, self.layer)
         if isinstance(self.norm3, nn.LayerNorm):
             x_BLC, y_BLC = ops.gated_add_norm(x_BLC, y_BLC, gate1, segments, self.norm3, dtype)
         else:

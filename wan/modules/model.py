@@ -208,15 +208,13 @@ class WanModel(nn.Module):
         num_video_tokens = math.prod(grid)
         if t.dim() == 2:
             t = self.sequence_shard.permute(t[:, :num_video_tokens].cpu(), grid)
-        timesteps, segment_lengths = find_timestep_segments(t, num_video_tokens)
+        times, segment_lengths = find_timestep_segments(t, num_video_tokens)
         if conditioning is not None and conditioning.num_extra_tokens:
-            timesteps, segment_lengths = (
-                F.pad(timesteps, (0, 1)),
+            times, segment_lengths = (
+                F.pad(times, (0, 1)),
                 (*segment_lengths, conditioning.num_extra_tokens),
             )
-        features = sinusoidal_embedding(timesteps, self.freq_dim).to(
-            x_BCFHW.device, non_blocking=True
-        )
+        features = sinusoidal_embedding(times, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
         e_BRC = _run_in_fp32(self.time_embedding, features)
         e0_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
         rope = (

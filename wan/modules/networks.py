@@ -17,12 +17,8 @@ def build_dit(config: Mapping[str, Any], components: ModelComponents | None = No
         config: From `wan.checkpoint.config.read_dit_config`; the arguments of the class.
         components: Attention, kernels, sharding and caches; None: those for one device.
     """
-    module_name, class_name = _MODEL_CLASSES.get(
-        config["model_type"], ("wan.modules.model", "WanModel")
-    )
-    model: WanModel = getattr(import_module(module_name), class_name)(
-        **config, components=components
-    )
+    module, class_name = _MODEL_CLASSES.get(config["model_type"], ("wan.modules.model", "WanModel"))
+    model: WanModel = getattr(import_module(module), class_name)(**config, components=components)
     return model
 
 

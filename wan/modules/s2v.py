@@ -171,12 +171,10 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         ):
             self._check_conditions(sample, ref, motion, pose, audio)
             grid = self.token_grid(sample.shape[1:])
-            reference = self._get_reference_tokens(
-                ref, None if drop_motion_frames else motion, grid
-            )
+            latents = self._get_reference_tokens(ref, None if drop_motion_frames else motion, grid)
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
             audio_tokens = self._encode_audio(audio_input, audio, i, tuple(motion_frames))
-            conditioning = self._make_conditioning(reference, audio_tokens, pose, grid)
+            conditioning = self._make_conditioning(latents, audio_tokens, pose, grid)
             sample_step = step and replace(step, sample=i)
             velocities.append(
                 self._forward(sample[None], timestep, [text], None, sample_step, conditioning)[0]
@@ -298,30 +296,25 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
                 angles.append((times, *positions))
                 end -= count
         extra_BMC = torch.cat(token_groups, dim=1)
-        num_extra_tokens, num_video_tokens = extra_BMC.shape[1], math.prod(grid)
+        num_extra_tokens, num_video = extra_BMC.shape[1], math.prod(grid)
         head_dim = self.dim // self.num_heads
         cos, sin = tabulate_rope_angles(
             torch.cat([compute_rope_angles(axes, head_dim) for axes in angles])
         )
         device = ref.device
-        token_offset, num_valid = (
-            self.sequence_shard.offset(num_video_tokens + num_extra_tokens),
-            self.sequence_shard.num_valid(num_video_tokens + num_extra_tokens),
+        offset, num_valid = (
+            self.sequence_shard.offset(num_video + num_extra_tokens),
+            self.sequence_shard.num_valid(num_video + num_extra_tokens),
         )
-        num_local_video_tokens = self.sequence_shard.local_segments(
-            (num_video_tokens, num_extra_tokens)
-        )[0]
+        num_local = self.sequence_shard.local_segments((num_video, num_extra_tokens))[0]
         cos, sin = (self.sequence_shard.shard(x[None], grid)[0].to(device) for x in (cos, sin))
         return _ReferenceTokens(
             rope=(cos, sin),
-            token_offset=token_offset,
-            num_local_video_tokens=num_local_video_tokens,
+            token_offset=offset,
+            num_local_video_tokens=num_local,
             num_extra_tokens=num_extra_tokens,
             extra_tokens=extra_BMC[
-                :,
-                max(token_offset + num_local_video_tokens - num_video_tokens, 0) : max(
-                    token_offset + num_valid - num_video_tokens, 0
-                ),
+                :, max(offset + num_local - num_video, 0) : max(offset + num_valid - num_video, 0)
             ],
         )
 
@@ -347,17 +340,14 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         self, x: Tensor, ref: Tensor, motion: Tensor, pose: Tensor | None, audio: Tensor
     ) -> None:
         """Raises ValueError if images, poses or audio do not fit the latents."""
-        num_frames, sides = x.shape[1], x.shape[2:]
+        count, sides = x.shape[1], x.shape[2:]
         shapes = {
             "ref_latents": (ref, (self.in_dim, 1, *sides)),
             "motion_latents": (motion, (self.in_dim, motion.shape[1], *sides)),
-            "audio_input": (
-                audio,
-                (1, AUDIO_LAYERS, self.casual_audio_encoder.dim_in, 4 * num_frames),
-            ),
+            "audio_input": (audio, (1, AUDIO_LAYERS, self.casual_audio_encoder.dim_in, 4 * count)),
         }
         if pose is not None:
-            shapes["cond_states"] = pose, (self.cond_encoder.in_channels, num_frames, *sides)
+            shapes["cond_states"] = pose, (self.cond_encoder.in_channels, count, *sides)
         check_shapes(x, shapes)
 
     def clear_caches(self) -> None:

@@ -220,11 +220,9 @@ class BlockOps:
 
         rope_table = cos_L1D, sin_L1D
         if write is not None:
-            for token_slice in self._token_slices(x_BLC):
-                result = compute(
-                    x_BLC[:, token_slice], *(table[token_slice] for table in rope_table)
-                )
-                write(result.unflatten(-1, (heads, -1)), token_slice.start)
+            for tokens in self._token_slices(x_BLC):
+                result = compute(x_BLC[:, tokens], *(table[tokens] for table in rope_table))
+                write(result.unflatten(-1, (heads, -1)), tokens.start)
             return x_BLC
         out_BLC = self.apply_in_slices(compute, x_BLC, x_BLC.dtype, *rope_table, overwrite=True)
         return out_BLC.unflatten(-1, (heads, -1))
@@ -263,10 +261,8 @@ class BlockOps:
             return compute(x_BLC, *rows_L).to(dtype)
         in_place = overwrite and x_BLC.dtype == dtype
         out_BLC = x_BLC if in_place else torch.empty_like(x_BLC, dtype=dtype)
-        for token_slice in self._token_slices(x_BLC):
-            out_BLC[:, token_slice] = compute(
-                x_BLC[:, token_slice], *(rows[token_slice] for rows in rows_L)
-            )
+        for tokens in self._token_slices(x_BLC):
+            out_BLC[:, tokens] = compute(x_BLC[:, tokens], *(rows[tokens] for rows in rows_L))
         return out_BLC
 
     def _split_addends(self, x_BLC: Tensor, y_BLC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -43,10 +43,8 @@ class InputCache(Generic[T]):
 
     def get(self, inputs: Sequence[object]) -> T | None:
         versions = _get_tensor_versions(inputs)
-        for index, (cached_inputs, cached_versions, state) in enumerate(self._entries):
-            is_hit = len(cached_inputs) == len(inputs) and all(
-                map(_is_same_input, cached_inputs, inputs)
-            )
+        for index, (entry, cached_versions, state) in enumerate(self._entries):
+            is_hit = len(entry) == len(inputs) and all(map(_is_same_input, entry, inputs))
             if is_hit and cached_versions == versions:
                 self._entries.append(self._entries.pop(index))  # most recently used
                 return state

@@ -43,14 +43,12 @@ def make_weight_transform(
         return make_quantized_transform(setup.quantized.experts[name], device, compute_dtype)
 
     def transform(network: nn.Module, sources: TensorSources) -> TensorSources:
-        stored_layers = install_weight_only_linears(
-            setup, name, device.type, network, compute_dtype
-        )
-        lora_changes = {layer: changes for layer, (_, changes) in stored_layers.items() if changes}
-        unmerged_weights = {f"{layer}.weight" for layer in stored_layers}
+        layers = install_weight_only_linears(setup, name, device.type, network, compute_dtype)
+        lora_changes = {layer: changes for layer, (_, changes) in layers.items() if changes}
+        unmerged_weights = {f"{layer}.weight" for layer in layers}
         return {
             **merge_loras(sources, setup.loras.get(name, ()), unmerged_weights),
-            **open_weight_only_sources({layer: info for layer, (info, _) in stored_layers.items()}),
+            **open_weight_only_sources({layer: info for layer, (info, _) in layers.items()}),
             **open_lora_sources(lora_changes, compute_dtype),
         }
 

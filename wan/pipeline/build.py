@@ -101,12 +101,10 @@ def build_pipeline(
     step_cache = build_step_cache(setup, groups) if step_cache is None else step_cache
 
     def make_components(expert: str) -> ModelComponents:
-        components = build_components(setup, selected, groups, step_cache, expert)
+        entries = build_components(setup, selected, groups, step_cache, expert)
         if wrap_attention is None:
-            return components
-        return replace(
-            components, attention=lambda layer: wrap_attention(components.attention(layer))
-        )
+            return entries
+        return replace(entries, attention=lambda layer: wrap_attention(entries.attention(layer)))
 
     loader = NetworkLoader(
         setup=setup,
@@ -162,10 +160,8 @@ def build_pipeline(
 
 def describe_dense_kernel(setup: Setup, device: Device) -> str:
     """Names the dense attention kernel; raises InputError if this device cannot run it."""
-    compute_dtype = DTYPES[setup.execution.get_dit_precision(device.type)]
-    kernel = make_dense_kernel(
-        setup.attention, Target(device, setup.checkpoint.head_dim, compute_dtype)
-    )
+    dtype = DTYPES[setup.execution.get_dit_precision(device.type)]
+    kernel = make_dense_kernel(setup.attention, Target(device, setup.checkpoint.head_dim, dtype))
     return f"{kernel.name} {'with' if kernel.can_return_lse else 'without'} log-sum-exp"
 
 
@@ -178,11 +174,9 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     logger.info("%s", describe_attention(setup, selected))
     for name, kinds in UNCONVERTED_DTYPES.items():
         if stored_dtypes := setup.checkpoint_dtypes & {*kinds}:
-            kept_dtypes = stored_dtypes & setup.unconverted_dtypes(device.type)
-            usage = "kept, upcast when used" if kept_dtypes else "upcast once"
-            usage = (
-                "kept, products in FP8" if kept_dtypes & {*FP8} and setup.multiplies_fp8 else usage
-            )
+            dtypes = stored_dtypes & setup.unconverted_dtypes(device.type)
+            usage = "kept, upcast when used" if dtypes else "upcast once"
+            usage = "kept, products in FP8" if dtypes & {*FP8} and setup.multiplies_fp8 else usage
             logger.info("%s weights: %s", name.removesuffix("_weights").upper(), usage)
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
@@ -251,7 +245,7 @@ class NetworkLoader:
     make_components: Callable[[str], ModelComponents]
 
     def __post_init__(self) -> None:
-        setup, checkpoint = self.setup, self.setup.checkpoint
+        setup, ckpt = self.setup, self.setup.checkpoint
         self._device = self.offload_manager.device.torch_device
         self._dit_sharding, self._t5_sharding = make_weight_shardings(setup.parallel, self.groups)
         self._dit_specs = {
@@ -261,34 +255,30 @@ class NetworkLoader:
                 files.tensors,
                 files.folder,
             )
-            for name, files in checkpoint.experts.items()
+            for name, files in ckpt.experts.items()
         }
         for dit in self._dit_specs.values():
             dit.check()
-        channel_checks, config = [], checkpoint.config
+        checks, config = [], ckpt.config
         self._vae_spec = self._clip_spec = self._text_encoder_spec = None
-        if checkpoint.vae is not None:
-            self._vae_spec = vae.read_vae_spec(checkpoint.vae)
+        if ckpt.vae is not None:
+            self._vae_spec = vae.read_vae_spec(ckpt.vae)
             channels = self._vae_spec.tensors["post_quant_conv.weight"].shape[0]
-            channel_checks.append(
-                (self._vae_spec.origin, "latent channels", channels, config["out_dim"])
-            )
-        if checkpoint.image_encoder is not None:
+            checks.append((self._vae_spec.origin, "latent channels", channels, config["out_dim"]))
+        if ckpt.image_encoder is not None:
             from wan.pipeline import clip
 
-            self._clip_spec = clip.make_clip_spec(checkpoint.image_encoder)
+            self._clip_spec = clip.make_clip_spec(ckpt.image_encoder)
             channels = self._clip_spec.tensors["embeddings.patch_embedding.weight"].shape[0]
-            channel_checks.append(
+            checks.append(
                 (self._clip_spec.origin, "channels of features", channels, config["image_dim"])
             )
-        if checkpoint.text_encoder is not None:
-            self._text_encoder_spec = text.read_text_encoder_spec(checkpoint.text_encoder)
+        if ckpt.text_encoder is not None:
+            self._text_encoder_spec = text.read_text_encoder_spec(ckpt.text_encoder)
             channels = self._text_encoder_spec.tensors["shared.weight"].shape[1]
             name = "channels of embeddings"
-            channel_checks.append(
-                (self._text_encoder_spec.origin, name, channels, config["text_dim"])
-            )
-        for origin, name, num_channels, expected in channel_checks:
+            checks.append((self._text_encoder_spec.origin, name, channels, config["text_dim"]))
+        for origin, name, num_channels, expected in checks:
             if num_channels != expected:
                 why = f"has {num_channels} {name}, the DiT {expected}: they belong to different checkpoints"
                 raise InputError(str(origin), None, why, "download both again")
@@ -298,16 +288,14 @@ class NetworkLoader:
             self._vae_spec.check()
         if self._clip_spec is not None and is_main:
             self._clip_spec.check()
-        if checkpoint.sound_encoder is not None and is_main:
-            sound.check_audio_encoder(
-                checkpoint.sound_encoder, cast(S2VConfig, config)["audio_dim"]
-            )
+        if ckpt.sound_encoder is not None and is_main:
+            sound.check_audio_encoder(ckpt.sound_encoder, cast(S2VConfig, config)["audio_dim"])
         self._tokenizer: object = None
         self._runs_text_encoder = is_main or setup.parallel.t5_fsdp
         if self._text_encoder_spec is not None and self._runs_text_encoder:
             self._text_encoder_spec.check()
-            if checkpoint.tokenizer is not None:
-                self._tokenizer = text.load_tokenizer(checkpoint.tokenizer)
+            if ckpt.tokenizer is not None:
+                self._tokenizer = text.load_tokenizer(ckpt.tokenizer)
 
     def load_dit(self, name: str, *, editable: bool = False) -> WanModel:
         """Loads one expert. editable: Its weights stay on the device and may be changed."""
@@ -423,12 +411,10 @@ class NetworkLoader:
 
 def build_step_cache(setup: Setup, groups: ParallelGroups | None) -> Cache:
     """Builds the step cache from the setup's policy."""
-    runs_branches_together = setup.parallel.cfg_size == 2
+    paired = setup.parallel.cfg_size == 2
     if setup.policy is None:
         return Cache()
-    return setup.policy.make_cache(
-        runs_branches_together, None if groups is None else groups.all_agree
-    )
+    return setup.policy.make_cache(paired, None if groups is None else groups.all_agree)
 
 
 def build_components(
@@ -439,7 +425,7 @@ def build_components(
     expert: str = "dit",
 ) -> ModelComponents:
     """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
-    parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
+    parallel, texts = setup.parallel, setup.execution.text_kv_cache
     ops = BlockOps(selected.ops, selected.op_runner or run_eager, selected.device_type)
     skip_hooks = (
         (None, None)
@@ -450,7 +436,7 @@ def build_components(
     if not (is_sharded or selected.backends or selected.clock):
         local = LocalAttention(selected.dense_kernel)
         return ModelComponents(
-            lambda _: local, selected.text_kernel, UnshardedSequence(), ops, text_cache, *skip_hooks
+            lambda _: local, selected.text_kernel, UnshardedSequence(), ops, texts, *skip_hooks
         )
     from wan.distributed.exchange import SINGLE_RANK
     from wan.distributed.ring import Ring
@@ -481,9 +467,7 @@ def build_components(
 
     multiple = setup.attention.row_multiple(parallel.ring_size) if is_sharded else 1
     tokens = ShardedSequence(sequence, multiple, selected.token_order)
-    return ModelComponents(
-        make_attention, selected.text_kernel, tokens, ops, text_cache, *skip_hooks
-    )
+    return ModelComponents(make_attention, selected.text_kernel, tokens, ops, texts, *skip_hooks)
 
 
 def make_weight_shardings(
@@ -508,12 +492,10 @@ def assign_vae_rows(device: Device, groups: ParallelGroups | None) -> MakeRows |
         return None
     from wan.vae.sharded import ShardedRows, split_rows_evenly
 
-    num_ranks, torch_device = groups.mesh.size(), device.torch_device
+    world, torch_device = groups.mesh.size(), device.torch_device
 
     def make_rows(height: int, shared: bool) -> ShardedRows:
-        heights = (
-            split_rows_evenly(height, num_ranks) if shared else (height, *[0] * (num_ranks - 1))
-        )
+        heights = split_rows_evenly(height, world) if shared else (height, *[0] * (world - 1))
         return ShardedRows(None, heights, torch_device)
 
     return make_rows

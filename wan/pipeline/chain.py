@@ -57,38 +57,32 @@ def _generate_missing_clips(
         resize_image_to_video(convert_image_to_tensor(inputs.image), params.video_size),
         params.num_clip,
     )
-    device, clip_state = pipeline.device.torch_device, inputs.clip_state
+    device, state = pipeline.device.torch_device, inputs.clip_state
     anchor: Tensor | None = None
     contexts: tuple[Tensor, Tensor] | None = None
     pending_decode: _BackgroundDecode | None = None
     for index in range(inputs.num_clips_done, num_clips):
-        clip_params = params.make_clip_params(index)
+        clip = params.make_clip_params(index)
         if num_clips > 1:
-            logger.info(
-                "Clip %d of %d: %s", index + 1, num_clips, log.format_prompt(clip_params.prompt)
-            )
+            logger.info("Clip %d of %d: %s", index + 1, num_clips, log.format_prompt(clip.prompt))
         if contexts is None or params.clip_prompts:
             contexts = pipeline.encode_prompt(
-                clip_params, inputs.prompt_embeds, inputs.negative_prompt_embeds
+                clip, inputs.prompt_embeds, inputs.negative_prompt_embeds
             )
         with pipeline.stages("conditioning"):
             if params.chain == "frame":
                 y = make_image_condition(
-                    clip_params,
-                    [image[:, 0] if clip_state is None else clip_state],
-                    pipeline.encode,
+                    clip, [image[:, 0] if state is None else state], pipeline.encode
                 )
             else:
                 anchor = pipeline.encode(image) if anchor is None else anchor
-                y = make_chained_condition(clip_params, anchor, clip_state)
+                y = make_chained_condition(clip, anchor, state)
             if pending_decode is None:
                 pipeline.release(pipeline.vae)
-        sample_noise = make_noise_sampler(clip_params, device)
-        denoise_inputs = DenoiseInputs(
-            sample_noise(), *contexts, y=y.to(device), sample_noise=sample_noise
-        )
+        noise = make_noise_sampler(clip, device)
+        denoise_inputs = DenoiseInputs(noise(), *contexts, y=y.to(device), sample_noise=noise)
         try:
-            latents = pipeline.denoise(DenoisingLoop(clip_params, denoise_inputs))
+            latents = pipeline.denoise(DenoisingLoop(clip, denoise_inputs))
         except BaseException:
             if pending_decode is not None:  # a retry may need the VAE and its memory
                 pending_decode.wait()
@@ -102,17 +96,15 @@ def _generate_missing_clips(
             pipeline.experts.prefetch(
                 make_noise_schedule(params).experts[0]
             )  # while this clip is decoded
-        num_overlap_frames = params.num_overlap_frames if clip_state is not None else 0
+        num_overlap_frames = params.num_overlap_frames if state is not None else 0
         if params.chain == "latent":
-            clip_state = latents[:, -1:].clone()
+            state = latents[:, -1:].clone()
             if pipeline.overlap_decoding and index + 1 < num_clips:
                 pending_decode = _BackgroundDecode(pipeline, latents, num_overlap_frames)
                 continue
         frames = pipeline.decode(latents)
-        clip_state = (
-            _broadcast_last_frame(pipeline, frames) if params.chain == "frame" else clip_state
-        )
-        yield Clip(latents, None if frames is None else frames[:, num_overlap_frames:], clip_state)
+        state = _broadcast_last_frame(pipeline, frames) if params.chain == "frame" else state
+        yield Clip(latents, None if frames is None else frames[:, num_overlap_frames:], state)
         del frames, latents
 
 

@@ -68,13 +68,11 @@ def make_clip_spec(path: Path) -> ModelSpec[Any]:
     """
     all_infos = read_headers(path, rename_clip_to_transformers)
     infos = {name: info for name, info in all_infos.items() if not _match_unused(name)}
-    last_layer = max(
-        (int(name.split(".")[2]) for name in infos if name.startswith(_LAYERS)), default=0
-    )
+    last = max((int(name.split(".")[2]) for name in infos if name.startswith(_LAYERS)), default=0)
     tensors: dict[str, TensorInfo] = {}
     try:
         for name, info in infos.items():
-            if name.startswith(f"{_LAYERS}{last_layer}."):
+            if name.startswith(f"{_LAYERS}{last}."):
                 continue
             shape = info.shape
             while len(shape) > 1 and shape[0] == 1:  # the official embeddings have a batch axis
@@ -92,7 +90,7 @@ def make_clip_spec(path: Path) -> ModelSpec[Any]:
         why = f"holds no CLIP vision network (unexpected {error})"
         raise InputError(str(path), None, why, "download it again") from error
     return ModelSpec(
-        "CLIP", partial(_build_clip_network, dim, mlp_dim, last_layer, patch_size), tensors, path
+        "CLIP", partial(_build_clip_network, dim, mlp_dim, last, patch_size), tensors, path
     )
 
 

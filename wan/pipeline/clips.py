@@ -56,9 +56,7 @@ def generate_s2v_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) 
     assert inputs.image is not None and inputs.audio is not None
     assert params.infer_frames is not None and params.num_clip is not None
     contexts = pipeline.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
-    audio_features = pipeline.sample_audio_features(
-        inputs.audio, params.num_clip * params.infer_frames
-    )
+    features = pipeline.sample_audio_features(inputs.audio, params.num_clip * params.infer_frames)
     with pipeline.stages("conditioning"):
         image_pixels = convert_image_to_tensor(
             fit_image_to_size(inputs.image, params.video_size)
@@ -73,7 +71,7 @@ def generate_s2v_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) 
                 len(reference_latents), MOTION_LATENTS, *reference_latents.shape[2:]
             )
     poses = None if inputs.pose is None else _read_pose_clips(inputs.pose, params)
-    silence = torch.zeros_like(audio_features[..., : params.infer_frames])
+    silence = torch.zeros_like(features[..., : params.infer_frames])
     for index in range(params.num_clip):
         if params.num_clip > 1:
             logger.info("Clip %d of %d", index + 1, params.num_clip)
@@ -86,9 +84,7 @@ def generate_s2v_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) 
             "drop_motion_frames": drop_motion_frames,
         }
         start_frame = index * params.infer_frames
-        clip_features = audio_features[
-            ..., start_frame : start_frame + params.infer_frames
-        ].contiguous()
+        clip_features = features[..., start_frame : start_frame + params.infer_frames].contiguous()
         model_kwargs = {
             "cond": shared_kwargs | {"audio_input": clip_features},
             "uncond": shared_kwargs | {"audio_input": silence},
@@ -135,13 +131,11 @@ def fit_image_to_size(image: Image.Image, size: Size) -> Image.Image:
     resized = image.resize(_scale_short_side(image.size, short_side), Image.Resampling.BILINEAR)
     canvas = Image.new("RGB", (max(size[0], resized.width), max(size[1], resized.height)))
     offsets = [
-        max(0, (side - source_side) // 2)
-        for side, source_side in zip(size, resized.size, strict=True)
+        max(0, (side - source) // 2) for side, source in zip(size, resized.size, strict=True)
     ]
     canvas.paste(resized, (offsets[0], offsets[1]))
     x_offset, y_offset = (
-        _get_crop_offset(source_side, side)
-        for source_side, side in zip(canvas.size, size, strict=True)
+        _get_crop_offset(source, side) for source, side in zip(canvas.size, size, strict=True)
     )
     return canvas.crop((x_offset, y_offset, x_offset + size[0], y_offset + size[1]))
 
@@ -175,14 +169,8 @@ def _fit_pose_to_size(frame: np.ndarray, size: Size) -> Tensor:
         pixels_3HW = F.interpolate(
             pixels_3HW[None], size=(rows, columns), mode="bilinear", antialias=True
         )[0]
-    missing_pixels = [
-        max(0, side - source_side) for side, source_side in zip(size, (columns, rows), strict=True)
-    ]
-    paddings = [
-        padding
-        for num_missing in missing_pixels
-        for padding in (num_missing // 2, (num_missing + 1) // 2)
-    ]
+    missing = [max(0, side - source) for side, source in zip(size, (columns, rows), strict=True)]
+    paddings = [padding for gap in missing for padding in (gap // 2, (gap + 1) // 2)]
     padded_frame = F.pad(pixels_3HW, paddings)
     y_offset, x_offset = (
         _get_crop_offset(padded_frame.shape[1], size[1]),

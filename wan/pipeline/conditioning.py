@@ -71,14 +71,12 @@ def prepare_denoise_inputs(
     if not images:
         return inputs
     if params.preset.kind == "i2v":
-        first_image, *last_images = images
+        first, *last_images = images
         last_images = [
-            image
-            if image.size == first_image.size
-            else scale_and_crop_image(image, first_image.size)
+            image if image.size == first.size else scale_and_crop_image(image, first.size)
             for image in last_images
         ]
-        images_3HW = [convert_image_to_tensor(image) for image in (first_image, *last_images)]
+        images_3HW = [convert_image_to_tensor(image) for image in (first, *last_images)]
         features = (
             encode_image(images_3HW).to(device) if params.preset.num_clip_vision_images else None
         )

@@ -55,18 +55,16 @@ def make_vace_context(params: VideoParams, vace_inputs: VaceInputs, encode: Enco
         inactive = reactive = encode(torch.zeros(3, num_frames, *size[::-1]))
     else:
         # The video stays uint8; each part is converted to float32 separately to save memory.
-        video_3FHW = _read_frames_at_size(vace_inputs.video_reader, num_frames, size).permute(
-            3, 0, 1, 2
-        )
+        video = _read_frames_at_size(vace_inputs.video_reader, num_frames, size).permute(3, 0, 1, 2)
         is_reactive_FHW = mask_FHW.bool()
         if vace_inputs.mask_reader is not None:
             mask_FHW = _read_frames_at_size(vace_inputs.mask_reader, num_frames, size)[
                 ..., 0
             ].contiguous()
             is_reactive_FHW = mask_FHW > 127
-        inactive = encode(_normalize_bytes(video_3FHW).mul_(~is_reactive_FHW))
-        reactive = encode(_normalize_bytes(video_3FHW).mul_(is_reactive_FHW))
-        del video_3FHW, is_reactive_FHW
+        inactive = encode(_normalize_bytes(video).mul_(~is_reactive_FHW))
+        reactive = encode(_normalize_bytes(video).mul_(is_reactive_FHW))
+        del video, is_reactive_FHW
     mask_channels = fold_mask_to_vace_channels(mask_FHW, inactive.shape[1:]).to(inactive.device)
     context = torch.cat((inactive, reactive, mask_channels))
     for image in vace_inputs.reference_images:
@@ -81,13 +79,11 @@ def fold_mask_to_vace_channels(mask_FHW: Tensor, latents_fhw: torch.Size) -> Ten
 
     Frames are resampled to the nearest one. mask_FHW: floats from 0 to 1, or uint8 up to 255.
     """
-    (frames, height, width), (num_latent_frames, rows, columns) = mask_FHW.shape, latents_fhw
-    mask_fHW = mask_FHW[
-        ((torch.arange(num_latent_frames) + 0.5) * frames / num_latent_frames).long()
-    ]
+    (frames, height, width), (num_latents, rows, columns) = mask_FHW.shape, latents_fhw
+    mask_fHW = mask_FHW[((torch.arange(num_latents) + 0.5) * frames / num_latents).long()]
     if mask_fHW.dtype == torch.uint8:
         mask_fHW = (_normalize_bytes(mask_fHW) + 1) / 2
-    cells = mask_fHW.reshape(num_latent_frames, rows, height // rows, columns, width // columns)
+    cells = mask_fHW.reshape(num_latents, rows, height // rows, columns, width // columns)
     return cells.permute(2, 4, 0, 1, 3).flatten(0, 1)
 
 
@@ -95,17 +91,12 @@ def paste_image_on_canvas(image: Image.Image, size: Size) -> Tensor:
     """Pastes a scaled image on the center of a white canvas of (width, height): [3,1,H,W]."""
     width, height = size
     scale = min(height / image.height, width / image.width)
-    scaled_size = max(1, int(image.height * scale)), max(1, int(image.width * scale))
+    scaled = max(1, int(image.height * scale)), max(1, int(image.width * scale))
     canvas = torch.ones(3, height, width)
-    y_offset, x_offset = (height - scaled_size[0]) // 2, (width - scaled_size[1]) // 2
-    canvas[:, y_offset : y_offset + scaled_size[0], x_offset : x_offset + scaled_size[1]] = (
-        F.interpolate(
-            convert_image_to_tensor(image)[None],
-            size=scaled_size,
-            mode="bilinear",
-            align_corners=False,
-        )[0]
-    )
+    y_offset, x_offset = (height - scaled[0]) // 2, (width - scaled[1]) // 2
+    canvas[:, y_offset : y_offset + scaled[0], x_offset : x_offset + scaled[1]] = F.interpolate(
+        convert_image_to_tensor(image)[None], size=scaled, mode="bilinear", align_corners=False
+    )[0]
     return canvas.unsqueeze(1)
 
 
@@ -113,10 +104,8 @@ def _read_frames_at_size(reader: FrameReader, num_frames: int, size: Size) -> Te
     """Reads a video's first frames, uint8 [F,H,W,3], scaled to cover (width, height)."""
     frames_FHW3 = reader(range(num_frames))
     if frames_FHW3.shape[1:3] != size[::-1]:
-        scaled_images = (
-            scale_and_crop_image(Image.fromarray(frame), size) for frame in frames_FHW3
-        )
-        frames_FHW3 = np.stack([np.asarray(image) for image in scaled_images])
+        images = (scale_and_crop_image(Image.fromarray(frame), size) for frame in frames_FHW3)
+        frames_FHW3 = np.stack([np.asarray(image) for image in images])
     return torch.from_numpy(np.ascontiguousarray(frames_FHW3))
 
 

@@ -89,7 +89,7 @@ class VaeRunner:
         Returns:
             Whether this is the main rank.
         """
-        _, num_latent_frames, height, _ = latent_Zfhw.shape
+        _, num_latents, height, _ = latent_Zfhw.shape
         min_bytes = self._estimate_decode_bytes(latent_Zfhw)
         is_main = self._make_rows is None or self._make_rows(height, False).rank == 0
 
@@ -104,11 +104,7 @@ class VaeRunner:
             decode_to_sink = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
             # Ranks agree three times first, then twice per latent frame: after layers and sink.
             self._run_on_ranks(
-                method,
-                height,
-                3 + 2 * num_latent_frames,
-                decode_to_sink,
-                min_bytes if may_fail else 0,
+                method, height, 3 + 2 * num_latents, decode_to_sink, min_bytes if may_fail else 0
             )
             release_ranks()
 
@@ -129,19 +125,17 @@ class VaeRunner:
 
     def _try_methods(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
         """Calls attempt(method, may_fail) until one has enough memory; the last may not fail."""
-        for method, next_method in zip(methods, (*methods[1:], None), strict=True):
+        for method, fallback in zip(methods, (*methods[1:], None), strict=True):
             self.last_method = method
             try:
-                return attempt(method, next_method is not None)
+                return attempt(method, fallback is not None)
             except Exception as error:
-                if next_method is None or not is_out_of_memory(error):
+                if fallback is None or not is_out_of_memory(error):
                     raise
             gc.collect()
             self._device.empty_cache()
-            suffix = "; they are not exact" if next_method == TILED else ""
-            logger.warning(
-                "The VAE has too little memory for %s: %s%s.", method, next_method, suffix
-            )
+            suffix = "; they are not exact" if fallback == TILED else ""
+            logger.warning("The VAE has too little memory for %s: %s%s.", method, fallback, suffix)
         raise AssertionError("the last method returns or raises")
 
     def _run_on_ranks(

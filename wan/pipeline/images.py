@@ -93,13 +93,11 @@ def convert_to_image(value: object, setting: str = "image") -> Image.Image:
 
     if isinstance(value, str | Path):
         return read_image(Path(os.path.expanduser(value)), setting)
-    image_setting = ImageSetting(setting)
-    with _catch_decoder_errors(image_setting):
+    image = ImageSetting(setting)
+    with _catch_decoder_errors(image):
         if isinstance(value, Image.Image):
-            return _convert_to_rgb(value, image_setting)
-        return Image.fromarray(
-            _convert_to_uint8_rgb(_convert_to_array(value, image_setting), image_setting)
-        )
+            return _convert_to_rgb(value, image)
+        return Image.fromarray(_convert_to_uint8_rgb(_convert_to_array(value, image), image))
 
 
 def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
@@ -107,10 +105,8 @@ def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         if re.match(r"([a-z][a-z0-9+.-]+:/|data:)", str(path), re.IGNORECASE):
-            address_setting = ImageSetting(image_setting.setting)
-            raise address_setting.input_error(
-                "takes a file, not an address", "download it first"
-            ) from None
+            address = ImageSetting(image_setting.setting)
+            raise address.input_error("takes a file, not an address", "download it first") from None
         raise image_setting.input_error("does not exist", "give an image") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
         short_setting = ImageSetting(

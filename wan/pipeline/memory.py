@@ -145,16 +145,12 @@ def compute_stage_memory(
     if sizes.encoding:
         add_stage("image encoder", vae, sizes.encoding)
     dit, layers = sizes.dit, setup.checkpoint.config["num_layers"]
-    num_streamed_blocks = layers - execution.count_blocks_on_device(layers, device)
+    num_streamed = layers - execution.count_blocks_on_device(layers, device)
     extra = (
-        count_block_buffers(device) * max(dit.largest_block - dit.block, 0)
-        if num_streamed_blocks
-        else 0
+        count_block_buffers(device) * max(dit.largest_block - dit.block, 0) if num_streamed else 0
     )
     num_networks = len(setup.preset.experts) if keeps_all else 1
-    resident = dit.cached + Usage(
-        {"DiT weights": dit.weights - num_streamed_blocks * dit.block + extra}
-    )
+    resident = dit.cached + Usage({"DiT weights": dit.weights - num_streamed * dit.block + extra})
     resident = Usage({name: num_networks * size for name, size in resident.items()})
     previous_clip = _estimate_previous_clip(params) if device == "cpu" else Usage()
     overlapped_decoding = (
@@ -232,23 +228,19 @@ def estimate_network_sizes(setup: Setup, params: VideoParams) -> NetworkSizes:
     execution, frames = setup.execution, count_decoded_frames(params)
     width, height = params.video_size
     is_on_device = find_planned_device(setup).type == "cpu" or not execution.t5_cpu
-    num_encoded_frames, vae_size = count_encoded_frames(params), _ITEMSIZE[execution.vae_precision]
+    num_frames, vae_size = count_encoded_frames(params), _ITEMSIZE[execution.vae_precision]
     ranks = setup.parallel.world_size if execution.vae_parallel else 1
     can_map_vae = _can_map_weights(setup, setup.checkpoint.vae) and vae_size == 4
-    encoding = (
-        estimate_vae_activations(setup, "encode", (num_encoded_frames, height, width)) // ranks
-    )
+    encoding = estimate_vae_activations(setup, "encode", (num_frames, height, width)) // ranks
     pixel_frames = 1 + (frames - 1) * params.preset.vae_stride[0]
-    video_bytes = 3 * pixel_frames * width * height * 4  # complete on the first rank
-    decoding = estimate_vae_activations(setup, "decode", (frames, height, width)) - video_bytes
+    video_size = 3 * pixel_frames * width * height * 4  # complete on the first rank
+    decoding = estimate_vae_activations(setup, "decode", (frames, height, width)) - video_size
     return NetworkSizes(
         text=_estimate_text_encoder(setup) if is_on_device else None,
         clip=WeightBytes(0),
         vae=WeightBytes(0 if can_map_vae else int(_count_vae_weight_bytes(setup) * vae_size / 4)),
         encoding=+Usage(activations=encoding),
-        decoding=Usage(
-            activations=video_bytes + (0 if execution.vae_tiling else decoding // ranks)
-        ),
+        decoding=Usage(activations=video_size + (0 if execution.vae_tiling else decoding // ranks)),
         dit=_estimate_dit(setup, params),
     )
 
@@ -309,20 +301,16 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
     num_control_blocks = (
         setup.checkpoint.num_control_blocks
     )  # of VACE; each is copied together with a block
-    image_kv_channels = (
-        2 * c if config["image_dim"] else 0
-    )  # K and V projections of the image's tokens
-    uniform_block, largest_block = (8 * c + 2 * f + image_kv_channels) * c * e, 0
-    block = (
-        uniform_block * (layers + num_control_blocks) + c * c * e * num_control_blocks
-    ) // layers
+    kv_channels = 2 * c if config["image_dim"] else 0  # K and V projections of the image's tokens
+    uniform, largest_block = (8 * c + 2 * f + kv_channels) * c * e, 0
+    block = (uniform * (layers + num_control_blocks) + c * c * e * num_control_blocks) // layers
     if (
         num_control_blocks
         and device != "cpu"
         and setup.quantized is None
         and not setup.unconverted_dtypes(device)
     ):
-        largest_block = 2 * uniform_block + c * c * e
+        largest_block = 2 * uniform + c * c * e
     if setup.quantized is not None:
         block = sum(next(iter(setup.quantized.experts.values())).linear_bytes.values()) // layers
     elif unconverted_dtypes := setup.unconverted_dtypes(device):
@@ -347,7 +335,7 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
             max(0, outside_blocks - mapped_outside),
         )
     branches = 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
-    text_bytes = branches * execution.text_kv_cache * config["text_len"] * c * e
+    text_size = branches * execution.text_kv_cache * config["text_len"] * c * e
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
     streams = 2 if num_control_blocks else 1  # the video stream and the control stream
     activations = tokens * (streams * 4 * c + e * max(5 * c, 2 * c + f))
@@ -360,7 +348,7 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
         block=block // ranks,
         blocks=layers * block // ranks,
         cached=Usage(
-            {"text": text_bytes, "text K/V": 2 * (layers + num_control_blocks) * text_bytes}
+            {"text": text_size, "text K/V": 2 * (layers + num_control_blocks) * text_size}
         ),
         activations=Usage({"activations": activations, "gathered weights": gathered_bytes}),
         largest_block=largest_block // ranks,
@@ -372,33 +360,25 @@ def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
     expert, files = next(iter(setup.checkpoint.experts.items()))
     execution, mapped_bytes = setup.execution, Counter[bool]()
     compute_dtype = {"bf16": "BF16", "fp32": "F32"}[execution.get_dit_precision("cpu")]
-    unconverted_dtypes = setup.unconverted_dtypes("cpu")
-    changed_names = {name for lora in setup.loras.get(expert, ()) for name in lora.deltas}
-    tensors = {
-        n: x
-        for n, x in files.tensors.items()
-        if n not in changed_names or x.dtype in unconverted_dtypes
-    }
+    dtypes = setup.unconverted_dtypes("cpu")
+    names = {name for lora in setup.loras.get(expert, ()) for name in lora.deltas}
+    tensors = {n: x for n, x in files.tensors.items() if n not in names or x.dtype in dtypes}
     if setup.quantized is not None:
         for layer, linear in setup.quantized.experts[expert].linears.items():
             tensors[f"{layer}.weight"] = linear.tensors["weight"]
     weight_files = {info.file for info in tensors.values() if info.file.suffix == ".safetensors"}
-    tensor_layouts = {file: read_safetensors_offsets(file) for file in weight_files}
+    layouts = {file: read_safetensors_offsets(file) for file in weight_files}
     for name, info in tensors.items():
         loaded_dtype = (
             "F32" if keeps_fp32(name) and not execution.convert_model_dtype else compute_dtype
         )
-        offset = (
-            tensor_layouts[info.file][info.name][2]
-            if info.file in tensor_layouts
-            else info.data_offset
-        )
+        offset = layouts[info.file][info.name][2] if info.file in layouts else info.data_offset
         itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is stored as bytes
         needs_no_conversion = (
             info.scale is None and info.dtype in (loaded_dtype, "I8")
-        ) or info.dtype in unconverted_dtypes
+        ) or info.dtype in dtypes
         if needs_no_conversion and (
-            info.dtype in unconverted_dtypes or offset % get_tensor_alignment(itemsize) == 0
+            info.dtype in dtypes or offset % get_tensor_alignment(itemsize) == 0
         ):
             mapped_bytes[name.startswith(BLOCK_PREFIXES)] += info.nbytes
     return mapped_bytes[True], mapped_bytes[False]
@@ -467,14 +447,12 @@ def check_memory(
     Raises:
         InputError: The run does not fit.
     """
-    device_types: tuple[str, ...] = (setup.execution.device,)
-    if device_types == ("auto",) and _NPU_DRIVER.exists():
-        device_types = ("npu", "cpu")
-    elif device_types == ("auto",):
-        device_types = ("cuda", "cpu") if query_gpu_memory("free") else ("cpu",)
-    refusals = [
-        _find_memory_refusal(setup, params, ranks_here, stage, device) for device in device_types
-    ]
+    types: tuple[str, ...] = (setup.execution.device,)
+    if types == ("auto",) and _NPU_DRIVER.exists():
+        types = ("npu", "cpu")
+    elif types == ("auto",):
+        types = ("cuda", "cpu") if query_gpu_memory("free") else ("cpu",)
+    refusals = [_find_memory_refusal(setup, params, ranks_here, stage, device) for device in types]
     if refusals[0] is not None and None not in refusals:
         raise refusals[0]
 
@@ -521,10 +499,8 @@ def find_fullest_stage(
         **execution: Fields of `Execution` to change.
     """
     setup = replace(setup, execution=replace(setup.execution, **execution))
-    tiled_execution = replace(
-        setup.execution, vae_tiling=True, vae_parallel=False, overlap_decoding=False
-    )
-    tiled_setup = replace(setup, execution=tiled_execution)
+    tiling = replace(setup.execution, vae_tiling=True, vae_parallel=False, overlap_decoding=False)
+    tiled_setup = replace(setup, execution=tiling)
     usage_by_stage = compute_stage_memory(setup, params, estimate_network_sizes(setup, params))
     usage_by_stage["decoding"] = compute_stage_memory(
         tiled_setup, params, estimate_network_sizes(tiled_setup, params)

@@ -59,10 +59,8 @@ class FlatTensors:
     def free_storage(self) -> None:
         """Replaces each tensor by one expanded element, which frees its memory."""
         for tensor, (_, dtype, shape) in zip(self.tensors, self._layout, strict=True):
-            fill_value = float("nan") if dtype.is_floating_point else 0
-            tensor.data = torch.full((), fill_value, dtype=dtype, device=tensor.device).expand(
-                shape
-            )
+            fill = float("nan") if dtype.is_floating_point else 0
+            tensor.data = torch.full((), fill, dtype=dtype, device=tensor.device).expand(shape)
 
     def byte_views(self) -> Iterator[tuple[int, Tensor]]:
         """Yields the byte offset of each tensor, and its values as uint8."""
@@ -74,10 +72,8 @@ class PinnedMemory:
     """Page-locked host memory of `size` bytes."""
 
     def __init__(self, size: int) -> None:
-        num_slabs = -(-size // _SLAB)
-        self._slabs = [
-            torch.empty(_SLAB, dtype=torch.uint8, pin_memory=True) for _ in range(num_slabs)
-        ]
+        count = -(-size // _SLAB)
+        self._slabs = [torch.empty(_SLAB, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     def chunks(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
         """Splits `size` bytes from `start` at the slab boundaries.
@@ -226,14 +222,12 @@ class StreamedBlocks:
             num_resident: Number of resident blocks. They are spread evenly, so that a copy can
                 overlap with several blocks.
         """
-        num_blocks, on_cpu = len(blocks), device.type == "cpu"
+        count, on_cpu = len(blocks), device.type == "cpu"
         num_resident = (
-            num_resident
-            if num_blocks - num_resident > count_block_buffers(device.type)
-            else num_blocks
+            num_resident if count - num_resident > count_block_buffers(device.type) else count
         )
         streamed_blocks = [
-            b for i, b in enumerate(blocks) if i * num_resident % num_blocks >= num_resident
+            b for i, b in enumerate(blocks) if i * num_resident % count >= num_resident
         ]
         resident_blocks = [block for block in blocks if block not in streamed_blocks]
         buffer_size = max((block.flat.size for block in streamed_blocks), default=0)
@@ -325,10 +319,8 @@ def stream_blocks(
             block_modules = {
                 names[member]: member for member in (module, *adapter_modules(network, index))
             }
-            block_weights = _move_meta_modules(block_modules, sources, device, dtype_of)
-            streamed_blocks.append(
-                StreamedBlock(module, [*block_modules.values()][-1], *block_weights)
-            )
+            weights = _move_meta_modules(block_modules, sources, device, dtype_of)
+            streamed_blocks.append(StreamedBlock(module, [*block_modules.values()][-1], *weights))
         largest = max(block.flat.size for block in streamed_blocks)
         StreamedBlocks(
             streamed_blocks,
@@ -337,10 +329,8 @@ def stream_blocks(
         )
         if table is not None:
             module = network.get_submodule(table)
-            _, table_sources, _ = _move_meta_modules(
-                {f"{table}.": module}, sources, device, dtype_of
-            )
-            for source in table_sources:
+            _, tables, _ = _move_meta_modules({f"{table}.": module}, sources, device, dtype_of)
+            for source in tables:
                 module.register_forward_hook(partial(_look_up_embeddings, source))
         return sources
 
@@ -370,13 +360,11 @@ def _move_meta_modules(
             tensors[f"{prefix}{name}"] = tensor, sources[f"{prefix}{name}"]
     if device.type == "cpu":
         use_mapped_tensors(tensors.values())
-    copied_tensors = [
-        (tensor, source) for tensor, source in tensors.values() if owns_memory(tensor)
-    ]
-    flat = FlatTensors([tensor for tensor, _ in copied_tensors])
+    copies = [(tensor, source) for tensor, source in tensors.values() if owns_memory(tensor)]
+    flat = FlatTensors([tensor for tensor, _ in copies])
     flat.free_storage()
     mapped_sources = [source for tensor, source in tensors.values() if not owns_memory(tensor)]
-    return flat, [source for _, source in copied_tensors], mapped_sources
+    return flat, [source for _, source in copies], mapped_sources
 
 
 def _look_up_embeddings(

@@ -91,10 +91,8 @@ class Setup:
         if self.quantized is not None or self.parallel.dit_fsdp:
             return set()
         # NPUs have no FP8, and unpacking GGUF is not tested on an NPU.
-        keep_values = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
-        settings = [
-            name for name in UNCONVERTED_DTYPES if getattr(self.execution, name) in keep_values
-        ]
+        keep = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
+        settings = [name for name in UNCONVERTED_DTYPES if getattr(self.execution, name) in keep]
         return self.checkpoint_dtypes & {
             dtype for name in settings for dtype in UNCONVERTED_DTYPES[name]
         }

@@ -115,12 +115,10 @@ def make_checkpoint(
     with write_folder(out) as unfinished:
         networks = RandomNetworks(preset, seed, DTYPES[dtype], sizes or {})
         WRITERS[layout](unfinished, networks)
-        quick_settings = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS
+        quick = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS
         if preset.kind == "animate":  # its size is that of the pose video
-            quick_settings = {
-                name: value for name, value in quick_settings.items() if name != "size"
-            }
-        write_json(unfinished / "generation_config.json", quick_settings)
+            quick = {name: value for name, value in quick.items() if name != "size"}
+        write_json(unfinished / "generation_config.json", quick)
     return out
 
 
@@ -138,7 +136,7 @@ class RandomNetworks:
         self.task, self.tokenizer = task, train_tokenizer()
         is_22 = task.vae == "2.2"
         vae: Any = {"decoder_base_dim": 10, **VAE_22} if is_22 else {"z_dim": 16}
-        vocab_size = self.tokenizer.get_vocab_size()
+        vocab = self.tokenizer.get_vocab_size()
         dim = task.num_heads * task.tiny_head_dim
         small_sizes: dict[str, Any] = {
             "dim": dim,
@@ -163,9 +161,7 @@ class RandomNetworks:
         }
         with torch.device("meta"):  # the initial weights are replaced
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
-            config: Any = UMT5Config(
-                vocab_size=vocab_size, feed_forward_proj="gated-gelu", **TEXT_SIZES
-            )
+            config: Any = UMT5Config(vocab_size=vocab, feed_forward_proj="gated-gelu", **TEXT_SIZES)
             self.text_encoder: Any = UMT5EncoderModel(config)
             self.dit = build_dit(self.config)
             self.clip: Any = CLIPVisionModel(
@@ -180,21 +176,19 @@ class RandomNetworks:
                 )
             )
             self.audio_encoder: Any = Wav2Vec2Model(Wav2Vec2Config(**AUDIO_ENCODER_SIZES))
-        generator = torch.Generator().manual_seed(seed)
-        self.dit_states = [_draw_tensors(self.dit, str, generator, dtype) for _ in task.experts]
+        rng = torch.Generator().manual_seed(seed)
+        self.dit_states = [_draw_tensors(self.dit, str, rng, dtype) for _ in task.experts]
         vae_name = partial(keymaps.rename_vae_to_official, residual=is_22)
-        self.vae_state = _draw_tensors(self.vae, vae_name, generator, torch.float32)
+        self.vae_state = _draw_tensors(self.vae, vae_name, rng, torch.float32)
         self.text_state = _draw_tensors(
-            self.text_encoder, keymaps.rename_t5_to_official, generator, torch.bfloat16
+            self.text_encoder, keymaps.rename_t5_to_official, rng, torch.bfloat16
         )
         self.clip_state: NamedTensors = OrderedDict()
         if task.num_clip_vision_images:
-            self.clip_state = _draw_tensors(self.clip, str, generator, torch.float16)
+            self.clip_state = _draw_tensors(self.clip, str, rng, torch.float16)
         self.audio_encoder_state: NamedTensors = OrderedDict()
         if task.kind == "s2v":
-            self.audio_encoder_state = _draw_tensors(
-                self.audio_encoder, str, generator, torch.float32
-            )
+            self.audio_encoder_state = _draw_tensors(self.audio_encoder, str, rng, torch.float32)
 
     def list_constants(self) -> list[tuple[str, Tensor]]:
         """Lists the buffers that official files contain."""
@@ -329,9 +323,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     """Writes the layout of diffusers with `save_pretrained` of diffusers and transformers."""
     task, config, states = networks.task, networks.config, networks.dit_states
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
-    pipeline, transformer = _DIFFUSERS_CLASSES.get(
-        task.kind, ("WanPipeline", "WanTransformer3DModel")
-    )
+    pipeline, network = _DIFFUSERS_CLASSES.get(task.kind, ("WanPipeline", "WanTransformer3DModel"))
     vace_sizes: dict[str, Any] = {}
     if task.kind == "vace":
         vace_sizes = {
@@ -340,7 +332,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         }
     for name, state in zip(names, states, strict=True):
         with torch.device("meta"):
-            dit = getattr(diffusers, transformer)(
+            dit = getattr(diffusers, network)(
                 num_attention_heads=config["num_heads"],
                 attention_head_dim=config["dim"] // config["num_heads"],
                 in_channels=config["in_dim"],
@@ -367,7 +359,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=task.diffusers_shift
     )
     scheduler.save_pretrained(folder / "scheduler")
-    class_entry, no_class = ["diffusers", transformer], [None, None]
+    class_entry, no_class = ["diffusers", network], [None, None]
     index = {
         "_class_name": pipeline,
         "_diffusers_version": diffusers.__version__,

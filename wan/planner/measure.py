@@ -350,12 +350,12 @@ class Planner:
 
         x, y = empty(channels, *size), empty(config["in_dim"] - channels, *size)
         text_size = config["text_len"], config["text_dim"]
-        prompt_embeds = [empty(*text_size, dtype=self.dtype) for _ in branches]
+        prompts = [empty(*text_size, dtype=self.dtype) for _ in branches]
         num_images = setup.preset.num_clip_vision_images
         model_kwargs: dict[str, Any] = {}
         if num_images:
             model_kwargs["clip_fea"] = empty(num_images, clip.NUM_TOKENS, config["image_dim"])
-        audio_inputs: list[Any] = [{}] * len(branches)
+        audios: list[Any] = [{}] * len(branches)
         if setup.preset.kind == "animate":
             num_face_images = 4 * (size[0] - 2) + 1
             model_kwargs["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
@@ -371,14 +371,9 @@ class Planner:
                 "drop_motion_frames": num_encoded_frames == 1,
             }
             features = AUDIO_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
-            audio_inputs = [{"audio_input": empty(1, *features)} for _ in branches]
+            audios = [{"audio_input": empty(1, *features)} for _ in branches]
         live.exclude(
-            (
-                x,
-                y,
-                *prompt_embeds,
-                *chain.from_iterable(map(_iter_tensors, (model_kwargs, *audio_inputs))),
-            )
+            (x, y, *prompts, *chain.from_iterable(map(_iter_tensors, (model_kwargs, *audios))))
         )
         t = torch.tensor([500.0])
         fixes_first_frame = setup.preset.kind == "ti2v" and memory.count_encoded_frames(params) == 1
@@ -392,9 +387,7 @@ class Planner:
         step_indices, sends = sorted({0, sparse_from}), list[Sends]()
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             live.sent_operations.clear()
-            for branch, text_LC, audio_input in zip(
-                branches, prompt_embeds, audio_inputs, strict=True
-            ):
+            for branch, text_LC, audio_input in zip(branches, prompts, audios, strict=True):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
                 channels_of_image = {"y": [y]} if len(y) else {}
                 with live:
@@ -462,29 +455,22 @@ def _prepare_meta_network(
     mapped_total, count = count_mapped_bytes(network, sources), len(blocks)
     in_blocks = count_mapped_bytes(network, sources, f"{prefix}.")
     is_unsharded = sharding is UNSHARDED
-    num_kept_blocks = 2 if is_unsharded else 3
+    num_kept = 2 if is_unsharded else 3
     adapters = [[*adapter_modules(layer)] for layer in range(count)]
     names = {module: name for name, module in network.named_modules()}
     for module in chain.from_iterable(adapters):
         in_blocks += count_mapped_bytes(network, sources, f"{names[module]}.")
     adapter_bytes = [sum(map(count_weight_bytes, modules)) // ranks for modules in adapters]
-    removed_blocks = blocks[num_kept_blocks:]
-    del blocks[num_kept_blocks:]
-    for module in chain.from_iterable(adapters[num_kept_blocks:]):
+    removed_blocks = blocks[num_kept:]
+    del blocks[num_kept:]
+    for module in chain.from_iterable(adapters[num_kept:]):
         network.set_submodule(names[module], nn.Identity())
     sharding.shard(network.eval().requires_grad_(False))
     with materialize_without_data(network, sharded=not is_unsharded) as live:
         block = count_weight_bytes(blocks[-1])
-        removed_bytes = (
-            count_weight_bytes(removed_blocks) if is_unsharded else len(removed_blocks) * block
-        )
+        saved = count_weight_bytes(removed_blocks) if is_unsharded else len(removed_blocks) * block
         block += (sum(adapter_bytes) - in_blocks) // count
-        weights = (
-            count_weight_bytes(network)
-            + removed_bytes
-            + sum(adapter_bytes[num_kept_blocks:])
-            - mapped_total
-        )
+        weights = count_weight_bytes(network) + saved + sum(adapter_bytes[num_kept:]) - mapped_total
         largest = (
             block + max(adapter_bytes) - sum(adapter_bytes) // count
             if any(adapter_bytes) and not mapped_total

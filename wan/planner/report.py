@@ -86,10 +86,8 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
         plan_lines.append(f"Page-locked host memory of a rank: {_format_bytes(host_bytes)}")
     num_streamed, forwards, total = planner.streaming_per_step()
     if num_streamed:
-        is_upper_bound = setup.execution.resident_blocks is None and planner.device.type != "cpu"
-        at_most = (
-            "at most " if is_upper_bound else ""
-        )  # the run keeps as many blocks resident as fit
+        is_bound = setup.execution.resident_blocks is None and planner.device.type != "cpu"
+        at_most = "at most " if is_bound else ""  # the run keeps as many blocks resident as fit
         seconds = (
             "" if host_gbs is None else f", {total / host_gbs / 1e9:.2f} s at {host_gbs:g} GB/s"
         )
@@ -113,44 +111,38 @@ def _describe_frames(params: VideoParams) -> str:
 
 def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
     """Describes the files of each network of a checkpoint folder and its dtype after loading."""
-    setup, checkpoint = planner.setup, planner.setup.checkpoint
+    setup, files = planner.setup, planner.setup.checkpoint
     device, encoders = (
         planner.device.type,
         planner.setup.execution.get_precision(planner.device.type),
     )
-    if checkpoint.boundary is not None:
+    if files.boundary is not None:
         standard = f"the task's is {setup.preset.boundary:g}"
-        yield f"  boundary_ratio of model_index.json: {checkpoint.boundary:g} ({standard})"
-    for expert, dit in checkpoint.experts.items():
-        infos, conversion = list(dit.tensors.values()), f"becomes {planner.precision}"
-        unconverted_dtypes = sorted(
-            setup.unconverted_dtypes(device) & {info.dtype for info in infos}
-        )
+        yield f"  boundary_ratio of model_index.json: {files.boundary:g} ({standard})"
+    for expert, dit in files.experts.items():
+        infos, note = list(dit.tensors.values()), f"becomes {planner.precision}"
+        dtypes = sorted(setup.unconverted_dtypes(device) & {info.dtype for info in infos})
         if setup.quantized is not None:
             export = setup.quantized.experts[expert]
-            conversion += (
-                f", its {len(export.linears)} quantised layers are those of {export.weights}"
-            )
-        elif unconverted_dtypes:
+            note += f", its {len(export.linears)} quantised layers are those of {export.weights}"
+        elif dtypes:
             use = "is multiplied in FP8" if setup.multiplies_fp8 else "stays until it is used"
-            conversion = f"{', '.join(unconverted_dtypes)} {use}, the rest {conversion}"
+            note = f"{', '.join(dtypes)} {use}, the rest {note}"
         if infos:
-            yield _describe_component(checkpoint, f"DiT {expert}", infos, conversion)
-    if (path := checkpoint.text_encoder) is not None:
+            yield _describe_component(files, f"DiT {expert}", infos, note)
+    if (path := files.text_encoder) is not None:
         infos = list(text.read_text_encoder_spec(path).tensors.values())
-        yield _describe_component(checkpoint, "text encoder", infos, f"becomes {encoders}")
-    if (path := checkpoint.tokenizer) is not None:
-        yield f"  tokenizer: {_format_paths(checkpoint, {path})}"
-    if (path := checkpoint.image_encoder) is not None:
+        yield _describe_component(files, "text encoder", infos, f"becomes {encoders}")
+    if (path := files.tokenizer) is not None:
+        yield f"  tokenizer: {_format_paths(files, {path})}"
+    if (path := files.image_encoder) is not None:
         infos = list(clip.make_clip_spec(path).tensors.values())
-        yield _describe_component(checkpoint, "image encoder", infos, f"becomes {encoders}")
-    if (path := checkpoint.sound_encoder) is not None:
-        yield f"  sound encoder: {_format_paths(checkpoint, {path})}; runs in fp32 on the CPU"
-    if (path := checkpoint.vae) is not None:
+        yield _describe_component(files, "image encoder", infos, f"becomes {encoders}")
+    if (path := files.sound_encoder) is not None:
+        yield f"  sound encoder: {_format_paths(files, {path})}; runs in fp32 on the CPU"
+    if (path := files.vae) is not None:
         infos = list(vae.read_vae_spec(path).tensors.values())
-        yield _describe_component(
-            checkpoint, "VAE", infos, f"becomes {setup.execution.vae_precision}"
-        )
+        yield _describe_component(files, "VAE", infos, f"becomes {setup.execution.vae_precision}")
 
 
 def _describe_component(
@@ -194,12 +186,10 @@ def _describe_placement(
 ) -> Iterator[str]:
     """Describes the bytes that each layout sends inside and between `nodes` machines."""
     parallel, checkpoint = planner.setup.parallel, planner.setup.checkpoint
-    sequence_bytes = (
+    num_bytes = (
         planner.token_plan(parallel).padded_len * checkpoint.config["dim"] * planner.dtype.itemsize
     )
-    rank_layouts = list_layouts(
-        parallel.world_size, checkpoint.num_heads, nodes, sequence_bytes, rates
-    )
+    rank_layouts = list_layouts(parallel.world_size, checkpoint.num_heads, nodes, num_bytes, rates)
     return placement.describe_layouts(rank_layouts, parallel.mesh_shape, rates)
 
 

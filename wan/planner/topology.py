@@ -77,10 +77,8 @@ def _iter_topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
     """Yields every other topology that the settings allow, with its flags; fewest ranks first."""
     current, heads = planner.setup.parallel, planner.setup.checkpoint.num_heads
     values = {f.name: getattr(current, f.name) for f in fields(Parallel)}
-    changed_values = {
-        f.name: values[f.name] for f in fields(Parallel) if values[f.name] != f.default
-    }
-    changed_values["compile"] = planner.setup.execution.compile
+    changes = {f.name: values[f.name] for f in fields(Parallel) if values[f.name] != f.default}
+    changes["compile"] = planner.setup.execution.compile
     world = current.world_size
     for ranks in range(world, max(world, min(8 * world, MAX_RANKS)) + 1):
         for sizes in sorted(
@@ -88,7 +86,7 @@ def _iter_topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
         ):
             try:
                 other, _ = resolve_topology(
-                    changed_values | dict(zip(SIZE_FLAGS, sizes, strict=True)), ranks, heads
+                    changes | dict(zip(SIZE_FLAGS, sizes, strict=True)), ranks, heads
                 )
                 setup = replace(planner.setup, parallel=other)
                 setup.check_request(planner.params)
@@ -105,10 +103,8 @@ def _list_saving_settings(planner: Planner, setup: Setup, memory: int) -> tuple[
         setup.parallel,
         setup.parallel.world_size > 1,
     )
-    oversized_stages = {
-        name for name, usage in planner.stage_memory().items() if usage.total() > memory
-    }
-    reduces_text = "text encoder" in oversized_stages or execution.offload_model is False
+    stages = {name for name, usage in planner.stage_memory().items() if usage.total() > memory}
+    reduces_text = "text encoder" in stages or execution.offload_model is False
     reduces_text = reduces_text and not (execution.t5_cpu or parallel.t5_fsdp)
     can_shard = is_distributed and isinstance(execution.offload_model, bool)
     candidates = {

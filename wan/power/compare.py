@@ -275,23 +275,21 @@ def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -
     offload_modes = [run.setup.execution.offload_model]
     if options.keeps:  # a step cache needs a video's steps in sequence
         offload_modes = [False, True] if run.setup.policy is None else [False]
-    stage, needed_bytes = "", 0
+    stage, needed = "", 0
     for offload in offload_modes:
         memory_options: dict[str, Any] = {"device": device_type, "offload_model": offload}
-        stage, needed_bytes = memory.find_fullest_stage(
+        stage, needed = memory.find_fullest_stage(
             run.setup, run.params, ranks_per_node, **memory_options
         )
-        if not free_per_rank or needed_bytes <= min(free_per_rank):
+        if not free_per_rank or needed <= min(free_per_rank):
             free_text = "" if not free_per_rank else f" of {min(free_per_rank) / 1e9:.1f} GB free"
             mode_text = f"--offload_model {offload}"
             if isinstance(offload, bool):
                 mode_text = _OFFLOAD_LABELS[offload]
-            logger.info(
-                "Plan: %.1f GB (%s)%s, %s.", needed_bytes / 1e9, stage, free_text, mode_text
-            )
+            logger.info("Plan: %.1f GB (%s)%s, %s.", needed / 1e9, stage, free_text, mode_text)
             execution = replace(run.setup.execution, offload_model=offload)
             return replace(run, setup=replace(run.setup, execution=execution))
-    why = f"needs at least {needed_bytes / 1e9:.1f} GB ({stage}), and {min(free_per_rank) / 1e9:.1f} GB are free"
+    why = f"needs at least {needed / 1e9:.1f} GB ({stage}), and {min(free_per_rank) / 1e9:.1f} GB are free"
     raise InputError("The comparison", None, why, "use more ranks, --dit_fsdp or fewer frames")
 
 
@@ -303,13 +301,11 @@ def _print_comparison_plan(options: Namespace, run: Run) -> int:
     width, height = params.video_size
     size = f"{width}*{height}, {params.frame_num} frames, {params.sample_steps} steps"
     print(f"Comparison: {params.preset.task}, {size}, {run.setup.parallel.world_size} ranks")
-    for offload, mode_text in _OFFLOAD_LABELS.items():
-        stage, needed_bytes = memory.find_fullest_stage(run.setup, params, offload_model=offload)
-        fits_any = fits_any or needed_bytes <= options.plan
-        verdict = "fits" if needed_bytes <= options.plan else "does not fit"
-        print(
-            f"  {mode_text}: {needed_bytes / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB"
-        )
+    for offload, mode in _OFFLOAD_LABELS.items():
+        stage, needed = memory.find_fullest_stage(run.setup, params, offload_model=offload)
+        fits_any = fits_any or needed <= options.plan
+        verdict = "fits" if needed <= options.plan else "does not fit"
+        print(f"  {mode}: {needed / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB")
     num_runs = options.repeats * len(options.variants)
     steps = "4 steps of each expert" if options.quick else "a whole video"
     print(f"  at most {num_runs} runs, each {steps}; the warm-up estimates their time")
@@ -335,12 +331,10 @@ class TimeRatio:
 
 def compute_time_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> TimeRatio:
     """Computes the time ratio per round; the interval is bootstrapped over the rounds."""
-    round_ratios = np.array(seconds) / np.array(baseline)
-    resamples = np.random.default_rng(0).integers(
-        len(round_ratios), size=(_NUM_RESAMPLES, len(round_ratios))
-    )
-    low, high = np.percentile(np.median(round_ratios[resamples], axis=1), [2.5, 97.5])
-    return TimeRatio(float(np.median(round_ratios)), float(low), float(high))
+    ratios = np.array(seconds) / np.array(baseline)
+    resamples = np.random.default_rng(0).integers(len(ratios), size=(_NUM_RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[resamples], axis=1), [2.5, 97.5])
+    return TimeRatio(float(np.median(ratios)), float(low), float(high))
 
 
 def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
@@ -369,12 +363,10 @@ def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
     if not faster_modes:
         return baseline.variant, f"No gain on this machine: {_explain_no_gain(baseline.power)}"
     fastest = min(faster_modes.values(), key=lambda time_ratio: time_ratio.median)
-    tied_variants = [
+    ties = [
         variant for variant, time_ratio in faster_modes.items() if time_ratio.low <= fastest.high
     ]
-    best_variant = min(
-        tied_variants, key=lambda variant: (variant.chunks is not None, variant.comm_type)
-    )
+    best_variant = min(ties, key=lambda variant: (variant.chunks is not None, variant.comm_type))
     best_ratio, control_ratio = (
         ratios[best_variant],
         next((ratios[candidate] for candidate in ratios if candidate.adds_idle_gaps), None),
@@ -395,15 +387,13 @@ def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
 def _explain_no_gain(measurements: Sequence[PowerMeasurement]) -> str:
     """Explains from the baseline's clock why no mode is faster."""
     slower = "no mode is certainly faster than the baseline"
-    shares = [
-        measurement.throttled for measurement in measurements if measurement.throttled is not None
-    ]
+    shares = [result.throttled for result in measurements if result.throttled is not None]
     if not shares:
         return f"{slower}; throttling could not be read here."
     share = statistics.mean(shares)
     if share < 0.01:
         return f"{slower}, and the clock was never throttled, so that rests can save nothing."
-    names = sorted({name for measurement in measurements for name in measurement.reasons})
+    names = sorted({name for result in measurements for name in result.reasons})
     why = "rests are too short, or attention draws too much power"
     if not any("power" in name for name in names):
         why = "but not for power, so that rests cannot help"
@@ -455,7 +445,7 @@ def write_comparison(
         device: Name of the device.
         results: Measurements so far, the baseline first.
     """
-    best_variant, reason = recommend_variant(results)
+    best, reason = recommend_variant(results)
     baseline, (cfg, ring, ulysses) = results[0], run.setup.parallel.mesh_shape
     machine = {
         "device": device,
@@ -466,17 +456,11 @@ def write_comparison(
     }
     variant_records, table_rows, order_lines = {}, "", ""
     for result in results:
-        time_ratio = (
-            None if result is baseline else compute_time_ratio(result.seconds, baseline.seconds)
-        )
-        variant_records[result.variant.name] = _make_variant_record(result, time_ratio)
-        table_rows += f"| {' | '.join(_format_variant_row(result, time_ratio))} |\n"
+        ratio = None if result is baseline else compute_time_ratio(result.seconds, baseline.seconds)
+        variant_records[result.variant.name] = _make_variant_record(result, ratio)
+        table_rows += f"| {' | '.join(_format_variant_row(result, ratio))} |\n"
         order_lines += f"- {result.variant.name}: {result.order_summary}\n"
-    recommendation = {
-        "comm_type": best_variant.comm_type,
-        "chunks": best_variant.chunks,
-        "reason": reason,
-    }
+    recommendation = {"comm_type": best.comm_type, "chunks": best.chunks, "reason": reason}
     record = {"command": options.command, "machine": machine, "settings": run.settings}
     record |= {"recommended": recommendation, "variants": variant_records}
     with write_output(options.out / "comparison.json", _COMPARISON_KIND) as path:
@@ -499,7 +483,7 @@ def write_comparison(
 
 **{reason}**
 
-Recommended: `{best_variant.flags}`
+Recommended: `{best.flags}`
 
 {image_line}
 | Variant | Seconds: median (range) | Against the baseline: median (95 %) | Power: mean W, J \
@@ -515,7 +499,7 @@ and readings. docs/measuring_power.md explains how to read it.
 """,
             encoding="utf-8",
         )
-    return best_variant, reason
+    return best, reason
 
 
 def draw_gains(results: Sequence[VariantResult], folder: Path) -> bool:
@@ -534,10 +518,8 @@ def draw_gains(results: Sequence[VariantResult], folder: Path) -> bool:
     figure = Figure(figsize=(7, 1.4 + 0.4 * len(other_results)), layout="constrained")
     axes = figure.subplots()
     for row, result in enumerate(reversed(other_results)):
-        time_ratio = compute_time_ratio(result.seconds, baseline.seconds)
-        low, middle, high = (
-            100 * (x - 1) for x in (time_ratio.low, time_ratio.median, time_ratio.high)
-        )
+        ratio = compute_time_ratio(result.seconds, baseline.seconds)
+        low, middle, high = (100 * (x - 1) for x in (ratio.low, ratio.median, ratio.high))
         color = "#999999" if result.variant.is_control else "#0072B2"
         axes.plot([low, high], [row, row], color=color, linewidth=2)
         axes.plot(middle, row, "o", color=color)
@@ -577,16 +559,12 @@ def _format_variant_row(result: VariantResult, time_ratio: TimeRatio | None) -> 
 
     def format_medians(**formats: str) -> str:
         cells = []
-        for name, format_spec in formats.items():
+        for name, spec in formats.items():
             values = [x for power in result.power if (x := getattr(power, name)) is not None]
-            cells.append(
-                format(statistics.median(values), format_spec) if values else "not available"
-            )
+            cells.append(format(statistics.median(values), spec) if values else "not available")
         return ", ".join(dict.fromkeys(cells))
 
-    median, lowest, highest = (
-        reduction(result.seconds) for reduction in (statistics.median, min, max)
-    )
+    median, lowest, highest = (change(result.seconds) for change in (statistics.median, min, max))
     video_text = (
         "not compared yet"
         if result.latents_difference is None

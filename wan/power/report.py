@@ -205,8 +205,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     has_equal_names = len({folder.name for folder in options.folders}) < len(options.folders)
     out_folder = options.out or options.folders[0]
-    output_paths = out_folder / "report.json", out_folder / "timeline.png"
-    for path, kind in zip(output_paths, (_REPORT_KIND, timeline.PLOT), strict=True):
+    outputs = out_folder / "report.json", out_folder / "timeline.png"
+    for path, kind in zip(outputs, (_REPORT_KIND, timeline.PLOT), strict=True):
         check_output(path, kind, "--out")
     reports = []
     for folder in options.folders:
@@ -217,16 +217,14 @@ def main(argv: Sequence[str]) -> int:
     if len(reports) > 1:
         print("\n" + "\n".join(_format_run_comparison(reports)))
     try:
-        with write_output(output_paths[0], _REPORT_KIND) as temporary:
+        with write_output(outputs[0], _REPORT_KIND) as temporary:
             content = [_make_run_record(report) for report in reports]
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        timeline.draw_timeline(
-            [(report.name, report.traces[0]) for report in reports], output_paths[1]
-        )
+        timeline.draw_timeline([(report.name, report.traces[0]) for report in reports], outputs[1])
     except OSError as error:
         why = f"cannot be written to ({error.strerror})"
         raise InputError("The folder", out_folder, why, "name another with --out") from error
-    print(f"\nWritten: {output_paths[0]}, {output_paths[1]}")
+    print(f"\nWritten: {outputs[0]}, {outputs[1]}")
     return int(any(report.order_summary != "as planned" for report in reports))
 
 
@@ -252,10 +250,8 @@ def _format_run_report(report: RunReport) -> Iterator[str]:
         counts_text = ", ".join(f"{name} {count}" for name, count in rank.counts.items() if count)
         ranks_by_counts.setdefault(counts_text or "nothing", []).append(rank.rank)
     for counts_text, ranks in ranks_by_counts.items():
-        ranks_text = (
-            "each rank" if len(ranks_by_counts) == 1 else f"rank {', '.join(map(str, ranks))}"
-        )
-        yield f"  a layer, {ranks_text}: {counts_text}"
+        label = "each rank" if len(ranks_by_counts) == 1 else f"rank {', '.join(map(str, ranks))}"
+        yield f"  a layer, {label}: {counts_text}"
     num_layers = sum(rank.order.layers for rank in report.ranks)
     num_skipped = sum(rank.order.skipped for rank in report.ranks)
     skipped_text = f", {num_skipped} skipped by a step cache" if num_skipped else ""

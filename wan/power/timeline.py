@@ -80,12 +80,10 @@ def select_median_layer(trace: Trace) -> tuple[Event, list[Event]]:
         InputError: No layer computes attention.
     """
     layers = collect_layer_spans(trace.events)
-    attending_layers = [
-        pair for pair in layers if any(event.kind == "attention" for event in pair[1])
-    ]
-    if not attending_layers:
+    attending = [pair for pair in layers if any(event.kind == "attention" for event in pair[1])]
+    if not attending:
         raise InputError(f"No layer of rank {trace.plan.rank} computes attention: nothing to draw.")
-    return sorted(attending_layers, key=lambda pair: pair[0].duration)[len(attending_layers) // 2]
+    return sorted(attending, key=lambda pair: pair[0].duration)[len(attending) // 2]
 
 
 def make_bars(layer: Event, layer_events: Sequence[Event]) -> Iterator[Bar]:
@@ -155,10 +153,8 @@ def draw_timeline(named_traces: Sequence[tuple[str, Trace]], path: Path) -> None
 def _set_titles(
     axis: Any, name: str, trace: Trace, layer: Event, layer_bars: Sequence[Bar]
 ) -> None:
-    total, attributes = layer.duration / _NS_PER_MS, layer.attributes
-    position = (
-        f"rank {trace.plan.rank}, step {attributes.get('step')}, layer {attributes.get('layer')}"
-    )
+    total, attrs = layer.duration / _NS_PER_MS, layer.attributes
+    position = f"rank {trace.plan.rank}, step {attrs.get('step')}, layer {attrs.get('layer')}"
     busy = sum(bar.length for bar in layer_bars if bar.lane == "attention")
     axis.set_title(f"{trace.plan.mode.name}  ({name}; {position})", loc="left", fontsize=9)
     axis.set_title(f"{total:.3g} ms, attention {busy / total:.0%}", loc="right", fontsize=9)

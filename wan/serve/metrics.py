@@ -18,76 +18,47 @@ class Metrics:
     """Counts job events, and reads the state of the service on each request of /metrics."""
 
     def __init__(self) -> None:
-        registry_kwargs: dict[str, Any] = {"registry": CollectorRegistry()}
-        self._registry = registry_kwargs["registry"]
-        self._jobs = Counter("wan_jobs", "Created and ended jobs", ["event"], **registry_kwargs)
-        self._failures = Counter(
-            "wan_failures", "Failed jobs by error code", ["code"], **registry_kwargs
-        )
-        self._restarts = Counter(
-            "wan_restarts", "Groups of ranks that have ended", **registry_kwargs
-        )
+        kwargs: dict[str, Any] = {"registry": CollectorRegistry()}
+        self._registry = kwargs["registry"]
+        self._jobs = Counter("wan_jobs", "Created and ended jobs", ["event"], **kwargs)
+        self._failures = Counter("wan_failures", "Failed jobs by error code", ["code"], **kwargs)
+        self._restarts = Counter("wan_restarts", "Groups of ranks that have ended", **kwargs)
         self._seconds = Histogram(
             "wan_job_seconds",
             "Seconds from the start of a job to its end",
             buckets=_SECONDS,
-            **registry_kwargs,
+            **kwargs,
         )
         self._queue_seconds = Histogram(
             "wan_queue_seconds",
             "From the creation of a job to its start",
             buckets=_SECONDS,
-            **registry_kwargs,
+            **kwargs,
         )
         self._stages = Histogram(
-            "wan_stage_seconds",
-            "Of a video, by stage",
-            ["stage"],
-            buckets=_SECONDS,
-            **registry_kwargs,
+            "wan_stage_seconds", "Of a video, by stage", ["stage"], buckets=_SECONDS, **kwargs
         )
         self._steps = Histogram(
-            "wan_step_seconds",
-            "Mean seconds of a denoising step",
-            buckets=_SECONDS,
-            **registry_kwargs,
+            "wan_step_seconds", "Mean seconds of a denoising step", buckets=_SECONDS, **kwargs
         )
         self._texts = Counter(
-            "wan_texts",
-            "Prompts and negative prompts by source of embeddings",
-            ["from"],
-            **registry_kwargs,
+            "wan_texts", "Prompts and negative prompts by source of embeddings", ["from"], **kwargs
         )
-        self._energy = Counter(
-            "wan_energy_joules", "Joules of all devices for videos", **registry_kwargs
-        )
-        self._video_energy = Gauge(
-            "wan_joules_per_video", "Of the last metered video", **registry_kwargs
-        )
-        self._watts = Gauge(
-            "wan_power_watts", "Mean of last metered video", ["rank"], **registry_kwargs
-        )
-        self._clock = Gauge(
-            "wan_clock_mhz", "Mean of last metered video", ["rank"], **registry_kwargs
-        )
+        self._energy = Counter("wan_energy_joules", "Joules of all devices for videos", **kwargs)
+        self._video_energy = Gauge("wan_joules_per_video", "Of the last metered video", **kwargs)
+        self._watts = Gauge("wan_power_watts", "Mean of last metered video", ["rank"], **kwargs)
+        self._clock = Gauge("wan_clock_mhz", "Mean of last metered video", ["rank"], **kwargs)
         self._limited = Counter(
-            "wan_clock_limited_seconds",
-            "Seconds with a clock throttled by a limit",
-            **registry_kwargs,
+            "wan_clock_limited_seconds", "Seconds with a clock throttled by a limit", **kwargs
         )
         self._memory = Gauge(
-            "wan_peak_memory_bytes",
-            "Peak memory of rank 0 for the last video",
-            ["kind"],
-            **registry_kwargs,
+            "wan_peak_memory_bytes", "Peak memory of rank 0 for the last video", ["kind"], **kwargs
         )
-        self._queue = Gauge("wan_jobs_waiting", "Jobs in the queue", **registry_kwargs)
-        self._running = Gauge("wan_jobs_running", "Running jobs", **registry_kwargs)
-        self._ahead = Gauge(
-            "wan_seconds_ahead", "Estimate until the queue is empty", **registry_kwargs
-        )
-        self._ready = Gauge("wan_ranks_ready", "1 while all ranks are ready", **registry_kwargs)
-        self._stored = Gauge("wan_stored_bytes", "Size of all jobs' files", **registry_kwargs)
+        self._queue = Gauge("wan_jobs_waiting", "Jobs in the queue", **kwargs)
+        self._running = Gauge("wan_jobs_running", "Running jobs", **kwargs)
+        self._ahead = Gauge("wan_seconds_ahead", "Estimate until the queue is empty", **kwargs)
+        self._ready = Gauge("wan_ranks_ready", "1 while all ranks are ready", **kwargs)
+        self._stored = Gauge("wan_stored_bytes", "Size of all jobs' files", **kwargs)
 
     def count_event(self, event: str, job: QueuedVideo | None, record: dict[str, Any]) -> None:
         """Counts an event: "created", "completed", "failed", "deleted" or "restart"."""

@@ -114,10 +114,8 @@ class GroupMonitor:
 
     def _bound_step(self, shapes: Collection[str | None]) -> float | None:
         """Returns the time limit of a step of some shapes; None if no step was measured."""
-        longest_steps = [
-            self._longest_step[shape] for shape in shapes if shape in self._longest_step
-        ]
-        return max(FLOOR, FACTOR * max(longest_steps)) if longest_steps else None
+        longest = [self._longest_step[shape] for shape in shapes if shape in self._longest_step]
+        return max(FLOOR, FACTOR * max(longest)) if longest else None
 
     def _compute_move_limit(self) -> float:
         """Returns the time limit for all main threads without movement, in seconds."""

@@ -183,14 +183,12 @@ class Service:
             return earlier
         job = self.find_job(name)
         try:
-            parsed_request = await asyncio.to_thread(self._copy_request, job, prompt)
+            request = await asyncio.to_thread(self._copy_request, job, prompt)
         except OSError as error:  # deleted meanwhile
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
         self.find_job(name)
-        return (
-            await self._admit_or_record_refusal(parsed_request, digest, key, is_repeated, job.id)
-        )[0]
+        return (await self._admit_or_record_refusal(request, digest, key, is_repeated, job.id))[0]
 
     def _copy_request(self, job: QueuedVideo, prompt: str) -> ParsedRequest:
         """Returns the request of a job with another prompt."""
@@ -347,20 +345,19 @@ class Service:
         if not waiting:
             return
         first = waiting[0]
-        same_priority = [candidate for candidate in waiting if candidate.priority == first.priority]
+        same_priority = [option for option in waiting if option.priority == first.priority]
         if first.shape != self._last_shape and first.passed < _MAX_PASSED:
             first = next(
-                (candidate for candidate in same_priority if candidate.shape == self._last_shape),
-                first,
+                (option for option in same_priority if option.shape == self._last_shape), first
             )
-        for candidate in waiting[: waiting.index(first)]:
-            self.journal.update_job(candidate, passed=candidate.passed + 1)
+        for option in waiting[: waiting.index(first)]:
+            self.journal.update_job(option, passed=option.passed + 1)
         chosen = [first]
         if can_share_experts(first):
             partners = [
-                candidate
-                for candidate in same_priority
-                if candidate.id != first.id and can_share_experts(candidate)
+                option
+                for option in same_priority
+                if option.id != first.id and can_share_experts(option)
             ]
             chosen += partners[: self._choose_group_size(first, 1 + len(partners)) - 1]
         self._last_shape, now, commands = first.shape, time.time(), []

@@ -170,11 +170,9 @@ def check_attention(attention: Attention, execution: Execution) -> None:
         )
         raise InputError("`quant_alltoall`", None, why, "drop one of them")
     if attention.fp8 and sparse and not kind.has_fp8:
-        types_with_fp8 = [
-            f"`rainfusion_type={row.name}`" for row in RAINFUSION.values() if row.has_fp8
-        ]
+        fp8_types = [f"`rainfusion_type={row.name}`" for row in RAINFUSION.values() if row.has_fp8]
         why = "has no FP8 kernel for `fa_quant=fp8`"
-        raise InputError("`rainfusion_type`", kind.name, why, f"use {join_with_or(types_with_fp8)}")
+        raise InputError("`rainfusion_type`", kind.name, why, f"use {join_with_or(fp8_types)}")
     cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
     if cap is not None and cap > restore:
         why = f"is above the {restore} MHz that are restored afterwards"
@@ -255,11 +253,9 @@ def check_attention_request(
         raise InputError("`mask_refresh_interval`", refresh, why, remedy)
     kernel, ring_size = attention.dense_kernel, parallel.ring_size
     plan = TokenPlan(tokens, parallel.sequence_size, attention.row_multiple(ring_size))
-    rows_per_call = (
-        plan.shard_len * parallel.ulysses_size
-    )  # query rows of a rank after the exchange
+    num_rows = plan.shard_len * parallel.ulysses_size  # query rows of a rank after the exchange
     last_rank_rows = (
-        tokens - (-(-tokens // rows_per_call) - 1) * rows_per_call
+        tokens - (-(-tokens // num_rows) - 1) * num_rows
     )  # query rows of the last rank with any tokens
     smallest_block = max(last_rank_rows // parallel.mode.blocks, 1)
     if smallest_block < kernel.min_rows:

@@ -152,30 +152,24 @@ def _find_refusal(
         )
         why = "computes in float16 only, which is not supported"
         return -1, InputError(device_name, None, why, f"use {alternatives}")
-    for num_met, requirement in enumerate(
-        _list_requirements(attention, execution, head_dim, weights)
-    ):
-        if not requirement.is_met(device):
-            names = _list_device_names(requirement.is_met)
+    for num_met, rule in enumerate(_list_requirements(attention, execution, head_dim, weights)):
+        if not rule.is_met(device):
+            names = _list_device_names(rule.is_met)
             predicate = (
                 f"needs {_add_article(join_with_or(names))}; this device is"
                 if names
                 else "does not work on"
             )
             return num_met, InputError(
-                requirement.subject, None, f"{predicate} {device_name}", requirement.remedy
+                rule.subject, None, f"{predicate} {device_name}", rule.remedy
             )
-        if precision not in requirement.precisions:
+        if precision not in rule.precisions:
             why = f"does not support {precision}, in which a run on {device_name} computes"
-            remedy = (
-                f"use `precision={join_with_or(requirement.precisions)}`, or {requirement.remedy}"
-            )
-            return num_met + 1, InputError(requirement.subject, None, why, remedy)
-        if requirement.uses_methods_in and precision not in device.methods_in:
+            remedy = f"use `precision={join_with_or(rule.precisions)}`, or {rule.remedy}"
+            return num_met + 1, InputError(rule.subject, None, why, remedy)
+        if rule.uses_methods_in and precision not in device.methods_in:
             why, remedy = "takes 16-bit tensors only on an NPU", "use `precision=bf16`"
-            return num_met + 1, InputError(
-                requirement.subject, None, why, f"{remedy}, or {requirement.remedy}"
-            )
+            return num_met + 1, InputError(rule.subject, None, why, f"{remedy}, or {rule.remedy}")
     return None
 
 

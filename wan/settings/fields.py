@@ -86,12 +86,10 @@ def list_options(group: type) -> dict[str, Option]:
     declared_names, options_by_name = vars(group).get("__annotations__", {}), {}
     for dataclass_field in dataclasses.fields(group):
         if dataclass_field.name in declared_names and Option in dataclass_field.metadata:
-            declared_option: Option = dataclass_field.metadata[Option]
-            if declared_option.diffusers is True:
-                declared_option = dataclasses.replace(
-                    declared_option, diffusers=dataclass_field.name
-                )
-            options_by_name[dataclass_field.name] = declared_option
+            entry: Option = dataclass_field.metadata[Option]
+            if entry.diffusers is True:
+                entry = dataclasses.replace(entry, diffusers=dataclass_field.name)
+            options_by_name[dataclass_field.name] = entry
     return options_by_name
 
 

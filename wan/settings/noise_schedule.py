@@ -66,12 +66,8 @@ def compute_sigmas(solver: str, steps: int, shift: float) -> list[float]:
 
 def compute_timesteps(solver: str, levels: list[float]) -> tuple[float, ...]:
     """Computes the model's timesteps, truncated for some solvers; the solver uses exact sigmas."""
-    model_timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
-    return (
-        tuple(map(int, model_timesteps))
-        if SOLVERS[solver].truncates_timesteps
-        else tuple(model_timesteps)
-    )
+    timesteps = [sigma * TRAIN_TIMESTEPS for sigma in levels]
+    return tuple(map(int, timesteps)) if SOLVERS[solver].truncates_timesteps else tuple(timesteps)
 
 
 def select_expert(timestep: float, boundary: float | None) -> str:

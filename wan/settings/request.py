@@ -256,14 +256,8 @@ class VideoParams(Sampling):
     def _count_frames_up_to(self, clip: int) -> int:
         """Returns the number of video frames in the first `clip` clips of Animate."""
         num_overlap_frames = self.refert_num or 0
-        num_frames = (
-            num_overlap_frames + clip * (self.frame_num - num_overlap_frames) if clip else 0
-        )
-        return (
-            num_frames
-            if self.num_source_frames is None
-            else min(num_frames, self.num_source_frames)
-        )
+        count = num_overlap_frames + clip * (self.frame_num - num_overlap_frames) if clip else 0
+        return count if self.num_source_frames is None else min(count, self.num_source_frames)
 
     def count_clip_tokens(self, clip: int) -> int:
         """Returns the number of tokens in self-attention: video tokens and extra tokens."""

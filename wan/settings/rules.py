@@ -236,10 +236,7 @@ PIPELINE_RULES = (
         for why, when in (
             ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
             ("`quant_dit_path` replaces these weights", lambda s: s.quantized),
-            (
-                "NPUs have no FP8 weights",
-                lambda s, form=form: form == "FP8" and s.device == "npu",
-            ),
+            ("NPUs have no FP8 weights", lambda s, form=form: form == "FP8" and s.device == "npu"),
             (f"the checkpoint has no {form} weights", lambda s, has=has: not has(s)),
         )
     ),

@@ -41,20 +41,18 @@ def pad_conv_input(conv: nn.Conv3d, x_BCFHW: Tensor, state: VaeState) -> Tensor:
     _, channels, frames, rows, columns = x_BCFHW.shape
     layout = torch.channels_last_3d if _is_channels_last(x_BCFHW) else torch.contiguous_format
     shape = (1, channels, PAST + frames, rows + 2, columns + 2)
-    padded_BCFHW = torch.empty(
-        shape, dtype=x_BCFHW.dtype, device=x_BCFHW.device, memory_format=layout
-    )
-    current = padded_BCFHW[:, :, PAST:]
+    padded = torch.empty(shape, dtype=x_BCFHW.dtype, device=x_BCFHW.device, memory_format=layout)
+    current = padded[:, :, PAST:]
     current[..., 1:-1, 1:-1] = x_BCFHW
     current[..., 0].zero_()
     current[..., -1].zero_()
     state.rows.exchange_halo(current, 1, 1)
     cached_frames = state.cached_frames.setdefault(conv, deque(maxlen=PAST))
-    padded_BCFHW[:, :, : PAST - len(cached_frames)].zero_()
+    padded[:, :, : PAST - len(cached_frames)].zero_()
     for index, frame in enumerate(cached_frames, PAST - len(cached_frames)):
-        padded_BCFHW[:, :, index : index + 1] = frame
+        padded[:, :, index : index + 1] = frame
     cached_frames.extend(frame.clone() for frame in current[:, :, -PAST:].split(1, dim=2))
-    return padded_BCFHW
+    return padded
 
 
 class RMSNorm(nn.Module):

@@ -104,16 +104,14 @@ class ShardedRows(Rows):
         self.num_exchanges = 0
 
         def finish_exchanges() -> None:
-            cached_frames = {
+            history = {
                 conv: deque(map(_to_meta, frames), frames.maxlen)
                 for conv, frames in (() if is_first else state.cached_frames.items())
             }
             state.cached_frames.clear()
             weights = {name: _to_meta(x) for name, x in network.named_parameters()}
             rows = _FailedRankRows(self)
-            frames = functional_call(
-                network, weights, (_to_meta(x_BCFHW), VaeState(rows, cached_frames))
-            )
+            frames = functional_call(network, weights, (_to_meta(x_BCFHW), VaeState(rows, history)))
             rows.gather_on_main(frames)
 
         return self.run_together(

@@ -34,7 +34,7 @@ class NpuBlockQuantizer:
         # One call per sample, because the operator drops the batch dimension; BNSD is the only
         # layout with the same meaning in all releases of mindiesd. Its result for a block of zeros
         # is not documented, but such blocks are padding, which is removed before attention.
-        quantized_samples = [
+        samples = [
             self._quantize(
                 x_BSND[b : b + 1].transpose(1, 2).contiguous(),
                 block_size=rows,
@@ -44,9 +44,7 @@ class NpuBlockQuantizer:
             for b in range(x_BSND.shape[0])
         ]
         values, scale = (
-            quantized_samples[0]
-            if len(quantized_samples) == 1
-            else map(torch.cat, zip(*quantized_samples, strict=True))
+            samples[0] if len(samples) == 1 else map(torch.cat, zip(*samples, strict=True))
         )
         return QuantizedTensor(values.transpose(1, 2), scale.transpose(1, 2), rows)
 
