@@ -140,8 +140,8 @@ def refusals(
         raise AssertionError("weights were read")
 
     for name in (
-        "checkpoint.load.fill",
-        "checkpoint.load.in_safetensors",
+        "checkpoint.load.load_weights",
+        "checkpoint.load.map_safetensors",
         "pipeline.tiny.make_checkpoint",
     ):
         monkeypatch.setattr(f"wan.{name}", fail)

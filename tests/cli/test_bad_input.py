@@ -459,8 +459,8 @@ class Finder:
         if name == module:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
-from wan.__main__ import run
-sys.exit(run())
+from wan.__main__ import run_command_line
+sys.exit(run_command_line())
 """
 
 

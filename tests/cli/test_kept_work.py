@@ -153,7 +153,7 @@ class Unmade:
         self.run = run
 
     def make_inputs(self) -> Any:
-        return self.run.inputs()
+        return self.run.make_inputs()
 
     def make(self, latents: Any) -> None: ...
 

@@ -66,11 +66,11 @@ def test_lines(tiny: Tiny, tmp_path: Path) -> None:
     assert names == {1: "001_a_red_fox.mp4", 3: "003_a_blue_whale.mp4", 5: "005_a_red_fox.mp4"} | {
         6: "own.mp4"
     }
-    assert made[3].request.base_seed == 5 and made[3].request.sample_steps == 3
-    assert made[1].request.sample_steps == 2
+    assert made[3].params.base_seed == 5 and made[3].params.sample_steps == 3
+    assert made[1].params.sample_steps == 2
     assert all(run.settings["save_file"] == str(run.output.save_file) for run in made.values())
     drawn = found.with_seed(100)
-    seeds = {line.number: line.run.request.base_seed for line in drawn.lines if line.run}
+    seeds = {line.number: line.run.params.base_seed for line in drawn.lines if line.run}
     assert seeds == {1: 101, 3: 5, 5: 105, 6: 9}
 
 
@@ -133,7 +133,7 @@ def test_two_lines_do_not_write_one_file(tiny: Tiny, tmp_path: Path) -> None:
 def test_lines_end_where_editors_end_them(tiny: Tiny, tmp_path: Path) -> None:
     text = json.dumps({"prompt": "a red\u2028star\x85"}, ensure_ascii=False)
     found = resolved(write(tmp_path, f"one\r\n{text}"), "--ckpt_dir", str(tiny("t2v-A14B")))
-    assert [line.run.request.prompt for line in found.lines] == ["one", "a red\u2028star\x85"]
+    assert [line.run.params.prompt for line in found.lines] == ["one", "a red\u2028star\x85"]
 
 
 OF_ONE_VIDEO = [

@@ -49,7 +49,7 @@ def velocities(job: Job, methods: tuple[AttentionBackend, ...], **where: Any) ->
     """where: attention and tokens of a rank; else one process."""
     if not where:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods)
-        where = {"attention": layer, "tokens": ShardedSequence(None, 1, make_window_order)}
+        where = {"attention": layer, "sequence_shard": ShardedSequence(None, 1, make_window_order)}
     net: WanModel = job.model(**where)
     return torch.stack(job.velocities(net))
 

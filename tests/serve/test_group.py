@@ -27,7 +27,7 @@ RANK = '''#!PYTHON
 import os, signal, sys, time
 from pathlib import Path
 
-from wan.serve import link
+from wan.serve import rpc
 
 def run_both():
     ranks = []
@@ -48,19 +48,19 @@ def make(job, settings, file):
     if what == "die":
         os._exit(3)
     if what == "lose memory":
-        front.say("lost", code="out_of_memory", message="No memory is left.")
+        front.send("lost", code="out_of_memory", message="No memory is left.")
         os._exit(4)
     if what == "be deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)
     total = settings.get("sample_steps", 2)
     for done in range(total + 1):
-        if job in front.cancelled or front.over.is_set():
-            return front.say("failed", job=job, code="cancelled", message="It was cancelled.")
-        front.say("step", job=job, done=done, total=total, follows=done < total)
+        if job in front.cancelled or front.stop_event.is_set():
+            return front.send("failed", job=job, code="cancelled", message="It was cancelled.")
+        front.send("step", job=job, done=done, total=total, follows=done < total)
         time.sleep(0.05)
     Path(file).write_bytes(b"video")
-    front.say("done", job=job, texts=[0, 1], seconds=1.0, loading=0.0)
+    front.send("done", job=job, texts=[0, 1], seconds=1.0, loading=0.0)
 
 folder = Path(sys.argv[-1]).parent
 with (folder / "starts").open("a") as file:
@@ -68,13 +68,13 @@ with (folder / "starts").open("a") as file:
 if (folder / "broken").exists():
     sys.exit(1)
 assert sys.argv[1:] == [*ARGV, str(folder / "front.json")], sys.argv
-link.HEARTBEAT = 0.1
+rpc.HEARTBEAT = 0.1
 run_both()
 rank = int(os.environ["RANK"])
-front = link.FrontLink(link.told_by(folder / "front.json"), rank, 0)
-front.say("ready")
+front = rpc.FrontLink(rpc.read_front_file(folder / "front.json"), rank, 0)
+front.send("ready")
 while True:
-    command = front.next(10)
+    command = front.next_command(10)
     if command and command["do"] == "stop":
         sys.exit(0)
     for job in command["jobs"] if command else ():

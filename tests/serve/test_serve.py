@@ -38,13 +38,13 @@ LONG = {"num_inference_steps": 1000, "num_frames": 17}  # it is ended before it 
 DENOISE, PIPELINE = "wan.pipeline.denoise:", "wan.pipeline.pipeline:Pipeline."
 FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
     # rank, what fails there, how, whether after it has returned, how the job ends, new groups
-    "between": (1, f"{DENOISE}Denoising._check_finite", "raise", False, "internal_error", 0),
-    "before an exchange": (1, f"{DENOISE}velocity", "raise", False, None, 1),
+    "between": (1, f"{DENOISE}DenoisingLoop._check_finite", "raise", False, "internal_error", 0),
+    "before an exchange": (1, f"{DENOISE}predict_velocity", "raise", False, None, 1),
     "inside an exchange": (1, "wan.distributed.exchange:_start_exchange", "raise", True, None, 1),
-    "after an exchange": (1, f"{DENOISE}velocity", "raise", True, None, 1),
-    "no memory": (1, f"{DENOISE}velocity", "memory", False, "out_of_memory", 1),
-    "killed in text": (1, f"{PIPELINE}texts", "kill", False, None, 1),
-    "killed in denoising": (0, f"{DENOISE}velocity", "kill", False, None, 1),
+    "after an exchange": (1, f"{DENOISE}predict_velocity", "raise", True, None, 1),
+    "no memory": (1, f"{DENOISE}predict_velocity", "memory", False, "out_of_memory", 1),
+    "killed in text": (1, f"{PIPELINE}encode_prompt", "kill", False, None, 1),
+    "killed in denoising": (0, f"{DENOISE}predict_velocity", "kill", False, None, 1),
     "killed in decoding": (0, f"{PIPELINE}stream", "kill", False, None, 1),
     "killed in writing": (0, "wan.pipeline.video:Mp4Encoder.write_frames", "kill", False, None, 1),
 }

@@ -115,11 +115,11 @@ def test_many_videos_may_be_left_and_others_made_between(grouped: bool, t2v) -> 
     assert torch.equal(next(videos), expected[1])
     made = weakref.ref(t2v._pipeline.experts.get("high_noise"))
     videos.close()
-    assert made() is None and not t2v._pipeline.kept
+    assert made() is None and not t2v._pipeline.cached_prompt_embeds
 
 
 def test_embeddings_replace_prompts(t2v) -> None:
-    encoder = t2v._pipeline.text.get()
+    encoder = t2v._pipeline.text_encoder.get()
     embeds = {"prompt_embeds": encoder("a cat"), "negative_prompt_embeds": encoder("a dog")}
     assert torch.equal(
         t2v.generate("ignored", **embeds, **LATENT),

@@ -15,7 +15,7 @@ FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
 
 # Folders and files of wan/: each imports those of the rows above it, and no other one of its row.
 LAYERS = (
-    "settings host log trace torch_private",
+    "settings system log trace torch_private",
     "output_files",
     "configs env device checkpoint",
     "kernels distributed",
@@ -50,13 +50,13 @@ WITHOUT_TORCH = (
     "wan.trace",
     *METERS.split(),
     *(f"wan.checkpoint.{name}" for name in ("config", "files", "gguf", "layout")),
-    *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "quantised")),
+    *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "w8a8_export")),
     *(
         f"wan.pipeline.{name}"
         for name in ("setup", "memory", "images", "media", "video", "following", "ffmpeg")
     ),
     *(f"wan.pipeline.{name}" for name in ("video_reader", "driving", "sources")),
-    *(f"wan.evidence.{name}" for name in ("order", "recording")),
+    *(f"wan.evidence.{name}" for name in ("exchange_order", "recording")),
     *(f"wan.power.{name}" for name in ("predict", "report", "timeline")),
     "wan.serve",
     "wan.gallery",
@@ -289,7 +289,7 @@ REMOVES = {
     ),
     "tools.demo.outputs": ({"shutil.rmtree"}, "an export that `check_export` has recognised"),
     "wan.cli.videos": (
-        {"spoken.replace", "spoken.unlink", "found.unlink", "path.unlink"},
+        {"audio_file.replace", "audio_file.unlink", "stale_file.unlink", "path.unlink"},
         "temporary files of this run, and files that `is_output` has recognised",
     ),
     "wan.serve.journal_file": (

@@ -110,7 +110,7 @@ def test_laser_is_refused_where_any_call_would_be_too_short(
     if min(calls) >= LASER_ROWS:
         subject.check_attention_request(attention, parallel, 8, tokens)
         return
-    with pytest.raises(InputError, match=f"has one of {min(calls)} x {tokens}"):
+    with pytest.raises(InputError, match=f"has a call of {min(calls)} x {tokens}"):
         subject.check_attention_request(attention, parallel, 8, tokens)
 
 

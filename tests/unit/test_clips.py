@@ -119,7 +119,7 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
     values = {**SAMPLING, "infer_frames": 8, "num_clip": 3, "start_from_ref": from_picture}
     request = make_video_params(PRESETS["s2v-14B"], {**values, "max_area": 128 * 64}, (128, 64))
     rows = torch.randn(1, 25, 6, 24)
-    pose = SimpleNamespace(frames=lambda: iter(poses)) if posed else None
+    pose = SimpleNamespace(iter_poses=lambda: iter(poses)) if posed else None
     loop: Any = Loop()
     done = list(clips.generate_s2v_clips(loop, request, Inputs(image, audio=rows, pose=pose)))  # type: ignore[arg-type]
     assert len(done) == 3 and len(loop.calls) == 3 * 2 * 2

@@ -178,7 +178,7 @@ def test_steps() -> None:
     for step in STEPS:
         module, function = step.work.split(":")
         source = REPO / "tools/device_check" / f"{module}.py"
-        assert f"\ndef {function}(bench: Bench) -> Measured:" in source.read_text()
+        assert f"\ndef {function}(bench: Bench) -> Measurements:" in source.read_text()
     assert [step.name for step in select_steps("2,vae", STEPS)] == ["attention", "lse", "vae"]
     with pytest.raises(InputError):
         select_steps("13", STEPS)

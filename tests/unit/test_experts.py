@@ -136,15 +136,15 @@ def test_of_grouped_videos_the_latents_alone_wait() -> None:
 
     here = SimpleNamespace(torch_device=torch.device("cpu"), empty_cache=lambda: None)
     pipeline: Any = SimpleNamespace(
-        residency=SimpleNamespace(offload=True),
+        offload_manager=SimpleNamespace(offload=True),
         stages=SimpleNamespace(seconds={}),
         device=here,
         experts=source,
-        prepared=prepared,
-        advanced=lambda video, phases: video.advance(source, phases=phases),
-        keep_texts=lambda *_: None,
+        prepare_denoising=prepared,
+        denoise=lambda video, num_experts: video.advance(source, num_experts=num_experts),
+        cache_prompt_embeds=lambda *_: None,
         set_offload=lambda _: None,
-        done=lambda _: None,
+        release=lambda _: None,
     )
     jobs = [Job(f"Line {seed}", six(base_seed=seed)[0], NO_INPUTS) for seed in (0, 1)]
     batch = Batch(pipeline, jobs, group_by_expert=True)

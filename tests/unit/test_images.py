@@ -75,9 +75,9 @@ def test_neither_torch_nor_numpy_is_needed_for_a_file(tmp_path: Path) -> None:
     path = saved(tmp_path, rgb(), "x.png")
     script = (
         "import sys\nfrom wan.pipeline import images\n"
-        f"images.from_value({str(path)!r})\nassert not {{'torch', 'numpy'}} & set(sys.modules)\n"
-        "import numpy\nimages.from_value(numpy.zeros((2, 2, 3), 'uint8'))\n"
-        "try: images.from_value([])\nexcept ValueError: assert 'torch' not in sys.modules\n"
+        f"images.convert_to_image({str(path)!r})\nassert not {{'torch', 'numpy'}} & set(sys.modules)\n"
+        "import numpy\nimages.convert_to_image(numpy.zeros((2, 2, 3), 'uint8'))\n"
+        "try: images.convert_to_image([])\nexcept ValueError: assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO, timeout=60)
 

@@ -34,8 +34,8 @@ def control(folder: Path) -> Inputs:
 
 
 MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
-    "sources": (control, ("src_bg.mp4", "src_mask.mp4", "a.png", "b.png")),
-    "driving": (
+    "vace": (control, ("src_bg.mp4", "src_mask.mp4", "a.png", "b.png")),
+    "animate": (
         lambda folder: Inputs(animate=driving.read_animate_folder(folder, replace_character=True)),
         driving.FILES,
     ),
@@ -71,19 +71,19 @@ def test_what_is_no_file_counts_too(files: Path) -> None:
     louder = media.Audio(heard.path, heard.samples * np.float32(1.5))
     pairs: list[tuple[str, Any, Any]] = [
         (
-            "sources",
+            "vace",
             sources.read_vace_files(None, None, pictures),
             sources.read_vace_files(None, None, pictures[::-1]),
         ),
         (
-            "sources",
+            "vace",
             sources.read_vace_files(None, None, pictures),
             sources.read_vace_files(None, None, pictures[:1]),
         ),
-        ("sound", heard, louder),
+        ("audio", heard, louder),
         *((name, *pictures) for name in ("image", "last_image")),
     ]
-    tensors = ("prompt_embeds", "negative_prompt_embeds", "start", "end")
+    tensors = ("prompt_embeds", "negative_prompt_embeds", "initial_latents", "clip_state")
     pairs += [(name, values, values + 1) for name in tensors]
     pairs += [(name, values, values.T.contiguous()) for name in tensors]
     pairs += [(name, values, values.double()) for name in tensors]

@@ -290,7 +290,7 @@ def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
         assert stored.shape == (rows, columns) and stored.dtype == torch.bfloat16
         return {"weight": replace(stored, read=partial(merged, stored=stored))}
 
-    network = load(file, lambda: nn.Linear(columns, rows, bias=False), adapt=adapt)
+    network = load(file, lambda: nn.Linear(columns, rows, bias=False), transform=adapt)
     assert torch.equal(network.weight, (weight.float() + b @ a).bfloat16())
     assert [(part.start, part.stop) for part in reads] == [(0, 2), (2, 3)]
 
@@ -309,7 +309,7 @@ def test_what_has_memory_already_stays(tmp_path: Path) -> None:
 
     state = {f"{i}.{name}": t for i in "01" for name, t in ones().items()}
     state["1.weight"] = torch.ones(3, 3)
-    network = load(write(state, tmp_path / "x.safetensors"), make, adapt=adapt)
+    network = load(write(state, tmp_path / "x.safetensors"), make, transform=adapt)
     assert torch.equal(network[0].weight, torch.ones(3, 2))
     assert network[1].weight is network.kept and (network[1].scale == 5).all()
 
@@ -417,9 +417,9 @@ def test_loading_uses_this_ranks_share_of_the_cores(tmp_path: Path, monkeypatch)
     try:
         torch.set_num_threads(1)
         monkeypatch.setattr(system, "count_cores", lambda: 3)
-        load(file, adapt=adapt)
+        load(file, transform=adapt)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says, which allows one thread
-        load(file, adapt=adapt)
+        load(file, transform=adapt)
         assert seen == [1, 1, 3, 3] and torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

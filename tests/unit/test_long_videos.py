@@ -107,7 +107,7 @@ def test_what_the_recipe_sets_in_a_run() -> None:
     assert run.settings["num_clip"] == 4 and run.settings["fps"] == 15
     own = planned("--recipe", "svi-2-pro", "--fps", 24, "--frame_num", 121, "--sample_steps", 8)
     assert (own.output.fps, own.params.frame_num, own.params.sample_steps) == (24, 121, 8)
-    assert any("loses colour" in line or "lose colour" in line for line in own.notices)
+    assert any("loses color" in line for line in own.notices)
     plain = planned("--clips", 2)
     assert (plain.params.chain, plain.params.boundary, plain.output.fps) == ("frame", 0.9, 16)
     assert any("drifts" in line for line in plain.notices)
@@ -211,7 +211,7 @@ def test_overlap_changes_no_bit_and_survives_a_failure(
     def full(self: Any, *_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(type(beside._pipeline.codec), "decode_alone", full)
+    monkeypatch.setattr(type(beside._pipeline.vae_runner), "decode_alone", full)
     assert torch.equal(beside.generate("a", **args), plain)
     assert "decoded again, without overlap (no room)" in caplog.text
 
@@ -233,15 +233,17 @@ def test_texts_are_embedded_once_and_not_kept(
     list(model.generate_many([long, "a"], **args))
     assert sorted(said) == ["a", "b", "c", "no"]
     pipeline = model._pipeline
-    pipeline.keep_texts(["d"], request())
-    before, embeddings = {**pipeline.kept}, list[weakref.ref[torch.Tensor]]()
+    pipeline.cache_prompt_embeds(["d"], request())
+    before, embeddings = {**pipeline.cached_prompt_embeds}, list[weakref.ref[torch.Tensor]]()
     asked = request(clip_prompts=("b", "c"), num_clip=2, sample_steps=1, chain="latent")
     with Image.open(image_path) as image:
-        clips = pipeline.clips(asked, Inputs(image.resize((48, 32))))
+        clips = pipeline.generate_clips(asked, Inputs(image.resize((48, 32))))
         next(clips)
-        embeddings += [weakref.ref(x) for text, x in pipeline.kept.items() if text != "d"]
-        assert len(embeddings) == 3 and pipeline.kept["d"] is before["d"]
+        embeddings += [
+            weakref.ref(x) for text, x in pipeline.cached_prompt_embeds.items() if text != "d"
+        ]
+        assert len(embeddings) == 3 and pipeline.cached_prompt_embeds["d"] is before["d"]
         clips.close()  # as where a video is ended
-    assert pipeline.kept.keys() == before.keys() and not any(
+    assert pipeline.cached_prompt_embeds.keys() == before.keys() and not any(
         one() is not None for one in embeddings
     )

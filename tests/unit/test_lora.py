@@ -261,7 +261,7 @@ def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None
     found = lora.resolve_loras({"lora": tuple(files.values())}, checkpoint)
     given = {name: [str(one.file) for one in ones] for name, ones in found.items()}
     assert given == {name: [file] for name, file in files.items()}
-    with pytest.raises(InputError, match="says high_noise in its name"):
+    with pytest.raises(InputError, match="is named as the high_noise expert"):
         lora.resolve_loras({"lora_low_noise": (files["high_noise"],)}, checkpoint)
     said = list(lora.iter_lora_notices(found, "t2v", distilled=True))
     assert said == [f"LoRA of {n}: {files[n]}, strength 1, 1 layers." for n in found]
@@ -270,7 +270,7 @@ def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None
         "low_noise expert has no LoRA"
         in list(lora.iter_lora_notices(alone, "i2v", distilled=True))[-1]
     )
-    assert "says t2v in its name" in list(lora.iter_lora_notices(alone, "i2v", False))[-1]
+    assert "has t2v in its name" in list(lora.iter_lora_notices(alone, "i2v", False))[-1]
 
 
 @pytest.fixture
@@ -446,7 +446,7 @@ def test_a_file_that_changes_after_the_check(tiny: Any, tmp_path: Path) -> None:
     def source(use: Any, ones: Any) -> Any:
         if use is merge_loras:
             return merge_loras(base, ones)[f"{Q}.weight"]
-        return open_lora_sources({Q: ones[0].changes[f"{Q}.weight"]}, torch.float32)[f"{Q}.lora_up"]
+        return open_lora_sources({Q: ones[0].deltas[f"{Q}.weight"]}, torch.float32)[f"{Q}.lora_up"]
 
     for use, mapped_before in product((merge_loras, open_lora_sources), (True, False)):
         path.unlink(missing_ok=True)

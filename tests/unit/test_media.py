@@ -15,7 +15,7 @@ from imageio_ffmpeg import get_ffmpeg_exe
 
 from tests.conftest import slow
 from tools import contact_sheet, make_character, make_sound
-from wan.pipeline import driving, media, sources, video
+from wan.pipeline import driving, media, sources, video, video_reader
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 
@@ -81,7 +81,7 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     video.save_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
     assert (
         path.is_file()
-        and driving.count_video_frames(path)
+        and video_reader.read_video(path, "`src_root_path`").num_frames
         == sources.read_vace_files(path, path, ()).num_frames
         == 5
     )
@@ -90,7 +90,7 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     folder.mkdir()
     path.rename(folder / name)
     video.join_videos(folder, [name, name], path, "a comment")
-    assert driving.count_video_frames(path) == 10
+    assert video_reader.read_video(path, "`src_root_path`").num_frames == 10
     path.rename("10.mp4")
     media.add_audio(Path("10.mp4"), Path("sound.wav"), path)
     assert len(media.read_audio(path).samples) == pytest.approx(10_000, abs=1100)
@@ -112,7 +112,7 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
         assert len(frames) / rate == pytest.approx(1.2, abs=0.11)
     assert len({one.tobytes() for one in shown}) == 20, "each stored frame is shown"
     assert (
-        driving.count_video_frames(path)
+        video_reader.read_video(path, "`src_root_path`").num_frames
         == found.num_frames
         == len(list(media.read_video(path, "x").iter_frames()))
     )
@@ -132,7 +132,7 @@ def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> Non
     found = sources.read_vace_files(path, path, ())
     assert "late.mp4" in caplog.text
     frames = np.stack(list(media.read_video(path, "x").iter_frames()))
-    assert len(frames) == found.num_frames == driving.count_video_frames(path)
+    assert len(frames) == found.num_frames == video_reader.read_video(path, "`src_root_path`").num_frames
     wanted = np.maximum(np.arange(len(frames)) / found.fps - 0.5, 0)
     assert np.abs(seconds_shown(frames) - wanted).max() < 0.1
     assert len({one.tobytes() for one in frames}) == len(stored(path))
@@ -161,7 +161,7 @@ def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
     make_character.write_character_folder(tmp_path, (96, 64), 20)
     poses = clock(tmp_path / "src_pose.mp4")
     found = driving.read_animate_folder(tmp_path, replace_character=False)
-    assert found.num_frames == driving.count_video_frames(poses) > 20
+    assert found.num_frames == video_reader.read_video(poses, "`src_root_path`").num_frames > 20
     shown, faces = (found.readers[part](range(found.num_frames)) for part in ("pose", "face"))
     changes = [(frames[1:] != frames[:-1]).any(axis=(1, 2, 3)) for frames in (shown, faces)]
     assert (changes[0] == changes[1]).all() and changes[0].sum() == 19

@@ -97,7 +97,7 @@ def test_nvml(driver: Driver) -> None:
     source = nvml()
     assert (source.device, source.limit_w, source.rated_mhz) == (f"GPU-{UUID}", 700, 1980)
     assert source.power_is == "instantaneous" and source.smoothing is None
-    sample = source.read()
+    sample = source.read_sample()
     assert (sample.watts, sample.joules, sample.mhz) == (487.25, 10_000, 1755)
     assert sample.reasons == {"SW power cap"}, "idle is no reason"
     source.close()
@@ -124,7 +124,7 @@ def test_reasons_of_nvml(driver: Driver) -> None:
     source = nvml()
     for driver.bits in range(1 << 11):
         expected = {name for bit, name in names.items() if driver.bits >> bit & 1}
-        assert source.read().reasons == expected
+        assert source.read_sample().reasons == expected
     source.close()
 
 
@@ -135,7 +135,7 @@ def test_an_older_gpu(driver: Driver) -> None:
     driver.errors["nvmlDeviceGetCurrentClocksEventReasons"] = NOT_SUPPORTED
     driver.errors["nvmlDeviceGetEnforcedPowerLimit"] = NOT_SUPPORTED
     source = nvml()
-    sample = source.read()
+    sample = source.read_sample()
     assert (sample.watts, sample.joules, sample.reasons) == (312.5, None, None)
     assert source.power_is == "means of up to a second" and source.limit_w is None
     source.close()
@@ -188,7 +188,7 @@ def test_a_gpu_that_is_lost(driver: Driver) -> None:
     source = nvml()
     driver.errors["nvmlDeviceGetClockInfo"] = GPU_IS_LOST
     with pytest.raises(MeterError, match="GPU is lost"):
-        source.read()
+        source.read_sample()
     source.close()
 
 

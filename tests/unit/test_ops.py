@@ -117,7 +117,7 @@ def test_the_residual_stream_takes_any_dtype(dtype: torch.dtype, gated: bool, mo
     """More than a slice of tokens: the bits of one operation, no float32 copy of them all."""
     x, y, row = torch.randn(1, 64, 48), torch.randn(1, 64, 48).to(dtype), torch.randn(1, 1, 48)
     expected = torch.addcmul(x, y.float(), row) if gated else x + y
-    monkeypatch.setattr("wan.modules.small_ops.count_slice_elements", lambda _: 48 * 10)
+    monkeypatch.setattr("wan.modules.small_ops.get_slice_numel", lambda _: 48 * 10)
     ops, result = BlockOps(), 0 if gated else 64 * 48 * 2
     with torch.no_grad():
         add: Any = partial(ops.gated_add, x, y, row, [64])

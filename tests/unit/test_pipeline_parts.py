@@ -165,7 +165,7 @@ def test_boundary_itself_is_high_noise() -> None:
 
 def test_guidance_formula() -> None:
     results = {"cond": torch.full((2,), 2.0), "uncond": torch.full((2,), 0.5)}
-    for given in ({}, {"branches": lambda branch: (branch("cond"), branch("uncond"))}):
+    for given in ({}, {"run_branches": lambda branch: (branch("cond"), branch("uncond"))}):
         asked: list[str] = []
         assert apply_guidance(results.get, 4, **given).tolist() == [6.5, 6.5]
         alone = apply_guidance(

@@ -90,7 +90,7 @@ OUTPUTS = {  # module -> options that name a file | what else must be given
 def refuse(module: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Starts a program, which must refuse its arguments in one sentence; returns it."""
     program = importlib.import_module(module)
-    start = getattr(program, "main", None) or program.run
+    start = getattr(program, "main", None) or program.run_workload
     capsys.readouterr()
     try:
         code = start(arguments)

@@ -197,9 +197,9 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     code = """if True:
         import sys
-        from wan.cli.extend_prompt import check
+        from wan.cli.extend_prompt import check_prompt_extension
         from wan.settings.command import PromptExtension
-        check(PromptExtension(prompt_extend_model=sys.argv[1]), has_image=False)
+        check_prompt_extension(PromptExtension(prompt_extend_model=sys.argv[1]), has_image=False)
         assert not {"torch", "transformers", "PIL", "dashscope"} & set(sys.modules)"""
     root = Path(extend_prompt.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=root)

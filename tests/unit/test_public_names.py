@@ -86,7 +86,7 @@ def command_line() -> Iterator[str]:
 def request_fields() -> Iterator[str]:
     from wan.serve import fields
 
-    yield from (f"field {name}" for name in (*fields.NAMES, *fields.UPLOADS))
+    yield from (f"field {name}" for name in (*fields.FIELD_TO_SETTING, *fields.UPLOADS))
 
 
 def files_of_a_run(checkpoint: Path, folder: Path) -> Iterator[str]:

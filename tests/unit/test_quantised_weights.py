@@ -128,7 +128,7 @@ def test_layer_sees_each_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in (slice(0, 1), slice(5, 29)):
         assert torch.equal(linear(x[:, part]), whole[:, part])
     ten_rows = 24 * 10
-    monkeypatch.setattr("wan.kernels.int8_linear.int8_slice_elements", lambda _: ten_rows)
+    monkeypatch.setattr("wan.kernels.int8_linear.get_int8_slice_numel", lambda _: ten_rows)
     assert torch.equal(linear(x), whole)
 
 

@@ -140,7 +140,7 @@ def test_a_variable_is_named_where_it_says_what_the_sentence_says() -> None:
 
 def test_steps_of_thousands_of_digits_are_refused() -> None:
     for text in ("9" * 5000, "0-" + "9" * 5000):
-        with pytest.raises(InputError, match="write them from 0"):
+        with pytest.raises(InputError, match="give step numbers from 0"):
             values.read_steps("`trace_steps`", text)
 
 

@@ -305,13 +305,13 @@ class Beside(nn.Module):
             nn.ModuleList(nn.Linear(3, 3) for _ in range(LAYERS // 2)) for _ in range(2)
         )
 
-    def behind(self, layer: int) -> tuple[nn.Module, ...]:
+    def adapter_modules(self, layer: int) -> tuple[nn.Module, ...]:
         return () if layer % 2 else (self.early[layer // 2], self.late[layer // 2])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, block in enumerate(self.blocks):
             x = block(x)
-            for module in self.behind(layer):
+            for module in self.adapter_modules(layer):
                 x = module(x)
         return x
 
@@ -344,10 +344,10 @@ class Unpinned:
 
     def __init__(self, size: int) -> None: ...
 
-    def parts(self, start: int, size: int) -> list[object]:
+    def chunks(self, start: int, size: int) -> list[object]:
         return []
 
-    def keep(self, start: int, values: Tensor) -> None: ...
+    def write(self, start: int, values: Tensor) -> None: ...
 
 
 def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(

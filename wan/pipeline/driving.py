@@ -114,11 +114,6 @@ def _check_pose_size(pose: VideoFile) -> None:
         raise InputError("`src_root_path`", pose.path, why, _REMEDY)
 
 
-def count_video_frames(path: Path) -> int:
-    """Counts the frames of a video."""
-    return read_video(path, "`src_root_path`").num_frames
-
-
 def read_frames_at(video: VideoFile, indices: Sequence[int]) -> np.ndarray:
     """Reads frames by index, uint8 [F,H,W,3]; decodes from the start of the video."""
     import numpy as np
