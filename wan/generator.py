@@ -510,11 +510,9 @@ def _read_reference_images(value: Any) -> tuple[Any, ...]:
         return ()
     image_list = [*value] if isinstance(value, list | tuple) else [value]
     if all(isinstance(item, str | Path) for item in image_list):
-        return (
-            FLAGS[_REFERENCE_IMAGES].reader(f"`{_REFERENCE_IMAGES}`", image_list)
-            if image_list
-            else ()
-        )
+        if image_list:
+            return FLAGS[_REFERENCE_IMAGES].reader(f"`{_REFERENCE_IMAGES}`", image_list)
+        return ()
     return tuple(image_list)
 
 

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_READ_AHEAD_BYTES = (
-    1 << 20
-)  # per request: Linux reads only some 100 kB to a few MB of a request ahead
+# Per request: Linux reads only some 100 kB to a few MB of a request ahead.
+_READ_AHEAD_BYTES = 1 << 20
 
 
 @dataclass

@@ -272,9 +272,8 @@ class StorageTracker(TorchDispatchMode):
         out = _call_operation(func, args, kwargs or {})
         for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(x, Tensor) and x.device.type == self.device:
-                self._track_storage(
-                    getattr(x, "_local_tensor", x).untyped_storage()
-                )  # of a DTensor
+                # A DTensor has a local tensor.
+                self._track_storage(getattr(x, "_local_tensor", x).untyped_storage())
         if self._resizes:
             for key, (_, size) in list(self._sizes.items()):
                 storage = self._storages[key]()

@@ -26,11 +26,8 @@ class AttentionPolicy(Policy):
     skips = "attention"
 
     def check_request(self, request: VideoParams) -> tuple[str, ...]:
-        notices, start, end = (
-            super().check_request(request),
-            self.settings.start_step,
-            self._last_skippable_step(request),
-        )
+        notices, start = super().check_request(request), self.settings.start_step
+        end = self._last_skippable_step(request)
         if start >= end:
             raise InputError(
                 "`start_step`",

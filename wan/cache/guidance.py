@@ -52,10 +52,8 @@ class GuidancePolicy(Policy):
         """
         experts, num_steps = make_noise_schedule(request).experts, request.sample_steps
         width, height = request.video_size
-        first, last = (
-            num_steps // 3,
-            int(0.9 * num_steps) if width * height >= 1280 * 704 else num_steps - 1,
-        )
+        first = num_steps // 3
+        last = int(0.9 * num_steps) if width * height >= 1280 * 704 else num_steps - 1
         computed, num_skipped = list[bool](), 0
         for step, expert in enumerate(experts):
             has_started = step > 0 and experts[step - 1] == expert and expert != "high_noise"

@@ -148,10 +148,8 @@ class Mag(Policy):
     def compute_steps(
         self, request: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
-        ratios, experts = (
-            self._get_curve(request).resample(request),
-            make_noise_schedule(request).experts,
-        )
+        ratios = self._get_curve(request).resample(request)
+        experts = make_noise_schedule(request).experts
         return {branch: self.apply_rule(ratios[branch], experts, branch) for branch in BRANCHES}
 
     def apply_rule(
@@ -171,10 +169,8 @@ class Mag(Policy):
         """
         settings, retention = self.settings, self.settings.step_cache_retention
         # The authors count calls, of which a step has two, and truncate some of the bounds.
-        num_calls, high_calls = (
-            2 * len(experts),
-            2 * sum(expert == "high_noise" for expert in experts),
-        )
+        num_calls = 2 * len(experts)
+        high_calls = 2 * sum(expert == "high_noise" for expert in experts)
         low_noise_start = (num_calls - high_calls) * retention + high_calls
 
         def is_forced(call: int) -> bool:

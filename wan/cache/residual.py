@@ -58,10 +58,8 @@ class ResidualCache(Cache):
         self, policy: Policy, sync_branches: bool = False, all_agree: AllAgree | None = None
     ) -> None:
         super().__init__(policy, sync_branches)
-        self._all_agree, self._num_first_blocks = (
-            all_agree or decide_locally,
-            policy.num_first_blocks,
-        )
+        self._all_agree = all_agree or decide_locally
+        self._num_first_blocks = policy.num_first_blocks
         self._order = policy.settings.step_cache_order
         self._threshold = policy.settings.threshold if policy.decides_per_step else None
         self._entries: dict[tuple[str, int], _CachedResidual] = {}

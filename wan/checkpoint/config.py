@@ -230,10 +230,8 @@ def _read_vace_config(
     all published networks.
     """
     config_json = read_json(path) if path.is_file() else {}
-    shape, block_ids = (
-        tensors[VACE_KEY].shape,
-        {n.split(".")[1] for n in tensors if n.startswith(_VACE_PREFIX)},
-    )
+    shape = tensors[VACE_KEY].shape
+    block_ids = {n.split(".")[1] for n in tensors if n.startswith(_VACE_PREFIX)}
     num_control = len(block_ids)
     if (
         len(shape) != 5

@@ -157,9 +157,8 @@ def untile_scales(scales: Tensor, num_rows: int) -> Tensor:
     rows n, n + 32, n + 64 and n + 96.
     """
     num_row_tiles = -(-num_rows // 128)
-    tiles = scales.reshape(num_row_tiles, -1, 32, 4, 4).transpose(
-        2, 3
-    )  # [down, across, row, row, column]
+    # [down, across, row, row, column]
+    tiles = scales.reshape(num_row_tiles, -1, 32, 4, 4).transpose(2, 3)
     return tiles.permute(0, 2, 3, 1, 4).reshape(128 * num_row_tiles, -1)[:num_rows]
 
 

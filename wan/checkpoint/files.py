@@ -39,19 +39,11 @@ GGUF = {
 NVFP4 = "NVFP4"  # ComfyUI's: two 4-bit values per byte, an FP8 scale per 16 values
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `read_file_headers` reads
 _INDEX_SUFFIX = ".safetensors.index.json"
-_WEIGHT_STEMS = (
-    "diffusion_pytorch_model",
-    "model",
-)  # weight file names of diffusers and transformers
+# Weight file names of diffusers and transformers.
+_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{3,})-of-(?P<count>\d{3,})(?P<suffix>\.\w+)")
 OTHER_COMPONENTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone DiT
-_STRUCT_CODES = {
-    "F64": "d",
-    "F32": "f",
-    "F16": "e",
-    "I64": "q",
-    "I32": "i",
-}  # dtype -> struct's code
+_STRUCT_CODES = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}
 _SAMPLE_BYTES = 1 << 16  # bytes
 _MAX_FULL_DIGEST = 32 << 20  # bytes; larger files are fingerprinted by samples
 _DOWNLOAD_AGAIN = "download it again"

@@ -428,10 +428,8 @@ def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> Tenso
 
     def read(rows: slice) -> Tensor:
         start, stop, _ = rows.indices(info.shape[0])
-        first_block, last_block = (
-            start * row_elements // block_values,
-            -(-stop * row_elements // block_values),
-        )
+        first_block = start * row_elements // block_values
+        last_block = -(-stop * row_elements // block_values)
         elements = dequantize_gguf(info.dtype, blocks[first_block:last_block]).view(-1)[
             start * row_elements - first_block * block_values :
         ]

@@ -54,10 +54,7 @@ class Naming(NamedTuple):
 
 _A_B = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
 _DOWN_UP = (".lora_down.weight", ".lora_up.weight", ".lora_up.bias")
-_HIGH_NOISE_PREFIX, _LOW_NOISE_PREFIX = (
-    "transformer.",
-    "transformer_2.",
-)  # diffusers' names of the experts
+_HIGH_NOISE_PREFIX, _LOW_NOISE_PREFIX = "transformer.", "transformer_2."  # of diffusers
 NAMINGS = (
     Naming("LightX2V, ComfyUI", "diffusion_model.", *_DOWN_UP),
     Naming("ComfyUI, with the whole model's prefix", "model.", *_DOWN_UP),
@@ -191,11 +188,9 @@ def _locate_lora_file(lora_file: LoraFile, folder: Path) -> LoraFile:
     """Looks up a file that does not exist as given in ComfyUI's folder `loras`."""
     path, cwd = Path(os.path.abspath(lora_file.file)), Path.cwd()
     fallback = folder / "loras" / (path.relative_to(cwd) if path.is_relative_to(cwd) else path.name)
-    return (
-        LoraFile(fallback, lora_file.strength)
-        if not lora_file.file.exists() and fallback.is_file()
-        else lora_file
-    )
+    if not lora_file.file.exists() and fallback.is_file():
+        return LoraFile(fallback, lora_file.strength)
+    return lora_file
 
 
 def _assign_by_name(

@@ -128,10 +128,8 @@ def concat_sources(sources: Sequence[TensorSource], shape: tuple[int, ...]) -> T
         start, stop, _ = rows.indices(shape[0])
         tensors = []
         for i, source in enumerate(sources):
-            first_row, last_row = (
-                max(start - i * rows_per_source, 0),
-                min(stop - i * rows_per_source, rows_per_source),
-            )
+            first_row = max(start - i * rows_per_source, 0)
+            last_row = min(stop - i * rows_per_source, rows_per_source)
             if first_row < last_row:
                 tensors.append(source.read_checked(slice(first_row, last_row)))
         return torch.cat(tensors)

@@ -166,9 +166,8 @@ def _write_summary(
         text += f". {statistics.median(job.seconds for job in finished_jobs):.1f} s each (median)"
     if len(finished_jobs) > 1:
         first_seconds, *later_seconds = (job.stages.get("loading", 0.0) for job in finished_jobs)
-        saved_seconds = max(
-            len(later_seconds) * first_seconds - sum(later_seconds), 0.0
-        )  # the first one loads all networks
+        # The first one loads all networks.
+        saved_seconds = max(len(later_seconds) * first_seconds - sum(later_seconds), 0.0)
         text += f"; loading took {first_seconds:.1f} s of the first and saved the others {saved_seconds:.1f} s"
     is_incomplete = bool(refused_lines or failed or unreached_lines)
     logger.log(logging.ERROR if is_incomplete else logging.INFO, "%s.", text)

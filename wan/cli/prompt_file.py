@@ -84,9 +84,8 @@ def resolve_prompt_file(
             if is_set:
                 raise InputError(f"`{flag}` is about whole videos; drop it or `group_by_expert`.")
     drawn_seeds = [line.run.params.base_seed for line in lines if line.run and line.draws_seed]
-    first_run = (
-        first_run.with_seed(drawn_seeds[0]) if drawn_seeds else first_run
-    )  # its seed is broadcast to all ranks
+    # Its seed is broadcast to all ranks.
+    first_run = first_run.with_seed(drawn_seeds[0]) if drawn_seeds else first_run
     skip_existing = user_settings.get("skip_existing", False)
     summary = folder / f"{path.stem}.summary.json"
     if env.rank() == 0:
@@ -151,9 +150,8 @@ def _resolve_prompt_line(
 def merge_line(shared: Mapping[str, Any], line_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of all lines, overridden by those of a line."""
     schedule_settings = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
-    names = (
-        {*schedule_settings} if "timesteps" in line_settings else set()
-    )  # timesteps replace them all
+    # Timesteps replace the whole schedule.
+    names = {*schedule_settings} if "timesteps" in line_settings else set()
     names |= {"clip_prompts"} if "prompt" in line_settings else set()
     return {name: value for name, value in shared.items() if name not in names} | {**line_settings}
 
@@ -202,9 +200,8 @@ def _refuse_duplicate_videos(lines: list[PromptLine]) -> list[PromptLine]:
     for index, line in enumerate(lines):
         if line.run is None or line.error:
             continue
-        path = Path(
-            os.path.realpath(line.run.output.record_path)
-        )  # unique for the video and its record
+        # Unique for the video and its record.
+        path = Path(os.path.realpath(line.run.output.record_path))
         if path in line_of_record:
             name = line.run.output.save_file
             error = f"{name} is the video of line {line_of_record[path]} already; give another save_file."

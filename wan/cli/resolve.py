@@ -54,9 +54,8 @@ def resolve_command_line(
         if "save_file" in values and not plan:
             check_video_path(values["save_file"])
         checked_run = run.resolve_run(values, make_demo, plan, describe_folder, require_inputs)
-        if (
-            checked_run.prompt_extension is not None and env.rank() == 0
-        ):  # rank 0 runs the language model
+        # Only rank 0 runs the language model.
+        if checked_run.prompt_extension is not None and env.rank() == 0:
             from wan.cli import extend_prompt
 
             extend_prompt.check_prompt_extension(

@@ -71,12 +71,8 @@ class Video:
             groups: The parallel groups; None for one process.
             on_main_only: Called on every rank when only the main rank still works on the video.
         """
-        self.run, self._pipeline, self._groups, self._on_main_only = (
-            run,
-            pipeline,
-            groups,
-            on_main_only,
-        )
+        self.run, self._pipeline, self._groups = run, pipeline, groups
+        self._on_main_only = on_main_only
         self.latents_file, self.is_main_only = run.decode_latents, False
         self._is_main = groups is None or groups.is_main
         self._replaced_identity = _read_file_identity(run.output.save_file)
@@ -437,10 +433,8 @@ class Video:
         run, pipeline = self.run, self._pipeline
         execution, device = run.setup.execution, pipeline.device
         count, height, width = size
-        precision, packages = (
-            execution.get_precision(device.type),
-            run.setup.attention.required_packages,
-        )
+        precision = execution.get_precision(device.type)
+        packages = run.setup.attention.required_packages
         stored_bf16 = execution.convert_model_dtype  # determines the DiT's dtype
         record = {
             "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),

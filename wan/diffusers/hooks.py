@@ -107,10 +107,8 @@ class _NetworkHook(ModelHook):
 
     def initialize_hook(self, module: Any) -> Any:
         self.processors = module.attn_processors
-        first_layer = {
-            "blocks": 0,
-            "vace_blocks": len(module.blocks),
-        }  # layers of control blocks follow
+        # The layers of control blocks follow those of the video.
+        first_layer = {"blocks": 0, "vace_blocks": len(module.blocks)}
         ours = {}
         for name in self.processors:
             if name.endswith("attn1.processor"):

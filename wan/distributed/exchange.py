@@ -67,12 +67,8 @@ class PendingExchange:
         name: str = "",
     ) -> None:
         self._received: PackedBuffer | Sequence[Tensor] | None = received
-        self._gathers_heads, self._work, self._send_buffer, self.name = (
-            gathers_heads,
-            work,
-            send_buffer,
-            name,
-        )
+        self._gathers_heads, self._work, self._send_buffer = gathers_heads, work, send_buffer
+        self.name = name
         self.graph_output: Tensor | None = None
         if torch.compiler.is_compiling() and isinstance(received, PackedBuffer):
             self.graph_output = received.memory
@@ -249,10 +245,8 @@ def _start_exchange(
 def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
     """Gathers [B,s,...] of every rank to [B,S,...] in rank order, for any dtype."""
     out = torch.empty(get_group_size(group), *x.shape, dtype=x.dtype, device=x.device)
-    recv_bytes, send_bytes = (
-        view_float8_as_bytes(out).flatten(0, 1),
-        view_float8_as_bytes(x.contiguous()),
-    )
+    recv_bytes = view_float8_as_bytes(out).flatten(0, 1)
+    send_bytes = view_float8_as_bytes(x.contiguous())
     all_gather(recv_bytes, send_bytes, to_process_group(group))
     return out.movedim(0, 1).flatten(1, 2)
 

@@ -511,10 +511,8 @@ class Watchdog:
             if self._env.torchrun and os.getppid() != self._parent:
                 self._handle_loss(self.this_rank, _ORPHANED, False)
             now = time.monotonic()
-            elapsed, last_beat = (
-                min(now - last_beat, 2 * _PING_INTERVAL),
-                now,
-            )  # excludes a pause of this process
+            # A pause of this process is not silence of the others.
+            elapsed, last_beat = min(now - last_beat, 2 * _PING_INTERVAL), now
             for link in list(self._connections):
                 if link.peer is None or not link.is_open:
                     continue

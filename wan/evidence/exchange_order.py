@@ -423,10 +423,8 @@ def _read_trace_file(path: Path) -> Trace:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         other_data = content["otherData"]
-        plan, metadata = (
-            ExchangePlan.from_record(other_data["plan"]),
-            {k: str(v) for k, v in other_data["about"].items()},
-        )
+        plan = ExchangePlan.from_record(other_data["plan"])
+        metadata = {k: str(v) for k, v in other_data["about"].items()}
         events = [_parse_trace_event(row) for row in content["traceEvents"] if row["ph"] == "X"]
         return Trace(plan, sorted(events, key=lambda event: event.begin), metadata)
     except OSError as error:

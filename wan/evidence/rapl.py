@@ -35,9 +35,8 @@ class Rapl(PowerSource):
             _read_sysfs_number(zone / "max_energy_range_uj") or 0 for zone in zones
         ]
         self._last_values, self._wrapped_total = [counter.read() for counter in self._counters], 0
-        limits = [
-            _read_sysfs_number(zone / "constraint_0_power_limit_uw") or 0 for zone in zones
-        ]  # long term
+        # Constraint 0 is the long-term limit.
+        limits = [_read_sysfs_number(zone / "constraint_0_power_limit_uw") or 0 for zone in zones]
         self.limit_w = sum(limits) / 1e6 if all(limits) else None
         policies = sorted((sys / "devices/system/cpu/cpufreq").glob("policy*"))
         policies = policies[:: -(-len(policies) // _MAX_CLOCK_FILES) or 1]

@@ -89,10 +89,8 @@ def make_flex_mask(mask_BNqk: Tensor, num_queries: int, num_keys: int, k_rows: i
     """
     is_ragged = mask_BNqk.new_zeros(mask_BNqk.shape[-1])
     is_ragged[-1] = num_keys % k_rows != 0
-    partial_blocks, full_blocks = (
-        pack_block_indices(mask_BNqk & is_ragged),
-        pack_block_indices(mask_BNqk & ~is_ragged),
-    )
+    partial_blocks = pack_block_indices(mask_BNqk & is_ragged)
+    full_blocks = pack_block_indices(mask_BNqk & ~is_ragged)
 
     def mask_mod(b: Tensor, h: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
         return mask_BNqk[b, h, q_row // Q_ROWS, k_row // k_rows] & (k_row < num_keys)

@@ -255,10 +255,8 @@ class Fp8Attention:
         to_kernel_layout: KernelLayout = keep_layout,
     ) -> None:
         self._quantizer, self._dtype, self._kernel = quantizer, dtype, kernel
-        self.quantizes_before_exchange, self._to_kernel_layout = (
-            quantize_before_exchange,
-            to_kernel_layout,
-        )
+        self.quantizes_before_exchange = quantize_before_exchange
+        self._to_kernel_layout = to_kernel_layout
         self.name = f"fp8 ({quantizer.name}; {kernel.name})"
         self.q_multiple = quantizer.q_rows
 

@@ -91,10 +91,8 @@ def protect_first_frame(
     frame_tokens = grid[1] * grid[2]
     q_first = torch.arange(first_block, first_block + nq, device=mask_BNqk.device)
     k_first = torch.arange(nk, device=mask_BNqk.device)
-    q_in, k_in = (
-        q_first < math.ceil(frame_tokens / q_rows),
-        k_first < math.ceil(frame_tokens / k_rows),
-    )
+    q_in = q_first < math.ceil(frame_tokens / q_rows)
+    k_in = k_first < math.ceil(frame_tokens / k_rows)
     return mask_BNqk | q_in[:, None] | k_in
 
 

@@ -103,12 +103,8 @@ def select_kernels(
         ValueError: A kernel does not exist on the device, or does not compute there.
     """
     device, load = target.device, target.load
-    names, ops, op_runner, clock = (
-        device.capabilities.list_fused_ops(attention, compile_blocks),
-        PLAIN_OPS,
-        None,
-        None,
-    )
+    names, ops = device.capabilities.list_fused_ops(attention, compile_blocks), PLAIN_OPS
+    op_runner, clock = None, None
     if device.type == "npu":
         ops = make_vendor_ops(names, load)
         if attention.fa_freq_cap is not None:

@@ -58,12 +58,8 @@ def build_xfuser_kernel(target: Target) -> XfuserKernel:
     Raises:
         InputError: A package is missing, or the function does not compute attention here.
     """
-    device, head_dim, dtype, row = (
-        target.device.torch_device,
-        target.head_dim,
-        target.dtype,
-        target.dense_row,
-    )
+    device, head_dim, dtype = target.device.torch_device, target.head_dim, target.dtype
+    row = target.dense_row
     assert row is not None, "the target has a row"
     for module in ("xfuser", *row.modules):
         if not _can_import(module):

@@ -145,10 +145,8 @@ class WanAnimateModel(WanModel):
             grid = self.token_grid(sample.shape[1:])
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
             face_features = self._encode_faces(face_pixel_values, faces, i)
-            extra, sample_step = (
-                self._make_conditioning(face_features, pose, grid),
-                step and replace(step, sample=i),
-            )
+            extra = self._make_conditioning(face_features, pose, grid)
+            sample_step = step and replace(step, sample=i)
             velocities.append(
                 self._forward(sample[None], timestep, [text], clip_fea, sample_step, extra)[0]
             )
@@ -162,10 +160,8 @@ class WanAnimateModel(WanModel):
         self, face_features: _FaceFeatures, pose: Tensor, grid: Grid
     ) -> StreamConditioning:
         num_tokens, frame_size = math.prod(grid), math.prod(grid[1:])
-        offset, num_local = (
-            self.sequence_shard.offset(num_tokens),
-            self.sequence_shard.num_valid(num_tokens),
-        )
+        offset = self.sequence_shard.offset(num_tokens)
+        num_local = self.sequence_shard.num_valid(num_tokens)
         rope = self.rope.get(grid, pose.device, self.sequence_shard.shard)
         # The first frame, the reference image, has no pose.
         begin, end = (max(token - frame_size, 0) for token in (offset, offset + num_local))

@@ -210,10 +210,8 @@ class WanModel(nn.Module):
             t = self.sequence_shard.permute(t[:, :num_video_tokens].cpu(), grid)
         times, segment_lengths = find_timestep_segments(t, num_video_tokens)
         if conditioning is not None and conditioning.num_extra_tokens:
-            times, segment_lengths = (
-                F.pad(times, (0, 1)),
-                (*segment_lengths, conditioning.num_extra_tokens),
-            )
+            times = F.pad(times, (0, 1))
+            segment_lengths = (*segment_lengths, conditioning.num_extra_tokens)
         features = sinusoidal_embedding(times, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
         e_BRC = _run_in_fp32(self.time_embedding, features)
         e0_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
@@ -222,10 +220,8 @@ class WanModel(nn.Module):
             if conditioning
             else self.rope.get(grid, x_BCFHW.device, self.sequence_shard.shard)
         )
-        text, after_block = (
-            self._embed_text(context, clip_fea),
-            conditioning.after_block if conditioning else {},
-        )
+        text = self._embed_text(context, clip_fea)
+        after_block = conditioning.after_block if conditioning else {}
         forward_context = ForwardContext(
             self.sequence_shard.local_segments(segment_lengths), rope, sum(segment_lengths), step
         )

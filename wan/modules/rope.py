@@ -66,10 +66,8 @@ def _swap_pairs(x_BSND: Tensor) -> Tensor:
     """Swaps every pair of channels, (a, b) to (b, a)."""
     if torch.compiler.is_compiling():  # shifted reads, which a CPU compiler can vectorize
         is_even = torch.arange(x_BSND.shape[-1], device=x_BSND.device) % 2 == 0
-        next_channel, previous_channel = (
-            F.pad(x_BSND[..., 1:], (0, 1)),
-            F.pad(x_BSND[..., :-1], (1, 0)),
-        )
+        next_channel = F.pad(x_BSND[..., 1:], (0, 1))
+        previous_channel = F.pad(x_BSND[..., :-1], (1, 0))
         return torch.where(is_even, next_channel, previous_channel)
     first, second = x_BSND.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((second, first), dim=-1).flatten(-2)  # a flip of an axis of 2 is slow

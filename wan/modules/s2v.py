@@ -302,10 +302,8 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             torch.cat([compute_rope_angles(axes, head_dim) for axes in angles])
         )
         device = ref.device
-        offset, num_valid = (
-            self.sequence_shard.offset(num_video + num_extra_tokens),
-            self.sequence_shard.num_valid(num_video + num_extra_tokens),
-        )
+        offset = self.sequence_shard.offset(num_video + num_extra_tokens)
+        num_valid = self.sequence_shard.num_valid(num_video + num_extra_tokens)
         num_local = self.sequence_shard.local_segments((num_video, num_extra_tokens))[0]
         cos, sin = (self.sequence_shard.shard(x[None], grid)[0].to(device) for x in (cos, sin))
         return _ReferenceTokens(

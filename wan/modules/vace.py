@@ -107,10 +107,8 @@ class VaceWanModel(WanModel):
             ValueError: The arguments do not fit each other or the network.
         """
         self._check_inputs(x, t, context, seq_len, None, None)
-        channels, scales = (
-            self.vace_patch_embedding.in_channels,
-            self._expand_scale(vace_context_scale),
-        )
+        channels = self.vace_patch_embedding.in_channels
+        scales = self._expand_scale(vace_context_scale)
         for sample, control in zip(x, vace_context, strict=True):
             check_shapes(sample, {"vace_context": (control, (channels, *sample.shape[1:]))})
         is_batched = len({sample.shape for sample in x}) == 1

@@ -65,10 +65,8 @@ def install_weight_only_linears(
     Returns:
         Layer -> its weight in the file, and its LoRA changes.
     """
-    kept_dtypes, tensors = (
-        setup.unconverted_dtypes(device_type),
-        setup.checkpoint.experts[name].tensors,
-    )
+    kept_dtypes = setup.unconverted_dtypes(device_type)
+    tensors = setup.checkpoint.experts[name].tensors
     lora_changes = collect_deltas(setup.loras.get(name, ()))
     stored_layers: dict[str, tuple[TensorInfo, list[WeightDelta]]] = {}
     for layer, module in list(network.named_modules()) if kept_dtypes else ():

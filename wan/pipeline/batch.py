@@ -140,9 +140,7 @@ class Batch(Generic[J]):
     def _denoise_by_expert(self, jobs: Sequence[J]) -> None:
         """Denoises all jobs, loading each expert once."""
         pipeline = self._pipeline
-        for job in (
-            candidate for candidate in jobs if not candidate.params.has_clips
-        ):  # no grouping of clips
+        for job in (j for j in jobs if not j.params.has_clips):  # clips are not grouped
             with self._isolate_failure(job):
                 job.denoising = pipeline.prepare_denoising(job.params, job.inputs)
                 job.denoising.offload()

@@ -365,10 +365,8 @@ class NetworkLoader:
         checkpoint.require("text_encoder"), checkpoint.require("tokenizer")
         assert self._text_encoder_spec is not None
         device = torch.device("cpu") if self.setup.execution.t5_cpu else self._device
-        offload, dtypes = (
-            self.offload_manager.offload,
-            text.choose_text_encoder_dtypes(self.encoder_dtype),
-        )
+        offload = self.offload_manager.offload
+        dtypes = text.choose_text_encoder_dtypes(self.encoder_dtype)
         transform: WeightTransform = keep_sources
         if offload == "block":
             from wan.pipeline.residency import stream_blocks

@@ -53,10 +53,8 @@ def _generate_missing_clips(
     pipeline: Pipeline, params: VideoParams, inputs: Inputs
 ) -> Iterator[Clip]:
     assert inputs.image is not None and params.num_clip is not None
-    image, num_clips = (
-        resize_image_to_video(convert_image_to_tensor(inputs.image), params.video_size),
-        params.num_clip,
-    )
+    image = resize_image_to_video(convert_image_to_tensor(inputs.image), params.video_size)
+    num_clips = params.num_clip
     device, state = pipeline.device.torch_device, inputs.clip_state
     anchor: Tensor | None = None
     contexts: tuple[Tensor, Tensor] | None = None
@@ -93,9 +91,8 @@ def _generate_missing_clips(
             yield pending_decode.collect_clip()
             pending_decode = None
         if index + 1 < num_clips:
-            pipeline.experts.prefetch(
-                make_noise_schedule(params).experts[0]
-            )  # while this clip is decoded
+            # While this clip is decoded.
+            pipeline.experts.prefetch(make_noise_schedule(params).experts[0])
         num_overlap_frames = params.num_overlap_frames if state is not None else 0
         if params.chain == "latent":
             state = latents[:, -1:].clone()
@@ -113,11 +110,8 @@ class _BackgroundDecode:
 
     def __init__(self, pipeline: Pipeline, latents: Tensor, num_overlap_frames: int) -> None:
         """Starts decoding. num_overlap_frames: The first frames, shared with the previous clip."""
-        self._pipeline, self._latents, self._num_overlap_frames = (
-            pipeline,
-            latents,
-            num_overlap_frames,
-        )
+        self._pipeline, self._latents = pipeline, latents
+        self._num_overlap_frames = num_overlap_frames
         self._future: Future[Tensor] | None = None
         if pipeline.is_main:
             executor = ThreadPoolExecutor(1, "decoding")

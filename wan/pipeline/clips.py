@@ -172,10 +172,8 @@ def _fit_pose_to_size(frame: np.ndarray, size: Size) -> Tensor:
     missing = [max(0, side - source) for side, source in zip(size, (columns, rows), strict=True)]
     paddings = [padding for gap in missing for padding in (gap // 2, (gap + 1) // 2)]
     padded_frame = F.pad(pixels_3HW, paddings)
-    y_offset, x_offset = (
-        _get_crop_offset(padded_frame.shape[1], size[1]),
-        _get_crop_offset(padded_frame.shape[2], size[0]),
-    )
+    y_offset = _get_crop_offset(padded_frame.shape[1], size[1])
+    x_offset = _get_crop_offset(padded_frame.shape[2], size[0])
     return padded_frame[:, y_offset : y_offset + size[1], x_offset : x_offset + size[0]]
 
 

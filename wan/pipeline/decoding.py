@@ -41,12 +41,8 @@ class VaeRunner:
         make_rows: MakeRows | None,
     ) -> None:
         """Loads nothing yet. get_vae: Loads the VAE. make_rows: None for one process."""
-        self._setup, self._device, self._get_vae, self._make_rows = (
-            setup,
-            device,
-            get_vae,
-            make_rows,
-        )
+        self._setup, self._device, self._get_vae = setup, device, get_vae
+        self._make_rows = make_rows
         self.last_method = ""
         exact_methods = (WHOLE_FRAME,) if make_rows is None else (WHOLE_FRAME, ROW_PARALLEL)
         self._encode_methods: tuple[str, ...] = (

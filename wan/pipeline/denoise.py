@@ -188,11 +188,9 @@ class DenoisingLoop:
                 if bar.n == 2:  # the first step is slower, so its estimate is not shown
                     bar.refresh()
             cancellation_point.check(stop, num_steps)
-        return (
-            self.latents
-            if self.remaining_experts
-            else strip_reference_frames(self.params, self.latents)
-        )
+        if self.remaining_experts:
+            return self.latents
+        return strip_reference_frames(self.params, self.latents)
 
     def _check_finite(self, expert: str) -> None:
         if not bool(self.latents.isfinite().all()):
@@ -231,10 +229,8 @@ class DenoisingLoop:
                 )
                 self.latents = inputs.fix_latents(solver_output[0])
                 self._num_steps_done = index + 1
-                if index in (
-                    0,
-                    len(self._noise_schedule.experts) - 1,
-                ):  # early, and after all steps
+                # Only after the first step, to fail early, and after the last one.
+                if index in (0, len(self._noise_schedule.experts) - 1):
                     self._check_finite(name)
                 if self._callback_on_step_end is not None:
                     self._callback_on_step_end(self._num_steps_done, self.latents)

@@ -109,9 +109,8 @@ def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
             raise address.input_error("takes a file, not an address", "download it first") from None
         raise image_setting.input_error("does not exist", "give an image") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
-        short_setting = ImageSetting(
-            image_setting.setting, format_value(path, str)
-        )  # the name may be too long to print
+        # The name may be too long to print.
+        short_setting = ImageSetting(image_setting.setting, format_value(path, str))
         raise short_setting.input_error(
             f"cannot be used ({_describe_decoder_error(error)})", "give another one"
         ) from None
@@ -228,9 +227,8 @@ def _scale_to_eight_bits(
         why = f"has grey values from {low:g} to {high:g}"
         raise image_setting.input_error(why, f"they must be from {allowed}")
     grey = np.rint(values * np.float32(255) / np.float32(white)).astype(np.uint8)
-    if (
-        _get_tiff_tag(source, _PHOTOMETRIC, 1) == 0
-    ):  # TIFF's "white is zero", which Pillow ignores here
+    # TIFF's "white is zero", which Pillow ignores here
+    if _get_tiff_tag(source, _PHOTOMETRIC, 1) == 0:
         grey = 255 - grey
     eight = Image.fromarray(grey)
     if "transparency" in source.info:  # one grey value of the file is transparent

@@ -39,10 +39,7 @@ Usage = Counter[str]
 LATENT_COPIES = (
     6  # copies that the solver and both branches hold during a forward; counted in a test
 )
-_TEXT_ENCODER_BYTES, _EMBEDDING_BYTES = (
-    11_361_820_672,
-    2_100_297_728,
-)  # umt5-xxl in bfloat16, and its embedding
+_TEXT_ENCODER_BYTES, _EMBEDDING_BYTES = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16
 _VAE_BYTES = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
 # Bytes per pixel of the published VAEs in float32 with one, two and three latent frames, and for
 # each further latent frame, as the planner measures them for very large frames. Small frames take
@@ -298,9 +295,8 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
     device = find_planned_device(setup).type
     e = _ITEMSIZE[execution.get_dit_precision(device)]
     fp32 = e if execution.convert_model_dtype else 4
-    num_control_blocks = (
-        setup.checkpoint.num_control_blocks
-    )  # of VACE; each is copied together with a block
+    # Each control block of VACE is copied together with a block.
+    num_control_blocks = setup.checkpoint.num_control_blocks
     kv_channels = 2 * c if config["image_dim"] else 0  # K and V projections of the image's tokens
     uniform, largest_block = (8 * c + 2 * f + kv_channels) * c * e, 0
     block = (uniform * (layers + num_control_blocks) + c * c * e * num_control_blocks) // layers
@@ -330,10 +326,8 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
     if device == "cpu" and not parallel.dit_fsdp:
         mapped_in_blocks, mapped_outside = _estimate_mapped_dit(setup)
         mapped_in_blocks += max(0, mapped_outside - outside_blocks)  # adapter modules
-        block, outside_blocks = (
-            max(0, block - mapped_in_blocks // layers),
-            max(0, outside_blocks - mapped_outside),
-        )
+        block = max(0, block - mapped_in_blocks // layers)
+        outside_blocks = max(0, outside_blocks - mapped_outside)
     branches = 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
     text_size = branches * execution.text_kv_cache * config["text_len"] * c * e
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
@@ -409,9 +403,8 @@ def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int,
     version, (frames, height, width) = setup.preset.vae, size
     if frames == 0:
         return 0
-    width_ratio = min(
-        1.0, (_count_vae_weight_bytes(setup) / _VAE_BYTES[version]) ** 0.5
-    )  # to the published VAE
+    # Relative to the published VAE.
+    width_ratio = min(1.0, (_count_vae_weight_bytes(setup) / _VAE_BYTES[version]) ** 0.5)
     *few_frames, per_further_frame = _VAE_BYTES_PER_PIXEL[version, direction]
     bytes_per_pixel = (
         few_frames[min(frames, 3) - 1] * width_ratio * _ITEMSIZE[setup.execution.vae_precision] / 4

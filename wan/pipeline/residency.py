@@ -311,10 +311,8 @@ def stream_blocks(
 
     def transform_and_stream(network: nn.Module, sources: TensorSources) -> TensorSources:
         sources = transform(network, sources)
-        streamed_blocks, names = (
-            [],
-            {module: f"{name}." for name, module in network.named_modules()},
-        )
+        streamed_blocks = []
+        names = {module: f"{name}." for name, module in network.named_modules()}
         for index, module in enumerate(network.get_submodule(blocks).children()):
             block_modules = {
                 names[member]: member for member in (module, *adapter_modules(network, index))

@@ -85,8 +85,7 @@ def extract_audio_features(path: Path, audio: Audio) -> Tensor:
 
 def sample_features_per_frame(features_SCT: Tensor, num_frames: int) -> Tensor:
     """Samples the feature nearest in time for each video frame: [1,S,C,R], 0 after the end."""
-    indices = [
-        round(frame * RESAMPLED_FEATURE_RATE / S2V_FPS) for frame in range(num_frames)
-    ]  # rounds halves to even
+    # round() rounds halves to even.
+    indices = [round(frame * RESAMPLED_FEATURE_RATE / S2V_FPS) for frame in range(num_frames)]
     valid_indices = [index for index in indices if index < features_SCT.shape[2]]
     return F.pad(features_SCT[..., valid_indices], (0, num_frames - len(valid_indices)))[None]

@@ -40,9 +40,8 @@ _RATES = (16, 20, 24, 25, 30, 48, 50, 60, 120, 240)
 _NTSC = (24, 30, 60)  # may be divided by 1.001
 _MAX_LOST = 0.05  # fraction of the stored frames that resampling may drop
 _MAX_LAST_SECONDS = 0.1  # upper limit of the last frame's duration with a variable rate
-_FRAME_PATTERN = re.compile(
-    r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) "
-)  # of `showinfo`
+# A line of the filter `showinfo`.
+_FRAME_PATTERN = re.compile(r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) ")
 _HDR = {"smpte2084": "PQ", "arib-std-b67": "HLG"}  # transfer functions
 
 

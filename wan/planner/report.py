@@ -112,10 +112,8 @@ def _describe_frames(params: VideoParams) -> str:
 def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
     """Describes the files of each network of a checkpoint folder and its dtype after loading."""
     setup, files = planner.setup, planner.setup.checkpoint
-    device, encoders = (
-        planner.device.type,
-        planner.setup.execution.get_precision(planner.device.type),
-    )
+    device = planner.device.type
+    encoders = planner.setup.execution.get_precision(planner.device.type)
     if files.boundary is not None:
         standard = f"the task's is {setup.preset.boundary:g}"
         yield f"  boundary_ratio of model_index.json: {files.boundary:g} ({standard})"

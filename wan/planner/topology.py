@@ -98,11 +98,8 @@ def _iter_topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
 
 def _list_saving_settings(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
     """Lists the missing settings that would reduce the memory of a stage that does not fit."""
-    execution, parallel, is_distributed = (
-        setup.execution,
-        setup.parallel,
-        setup.parallel.world_size > 1,
-    )
+    execution, parallel = setup.execution, setup.parallel
+    is_distributed = setup.parallel.world_size > 1
     stages = {name for name, usage in planner.stage_memory().items() if usage.total() > memory}
     reduces_text = "text encoder" in stages or execution.offload_model is False
     reduces_text = reduces_text and not (execution.t5_cpu or parallel.t5_fsdp)
@@ -122,8 +119,6 @@ def _apply_settings(setup: Setup, settings: Iterable[str]) -> Setup:
         name, _, value = setting.strip("`").partition("=")
         changes[name] = value if value == "block" else True
     fsdp_changes = {name: changes.pop(name) for name in ("dit_fsdp", "t5_fsdp") if name in changes}
-    parallel, execution = (
-        replace(setup.parallel, **fsdp_changes),
-        replace(setup.execution, **changes),
-    )
+    parallel = replace(setup.parallel, **fsdp_changes)
+    execution = replace(setup.execution, **changes)
     return replace(setup, parallel=parallel, execution=execution)

@@ -101,11 +101,8 @@ class IdleGapAttention:
     def __init__(
         self, base_layer: FAPowerCapAttention, max_chunks: int, idle: Callable[[], None]
     ) -> None:
-        self.group, self.world_size, self.max_chunks = (
-            base_layer.ulysses_pg,
-            base_layer.world_size,
-            max_chunks,
-        )
+        self.group, self.world_size = base_layer.ulysses_pg, base_layer.world_size
+        self.max_chunks = max_chunks
         self.idle = idle
         self._chunk_attention = make_variant_layer(
             Variant("a head chunk", 0), base_layer, SINGLE_RANK

@@ -74,14 +74,10 @@ def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, lis
         allow_abbrev=False,
     )
     add = parser.add_argument
-    small_int, large_int = (
-        make_argument_type(integer(1, 10_000)),
-        make_argument_type(integer(1, 1_000_000)),
-    )
-    days, gigabytes = (
-        make_argument_type(real(0, 36_500, exclude_min=True)),
-        make_argument_type(real(0, 1e6, exclude_min=True)),
-    )
+    small_int = make_argument_type(integer(1, 10_000))
+    large_int = make_argument_type(integer(1, 1_000_000))
+    days = make_argument_type(real(0, 36_500, exclude_min=True))
+    gigabytes = make_argument_type(real(0, 1e6, exclude_min=True))
     file_path, string = make_argument_type(read_path), make_argument_type(read_text_value)
     add(
         "--host",

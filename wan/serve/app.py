@@ -367,9 +367,8 @@ async def _read_form(request: Request) -> dict[str, Any]:
     ) as form:  # `Guard` limits the size of the body
         for key, value in form.multi_items():
             part = await value.read() if isinstance(value, UploadFile) else value
-            if (
-                list_key := key.removesuffix("[]")
-            ) == PICTURES:  # how the openai client sends lists
+            # The openai client sends lists like this.
+            if (list_key := key.removesuffix("[]")) == PICTURES:
                 form_fields.setdefault(list_key, []).append(part)
                 continue
             if key in form_fields:
@@ -442,26 +441,16 @@ def _make_error_response(request: Request, error: Exception) -> Response:
         match = re.fullmatch(r"`?(\w+)`?", error.what)
         param = None if match is None else error.naming.names.get(match[1], match[1])
     elif isinstance(error, HTTPException):
-        status, code, param, message, should_retry = (
-            error.status_code,
-            "http",
-            None,
-            error.detail,
-            False,
-        )
+        status, code, param, message = error.status_code, "http", None, error.detail
+        should_retry = False
         headers.update(error.headers or {})
         if status == 405:
             headers["Allow"] = _list_allowed_methods(request)
     elif isinstance(error, MultiPartException):
         status, code, param, message, should_retry = 400, "invalid_form", None, error.message, False
     else:
-        status, code, param, message, should_retry = (
-            500,
-            "internal_error",
-            None,
-            "Internal error.",
-            False,
-        )
+        status, code, param, message = 500, "internal_error", None, "Internal error."
+        should_retry = False
     message = message.encode(errors="replace").decode()
     param = None if param is None else param.encode(errors="replace").decode()
     headers["x-should-retry"] = "true" if should_retry else "false"

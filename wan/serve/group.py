@@ -93,12 +93,8 @@ class RankGroup:
             max_cached_prompts: Number of prompts whose embeddings the ranks cache.
             timeout: Seconds that the ranks may make no progress, as --dist_timeout.
         """
-        self._argv, self._ranks, self._folder, self._on_message = (
-            list(argv),
-            ranks,
-            folder,
-            on_message,
-        )
+        self._argv, self._ranks, self._folder = list(argv), ranks, folder
+        self._on_message = on_message
         self._nodes, self._max_cached_prompts = nodes, max_cached_prompts
         self._secret = secrets.token_hex()
         self._links: dict[int, asyncio.StreamWriter] = {}

@@ -101,9 +101,8 @@ class Journal:
             if await self._flush(check_file=True):
                 pause = 0.1
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(
-                        CHECK_SECONDS
-                    ):  # `wait_for` of 3.11 may lose a cancellation
+                    # `wait_for` of Python 3.11 may lose a cancellation.
+                    async with asyncio.timeout(CHECK_SECONDS):
                         await self._change_event.wait()
                 self._change_event.clear()
             else:

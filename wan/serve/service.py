@@ -104,12 +104,8 @@ class Service:
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.run, self.model, self.stopping = run, run.setup.preset.task, False
-        self.limits, self._user_settings, self._name, self._on_event = (
-            limits,
-            user_settings,
-            name,
-            on_event,
-        )
+        self.limits, self._user_settings, self._name = limits, user_settings, name
+        self._on_event = on_event
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
@@ -123,10 +119,8 @@ class Service:
         self.waiters = Waiters(self._abandon)
         self._estimates = Estimates(self.journal.list_completed(_MAX_SAMPLES))
         self._queue_estimate: tuple[object, dict[str, float], float] = (None, {}, 0.0)
-        self._last_shape, self._loading_seconds = (
-            "",
-            0.0,
-        )  # seconds to load the weights for one batch
+        # Loading: seconds to load the weights for one batch.
+        self._last_shape, self._loading_seconds = "", 0.0
         self._max_group_size = limits.group_size if can_group_by_expert(run) else 1
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())

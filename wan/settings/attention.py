@@ -127,11 +127,9 @@ class Attention:
     @property
     def required_packages(self) -> tuple[str, ...]:
         """Packages that the dense kernel needs in addition to PyTorch, by their PyPI names."""
-        return (
-            ()
-            if self.dense_kernel.xfuser_member is None
-            else ("xfuser", *self.dense_kernel.install)
-        )
+        if self.dense_kernel.xfuser_member is None:
+            return ()
+        return ("xfuser", *self.dense_kernel.install)
 
     @property
     def fp8(self) -> bool:
@@ -254,9 +252,8 @@ def check_attention_request(
     kernel, ring_size = attention.dense_kernel, parallel.ring_size
     plan = TokenPlan(tokens, parallel.sequence_size, attention.row_multiple(ring_size))
     num_rows = plan.shard_len * parallel.ulysses_size  # query rows of a rank after the exchange
-    last_rank_rows = (
-        tokens - (-(-tokens // num_rows) - 1) * num_rows
-    )  # query rows of the last rank with any tokens
+    # Query rows of the last rank that has tokens.
+    last_rank_rows = tokens - (-(-tokens // num_rows) - 1) * num_rows
     smallest_block = max(last_rank_rows // parallel.mode.blocks, 1)
     if smallest_block < kernel.min_rows:
         why = (

@@ -251,11 +251,9 @@ class StepCache:
     def argument(self) -> Any:
         """Parsed argument of `step_cache`; None for a policy without one."""
         read_argument = POLICIES[self.policy].read_argument
-        return (
-            None
-            if read_argument is None
-            else read_argument("`step_cache`", self.step_cache.partition(":")[2])
-        )
+        if read_argument is None:
+            return None
+        return read_argument("`step_cache`", self.step_cache.partition(":")[2])
 
     @property
     def threshold(self) -> float:

@@ -116,9 +116,8 @@ class Encoder(nn.Module):
                 blocks += [ResidualBlock(channels, out), ResidualBlock(out, out)]
                 blocks += [Downsample(out, time)] if down else []
         self.down_blocks = nn.ModuleList(blocks)
-        self._num_large_blocks = (
-            1 if version.shortcuts else 3
-        )  # blocks that process one frame at a time
+        # Blocks that process one frame at a time.
+        self._num_large_blocks = 1 if version.shortcuts else 3
         self.mid_block = MidBlock(widths[-1])
         self.norm_out = RMSNorm(widths[-1])
         self.conv_out = nn.Conv3d(widths[-1], 2 * version.z_dim, 3)
