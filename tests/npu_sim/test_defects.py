@@ -151,8 +151,8 @@ def made_in_a_call(name: str, mode: str) -> set[str]:
 @pytest.mark.parametrize("name", ["dense", "fp8-transport", "v2", "v3-fp8"])
 def test_a_call_makes_no_group_stream_or_kernel(name: str) -> None:
     """Only exchanges and their memory, and the sums of a ring; it does not read the environment."""
-    made = {"Pending.__init__", "Pieces.__init__"}
-    made |= {"Merged.__init__"} if name == "dense" else set()
+    made = {"PendingExchange.__init__", "PackedBuffer.__init__"}
+    made |= {"LseMerger.__init__"} if name == "dense" else set()
     for mode in ("0", "overlap"):
         assert run(4, made_in_a_call, name, mode) == [made] * 4, mode
 
