@@ -42,7 +42,7 @@ from wan.device import select_device as resolve_device
 from wan.distributed import mesh
 from wan.log import StageTimer
 from wan.pipeline import build, tiny
-from wan.pipeline.video import save_video
+from wan.pipeline.video import write_video
 from wan.planner.measure import Planner
 from wan.run import Run
 from wan.settings.command import Output
@@ -113,7 +113,7 @@ class Case:
             for name in ("video", "mask"):
                 path = folder / f"{name}.mp4"
                 if not path.exists():
-                    save_video(torch.zeros(3, 17, 512, 512), Output(path, fps=16))
+                    write_video(torch.zeros(3, 17, 512, 512), Output(path, fps=16))
                 argv += [f"--src_{name}", str(path)]
         return [*argv, *self.flags]
 

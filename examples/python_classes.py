@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wan import WanT2V
-from wan.pipeline.video import save_video
-from wan.settings.command import Output
+from wan import WanT2V, save_video
 
 DEMO = Path(__file__).parent / "demo" / "t2v-A14B"
 
@@ -26,7 +24,7 @@ def main() -> None:
         seed=1,
     )
     if video_3FHW is not None:  # only rank 0 has the video
-        save_video(video_3FHW, Output(Path("red_square.mp4"), fps=8))
+        save_video(video_3FHW, "red_square.mp4", fps=8)
         print(f"red_square.mp4: {tuple(video_3FHW.shape)}, values from -1 to 1")
 
 

@@ -22,7 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program
 from wan.output_files import VIDEO, check_output, make_marked_kind, write_output
-from wan.pipeline.video import save_video
+from wan.pipeline.video import write_video
 from wan.settings.command import Output
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
 from wan.settings.presets import FACE_SIZE
@@ -106,7 +106,7 @@ def write_character_folder(out: Path, size: tuple[int, int], frames: int) -> Non
         sides = (FACE_SIZE, FACE_SIZE) if name == "face" else size
         each = [_draw_frame(draw, index / frames, sides) for index in range(frames)]
         video = torch.from_numpy(np.stack(each)).permute(3, 0, 1, 2).float() / 127.5 - 1
-        save_video(video, Output(save_file=out / f"src_{name}.mp4", fps=FPS))
+        write_video(video, Output(save_file=out / f"src_{name}.mp4", fps=FPS))
     with write_output(reference, REFERENCE) as temporary:
         Image.fromarray(_draw_frame(draw_character, 0, size)).save(temporary, "PNG", pnginfo=mark)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wan.api import WanAnimate, WanI2V, WanS2V, WanT2V, WanTI2V, WanVace
+    from wan.api import WanAnimate, WanI2V, WanS2V, WanT2V, WanTI2V, WanVace, save_video
 
-__all__ = ["WanAnimate", "WanI2V", "WanS2V", "WanT2V", "WanTI2V", "WanVace"]
+__all__ = ["WanAnimate", "WanI2V", "WanS2V", "WanT2V", "WanTI2V", "WanVace", "save_video"]
 __version__ = "0.4.0"
 
 

@@ -2,6 +2,7 @@
 
     from wan import WanT2V
     video = WanT2V("t2v-A14B", "./Wan2.2-T2V-A14B").generate("a cat", size=(832, 480))
+    wan.save_video(video, "cat.mp4", fps=16)
 
 The constructor takes settings for loading and running the networks, `generate` those of one video.
 Both take the official keywords and those of the command line (`wan.settings.fields.Option.python`).
@@ -13,18 +14,50 @@ runs networks that do not fit (docs/memory.md). `generate_many` generates many v
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from wan.generator import DefaultFloat, DefaultInt, DefaultStr, Generator
+from wan.output_files import VIDEO, check_output
+from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload
 from wan.settings.presets import EXAMPLE_PROMPTS
+from wan.settings.values import read_path, real
 
 GuideScale = float | tuple[float, float]
 _GUIDANCE = DefaultFloat(5.0)
 _UNGUIDED = DefaultFloat(1.0)
+
+
+def save_video(video: Tensor, path: str | Path, fps: float = 16.0) -> None:
+    """Writes a video that `generate` has returned to an mp4 file.
+
+    Args:
+        video: Float [3,F,H,W] in [-1, 1], with even H and W.
+        path: Ends in .mp4. Only a video of this package is replaced.
+        fps: Frames per second, 1 to 240: 16 for the A14B networks, 24 for ti2v-5B.
+
+    Raises:
+        InputError: A ValueError: an argument is invalid.
+        WriteError: An OSError: the file could not be written; no part of it is left.
+    """
+    from wan.pipeline.video import write_video
+
+    if not isinstance(video, Tensor) or video.dim() != 4 or len(video) != 3 or not video.numel():
+        shape = list(video.shape) if isinstance(video, Tensor) else type(video).__name__
+        remedy = "give what `generate` returned on rank 0"
+        raise InputError("The video", shape, "is no tensor of shape [3, F, H, W]", remedy)
+    if video.shape[2] % 2 or video.shape[3] % 2:
+        size = f"{video.shape[3]}*{video.shape[2]}"
+        raise InputError("The video", size, "has an odd side", "crop it to even ones")
+    file = read_path("path", str(path))
+    if file.suffix.lower() != ".mp4":
+        raise InputError("path", file, "must end in .mp4, the only format written")
+    check_output(file, VIDEO, "path")
+    write_video(video.detach().float().cpu(), Output(file, fps=real(1, 240)("fps", fps)))
 
 
 class WanT2V(Generator):

@@ -45,6 +45,7 @@ from wan.settings.flags import (
     PYTHON_KEYWORDS,
     PYTHON_NAMING,
     is_python_setting,
+    make_keyword_error,
     read_constructor_settings,
     read_settings,
 )
@@ -176,6 +177,14 @@ class Generator:
             self._pipeline = build.build_pipeline(
                 self._setup, device, self._groups, t5_dtype=t5_dtype
             )
+
+    def __repr__(self) -> str:
+        setup = self._setup
+        return (
+            f"<{type(self).__name__} {self._preset.task}: {self._pipeline.device.name()}, "
+            f"world_size {setup.parallel.world_size}, {setup.execution.precision}, "
+            f"comm_type {setup.parallel.comm_type}, offload_model {setup.execution.offload_model}>"
+        )
 
     def __getattr__(self, name: str) -> WanModel:
         """Returns the network of an official attribute: low_noise_model, high_noise_model, model.
@@ -346,7 +355,7 @@ class Generator:
         if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
             name = "img" if self._preset.kind == "i2v" else "ref_image_path"
             raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
-        params, base_inputs = self._make_call_params(call, setup)
+        params, base = self._make_call_params(call, setup)
         prompts, negative = (_check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS)
         output_type = choice("pt", "latent")("`output_type`", call["output_type"])
         motion_latent = _check_motion_latent(call.get("motion_latent"), params)
@@ -354,7 +363,7 @@ class Generator:
             why = "do not go with `clip_prompts`"
             raise InputError("Embeddings", None, why, "give the texts of all clips")
         inputs = replace(
-            base_inputs,
+            base,
             prompt_embeds=prompts,
             negative_prompt_embeds=negative,
             clip_state=motion_latent,
@@ -372,7 +381,7 @@ class Generator:
         """Returns a call's parameters and inputs."""
         unknown = [name for name in call["settings"] if not is_python_setting(name, "video")]
         if unknown:
-            raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
+            raise make_keyword_error(unknown[0], "video")
         duplicates = [name for name in call["settings"] if PYTHON_KEYWORDS.get(name) in call]
         if duplicates:
             raise InputError(
@@ -426,10 +435,8 @@ class Generator:
             inputs = replace(inputs, vace=vace)
             image_size = None if vace is None else vace.size
         boundary = {"boundary": self.config.get("boundary")}
-        is_edited = boundary["boundary"] not in (None, self._preset.boundary)
-        values, defaults = (
-            (values | boundary, defaults) if is_edited else (values, defaults | boundary)
-        )
+        edits = boundary["boundary"] not in (None, self._preset.boundary)
+        values, defaults = (values | boundary, defaults) if edits else (values, defaults | boundary)
         params, notices = make_params(setup, values, image_size, defaults)
         for notice in notices:
             logger.warning(PYTHON_NAMING.render(notice))

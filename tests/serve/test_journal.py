@@ -20,7 +20,7 @@ import torch
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs
-from wan.pipeline.video import save_video
+from wan.pipeline.video import write_video
 from wan.serve import journal, journal_file
 from wan.settings.command import Output
 from wan.settings.errors import InputError
@@ -425,7 +425,7 @@ RECORD: dict[str, Any] = {
 def finish(folder: Path, record: Any = RECORD) -> str:
     """Writes a video and its record into a job's folder; returns its id."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_video(torch.zeros(3, 5, 64, 64), Output(save_file=folder / "video.mp4", fps=8))
+    write_video(torch.zeros(3, 5, 64, 64), Output(save_file=folder / "video.mp4", fps=8))
     (folder / "video.json").write_text(json.dumps(record))
     return folder.name
 

@@ -21,7 +21,7 @@ from tests.tasks.conftest import Asked, frames, run
 from tests.tasks.tasks import TASKS
 from wan.cli import flags as command_line
 from wan.cli.resolve import resolve_command_line
-from wan.pipeline.video import save_video
+from wan.pipeline.video import write_video
 from wan.planner.measure import Planner
 from wan.settings.command import Output
 from wan.settings.errors import InputError
@@ -151,7 +151,7 @@ def test_a_prompt_file(task: str, grouped: bool, asked: Ask, tmp_path: Path) -> 
 def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: Path) -> None:
     one, out = asked(task), Output(save_file=tmp_path / "v.mp4", fps=asked(task).task.fps)
     model = one.task.python(one.task.checkpoint, one.folder)
-    save_video(one.task.call(model, one.inputs), out)
+    write_video(one.task.call(model, one.inputs), out)
     found, wanted = frames(tmp_path / "v.mp4"), one.frames
     if task in ("s2v", "long"):  # encoded with a sound, or clip by clip
         off = found[: len(wanted)].astype(int) - wanted

@@ -18,6 +18,7 @@ from tests.conftest import slow
 from tests.refusals import check_refusals, said
 from tools.quantize_dit import quantize_checkpoint
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
+from wan.pipeline.video_reader import read_video
 from wan.settings.flags import FLAGS
 
 QUICK: dict[str, Any] = {"frame_num": 5, "sampling_steps": 2, "seed": 7}
@@ -194,6 +195,11 @@ def test_refusals(t2v, tiny) -> None:
         "of another front end": {"noise_device": "cpu"},
         "of another task": {"image": "cat.png"},
         "of another name": {"prompt": "a dog"},
+        "of diffusers": {"num_inference_steps": 4},
+        "of ComfyUI": {"steps": 4},
+        "misspelt": {"framenum": 5},
+        "of the constructor": {"comm_type": 1},
+        "unknown": {"colour": "red"},
         "no prompt": {"input_prompt": None},
     }
     usual = {"input_prompt": "a", **SMALL}
@@ -208,6 +214,35 @@ def test_refusals(t2v, tiny) -> None:
     found["one sparse step"] = said(model.generate, **usual)
     check_refusals("python: calls", found)
     assert model.generate("a", **{**LATENT, "sampling_steps": 3}).shape == (16, 2, 4, 8)
+
+
+def test_a_model_describes_itself(t2v: wan.WanT2V) -> None:
+    for fact in ("WanT2V t2v-A14B", "CPU", "world_size 1", "comm_type 0", "offload_model True"):
+        assert fact in repr(t2v)
+
+
+def test_a_video_is_saved(tmp_path: Path) -> None:
+    """As frames of the values that were given; other files and other values are refused."""
+    video = torch.linspace(-1, 1, 5)[None, :, None, None].expand(3, 5, 32, 48)
+    wan.save_video(video, tmp_path / "grey.mp4", fps=8)
+    wan.save_video(video, str(tmp_path / "grey.mp4"))
+    frames = read_video(tmp_path / "grey.mp4", "`save_file`")
+    levels = [int(frame.mean().round()) for frame in frames.iter_frames()]
+    assert frames.fps == 16 and np.abs(np.subtract(levels, [0, 64, 128, 191, 255])).max() <= 3
+    foreign = tmp_path / "holiday.mp4"
+    foreign.write_bytes(b"mine")
+    table: dict[str, tuple[Any, ...]] = {
+        "latents": (video[:, 0], tmp_path / "x.mp4"),
+        "nothing": (None, tmp_path / "x.mp4"),
+        "an odd side": (video[..., 1:], tmp_path / "x.mp4"),
+        "another format": (video, tmp_path / "x.gif"),
+        "a foreign file": (video, foreign),
+        "a folder that is a file": (video, foreign / "x.mp4"),
+        "too many frames a second": (video, tmp_path / "x.mp4", 1000),
+    }
+    refusals = {name: said(wan.save_video, *call) for name, call in table.items()}
+    check_refusals("python: save_video", refusals)
+    assert foreign.read_bytes() == b"mine" and len([*tmp_path.iterdir()]) == 2
 
 
 def test_refused_settings(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +261,8 @@ def test_refused_settings(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
         "several devices": {"dit_fsdp": True},
         "of generate": {"sample_steps": 4},
         "without effect": {"sparsity": 0.5},
-        "unknown": {"fa_kuant": False},
+        "misspelt": {"fa_kuant": False},
+        "unknown": {"colour": "red"},
         "a long path": {"quant_dit_path": "x" * 5000},
         "a long number": {"sparse_start_step": 10**5000},
         "a long choice": {"comm_type": 10**5000},

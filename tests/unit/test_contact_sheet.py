@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tools import contact_sheet
-from wan.pipeline.video import save_video
+from wan.pipeline.video import write_video
 from wan.settings.command import Output
 
 
@@ -23,7 +23,7 @@ def videos(tmp_path: Path) -> list[Path]:
         clip = torch.full((3, frames, 64, 64), -1.0)
         clip[channel] = torch.linspace(-1, 1, frames)[:, None, None]
         made.append(tmp_path / f"{name}.mp4")
-        save_video(clip, Output(made[-1], fps=8))
+        write_video(clip, Output(made[-1], fps=8))
     (tmp_path / "a.json").write_text(json.dumps({"settings": {"prompt": "red comes"}}))
     return made
 

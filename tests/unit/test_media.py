@@ -78,7 +78,7 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     path = Path(name)
-    video.save_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
+    video.write_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
     assert (
         path.is_file()
         and video_reader.read_video(path, "`src_root_path`").num_frames
@@ -132,7 +132,11 @@ def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> Non
     found = sources.read_vace_files(path, path, ())
     assert "late.mp4" in caplog.text
     frames = np.stack(list(media.read_video(path, "x").iter_frames()))
-    assert len(frames) == found.num_frames == video_reader.read_video(path, "`src_root_path`").num_frames
+    assert (
+        len(frames)
+        == found.num_frames
+        == video_reader.read_video(path, "`src_root_path`").num_frames
+    )
     wanted = np.maximum(np.arange(len(frames)) / found.fps - 0.5, 0)
     assert np.abs(seconds_shown(frames) - wanted).max() < 0.1
     assert len({one.tobytes() for one in frames}) == len(stored(path))
@@ -231,7 +235,7 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
 
 def stripes(path: Path, width: int, height: int) -> Path:
     pixels = torch.from_numpy(COLOURS / 127.5 - 1).float().T.repeat_interleave(width // 4, 1)
-    video.save_video(pixels[:, None, None].expand(3, 3, height, width), Output(path, fps=16))
+    video.write_video(pixels[:, None, None].expand(3, 3, height, width), Output(path, fps=16))
     return path
 
 

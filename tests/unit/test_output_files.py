@@ -31,7 +31,7 @@ from wan.output_files import (
     write_folder,
     write_output,
 )
-from wan.pipeline.video import save_latents, save_video
+from wan.pipeline.video import save_latents, write_video
 from wan.settings.command import Output
 from wan.settings.errors import WriteError
 
@@ -211,7 +211,7 @@ def _bytes(content: bytes) -> Callable[[Path], object]:
 OF_US: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
     "video": (
         VIDEO,
-        lambda path: save_video(torch.zeros(3, 1, 16, 16), Output(save_file=path, fps=16)),
+        lambda path: write_video(torch.zeros(3, 1, 16, 16), Output(save_file=path, fps=16)),
     ),
     "video of 0.4.0": (VIDEO, _comment('{"task": "t2v-A14B", "seed": 1}')),
     "video, moov first": (VIDEO, _comment('{"task": "t2v-A14B"}', "-movflags", "+faststart")),

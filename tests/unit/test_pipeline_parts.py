@@ -30,7 +30,7 @@ from wan.kernels.base import StepInfo
 from wan.pipeline import clip, conditioning
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop, apply_guidance, predict_velocity
 from wan.pipeline.pipeline import Experts
-from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8
+from wan.pipeline.video import load_latents, save_latents, write_video, to_uint8
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule, select_expert
@@ -246,7 +246,7 @@ def stored(path: Path) -> bytes:
 
 def test_a_video_is_encoded_as_officially(tmp_path: Path) -> None:
     """The official code's imageio call gives the same frames, before any conversion to RGB."""
-    save_video(CLIP, Output(tmp_path / "ours.mp4", fps=24))
+    write_video(CLIP, Output(tmp_path / "ours.mp4", fps=24))
     theirs = tmp_path / "theirs.mp4"
     with imageio.get_writer(theirs, fps=24, codec="libx264", quality=8) as writer:
         for frame in to_uint8(CLIP):
@@ -262,7 +262,7 @@ def test_video_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        save_video(CLIP, Output(Path(path), fps=8))
+        write_video(CLIP, Output(Path(path), fps=8))
         assert decoded(folder / path).shape == (5, 32, 64, 3), path
         assert [p.name for p in (folder / path).parent.iterdir()] == [Path(path).name]
     assert not (tmp_path / "home").exists()
@@ -287,7 +287,7 @@ def test_a_full_disk_while_frames_are_written(before: bytes | None, tmp_path: Pa
     noise = torch.rand(3, 40, 64, 128) * 2 - 1
     sentence = r"v\.mp4 could not be written \(File too large\); raise .* \(ulimit -f\), or give an"
     with files_of_at_most(20_000), pytest.raises(OSError, match=sentence):
-        save_video(noise, Output(path, fps=8))
+        write_video(noise, Output(path, fps=8))
     assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
@@ -306,17 +306,17 @@ def test_an_encoder_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for script in ENCODERS:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        found[script] = said(save_video, CLIP, Output(path, fps=8), kind=OSError)
+        found[script] = said(write_video, CLIP, Output(path, fps=8), kind=OSError)
         assert not list(path.parent.iterdir()), script
     check_refusals("video: encoders that fail", found)
 
 
 def test_a_video_without_frames_or_in_no_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"\(the encoder .*\); free"):
-        save_video(CLIP[:, :0], Output(tmp_path / "v.mp4", fps=8))
+        write_video(CLIP[:, :0], Output(tmp_path / "v.mp4", fps=8))
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"could not be written \((File exists|Not a directory)\)"):
-        save_video(CLIP, Output(tmp_path / "file" / "v.mp4", fps=8))
+        write_video(CLIP, Output(tmp_path / "file" / "v.mp4", fps=8))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 

@@ -55,7 +55,7 @@ from wan.modules.vace import VaceWanModel
 from wan.output_files import check_output, write_folder
 from wan.pipeline.control import fold_mask_to_vace_channels
 from wan.pipeline.tiny import write_json
-from wan.pipeline.video import save_video
+from wan.pipeline.video import write_video
 from wan.settings.command import Output
 from wan.settings.presets import PRESETS
 
@@ -323,7 +323,7 @@ def write_control_files(control_clip: ControlledClip, folder: Path) -> list[Path
     }
     for name, frames in videos.items():
         video_3FHW = (torch.from_numpy(frames).permute(3, 0, 1, 2) + 0.25) / 127.5 - 1
-        save_video(video_3FHW, Output(folder / f"{name}.mp4", fps=16))
+        write_video(video_3FHW, Output(folder / f"{name}.mp4", fps=16))
     return [folder / f"{name}.mp4" for name in videos]
 
 

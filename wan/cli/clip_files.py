@@ -106,7 +106,7 @@ class ClipFiles:
         assert clip.frames is not None and clip.state is not None, "the main rank has both"
         comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
         output = replace(self._run.output, save_file=self._clip_path(index))
-        video.save_video(clip.frames, output, comment)
+        video.write_video(clip.frames, output, comment)
         clip_state = clip.state.float().cpu().contiguous()
         digests = {
             "video": compute_file_digest(self._clip_path(index)),

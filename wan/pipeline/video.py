@@ -191,7 +191,7 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def save_video(video_3FHW: Tensor, output: Output, comment: str = DEFAULT_COMMENT) -> None:
+def write_video(video_3FHW: Tensor, output: Output, comment: str = DEFAULT_COMMENT) -> None:
     """Writes a video in [-1, 1] with even height and width; raises like `open_mp4_encoder`."""
     with open_mp4_encoder(output, comment=comment) as encoder:
         _, frames, height, width = video_3FHW.shape

@@ -385,7 +385,7 @@ class ComparisonRounds:
         if frames is None:
             return None
         path = self._out_folder / f"{result.variant.slug}.mp4"
-        video.save_video(frames, replace(self._run.output, save_file=path))
+        video.write_video(frames, replace(self._run.output, save_file=path))
         if not bool(frames.isfinite().all()):
             logger.warning("The video of %s holds NaN or infinity.", result.variant.name)
         return ((frames + 1) * 127.5).round_()

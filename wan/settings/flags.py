@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from wan.settings import errors, rules
@@ -111,8 +112,7 @@ def read_constructor_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Checks the keywords of a constructor. None, or False for no switch, counts as not given."""
     unknown = [name for name in keywords if not is_python_setting(name, "load")]
     if unknown:
-        remedy = "give it to generate" if is_python_setting(unknown[0], "video") else "remove it"
-        raise InputError(unknown[0], why="is not a known keyword of the constructor", remedy=remedy)
+        raise make_keyword_error(unknown[0], "load")
     user_settings = {
         name: value
         for name, value in keywords.items()
@@ -122,6 +122,41 @@ def read_constructor_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     check_exclusive_settings(settings)
     check_needed_settings(settings)
     return settings
+
+
+def make_keyword_error(name: str, call: str) -> InputError:
+    """Makes the error for a keyword that a call of the Python classes does not accept.
+
+    Args:
+        name: The keyword.
+        call: "load" for the constructor, "video" for `generate`.
+    """
+    methods = {"load": "the constructor", "video": "generate"}
+    spellings = {} if call == "load" else dict(_OTHER_SPELLINGS)
+    for flag, option in FLAGS.items():
+        if option.python == call:
+            keyword = PYTHON_KEYWORDS.get(flag, flag)
+            spellings |= {flag: keyword, keyword: keyword, str(option.diffusers): keyword}
+    remedy = "remove it"
+    if name in FLAGS and FLAGS[name].python is not None:
+        remedy = f"give it to {methods[str(FLAGS[name].python)]}"
+    elif matches := get_close_matches(name, spellings, n=1, cutoff=0.7):
+        remedy = f"did you mean {spellings[matches[0]]}"
+    return InputError(name, why=f"is not a known keyword of {methods[call]}", remedy=remedy)
+
+
+_OTHER_SPELLINGS = {
+    "prompt": "input_prompt",
+    "negative_prompt": "n_prompt",
+    "steps": "sampling_steps",
+    "num_steps": "sampling_steps",
+    "cfg": "guide_scale",
+    "cfg_scale": "guide_scale",
+    "width": "size",
+    "height": "size",
+    "generator": "seed",
+}
+"""Keywords of other libraries -> keyword of `generate`."""
 
 
 def is_python_setting(name: str, call: str) -> bool:
