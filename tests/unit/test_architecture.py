@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -229,12 +229,63 @@ def _types(path: Path) -> list[str]:
     ]
 
 
-def test_a_type_name_has_one_meaning() -> None:
-    known: dict[str, str] = {}
+def _functions(path: Path) -> list[str]:
+    """The module-level functions of a file, without leading underscores."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node.name.lstrip("_") for node in tree_of(path).body if isinstance(node, kinds)]
+
+
+def test_a_name_has_one_meaning() -> None:
+    """A type or a module-level function of `wan`; a program starts in its `main`."""
+    modules: dict[str, str] = {}
     for path in FILES:
-        for name in _types(path):
-            first = known.setdefault(name, module(path))
-            assert first == module(path), f"{name} is defined in {first} and {module(path)}"
+        for name in (*_types(path), *_functions(path)):
+            first = modules.setdefault(name, module(path))
+            one_home = first == module(path) or name in ("main", *VENDOR_FUNCTIONS)
+            assert one_home, f"{name} is defined in {first} and {module(path)}"
+
+
+VENDOR_FUNCTIONS = ("rope", "rms_norm", "layer_norm", "scale_shift")
+"""Functions of `wan.kernels.npu.small_ops`, named as the values of `fused_ops`."""
+NO_NAMES = frozenset(
+    "given own owned found told said says say asked made kept taken known begun spoken seen heard "
+    "hear hearing hears look looked behind beside standing above before again apart reached rest "
+    "rests leave left put over twin twins twice what whole one every anywhere together besides "
+    "others shown called moved done stepped stated wished wishes moves sounds controlled driving "
+    "following characters chain marks vocabulary pieces place placed places rehearsed account "
+    "words facts".split()
+)
+"""Words that do not say what a value is or what a function does."""
+NO_PARTS = frozenset("given told said asked found heard behind standing apart twin".split())
+ALLOWED = {
+    ("wan.settings.request", "chain"): "the flag --chain",
+    ("wan.settings.errors", "what"): "the first of the four parts of a refusal",
+    ("wan.serve.rows", "done"): "a column of the journal",
+    ("wan.serve.service", "done"): "a column of the journal",
+}
+
+
+def _bindings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yields each name that a module defines or binds, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+@for_each(FILES)
+def test_names_say_what_they_name(path: Path) -> None:
+    """docs/vocabulary.md has the terms."""
+    for name, line in _bindings(tree_of(path)):
+        bare = name.strip("_").lower()
+        if (module(path), bare) not in ALLOWED:
+            unclear = bare in NO_NAMES or NO_PARTS & {*bare.split("_")}
+            assert not unclear, f"{path}:{line}: {name} does not say what it names"
 
 
 def test_import_wan_is_light() -> None:

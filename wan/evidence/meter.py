@@ -167,7 +167,7 @@ def aggregate_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         if not any(columns["watts"]):  # derive mean power since the previous sample
             joules_per_span = [b - a for a, b in pairwise(counter)]
             columns["watts"] = [None, *(j / s for j, s in zip(joules_per_span, spans, strict=True))]
-    weights = [(previous + following) / 2 for previous, following in pairwise([0.0, *spans, 0.0])]
+    weights = [(before_s + after_s) / 2 for before_s, after_s in pairwise([0.0, *spans, 0.0])]
     mean = partial(_compute_weighted_mean, weights if seconds else [1.0])
     mean_w, reasons = mean(columns["watts"]), columns["reasons"]
     if joules is not None:
