@@ -247,16 +247,20 @@ def test_a_name_has_one_meaning() -> None:
 
 VENDOR_FUNCTIONS = ("rope", "rms_norm", "layer_norm", "scale_shift")
 """Functions of `wan.kernels.npu.small_ops`, named as the values of `fused_ops`."""
-NO_NAMES = frozenset(
-    "given own owned found told said says say asked made kept taken known begun spoken seen heard "
-    "hear hearing hears look looked behind beside standing above before again apart reached rest "
-    "rests leave left put over twin twins twice what whole one every anywhere together besides "
-    "others shown called moved done stepped stated wished wishes moves sounds controlled driving "
-    "following characters chain marks vocabulary pieces place placed places rehearsed account "
-    "words facts".split()
-)
+NO_NAMES = {
+    word
+    for line in (
+        "given own owned found told said says say asked made kept taken known begun spoken seen heard",
+        "hear hearing hears look looked behind beside standing above before again apart reached rest",
+        "rests leave left put over twin twins twice what whole one every anywhere together besides",
+        "others shown called moved done stepped stated wished wishes moves sounds controlled driving",
+        "following characters chain marks vocabulary pieces place placed places rehearsed account",
+        "words facts",
+    )
+    for word in line.split()
+}
 """Words that do not say what a value is or what a function does."""
-NO_PARTS = frozenset("given told said asked found heard behind standing apart twin".split())
+NO_PARTS = {"given", "told", "said", "asked", "found", "heard", "behind", "standing", "apart"}
 ALLOWED = {
     ("wan.settings.request", "chain"): "the flag --chain",
     ("wan.settings.errors", "what"): "the first of the four parts of a refusal",
