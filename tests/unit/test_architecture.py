@@ -250,12 +250,12 @@ VENDOR_FUNCTIONS = ("rope", "rms_norm", "layer_norm", "scale_shift")
 NO_NAMES = {
     word
     for line in (
-        "given own owned found told said says say asked made kept taken known begun spoken seen heard",
-        "hear hearing hears look looked behind beside standing above before again apart reached rest",
-        "rests leave left put over twin twins twice what whole one every anywhere together besides",
-        "others shown called moved done stepped stated wished wishes moves sounds controlled driving",
-        "following characters chain marks vocabulary pieces place placed places rehearsed account",
-        "words facts",
+        "given own owned found told said says say asked made kept taken known begun spoken seen",
+        "heard hear hearing hears look looked behind beside standing above before again apart",
+        "reached rest rests leave left put over twin twins twice what whole one every anywhere",
+        "together besides others shown called moved done stepped stated wished wishes moves",
+        "sounds controlled driving following characters chain marks vocabulary pieces place",
+        "placed places rehearsed account words facts",
     )
     for word in line.split()
 }
