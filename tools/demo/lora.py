@@ -53,7 +53,7 @@ def add_lora(model: Any, expert: str, rank: int) -> Any:
 
 def encode_prompts(model: Any, texts: list[str]) -> list[Tensor]:
     """Encode each text to prompt embeddings."""
-    encoder = model._pipeline.text.get()
+    encoder = model._pipeline.text_encoder.get()
     return [encoder(text) for text in texts]
 
 

@@ -118,7 +118,7 @@ class VideoMaker:
         return self._models[cache]
 
     def _encode_prompt(self, text: str) -> Tensor:
-        prompt_embeds: Tensor = self._plain._pipeline.text.get()(text)
+        prompt_embeds: Tensor = self._plain._pipeline.text_encoder.get()(text)
         return prompt_embeds
 
     def __call__(self, scene: Scene, seed: int, variant: Variant) -> tuple[Clip, dict[str, float]]:
