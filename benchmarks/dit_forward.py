@@ -189,7 +189,7 @@ def measure_forwards(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> d
         "rounds": rounds,
         "seconds": times,
         "peak_bytes": peaks,
-        "flops": {"forward": record.flops(), "matmul": 2 * count * side**3},
+        "flops": {"forward": record.count_flops(), "matmul": 2 * count * side**3},
         "graphs": graphs,
         "first_seconds": first,
         "output_size": outputs["ours"].abs().max().item(),
@@ -295,9 +295,8 @@ def parse_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]
 def main(argv: Sequence[str] | None = None) -> None:
     options, case = parse_options(argv)
     records = []
-    print(
-        f"{system.read_cpu_name()}, {torch.get_num_threads()} threads, {options.load} busy processes"
-    )
+    threads = torch.get_num_threads()
+    print(f"{system.read_cpu_name()}, {threads} threads, {options.load} busy processes")
     with common.keep_cores_busy(options.load):
         for dtype in options.dtype:
             bench = Bench(case, DTYPES[dtype], options.device)
