@@ -143,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| Way | VMAF | XPSNR | SSIM | PSNR | Denoising, s | Suspicious |")
     print("|---|---|---|---|---|---|---|")
     for result in results:
-        values = f"{result['vmaf']:.1f} | {result['xpsnr']:.1f} | {result['ssim']:.3f} | {result['psnr']:.1f}"
+        values = f"{result['vmaf']:.1f} | {result['xpsnr']:.1f} | {result['ssim']:.3f}"
+        values += f" | {result['psnr']:.1f}"
         suspicions = "; ".join(result["suspicious"])
         print(f"| {result['way']} | {values} | {result['seconds']:.2f} | {suspicions} |")
     write_json(options.json, CPU, results)

@@ -305,9 +305,10 @@ def measure_rates(
                 "predicted_gain": base[1] / predicted_seconds,
             }
             rows.append(row | {"ranks": ranks, "attention": alone, "exchange": exchange})
+            error = measured_seconds / predicted_seconds - 1
             print(
-                f"{name:26}{measured_seconds:9.3f}{predicted_seconds:11.3f}{measured_seconds / predicted_seconds - 1:7.0%}{row['hidden']:8.0%}"
-                f"{row['gain']:8.2f}{row['predicted_gain']:8.2f}",
+                f"{name:26}{measured_seconds:9.3f}{predicted_seconds:11.3f}{error:7.0%}"
+                f"{row['hidden']:8.0%}{row['gain']:8.2f}{row['predicted_gain']:8.2f}",
                 flush=True,
             )
     return rows

@@ -125,9 +125,8 @@ def _run_check(options: argparse.Namespace, steps: list[Step]) -> int:
 def _write_report(path: Path, results: list[report.StepResult], about: dict[str, Any]) -> None:
     """Write the file and print the table."""
     report.write_json_report(path, results, about)
-    print(
-        f"\n{report.format_table(results)}\n\n{report.format_summary(results)}; {about['seconds']:.0f} s."
-    )
+    print(f"\n{report.format_table(results)}\n")
+    print(f"{report.format_summary(results)}; {about['seconds']:.0f} s.")
     print(f"Attach {path} to a report.", flush=True)
 
 

@@ -196,14 +196,19 @@ def compare_pair(reference: Path, other: Path, joins: Sequence[int] = ()) -> dic
         [measure_single(video) for video in (reference, other)],
     )
     means = {name: statistics.fmean(distance[name]) for name in FULL_REFERENCE_MEASURES}
+    alone = [{name: statistics.fmean(x[name]) for name in NO_REFERENCE_MEASURES} for x in each]
+    frames = {
+        f"{name}_{ab}": measures[name]
+        for ab, measures in zip("AB", each, strict=True)
+        for name in ("detail", "motion", "step")
+    }
     return {
         "videos": [str(reference), str(other)],
         "means": means | {"worst_psnr": min(distance["psnr"]), "worst_vmaf": min(distance["vmaf"])},
-        "alone": [{name: statistics.fmean(measures[name]) for name in NO_REFERENCE_MEASURES} for measures in each],
+        "alone": alone,
         "suspicious": [find_suspicions(each[0], joins), find_suspicions(each[1], joins, each[0])],
-        "frames": distance | {f"{name}_{ab}": measures[name] for ab, measures in zip("AB", each, strict=True)
-                              for name in ("detail", "motion", "step")},
-    }  # fmt: skip
+        "frames": distance | frames,
+    }
 
 
 def pair_videos(reference: Path, other: Path) -> list[tuple[Path, Path]]:
@@ -235,8 +240,13 @@ def format_table(results: Sequence[dict[str, Any]]) -> str:
     ]
     if len(rows) > 1:
         mean = {name: statistics.fmean(row[1][name] for row in rows) for name in columns}
-        both = [{name: statistics.fmean(row[2][ab][name] for row in rows) for name in NO_REFERENCE_MEASURES}
-                for ab in (0, 1)]  # fmt: skip
+        both = [
+            {
+                name: statistics.fmean(row[2][ab][name] for row in rows)
+                for name in NO_REFERENCE_MEASURES
+            }
+            for ab in (0, 1)
+        ]
         rows.append((f"mean of {len(rows)}", mean, both))
     for name, means, both in rows:
         cells = [f"{means[column]:.4f}" if column == "ssim" else f"{means[column]:.2f}"

@@ -124,7 +124,8 @@ from transformers import CLIPImageProcessorPil
 from wan.diffusers import apply_cache_on_pipe, parallelize_pipe
 several = "RANK" in os.environ
 if several: dist.init_process_group("gloo")
-parts = dict(image_processor=CLIPImageProcessorPil()) if {fixture!r} == "wan21-i2v-diffusers" else {{}}
+is_wan21 = {fixture!r} == "wan21-i2v-diffusers"
+parts = dict(image_processor=CLIPImageProcessorPil()) if is_wan21 else {{}}
 pipe = Pipeline.from_pretrained("$made/{fixture}", torch_dtype=torch.float32, **parts)
 parallelize_pipe(pipe, device="cpu", {settings})
 {cache}

@@ -39,8 +39,8 @@ def rank(environ: Mapping[str, str] = os.environ) -> int:
     index, num_ranks = _read_rank_index("RANK", environ), world_size(environ)
     if index >= num_ranks:
         raise InputError(
-            f"RANK is {index}, but WORLD_SIZE is {num_ranks}, so ranks are 0 to {num_ranks - 1}: start "
-            "with torchrun."
+            f"RANK is {index}, but WORLD_SIZE is {num_ranks}, so ranks are 0 to {num_ranks - 1}: "
+            "start with torchrun."
         )
     return index
 

@@ -384,9 +384,8 @@ class Generator:
             raise make_keyword_error(unknown[0], "video")
         duplicates = [name for name in call["settings"] if PYTHON_KEYWORDS.get(name) in call]
         if duplicates:
-            raise InputError(
-                f"{duplicates[0]} is called {PYTHON_KEYWORDS[duplicates[0]]} here; use that keyword."
-            )
+            name = duplicates[0]
+            raise InputError(f"{name} is called {PYTHON_KEYWORDS[name]} here; use that keyword.")
         if "image" in call["settings"]:
             raise InputError("image has no effect on a text-to-video model; remove it.")
         flags = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}

@@ -38,13 +38,7 @@ from wan.pipeline.setup import Setup
 from wan.pipeline.video import check_latents_shape, read_latents_shape
 from wan.settings import parallel, recipes, step_cache
 from wan.settings.attention import Attention
-from wan.settings.command import (
-    Loras,
-    NetworkFiles,
-    Output,
-    PlanOptions,
-    PromptExtension,
-)
+from wan.settings.command import Loras, NetworkFiles, Output, PlanOptions, PromptExtension
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import build_from_values, list_options
@@ -71,13 +65,12 @@ DescribeFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
 """Reads the description of a checkpoint folder."""
 PATH_SETTINGS = [name for name, flag in FLAGS.items() if flag.reader is read_path]
 """Settings that are paths: absolute in records, and possibly different between ranks."""
+_FILE_READERS = (read_path, read_pictures)
 INPUT_FILE_SETTINGS = [
     name
     for name, flag in FLAGS.items()
     if name in ("fixed_latents", "decode_latents")
-    or (
-        flag.line and flag.reader in (read_path, read_pictures) and name not in list_options(Output)
-    )
+    or (flag.line and flag.reader in _FILE_READERS and name not in list_options(Output))
 ]
 """Settings that name the input files of a video."""
 
@@ -88,7 +81,6 @@ class InputFile:
 
     Attributes:
         setting: The setting that names the file or its folder.
-        sha256: Hexadecimal digest of the content.
     """
 
     setting: str
@@ -131,23 +123,12 @@ class Run:
     """A checked run of the command line: one video, or the videos of a prompt file.
 
     Attributes:
-        setup: Checkpoint and settings of the pipeline.
-        image: First frame.
-        last_image: Last frame.
-        audio: Audio of an s2v video.
-        pose_video: Pose video of an s2v video.
-        animate_inputs: Pose, face, background and mask videos of Animate.
-        vace_inputs: Source video, mask and reference images of VACE.
         decode_latents: Latents file that is only decoded.
         fixed_latents: Latents file that denoising starts from.
-        plan_options: Optional parts of the report of `plan`.
         device_memory: Device memory in bytes that the plan is compared with.
-        power: Whether power is measured.
         settings: Settings of the JSON record, from which `--from_json` repeats the run.
-        notices: Log lines before the run.
         lines: Lines of a prompt file. The other attributes are those of its first valid line.
         summary: Path of the summary of a prompt file; None without one.
-        skip_existing: Whether existing videos are skipped.
         group_by_expert: Whether all lines run the steps of an expert before those of the next one.
     """
 
@@ -193,10 +174,9 @@ class Run:
 
     def with_prompt(self, prompt: str) -> Run:
         """Returns the run with the extended prompt; its record does not extend the prompt again."""
-        other_settings = {
-            n: v for n, v in self.settings.items() if n not in list_options(PromptExtension)
-        }
-        settings = other_settings | {"prompt": prompt, "use_prompt_extend": False}
+        excluded = list_options(PromptExtension)
+        settings = {name: value for name, value in self.settings.items() if name not in excluded}
+        settings |= {"prompt": prompt, "use_prompt_extend": False}
         return replace(self, params=replace(self.params, prompt=prompt), settings=settings)
 
     def with_save_file(self, path: Path) -> Run:
@@ -209,6 +189,7 @@ class Run:
         from wan.pipeline.pipeline import Inputs  # imports torch
         from wan.pipeline.video import load_latents
 
+        path = self.fixed_latents
         return Inputs(
             self.image,
             self.last_image,
@@ -216,9 +197,7 @@ class Run:
             pose=self.pose_video,
             animate=self.animate_inputs,
             vace=self.vace_inputs,
-            initial_latents=None
-            if self.fixed_latents is None
-            else load_latents(self.fixed_latents),
+            initial_latents=None if path is None else load_latents(path),
         )
 
     def collect_rank_invariants(self, device: str) -> dict[str, Any]:
@@ -226,9 +205,6 @@ class Run:
 
         Values that mean nothing to a user (hashes) are wrapped in a dict, so that they are
         compared but not printed.
-
-        Args:
-            device: Type of this rank's device.
         """
         setup = self.setup
         option_groups = (setup.attention, setup.parallel, setup.execution, self.output)
@@ -247,11 +223,9 @@ class Run:
         for line in self.lines:
             line_digest: Any = None
             if line.run is not None:  # a short hash, as a file has up to 10,000 lines
-                file_digests = [file.sha256 for file in line.run.input_files]
-                line_settings = drop_paths_and_seed(line.run.settings) | {
-                    "content of its files": file_digests
-                }
-                serialized = json.dumps(line_settings, sort_keys=True, default=str)
+                settings = drop_paths_and_seed(line.run.settings)
+                settings["content of its files"] = [file.sha256 for file in line.run.input_files]
+                serialized = json.dumps(settings, sort_keys=True, default=str)
                 digest = hashlib.sha256(serialized.encode()).hexdigest()[:16]
                 line_digest = digest, line.draws_seed or line.run.params.base_seed
             invariants[f"line {line.name} of --prompt_file"] = {"hash": line_digest}
@@ -265,16 +239,12 @@ class Run:
             "--quant_dit_path": quantized and compute_fingerprint(quantized.list_files()),
             "--step_cache_curve": setup.policy and setup.policy.content,
             "--lora": {
-                name: [
-                    (lora_file.strength, compute_fingerprint([lora_file.file]))
-                    for lora_file in lora_files
-                ]
+                name: [(lora.strength, compute_fingerprint([lora.file])) for lora in lora_files]
                 for name, lora_files in setup.loras.items()
             },
         }
         for name in INPUT_FILE_SETTINGS:
-            file_digests = [file.sha256 for file in self.input_files if file.setting == name]
-            digests[f"--{name}"] = file_digests or None
+            digests[f"--{name}"] = [f.sha256 for f in self.input_files if f.setting == name] or None
         return digests
 
 
@@ -313,14 +283,14 @@ def resolve_run(
         world = prod(values.get(name) or 1 for name in SIZE_FLAGS)
         if world > MAX_RANKS:
             raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
-    allow_missing = plan or not require_inputs
+    lenient = plan or not require_inputs
     image, last_image = (
-        (None, None) if decodes_only else _read_input_images(values, preset, allow_missing)
+        (None, None) if decodes_only else _read_input_images(values, preset, lenient)
     )
     size = None if image is None else image.size
-    audio, pose = (None, None) if decodes_only else read_s2v_inputs(values, preset, allow_missing)
-    animate_inputs = None if decodes_only else read_animate_inputs(values, preset, allow_missing)
-    vace_inputs = None if decodes_only else read_vace_inputs(values, preset, allow_missing)
+    audio, pose = (None, None) if decodes_only else read_s2v_inputs(values, preset, lenient)
+    animate_inputs = None if decodes_only else read_animate_inputs(values, preset, lenient)
+    vace_inputs = None if decodes_only else read_vace_inputs(values, preset, lenient)
     size = vace_inputs.size if vace_inputs is not None else size
     network_files = build_from_values(NetworkFiles, values)
     folder, is_demo = _find_checkpoint_folder(values, preset, network_files)
@@ -338,33 +308,22 @@ def resolve_run(
         preset = PRESETS["flf2v-14B" if has_two_images else task]
     check_task(files, preset)
     defaults = {} if files.folder is None else read_generation_config(files.folder)
-    values = {
-        **values,
-        **_count_clips_and_frames(values, preset, defaults, audio, animate_inputs, vace_inputs),
-    }
+    counts = _count_clips_and_frames(values, preset, defaults, audio, animate_inputs, vace_inputs)
+    values = {**values, **counts}
     setup, params, notices = _make_setup_and_params(values, defaults, preset, files, world, size)
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
     if not plan:
-        encoders = (
-            ("image_encoder",)
-            if preset.num_clip_vision_images
-            else ("sound_encoder",)
-            if audio
-            else ()
-        )
+        encoders = ["sound_encoder"] if audio else []
+        if preset.num_clip_vision_images:
+            encoders = ["image_encoder"]
         for kind in ("vae",) if decodes_only else ("vae", "text_encoder", "tokenizer", *encoders):
             files.require(kind)
-    fps_candidates = (
-        params.fps,
-        animate_inputs and defaults.get("fps", animate_inputs.fps),
-        vace_inputs and vace_inputs.fps,
-    )
-    name = {
-        "save_file": Path(make_video_file_name(task, params)),
-        "fps": [f for f in fps_candidates if f][-1],
-    }
-    output = build_from_values(Output, name | {**values})
+    animate_fps = animate_inputs and defaults.get("fps", animate_inputs.fps)
+    fps = [f for f in (params.fps, animate_fps, vace_inputs and vace_inputs.fps) if f][-1]
+    defaults_of_output = {"save_file": Path(make_video_file_name(task, params)), "fps": fps}
+    output = build_from_values(Output, {**defaults_of_output, **values})
     demo_folder = folder if is_demo and not plan else None
+    settings = {**values, "task": task, "ckpt_dir": folder}
     return Run(
         setup=setup,
         params=params,
@@ -384,9 +343,7 @@ def resolve_run(
         plan_options=build_from_values(PlanOptions, values),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
         power=values.get("power", False),
-        settings=_record_settings(
-            {**values, "task": task, "ckpt_dir": folder}, setup, params, output
-        ),
+        settings=_record_settings(settings, setup, params, output),
         notices=(*_make_run_notices(params, output, demo_folder, defaults), *notices),
     )
 
@@ -400,10 +357,8 @@ def _list_input_files(
         paths = values.get(name, ())
         if animate_inputs is not None and name == "src_root_path":
             paths = animate_inputs.files
-        path_list = [paths] if isinstance(paths, Path) else paths
-        input_files += [
-            InputFile(name, Path(path), compute_file_digest(Path(path))) for path in path_list
-        ]
+        paths = [paths] if isinstance(paths, Path) else [Path(path) for path in paths]
+        input_files += [InputFile(name, path, compute_file_digest(path)) for path in paths]
     return tuple(input_files)
 
 
@@ -436,10 +391,9 @@ def _make_setup_and_params(
         setup, notices = make_setup(values, preset, checkpoint, world_size)
         params, param_notices = make_params(setup, values, image_size, defaults)
         return setup, params, (*notices, *param_notices)
-    denoising_settings = {"quant_dit_path"}.union(
-        *map(list_options, (Loras, Attention, Parallel, StepCache))
-    )
-    values = {name: value for name, value in values.items() if name not in denoising_settings}
+    groups = map(list_options, (Loras, Attention, Parallel, StepCache))
+    excluded = {"quant_dit_path"}.union(*groups)  # settings of denoising
+    values = {name: value for name, value in values.items() if name not in excluded}
     path = values["decode_latents"]
     channels, frames, height, width = read_latents_shape(path)
     if channels != preset.latent_channels:
@@ -481,9 +435,8 @@ def make_setup(
         execution = replace(execution, device="npu")
     topology, notices = parallel.resolve_topology(values, world_size, checkpoint.num_heads)
     if env.world_size() > 1:
-        notices += parallel.note_machine_spanning(
-            topology, env.local_world_size(), checkpoint.num_heads
-        )
+        ranks_per_node = env.local_world_size()
+        notices += parallel.note_machine_spanning(topology, ranks_per_node, checkpoint.num_heads)
     attention = build_from_values(Attention, values)
     exported = None
     if "quant_dit_path" in values:
@@ -521,13 +474,11 @@ def make_params(
     weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folders = [] if checkpoint.folder is None else [checkpoint.folder]
     lora_files = [file.file for group in lora.list_lora_files(values).values() for file in group]
-    recipe_names, recipe_settings = recipes.choose_recipes(
-        recipe_name, [*folders, *sorted(weights)], lora_files, setup.preset
-    )
+    paths = [*folders, *sorted(weights)]
+    recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
-    values = recipes.merge_defaults(
-        values, recipes.merge_defaults(recipe_settings, {**(defaults or {}), **boundary})
-    )
+    defaults = recipes.merge_defaults(settings, {**(defaults or {}), **boundary})
+    values = recipes.merge_defaults(values, defaults)
     params = make_video_params(setup.preset, values, image_size)
     check_chain_settings(values, params)
     recipes.check_svi_loras(params.chain, lora_files)
@@ -569,15 +520,13 @@ def _record_settings(
 ) -> dict[str, Any]:
     """Returns all settings that are needed to repeat the video, by flag name."""
     settings: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
-    settings |= step_cache.get_changed_parameters(setup.cache) | {
-        "step_cache": setup.cache.step_cache
-    }
+    settings |= step_cache.get_changed_parameters(setup.cache)
+    settings["step_cache"] = setup.cache.step_cache
     settings |= {**values, **vars(params), **vars(output)}  # saved latents keep their settings
     if params.infer_frames is not None:
         del settings["frame_num"]  # derived from infer_frames
-    settings |= {
-        name: str(Path(settings[name]).absolute()) for name in PATH_SETTINGS if settings.get(name)
-    }
+    paths = [name for name in PATH_SETTINGS if settings.get(name)]
+    settings |= {name: str(Path(settings[name]).absolute()) for name in paths}
     return {
         name: settings[name]
         for name, flag in FLAGS.items()
@@ -610,26 +559,23 @@ def _read_input_images(
     values: Values, preset: Preset, allow_missing: bool
 ) -> tuple[Image | None, Image | None]:
     """Reads the first and the last image."""
-    if "image" in values and preset.kind == "animate":
-        remedy = "drop it; the picture is src_ref.png in `src_root_path`"
-        raise InputError("`task`", preset.task, "takes no `image`", remedy)
-    if "image" in values and preset.kind == "vace":
-        remedy = "give pictures with `src_ref_images`, or drop it"
-        raise InputError("`task`", preset.task, "takes no `image`", remedy)
-    if "image" in values and preset.kind == "t2v":
-        remedy = "use i2v-A14B or ti2v-5B, or drop the image"
-        raise InputError("`task`", preset.task, "takes no `image`", remedy)
+    remedies = {
+        "animate": "drop it; the picture is src_ref.png in `src_root_path`",
+        "vace": "give pictures with `src_ref_images`, or drop it",
+        "t2v": "use i2v-A14B or ti2v-5B, or drop the image",
+    }
+    if "image" in values and preset.kind in remedies:
+        raise InputError("`task`", preset.task, "takes no `image`", remedies[preset.kind])
     if "image" not in values and preset.kind in ("i2v", "s2v") and not allow_missing:
         raise InputError("`task`", preset.task, "starts from an image", "give one with `image`")
     if not {"image", "last_image"} & values.keys():
         return None, None
     from wan.pipeline import images
 
-    first_image, last_image = (
-        images.read_image(values[name], name) if name in values else None
-        for name in ("image", "last_image")
-    )
-    return first_image, last_image
+    first_image = images.read_image(values["image"], "image") if "image" in values else None
+    if "last_image" not in values:
+        return first_image, None
+    return first_image, images.read_image(values["last_image"], "last_image")
 
 
 def _make_run_notices(
@@ -638,17 +584,13 @@ def _make_run_notices(
     """Returns notices about a demo checkpoint, an untrained size and an existing output file."""
     notices, preset = [], params.preset
     if demo_folder is not None:
-        expectation = (
-            "It is randomly initialised, so the video is noise; it shows that everything runs."
-        )
+        note = "It is randomly initialised, so the video is noise; it shows that everything runs."
         if demo_folder.parent == _DEMO_FOLDER:
-            expectation = (
-                f"It draws plain shapes that move; {_DEMO_FOLDER / 'README.md'} lists its words."
-            )
-        notices.append(
-            f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {demo_folder}. {expectation}"
-        )
-    size, sizes, model = ("*".join(map(str, params.size)), preset.trained_sizes, preset.task)
+            readme = _DEMO_FOLDER / "README.md"
+            note = f"It draws plain shapes that move; {readme} lists its words."
+        missing = f"No --ckpt_dir and no ./{preset.folder}"
+        notices.append(f"{missing}: using the demo checkpoint {demo_folder}. {note}")
+    size, sizes, model = "*".join(map(str, params.size)), preset.trained_sizes, preset.task
     if demo_folder is not None and demo_folder.parent == _DEMO_FOLDER:
         sizes, model = ("*".join(map(str, defaults["size"])),), "the demo"
     if size not in sizes and params.size != defaults.get("size"):

@@ -49,7 +49,7 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
-    """Of a PNG; the first one of a file ends at byte 33."""
+    """A chunk of a PNG; the first chunk of a file ends at byte 33."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
@@ -58,7 +58,7 @@ def pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
-# What is accepted
+# Accepted images
 
 
 def test_a_file_and_what_python_holds_of_it_give_the_same_pixels(tmp_path: Path) -> None:
@@ -75,7 +75,8 @@ def test_neither_torch_nor_numpy_is_needed_for_a_file(tmp_path: Path) -> None:
     path = saved(tmp_path, rgb(), "x.png")
     script = (
         "import sys\nfrom wan.pipeline import images\n"
-        f"images.convert_to_image({str(path)!r})\nassert not {{'torch', 'numpy'}} & set(sys.modules)\n"
+        f"images.convert_to_image({str(path)!r})\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
         "import numpy\nimages.convert_to_image(numpy.zeros((2, 2, 3), 'uint8'))\n"
         "try: images.convert_to_image([])\nexcept ValueError: assert 'torch' not in sys.modules\n"
     )
@@ -112,7 +113,7 @@ def test_turned_as_exif_says(tmp_path: Path) -> None:
 
 
 def test_of_several_images_the_first_is_taken(tmp_path: Path) -> None:
-    """A phone's JPEG with a depth map or a preview behind it; a TIFF with pages."""
+    """A phone's JPEG followed by a depth map or a preview; a TIFF with pages."""
     exif = Image.Exif()
     exif[0x0112] = 6
     for name, options in (("x.mpo", {"exif": exif}), ("x.tiff", {})):
@@ -127,7 +128,7 @@ def test_of_several_images_the_first_is_taken(tmp_path: Path) -> None:
 def test_a_very_large_image_is_read_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pillow warns from half of what it refuses; phones take 108 million pixels."""
+    """Pillow warns from half of its pixel limit on; phones take 108 million pixels."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", RGB.size // 3 - 1)
     path = saved(tmp_path, rgb(), "x.png")
     with warnings.catch_warnings():
@@ -224,7 +225,7 @@ def test_transparent_parts_become_white(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_fully_transparent_file_is_white(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it hides is not shown."""
+    """The hidden colours are not shown."""
     image = Image.fromarray(np.dstack((RGB, np.zeros_like(ALPHA))))
     for name in ("x.png", "x.webp", "x.tiff", "x.gif"):
         lossless = {"lossless": True, "exact": True} if name == "x.webp" else {}
@@ -257,7 +258,7 @@ def test_one_transparent_colour(tmp_path: Path) -> None:
 
 
 def test_colours_of_every_mode() -> None:
-    """Red, white and black, as far as the mode has them."""
+    """Red, white and black, as far as the mode can hold them."""
     three, wrong = Image.new("RGB", (3, 1)), {}
     three.putdata([(255, 0, 0), (255, 255, 255), (0, 0, 0)])
     lab = Image.frombytes("LAB", (3, 1), bytes([138, 208, 195, 255, 128, 128, 0, 128, 128]))
@@ -292,7 +293,7 @@ def test_arrays_and_tensors() -> None:
 
 
 def test_values_that_are_no_image(tmp_path: Path) -> None:
-    """Also those of files that are damaged or closed."""
+    """Also opened images whose files are damaged or closed."""
     damaged = saved(tmp_path, rgb(), "x.png")
     damaged.write_bytes(damaged.read_bytes()[:300])
     closed = Image.open(saved(tmp_path, rgb(), "y.png"))
@@ -333,7 +334,7 @@ def test_values_that_are_no_image(tmp_path: Path) -> None:
 def test_of_a_damaged_tiff_only_the_sentence_is_seen(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """libtiff itself says something else for each kind of compression."""
+    """libtiff itself prints another message for each kind of compression."""
     for compression in ("tiff_lzw", "tiff_adobe_deflate", "jpeg"):
         path = saved(tmp_path, rgb(), "x.tiff", compression=compression)
         data = bytearray(path.read_bytes())
@@ -350,7 +351,7 @@ def test_of_a_damaged_tiff_only_the_sentence_is_seen(
 
 
 def bomb() -> bytes:
-    """A PNG of a few bytes that says it has 10 thousand million pixels."""
+    """A PNG of a few bytes whose header claims 10 thousand million pixels."""
     header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"0"))
 
@@ -368,9 +369,9 @@ CONTENT = {
 
 
 def test_files_that_are_no_image(tmp_path: Path) -> None:
-    """Of no accepted format, animated, raw ones of cameras, and grey values of no usual range.
+    """Unsupported formats, animations, raw camera files, and grey values in no usual range.
 
-    1.2 may be a highlight above white or nearly black out of 255: it is not guessed.
+    1.2 may be a highlight above white, or nearly black on a scale of 255: it is refused.
     """
     found, path = {}, tmp_path / "x.png"
     for kind, content in CONTENT.items():
@@ -392,7 +393,7 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
 
 
 def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe is not waited for."""
+    """Opening a pipe does not block."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.png")
     Path("file").touch()
@@ -418,7 +419,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 
 
 def samples() -> dict[str, bytes]:
-    """Small sound files of every accepted format."""
+    """Small undamaged files of every accepted format."""
     from PIL.PngImagePlugin import PngInfo
 
     exif, text = Image.Exif(), PngInfo()
@@ -464,7 +465,7 @@ def mutated(content: bytes, random_: random.Random) -> bytes:
 
 
 def read_mutants(count: int, seed: int, folder: Path) -> int:
-    """How many of `count` mutants of each sample are refused; nothing but InputError may happen."""
+    """The number of refused files among `count` mutants of each sample; only InputError is allowed."""
     path, refused = folder / "mutant", 0
     for name, content in samples().items():
         random_ = random.Random(f"{seed} {name}")
@@ -484,7 +485,7 @@ def read_mutants(count: int, seed: int, folder: Path) -> int:
 
 @pytest.fixture
 def few_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header with a changed size may say 170 million pixels, which take seconds."""
+    """A damaged header may claim 170 million pixels, which would take seconds to decode."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
 
 

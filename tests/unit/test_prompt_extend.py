@@ -47,7 +47,7 @@ def local(prompt: str, model: Any, **changes: Any) -> str:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """Has `messages`. wan.log.set_up_logging, if another test called it, stopped the propagation."""
+    """Has `messages`. `wan.log.set_up_logging` of an earlier test has stopped the propagation."""
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
     return caplog
 

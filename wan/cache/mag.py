@@ -74,7 +74,8 @@ class Curve:
             raise InputError(
                 self.origin,
                 why=f"was made with {self.high_noise_steps} of {self.steps} steps by the "
-                f"high-noise expert; here it would take {curve_high_noise_steps}: the boundary differs",
+                f"high-noise expert; here it would take {curve_high_noise_steps}: "
+                "the boundary differs",
                 remedy=_REMEDY,
             )
         if steps == self.steps:

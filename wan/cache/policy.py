@@ -115,14 +115,12 @@ class Policy(ABC):
             return f"Step cache {name}: decided in the run, by threshold {threshold:g}"
         if step_lists is None:
             return f"Step cache {name}: known when the networks' time embeddings are read"
-        branch_lists = {
-            branch: step_lists[branch] for branch in BRANCHES[: 1 + request.uses_guidance]
-        }
+        steps = {branch: step_lists[branch] for branch in BRANCHES[: 1 + request.uses_guidance]}
         branches = [
-            f"{branch} computes {sum(step_list)} of {len(step_list)} steps ({_format_steps(step_list)})"
-            for branch, step_list in branch_lists.items()
+            f"{branch} computes {sum(flags)} of {len(flags)} steps ({_format_steps(flags)})"
+            for branch, flags in steps.items()
         ]
-        factor = sum(map(len, branch_lists.values())) / sum(map(sum, branch_lists.values()))
+        factor = sum(map(len, steps.values())) / sum(map(sum, steps.values()))
         gain = f"at most {factor:.2f} times as fast"
         if self.skips == "attention":
             gain = "the other steps leave self-attention out"

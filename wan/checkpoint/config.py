@@ -100,7 +100,7 @@ def make_reference_dit_config(preset: Preset) -> DitConfig:
 
 # A config.json must agree with the tensor shapes; _RULES check the values that no shape shows.
 
-_CONFIG_FROM_SHAPES = {  # key -> (tensor, its number of dimensions, the dimension that has the value)
+_CONFIG_FROM_SHAPES = {  # key -> (tensor, number of its dimensions, dimension with the value)
     "dim": ("patch_embedding.weight", 5, 0),
     "in_dim": ("patch_embedding.weight", 5, 1),
     "ffn_dim": ("blocks.0.ffn.0.weight", 2, 0),
@@ -175,7 +175,8 @@ def _check_blocks(folder: Path, shape_config: Mapping[str, Any]) -> None:
         preset.num_layers for preset in PRESETS.values() if (preset.dim, preset.ffn_dim) == sizes
     }
     if block_counts and shape_config["num_layers"] < min(block_counts):
-        why = f"has {shape_config['num_layers']} blocks, and Wan's networks of these sizes {min(block_counts)}"
+        count, fewest = shape_config["num_layers"], min(block_counts)
+        why = f"has {count} blocks, and Wan's networks of these sizes {fewest}"
         remedy = "give all of its files, or put its config.json into the same folder"
         raise InputError(f"{folder}", None, why, remedy)
 
@@ -232,29 +233,21 @@ def _read_vace_config(
     config_json = read_json(path) if path.is_file() else {}
     shape = tensors[VACE_KEY].shape
     block_ids = {n.split(".")[1] for n in tensors if n.startswith(_VACE_PREFIX)}
-    num_control = len(block_ids)
-    if (
-        len(shape) != 5
-        or not num_control
-        or block_ids != {str(index) for index in range(num_control)}
-    ):
+    count = len(block_ids)
+    if len(shape) != 5 or not count or block_ids != {str(index) for index in range(count)}:
         why = "lacks tensors of the control blocks of VACE"
         raise InputError(f"{path.parent}", None, why, "download it again")
     if config_json.get("vace_in_dim") not in (None, shape[1]):
-        why = f"is {format_value(config_json['vace_in_dim'])}, but the tensors' shapes give {shape[1]}"
+        value = format_value(config_json["vace_in_dim"])
+        why = f"is {value}, but the tensors' shapes give {shape[1]}"
         remedy = "download config.json and weights again"
         raise InputError(f"{path}: vace_in_dim", None, why, remedy)
     layers = config_json.get("vace_layers")
     if layers is None:
-        layers = list(range(0, num_layers, max(1, num_layers // num_control)))[:num_control]
+        layers = list(range(0, num_layers, max(1, num_layers // count)))[:count]
     is_int_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    if (
-        not is_int_list
-        or len({*layers}) != num_control
-        or min(layers) != 0
-        or max(layers) >= num_layers
-    ):
-        allowed = f"{num_control} different layers below {num_layers}, of which 0 is one"
+    if not is_int_list or len({*layers}) != count or min(layers) != 0 or max(layers) >= num_layers:
+        allowed = f"{count} different layers below {num_layers}, of which 0 is one"
         raise _make_config_error(path, "vace_layers", layers, allowed)
     return {"vace_layers": tuple(sorted(layers)), "vace_in_dim": shape[1]}
 

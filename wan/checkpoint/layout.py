@@ -497,16 +497,16 @@ def _read_expert_files(
     if (pair and len(missing) < len(pair)) or (pair and explicit_experts):
         if missing:
             label = missing[0].replace("_", "-")
-            why = f"holds no {label} expert ({', '.join(p.name for p in _list_sorted_paths(matching))})"
+            listing = ", ".join(path.name for path in _list_sorted_paths(matching))
+            why = f"holds no {label} expert ({listing})"
             remedy = f"download it, or give one with `dit_{missing[0]}`"
             raise InputError(f"{folder}", None, why, remedy)
         return {expert: read_dit(file) for expert, file in pair.items() if file is not None}
     single = [file for file in matching if file.expert is None] or matching
     dims = {preset.dim for preset in presets}
     if len(single) > 1 and len(presets) < len(PRESETS):
-        same_dim = [
-            file for file in single if (*file.find_shape("patch_embedding.weight"), 0)[0] in dims
-        ]
+        key = "patch_embedding.weight"
+        same_dim = [file for file in single if (*file.find_shape(key), 0)[0] in dims]
         single = same_dim or single
     match = finder.pick_one("dit", single, "dit")
     if match is not None and match.tag is not None and match.tag.has_noise:

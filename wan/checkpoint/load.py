@@ -159,10 +159,8 @@ def _check_names_and_shapes(
     expected = dict(network.named_parameters())
     all_names = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     unknown = [info.name for name, info in tensors.items() if name not in all_names]
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - tensors.keys())),
-        ("has the unknown", sorted(unknown)),
-    ):
+    missing = sorted(expected.keys() - tensors.keys())
+    for problem, names in (("lacks", missing), ("has the unknown", sorted(unknown))):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             why = f"{problem} tensor {names[0]}{more}"
@@ -197,17 +195,14 @@ def load_weights(
     for module in reversed(list(network.modules())):  # a sharded module reads its children
         if all(tensor.is_meta for tensor in get_named_tensors(module, recurse=False).values()):
             module.to_empty(device=device, recurse=False)
-    targets = {
-        name: sharding.get_local_rows(tensor)
-        if isinstance(tensor, nn.Parameter)
-        else (tensor, slice(None))
-        for name, tensor in get_named_tensors(network).items()
-        if name in meta_names
-    }
+    targets = {}
+    for name, tensor in get_named_tensors(network).items():
+        if name in meta_names:
+            is_buffer = not isinstance(tensor, nn.Parameter)
+            targets[name] = (tensor, slice(None)) if is_buffer else sharding.get_local_rows(tensor)
     if device.type == "cpu" and sharding is UNSHARDED:
-        mapped_sources = use_mapped_tensors(
-            (tensor, sources[name]) for name, (tensor, _) in targets.items()
-        )
+        pairs = ((tensor, sources[name]) for name, (tensor, _) in targets.items())
+        mapped_sources = use_mapped_tensors(pairs)
         targets = {name: target for name, target in targets.items() if owns_memory(target[0])}
         watch_mapped_files(network, mapped_sources)
     num_bytes = sum(tensor.nbytes for tensor, _ in targets.values())
@@ -240,9 +235,8 @@ def copy_rows(
         target_slice = target[first_row - start : last_row - start]
         # Moved in the stored dtype and converted on the device: converting on a CPU takes longer
         # than the transfer. From unpinned memory the call returns after the values were read.
-        target_slice.copy_(
-            source.read(slice(first_row, last_row)).to(target_slice.device, non_blocking=True)
-        )
+        values = source.read(slice(first_row, last_row))
+        target_slice.copy_(values.to(target_slice.device, non_blocking=True))
         on_progress(target_slice.nbytes)
 
 
@@ -368,9 +362,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             sources[name] = _make_view_source(view, mapped_file)
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
-        block_scales = {
-            name: i.block_scales for name, i in tensors.items() if i.block_scales is not None
-        }
+        block_scales = {n: i.block_scales for n, i in tensors.items() if i.block_scales is not None}
         scale_sources, block_scale_sources = open_sources(scales), open_sources(block_scales)
         for name in scales:
             source, scale = sources[name], scale_sources[name]
@@ -399,9 +391,8 @@ def _make_scaled_source(quantized: TensorSource, scale: TensorSource) -> TensorS
         values = quantized.read(rows)
         return values.to(torch.float32).mul_(factors if is_scalar else factors[rows])
 
-    return TensorSource(
-        torch.float32, quantized.shape, read, quantized.mapped_tensor, quantized.file
-    )
+    mapped_tensor, file = quantized.mapped_tensor, quantized.file
+    return TensorSource(torch.float32, quantized.shape, read, mapped_tensor, file)
 
 
 def _make_nvfp4_source(
@@ -412,11 +403,8 @@ def _make_nvfp4_source(
     tensor_scale = scale.read(slice(None)).float()
 
     def read(row_slice: slice) -> Tensor:
-        return dequantize_nvfp4(
-            packed.read(row_slice),
-            untile_scales(block_scales.read_checked(slice(None)), num_rows)[row_slice],
-            tensor_scale,
-        )
+        scales = untile_scales(block_scales.read_checked(slice(None)), num_rows)
+        return dequantize_nvfp4(packed.read(row_slice), scales[row_slice], tensor_scale)
 
     return TensorSource(torch.float32, (num_rows, columns), read, packed.mapped_tensor, packed.file)
 
@@ -430,9 +418,8 @@ def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> Tenso
         start, stop, _ = rows.indices(info.shape[0])
         first_block = start * row_elements // block_values
         last_block = -(-stop * row_elements // block_values)
-        elements = dequantize_gguf(info.dtype, blocks[first_block:last_block]).view(-1)[
-            start * row_elements - first_block * block_values :
-        ]
+        elements = dequantize_gguf(info.dtype, blocks[first_block:last_block]).view(-1)
+        elements = elements[start * row_elements - first_block * block_values :]
         return elements[: (stop - start) * row_elements].view(stop - start, *info.shape[1:])
 
     return TensorSource(torch.float32, info.shape, read, data, file)
@@ -442,9 +429,8 @@ def open_weight_only_sources(weights: Mapping[str, TensorInfo]) -> dict[str, Ten
     """Returns sources of the buffers of weight-only quantized layers, from layer -> weight."""
     infos = {f"{layer}.weight": view_as_bytes(info) for layer, info in weights.items()}
     scales = {f"{layer}.weight_scale": i.scale for layer, i in weights.items() if i.dtype in FP8}
-    sources = open_sources(
-        infos | {name: info for name, info in scales.items() if info is not None}
-    )
+    infos |= {name: info for name, info in scales.items() if info is not None}
+    sources = open_sources(infos)
     for name, info in scales.items():
         values = torch.ones(1) if info is None else sources[name].read(slice(None)).float()
         values = values.reshape(1) if values.numel() == 1 else values.reshape(-1, 1)
@@ -458,7 +444,6 @@ def open_lora_sources(
     """Returns sources of the low-rank factors of weight-only quantized layers.
 
     Args:
-        deltas_by_layer: Low-rank deltas of each layer's weight.
         dtype: The factors are rounded to it once.
     """
     infos = {
@@ -474,12 +459,8 @@ def open_lora_sources(
         """Returns rows of all ups concatenated along dim 1, or all downs along dim 0."""
         matrices = []
         for index, delta in enumerate(deltas_by_layer[layer]):
-            matrix = (
-                factor_sources[f"{layer}.{index}.{factor}"]
-                .read_checked(slice(None))
-                .to(torch.float64)
-                .flatten(1)
-            )
+            source = factor_sources[f"{layer}.{index}.{factor}"]
+            matrix = source.read_checked(slice(None)).to(torch.float64).flatten(1)
             matrices.append(matrix * delta.factor if factor == "up" else matrix)
         stacked = torch.cat(matrices, dim=1 if factor == "up" else 0)[rows].to(dtype)
         _check_finite(stacked, deltas_by_layer[layer])
@@ -490,17 +471,15 @@ def open_lora_sources(
         for factor in ("up", "down"):
             info = infos[f"{layer}.0.{factor}"]
             shape = (info.shape[0], rank) if factor == "up" else (rank, prod(info.shape[1:]))
-            sources[f"{layer}.lora_{factor}"] = TensorSource(
-                dtype, shape, partial(read_factors, layer, factor)
-            )
+            read = partial(read_factors, layer, factor)
+            sources[f"{layer}.lora_{factor}"] = TensorSource(dtype, shape, read)
     return sources
 
 
 def _check_finite(values: Tensor, deltas: Sequence[WeightDelta]) -> None:
     if not bool(values.isfinite().all()):
         files = {str(info.file) for delta in deltas if (info := delta.full or delta.up) is not None}
-        why = "makes weights NaN or infinite"
-        remedy = "it is damaged, or its strength is too large"
+        why, remedy = "makes weights NaN or infinite", "it is damaged, or its strength is too large"
         raise InputError("LoRA", ", ".join(sorted(files)), why, remedy)
 
 
@@ -515,11 +494,7 @@ def merge_loras(
     Args:
         skipped_names: Weights that are not changed.
     """
-    deltas_by_name = {
-        name: name_deltas
-        for name, name_deltas in collect_deltas(loras).items()
-        if name not in skipped_names
-    }
+    deltas_by_name = {n: d for n, d in collect_deltas(loras).items() if n not in skipped_names}
     infos = {
         f"{info.file}:{info.name}": info
         for deltas in deltas_by_name.values()
@@ -532,13 +507,11 @@ def merge_loras(
     def read_values(info: TensorInfo, rows: slice) -> Tensor:
         return delta_sources[f"{info.file}:{info.name}"].read_checked(rows).to(torch.float64)
 
-    return {
-        **sources,
-        **{
-            name: _make_merged_source(sources[name], deltas, read_values)
-            for name, deltas in deltas_by_name.items()
-        },
+    merged_sources = {
+        name: _make_merged_source(sources[name], deltas, read_values)
+        for name, deltas in deltas_by_name.items()
     }
+    return {**sources, **merged_sources}
 
 
 def _make_merged_source(
@@ -598,8 +571,7 @@ def open_int8_sources(export: Export, dtype: torch.dtype) -> dict[str, TensorSou
 
 def _make_rounded_source(source: TensorSource, dtype: torch.dtype) -> TensorSource:
     """Returns a source that rounds a vector or a column to a dtype, as a vector."""
-    read = source.read
-    shape, file = source.shape[:1], source.file
+    read, shape, file = source.read, source.shape[:1], source.file
     return TensorSource(dtype, shape, lambda rows: read(rows).reshape(-1).to(dtype), file=file)
 
 
@@ -619,9 +591,8 @@ def load_rotations(quantized_dit: QuantizedDit) -> dict[tuple[str, int], Rotatio
         for index, layer in export.attentions.items()
         if layer.algorithm == FP8_DYNAMIC
     }
-    sources = open_sources(
-        {f"{key}{suffix}": info for key, infos in layers.items() for suffix, info in infos.items()}
-    )
+    infos = {f"{key}{name}": i for key, tensors in layers.items() for name, i in tensors.items()}
+    sources = open_sources(infos)
 
     def read_matrix(name: str) -> Tensor:
         return sources[name].read(slice(None)).clone()

@@ -261,32 +261,28 @@ def iter_lora_notices(
         kind: The task's, such as "t2v".
         distilled: A recipe is used whose LoRAs are published for each expert.
     """
-    for network, network_loras in loras.items():
-        for lora in network_loras:
+    for network, group in loras.items():
+        for lora in group:
             layers = len({name.rpartition(".")[0] for name in lora.deltas})
             yield f"LoRA of {network}: {lora.file}, strength {lora.strength:g}, {layers} layers."
     if len(loras) == len(EXPERTS):
         yield from _iter_name_notices(loras)
-    for file in dict.fromkeys(
-        lora.file for network_loras in loras.values() for lora in network_loras
-    ):
+    for file in dict.fromkeys(lora.file for group in loras.values() for lora in group):
         named_kinds = re.findall(r"(?<![a-z])(?:ti2v|t2v|i2v|flf2v)(?![a-z])", file.stem.lower())
         allowed_kinds = {kind, {"i2v": "flf2v", "vace": "t2v"}.get(kind, kind)}
         if named_kinds and not allowed_kinds & {*named_kinds}:
             yield f"{file} has {named_kinds[0]} in its name, but the task is a {kind} one."
-    empty_networks = [network for network, network_loras in loras.items() if not network_loras]
+    empty_networks = [network for network, group in loras.items() if not group]
     if distilled and empty_networks and len(empty_networks) < len(loras):
         yield (
-            f"The {empty_networks[0]} expert has no LoRA, but the recipe has a pair; give its file with "
-            f"`lora_{empty_networks[0]}`."
+            f"The {empty_networks[0]} expert has no LoRA, but the recipe has a pair; give its file "
+            f"with `lora_{empty_networks[0]}`."
         )
 
 
 def _iter_name_notices(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
     """Yields log lines on files assigned to one expert by name, and on ambiguous names."""
-    files = {
-        network: {lora.file for lora in network_loras} for network, network_loras in loras.items()
-    }
+    files = {network: {lora.file for lora in group} for network, group in loras.items()}
     shared = files["high_noise"] & files["low_noise"]
     for network, other in (EXPERTS, EXPERTS[::-1]):
         if files[other] <= shared:  # otherwise a pair was given
@@ -352,8 +348,8 @@ def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str
             reader = _LoraReader(lora_file, checkpoint, expert)
             if len({name.startswith(_LOW_NOISE_PREFIX) for name in reader.tensors}) == 2:
                 raise reader.make_error(
-                    f"holds both experts' tensors ({_HIGH_NOISE_PREFIX} and {_LOW_NOISE_PREFIX}), but is given for the "
-                    f"{expert} one",
+                    f"holds both experts' tensors ({_HIGH_NOISE_PREFIX} and {_LOW_NOISE_PREFIX}), "
+                    f"but is given for the {expert} one",
                     "give it with `lora`",
                 )
     return {
@@ -507,8 +503,9 @@ class _LoraReader:
                 info, name = tensors[kind], f"{layer}.{parameter}"
                 shape = self.parameter_shapes.get(name)
                 if info.shape != shape:
-                    expected_shape = "absent in this network" if shape is None else list(shape)
-                    why = f"holds {info.name} {list(info.shape)}, which does not fit {name} ({expected_shape})"
+                    expected = "absent in this network" if shape is None else list(shape)
+                    why = f"holds {info.name} {list(info.shape)}, which does not fit {name}"
+                    why = f"{why} ({expected})"
                     raise self.make_error(why, "it was made for another model, or is damaged")
                 factor = scale if kind == "bias" else 1.0
                 yield name, WeightDelta(factor * self.strength, full=info)

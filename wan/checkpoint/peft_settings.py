@@ -71,7 +71,8 @@ def _check_peft_settings(path: Path, source: str, settings: Mapping[str, Any]) -
     """Refuses settings of anything but a plain LoRA of unchanged base weights."""
     init = settings.get("init_lora_weights")
     if not isinstance(init, str | bool | None) or init not in _SUPPORTED_INITS:
-        why = f"has init_lora_weights {format_value(init)} in its {source}: it may belong to base weights"
+        value = format_value(init)
+        why = f"has init_lora_weights {value} in its {source}: it may belong to base weights"
         convert = "save it with PEFT's path_initial_model_for_weight_conversion"
         remedy = f"{convert}, or {_MERGE_REMEDY}"
         raise InputError("LoRA", path, f"{why} that training changed", remedy)

@@ -207,9 +207,9 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
     listing = next((folder / name for name in DESCRIPTION_FILES if (folder / name).is_file()), None)
     if listing is None:
         _refuse_rank_shards(folder, "quant_model_description*")
-        names = f"{' or '.join(DESCRIPTION_FILES)} (two experts: in high_noise_model/ and low_noise_model/)"
-        why = "holds no description of quantised weights"
-        raise InputError(f"{folder}", None, why, f"expected {names}")
+        names, why = " or ".join(DESCRIPTION_FILES), "holds no description of quantised weights"
+        remedy = f"expected {names} (two experts: in high_noise_model/ and low_noise_model/)"
+        raise InputError(f"{folder}", None, why, remedy)
     entries = read_json(listing)
     kind = entries.get("model_quant_type")
     if kind not in (*_ALGORITHMS, "W16A16"):

@@ -95,8 +95,8 @@ class ClipFiles:
             return load_file(self._state_path(index))["end"]
         except (SafetensorError, LookupError, OSError):
             raise FileChangedError(
-                f"{self._state_path(index)} does not hold the state that the next clip needs; remove it "
-                "and start again."
+                f"{self._state_path(index)} does not hold the state that the next clip needs; "
+                "remove it and start again."
             ) from None
 
     def write_clip(self, index: int, clip: Clip) -> None:

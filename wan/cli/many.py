@@ -54,11 +54,8 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
     for name, error in refused_lines.items() if is_main else ():
         logger.error("Line %s is left out: %s", name, error)
     valid_lines = [line for line in run.lines if line.name not in refused_lines]
-    existing = [
-        valid_line.name
-        for valid_line in valid_lines
-        if is_main and run.skip_existing and _is_video_current(valid_line)
-    ]
+    skips = is_main and run.skip_existing
+    existing = [line.name for line in valid_lines if skips and _is_video_current(line)]
     pending = {line.name for line in valid_lines} - {*existing}
     if groups is not None:  # only the main rank reads the folder
         pending = groups.broadcast_object_from_rank0(pending)
@@ -87,12 +84,8 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
 
     def make_video(job: LineJob, get_latents: Callable[[], Tensor]) -> LineJob:
         num_done = jobs.index(job)
-        remaining = (
-            statistics.median(finished_job.seconds for finished_job in finished_jobs)
-            * (len(jobs) - num_done)
-            if finished_jobs
-            else None
-        )
+        seconds = [earlier_job.seconds for earlier_job in finished_jobs]
+        remaining = statistics.median(seconds) * (len(jobs) - num_done) if seconds else None
         estimate = "" if remaining is None else f", about {log.format_duration(remaining)} left"
         path = job.video.run.output.save_file
         logger.info("%s, %d of %d%s: %s", job.name, num_done + 1, len(jobs), estimate, path)
@@ -102,11 +95,10 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
         return job
 
     pipeline.device.reset_peak_memory()
-    is_grouped = run.group_by_expert
     batch = Batch(
         pipeline,
         jobs,
-        group_by_expert=is_grouped,
+        group_by_expert=run.group_by_expert,
         on_denoised=keep_latents,
         on_failed=handle_failure,
     )
@@ -168,7 +160,8 @@ def _write_summary(
         first_seconds, *later_seconds = (job.stages.get("loading", 0.0) for job in finished_jobs)
         # The first one loads all networks.
         saved_seconds = max(len(later_seconds) * first_seconds - sum(later_seconds), 0.0)
-        text += f"; loading took {first_seconds:.1f} s of the first and saved the others {saved_seconds:.1f} s"
+        text += f"; loading took {first_seconds:.1f} s of the first"
+        text += f" and saved the others {saved_seconds:.1f} s"
     is_incomplete = bool(refused_lines or failed or unreached_lines)
     logger.log(logging.ERROR if is_incomplete else logging.INFO, "%s.", text)
     command = [*sys.argv, *(() if "--skip_existing" in sys.argv else ("--skip_existing",))]

@@ -203,8 +203,8 @@ def _refuse_duplicate_videos(lines: list[PromptLine]) -> list[PromptLine]:
         # Unique for the video and its record.
         path = Path(os.path.realpath(line.run.output.record_path))
         if path in line_of_record:
-            name = line.run.output.save_file
-            error = f"{name} is the video of line {line_of_record[path]} already; give another save_file."
+            name, earlier = line.run.output.save_file, line_of_record[path]
+            error = f"{name} is the video of line {earlier} already; give another save_file."
             lines[index] = replace(line, error=error)
         line_of_record.setdefault(path, line.name)
     return lines

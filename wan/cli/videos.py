@@ -158,10 +158,13 @@ class Video:
             lambda path: video.save_latents(latents, path, self.run.settings),
             "denoised latents",
         )
-        if not bool(latents.isfinite().all()):
-            logger.error("The broken latents are kept in %s.", self.latents_file)
-        elif self.latents_file is None:
-            logger.error("Decoding goes on from memory: if it fails, the run is lost.")
+        is_finite = bool(latents.isfinite().all())
+        if is_finite and self.latents_file is None:
+            logger.error("Decoding continues from memory; if it fails, the latents are lost.")
+        elif not is_finite and self.latents_file is not None:
+            logger.error(
+                "The latents, which contain NaN or infinity, are kept in %s.", self.latents_file
+            )
 
     def _denoise(self) -> Tensor:
         run = self.run
@@ -458,11 +461,7 @@ class Video:
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
             **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
-            **(
-                {"step_cache": cache_record}
-                if (cache_record := pipeline.step_cache.make_record())
-                else {}
-            ),
+            **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
             "peak_memory_bytes": {
                 "device": device.peak_memory(),

@@ -229,14 +229,11 @@ def _find_objections(network: Any, allow_hooks: bool) -> Iterator[str]:
     if hooks.get_session({"": network}) is not None:
         yield "The network has our hooks already: call deparallelize first, the cache comes last."
     for block in (*network.blocks, *getattr(network, "vace_blocks", ())):
-        processor = block.attn1.get_processor()
-        if (
-            type(processor) is not type(block.attn1)._default_processor_cls
-            or processor._attention_backend
-        ):
+        attn = block.attn1.get_processor()
+        if type(attn) is not type(block.attn1)._default_processor_cls or attn._attention_backend:
             yield (
-                f"Self-attention is computed by {type(processor).__name__} with attention backend "
-                f"{processor._attention_backend}; undo that, and name a kernel by attention_backend."
+                f"Self-attention is computed by {type(attn).__name__} with attention backend "
+                f"{attn._attention_backend}; undo that, and name a kernel by attention_backend."
             )
     if getattr(network, "_parallel_config", None) is not None:
         yield "The network has diffusers' own parallelism; load it without enable_parallelism."

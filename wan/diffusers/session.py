@@ -89,10 +89,8 @@ class Session:
         self._pending_cond: tuple[Callable[[], Any], Tensor] | None = None
         self.step: StepInfo | None = None
         self.valid_len, self.in_blocks, self._is_running = 0, False, False
-        self._notices, self._attention_line = (
-            notices,
-            build.describe_attention(self.setup, selected),
-        )
+        self._notices = notices
+        self._attention_line = build.describe_attention(self.setup, selected)
 
     def announce(self) -> None:
         """Logs the attention and the notices on the main rank."""
@@ -107,16 +105,8 @@ class Session:
         request = self._make_request(grid)
         if self.groups is not None:
             noise_sum = x_BCFHW[:, : request.latent_shape[0], -1].float().sum().item()
-            if (
-                len(
-                    set(
-                        self.groups.gather(
-                            (noise_sum, grid, request.sample_steps, request.uses_guidance)
-                        )
-                    )
-                )
-                > 1
-            ):
+            local = (noise_sum, grid, request.sample_steps, request.uses_guidance)
+            if len({*self.groups.gather(local)}) > 1:
                 raise InputError(
                     "The ranks begin different videos: call the pipeline with the same arguments "
                     "on each, and with generators of the same seed."
@@ -215,9 +205,10 @@ class Session:
         guidance = self.caches.get_if_skips("uncond")
         if guidance is not None:
             compute_branches = partial(guidance, step.index, compute_branches)
+        # In float32, because step caches take the spectrum.
         cond_result, uncond_result = compute_branches(
             lambda name: compute_by_branch[name]()[0].float()
-        )  # caches take its spectrum
+        )
         out.copy_(cond_result)
         return (uncond_result.to(out.dtype),)
 
@@ -251,8 +242,9 @@ class Session:
             and noise_schedule.make_noise_schedule(request).high_noise_steps != high_noise_steps
         ):
             raise InputError(
-                f"The scheduler gives {high_noise_steps} of {len(timesteps)} steps to the high-noise network, which "
-                "is not the schedule that curves of mag are made for; use another step cache."
+                f"The scheduler gives {high_noise_steps} of {len(timesteps)} steps to the "
+                "high-noise network, which is not the schedule that curves of mag are made for; "
+                "use another step cache."
             )
         return request
 
@@ -278,20 +270,18 @@ def _make_session_setup(
     networks: Networks, values: dict[str, Any], world: int
 ) -> tuple[Setup, tuple[str, ...]]:
     """Makes the setup of loaded networks, with notices."""
-    first_network = next(iter(networks.values()))
+    first = next(iter(networks.values()))
     dtypes = {network.dtype for network in networks.values()}
     if dtypes - _PRECISIONS.keys() or len(dtypes) > 1:
         dtype_names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise InputError(
-            f"The networks compute in {dtype_names}; load all of them with torch_dtype torch.bfloat16, "
-            "or torch.float32."
+            f"The networks compute in {dtype_names}; load all of them with torch_dtype "
+            "torch.bfloat16, or torch.float32."
         )
-    if first_network.device.type not in ("cpu", "meta"):
-        values = {"device": first_network.device.type, **values}
+    if first.device.type not in ("cpu", "meta"):
+        values = {"device": first.device.type, **values}
     preset, checkpoint = _describe_networks(networks)
-    return make_setup(
-        values | {"precision": _PRECISIONS[first_network.dtype]}, preset, checkpoint, world
-    )
+    return make_setup(values | {"precision": _PRECISIONS[first.dtype]}, preset, checkpoint, world)
 
 
 def _describe_networks(networks: Networks) -> tuple[Preset, Checkpoint]:

@@ -18,7 +18,7 @@ from wan.settings.attention_modes import Grid, TokenPlan
 
 
 class ShardedSequence:
-    """Implements `wan.modules.interfaces.SequenceShard` over a group: rank i computes the i-th shard.
+    """Implements `wan.modules.interfaces.SequenceShard` over a group: rank i has the i-th shard.
 
     Args:
         multiple: The length of a shard is a multiple of this.

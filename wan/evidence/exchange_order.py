@@ -215,8 +215,9 @@ class OrderComparison:
     """Result of comparing a rank's layers with its plan.
 
     Attributes:
-        layers: Number of compared layers.
-        skipped: Number of layers whose self-attention a step cache skipped.
+        layers: Number of layers up to the first deviation, without skipped ones.
+        skipped: Number of layers up to the first deviation whose self-attention a step cache
+            skipped.
         difference: The first deviation from the plan; None if there is none.
     """
 
@@ -246,34 +247,35 @@ def group_by_layer(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 
 def compare_with_plan(plan: ExchangePlan, events: Sequence[Event]) -> OrderComparison:
-    """Compares the recorded events of a rank with its plan."""
-    layers, skipped, difference = 0, 0, None
+    """Compares the recorded events of a rank with its plan, up to the first deviation."""
+    num_compared, num_skipped = 0, 0
     forwards = group_by_forward(events)
     for step in plan.steps:
         branches = [branch for index, branch in forwards if index == step]
-        if not branches and difference is None:
+        if not branches:
             difference = f"rank {plan.rank}, step {step}: expected a step, found nothing"
+            return OrderComparison(num_compared, num_skipped, difference)
         for branch in branches:
             events_by_layer = group_by_layer(forwards[step, branch])
             skipped_layers = _find_skipped_layers(forwards[step, branch], plan)
-            layers, skipped = layers + plan.total_layers, skipped + len(skipped_layers)
-            for layer in range(plan.total_layers) if difference is None else ():
-                plan_items = [] if layer in skipped_layers else list_planned_items(plan, step)
-                pairs = zip_longest(plan_items, list_recorded_items(events_by_layer.get(layer, [])))
-                mismatches = (
-                    (index, planned_item, recorded_item)
-                    for index, (planned_item, recorded_item) in enumerate(pairs)
-                    if planned_item != recorded_item
+            for layer in range(plan.total_layers):
+                is_skipped = layer in skipped_layers
+                num_skipped, num_compared = (
+                    num_skipped + is_skipped,
+                    num_compared + (not is_skipped),
                 )
-                for index, planned_item, recorded_item in mismatches:
-                    difference = (
-                        f"rank {plan.rank}, step {step} ({branch}), layer {layer}, position {index}: "
-                        f"expected {_describe_item(planned_item)}, found {_describe_item(recorded_item)}"
-                    )
-                    break
-                if difference is not None:
-                    break
-    return OrderComparison(layers - skipped, skipped, difference)
+                plan_items = [] if is_skipped else list_planned_items(plan, step)
+                pairs = zip_longest(plan_items, list_recorded_items(events_by_layer.get(layer, [])))
+                for index, (planned_item, recorded_item) in enumerate(pairs):
+                    if planned_item != recorded_item:
+                        origin = f"rank {plan.rank}, step {step} ({branch}), layer {layer}"
+                        expected, actual = map(_describe_item, (planned_item, recorded_item))
+                        return OrderComparison(
+                            num_compared,
+                            num_skipped,
+                            f"{location}, position {index}: expected {expected}, found {actual}",
+                        )
+    return OrderComparison(num_compared, num_skipped, None)
 
 
 def _find_skipped_layers(events: Sequence[Event], plan: ExchangePlan) -> set[int]:

@@ -117,7 +117,7 @@ class MaskCache:
 
 
 class RainFusionAttention:
-    """Implements `wan.kernels.base.AttentionBackend`: rf_v2 / rf_v3 of MindIE-SD, from start_step on.
+    """Implements `wan.kernels.base.AttentionBackend`: rf_v2 / rf_v3 of MindIE-SD from start_step.
 
     Args:
         kind: "v2" or "v3"; they compute the same, but only v3 can be quantized.
@@ -186,22 +186,18 @@ class RainFusionAttention:
         q: at least one row, from step.first_row on. k, v: all rows of step.grid. Raises ValueError
         if step is None, or does not fit q and k.
         """
-        mask, quantizer = self._get_mask(q.values, k.values, _require_layer(step)), self._quantizer
+        mask, fp8 = self._get_mask(q.values, k.values, _require_layer(step)), self._quantizer
         with trace.span("prepare", k.values, what="k v"):
-            keys = self._to_kernel_layout(
-                k if quantizer is None else quantizer.quantize_k(k.values, step)
-            )
-            values = self._to_kernel_layout(
-                v if quantizer is None else quantizer.quantize_v(v.values)
-            )
+            keys = self._to_kernel_layout(k if fp8 is None else fp8.quantize_k(k.values, step))
+            values = self._to_kernel_layout(v if fp8 is None else fp8.quantize_v(v.values))
 
         def attend(q_block: QuantizedTensor, first: int) -> Tensor:
             first_block, num_blocks = first // Q_ROWS, math.ceil(q_block.values.shape[1] / Q_ROWS)
             block_mask = mask[:, :, first_block : first_block + num_blocks]
             queries, num_keys = q_block, keys.values.shape[1]
-            if quantizer is not None:
+            if fp8 is not None:
                 with trace.span("quantise", q_block.values, what="q"):
-                    queries = quantizer.quantize_q(q_block.values, step)
+                    queries = fp8.quantize_q(q_block.values, step)
             with trace.span("attention", queries.values, keys=num_keys, method="rainfusion"):
                 out = self._kernel(queries, keys, values, block_mask, self.k_rows)
             return out.to(q_block.values.dtype)

@@ -113,7 +113,8 @@ def make_rainfusion_mask(
     if not fits or first_row % Q_ROWS:
         raise ValueError(
             f"RainFusion needs all keys of the grid and queries from a multiple of {Q_ROWS} on: "
-            f"got {num_keys} keys for grid {grid}, and {num_queries} queries from row {first_row} on"
+            f"got {num_keys} keys for grid {grid}, "
+            f"and {num_queries} queries from row {first_row} on"
         )
     q_pool, first_block = mean_pool_blocks(q_BSND, Q_ROWS), first_row // Q_ROWS
     num_blocks = q_pool.shape[1]
@@ -135,10 +136,8 @@ def pack_block_indices(mask: Tensor, fill: int = 0) -> tuple[Tensor, Tensor]:
     size = mask.shape[-1]
     indices = torch.arange(size, dtype=torch.int32, device=mask.device).expand(mask.shape)
     slots = torch.where(mask, mask.cumsum(-1) - 1, size)  # False values go to an extra slot
-    packed_indices = indices.new_full((*mask.shape[:-1], size + 1), fill).scatter_(
-        -1, slots, indices
-    )
-    return packed_indices[..., :-1].contiguous(), mask.sum(-1, dtype=torch.int32)
+    packed = indices.new_full((*mask.shape[:-1], size + 1), fill).scatter_(-1, slots, indices)
+    return packed[..., :-1].contiguous(), mask.sum(-1, dtype=torch.int32)
 
 
 def make_select_table(mask_Nqk: Tensor) -> tuple[Tensor, Tensor]:

@@ -188,12 +188,8 @@ def _make_fp8_backends(
     quantizer = make_fp8_quantizer(
         target, Rotations(target.head_dim, make_hadamard_rotation, exported)
     )
-    kernel, quantize_before_exchange = _make_kernel(FP8, target), attention.quant_alltoall
-    return (
-        Fp8Attention(
-            quantizer, target.dtype, kernel, quantize_before_exchange, _select_kernel_layout(target)
-        ),
-    )
+    kernel, early = _make_kernel(FP8, target), attention.quant_alltoall
+    return (Fp8Attention(quantizer, target.dtype, kernel, early, _select_kernel_layout(target)),)
 
 
 def make_fp8_quantizer(target: Target, rotations: Rotations) -> Fp8Quantizer:

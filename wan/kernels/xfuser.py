@@ -63,13 +63,9 @@ def build_xfuser_kernel(target: Target) -> XfuserKernel:
     assert row is not None, "the target has a row"
     for module in ("xfuser", *row.modules):
         if not _can_import(module):
-            packages_to_install = (
-                "-r requirements-cuda.txt" if module == "xfuser" else " ".join(row.install)
-            )
+            missing = "-r requirements-cuda.txt" if module == "xfuser" else " ".join(row.install)
             why = f"needs the Python module {module}, which is not installed or does not load"
-            raise InputError(
-                row.setting, None, why, f"run pip install {packages_to_install}, or {_REMEDY}"
-            )
+            raise InputError(row.setting, None, why, f"run pip install {missing}, or {_REMEDY}")
     member, function = _find_function(row)
     trial = _try_function(function, device, head_dim, dtype, row.low_precision)
     if isinstance(trial, str):

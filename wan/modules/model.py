@@ -222,19 +222,17 @@ class WanModel(nn.Module):
         )
         text = self._embed_text(context, clip_fea)
         after_block = conditioning.after_block if conditioning else {}
-        forward_context = ForwardContext(
+        forward = ForwardContext(
             self.sequence_shard.local_segments(segment_lengths), rope, sum(segment_lengths), step
         )
-        block_inputs = BlockInputs(e0_BR6C, text, forward_context)
+        block_inputs = BlockInputs(e0_BR6C, text, forward)
 
         def run_blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
             if conditioning is not None and conditioning.before_blocks is not None and first == 0:
                 conditioning.before_blocks(x_BLC)
             for layer, block in islice(enumerate(self.blocks), first, last):
                 with trace.span("layer", x_BLC, layer=layer):
-                    x_BLC, kv = block(
-                        x_BLC, e0_BR6C, text.embedding, text.kv[layer], forward_context
-                    )
+                    x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], forward)
                 self._cache_text_kv(text, layer, kv)
                 if layer in after_block:
                     x_BLC = after_block[layer](x_BLC, block_inputs)
@@ -250,9 +248,7 @@ class WanModel(nn.Module):
                 else self.sequence_shard.num_valid(num_video_tokens)
             )
             x_BLC = self.step_cache(x_BLC, run_blocks, step, num_valid, text.embedding.dtype)
-        x_BSC = self.sequence_shard.gather(
-            self.head(x_BLC, e_BRC, forward_context.timestep_segments), grid
-        )
+        x_BSC = self.sequence_shard.gather(self.head(x_BLC, e_BRC, forward.timestep_segments), grid)
         return self._unpatchify(x_BSC[:, :num_video_tokens], grid)
 
     def token_grid(self, latent_FHW: Sequence[int]) -> Grid:

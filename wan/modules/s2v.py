@@ -56,7 +56,8 @@ from wan.settings.sound import (
 
 REFERENCE_POSITION = 30  # position of the reference image on the time axis
 _TOKEN_TYPES = {"video": 0, "reference": 1, "motion": 2}  # rows of `trainable_cond_mask`
-_MOTION_BUCKETS = (  # of motion latents, newest first: frames, patch size, positions on the time axis
+# Of motion latents, newest first: frames, patch size, positions on the time axis.
+_MOTION_BUCKETS = (
     ("proj", 1, (1, 2, 2), (-1,)),
     ("proj_2x", 2, (2, 4, 4), (-3,)),
     ("proj_4x", 16, (4, 8, 8), (-19, -14, -9, -4)),

@@ -280,7 +280,8 @@ class NetworkLoader:
             checks.append((self._text_encoder_spec.origin, name, channels, config["text_dim"]))
         for origin, name, num_channels, expected in checks:
             if num_channels != expected:
-                why = f"has {num_channels} {name}, the DiT {expected}: they belong to different checkpoints"
+                why = f"has {num_channels} {name}, the DiT {expected}: "
+                why += "they belong to different checkpoints"
                 raise InputError(str(origin), None, why, "download both again")
         # Each rank only checks networks that it loads: a tokenizer takes memory and time.
         is_main = self.groups is None or self.groups.is_main

@@ -196,8 +196,8 @@ class DenoisingLoop:
         if not bool(self.latents.isfinite().all()):
             raise NotFiniteError(
                 f"The latents are NaN or infinite after step {self._num_steps_done} of "
-                f"{len(self._noise_schedule.experts)} ({expert}), so no video is made; see whether weights "
-                "or a LoRA are damaged, or try another precision.",
+                f"{len(self._noise_schedule.experts)} ({expert}), so no video is made; see whether "
+                "weights or a LoRA are damaged, or try another precision.",
                 self.latents,
             )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from wan.pipeline import images
 from wan.pipeline.video_reader import VideoFile, read_video
-from wan.settings.errors import InputError, WriteError
+from wan.settings.errors import FileChangedError, InputError
 from wan.settings.presets import FACE_SIZE
 
 if TYPE_CHECKING:
@@ -72,8 +72,9 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
     missing = [name for name in (_PICTURE, *names.values()) if not (folder / name).exists()]
     if missing:
         why = f"lacks {_join_with_and(missing)}"
-        wanted = f"{' with `replace_flag`' if replace_character else ''} it holds {_list_file_names(names)}"
-        raise InputError(setting, folder, why, f"{_REMEDY};{wanted}")
+        condition = " with `replace_flag`" if replace_character else ""
+        remedy = f"{_REMEDY};{condition} it holds {_list_file_names(names)}"
+        raise InputError(setting, folder, why, remedy)
     paths = {kind: folder / name for kind, name in names.items()}
     videos = {kind: read_video(path, setting) for kind, path in paths.items()}
     pose = videos["pose"]
@@ -115,19 +116,21 @@ def _check_pose_size(pose: VideoFile) -> None:
 
 
 def read_frames_at(video: VideoFile, indices: Sequence[int]) -> np.ndarray:
-    """Reads frames by index, uint8 [F,H,W,3]; decodes from the start of the video."""
+    """Reads frames by index, uint8 [F,H,W,3]; decodes from the start of the video.
+
+    Raises:
+        FileChangedError: The video has fewer frames than when its metadata was read.
+    """
     import numpy as np
 
-    wanted_indices, frames_by_index = {*indices}, dict[int, np.ndarray]()
+    unique, frames_by_index = {*indices}, dict[int, np.ndarray]()
     frames = video.iter_frames()
-    for index, frame in zip(range(max(wanted_indices) + 1), frames, strict=False):
-        if index in wanted_indices:
+    for index, frame in zip(range(max(unique) + 1), frames, strict=False):
+        if index in unique:
             frames_by_index[index] = frame
     frames.close()  # type: ignore[attr-defined]
-    if len(frames_by_index) < len(wanted_indices):
-        raise WriteError(
-            f"{video.path} ends before its frame {max(wanted_indices)}; make it again."
-        )
+    if len(frames_by_index) < len(unique):
+        raise FileChangedError(f"{video.path} ends before its frame {max(unique)}; make it again.")
     return np.stack([frames_by_index[i] for i in indices])
 
 
@@ -138,7 +141,7 @@ def count_overlapping_clips(num_frames: int, clip_frames: int, num_overlap_frame
 
 def make_ping_pong_indices(start: int, num_indices: int, num_frames: int) -> list[int]:
     """Returns frame indices that run back and forth after the end of the video."""
-    period = 2 * num_frames - 2
+    period = max(1, 2 * num_frames - 2)  # a single frame is repeated
     phases = (index % period for index in range(start, start + num_indices))
     return [min(index, period - index) for index in phases]
 

@@ -113,7 +113,8 @@ def count_animate_clips(
             "`size`", "*".join(map(str, size)), why, f"drop it; the video is {expected_size}"
         )
     if animate_inputs.num_frames <= num_overlap_frames:
-        why = f"has {animate_inputs.num_frames} frame(s), and more than `refert_num` {num_overlap_frames} are needed"
+        why = f"has {animate_inputs.num_frames} frame(s)"
+        why += f", and more than `refert_num` {num_overlap_frames} are needed"
         remedy = "give a longer pose video"
         raise InputError("`src_root_path`", values["src_root_path"], why, remedy)
     if num_overlap_frames >= settings["frame_num"]:

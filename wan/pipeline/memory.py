@@ -142,12 +142,10 @@ def compute_stage_memory(
     if sizes.encoding:
         add_stage("image encoder", vae, sizes.encoding)
     dit, layers = sizes.dit, setup.checkpoint.config["num_layers"]
-    num_streamed = layers - execution.count_blocks_on_device(layers, device)
-    extra = (
-        count_block_buffers(device) * max(dit.largest_block - dit.block, 0) if num_streamed else 0
-    )
+    num_blocks = layers - execution.count_blocks_on_device(layers, device)
+    extra = count_block_buffers(device) * max(dit.largest_block - dit.block, 0) if num_blocks else 0
     num_networks = len(setup.preset.experts) if keeps_all else 1
-    resident = dit.cached + Usage({"DiT weights": dit.weights - num_streamed * dit.block + extra})
+    resident = dit.cached + Usage({"DiT weights": dit.weights - num_blocks * dit.block + extra})
     resident = Usage({name: num_networks * size for name, size in resident.items()})
     previous_clip = _estimate_previous_clip(params) if device == "cpu" else Usage()
     overlapped_decoding = (
@@ -296,12 +294,12 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
     e = _ITEMSIZE[execution.get_dit_precision(device)]
     fp32 = e if execution.convert_model_dtype else 4
     # Each control block of VACE is copied together with a block.
-    num_control_blocks = setup.checkpoint.num_control_blocks
+    num_control = setup.checkpoint.num_control_blocks
     kv_channels = 2 * c if config["image_dim"] else 0  # K and V projections of the image's tokens
     uniform, largest_block = (8 * c + 2 * f + kv_channels) * c * e, 0
-    block = (uniform * (layers + num_control_blocks) + c * c * e * num_control_blocks) // layers
+    block = (uniform * (layers + num_control) + c * c * e * num_control) // layers
     if (
-        num_control_blocks
+        num_control
         and device != "cpu"
         and setup.quantized is None
         and not setup.unconverted_dtypes(device)
@@ -331,7 +329,7 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
     branches = 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
     text_size = branches * execution.text_kv_cache * config["text_len"] * c * e
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
-    streams = 2 if num_control_blocks else 1  # the video stream and the control stream
+    streams = 2 if num_control else 1  # the video stream and the control stream
     activations = tokens * (streams * 4 * c + e * max(5 * c, 2 * c + f))
     gathered_bytes, ranks = 0, 1
     if parallel.dit_fsdp:
@@ -341,9 +339,7 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
         weights=(outside_blocks + layers * block) // ranks,
         block=block // ranks,
         blocks=layers * block // ranks,
-        cached=Usage(
-            {"text": text_size, "text K/V": 2 * (layers + num_control_blocks) * text_size}
-        ),
+        cached=Usage({"text": text_size, "text K/V": 2 * (layers + num_control) * text_size}),
         activations=Usage({"activations": activations, "gathered weights": gathered_bytes}),
         largest_block=largest_block // ranks,
     )
@@ -363,17 +359,11 @@ def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
     weight_files = {info.file for info in tensors.values() if info.file.suffix == ".safetensors"}
     layouts = {file: read_safetensors_offsets(file) for file in weight_files}
     for name, info in tensors.items():
-        loaded_dtype = (
-            "F32" if keeps_fp32(name) and not execution.convert_model_dtype else compute_dtype
-        )
+        dtype = "F32" if keeps_fp32(name) and not execution.convert_model_dtype else compute_dtype
         offset = layouts[info.file][info.name][2] if info.file in layouts else info.data_offset
         itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is stored as bytes
-        needs_no_conversion = (
-            info.scale is None and info.dtype in (loaded_dtype, "I8")
-        ) or info.dtype in dtypes
-        if needs_no_conversion and (
-            info.dtype in dtypes or offset % get_tensor_alignment(itemsize) == 0
-        ):
+        is_ready = (info.scale is None and info.dtype in (dtype, "I8")) or info.dtype in dtypes
+        if is_ready and (info.dtype in dtypes or offset % get_tensor_alignment(itemsize) == 0):
             mapped_bytes[name.startswith(BLOCK_PREFIXES)] += info.nbytes
     return mapped_bytes[True], mapped_bytes[False]
 

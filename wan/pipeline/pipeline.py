@@ -351,7 +351,7 @@ class Pipeline:
         """Encodes prompt and inputs, and returns the denoising loop before its first step."""
         contexts = self.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with self.stages("conditioning"):
-            denoise_inputs = conditioning.prepare_denoise_inputs(
+            latents = conditioning.prepare_denoise_inputs(
                 params,
                 contexts,
                 [image for image in (inputs.image, inputs.last_image) if image is not None],
@@ -363,11 +363,9 @@ class Pipeline:
             if params.preset.kind == "vace":
                 from wan.pipeline import control
 
-                denoise_inputs = control.add_vace_context(
-                    params, denoise_inputs, inputs.vace, self.encode
-                )
+                latents = control.add_vace_context(params, latents, inputs.vace, self.encode)
             self.release(self.vae)
-        return DenoisingLoop(params, denoise_inputs, inputs.callback_on_step_end)
+        return DenoisingLoop(params, latents, inputs.callback_on_step_end)
 
     def denoise(self, loop: DenoisingLoop, num_experts: int | None = None) -> Tensor:
         """Runs the steps of the next `num_experts` experts (default: all) and returns the latents.
@@ -395,13 +393,11 @@ class Pipeline:
         self.offload_manager.params = params
         with self.stages("text"):
             prompt_context = self._get_prompt_embeds(params.prompt, prompt_embeds)
-            negative_context = prompt_context  # not used without guidance
+            uncond = prompt_context  # not used without guidance
             if params.uses_guidance:
-                negative_context = self._get_prompt_embeds(
-                    params.negative_prompt, negative_prompt_embeds
-                )
+                uncond = self._get_prompt_embeds(params.negative_prompt, negative_prompt_embeds)
             self.release(self.text_encoder)
-        return prompt_context, negative_context
+        return prompt_context, uncond
 
     def cache_prompt_embeds(self, prompts: Sequence[str], params: VideoParams) -> None:
         """Caches the embeddings of these prompts and drops all others. params: the first video."""

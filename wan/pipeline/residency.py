@@ -311,19 +311,19 @@ def stream_blocks(
 
     def transform_and_stream(network: nn.Module, sources: TensorSources) -> TensorSources:
         sources = transform(network, sources)
-        streamed_blocks = []
+        streams = []
         names = {module: f"{name}." for name, module in network.named_modules()}
         for index, module in enumerate(network.get_submodule(blocks).children()):
             block_modules = {
                 names[member]: member for member in (module, *adapter_modules(network, index))
             }
             weights = _move_meta_modules(block_modules, sources, device, dtype_of)
-            streamed_blocks.append(StreamedBlock(module, [*block_modules.values()][-1], *weights))
-        largest = max(block.flat.size for block in streamed_blocks)
+            streams.append(StreamedBlock(module, [*block_modules.values()][-1], *weights))
+        largest = max(block.flat.size for block in streams)
         StreamedBlocks(
-            streamed_blocks,
+            streams,
             device,
-            min(count_resident(largest, len(streamed_blocks)), len(streamed_blocks)),
+            min(count_resident(largest, len(streams)), len(streams)),
         )
         if table is not None:
             module = network.get_submodule(table)
@@ -371,9 +371,7 @@ def _look_up_embeddings(
     """Replaces an embedding's output by rows that are read from `source`; a forward hook."""
     token_ids, inverse = args[0].cpu().unique(return_inverse=True)
     source.check()
-    embeddings = torch.cat(
-        [source.read(slice(token_id, token_id + 1)) for token_id in token_ids.tolist()]
-    )
+    embeddings = torch.cat([source.read(slice(token, token + 1)) for token in token_ids.tolist()])
     return embeddings.to(output.dtype)[inverse].to(output.device)
 
 

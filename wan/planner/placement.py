@@ -89,8 +89,9 @@ def describe_layouts(
     yield f"Layouts, by what a rank sends per layer, {order}:"
     for layout in rows:
         duration = "" if rates is None else f", {layout.seconds * 1e3:.1f} ms"
+        note = " (this run)" if layout.sizes == chosen else ""
         yield (
-            f"  {format_topology(*layout.sizes)}: inside {layout.bytes_inside / 1e6:.0f} MB, between "
-            f"{layout.bytes_between / 1e6:.0f} MB{duration}{' (this run)' if layout.sizes == chosen else ''}"
+            f"  {format_topology(*layout.sizes)}: inside {layout.bytes_inside / 1e6:.0f} MB, "
+            f"between {layout.bytes_between / 1e6:.0f} MB{duration}{note}"
         )
     yield f"The cheapest is {format_topology(*rows[0].sizes)}."

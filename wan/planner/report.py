@@ -56,7 +56,7 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
     setup, params, parallel = planner.setup, planner.params, planner.setup.parallel
     folder, (width, height) = setup.checkpoint.folder, params.video_size
     tokens, need = planner.token_plan(parallel), planner.peak_bytes()
-    plan_lines = [
+    lines = [
         f"Plan: {task}, {width}*{height}, {_describe_frames(params)}, {planner.precision}, "
         f"{_format_count(parallel.world_size, 'rank')} ({planner.device.capabilities.name}); sizes "
         + (f"of {folder}" if folder else "as published (no checkpoint folder)"),
@@ -66,8 +66,8 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
         planner.measure_forwards(parallel)[0].attention,
     ]
     if setup.policy is not None:
-        plan_lines.append(setup.policy.describe(params, sync_branches=parallel.cfg_size == 2))
-    plan_lines += [
+        lines.append(setup.policy.describe(params, sync_branches=parallel.cfg_size == 2))
+    lines += [
         *_describe_traffic(planner),
         f"Memory of the fullest rank: {_format_bytes(need)}",
     ]
@@ -76,14 +76,12 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
         items = [
             f"{label} {_format_bytes(size)}" for label, size in usage.most_common() if size >= 1e6
         ]
-        mapped_bytes = mapped_by_stage.get(name, Usage()).total()
-        items += (
-            [f"and mapped from files {_format_bytes(mapped_bytes)}"] if mapped_bytes >= 1e6 else []
-        )
-        plan_lines.append(f"  {name} {_format_bytes(usage.total())}: {', '.join(items)}")
+        mapped = mapped_by_stage.get(name, Usage()).total()
+        items += [f"and mapped from files {_format_bytes(mapped)}"] if mapped >= 1e6 else []
+        lines.append(f"  {name} {_format_bytes(usage.total())}: {', '.join(items)}")
     host_bytes = planner.host_bytes()
     if host_bytes:
-        plan_lines.append(f"Page-locked host memory of a rank: {_format_bytes(host_bytes)}")
+        lines.append(f"Page-locked host memory of a rank: {_format_bytes(host_bytes)}")
     num_streamed, forwards, total = planner.streaming_per_step()
     if num_streamed:
         is_bound = setup.execution.resident_blocks is None and planner.device.type != "cpu"
@@ -91,12 +89,11 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
         seconds = (
             "" if host_gbs is None else f", {total / host_gbs / 1e9:.2f} s at {host_gbs:g} GB/s"
         )
-        plan_lines.append(
-            f"Copied per step: {at_most}{_format_bytes(total)}, {_format_count(num_streamed, 'block')} in "
-            f"{_format_count(forwards, 'forward')}{seconds}"
-        )
+        blocks, calls = _format_count(num_streamed, "block"), _format_count(forwards, "forward")
+        size = _format_bytes(total)
+        lines.append(f"Copied per step: {at_most}{size}, {blocks} in {calls}{seconds}")
     return [
-        *plan_lines,
+        *lines,
         "  not counted: driver, communication buffers, kernels' scratch, fragments",
     ]
 
@@ -150,7 +147,8 @@ def _describe_component(
     for info in infos:
         sizes[info.dtype] += info.nbytes
     dtypes = ", ".join(f"{dtype} {_format_bytes(size)}" for dtype, size in sizes.most_common())
-    return f"  {component}: {_format_paths(checkpoint, {info.file for info in infos})} ({dtypes}); {conversion}"
+    paths = _format_paths(checkpoint, {info.file for info in infos})
+    return f"  {component}: {paths} ({dtypes}); {conversion}"
 
 
 def _format_paths(checkpoint: Checkpoint, paths: Iterable[Path]) -> str:
@@ -174,8 +172,9 @@ def describe_rereads(planner: Planner, memory: int) -> Iterator[str]:
             times = forwards if name == "denoising" else 1
             period = "each step" if name == "denoising" else "each call"
             yield (
-                f"Of {_format_bytes(size)} mapped weights, {name} reads at least {_format_bytes(reread_bytes * times)} "
-                f"from the files again in {period}: {_format_bytes(memory)} are available."
+                f"Of {_format_bytes(size)} mapped weights, {name} reads at least "
+                f"{_format_bytes(reread_bytes * times)} from the files again in {period}: "
+                f"{_format_bytes(memory)} are available."
             )
 
 
@@ -214,8 +213,10 @@ def check_plan_memory(planner: Planner, memory: int | None) -> str:
     remedy = "no topology and no flag would help: choose a smaller `size` or `frame_num`"
     if nearest_run is not None:
         settings, ranks, min_bytes = nearest_run
-        remedy = f"it fits with {settings} on {_format_count(ranks, 'rank')} ({_format_bytes(min_bytes)})"
-    why = f"needs {_format_bytes(need)} on its fullest rank ({stage}), and a device has {_format_bytes(memory)}"
+        size = _format_bytes(min_bytes)
+        remedy = f"it fits with {settings} on {_format_count(ranks, 'rank')} ({size})"
+    why = f"needs {_format_bytes(need)} on its fullest rank ({stage})"
+    why += f", and a device has {_format_bytes(memory)}"
     raise InputError("The run", why=why, remedy=remedy)
 
 
@@ -241,8 +242,8 @@ def _describe_traffic(planner: Planner) -> list[str]:
             if sizes:
                 tensors, total = _format_count(len(sizes), "tensor"), sum(sizes)
                 traffic_lines.append(
-                    f"{exchange}{step_kind}: {tensors} of {tensor_sizes} per layer, together {_format_bytes(total)}; "
-                    f"{_format_bytes(total * calls)} per step and rank"
+                    f"{exchange}{step_kind}: {tensors} of {tensor_sizes} per layer, together "
+                    f"{_format_bytes(total)}; {_format_bytes(total * calls)} per step and rank"
                 )
     return traffic_lines or ["All-to-all: none. Ring: none."]
 

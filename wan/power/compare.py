@@ -49,6 +49,7 @@ from wan.trace import Event
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
+    from wan.settings.attention import Attention
 
 PRESETS = {  # arguments of generate.py; those after -- override them
     "mlperf": [  # Inference v6.0, text to video
@@ -228,16 +229,21 @@ def _parse_compare_options(argv: Sequence[str]) -> Namespace:
     return options
 
 
+def drop_unsupported_control(variants: list[Variant], attention: Attention) -> list[Variant]:
+    """Removes the control with idle gaps where these attention settings do not support it."""
+    if not (attention.quant_alltoall or attention.use_rainfusion):
+        return variants
+    logger.info("No run with rests only: not with --quant_alltoall or --use_rainfusion.")
+    return [variant for variant in variants if not variant.adds_idle_gaps]
+
+
 def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None) -> int:
     assert groups is not None
     if run.setup.parallel.ulysses_size == 1:
         raise InputError("`ulysses_size`", 1, "has no exchanges to compare", "give a larger one")
     from wan.power.rounds import ComparisonRounds
 
-    attention, variants = run.setup.attention, options.variants
-    if attention.quant_alltoall or attention.use_rainfusion:  # not supported by the control
-        logger.info("No run with rests only: not with --quant_alltoall or --use_rainfusion.")
-        variants = [variant for variant in variants if not variant.rests]
+    variants = drop_unsupported_control(options.variants, run.setup.attention)
     if options.quick and run.setup.policy is not None:
         why = "takes single steps, and a step cache needs all of them"
         raise InputError("--quick", None, why, "drop it or --step_cache")
@@ -289,7 +295,8 @@ def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -
             logger.info("Plan: %.1f GB (%s)%s, %s.", needed / 1e9, stage, free_text, mode_text)
             execution = replace(run.setup.execution, offload_model=offload)
             return replace(run, setup=replace(run.setup, execution=execution))
-    why = f"needs at least {needed / 1e9:.1f} GB ({stage}), and {min(free_per_rank) / 1e9:.1f} GB are free"
+    why = f"needs at least {needed / 1e9:.1f} GB ({stage})"
+    why += f", and {min(free_per_rank) / 1e9:.1f} GB are free"
     raise InputError("The comparison", None, why, "use more ranks, --dit_fsdp or fewer frames")
 
 
@@ -357,15 +364,13 @@ def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
     }
     if not mode_ratios:
         return baseline.variant, "No other mode was compared."
-    faster_modes = {
+    faster = {
         variant: time_ratio for variant, time_ratio in mode_ratios.items() if time_ratio.high < 1
     }
-    if not faster_modes:
+    if not faster:
         return baseline.variant, f"No gain on this machine: {_explain_no_gain(baseline.power)}"
-    fastest = min(faster_modes.values(), key=lambda time_ratio: time_ratio.median)
-    ties = [
-        variant for variant, time_ratio in faster_modes.items() if time_ratio.low <= fastest.high
-    ]
+    fastest = min(faster.values(), key=lambda time_ratio: time_ratio.median)
+    ties = [variant for variant, time_ratio in faster.items() if time_ratio.low <= fastest.high]
     best_variant = min(ties, key=lambda variant: (variant.chunks is not None, variant.comm_type))
     best_ratio, control_ratio = (
         ratios[best_variant],
@@ -433,7 +438,8 @@ def summarize_traces(folder: Path, variant: Variant) -> str:
         exchange_order.compare_with_plan(rank_trace.plan, rank_trace.events).difference
         for rank_trace in traces
     )
-    return f"{next((difference for difference in differences if difference), 'as planned')}; {duty_text}; {gap_text}"
+    order_text = next((difference for difference in differences if difference), "as planned")
+    return f"{order_text}; {duty_text}; {gap_text}"
 
 
 def write_comparison(
@@ -458,7 +464,7 @@ def write_comparison(
     for result in results:
         ratio = None if result is baseline else compute_time_ratio(result.seconds, baseline.seconds)
         variant_records[result.variant.name] = _make_variant_record(result, ratio)
-        table_rows += f"| {' | '.join(_format_variant_row(result, ratio))} |\n"
+        table_rows += f"| {' | '.join(format_variant_row(result, ratio))} |\n"
         order_lines += f"- {result.variant.name}: {result.order_summary}\n"
     recommendation = {"comm_type": best.comm_type, "chunks": best.chunks, "reason": reason}
     record = {"command": options.command, "machine": machine, "settings": run.settings}
@@ -554,7 +560,7 @@ def _make_variant_record(result: VariantResult, time_ratio: TimeRatio | None) ->
     }
 
 
-def _format_variant_row(result: VariantResult, time_ratio: TimeRatio | None) -> list[str]:
+def format_variant_row(result: VariantResult, time_ratio: TimeRatio | None) -> list[str]:
     """Formats the table row of a variant for the report."""
 
     def format_medians(**formats: str) -> str:
@@ -562,7 +568,7 @@ def _format_variant_row(result: VariantResult, time_ratio: TimeRatio | None) -> 
         for name, spec in formats.items():
             values = [x for power in result.power if (x := getattr(power, name)) is not None]
             cells.append(format(statistics.median(values), spec) if values else "not available")
-        return ", ".join(dict.fromkeys(cells))
+        return ", ".join(cells) if {*cells} != {"not available"} else "not available"
 
     median, lowest, highest = (change(result.seconds) for change in (statistics.median, min, max))
     video_text = (

@@ -42,11 +42,8 @@ PUBLISHED_RUN: dict[str, Any] = {
     "ulysses_size": 4,
 }
 """The run of the published row; the default prediction."""
-PUBLISHED_SECONDS = {
-    0: 108.35,
-    1: 90.36,
-    2: 90.34,
-}  # mode -> seconds measured by its authors on four NPUs
+# Seconds by mode, measured by its authors on four NPUs.
+PUBLISHED_SECONDS = {0: 108.35, 1: 90.36, 2: 90.34}
 RUN_FLAGS = (*PUBLISHED_RUN, "ring_size", "cfg_size")
 FITTED = "fitted to the published row"
 _EXACT_LAYERS = 400  # further layers are extrapolated from the second half
@@ -73,14 +70,16 @@ class Constants:
     tau: float = _declare_constant(
         0.06, "s", "time constant of the average", 1e-3, 1e3, source=FITTED
     )
-    f_low: float = _declare_constant(0.55, "", "lowered clock", 0.05, 1, below=True, source=FITTED)
+    f_low: float = _declare_constant(
+        0.55, "", "lowered clock", 0.05, 1, exclude_max=True, source=FITTED
+    )
     hold: float = _declare_constant(
         0.25, "s", "duration of the lowered clock", 1e-3, 1e3, source=FITTED
     )
     pfa: float = _declare_constant(1.05, "TDP", "power of attention", 0.01, 10, source=FITTED)
     fixed: float = _declare_constant(12.3, "s", "time outside denoising", 0, 1e5, source=FITTED)
     link_gbs: float = _declare_constant(20, "GB/s", "send bandwidth of a rank", 1e-3, 1e5)
-    ps: float = _declare_constant(0.3, "TDP", "static power", 0, 1, below=True)
+    ps: float = _declare_constant(0.3, "TDP", "static power", 0, 1, exclude_max=True)
     alpha: float = _declare_constant(3, "", "exponent of the clock in power", 1, 4)
     a_linear: float = _declare_constant(0.75, "", "activity of other work", 0, 2)
     a_comm: float = _declare_constant(0.12, "", "activity of all-to-alls", 0, 2)
@@ -163,13 +162,9 @@ class Workload:
 
         for action, chunk in mode.order(len(chunk_heads)):
             width = chunk_heads[chunk] * dim / num_heads  # channels of the head chunk
-            exchange_seconds = compute_transfer_seconds(
-                self.plan.shard_len * width * (self.ulysses - 1)
-            )
+            exchange = compute_transfer_seconds(self.plan.shard_len * width * (self.ulysses - 1))
             if action == "start":
-                arrival_times[chunk] = transfer_end = (
-                    max(transfer_end, compute_end) + 3 * exchange_seconds
-                )
+                arrival_times[chunk] = transfer_end = max(transfer_end, compute_end) + 3 * exchange
             elif action == "finish":
                 add_work("comm", return_times[chunk] - compute_end)
             else:
@@ -188,9 +183,7 @@ class Workload:
                             compute_transfer_seconds(2 * num_queries * width)
                             - (compute_end - hop_begin),
                         )
-                return_times[chunk] = transfer_end = (
-                    max(transfer_end, compute_end) + exchange_seconds
-                )
+                return_times[chunk] = transfer_end = max(transfer_end, compute_end) + exchange
         per_token = (
             12 * dim * dim + 4 * self.config["text_len"] * dim + 4 * dim * self.config["ffn_dim"]
         )
@@ -221,26 +214,22 @@ def simulate_layers(
     for index in range(num_exact):
         if index == _EXACT_LAYERS // 2:
             half_totals = seconds, energy, throttled
-        for kind, remaining_work in layer:
-            while remaining_work > 0:
+        for kind, work in layer:
+            while work > 0:
                 clock = constants.f_low if hold_remaining else 1.0
                 power = constants.compute_power(kind, clock)
                 speed = clock if kind in ("fa", "linear") else 1.0
                 event_seconds = hold_remaining or _compute_seconds_to_limit(
                     average_power, power, constants.tau
                 )
-                elapsed = min(event_seconds, remaining_work / speed)
-                remaining_work = (
-                    remaining_work - elapsed * speed
-                    if event_seconds <= remaining_work / speed
-                    else 0.0
-                )
+                elapsed = min(event_seconds, work / speed)
+                work = work - elapsed * speed if event_seconds <= work / speed else 0.0
                 seconds, energy = seconds + elapsed, energy + elapsed * power
                 throttled += elapsed * (clock < 1)
                 if elapsed == event_seconds and not hold_remaining:
                     total = _compute_throttle_cycle(kind, constants)
-                    cycles = remaining_work // total[0]
-                    remaining_work -= cycles * total[0]
+                    cycles = work // total[0]
+                    work -= cycles * total[0]
                     seconds, energy = seconds + cycles * total[1], energy + cycles * total[2]
                     throttled += cycles * constants.hold
                     average_power, hold_remaining = 1.0, constants.hold
@@ -286,10 +275,8 @@ def predict_mode(
     seconds, energy, throttled = simulate_layers(
         workload.list_layer_work(mode, chunks, constants), workload.layers, constants
     )
-    total_seconds, chunks = seconds + constants.fixed, min(chunks, workload.local_heads)
-    return Prediction(
-        name or mode.name, chunks, total_seconds, energy / seconds, throttled / seconds
-    )
+    total, chunks = seconds + constants.fixed, min(chunks, workload.local_heads)
+    return Prediction(name or mode.name, chunks, total, energy / seconds, throttled / seconds)
 
 
 def predict_modes(workload: Workload, constants: Constants) -> list[Prediction]:
@@ -318,26 +305,21 @@ def compute_sensitivity(
 
     def compute_gain(name: str, value: float) -> float | None:
         try:
-            varied_constants = replace(
-                constants, **{name: _CONSTANT_READERS[name](f"--{name}", value)}
-            )
+            trial = replace(constants, **{name: _CONSTANT_READERS[name](f"--{name}", value)})
         except InputError:
             return None
         baseline, chunked = (
-            predict_mode(workload, varied_constants, MODES[key], MODES[key].chunks)
-            for key in (0, 1)
+            predict_mode(workload, trial, MODES[key], MODES[key].chunks) for key in (0, 1)
         )
         return 1 - chunked.seconds / baseline.seconds
 
     return {
-        field_info.name: {
-            f"{factor:g}": compute_gain(
-                field_info.name, getattr(constants, field_info.name) * factor
-            )
+        info.name: {
+            f"{factor:g}": compute_gain(info.name, getattr(constants, info.name) * factor)
             for factor in _SENSITIVITY_FACTORS
         }
-        for field_info in fields(Constants)
-        if field_info.metadata["source"] == FITTED
+        for info in fields(Constants)
+        if info.metadata["source"] == FITTED
     }
 
 
@@ -349,29 +331,24 @@ def main(argv: Sequence[str]) -> int:
     parser.description = "Predict the time of each attention mode without running anything."
     for name in RUN_FLAGS:
         parser.add_argument(f"--{name}", metavar=name.upper(), help=FLAGS[name].help)
-    for field_info in fields(Constants):
+    for info in fields(Constants):
         help_text = (
-            f"{field_info.metadata['meaning']} ({field_info.default} {field_info.metadata['unit']}".rstrip()
-            + ")"
+            f"{info.metadata['meaning']} ({info.default} {info.metadata['unit']}".rstrip() + ")"
         )
-        parser.add_argument(f"--{field_info.name}", metavar=field_info.name.upper(), help=help_text)
+        parser.add_argument(f"--{info.name}", metavar=info.name.upper(), help=help_text)
     readers = {name: FLAGS[name].reader for name in RUN_FLAGS} | _CONSTANT_READERS
     raw_values = vars(parser.parse_args(list(argv)))
     flag_values = {name: readers[name](f"--{name}", value) for name, value in raw_values.items()}
     run_settings = {name: flag_values[name] for name in RUN_FLAGS if name in flag_values}
     task = run_settings.get("task", PUBLISHED_RUN["task"])
-    is_published_task = TASK_ALIASES.get(task, task) == PUBLISHED_RUN["task"]
-    defaults = (
-        PUBLISHED_RUN if is_published_task else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
-    )
+    is_known = TASK_ALIASES.get(task, task) == PUBLISHED_RUN["task"]
+    defaults = PUBLISHED_RUN if is_known else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
     run = resolve_run({**defaults, **run_settings, "plan": True}, lambda *_: None, plan=True)
     if run.setup.parallel.ulysses_size == 1:
         raise InputError("`ulysses_size`", 1, "has no exchanges to predict", "give a larger one")
-    constants, workload = (
-        Constants(**{n: flag_values[n] for n in _CONSTANT_READERS if n in flag_values}),
-        Workload.from_run(run),
-    )
-    is_published = is_published_task and not run_settings.keys() - {"task"}
+    constants = Constants(**{n: flag_values[n] for n in _CONSTANT_READERS if n in flag_values})
+    workload = Workload.from_run(run)
+    is_published = is_known and not run_settings.keys() - {"task"}
     print(
         *_format_predictions(run, workload, constants, flag_values.keys(), is_published),
         sep="\n",
@@ -387,15 +364,14 @@ def _format_predictions(
     flag_names: Collection[str],
     is_published: bool,
 ) -> Iterator[str]:
-    predictions, gains_by_constant = (
-        predict_modes(workload, constants),
-        compute_sensitivity(workload, constants),
-    )
+    predictions = predict_modes(workload, constants)
+    gains_by_constant = compute_sensitivity(workload, constants)
     params, parallel, baseline = run.params, run.setup.parallel, predictions[0]
     yield (
         f"Predicted, not run: {params.preset.task}, {params.size[0]}*{params.size[1]}, "
-        f"{params.frame_num} frames, {params.sample_steps} steps; cfg {parallel.cfg_size} x ring "
-        f"{parallel.ring_size} x ulysses {parallel.ulysses_size}; {workload.layers} layers per rank."
+        f"{params.frame_num} frames, {params.sample_steps} steps; cfg {parallel.cfg_size} "
+        f"x ring {parallel.ring_size} x ulysses {parallel.ulysses_size}; "
+        f"{workload.layers} layers per rank."
     )
     yield f"\n{'mode':30}{'chunks':>7}{'time':>15}{'gain':>9}{'power':>10}{'throttled':>11}"
     for row in predictions:
@@ -412,9 +388,8 @@ def _format_predictions(
     ]
     best = min(by_chunks, key=lambda row: round(row.seconds, 1))
     saved = 1 - best.seconds / baseline.seconds
-    verdict = (
-        "help" if saved >= 0.02 else "do not help"
-    )  # smaller gains are within the model's error
+    # Smaller gains are within the model's error.
+    verdict = "help" if saved >= 0.02 else "do not help"
     reason = (
         "" if baseline.throttled else " The baseline is not throttled, so nothing can be saved."
     )

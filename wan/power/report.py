@@ -235,7 +235,8 @@ def _format_run_report(report: RunReport) -> Iterator[str]:
     chunks = count_heads_per_chunk(plan.heads, ulysses, plan.mode.chunks)
     chunk_sizes = "/".join(map(str, sorted(set(chunks), reverse=True)))
     steps = ", ".join(f"{step} ({expert})" for step, expert in plan.steps.items())
-    yield f"== {report.name}: {plan.mode.name}, head chunks {len(chunks)} of {chunk_sizes} per rank =="
+    chunks_text = f"head chunks {len(chunks)} of {chunk_sizes} per rank"
+    yield f"== {report.name}: {plan.mode.name}, {chunks_text} =="
     yield (
         f"ulysses {ulysses} x ring {ring} x cfg {cfg}, {plan.tokens} tokens, "
         f"{plan.total_layers} layers, traced steps {steps}"

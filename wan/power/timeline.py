@@ -157,7 +157,12 @@ def _set_titles(
     position = f"rank {trace.plan.rank}, step {attrs.get('step')}, layer {attrs.get('layer')}"
     busy = sum(bar.length for bar in layer_bars if bar.lane == "attention")
     axis.set_title(f"{trace.plan.mode.name}  ({name}; {position})", loc="left", fontsize=9)
-    axis.set_title(f"{total:.3g} ms, attention {busy / total:.0%}", loc="right", fontsize=9)
+    axis.set_title(f"{_format_ms(total)} ms, attention {busy / total:.0%}", loc="right", fontsize=9)
+
+
+def _format_ms(milliseconds: float) -> str:
+    """Formats a duration with three significant digits, without an exponent."""
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
 
 
 def _draw_panel(axis: Any, layer_bars: Sequence[Bar], longest: float) -> None:

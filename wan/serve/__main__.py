@@ -73,11 +73,23 @@ def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, lis
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    small_int = make_argument_type(integer(1, 10_000))
-    large_int = make_argument_type(integer(1, 1_000_000))
-    days = make_argument_type(real(0, 36_500, exclude_min=True))
-    gigabytes = make_argument_type(real(0, 1e6, exclude_min=True))
+    _add_server_options(parser)
+    _add_limit_options(parser)
+    args = parser.parse_args(service_args)
+    if args.ranks % args.nodes:
+        raise InputError(f"--ranks {args.ranks} must be a multiple of --nodes {args.nodes}")
+    if args.name and not (args.name.isascii() and args.name.replace("-", "").isalnum()):
+        raise InputError(f"--name {args.name} must be of letters, digits and dashes")
+    if len(args.name) > NAME_LENGTH:
+        raise InputError(f"--name {args.name} must have at most {NAME_LENGTH} characters")
+    if not args.host:
+        raise InputError("--host is empty", remedy="give an address of this machine")
+    return args, generate_args
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of addresses, ranks and files."""
+    add, small_int = parser.add_argument, make_argument_type(integer(1, 10_000))
     file_path, string = make_argument_type(read_path), make_argument_type(read_text_value)
     add(
         "--host",
@@ -113,6 +125,14 @@ def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, lis
         default=[],
         help="further host name that requests may use; repeatable",
     )
+
+
+def _add_limit_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that limit jobs, requests and storage."""
+    add, small_int = parser.add_argument, make_argument_type(integer(1, 10_000))
+    large_int = make_argument_type(integer(1, 1_000_000))
+    days = make_argument_type(real(0, 36_500, exclude_min=True))
+    gigabytes = make_argument_type(real(0, 1e6, exclude_min=True))
     add("--queue", type=large_int, default=100, help="maximum of queued jobs (default 100)")
     add(
         "--together",
@@ -146,16 +166,6 @@ def _parse_service_options(argv: Sequence[str]) -> tuple[argparse.Namespace, lis
         type=gigabytes,
         help="GB of all files above which the oldest ended jobs are deleted (default no limit)",
     )
-    args = parser.parse_args(service_args)
-    if args.ranks % args.nodes:
-        raise InputError(f"--ranks {args.ranks} must be a multiple of --nodes {args.nodes}")
-    if args.name and not (args.name.isascii() and args.name.replace("-", "").isalnum()):
-        raise InputError(f"--name {args.name} must be of letters, digits and dashes")
-    if len(args.name) > NAME_LENGTH:
-        raise InputError(f"--name {args.name} must have at most {NAME_LENGTH} characters")
-    if not args.host:
-        raise InputError("--host is empty", remedy="give an address of this machine")
-    return args, generate_args
 
 
 def _make_nodes(count: int, address: str | None) -> Nodes:

@@ -188,12 +188,11 @@ class Routes:
         Raises:
             RefusedError: The video is damaged or was deleted meanwhile.
         """
+        path = self._service.video_path(job)
         try:
-            return await asyncio.to_thread(
-                pictures.make_picture, self._service.video_path(job), kind, job.frames
-            )
+            return await asyncio.to_thread(pictures.make_picture, path, kind, job.frames)
         except (OSError, ValueError, RuntimeError) as error:
-            self._stat_file(job, self._service.video_path(job))
+            self._stat_file(job, path)
             raise _make_gone_error("cannot be read") from error
 
     def _stat_file(self, job: QueuedVideo, path: Path) -> os.stat_result:
@@ -216,22 +215,17 @@ class Routes:
         if {*body} != {"prompt"} or not isinstance(body["prompt"], str):
             raise RefusedError("A remix takes a prompt and nothing else.", param="prompt")
         fields.check_prompt(body["prompt"])
-        job = await self._service.remix(
-            request.path_params["id"], body["prompt"], *_read_idempotency_key(request)
-        )
+        key = _read_idempotency_key(request)
+        job = await self._service.remix(request.path_params["id"], body["prompt"], *key)
         self._service.waiters.claim(job)
         return self._make_video_response(job)
 
     async def sync(self, request: Request) -> Response:
         """Answers with the video; its job is cancelled when the last client disconnects."""
-        job = await self._wait_for_job(
-            request, *await self._create_job(request, await _read_body(request))
-        )
-        headers = {
-            "X-Request-Id": job.id,
-            "X-Model": job.model,
-            "X-Inference-Time-S": f"{job.seconds:.3f}",
-        }
+        job, is_existing = await self._create_job(request, await _read_body(request))
+        job = await self._wait_for_job(request, job, is_existing)
+        seconds = f"{job.seconds:.3f}"
+        headers = {"X-Request-Id": job.id, "X-Model": job.model, "X-Inference-Time-S": seconds}
         path = self._service.video_path(job)
         status = self._stat_file(job, path)
         return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
@@ -362,9 +356,8 @@ async def _read_form(request: Request) -> dict[str, Any]:
     """Reads the fields of a form."""
     form_fields: dict[str, Any] = {}
     max_parts = 8 + MAX_REFERENCE_IMAGES
-    async with request.form(
-        max_files=max_parts, max_fields=100, max_part_size=sys.maxsize
-    ) as form:  # `Guard` limits the size of the body
+    # `Guard` limits the size of the body.
+    async with request.form(max_files=max_parts, max_fields=100, max_part_size=sys.maxsize) as form:
         for key, value in form.multi_items():
             part = await value.read() if isinstance(value, UploadFile) else value
             # The openai client sends lists like this.
@@ -405,9 +398,8 @@ def _check_body_values(body: Mapping[str, Any]) -> None:
                 try:
                     value.encode()
                 except UnicodeEncodeError as error:
-                    raise RefusedError(
-                        "The body has text with an unpaired surrogate; send it in UTF-8."
-                    ) from error
+                    message = "The body has text with an unpaired surrogate; send it in UTF-8."
+                    raise RefusedError(message) from error
             elif isinstance(value, dict):
                 inner += [*value, *value.values()]
             elif isinstance(value, list):
@@ -429,6 +421,7 @@ def _list_allowed_methods(request: Request) -> str:
 def _make_error_response(request: Request, error: Exception) -> Response:
     """Returns an error response in OpenAI's format."""
     headers: dict[str, str] = {}
+    should_retry = False
     if isinstance(error, RefusedError):
         status, code, param, message = error.status, error.code, error.param, str(error)
         should_retry = error.wait is not None
@@ -437,20 +430,18 @@ def _make_error_response(request: Request, error: Exception) -> Response:
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, InputError):
-        status, code, param, message, should_retry = 400, "invalid_request", None, str(error), False
+        status, code, message = 400, "invalid_request", str(error)
         match = re.fullmatch(r"`?(\w+)`?", error.what)
         param = None if match is None else error.naming.names.get(match[1], match[1])
     elif isinstance(error, HTTPException):
         status, code, param, message = error.status_code, "http", None, error.detail
-        should_retry = False
         headers.update(error.headers or {})
         if status == 405:
             headers["Allow"] = _list_allowed_methods(request)
     elif isinstance(error, MultiPartException):
-        status, code, param, message, should_retry = 400, "invalid_form", None, error.message, False
+        status, code, param, message = 400, "invalid_form", None, error.message
     else:
         status, code, param, message = 500, "internal_error", None, "Internal error."
-        should_retry = False
     message = message.encode(errors="replace").decode()
     param = None if param is None else param.encode(errors="replace").decode()
     headers["x-should-retry"] = "true" if should_retry else "false"
@@ -599,15 +590,10 @@ def make_app(
             with suppress(asyncio.CancelledError):
                 await running
 
-    handlers: dict[Any, Any] = dict.fromkeys(
-        (RefusedError, InputError, HTTPException, MultiPartException, Exception),
-        _make_error_response,
-    )
+    errors = (RefusedError, InputError, HTTPException, MultiPartException, Exception)
+    handlers: dict[Any, Any] = dict.fromkeys(errors, _make_error_response)
     handlers[ClientDisconnect] = _answer_disconnect
-    app = Starlette(
-        routes=Routes(service, metrics).list_routes(),
-        exception_handlers=handlers,
-        lifespan=lifespan,
-    )
+    routes = Routes(service, metrics).list_routes()
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     hosts = [*_LOCAL_HOSTS, host.lower(), *(n.lower() for n in names)]
     return Guard(app, hosts, api_key, most_bytes, is_busy)

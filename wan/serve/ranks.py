@@ -212,14 +212,10 @@ class RankWorker:
             self._embed_prompts(jobs)
         for job in batch.generate_videos(make_video):
             loading = [other.stages.get("loading", 0.0) for other in jobs]
-            job_seconds = job.seconds - job.stages.get("loading", 0.0) + sum(loading)
+            seconds = job.seconds - job.stages.get("loading", 0.0) + sum(loading)
             self._link.cancelled.discard(job.id)
             self._send(
-                "done",
-                job=job.id,
-                texts=job.prompt_reuse,
-                seconds=job_seconds,
-                loading=sum(loading),
+                "done", job=job.id, texts=job.prompt_reuse, seconds=seconds, loading=sum(loading)
             )
         newest = [*self._embeds][: self._max_cached_prompts]
         self._pipeline.cached_prompt_embeds = {text: self._embeds[text] for text in newest}

@@ -308,9 +308,8 @@ class Service:
         await self.group.stop()
         for job in self._running.values():
             if job.state == "in_progress":
-                self.journal.update_job(
-                    job, state="queued", done=0, attempt=max(job.attempt - 1, 0)
-                )
+                attempt = max(job.attempt - 1, 0)
+                self.journal.update_job(job, state="queued", done=0, attempt=attempt)
                 self._remove_attempt_files(job)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
@@ -339,20 +338,14 @@ class Service:
         if not waiting:
             return
         first = waiting[0]
-        same_priority = [option for option in waiting if option.priority == first.priority]
+        peers = [job for job in waiting if job.priority == first.priority]
         if first.shape != self._last_shape and first.passed < _MAX_PASSED:
-            first = next(
-                (option for option in same_priority if option.shape == self._last_shape), first
-            )
-        for option in waiting[: waiting.index(first)]:
-            self.journal.update_job(option, passed=option.passed + 1)
+            first = next((job for job in peers if job.shape == self._last_shape), first)
+        for job in waiting[: waiting.index(first)]:
+            self.journal.update_job(job, passed=job.passed + 1)
         chosen = [first]
         if can_share_experts(first):
-            partners = [
-                option
-                for option in same_priority
-                if option.id != first.id and can_share_experts(option)
-            ]
+            partners = [job for job in peers if job.id != first.id and can_share_experts(job)]
             chosen += partners[: self._choose_group_size(first, 1 + len(partners)) - 1]
         self._last_shape, now, commands = first.shape, time.time(), []
         for job in chosen:
@@ -512,11 +505,8 @@ class Service:
     def _resolve_run(self, job: QueuedVideo) -> Run:
         """Resolves the run of a job as the ranks will, and checks the limits."""
         with name_settings(fields.make_field_naming(job.names)):
-            run = self._resolve(
-                merge_line(
-                    self._user_settings, read_settings(job.settings | self._list_uploads(job))
-                )
-            )
+            settings = read_settings(job.settings | self._list_uploads(job))
+            run = self._resolve(merge_line(self._user_settings, settings))
         request = run.params
         prompts = request.clip_prompts or (request.prompt,)
         frames = request.frame_num * (request.num_clip or 1)
@@ -588,12 +578,10 @@ class Service:
     async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
         while True:
-            if self.limits.keep_days is not None:
-                for job in self.journal.list_ended_before(
-                    time.time() - 86400 * self.limits.keep_days
-                ):
+            days, quota = self.limits.keep_days, self.limits.quota
+            if days is not None:
+                for job in self.journal.list_ended_before(time.time() - 86400 * days):
                     self.delete(job)
-            quota = self.limits.quota
             while quota is not None and self.journal.count_bytes() > quota:
                 oldest = self.journal.list_ended_before(time.time(), 1)
                 if not oldest:

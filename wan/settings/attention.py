@@ -23,6 +23,11 @@ from wan.settings.values import choice, integer, join_with_or, real, subset_of, 
 
 _MHZ = integer(100, 4000, "MHZ")
 _AUTO = "auto"
+_PYTORCH_KERNELS = [
+    name
+    for name in list_dense_kernels("attention_backend")
+    if DENSE_KERNELS[name].xfuser_member is None
+]
 
 
 def _list_small_ops(device_type: str) -> list[str]:
@@ -44,8 +49,7 @@ class Attention:
         _AUTO,
         choice(_AUTO, *list_dense_kernels("attention_backend")),
         f"dense attention kernel on CPUs and GPUs (default {_AUTO}: PyTorch chooses); of PyTorch: "
-        f"{', '.join(n for n in list_dense_kernels('attention_backend') if DENSE_KERNELS[n].xfuser_member is None)}; "
-        "the other names are xfuser's",
+        f"{', '.join(_PYTORCH_KERNELS)}; the other names are xfuser's",
         diffusers=True,
     )
     fa_quant: str = load_option(

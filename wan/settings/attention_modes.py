@@ -129,13 +129,10 @@ def split_heads(heads: int, world: int, max_chunks: int) -> tuple[tuple[int, ...
     >>> split_heads(7, 3, 10)
     ((2, 1, 1), (1, 1, 1))
     """
-    heads_of_ranks = count_heads_per_rank(heads, world)
-    chunks = min(max_chunks, *heads_of_ranks)
+    by_rank = count_heads_per_rank(heads, world)
+    chunks = min(max_chunks, *by_rank)
     return tuple(
-        zip(
-            *(count_heads_per_rank(rank_heads, chunks) for rank_heads in heads_of_ranks),
-            strict=True,
-        )
+        zip(*(count_heads_per_rank(rank_heads, chunks) for rank_heads in by_rank), strict=True)
     )
 
 

@@ -118,7 +118,7 @@ class WriteError(OSError):
 
 
 class FileChangedError(OSError):
-    """A weight file was changed while a run used it. Exit code 1."""
+    """A file changed, or proved to be damaged, while a run used it. Exit code 1."""
 
 
 class NotFiniteError(ArithmeticError):

@@ -216,18 +216,15 @@ def merge_defaults(user_settings: Mapping[str, Any], defaults: Mapping[str, Any]
     clips in a record.
     """
     changed = {name for name, value in user_settings.items() if defaults.get(name, ...) != value}
-    superseded = set()
+    names = set()
     if {"sample_solver", "sample_steps", "sample_shift"} & changed:
-        superseded |= {"timesteps"}
+        names |= {"timesteps"}
     if {"sample_steps", "timesteps"} & changed:
-        superseded |= {"boundary_step"}
+        names |= {"boundary_step"}
     if "timesteps" in changed:
-        superseded |= {"sample_steps", "sample_shift"}
+        names |= {"sample_steps", "sample_shift"}
     if "prompt" in changed:
-        superseded |= {"clip_prompts"}
+        names |= {"clip_prompts"}
     if user_settings.get("sample_solver", "rcm") != "rcm":
-        superseded |= {"ode", "sigma_max"}
-    return {
-        **{key: value for key, value in defaults.items() if key not in superseded},
-        **user_settings,
-    }
+        names |= {"ode", "sigma_max"}
+    return {**{key: value for key, value in defaults.items() if key not in names}, **user_settings}

@@ -171,8 +171,8 @@ class StepCache:
         None,
         real(0, 100),
         "estimated relative change below which a step is skipped, for "
-        f"{', '.join(_list_policies_using('step_cache_threshold'))}; a larger one skips more (default: the "
-        "value published for the policy, 0.04 to 0.2)",
+        f"{', '.join(_list_policies_using('step_cache_threshold'))}; a larger one skips more "
+        "(default: the value published for the policy, 0.04 to 0.2)",
         diffusers="threshold",
     )
     step_cache_warmup: int = load_option(

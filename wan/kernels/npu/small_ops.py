@@ -77,8 +77,8 @@ def rope(ops: SmallOps, load: Load) -> SmallOps:
         if batch * num_heads >= _ROTARY_GROUPS_LIMIT or head_dim >= _ROTARY_HEAD_DIM_LIMIT:
             raise ValueError(
                 f"The fused RoPE takes batch * heads below {_ROTARY_GROUPS_LIMIT} and heads below "
-                f"{_ROTARY_HEAD_DIM_LIMIT} channels, not {batch * num_heads} and {head_dim}; leave rope out of "
-                "--fused_ops."
+                f"{_ROTARY_HEAD_DIM_LIMIT} channels, not {batch * num_heads} and {head_dim}; leave "
+                "rope out of --fused_ops."
             )
         cos_S1D, signed_sin_S1D = table
         # mindiesd calls npu_rotary_mul, which rotates channel pairs on every NPU;
