@@ -95,6 +95,10 @@ def record_timelines(clips: int) -> dict[str, list[Span]]:
 
 
 _METADATA = {"Software": "benchmarks.long_videos"}
+_TITLES = {
+    "one after the other": "each clip is decoded before the next one is denoised",
+    "overlap": "each clip is decoded while the next one is denoised (overlap_decoding)",
+}
 PLOT = make_marked_kind("a plot of benchmarks.long_videos", b"Software\0benchmarks.long_videos")
 
 
@@ -111,11 +115,14 @@ def plot_timelines(timelines: dict[str, list[Span]], path: Path) -> None:
             (("denoising", "#2a6f97"), ("decoding", "#e07a1f"))
         ):
             bars = [(a, b - a) for stage, a, b in spans if stage == stage_name]
-            axis.broken_barh(bars, (row - 0.4, 0.8), color=colour)
+            axis.broken_barh(bars, (row - 0.4, 0.8), color=colour, edgecolor="white")
+            for number, (begin, length) in enumerate(bars, 1):
+                axis.text(begin + length / 2, row, str(number), ha="center", va="center", size=8)
         axis.set_yticks((0, 1), ("denoising", "decoding"))
         axis.invert_yaxis()
-        axis.set_title(name, loc="left", fontsize=10)
-    axes[-1].set_xlabel("seconds")
+        axis.set_title(_TITLES[name], loc="left", fontsize=10)
+        axis.set_title(f"{max(b for *_, b in spans):.1f} s", loc="right", fontsize=10)
+    axes[-1].set_xlabel("seconds from the start of the video; numbers: clips")
     with write_output(path, PLOT) as temporary:
         figure.savefig(temporary, format="png", dpi=110, metadata=_METADATA)
     plt.close(figure)

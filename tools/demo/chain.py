@@ -33,7 +33,7 @@ from tools.demo.evaluate import to_pixels
 from tools.demo.last_image import load_base_model
 from tools.demo.lora import add_lora, encode_prompts, run_training_program
 from tools.demo.outputs import PICTURE as MARKED
-from tools.demo.outputs import save_picture
+from tools.demo.outputs import save_labelled_strips
 from tools.demo.render import render_scene
 from tools.demo.scenes import (
     BACKGROUNDS,
@@ -167,8 +167,14 @@ def score_chain(folder: Path, videos: int) -> None:
                 f"| {100 * wrong:.0f} | {jumped} |",
                 flush=True,
             )
-    order = [row for number in range(videos) for row in (strips[number], strips[videos + number])]
-    save_picture(np.concatenate(order[:8]), PICTURE)
+    groups = [
+        (
+            f"Video {number + 1}: its image, then the last frame of each clip, 1 to {LONG}",
+            [("last latent, LoRA", strips[number]), ("last frame", strips[videos + number])],
+        )
+        for number in range(min(videos, 4))
+    ]
+    save_labelled_strips(groups, PICTURE)
 
 
 def generate_long_video(model: Any, clips: list[Scene], seed: int, latents: bool) -> Pixels:

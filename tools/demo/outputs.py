@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from wan.output_files import (
@@ -61,6 +61,31 @@ def remove_export(folder: Path, more: Collection[str], setting: str = "--out") -
     check_export(folder, more, setting)
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def save_labelled_strips(
+    groups: Sequence[tuple[str, Sequence[tuple[str, np.ndarray]]]], path: Path
+) -> None:
+    """Writes a PNG of groups of strips, one below the other, with their titles and labels.
+
+    Args:
+        groups: Title of a group, and its strips: label and pixels [H,W,3], all of one width.
+    """
+    font, line, gap = ImageFont.load_default(size=13), 20, 2
+    labels = [label for _, strips in groups for label, _ in strips]
+    margin = 8 + max(int(font.getlength(label)) for label in labels)
+    heights = [line + sum(len(pixels) + gap for _, pixels in strips) for _, strips in groups]
+    width = margin + groups[0][1][0][1].shape[1]
+    sheet = Image.new("RGB", (width, sum(heights)), "white")
+    draw, top = ImageDraw.Draw(sheet), 0
+    for title, strips in groups:
+        draw.text((4, top + 2), title, fill="black", font=font)
+        top += line
+        for label, pixels in strips:
+            draw.text((4, top + len(pixels) // 2 - 8), label, fill="black", font=font)
+            sheet.paste(Image.fromarray(pixels), (margin, top))
+            top += len(pixels) + gap
+    save_picture(np.asarray(sheet), path)
 
 
 def save_picture(pixels: np.ndarray, path: Path) -> None:

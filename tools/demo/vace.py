@@ -33,7 +33,7 @@ from tools.demo.dit import CONFIG, TrainingKernel, draw_sigmas
 from tools.demo.evaluate import compute_psnr, to_pixels
 from tools.demo.lora import TOKENS, encode_prompts, run_training_program
 from tools.demo.outputs import PICTURE as MARKED
-from tools.demo.outputs import remove_export, save_picture
+from tools.demo.outputs import remove_export, save_labelled_strips
 from tools.demo.render import render_scene
 from tools.demo.scenes import (
     BACKGROUNDS,
@@ -276,7 +276,8 @@ def score_vace(folder: Path, clips: int) -> None:
     check_output(PICTURE, MARKED, "The picture")
     print("| Task | Control | Colour / shape, % | Centre off, pixels | Kept, dB | All, dB |")
     print("|---|---|---|---|---|---|")
-    model, strips = WanVace("vace-A14B", folder, precision="fp32"), []
+    model = WanVace("vace-A14B", folder, precision="fp32")
+    groups: list[tuple[str, list[tuple[str, Pixels]]]] = []
     for task in TASKS:
         for scale in (1.0, 0.0):
             rows = []
@@ -285,14 +286,14 @@ def score_vace(folder: Path, clips: int) -> None:
                 video = generate_controlled(model, control_clip, number, scale)
                 rows.append(_score_clip(control_clip, video))
                 if scale and number in PICTURED_CLIPS[task]:
-                    strips.append(_make_strips(control_clip, video))
+                    groups.append((_TITLES[task], _make_strips(control_clip, video)))
             colour, shape, off, psnr_kept, psnr_all = np.nanmean(rows, axis=0)
             print(
                 f"| {task} | {'yes' if scale else 'no'} | {100 * colour:.0f} / {100 * shape:.0f} "
                 f"| {off:.1f} | {psnr_kept:.1f} | {psnr_all:.1f} |",
                 flush=True,
             )
-    save_picture(np.concatenate(strips), PICTURE)
+    save_labelled_strips(groups, PICTURE)
 
 
 def generate_controlled(
@@ -351,13 +352,19 @@ def _locate_shapes(video: Pixels) -> NDArray[np.floating[Any]]:
     return np.array([np.argwhere(m).mean(0) if m.any() else (np.nan, np.nan) for m in masks])
 
 
-def _make_strips(control_clip: ControlledClip, result: Pixels) -> Pixels:
-    """Draw the source, the mask and the video, one below the other."""
+_TITLES = {
+    "replace": "The masked shape is replaced (white: generated)",
+    "path": "A shape drawn into a moving box (gray: unknown)",
+    "frames": "The frames between given frames (gray: unknown)",
+}
+"""Task -> title of its strips."""
+
+
+def _make_strips(control_clip: ControlledClip, result: Pixels) -> list[tuple[str, Pixels]]:
+    """Draw the source, the mask and the video, each as a strip of its frames."""
     mask = np.repeat(control_clip.mask[..., None], 3, axis=-1)
-    rows = [np.concatenate(list(video), axis=1) for video in (control_clip.source, mask, result)]
-    return np.concatenate(
-        [np.pad(row, ((0, 2), (0, 0), (0, 0)), constant_values=255) for row in rows]
-    )
+    videos = {"source": control_clip.source, "mask": mask, "result": result}
+    return [(label, np.concatenate(list(video), axis=1)) for label, video in videos.items()]
 
 
 if __name__ == "__main__":

@@ -131,7 +131,10 @@ def draw_timeline(named_traces: Sequence[tuple[str, Trace]], path: Path) -> None
         raise InputError(
             "The image needs matplotlib (pip install -r requirements-power.txt); all else is done."
         ) from error
-    panels = [(name, trace, *select_median_layer(trace)) for name, trace in named_traces]
+    panels = [
+        (name, trace, *select_median_layer(trace))
+        for name, trace in sorted(named_traces, key=_get_panel_order)
+    ]
     figure: Any = Figure(figsize=(10, 0.7 + 1.35 * len(panels)), dpi=130, layout="constrained")
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     longest, colors = max(layer.duration for _, _, layer, _ in panels) / _NS_PER_MS, set[str]()
@@ -148,6 +151,12 @@ def draw_timeline(named_traces: Sequence[tuple[str, Trace]], path: Path) -> None
     _draw_legend(figure, [color for color in _COLORS if color in colors])
     with write_output(path, PLOT) as temporary:
         figure.savefig(temporary, format="png", metadata=PLOT_METADATA)
+
+
+def _get_panel_order(named_trace: tuple[str, Trace]) -> tuple[bool, int, int]:
+    """Sorts runs by mode, the overlap last, and by the number of head chunks."""
+    plan = named_trace[1].plan
+    return plan.overlap, plan.comm_type, plan.mode.chunks
 
 
 def _set_titles(
