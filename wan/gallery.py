@@ -79,10 +79,8 @@ def _format_card(video: Path, link: Path) -> str:
     video_info, settings, seconds, power = (
         _read_record_section(record, name) for name in ("video", "settings", "seconds", "power")
     )
-    details = [
-        f"{video_info.get('width')}x{video_info.get('height')}",
-        f"{video_info.get('frames')} frames",
-    ]
+    width, height = video_info.get("width"), video_info.get("height")
+    details = [f"{width}x{height}", f"{video_info.get('frames')} frames"]
     details.append(f"seed {record.get('seed')}")
     total = sum(duration for duration in seconds.values() if isinstance(duration, int | float))
     details += [f"{total:.1f} s"] if total else []

@@ -94,10 +94,8 @@ class Policy(ABC):
         if steps is None:
             return None
         has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].parameters
-        forced_steps = list_forced_steps(
-            make_noise_schedule(request).experts,
-            self.settings.step_cache_warmup if has_warmup else 0,
-        )
+        warmup = self.settings.step_cache_warmup if has_warmup else 0
+        forced_steps = list_forced_steps(make_noise_schedule(request).experts, warmup)
         step_lists = {
             name: tuple(map(any, zip(forced_steps, steps[name], strict=True))) for name in BRANCHES
         }

@@ -80,9 +80,8 @@ def _dequantize_q5_0(blocks: Tensor) -> Tensor:
 
 def _dequantize_q5_1(blocks: Tensor) -> Tensor:
     scale, minimum, high_bits, low_bits = _split_blocks(blocks, 2, 2, 4, 16)
-    return _read_float16(scale) * _unpack_5_bits(low_bits, high_bits, 1).float() + _read_float16(
-        minimum
-    )
+    values = _unpack_5_bits(low_bits, high_bits, 1).float()
+    return _read_float16(scale) * values + _read_float16(minimum)
 
 
 def _dequantize_q2_k(blocks: Tensor) -> Tensor:

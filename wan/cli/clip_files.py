@@ -1,8 +1,8 @@
 """Stores the clips of a long video on disk, so that an interrupted run can be resumed.
 
 The folder `NAME.clips` of the video `NAME.mp4` has for each clip `0001.mp4` and, written last,
-`0001.safetensors` with the clip state, from which the next clip starts. The clips are joined to the
-video, and the folder is removed unless `--save_latents` is given. A later run with more clips
+`0001.safetensors` with the clip state, from which the next clip starts. The clips are joined into
+the video, and the folder is removed unless `--save_latents` is given. A later run with more clips
 generates only the missing ones.
 
 The metadata of a clip state has the settings and input digests of the run, and the digests of the
@@ -60,7 +60,8 @@ class ClipFiles:
             except (InputError, OSError, LookupError, TypeError):
                 difference = "is damaged"
             if difference is not None:
-                logger.info("%s: clip %d is made again: it %s.", self.folder, index + 1, difference)
+                text = "%s: clip %d is generated again, because it %s."
+                logger.info(text, self.folder, index + 1, difference)
                 return index
         return num_clips
 
@@ -84,7 +85,7 @@ class ClipFiles:
         return None if current_digests == digests else "was changed, or is of another run"
 
     def read_state(self, num_clips_done: int) -> Tensor | None:
-        """Returns the state of the last of `num_clips_done` clips; None for 0."""
+        """Returns the state of the last of the first `num_clips_done` clips; None for 0."""
         return self._read_state(num_clips_done - 1) if num_clips_done else None
 
     def _read_state(self, index: int) -> Tensor:
@@ -135,11 +136,8 @@ class ClipFiles:
     def _collect_settings(self, index: int) -> dict[str, Any]:
         """Returns the settings and input digests that determine a clip's frames."""
         run, clip_params = self._run, self._run.params.make_clip_params(index)
-        settings = {
-            n: x
-            for n, x in drop_paths_and_seed(run.settings).items()
-            if n not in _VARIABLE_SETTINGS
-        }
+        settings = drop_paths_and_seed(run.settings)
+        settings = {n: x for n, x in settings.items() if n not in _VARIABLE_SETTINGS}
         settings |= {
             f"the content of {name}": value for name, value in run.compute_content_digests().items()
         }

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_main or isinstance(error, InputError):
             failures.print_error(sentence)
         return get_exit_code(error)
-    return 0  # stdout was closed
+    return 0  # ignore_closed_stdout has suppressed a BrokenPipeError
 
 
 def execute_command_line(
@@ -108,7 +108,7 @@ def resolve_arguments(
 
     Args:
         argv: The command line without the program's name.
-        run_once: Calls a function on one rank of each machine.
+        run_once: Calls a function on one rank of each node; the others wait.
         plan, require_inputs: As for `wan.run.resolve_run`.
     """
     with refuse_unusable_paths():
@@ -120,14 +120,12 @@ def resolve_arguments(
                 raise InputError("`plan` is about one video; drop `prompt_file`.")
             from wan.cli import prompt_file
 
-            return prompt_file.resolve_prompt_file(
-                user_settings,
-                partial(
-                    resolve_command_line,
-                    make_demo=partial(make_demo, run_once),
-                    describe_folder=cache(inspect_checkpoint),
-                ),
+            resolve = partial(
+                resolve_command_line,
+                make_demo=partial(make_demo, run_once),
+                describe_folder=cache(inspect_checkpoint),
             )
+            return prompt_file.resolve_prompt_file(user_settings, resolve)
         return resolve_command_line(
             user_settings, partial(make_demo, run_once), plan, require_inputs=require_inputs
         )
@@ -173,12 +171,12 @@ def _execute_as_rank(argv: Sequence[str], work: RunFunction, require_inputs: boo
 
 
 def make_demo(run_once: RunOncePerNode, task: str, folder: Path) -> None:
-    """Writes a randomly initialised checkpoint on one rank of each machine; the others wait."""
+    """Writes a randomly initialized checkpoint on one rank of each node; the others wait."""
     load_torch()
     from wan.pipeline.tiny import make_checkpoint
 
     def make_once() -> None:
-        logger.info("Making the randomly initialised checkpoint %s (once).", folder)
+        logger.info("Making the randomly initialized checkpoint %s (once).", folder)
         try:
             make_checkpoint(task, folder)
         except (OSError, InputError):
@@ -189,7 +187,7 @@ def make_demo(run_once: RunOncePerNode, task: str, folder: Path) -> None:
 
 
 def load_torch() -> None:
-    """Imports torch; raises InputError if it loads torch-npu and CANN is missing."""
+    """Imports torch; raises InputError if it does not load, as with torch-npu but without CANN."""
     try:
         import torch  # noqa: F401
     except RuntimeError as error:

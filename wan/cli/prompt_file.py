@@ -63,11 +63,8 @@ def resolve_prompt_file(
             continue
         for seed in seeds:
             try:
-                lines.append(
-                    _resolve_prompt_line(
-                        number, dict(values), seed, shared, folder, resolve_settings
-                    )
-                )
+                line_args = (number, dict(values), seed, shared, folder, resolve_settings)
+                lines.append(_resolve_prompt_line(*line_args))
             except Exception as error:
                 lines.append(replace(_make_refused_line(number, error), seed=seed))
     lines = _refuse_duplicate_videos(lines)

@@ -76,14 +76,8 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
     """
     with name_settings(DIFFUSERS_NAMING):
         networks = _get_networks(pipe)
-        _attach_session(
-            Session(
-                networks,
-                pipe,
-                _drop_unused_parallel(_load_settings(settings)),
-                mesh.get_num_ranks(),
-            )
-        )
+        values = _drop_unused_parallel(_load_settings(settings))
+        _attach_session(Session(networks, pipe, values, mesh.get_num_ranks()))
     return pipe
 
 
@@ -145,11 +139,10 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
 def deparallelize(pipe: Any) -> Any:
     """Removes parallelism and step cache from a pipeline or a transformer; returns it."""
     is_network = isinstance(pipe, nn.Module)
-    networks = (
-        _check_networks({"dit": pipe}, allow_hooks=True)
-        if is_network
-        else _get_networks(pipe, allow_hooks=True)
-    )
+    if is_network:
+        networks = _check_networks({"dit": pipe}, allow_hooks=True)
+    else:
+        networks = _get_networks(pipe, allow_hooks=True)
     session = hooks.get_session(networks)
     hooks.detach_hooks(networks)
     if session is not None and session.groups is not None:

@@ -224,11 +224,8 @@ def combine_devices(measurements: Sequence[PowerMeasurement]) -> PowerMeasuremen
     for measurement in sorted(measurements, key=lambda measurement: measurement.seconds):
         if measurement.samples:
             longest[measurement.machine, measurement.source, measurement.device] = measurement
-    parts = tuple(
-        measurement
-        for measurement in measurements
-        if any(measurement is candidate for candidate in longest.values())
-    )
+    chosen = {id(measurement) for measurement in longest.values()}
+    parts = tuple(measurement for measurement in measurements if id(measurement) in chosen)
     why = next((measurement.why for measurement in measurements if not measurement.samples), None)
     if len(parts) < 2:
         return replace(parts[0], why=why) if parts else PowerMeasurement(why=why)

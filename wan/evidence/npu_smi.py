@@ -92,10 +92,8 @@ def parse_power_table(text: str, location: DieLocation) -> DieReading:
         MeterError: The text has no such table, or the table has neither power.
     """
     die_powers = parse_die_powers(text).get(location.board, [])
-    watts = next(
-        (w for w in (*die_powers[location.die : location.die + 1], *die_powers) if w is not None),
-        None,
-    )
+    powers = (*die_powers[location.die : location.die + 1], *die_powers)
+    watts = next((w for w in powers if w is not None), None)
     if watts is None:
         raise MeterError(f"npu-smi info has no power of NPU {location.board}")
     return DieReading(watts)
@@ -116,19 +114,15 @@ def parse_power_fields(text: str, location: DieLocation) -> DieReading:
             blocks[-1][" ".join(name.split())] = value.strip()
         elif not line:
             blocks.append({})
-    die_block = next(
-        (block for block in blocks if _parse_whole_number(block.get("Chip ID")) == location.die),
-        None,
-    )
+    die_blocks = (b for b in blocks if _parse_whole_number(b.get("Chip ID")) == location.die)
+    die_block = next(die_blocks, None)
     board_blocks = [
         block for block in blocks if "Chip ID" not in block and _read_block_power(block) is not None
     ]
     if die_block is None:  # A5
         die_block = next((block for block in board_blocks if "Chip Name" not in block), {})
-    watts = next(
-        (w for block in (die_block, *board_blocks) if (w := _read_block_power(block)) is not None),
-        None,
-    )
+    powers = map(_read_block_power, (die_block, *board_blocks))
+    watts = next((w for w in powers if w is not None), None)
     if watts is None:
         raise MeterError(f"npu-smi has no power of NPU {location.board}: {_quote_first_line(text)}")
     usage = _NUMBER_PATTERN.fullmatch(die_block.get("Aicore Usage Rate(%)", ""))
@@ -234,10 +228,8 @@ def _split_complete_lines(text: str) -> list[str]:
 def _read_block_power(block: Mapping[str, str]) -> float | None:
     """Returns the measured power of a block in watts, not its rated power."""
     names = ("NPU Real-time Power(W)", "Power Dissipation(W)")
-    return next(
-        (w for name in names if (w := _parse_positive_number(block.get(name, ""))) is not None),
-        None,
-    )
+    numbers = (_parse_positive_number(block.get(name, "")) for name in names)
+    return next((number for number in numbers if number is not None), None)
 
 
 def _parse_positive_number(text: str) -> float | None:

@@ -44,11 +44,8 @@ class Rapl(PowerSource):
         self._clocks = [
             SysfsNumber(path) for path in clocks if _read_sysfs_number(path) is not None
         ]
-        max_clocks_khz = [
-            khz
-            for clock_policy in policies
-            if (khz := _read_sysfs_number(clock_policy / "cpuinfo_max_freq")) is not None
-        ]
+        clocks_khz = [_read_sysfs_number(path / "cpuinfo_max_freq") for path in policies]
+        max_clocks_khz = [khz for khz in clocks_khz if khz is not None]
         self.rated_mhz = max(max_clocks_khz) / 1000 if max_clocks_khz else None
 
     def read_sample(self) -> Sample:

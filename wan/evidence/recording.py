@@ -145,9 +145,5 @@ class TraceRecording:
             for (_, branch), forward_events in exchange_order.group_by_forward(events).items():
                 for layer, layer_events in exchange_order.group_by_layer(forward_events).items():
                     position = f"step {step} {branch} layer {layer}"
-                    logger.debug(
-                        "%s %s: %s",
-                        position,
-                        self.plan.mode.name,
-                        exchange_order.format_layer_order(layer_events),
-                    )
+                    layer_order = exchange_order.format_layer_order(layer_events)
+                    logger.debug("%s %s: %s", position, self.plan.mode.name, layer_order)

@@ -204,11 +204,8 @@ class FAPowerCapAttention:
         if spec.backend is not None and spec.backend.quantizes_before_exchange:
             return None
         tensor_spec = TensorSpec(batch, num_tokens, 3, channels // num_heads, x_BsC.dtype)
-        buffer = PackedBuffer(
-            [tensor_spec],
-            [num_heads for heads_per_rank in spec.chunk_heads for num_heads in heads_per_rank],
-            x_BsC.device,
-        )
+        heads = [num_heads for per_rank in spec.chunk_heads for num_heads in per_rank]
+        buffer = PackedBuffer([tensor_spec], heads, x_BsC.device)
         return _PackedCall(self, buffer)
 
     def attend_packed(

@@ -28,11 +28,8 @@ def find_local_frames(
     if not num_local_tokens:
         return range(0), []
     frames = range(token_offset // frame_size, -(-(token_offset + num_local_tokens) // frame_size))
-    return frames, [
-        min((i + 1) * frame_size, token_offset + num_local_tokens)
-        - max(i * frame_size, token_offset)
-        for i in frames
-    ]
+    begin, end = token_offset, token_offset + num_local_tokens
+    return frames, [min((i + 1) * frame_size, end) - max(i * frame_size, begin) for i in frames]
 
 
 def attend_in_frames(

@@ -293,11 +293,8 @@ def _split_segments(
         return iter([(*tokens, *modulations)])
     # Index sample 0 first: other strides would make the compiler build another graph.
     token_parts = ([segment[None] for segment in x[0].split(list(segments))] for x in tokens)
-    return zip(
-        *token_parts,
-        *([modulation[None, None] for modulation in x[0]] for x in modulations),
-        strict=True,
-    )
+    modulation_parts = ([row[None, None] for row in x[0]] for x in modulations)
+    return zip(*token_parts, *modulation_parts, strict=True)
 
 
 def _concat_segments(outputs: list[Tensor]) -> Tensor:

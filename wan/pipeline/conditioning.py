@@ -132,10 +132,9 @@ def make_chained_condition(
     only the image.
     """
     _, frames, height, width = params.latent_shape
-    known_latents = [
-        anchor_Z1hw,
-        *([] if motion_Z1hw is None else [motion_Z1hw.to(anchor_Z1hw.device)]),
-    ]
+    known_latents = [anchor_Z1hw]
+    if motion_Z1hw is not None:
+        known_latents.append(motion_Z1hw.to(anchor_Z1hw.device))
     padding = anchor_Z1hw.new_zeros(len(anchor_Z1hw), frames - len(known_latents), height, width)
     mask = anchor_Z1hw.new_zeros(4, frames, height, width)
     mask[:, 0] = 1

@@ -75,12 +75,9 @@ class OffloadManager:
         free_bytes = None if self.device.type == "cpu" else self.device.free_memory()
         if self.resident_blocks is not None or free_bytes is None or self.params is None:
             return self.resident_blocks or 0
-        available = (
-            free_bytes
-            - _RESERVED_BYTES
-            - self.bytes_outside_blocks(self.params) * 5 // 4
-            - count_block_buffers(self.device.type) * block_bytes
-        )
+        outside_blocks = self.bytes_outside_blocks(self.params) * 5 // 4
+        buffers = count_block_buffers(self.device.type) * block_bytes
+        available = free_bytes - _RESERVED_BYTES - outside_blocks - buffers
         return min(max(available // block_bytes, 0), num_blocks)
 
     def register(self, network: nn.Module, on_free: Callable[[], None] = lambda: None) -> None:
@@ -329,11 +326,8 @@ class Pipeline:
         self.experts.prefetch(noise_schedule.make_noise_schedule(params).experts[0])
         if params.chain is not None:
             return chain.generate_chained_clips(self, params, inputs)
-        generate = (
-            clips.generate_s2v_clips
-            if inputs.animate is None
-            else characters.generate_animate_clips
-        )
+        is_s2v = inputs.animate is None
+        generate = clips.generate_s2v_clips if is_s2v else characters.generate_animate_clips
         return generate(self, params, inputs)
 
     def sample_audio_features(self, audio: Audio, num_frames: int) -> Tensor:
@@ -401,11 +395,8 @@ class Pipeline:
 
     def cache_prompt_embeds(self, prompts: Sequence[str], params: VideoParams) -> None:
         """Caches the embeddings of these prompts and drops all others. params: the first video."""
-        self.cached_prompt_embeds = {
-            prompt: embeds
-            for prompt, embeds in self.cached_prompt_embeds.items()
-            if prompt in prompts
-        }
+        cached = self.cached_prompt_embeds.items()
+        self.cached_prompt_embeds = {prompt: x for prompt, x in cached if prompt in prompts}
         self.offload_manager.params = params
         with self.stages("text"):
             for prompt in dict.fromkeys(prompts):

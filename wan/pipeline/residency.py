@@ -182,10 +182,8 @@ class HostBlockLoader:
             block.flat.free_storage()
         for buffer in buffers:
             self._stream.record_stream(buffer.memory)
-            buffer.copy_event, buffer.compute_event = (
-                self._stream.make_event(),
-                self._stream.make_event(),
-            )
+            buffer.copy_event = self._stream.make_event()
+            buffer.compute_event = self._stream.make_event()
             self.release(buffer)
 
     def fetch(self, block: StreamedBlock, buffer: BlockBuffer) -> None:

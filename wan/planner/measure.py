@@ -1,8 +1,8 @@
-"""Measures the memory and the communication of a run by running its layers on tensors without data.
+"""Measures the memory and the communication of a run by running its layers on meta tensors.
 
-Nothing is computed and nothing is sent. Tensors are on the "meta" device, and this process has a
-rank of the run in a fake process group. Every tensor storage is counted from its allocation until
-it is freed. FSDP refuses the meta device, so sharded networks run on PyTorch's fake tensors.
+Nothing is computed and nothing is sent. This process acts as one rank of a fake process group.
+Every tensor storage is counted from its allocation until it is freed. FSDP refuses the meta device,
+so sharded networks run on PyTorch's fake tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select_kernels
 from wan.modules.model import WanModel
-from wan.modules.networks import build_dit as build_network
+from wan.modules.networks import build_dit
 from wan.pipeline import adapt, build, clip, memory, text, vae
 from wan.pipeline.memory import NetworkSize, NetworkSizes, Usage, WeightBytes
 from wan.pipeline.setup import Setup
@@ -51,7 +51,7 @@ from wan.vae import tiles
 
 META = torch.device("meta")
 Sends = list[tuple[str, int]]
-"""The collectives of a layer: c10d's name of the operation, bytes that a rank sends."""
+"""The collectives of a layer: c10d's name of the operation, bytes of this rank's input tensor."""
 _LAYERS = {  # submodule of a block -> name of its tensors in a plan
     "": "norms",
     "self_attn": "self-attention",
@@ -67,7 +67,7 @@ class ForwardMeasurement:
     """Measurements of the forwards of a DiT on one rank.
 
     Attributes:
-        sends: The sends of a layer in a dense step, and in a sparse step if there are any.
+        sends: The collectives of a layer in a dense step, and in a sparse step if there are any.
         attention: One line about the attention backends.
     """
 
@@ -144,9 +144,9 @@ class Planner:
         return TokenPlan(self.params.max_clip_tokens, ranks, multiple)
 
     def measure_forwards(self, parallel: Parallel) -> list[ForwardMeasurement]:
-        """Measures the forwards of the ranks that may differ.
+        """Measures the forwards on one rank of each group of ranks with equal memory.
 
-        They are the first rank, the last rank if tokens are padded, and a rank in the middle of a
+        The ranks are the first one, the last one if tokens are padded, and one in the middle of a
         bidirectional ring.
         """
         tokens, last = self.token_plan(parallel), parallel.ring_size - 1
@@ -189,17 +189,21 @@ class Planner:
         return WeightBytes(count_weight_bytes(network) - mapped_total, mapped_total)
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
-        """Measures the text encoder. ranks: number of ranks that shard the weights."""
+        """Measures the text encoder.
+
+        Args:
+            ranks: Number of ranks that shard the weights.
+        """
         checkpoint = self.setup.checkpoint
         path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
         parallel = Parallel(ranks, 1, 1, ranks, t5_fsdp=ranks > 1)
         with self._simulate_rank(0, parallel) as team:
             with META:
-                network: Any = (
-                    text.build_published_text_encoder()
-                    if path is None
-                    else text.read_text_encoder_spec(path).make()
-                )
+                network: Any
+                if path is None:
+                    network = text.build_published_text_encoder()
+                else:
+                    network = text.read_text_encoder_spec(path).make()
             _, sharding = build.make_weight_shardings(parallel, team)
             blocks, dtypes = network.encoder.block, text.choose_text_encoder_dtypes(self.dtype)
             sources: TensorSources = {}
@@ -211,8 +215,8 @@ class Planner:
                 with live:
                     network(ids, torch.ones_like(ids))
                 table = count_weight_bytes(network.get_submodule(text.EMBEDDING_NAME))
-        blocks = max(0, size.weights - table)
-        return replace(size, blocks=blocks, activations=live.peak_bytes)
+        block_bytes = max(0, size.weights - table)
+        return replace(size, blocks=block_bytes, activations=live.peak_bytes)
 
     def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[WeightBytes, Usage, Usage]:
         """Measures the weights and the activations of the VAE.
@@ -227,11 +231,10 @@ class Planner:
         """
         params, preset, path = self.params, self.setup.preset, self.setup.checkpoint.vae
         with META:
-            network = (
-                vae.build_published_vae(preset.vae)
-                if path is None
-                else vae.read_vae_spec(path).make()
-            )
+            if path is None:
+                network = vae.build_published_vae(preset.vae)
+            else:
+                network = vae.read_vae_spec(path).make()
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         model = vae.VideoVAE(network)
         (channels, _, *size), sides = params.latent_shape, params.video_size[::-1]
@@ -247,16 +250,19 @@ class Planner:
 
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * time + 1, *sides)
-            source = None  # the input of `video`, which stays in host memory
+            source = None  # the caller's video in host memory
             if self.device.type == "cpu" and params.preset.kind == "vace":
-                source = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # RGB, the mask twice
+                source = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # RGB, two masks
             elif self.device.type == "cpu" and not params.has_clips:
                 source = video.clone()
             model.encode(video[:, :, :rows] if ranks > 1 else video)
             del source
 
         def measure_peak(work: Callable[[int], None], frames: int) -> Usage:
-            """Extrapolates from four latent frames; each from the third on adds the same."""
+            """Returns the peak usage of `work(frames)`, extrapolated from 3 and 4 latent frames.
+
+            Each further frame adds as much as the fourth one.
+            """
             peaks = []
             for num_frames in (min(frames, 3), min(frames, 4)):
                 live = StorageTracker("meta")
@@ -317,7 +323,7 @@ class Planner:
         compute = build.DTYPES[self.precision]
         sources: TensorSources = {}
         with META:
-            network = build_network(files.config, components)
+            network = build_dit(files.config, components)
             if setup.quantized is not None and self.device.type == "npu":
                 operators.insert_quantized_linears(
                     network, setup.quantized.experts[expert].linear_bytes
@@ -331,7 +337,7 @@ class Planner:
     def _run_forwards(
         self, network: WanModel, live: StorageTracker, branches: tuple[str, ...]
     ) -> tuple[Sends, ...]:
-        """Runs each guidance branch in a dense and a sparse step, and returns the sends of a layer.
+        """Runs each guidance branch in a dense and a sparse step; returns a layer's collectives.
 
         With a step cache the first step runs twice: the second time the cache holds the residuals
         of the first.
@@ -379,11 +385,9 @@ class Planner:
         fixes_first_frame = setup.preset.kind == "ti2v" and memory.count_encoded_frames(params) == 1
         if fixes_first_frame and live.device == "meta":  # the image's tokens have timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
-        sparse_from = (
-            setup.attention.resolve_sparse_start_step(steps)
-            if setup.attention.use_rainfusion
-            else 0
-        )
+        attention, sparse_from = setup.attention, 0
+        if attention.use_rainfusion:
+            sparse_from = attention.resolve_sparse_start_step(steps)
         step_indices, sends = sorted({0, sparse_from}), list[Sends]()
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             live.sent_operations.clear()
@@ -392,7 +396,8 @@ class Planner:
                 channels_of_image = {"y": [y]} if len(y) else {}
                 with live:
                     network(
-                        *([x], t),
+                        [x],
+                        t,
                         context=[text_LC],
                         seq_len=prod(grid),
                         **{**model_kwargs, **audio_input, **channels_of_image},
@@ -412,11 +417,10 @@ class Planner:
             if is_distributed:
                 init_fake_process_group(rank, parallel.world_size)
                 stack.callback(dist.destroy_process_group)
-            yield (
-                mesh.make_parallel_groups(select_device("cpu"), parallel.mesh_shape)
-                if is_distributed
-                else None
-            )
+            groups = None
+            if is_distributed:
+                groups = mesh.make_parallel_groups(select_device("cpu"), parallel.mesh_shape)
+            yield groups
 
 
 def _iter_tensors(model_kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -436,7 +440,7 @@ def _prepare_meta_network(
     adapter_modules: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
     ranks: int = 1,
 ) -> Iterator[tuple[StorageTracker, NetworkSize]]:
-    """Prepares a meta network to run on tensors without data, with two or three of its blocks.
+    """Prepares a network to run on meta or fake tensors, with two or three of its blocks.
 
     FSDP needs three blocks: the first, the last and one in the middle. Memory-mapped weights are
     counted separately; the allocated weights of a block are an average over the blocks.
@@ -446,7 +450,7 @@ def _prepare_meta_network(
         ranks: Number of ranks that shard the weights.
 
     Yields:
-        The counter of live tensors, and this rank's weights.
+        The tracker of live tensor storages, and the sizes of this rank's weights.
     """
     for name, parameter in network.named_parameters():
         stored = sources[name].dtype if name in sources else torch.bfloat16
@@ -471,12 +475,8 @@ def _prepare_meta_network(
         saved = count_weight_bytes(removed_blocks) if is_unsharded else len(removed_blocks) * block
         block += (sum(adapter_bytes) - in_blocks) // count
         weights = count_weight_bytes(network) + saved + sum(adapter_bytes[num_kept:]) - mapped_total
-        largest = (
-            block + max(adapter_bytes) - sum(adapter_bytes) // count
-            if any(adapter_bytes) and not mapped_total
-            else 0
-        )
-        yield (
-            live,
-            NetworkSize(weights, block, count * block, mapped=mapped_total, largest_block=largest),
-        )
+        largest = 0
+        if any(adapter_bytes) and not mapped_total:
+            largest = block + max(adapter_bytes) - sum(adapter_bytes) // count
+        sizes = (weights, block, count * block)
+        yield live, NetworkSize(*sizes, mapped=mapped_total, largest_block=largest)

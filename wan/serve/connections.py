@@ -430,10 +430,8 @@ def open_sockets(
             last_error = error
             if error.errno != errno.EADDRNOTAVAIL:
                 break
-    is_partial = last_error is not None and last_error.errno in (
-        errno.EADDRNOTAVAIL,
-        errno.EAFNOSUPPORT,
-    )
+    codes = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    is_partial = last_error is not None and last_error.errno in codes
     if last_error is None or (sockets and is_partial):
         return sockets
     for listener in sockets:

@@ -228,10 +228,8 @@ class RankWorker:
         code, message = _classify_error(error)
         if is_collective:  # the error of the rank that failed
             errors = self._control.gather((code, message))
-            code, message = next(
-                (code_and_message for code_and_message in errors if code_and_message[0] != "ended"),
-                (code, message),
-            )
+            causes = (pair for pair in errors if pair[0] != "ended")
+            code, message = next(causes, (code, message))
         self._link.cancelled.discard(job.id)
         self._send("failed", job=job.id, code=code, message=message)
 

@@ -155,11 +155,9 @@ def _find_refusal(
     for num_met, rule in enumerate(_list_requirements(attention, execution, head_dim, weights)):
         if not rule.is_met(device):
             names = _list_device_names(rule.is_met)
-            predicate = (
-                f"needs {_add_article(join_with_or(names))}; this device is"
-                if names
-                else "does not work on"
-            )
+            predicate = "does not work on"
+            if names:
+                predicate = f"needs {_add_article(join_with_or(names))}; this device is"
             return num_met, InputError(
                 rule.subject, None, f"{predicate} {device_name}", rule.remedy
             )
@@ -209,11 +207,8 @@ def _list_requirements(
             subject, lambda device: device.type != "npu" or head_dim in FP8.head_dims
         )
     if attention.use_rainfusion:
-        kernels_by_setting = {
-            f"`rainfusion_type={name}`": kernel
-            for name, kernel in RAINFUSION.items()
-            if kernel.factories
-        }
+        kernels = {name: kernel for name, kernel in RAINFUSION.items() if kernel.factories}
+        kernels_by_setting = {f"`rainfusion_type={name}`": k for name, k in kernels.items()}
         yield _Requirement(
             "`use_rainfusion`",
             lambda device: any(map(device.has_kernel, kernels_by_setting.values())),

@@ -113,11 +113,8 @@ def choose_recipes(
     if recipe_name == "auto":
         weight_names = [path.name for path in weights]
         lora_names = ["/".join(path.absolute().parts[-3:]) for path in loras]
-        matching = [
-            key
-            for key, candidate in RECIPES.items()
-            if _matches_files(candidate, weight_names, lora_names, preset)
-        ]
+        files = (weight_names, lora_names, preset)
+        matching = [key for key, recipe in RECIPES.items() if _matches_files(recipe, *files)]
         few_step = [key for key in matching if not RECIPES[key].is_combinable]
         names = (*few_step[:1], *(key for key in matching if RECIPES[key].is_combinable))
     elif recipe_name != "none":

@@ -35,10 +35,8 @@ def decode_tiles(
                 _blend_edges(tiles_above[start], tile, 3, patch)
             if left_tile is not None:
                 _blend_edges(left_tile, tile, 4, patch)
-            tiles_above[start], left_tile = (
-                tile[..., -_BLEND:, :].clone(),
-                tile[..., -_BLEND:].clone(),
-            )
+            tiles_above[start] = tile[..., -_BLEND:, :].clone()
+            left_tile = tile[..., -_BLEND:].clone()
             y, x = top * scale, start * scale
             target = out[..., y : y + STEP, x : x + STEP]
             target.copy_(tile[..., : target.shape[3], : target.shape[4]])
