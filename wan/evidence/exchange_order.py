@@ -268,7 +268,7 @@ def compare_with_plan(plan: ExchangePlan, events: Sequence[Event]) -> OrderCompa
                 pairs = zip_longest(plan_items, list_recorded_items(events_by_layer.get(layer, [])))
                 for index, (planned_item, recorded_item) in enumerate(pairs):
                     if planned_item != recorded_item:
-                        origin = f"rank {plan.rank}, step {step} ({branch}), layer {layer}"
+                        location = f"rank {plan.rank}, step {step} ({branch}), layer {layer}"
                         expected, actual = map(_describe_item, (planned_item, recorded_item))
                         return OrderComparison(
                             num_compared,
