@@ -92,7 +92,10 @@ class VideoCall(Job):
 
 
 class Generator:
-    """Generates videos with one checkpoint, whose networks determine the task of its kind."""
+    """Generates videos with one checkpoint.
+
+    A subclass sets `kind`; the networks of the checkpoint select the task of that kind.
+    """
 
     kind: str
     generate: Any
@@ -124,7 +127,7 @@ class Generator:
             t5_fsdp: As --t5_fsdp.
             dit_fsdp: As --dit_fsdp.
             use_sp: Distribute each video over the ranks of torch.distributed, which the caller has
-                initialised. `generate` is called on every rank and returns the video on rank 0,
+                initialized. `generate` is called on every rank and returns the video on rank 0,
                 None on the others (latents on all).
             t5_cpu: As --t5_cpu.
             init_on_cpu: No effect: networks are loaded directly to their device.
@@ -134,7 +137,7 @@ class Generator:
                 variables that set flags have no effect; unsupported ones are refused.
 
         Raises:
-            InputError: A ValueError: the folder or a setting is invalid.
+            InputError (a ValueError): The folder or a setting is invalid.
         """
         with name_settings(PYTHON_NAMING):
             env.check_environment()
@@ -227,7 +230,7 @@ class Generator:
             An iterator over the results of `generate`, to be consumed on all ranks.
 
         Raises:
-            InputError: A ValueError: a value is invalid.
+            InputError (a ValueError): A value is invalid.
         """
         with name_settings(PYTHON_NAMING):
             offload = OFFLOAD_MODEL("`offload_model`", offload_model)
@@ -352,6 +355,7 @@ class Generator:
         return result
 
     def _check_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+        """Checks the arguments of a call, and reads its images, audio and other inputs."""
         if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
             name = "img" if self._preset.kind == "i2v" else "ref_image_path"
             raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
@@ -360,13 +364,13 @@ class Generator:
         output_type = choice("pt", "latent")("`output_type`", call["output_type"])
         motion_latent = _check_motion_latent(call.get("motion_latent"), params)
         if params.clip_prompts and (prompts is not None or negative is not None):
-            why = "do not go with `clip_prompts`"
-            raise InputError("Embeddings", None, why, "give the texts of all clips")
+            why = "cannot be combined with `clip_prompts`"
+            raise InputError("Embeddings", None, why, "give prompts instead")
         inputs = replace(
             base,
             prompt_embeds=prompts,
             negative_prompt_embeds=negative,
-            clip_state=motion_latent,
+            clip_state=motion_latent,  # the first clip continues from it
         )
         return VideoCall("A call", params, inputs, output_type=output_type)
 
@@ -378,7 +382,7 @@ class Generator:
         return setup
 
     def _make_call_params(self, call: dict[str, Any], setup: Setup) -> tuple[VideoParams, Inputs]:
-        """Returns a call's parameters and inputs."""
+        """Reads a call's inputs, resolves its parameters, and logs notices about them."""
         unknown = [name for name in call["settings"] if not is_python_setting(name, "video")]
         if unknown:
             raise make_keyword_error(unknown[0], "video")
@@ -397,26 +401,29 @@ class Generator:
             for name in _IMAGE_SETTINGS
         )
         reference_images = _read_reference_images(args.get(_REFERENCE_IMAGES))
-        missing = {
+        unset_names = {
             *_IMAGE_SETTINGS,
             _REFERENCE_IMAGES,
             *(n for n in (*_OPTIONAL_SETTINGS, *call["settings"]) if args.get(n) is None),
         }
         video_settings = {
-            n: args[n] for n in args if is_python_setting(n, "video") and n not in missing
+            n: args[n] for n in args if is_python_setting(n, "video") and n not in unset_names
         }
         values = self._base_settings | read_settings(video_settings)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
-        # A recipe overrides the defaults of `generate`; Wan2.1's image models have presets.
-        missing = {
+        # Values of a recipe override the defaults of `generate`; for Wan2.1's image models those of
+        # the preset do too.
+        default_names = {
             n for n in values if isinstance(args.get(n), DefaultFloat | DefaultInt | DefaultStr)
         }
         defaults = (
-            {} if self._preset.num_clip_vision_images else {name: values[name] for name in missing}
+            {}
+            if self._preset.num_clip_vision_images
+            else {name: values[name] for name in default_names}
         )
-        values = {name: value for name, value in values.items() if name not in missing}
+        values = {name: value for name, value in values.items() if name not in default_names}
         image_size = None if image is None else image.size
         values["last_image"] = last_image
         inputs = Inputs(image, last_image)
@@ -433,9 +440,11 @@ class Generator:
             values |= count_vace_frames(values, self._preset, vace, defaults)
             inputs = replace(inputs, vace=vace)
             image_size = None if vace is None else vace.size
-        boundary = {"boundary": self.config.get("boundary")}
-        edits = boundary["boundary"] not in (None, self._preset.boundary)
-        values, defaults = (values | boundary, defaults) if edits else (values, defaults | boundary)
+        boundary = self.config.get("boundary")
+        if boundary in (None, self._preset.boundary):
+            defaults = defaults | {"boundary": boundary}
+        else:  # the caller has edited the config
+            values = values | {"boundary": boundary}
         params, notices = make_params(setup, values, image_size, defaults)
         for notice in notices:
             logger.warning(PYTHON_NAMING.render(notice))
@@ -451,6 +460,7 @@ def _collect_call_invariants(call: VideoCall) -> dict[str, Any]:
 
 
 def _find_config(config: Any) -> Any:
+    """Returns an entry of WAN_CONFIGS by its name, or a given config after a check."""
     if isinstance(config, str):
         if config not in WAN_CONFIGS:
             raise InputError(
@@ -466,7 +476,7 @@ def _find_config(config: Any) -> Any:
 
 
 def _warn_of_other_task(config: Any, preset: Preset) -> None:
-    """Logs a warning if the folder has another number of networks than the config's task."""
+    """Logs a warning if the folder's number of networks differs from that of the config's task."""
     task = str(getattr(config, "__name__", "")).rpartition(" ")[2]
     if task in PRESETS and len(PRESETS[task].experts) != len(preset.experts):
         networks = "two experts" if len(preset.experts) == 2 else "one network"
@@ -504,7 +514,7 @@ def _find_world_size(use_sp: bool) -> int:
     world_size = mesh.get_num_ranks() if use_sp else 1
     if use_sp and world_size == 1:
         raise InputError(
-            "use_sp distributes a video over ranks, but torch.distributed is not initialised for "
+            "use_sp distributes a video over ranks, but torch.distributed is not initialized for "
             "several; start with torchrun and call init_process_group first."
         )
     return world_size
@@ -523,10 +533,12 @@ def _read_reference_images(value: Any) -> tuple[Any, ...]:
 
 
 def _check_motion_latent(value: Any, params: VideoParams) -> Tensor | None:
+    """Checks the latent frame from which the first clip continues; returns it in float32."""
     if value is None:
         return None
     if params.chain != "latent":
-        raise InputError("motion_latent", None, "is of `chain=latent`", "add that, or drop it")
+        why = "has an effect only with `chain=latent`"
+        raise InputError("motion_latent", None, why, "add that, or drop it")
     channels, _, *sides = params.latent_shape
     shape = (channels, 1, *sides)
     if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
@@ -536,6 +548,7 @@ def _check_motion_latent(value: Any, params: VideoParams) -> Tensor | None:
 
 
 def _check_prompt_embeds(name: str, value: Any) -> Tensor | None:
+    """Checks that prompt embeddings are a floating-point tensor, and returns them."""
     if value is None or (isinstance(value, Tensor) and value.is_floating_point()):
         return value
     raise InputError(f"{name} must be a floating-point tensor [length, channels].")

@@ -48,8 +48,7 @@ from wan.settings.presets import PRESETS, TASK_ALIASES, Preset
 from wan.settings.request import VideoParams, make_video_params
 from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
-from wan.settings.values import read_image_files as read_pictures
-from wan.settings.values import read_path as read_path
+from wan.settings.values import read_image_files, read_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,13 +58,13 @@ if TYPE_CHECKING:
     from wan.pipeline.pipeline import Inputs
     from wan.pipeline.sources import VaceInputs
 
-MAX_RANKS = 4096  # of a --plan
+MAX_RANKS = 4096  # limit of --plan
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained checkpoints
 DescribeFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
 """Reads the description of a checkpoint folder."""
 PATH_SETTINGS = [name for name, flag in FLAGS.items() if flag.reader is read_path]
 """Settings that are paths: absolute in records, and possibly different between ranks."""
-_FILE_READERS = (read_path, read_pictures)
+_FILE_READERS = (read_path, read_image_files)
 INPUT_FILE_SETTINGS = [
     name
     for name, flag in FLAGS.items()
@@ -90,7 +89,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A video of a prompt file.
+    """A video of a prompt file: a line, or a line with one of its `seeds`.
 
     Attributes:
         number: Line number, from 1.
@@ -162,11 +161,17 @@ class Run:
 
     @property
     def boundary(self) -> float | None:
-        """Fraction of the training timesteps above which the high-noise expert is used."""
+        """Fraction of the training timesteps from which on the high-noise expert is used.
+
+        None: the task has a single network, or latents are only decoded.
+        """
         return self.params.boundary if self.decode_latents is None else None
 
     def with_seed(self, seed: int) -> Run:
-        """Returns the run, and its record, with another seed, or with one seed per line."""
+        """Returns the run, and its record, with another seed.
+
+        For a prompt file, lines that draw their seed derive it from this one; others keep theirs.
+        """
         if self.lines:
             return replace(self, lines=tuple(line.with_seed(seed) for line in self.lines))
         params = replace(self.params, base_seed=seed)
@@ -266,11 +271,11 @@ def resolve_run(
     Args:
         values: The settings. Missing ones come from the checkpoint's generation_config.json and
             the task's preset.
-        make_demo: make_demo(task, folder) writes a randomly initialised checkpoint. It is called
+        make_demo: make_demo(task, folder) writes a randomly initialized checkpoint. It is called
             only if no checkpoint is given and the demo checkpoint does not exist yet.
         plan: Only plan the run: its ranks need not exist, nothing is written, and without a
             checkpoint the published sizes of the task are used.
-        describe_folder: Reads a checkpoint's description; may cache it for many runs.
+        inspect_folder: Identifies the networks of a folder; may cache them for many runs.
         require_inputs: Refuse a run without an image, audio or poses that its task needs.
 
     Raises:
@@ -313,7 +318,7 @@ def resolve_run(
     setup, params, notices = _make_setup_and_params(values, defaults, preset, files, world, size)
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
     if not plan:
-        encoders = ["sound_encoder"] if audio else []
+        encoders = ["audio_encoder"] if audio else []
         if preset.num_clip_vision_images:
             encoders = ["image_encoder"]
         for kind in ("vae",) if decodes_only else ("vae", "text_encoder", "tokenizer", *encoders):
@@ -403,10 +408,10 @@ def _make_setup_and_params(
     t, h, w = preset.vae_stride
     stored_sizes = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
     for name in stored_sizes.keys() & values.keys():
-        follows = name == "size" and {"image", "src_video"} & {*values}  # sets the aspect ratio
+        follows = name == "size" and {"image", "src_video"} & {*values}  # whose aspect ratio wins
         if values[name] != stored_sizes[name] and not follows:
             why = f"holds latents whose {name} is {stored_sizes[name]}, and its settings say "
-            why, remedy = f"{why}{values[name]}", "take the file as generate.py wrote it"
+            why, remedy = f"{why}{values[name]}", "use the unmodified file"
             raise InputError(str(path), None, why, remedy)
     values = stored_sizes | values
     if world_size > 1 and not values.get("vae_parallel"):
@@ -430,7 +435,7 @@ def make_setup(
     execution, chip = build_from_values(Execution, values), values.get("chip")
     if chip is not None:
         if execution.device not in ("auto", "npu"):
-            why = f"is an NPU, but not `device={execution.device}`"
+            why = f"is an NPU and contradicts `device={execution.device}`"
             raise InputError("`chip`", chip, why, "drop one of them")
         execution = replace(execution, device="npu")
     topology, notices = parallel.resolve_topology(values, world_size, checkpoint.num_heads)
@@ -450,8 +455,19 @@ def make_setup(
     cache = build_from_values(StepCache, values)
     cache_policy = policy.make_policy(cache, preset, checkpoint.folder)
     loras = lora.resolve_loras(values, checkpoint)
-    components = (execution, topology, attention, exported, chip, cache, cache_policy, loras)
-    return Setup(preset, checkpoint, *components), notices
+    setup = Setup(
+        preset,
+        checkpoint,
+        execution,
+        parallel=topology,
+        attention=attention,
+        quantized=exported,
+        chip=chip,
+        cache=cache,
+        policy=cache_policy,
+        loras=loras,
+    )
+    return setup, notices
 
 
 def make_params(
@@ -462,7 +478,7 @@ def make_params(
 ) -> tuple[VideoParams, tuple[str, ...]]:
     """Returns the parameters of a video, and notices.
 
-    Settings override a recipe, which is named or recognised by file names; the recipe overrides
+    Settings override a recipe, which is named or recognized by file names; the recipe overrides
     the defaults.
 
     Args:
@@ -522,7 +538,8 @@ def _record_settings(
     settings: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
     settings |= step_cache.get_changed_parameters(setup.cache)
     settings["step_cache"] = setup.cache.step_cache
-    settings |= {**values, **vars(params), **vars(output)}  # saved latents keep their settings
+    # With `decode_latents`, the settings of denoising are in `values`, but not in `setup`.
+    settings |= {**values, **vars(params), **vars(output)}
     if params.infer_frames is not None:
         del settings["frame_num"]  # derived from infer_frames
     paths = [name for name in PATH_SETTINGS if settings.get(name)]
@@ -560,8 +577,8 @@ def _read_input_images(
 ) -> tuple[Image | None, Image | None]:
     """Reads the first and the last image."""
     remedies = {
-        "animate": "drop it; the picture is src_ref.png in `src_root_path`",
-        "vace": "give pictures with `src_ref_images`, or drop it",
+        "animate": "drop it; the image is src_ref.png in `src_root_path`",
+        "vace": "give images with `src_ref_images`, or drop it",
         "t2v": "use i2v-A14B or ti2v-5B, or drop the image",
     }
     if "image" in values and preset.kind in remedies:
@@ -584,10 +601,10 @@ def _make_run_notices(
     """Returns notices about a demo checkpoint, an untrained size and an existing output file."""
     notices, preset = [], params.preset
     if demo_folder is not None:
-        note = "It is randomly initialised, so the video is noise; it shows that everything runs."
+        note = "It is randomly initialized, so the video is noise: a test of the installation."
         if demo_folder.parent == _DEMO_FOLDER:
             readme = _DEMO_FOLDER / "README.md"
-            note = f"It draws plain shapes that move; {readme} lists its words."
+            note = f"It draws plain shapes that move; {readme} lists the words for prompts."
         missing = f"No --ckpt_dir and no ./{preset.folder}"
         notices.append(f"{missing}: using the demo checkpoint {demo_folder}. {note}")
     size, sizes, model = "*".join(map(str, params.size)), preset.trained_sizes, preset.task

@@ -1,6 +1,6 @@
 """Records named spans of a sampling step: exchanges, kernels, matrix products and decisions.
 
-Instrumented code is `with trace.record_span("a2a", x, what="q"):`. Without an active recorder that
+Instrumented code is `with trace.span("a2a", x, what="q"):`. Without an active recorder that
 is one comparison and a shared null context. `use_recorder` installs a `Recorder` for a run, which
 records some of its steps. Its clock is the host's or, on accelerators, events on the stream, which
 are read after the step, so that the step is not synchronized.

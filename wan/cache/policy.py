@@ -28,9 +28,9 @@ MIN_STEPS = 8
 SkipTarget = Literal["blocks", "attention", "uncond"]
 """The part of a step that a cache skips: blocks, self-attention, or the uncond branch."""
 ComputedSteps = tuple[bool, ...]
-"""For each step, whether the part that the policy may skip is computed."""
+"""For each step: True if the part that the policy may skip is computed."""
 StepLists = dict[str, ComputedSteps]
-"""Guidance branch -> its computed steps."""
+"""Guidance branch -> the mask of its computed steps."""
 ComputeChanges = Callable[[str, Sequence[float]], Sequence[float]]
 """compute_changes(expert, timesteps): relative change of the time embedding in each step."""
 
@@ -40,8 +40,8 @@ class Policy(ABC):
 
     Attributes:
         num_first_blocks: Leading blocks that every step computes.
-        decides_per_step: A step that is not listed is computed nevertheless if the residual of the
-            first blocks has changed by more than the threshold.
+        decides_per_step: The masks are a minimum: a run also computes each step before which the
+            residual of the first blocks has changed by more than the threshold.
         requires_shift: Valid only for the noise schedule of `sample_shift`.
         content: Data, not settings, that must be equal on all ranks; None: no data.
     """
@@ -53,14 +53,14 @@ class Policy(ABC):
     content: Any = None
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
-        """Refuses parameters that do not fit the task or the checkpoint folder."""
+        """Subclasses refuse parameters that do not fit the task or the checkpoint folder."""
         self.settings, self.preset = settings, preset
 
     @abstractmethod
     def compute_steps(
         self, request: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists | None:
-        """Returns the steps that the policy's rule computes; None if it needs `compute_changes`."""
+        """Returns the steps that the policy's rule selects; None if it needs `compute_changes`."""
 
     def check_request(self, request: VideoParams) -> tuple[str, ...]:
         """Returns notices about a video; refuses it if its steps or guidance do not fit."""
@@ -88,7 +88,7 @@ class Policy(ABC):
         Args:
             sync_branches: Both guidance branches compute the same steps, because different ranks
                 compute them.
-            compute_changes: Of the loaded networks; some policies return None without it.
+            compute_changes: Reads the loaded networks; some policies return None without it.
         """
         steps = self.compute_steps(request, compute_changes)
         if steps is None:
@@ -112,7 +112,7 @@ class Policy(ABC):
             threshold = self.settings.threshold
             return f"Step cache {name}: decided in the run, by threshold {threshold:g}"
         if step_lists is None:
-            return f"Step cache {name}: known when the networks' time embeddings are read"
+            return f"Step cache {name}: steps depend on the weights and are chosen after loading"
         steps = {branch: step_lists[branch] for branch in BRANCHES[: 1 + request.uses_guidance]}
         branches = [
             f"{branch} computes {sum(flags)} of {len(flags)} steps ({_format_steps(flags)})"
@@ -177,14 +177,14 @@ class Cache:
 
     Attributes:
         policy: None: every step is computed.
-        compute_changes: See `Policy.compute_steps`; set by the owner of the networks.
-        step_lists: The policy's lists; empty outside of a run, where everything is computed.
-        computed: Guidance branch -> computed steps of this run.
-        skipped: Guidance branch -> skipped steps of this run.
+        compute_changes: See `Policy.select_steps`; set by the owner of the networks.
+        step_lists: The policy's lists; empty between videos, when every step is computed.
+        computed_indices: Guidance branch -> computed steps of this video so far.
+        skipped_indices: Guidance branch -> skipped steps of this video so far.
     """
 
     planned_steps: ClassVar[ComputedSteps] = (True,) * TRAIN_TIMESTEPS
-    """Computed steps of a simulated run, which caches as much as a real one."""
+    """Mask for the memory planner, with which a forward pass caches as much as a real run."""
 
     def __init__(self, policy: Policy | None = None, sync_branches: bool = False) -> None:
         """Takes the arguments of `Policy.make_cache`."""
@@ -200,15 +200,15 @@ class Cache:
         return self if self.policy is not None and self.policy.skips == target else None
 
     def start_video(self, request: VideoParams) -> None:
-        """Lists the steps of a video and starts its run."""
+        """Lists the steps of a video and starts it with an empty cache."""
         self._steps = request.sample_steps
         if self.policy is not None:
             step_lists = self.policy.list_steps(request, self._sync_branches, self.compute_changes)
-            assert step_lists is not None, "compute_changes is set"
+            assert step_lists is not None, "compute_changes is not set"
             self.start_run(step_lists)
 
     def start_run(self, step_lists: StepLists) -> None:
-        """Starts a run with these lists, with an empty cache."""
+        """Starts a video with these lists and an empty cache."""
         self.clear()
         self.step_lists, self.computed, self.skipped = step_lists, {}, {}
 
@@ -223,7 +223,7 @@ class Cache:
     def record_decision(
         self, branch: str, step: int, computes: bool, **trace_fields: object
     ) -> None:
-        """Records a decision once per step for the record, and at each call for a trace."""
+        """Notes whether a branch computes a step; every call also writes a trace marker."""
         steps = (self.computed if computes else self.skipped).setdefault(branch, [])
         if step not in steps:
             steps.append(step)
@@ -233,7 +233,7 @@ class Cache:
         )
 
     def count_skipped_steps(self) -> int:
-        """Counts the steps of this run in which a branch was skipped so far."""
+        """Returns the number of skipped steps so far, of the branch with more of them."""
         return max(map(len, self.skipped.values()), default=0)
 
     def make_record(self) -> dict[str, Any] | None:

@@ -56,17 +56,36 @@ _STEMS = {  # official files end with .pth or .safetensors
 }
 SOUND_ENCODER = "wav2vec2-large-xlsr-53-english"
 _EXPECTED_FILES = {
-    "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth, vae/ or another file of it",
-    "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or another file of it",
+    "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth, vae/ or another file with its weights",
+    "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or another file with its weights",
     "image_encoder": f"{_STEMS['image_encoder']}.pth, image_encoder/ or clip_vision/",
     "tokenizer": "google/umt5-xxl/, tokenizer/ or a text encoder file that contains it",
-    "sound_encoder": f"the folder {SOUND_ENCODER}",
+    "audio_encoder": f"the folder {SOUND_ENCODER}",
 }
 PIPELINE_INDEX = "model_index.json"
 _FLAG_HINTS = {
     "text_encoder": ", or give one with `text_encoder`",
     "vae": ", or give one with `vae`",
 }
+_PIPELINE_COMPONENTS = (
+    *_DIFFUSERS_FOLDERS.values(),
+    "vae",
+    "text_encoder",
+    "tokenizer",
+    "image_encoder",
+)
+_GIVE_BOTH_EXPERTS = (
+    "it is one of two experts: give both with `dit_high_noise` and `dit_low_noise`, or rename it"
+)
+_UNSUPPORTED = {
+    "gate_compress": ("of video sparse attention", "get the FullAttn model"),
+    ".weight_scale": ("of a quantized linear layer", "see `quant_dit_path`"),
+    "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
+}
+"""Part of a tensor's name -> (unsupported feature, remedy)."""
+_CONSTANT = re.compile(r"motion_encoder\..*\.kernel$").match  # a constant, the same in every file
+_CONV_BIAS = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
+SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them
 
 
 @dataclass(frozen=True)
@@ -91,8 +110,9 @@ class Checkpoint:
 
     Attributes:
         folder: None for a checkpoint without files (`make_reference_checkpoint`).
-        layout: "official" or "diffusers".
-        kind: "t2v", "i2v", "ti2v", "s2v", "animate" or "vace".
+        folder_format: "official" or "diffusers".
+        kind: Family of tasks with the same inputs: "t2v", "i2v", "ti2v", "s2v", "animate" or
+            "vace".
         experts: By name: "high_noise" and "low_noise", or "dit".
         boundary: `boundary_ratio` of model_index.json: from this fraction of the training timesteps
             up, the high-noise expert is used. None: the task's default.
@@ -106,7 +126,7 @@ class Checkpoint:
     text_encoder: Path | None = None
     image_encoder: Path | None = None
     tokenizer: Path | None = None
-    sound_encoder: Path | None = None
+    audio_encoder: Path | None = None
     boundary: float | None = None
 
     @property
@@ -133,14 +153,14 @@ class Checkpoint:
                 paths += list_shards(item) if item.is_file() else _list_component_files(item)
         if self.boundary is not None and self.folder is not None:
             paths.append(self.folder / PIPELINE_INDEX)
-        for folder in (self.sound_encoder, self.tokenizer):
+        for folder in (self.audio_encoder, self.tokenizer):
             if folder is not None:
                 paths += [folder] if folder.is_file() else _list_component_files(folder)
         return sorted(set(paths))
 
     @property
     def num_images(self) -> int:
-        """The number of images that condition the DiT: 0, 1 or 2."""
+        """The number of images whose CLIP embeddings condition the DiT: 0, 1 or 2."""
         return 0 if not self.config["image_dim"] else 2 if self.config["image_positions"] else 1
 
     @property
@@ -202,7 +222,7 @@ def inspect_checkpoint(
     finder, index = WeightFinder(folder), _PipelineIndex.read(folder)
     diffusers = any((folder / name).is_dir() for name in _DIFFUSERS_FOLDERS.values())
     experts = _read_explicit_experts(network_files, presets)
-    if not experts.keys() >= {"dit"} and not experts.keys() >= {*EXPERT_FOLDERS}:
+    if "dit" not in experts and not experts.keys() >= {*EXPERT_FOLDERS}:
         dits = _read_folder_experts(finder, folder, index if diffusers else None, presets, experts)
         experts = {**dits, **experts}
     first_dit, *other_dits = experts.values()
@@ -230,7 +250,7 @@ def inspect_checkpoint(
         kind=kind,
         experts=experts,
         tokenizer=_find_tokenizer(folder, components["text_encoder"]),
-        sound_encoder=_find_audio_encoder(folder) if kind == "s2v" else None,
+        audio_encoder=_find_audio_encoder(folder) if kind == "s2v" else None,
         boundary=index.boundary if len(experts) == 2 else None,
         **components,
     )
@@ -242,7 +262,7 @@ class _PipelineIndex:
 
     Attributes:
         boundary: The `boundary_ratio`; None if it is absent or null.
-        is_single: The `boundary_ratio` is null, so `transformer` runs all steps.
+        has_null_boundary: `boundary_ratio` is null, so that `transformer` runs all steps.
         components: Names of the pipeline's components.
     """
 
@@ -274,15 +294,6 @@ class _PipelineIndex:
             "boundary_ratio" in model_index and boundary is None,
             frozenset(name for name, value in entries.items() if value not in (None, [None, None])),
         )
-
-
-_PIPELINE_COMPONENTS = (
-    *_DIFFUSERS_FOLDERS.values(),
-    "vae",
-    "text_encoder",
-    "tokenizer",
-    "image_encoder",
-)
 
 
 def _read_explicit_experts(
@@ -323,7 +334,10 @@ def _read_explicit_experts(
 
 
 def _check_expert_in_name(flag: str, path: Path, expert: str) -> None:
-    """Refuses an explicit file for another expert, by its name, or one of two experts as `dit`."""
+    """Refuses a file whose name says that it is another expert.
+
+    For `dit`, a file whose name says that it is one of two experts is refused.
+    """
     tag = detect_experts([path])[path]
     if tag is None or tag.expert == expert or not (tag.has_noise or tag.in_file_name):
         return
@@ -333,9 +347,6 @@ def _check_expert_in_name(flag: str, path: Path, expert: str) -> None:
         return
     remedy = f"give it with `dit_{tag.expert}`, or rename it"
     raise InputError(flag, path, f"is named as the {tag.expert} expert", remedy)
-
-
-_GIVE_BOTH_EXPERTS = "it is one of two experts: give both to a task that has two, or rename it"
 
 
 def _check_component_file(flag: str, path: Path, component: str) -> WeightFile | None:
@@ -416,7 +427,7 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
             actual = f"{actual} (boundary_ratio is null in {PIPELINE_INDEX})"
         expected = describe_networks(preset.kind, preset.experts)
     elif checkpoint.num_images != preset.num_clip_vision_images:
-        actual = f"a network for {checkpoint.num_images} input images"
+        actual = f"a network for {checkpoint.num_images} CLIP-encoded image(s)"
         expected = f"one for {preset.num_clip_vision_images}"
     else:
         return
@@ -431,7 +442,7 @@ def _find_official_file(folder: Path, stem: str) -> Path | None:
 
 
 def _find_library_component(folder: Path) -> Path | None:
-    """Returns a folder of diffusers or transformers if it contains complete weights."""
+    """Returns a folder in the layout of diffusers or transformers if its weights are complete."""
     return folder if folder.is_dir() and read_folder_headers(folder) else None
 
 
@@ -517,6 +528,7 @@ def _read_expert_files(
 
 
 def _list_sorted_paths(weight_files: Collection[WeightFile]) -> list[Path]:
+    """Returns the first three paths, for an error message."""
     return sorted(weight_file.path for weight_file in weight_files)[:3]
 
 
@@ -556,11 +568,15 @@ def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
 
 
 def _restore_official_shapes(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Converts Animate's tensors from the diffusers layout to the official names and shapes."""
+    """Converts Animate's tensors from the diffusers layout to the official one, in place.
+
+    Merges the keys and values of face attention, and reshapes the biases of the motion encoder.
+    Other networks have no such tensors.
+    """
     for name in [name for name in tensors if ".linear1_k." in name]:
         keys, values = tensors.pop(name), tensors.pop(name.replace("_k.", "_v."), None)
         if values is None or values.shape != keys.shape:
-            why = "lacks the values of these keys, or has others"
+            why = "lacks its value tensor (V), or that has another shape"
             raise InputError(f"{keys.file}: {keys.name}", None, why, "download it again")
         tensors[name.replace("_k.", "_kv.")] = TensorInfo(
             keys.file,
@@ -580,21 +596,10 @@ def _detect_network_kind(files: DitFiles) -> str:
     in_dim = files.config["in_dim"]
     if in_dim not in KINDS:
         why = f"is a Wan network that is not supported ({in_dim} input channels)"
-        raise InputError(f"{files.folder}", None, why, "t2v (16), i2v (36) and ti2v (48) are")
+        raise InputError(f"{files.folder}", None, why, "use t2v (16), i2v (36) or ti2v (48)")
     for name_part, (feature, remedy) in _UNSUPPORTED.items():
         name = next((name for name in files.tensors if name_part in name), None)
         if name is not None:
             why = f"has {name}, {feature}, which is not supported"
             raise InputError(f"{files.folder}", None, why, remedy)
     return detect_kind(files.tensors, in_dim) or KINDS[in_dim]
-
-
-_UNSUPPORTED = {
-    "gate_compress": ("of video sparse attention", "get the FullAttn model"),
-    ".weight_scale": ("of a quantised linear layer", "see `quant_dit_path`"),
-    "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
-}
-"""Part of a tensor's name -> (unsupported feature, remedy)."""
-_CONSTANT = re.compile(r"motion_encoder\..*\.kernel$").match  # a constant, the same in every file
-_CONV_BIAS = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
-SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them

@@ -95,8 +95,8 @@ UNSHARDED = Unsharded()
 N = TypeVar("N", bound=nn.Module)
 WeightTransform = Callable[[nn.Module, TensorSources], TensorSources]
 """Changes a network on the meta device, or the sources of its weights. Called with the network and
-a source for each of its tensors; returns sources for all tensors that the network has on the meta
-device afterwards, and possibly more."""
+a source for each of its tensors; returns sources for all meta tensors of the changed network. Other
+sources are ignored."""
 
 
 def keep_sources(_: nn.Module, sources: TensorSources) -> TensorSources:
@@ -108,7 +108,7 @@ def keep_sources(_: nn.Module, sources: TensorSources) -> TensorSources:
 class ModelSpec(Generic[N]):
     """A network that is built, checked against its files, and loaded on demand.
 
-    The first `load` uses the network that `check` has built; each further `load` builds a new one.
+    `check` builds the network, which the first `load` uses; each further `load` builds a new one.
 
     Attributes:
         label: The network's name in progress bars.
@@ -192,7 +192,7 @@ def load_weights(
             parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))  # still meta
     sharding.shard(network.eval().requires_grad_(False))
     meta_names = {name for name, tensor in get_named_tensors(network).items() if tensor.is_meta}
-    for module in reversed(list(network.modules())):  # a sharded module reads its children
+    for module in reversed(list(network.modules())):  # children first, as FSDP needs
         if all(tensor.is_meta for tensor in get_named_tensors(module, recurse=False).values()):
             module.to_empty(device=device, recurse=False)
     targets = {}
@@ -216,7 +216,7 @@ def copy_rows(
     target: Tensor,
     source: TensorSource,
     rows: slice = slice(None),
-    on_progress: Callable[[int], object] = int,
+    on_progress: Callable[[int], object] = lambda num_bytes: None,
 ) -> None:
     """Copies rows of a source into a tensor, slice by slice.
 
@@ -241,7 +241,7 @@ def copy_rows(
 
 
 def read_headers(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
-    """Returns the tensors of one network in a file or folder, without reading weights.
+    """Returns the tensors of one network in a file or folder; weights are at most memory-mapped.
 
     Args:
         path: A `.pth` or `.ckpt` of plain tensors (never unpickled as code), a `.safetensors` or
@@ -300,7 +300,9 @@ def _map_tensors(
 
 
 def load_pth(path: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a file, or of its entry `state_dict`, without unpickling code.
+    """Maps a PyTorch file and returns its tensors, or those of its entry `state_dict`.
+
+    No code is unpickled.
 
     Raises:
         InputError: The file contains anything but tensors.
@@ -314,7 +316,7 @@ def load_pth(path: Path) -> dict[str, Tensor]:
         why = f"cannot be read ({format_value(error, str)})"
         raise InputError(f"{path}", None, why, "download it again") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]  # training code saves its state too
+        state = state["state_dict"]  # training checkpoints nest the weights
     entries: Iterable[tuple[Any, Any]]
     entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
     for name, value in entries:
@@ -362,7 +364,11 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             sources[name] = _make_view_source(view, mapped_file)
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
-        block_scales = {n: i.block_scales for n, i in tensors.items() if i.block_scales is not None}
+        block_scales = {
+            name: info.block_scales
+            for name, info in tensors.items()
+            if info.block_scales is not None
+        }
         scale_sources, block_scale_sources = open_sources(scales), open_sources(block_scales)
         for name in scales:
             source, scale = sources[name], scale_sources[name]
@@ -426,7 +432,10 @@ def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> Tenso
 
 
 def open_weight_only_sources(weights: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
-    """Returns sources of the buffers of weight-only quantized layers, from layer -> weight."""
+    """Returns sources of the buffers of weight-only quantized layers.
+
+    weights: Layer -> its weight.
+    """
     infos = {f"{layer}.weight": view_as_bytes(info) for layer, info in weights.items()}
     scales = {f"{layer}.weight_scale": i.scale for layer, i in weights.items() if i.dtype in FP8}
     infos |= {name: info for name, info in scales.items() if info is not None}
@@ -441,10 +450,10 @@ def open_weight_only_sources(weights: Mapping[str, TensorInfo]) -> dict[str, Ten
 def open_lora_sources(
     deltas_by_layer: Mapping[str, Sequence[WeightDelta]], dtype: torch.dtype
 ) -> dict[str, TensorSource]:
-    """Returns sources of the low-rank factors of weight-only quantized layers.
+    """Returns sources of the LoRA matrices of weight-only quantized layers.
 
     Args:
-        dtype: The factors are rounded to it once.
+        dtype: The matrices are scaled in float64 and rounded once to this dtype.
     """
     infos = {
         f"{layer}.{index}.{factor}": info
@@ -456,7 +465,7 @@ def open_lora_sources(
     factor_sources, sources = open_sources(infos), {}
 
     def read_factors(layer: str, factor: str, rows: slice) -> Tensor:
-        """Returns rows of all ups concatenated along dim 1, or all downs along dim 0."""
+        """Returns rows of all "up" matrices joined along dim 1, or all "down" along dim 0."""
         matrices = []
         for index, delta in enumerate(deltas_by_layer[layer]):
             source = factor_sources[f"{layer}.{index}.{factor}"]
@@ -494,7 +503,9 @@ def merge_loras(
     Args:
         skipped_names: Weights that are not changed.
     """
-    deltas_by_name = {n: d for n, d in collect_deltas(loras).items() if n not in skipped_names}
+    deltas_by_name = {
+        name: deltas for name, deltas in collect_deltas(loras).items() if name not in skipped_names
+    }
     infos = {
         f"{info.file}:{info.name}": info
         for deltas in deltas_by_name.values()
@@ -546,7 +557,7 @@ def _make_merged_source(
 
 
 def make_dit_dtype_rule(compute_dtype: torch.dtype, convert_all: bool) -> DTypeOf:
-    """Returns the rule for the dtypes of a DiT's parameters.
+    """Returns the rule for the dtypes of a DiT's parameters, which depends on their names.
 
     Args:
         compute_dtype: The dtype of the blocks' matrix products.

@@ -1,7 +1,7 @@
-"""Maps the tensors of LoRA and difference files to a network's parameters, from headers alone.
+"""Maps the tensors of LoRA files to a network's parameters, reading headers and alphas only.
 
-A file holds low-rank pairs (W + strength * alpha / rank * up @ down), full weight differences, or
-both, in any of the NAMINGS. A file with a tensor that fits no parameter is refused: ignoring the
+A file holds low-rank pairs (W + strength * alpha / rank * up @ down), full weight deltas (.diff),
+or both, in any of the NAMINGS. A file with a tensor that fits no parameter is refused: ignoring the
 tensor would silently change the video.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -40,8 +40,8 @@ class Naming(NamedTuple):
     Attributes:
         program: The programs that write such files.
         prefix: Precedes the layer's name.
-        down: Suffix of the factor [rank, columns].
-        up: Suffix of the factor [rows, rank].
+        down: Suffix of the matrix [rank, columns].
+        up: Suffix of the matrix [rows, rank].
         bias: Suffix of a bias that is scaled like the pair; None if there is none.
     """
 
@@ -73,8 +73,9 @@ NAMINGS = (
     Naming("parameters without a module", "", ".lora_A", ".lora_B"),
     Naming("parameters without a module", "", ".lora_down", ".lora_up"),
 )
-"""Prefixes may be repeated, and occur with the suffixes of any row. A layer has its official or its
-diffusers name, with dots or underscores."""
+"""One row for each program, for the documentation. In a file, a prefix may be repeated, and be
+combined with the suffixes of any row. A layer has its official or its diffusers name, with dots or
+underscores."""
 DIFFERENCES = {
     ".diff": "weight",
     ".w_norm": "weight",
@@ -82,9 +83,9 @@ DIFFERENCES = {
     ".b_norm": "bias",
     ".diff_m": "modulation",
 }
-"""Suffix of a full difference -> the parameter to which it is added."""
+"""Suffix of a full weight delta -> the parameter to which it is added."""
 _PREFIXES = [naming.prefix for naming in NAMINGS if naming.prefix]
-_SUFFIX_KINDS = {  # suffix -> kind of tensor
+_SUFFIX_KINDS = {  # suffix -> role of the tensor
     **{naming.down: "down" for naming in NAMINGS},
     **{naming.up: "up" for naming in NAMINGS},
     **{suffix: f"difference of the {parameter}" for suffix, parameter in DIFFERENCES.items()},
@@ -109,7 +110,7 @@ _MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 
 @dataclass(frozen=True)
 class WeightDelta:
-    """A weight delta of one parameter: factor * up @ down, or factor * full."""
+    """A weight delta of one parameter: scale * up @ down, or scale * full."""
 
     factor: float
     up: TensorInfo | None = None
@@ -118,7 +119,7 @@ class WeightDelta:
 
     @property
     def rank(self) -> int:
-        """The rank of up @ down; 0 for a full difference."""
+        """The rank of up @ down; 0 for a full delta."""
         return 0 if self.down is None else self.down.shape[0]
 
 
@@ -149,7 +150,7 @@ def parse_lora_file(text: str) -> LoraFile:
     """Splits `FILE=STRENGTH` at the last "="; without a number after it, all of it is the file.
 
     Raises:
-        InputError: The strength is "nan", infinite or absurdly large.
+        InputError: The strength is "nan", or above 1e6 in magnitude.
     """
     file, equals, tail = text.rpartition("=")
     try:
@@ -165,10 +166,13 @@ def parse_lora_file(text: str) -> LoraFile:
 
 
 def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]]:
-    """Returns the files of the settings `Loras` by network; "both" are for all networks.
+    """Returns the files of the settings `Loras` by the network for which a flag gives them.
+
+    Its keys are "high_noise", "low_noise", and "both" for files of all networks.
 
     Raises:
-        InputError: A folder of `lora_dir` lacks a file, or a strength is not finite.
+        InputError: A folder of `lora_dir` lacks a file, or a strength is "nan" or above 1e6 in
+            magnitude.
     """
     lora_files = {
         network: tuple(parse_lora_file(text) for text in values.get(flag, ()))
@@ -185,7 +189,7 @@ def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]
 
 
 def _locate_lora_file(lora_file: LoraFile, folder: Path) -> LoraFile:
-    """Looks up a file that does not exist as given in ComfyUI's folder `loras`."""
+    """Falls back to ComfyUI's folder `loras` in the checkpoint's if the file does not exist."""
     path, cwd = Path(os.path.abspath(lora_file.file)), Path.cwd()
     fallback = folder / "loras" / (path.relative_to(cwd) if path.is_relative_to(cwd) else path.name)
     if not lora_file.file.exists() and fallback.is_file():
@@ -230,11 +234,19 @@ def _holds_both_experts(file: Path) -> bool:
     """Returns whether a file has tensors of both experts."""
     if not file.is_file() or file.suffix != ".safetensors":
         return False
-    return len({name.startswith(_LOW_NOISE_PREFIX) for name in read_safetensors_header(file)}) == 2
+    return _names_both_experts(read_safetensors_header(file))
+
+
+def _names_both_experts(names: Iterable[str]) -> bool:
+    """Whether some tensors have diffusers' prefix of the low-noise expert, and others do not."""
+    return len({name.startswith(_LOW_NOISE_PREFIX) for name in names}) == 2
 
 
 def _check_untagged_pair(file: Path, applied_tags: Mapping[Path, ExpertTag]) -> None:
-    """Refuses a file for both experts whose name equals an expert's file name without its tag."""
+    """Refuses `style.safetensors` for both experts next to `style_high.safetensors` for one.
+
+    The name of the low-noise expert's file probably lacks its tag.
+    """
 
     def squeeze(name: str) -> str:
         return re.sub(r"[\W_]+", "", name.lower())
@@ -258,8 +270,8 @@ def iter_lora_notices(
 
     Args:
         loras: By network.
-        kind: The task's, such as "t2v".
-        distilled: A recipe is used whose LoRAs are published for each expert.
+        task_kind: Kind of the task, such as "t2v".
+        recipe_has_pair: Whether a recipe is used whose LoRAs are published as one for each expert.
     """
     for network, group in loras.items():
         for lora in group:
@@ -285,7 +297,7 @@ def _iter_name_notices(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
     files = {network: {lora.file for lora in group} for network, group in loras.items()}
     shared = files["high_noise"] & files["low_noise"]
     for network, other in (EXPERTS, EXPERTS[::-1]):
-        if files[other] <= shared:  # otherwise a pair was given
+        if files[other] <= shared:  # otherwise each expert has a file
             for lora in loras[network]:
                 if lora.tag:
                     yield (
@@ -314,7 +326,7 @@ def _find_relighting_lora(folder: Path) -> Path:
 
 
 def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
-    """Reads the headers of the files of the settings `Loras` for each network of a checkpoint.
+    """Resolves the settings `Loras` to the LoRAs of each network of a checkpoint.
 
     Raises:
         InputError: A file does not fit the network or cannot be read, or other settings exclude
@@ -328,8 +340,8 @@ def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str
     if checkpoint.folder is None:  # a plan from published sizes; LoRAs do not change them
         return {}
     if values.get("quant_dit_path") is not None:
-        why = "changes weights, but those of `quant_dit_path` are already quantised"
-        raise InputError(subject, None, why, "quantise them with tools/quantize_dit.py --lora")
+        why = "changes weights, but those of `quant_dit_path` are already quantized"
+        raise InputError(subject, None, why, "quantize them with tools/quantize_dit.py --lora")
     if values.get(_RELIGHTING_FLAG):
         files["both"] += (LoraFile(_find_relighting_lora(checkpoint.folder)),)
     if "dit" in checkpoint.experts and not {*flags} <= {"lora", _RELIGHTING_FLAG}:
@@ -346,7 +358,7 @@ def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str
     for expert in EXPERTS:
         for lora_file in files[expert]:
             reader = _LoraReader(lora_file, checkpoint, expert)
-            if len({name.startswith(_LOW_NOISE_PREFIX) for name in reader.tensors}) == 2:
+            if _names_both_experts(reader.tensors):
                 raise reader.make_error(
                     f"holds both experts' tensors ({_HIGH_NOISE_PREFIX} and {_LOW_NOISE_PREFIX}), "
                     f"but is given for the {expert} one",
@@ -379,6 +391,11 @@ class _LoraReader:
         tensors = checkpoint.experts[expert].tensors
         self.parameter_shapes = {name: info.shape for name, info in tensors.items()}
 
+    @property
+    def has_low_noise_tensors(self) -> bool:
+        """Whether tensors have diffusers' prefix of the low-noise expert."""
+        return any(name.startswith(_LOW_NOISE_PREFIX) for name in self.tensors)
+
     def make_error(self, why: str, remedy: str = "it was made for another model") -> InputError:
         return InputError("LoRA", self.path, why, remedy)
 
@@ -401,8 +418,8 @@ class _LoraReader:
             )
         scalars = read_safetensors_scalars(self.path, [info.name for info in alphas.values()])
         # PEFT's scale settings apply only to files without alphas.
-        is_pair = any(name.startswith(_LOW_NOISE_PREFIX) for name in self.tensors)
-        prefix = _LOW_NOISE_PREFIX if is_pair and self.expert == "low_noise" else _HIGH_NOISE_PREFIX
+        is_low_noise = self.has_low_noise_tensors and self.expert == "low_noise"
+        prefix = _LOW_NOISE_PREFIX if is_low_noise else _HIGH_NOISE_PREFIX
         settings = read_peft_settings(self.path, prefix)
         scales = {} if alphas else settings
         deltas: dict[str, list[WeightDelta]] = {}
@@ -419,9 +436,8 @@ class _LoraReader:
         )
 
     def group_by_layer(self) -> dict[str, dict[str, TensorInfo]]:
-        """Groups the file's tensors by official layer name, then by kind (`_SUFFIX_KINDS`)."""
-        is_pair = any(name.startswith(_LOW_NOISE_PREFIX) for name in self.tensors)
-        if is_pair and self.expert == "dit":
+        """Groups the file's tensors by official layer name, then by role (`_SUFFIX_ROLES`)."""
+        if self.has_low_noise_tensors and self.expert == "dit":
             remedy = "this checkpoint has one network"
             raise self.make_error(f"is for two experts ({_LOW_NOISE_PREFIX}...)", remedy)
         spellings = _list_layer_spellings(self.parameter_shapes)
@@ -437,7 +453,7 @@ class _LoraReader:
                 remedy = "only those of the video network are supported"
                 raise self.make_error(f"holds {name}, which changes a text encoder", remedy)
             is_low_noise = name.startswith(_LOW_NOISE_PREFIX)
-            if is_pair and is_low_noise != (self.expert == "low_noise"):
+            if self.has_low_noise_tensors and is_low_noise != (self.expert == "low_noise"):
                 continue
             suffix = next((suffix for suffix in _SUFFIX_KINDS if name.endswith(suffix)), None)
             if suffix is None and name.endswith((".weight", ".bias", ".modulation")):
@@ -471,7 +487,7 @@ class _LoraReader:
 
         Args:
             layer: Official name.
-            tensors: The layer's tensors by kind (`_SUFFIX_KINDS`).
+            tensors: The layer's tensors by role (`_SUFFIX_ROLES`).
             alpha: The pair is scaled by alpha / rank; None: by 1.
             use_rslora: Scale by alpha / sqrt(rank) instead.
         """
@@ -486,7 +502,7 @@ class _LoraReader:
             alpha = rank if alpha is None else alpha
             is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
             if not is_number or not abs(alpha) <= _MAX_ABS:
-                why = f"has an alpha of {layer} that is {format_value(alpha)}"
+                why = f"has alpha {format_value(alpha)} for {layer}"
                 raise self.make_error(why, "it is damaged")
             scale = alpha / (math.sqrt(rank) if use_rslora else rank)
             yield f"{layer}.weight", WeightDelta(scale * self.strength, up=up, down=down)
@@ -533,7 +549,7 @@ def _read_lora_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _list_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Returns all spellings of layer names, without prefixes -> the official name."""
+    """Maps every spelling of a layer's name, without a prefix, to its official name."""
     spellings: dict[str, str] = {}
     for name in parameters:
         official, _, parameter = name.rpartition(".")

@@ -60,7 +60,7 @@ def execute_command_line(
 
     Args:
         argv: The command line without the program's name.
-        work: Executes the run, with the parallel groups or None.
+        execute: Executes the run, with the parallel groups or None.
         require_inputs: As for `wan.run.resolve_run`.
     """
     if env.world_size() > 1:

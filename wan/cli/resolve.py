@@ -41,7 +41,7 @@ def resolve_command_line(
 
     Args:
         user_settings: The flags, from `wan.cli.flags.parse_flags`.
-        make_demo, plan, describe_folder, require_inputs: As for `wan.run.resolve_run`.
+        make_demo, plan, inspect_folder, require_inputs: As for `wan.run.resolve_run`.
 
     Raises:
         InputError: A setting is invalid, or settings do not fit together.

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Video:
-    """One video of the command line: denoises, saves latents, decodes, writes and logs a summary.
+    """Generates one video of the command line and writes its files and record.
 
     Attributes:
         run: The resolved run of the video.
@@ -81,8 +81,8 @@ class Video:
         """Generates the video and its record.
 
         Args:
-            denoise: Returns the latents, after passing them to `keep_latents`. By default they are
-                computed here, or read from `decode_latents`.
+            denoise: Returns the latents, after passing them to `save_denoised_latents`. By default
+                they are computed here, or read from `decode_latents`.
         """
         run, pipeline = self.run, self._pipeline
         meter: AbstractContextManager[VideoMeter | None] = nullcontext()
@@ -379,7 +379,11 @@ class Video:
         return silent
 
     def _move_to_final_name(self, temporary: Path) -> None:
-        """Renames the complete video; keeps a file that appeared there during the run."""
+        """Renames the complete video.
+
+        A file that appeared under its name during the run is kept; the video then gets a free name,
+        and `run` is updated.
+        """
         path = self.run.output.save_file
         if (
             self._replaced_identity is not None
@@ -395,8 +399,8 @@ class Video:
     def _remove_stale_files(self) -> None:
         """Removes temporary files of killed runs of this video from its folder.
 
-        Hidden files are recognised by the name of an ended process alone, since they may be
-        incomplete; latents also by their content.
+        A hidden file, which may be incomplete, is removed if its name contains an ended process. A
+        latents file must also have the content of one.
         """
         path = self.run.output.save_file.absolute()
         stem, owner = re.escape(path.stem), r"([\w]+-\d+)"
@@ -414,7 +418,7 @@ class Video:
                     or not remove_output(stale_file, LATENTS)
                 ):
                     continue
-            logger.info("Removed %s, which a run that was killed had left.", stale_file)
+            logger.info("Removed %s, left by a killed run.", stale_file)
 
     def _store_or_remove_latents(self) -> None:
         """Stores the latents under the video's name with `save_latents`; removes them otherwise."""
@@ -427,7 +431,7 @@ class Video:
                     shutil.copyfile(path, temporary)
             path.unlink(missing_ok=True)
         except OSError as error:
-            logger.error("The latents stay in %s (%s).", path, error.strerror or error)
+            logger.error("The latents are still in %s (%s).", path, error.strerror or error)
 
     def _save_record(
         self, size: tuple[int, int, int], power: PowerMeasurement | None
@@ -438,9 +442,10 @@ class Video:
         count, height, width = size
         precision = execution.get_precision(device.type)
         packages = run.setup.attention.required_packages
-        stored_bf16 = execution.convert_model_dtype  # determines the DiT's dtype
         record = {
-            "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
+            # The flag converts the DiT to bf16, whatever the precision.
+            "settings": run.settings
+            | ({} if execution.convert_model_dtype else {"precision": precision}),
             "seed": run.params.base_seed,
             "inputs": [
                 {
@@ -506,7 +511,7 @@ _COMMENT_SETTINGS = ("prompt", "size", "frame_num", "sample_solver", "sample_ste
 
 
 class NoFrames:
-    """Implements `wan.pipeline.vae.Sink` on ranks that receive no frames."""
+    """Discards the frames, as a `wan.pipeline.vae.Sink` on ranks that write no video."""
 
     def begin(self, size: tuple[int, int, int]) -> None: ...
 

@@ -213,7 +213,7 @@ class Session:
         return (uncond_result.to(out.dtype),)
 
     def _make_request(self, grid: Grid) -> VideoParams:
-        """Makes the request of the pipeline's video, for checks and step caches."""
+        """Makes the parameters of the pipeline's video, for checks and step caches."""
         pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
         timesteps, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
         high_noise_steps = sum(t >= (boundary or 0) * config.num_train_timesteps for t in timesteps)

@@ -1,7 +1,7 @@
 """The all-to-all of Ulysses sequence parallelism (arXiv:2309.14509): heads against tokens.
 
 Legend: B batch, s this rank's tokens, S the group's tokens, N all heads, h heads of a rank,
-D head size, P ranks in the group.
+m ranks with equal numbers of heads, D head size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ Group = dist.ProcessGroup | SingleRank | None
 
 
 def to_process_group(group: Group) -> dist.ProcessGroup | None:
-    """Converts a group of several ranks to the argument that torch.distributed takes."""
+    """Converts a group of several ranks to the argument that torch.distributed takes.
+
+    Not for collectives of a single rank: PyTorch takes None for the default group.
+    """
     return None if group is SingleRank.SINGLE_RANK else group
 
 
@@ -49,10 +52,10 @@ class PendingExchange:
     """A started all-to-all. It keeps the send buffer alive until the result is waited for.
 
     Args:
-        received: The receive buffer; on a single rank the tensors themselves.
-        gathers_heads: The exchange gathers heads and scatters tokens.
+        received: Receive buffer; on a single rank, the tensors of the caller.
+        gathers_heads: Whether heads are gathered and tokens scattered, instead of the reverse.
         work: None: the exchange has finished.
-        name: Of the exchange in a trace; empty on a single rank.
+        name: Label of the exchange in traces; empty on a single rank, where nothing is sent.
 
     Attributes:
         graph_output: The received tensor in a compiled graph; orders a later exchange after it.
@@ -84,7 +87,7 @@ class PendingExchange:
     def wait(self, out: Tensor | None = None) -> Tensor:
         """Waits for an exchange of one tensor and returns it; call it once.
 
-        With `out` the result is written into it; without, the result is contiguous.
+        With `out`, the result is copied into it and `out` is returned; otherwise it is contiguous.
         """
         if not self._gathers_heads:
             (x,) = self.wait_tensors()
@@ -104,12 +107,11 @@ class PendingExchange:
 
     def _take_received(self) -> PackedBuffer | Sequence[Tensor]:
         received = self._received
-        assert received is not None, "an exchange is waited for once"
+        assert received is not None, "the exchange was already waited for"
         if self._work is not None:
             self._work.wait()
-        self._received = self._work = self._send_buffer = (
-            None  # a Work may reference the send buffer
-        )
+        # The work is dropped too, because it may reference the send buffer.
+        self._received = self._work = self._send_buffer = None
         return received
 
 
@@ -120,11 +122,11 @@ def all_to_all_4D(
 
     With scatter_idx=2 and gather_idx=1, [B,s,N,D] becomes [B,S,h,D]: heads are scattered and tokens
     gathered. With scatter_idx=1 and gather_idx=2, [B,S,h,D] becomes [B,s,N,D] again. float8 is sent
-    as bytes. heads: heads of each rank; None: the same number on every rank.
+    as bytes. heads_per_rank: number of heads of each rank, in total N; None: equal numbers.
 
     Raises:
-        ValueError: The two axes are not (2, 1) or (1, 2), or the scattered axis cannot be divided
-            by the ranks.
+        ValueError: The two axes are not (2, 1) or (1, 2), or the number of ranks does not divide
+            the scattered tokens or, without `heads_per_rank`, the scattered heads.
     """
     axes = scatter_idx, gather_idx
     return start_all_to_all_4D(x, *axes, group, heads=heads, async_op=False).wait()
@@ -143,14 +145,14 @@ def start_all_to_all_4D(
 ) -> PendingExchange:
     """Starts `all_to_all_4D` and returns a handle.
 
-    Each direction makes one contiguous copy. Scattering packs the heads by rank, so that the
-    received tokens are in order; gathering interleaves the heads of all ranks (with a batch above
-    1 this takes one more copy).
+    Scattering copies once, before the exchange: it packs the heads by rank, so that the received
+    tokens are in order. Gathering copies once, after it: it interleaves the heads of all ranks. A
+    batch above 1 takes one more copy in either direction.
 
     Args:
         async_op: Returns before the exchange has finished.
         after: In a compiled graph this exchange is ordered after that one; eager calls keep order.
-        name: Of the exchange in a trace.
+        name: Label of the exchange in traces.
     """
     if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
         raise ValueError(
@@ -181,10 +183,10 @@ def start_scatter_heads(
 
     Args:
         tensors: The tensors, or a send buffer that holds them.
-        heads: Heads of each rank.
+        heads_per_rank: Number of heads of each rank.
         async_op: Returns before the exchange has finished.
         after: In a compiled graph this exchange is ordered after that one; eager calls keep order.
-        name: Of the exchange in a trace.
+        name: Label of the exchange in traces.
     """
     if len(heads) == 1:
         return PendingExchange(tensors.unpack() if isinstance(tensors, PackedBuffer) else tensors)
@@ -204,7 +206,7 @@ def start_scatter_heads(
 def start_gather_heads(
     x_BShD: Tensor, heads: Sequence[int], group: Group, *, async_op: bool = True, name: str = "out"
 ) -> PendingExchange:
-    """Starts the all-to-all [B,S,h,D] -> [B,s,N,D]; arguments as for `start_scatter_heads`."""
+    """Starts the all-to-all [B,S,h,D] -> [B,s,N,D]; see `start_scatter_heads`."""
     num_ranks = len(heads)
     if num_ranks == 1:
         return PendingExchange([x_BShD], gathers_heads=True)
@@ -223,7 +225,7 @@ def _start_exchange(
     gathers_heads: bool,
     name: str,
 ) -> PendingExchange:
-    """Starts the all-to-all of a send buffer. received_heads: heads received from each rank."""
+    """Starts the all-to-all of a send buffer. received_heads: number of heads from each rank."""
     received = PackedBuffer(send_buffer.specs, received_heads, send_buffer.memory.device)
     recv_tensor, send = received.memory, send_buffer.memory
     splits: list[list[int] | None] = [received.splits, send_buffer.splits]
@@ -252,5 +254,5 @@ def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def view_float8_as_bytes(x: Tensor) -> Tensor:
-    """Views a tensor with one byte per element as uint8, because gloo has no float8."""
+    """Views a tensor of any one-byte dtype as uint8, because gloo has no float8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

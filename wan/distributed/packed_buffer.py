@@ -47,7 +47,7 @@ class PackedBuffer:
 
     Args:
         specs: The tensors of every slot.
-        heads: Heads of each slot.
+        heads_per_slot: Number of heads of each slot.
         memory: The buffer, or the device on which it is allocated.
     """
 
@@ -103,7 +103,7 @@ class PackedBuffer:
     def split_chunks(self, chunk_heads: Sequence[Sequence[int]]) -> list[PackedBuffer]:
         """Splits the buffer into head chunks, which take over its memory.
 
-        chunk_heads: For each chunk, the heads of its slots.
+        chunk_heads: For each chunk, the numbers of heads of its slots.
         """
         memory = self.memory.split([self._elements_per_head * sum(heads) for heads in chunk_heads])
         self.memory = self.memory[:0].clone()  # so that the memory is freed with the last chunk
@@ -132,7 +132,7 @@ class PackedBuffer:
 
 
 def pack_tensors(tensors: Sequence[Tensor], heads: Sequence[int]) -> PackedBuffer:
-    """Packs tensors [B,s,N,D] into a send buffer; each rank in turn gets `heads` of N."""
+    """Packs tensors [B,s,N,D] into a send buffer; rank r gets `heads_per_rank[r]` of N."""
     buffer = PackedBuffer(make_tensor_specs(tensors), heads, tensors[0].device)
     for index, x in enumerate(tensors):
         buffer.write(index, x)

@@ -1,8 +1,10 @@
 """Ring attention (arXiv:2310.01889): ranks pass on K/V blocks and merge results by log-sum-exp.
 
-Legend: B batch, S rows, N heads, D head size, R ranks in the ring. Each rank starts with the K/V
-block of its tokens. A hop starts before the rank attends to the blocks of the previous hop, so
-communication and attention overlap. A rank holds its local block and the blocks of two hops.
+Legend: B batch, S tokens of a ring rank, N heads, D head size, R ranks in the ring.
+
+Each rank starts with the K/V block of its tokens. A hop starts before the rank attends to the
+blocks of the previous hop, so communication and attention overlap. A rank holds its local block and
+the blocks of two hops.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Hop:
 
 
 def plan_hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
-    """Return the R - 1 hops of a rank, in which it receives the block of each other rank once.
+    """Returns the R - 1 hops of a rank, in which it receives the block of each other rank once.
 
     "ring" sends every block in one direction. "bidirectional" sends blocks in both directions along
     the line 0..R-1 and does not use the link between the last and the first rank.
@@ -57,8 +59,10 @@ def plan_hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
         receives = [(rank - 1, rank - hop), (rank + 1, rank + hop)]
         plan.append(
             Hop(
-                tuple((p, b) for p, b in sends if 0 <= p < size and 0 <= b < size),
-                tuple((p, b) for p, b in receives if 0 <= b < size),
+                tuple(
+                    (peer, owner) for peer, owner in sends if 0 <= peer < size and 0 <= owner < size
+                ),
+                tuple((peer, owner) for peer, owner in receives if 0 <= owner < size),
             )
         )
     return tuple(plan)
@@ -69,7 +73,7 @@ class Ring:
 
     Args:
         ring_type: One of RING_TYPES; ValueError for another one.
-        device_type: Of the device that computes; None: the tensors' device.
+        device_type: Type of the device whose kernels compute; None: that of the tensors.
     """
 
     def __init__(
@@ -80,21 +84,23 @@ class Ring:
         self.hops = plan_hops(ring_type, self.rank, self.size)
 
     def exchange_blocks(self, k: Tensor, v: Tensor) -> Iterator[KvBlock]:
-        """Yield the block of each rank, the local one first; every rank must consume all blocks."""
+        """Yields the blocks of all ranks, the local one first; every rank must consume them all."""
         ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
         group = to_process_group(self.group)
         for hop in self.hops:
-            arriving = {b: (torch.empty_like(k), torch.empty_like(v)) for _, b in hop.receives}
+            arriving = {
+                owner: (torch.empty_like(k), torch.empty_like(v)) for _, owner in hop.receives
+            }
             operations = [
                 dist.P2POp(p2p_op, view_float8_as_bytes(tensor), group=group, group_peer=peer)
                 for p2p_op, pairs, blocks in (
                     (dist.isend, hop.sends, ready),
                     (dist.irecv, hop.receives, arriving),
                 )
-                for peer, block in pairs
-                for tensor in blocks[block]
+                for peer, owner in pairs
+                for tensor in blocks[owner]
             ]
-            sent_bytes = sum(x.nbytes for _, block in hop.sends for x in ready[block])
+            sent_bytes = sum(x.nbytes for _, owner in hop.sends for x in ready[owner])
             with trace.span("hop", bytes=sent_bytes):
                 works = dist.batch_isend_irecv(operations) if operations else []
             yield from ((owner, *kv) for owner, kv in ready.items())
@@ -112,10 +118,10 @@ class Ring:
         v: Tensor,
         valid_rows: Sequence[int],
     ) -> list[Tensor]:
-        """Attend with each query block to the keys of all ranks.
+        """Computes attention of each query block to the keys of all ranks.
 
-        Rank i has `valid_rows[i]` rows without padding. Partial results of `with_lse` are merged
-        by their log-sum-exp.
+        Rank i has `valid_rows[i]` rows without padding. Partial results are merged by their
+        log-sum-exp.
         """
         mergers = [LseMerger(self.device_type) for _ in q_blocks]
         for owner, k_block, v_block in self.exchange_blocks(k, v):
@@ -134,21 +140,22 @@ class Ring:
         return [merger.result().to(k.dtype) for merger in mergers]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather K or V of all ranks, [B,R*S,N,D], for kernels that return no log-sum-exp."""
+        """Gathers K or V of all ranks, [B,R*S,N,D], for kernels that return no log-sum-exp."""
         return all_gather_tokens(x, self.group)
 
 
 class LseMerger:
     """Merges partial attention results by their log-sum-exp, in float32.
 
-    With normalized results (o, lse): out <- out + sigmoid(lse_j - lse) (o_j - out) and
-    lse <- logaddexp(lse, lse_j), which never overflows.
+    A further normalized result (o_j, lse_j) is added by
+    out <- out + sigmoid(lse_j - lse) (o_j - out) and lse <- logaddexp(lse, lse_j), which cannot
+    overflow.
 
-    An element's bits must not depend on how many heads are merged at once, but a vectorized
-    exponential differs in the last bit from the scalar one at the end of a loop. On the CPU the
-    weights are therefore float64 and rounded once; sub, mul and add round alike either way.
+    On the CPU the weights are computed in float64 and rounded once, so that the bits of an element
+    do not depend on how many heads are merged at once: a vectorized float32 exponential differs in
+    the last bit from the scalar one at the end of a loop. Other operations round the same way.
 
-    device_type: Of the device that computes; None: the tensors' device.
+    device_type: As in `Ring`.
     """
 
     def __init__(self, device_type: str | None = None) -> None:
@@ -157,7 +164,7 @@ class LseMerger:
         self._lse: Tensor | None = None
 
     def add(self, out_BSND: Tensor, lse_BNS: Tensor) -> None:
-        """Add the result for further, disjoint keys; lse is a natural log in float32."""
+        """Adds the result for further, disjoint keys; lse is a natural log in float32."""
         device_type = self._device_type or lse_BNS.device.type
         lse = lse_BNS.double() if device_type == "cpu" else lse_BNS.float()
         if self._out is None or self._lse is None:
@@ -169,6 +176,6 @@ class LseMerger:
         self._lse = torch.logaddexp(self._lse, lse)
 
     def result(self) -> Tensor:
-        """Return [B,S,N,D], in float32 if several results were added; there must be one."""
-        assert self._out is not None, "no part was added"
+        """Returns [B,S,N,D], in float32 if several results were added; there must be one."""
+        assert self._out is not None, "no result was added"
         return self._out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,18 @@ from wan.distributed.exchange import Group, all_gather_tokens, get_group_rank, g
 from wan.settings.attention_modes import Grid, TokenPlan
 
 
+class _Permutation(NamedTuple):
+    """A token order, int64 [S], and its inverse."""
+
+    order: Tensor
+    inverse: Tensor
+
+
 class ShardedSequence:
     """Implements `wan.modules.interfaces.SequenceShard` over a group: rank i has the i-th shard.
 
     Args:
+        group: The ranks that share the sequence.
         multiple: The length of a shard is a multiple of this.
         order: order(grid) returns int64 [S], the raster index of the token at each position; None
             keeps raster order.
@@ -34,7 +43,7 @@ class ShardedSequence:
     ) -> None:
         self.group, self.multiple, self.order = group, multiple, order
         self.num_ranks, self.rank = get_group_size(group), get_group_rank(group)
-        self._permutations: dict[tuple[Grid, torch.device], tuple[Tensor, Tensor]] = {}
+        self._permutations: dict[tuple[Grid, torch.device], _Permutation] = {}
 
     def make_plan(self, num_tokens: int) -> TokenPlan:
         return TokenPlan(num_tokens, self.num_ranks, self.multiple)
@@ -49,7 +58,9 @@ class ShardedSequence:
     def permute(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Permutes the global sequence [B,S,...] from raster order to `order`."""
         return (
-            x_BSC if self.order is None else x_BSC[:, self._get_permutation(grid, x_BSC.device)[0]]
+            x_BSC
+            if self.order is None
+            else x_BSC[:, self._get_permutation(grid, x_BSC.device).order]
         )
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
@@ -59,7 +70,7 @@ class ShardedSequence:
         end = begin + plan.count_valid_tokens(self.rank)
         x_BLC = x_BSC[:, begin:end]
         if self.order is not None:
-            x_BLC = x_BSC[:, self._get_permutation(grid, x_BSC.device)[0][begin:end]]
+            x_BLC = x_BSC[:, self._get_permutation(grid, x_BSC.device).order[begin:end]]
         num_missing = plan.shard_len - x_BLC.shape[1]
         if num_missing:
             return F.pad(x_BLC, [0, 0] * (x_BLC.dim() - 2) + [0, num_missing])
@@ -72,16 +83,17 @@ class ShardedSequence:
             x_BSC = all_gather_tokens(x_BLC, self.group) if self.num_ranks > 1 else x_BLC
         if self.order is None:
             return x_BSC[:, : prod(grid)]
-        return x_BSC[:, self._get_permutation(grid, x_BSC.device)[1]]
+        return x_BSC[:, self._get_permutation(grid, x_BSC.device).inverse]
 
     def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
         return self.make_plan(sum(segment_lengths)).shard_segments(segment_lengths, self.rank)
 
-    def _get_permutation(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns `order` and its inverse on a device; those of the last grid are cached."""
+    def _get_permutation(self, grid: Grid, device: torch.device) -> _Permutation:
+        """Returns `order` and its inverse on a device; only the most recent grid is cached."""
         assert self.order is not None
         if (grid, device) not in self._permutations:
             self._permutations = {k: v for k, v in self._permutations.items() if k[0] == grid}
             order = self.order(grid)
-            self._permutations[grid, device] = order.to(device), torch.argsort(order).to(device)
+            inverse = torch.argsort(order)
+            self._permutations[grid, device] = _Permutation(order.to(device), inverse.to(device))
         return self._permutations[grid, device]

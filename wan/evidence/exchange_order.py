@@ -32,12 +32,17 @@ from wan.trace import CONTEXT_KEYS, Event, format_label
 OrderItem = tuple[int, str]
 """(head chunk, operation), for example (0, "A2A q")."""
 _FIELD_TYPES = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, type(None))}
-_FIELD_LIMITS = {"layers": 10_000, "heads": 100_000, "chunks": 100_000, "multiple": 1 << 20}
+_FIELD_RANGES = {
+    "layers": (1, 10_000),
+    "heads": (1, 100_000),
+    "chunks": (1, 100_000),
+    "multiple": (1, 1 << 20),
+}
 
 
 def _is_in_range(name: str, value: int | None) -> bool:
-    low = 1 if name in _FIELD_LIMITS else 0
-    return value is None or low <= value <= _FIELD_LIMITS.get(name, 1 << 40)
+    low, high = _FIELD_RANGES.get(name, (0, 1 << 40))
+    return value is None or low <= value <= high
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class ExchangePlan:
 
     @classmethod
     def from_record(cls, raw: Mapping[str, Any]) -> ExchangePlan:
-        """Parses a plan from JSON; raises ValueError, TypeError or KeyError if it is invalid."""
+        """Parses a plan from JSON; raises one of `_PARSE_ERRORS` if it is invalid."""
         steps = {int(step): str(expert) for step, expert in raw["steps"].items()}
         control = tuple(raw.get("control", ()))
         plan = cls(**{**raw, "sizes": tuple(raw["sizes"]), "steps": steps, "control": control})
@@ -100,7 +105,7 @@ class ExchangePlan:
             raise ValueError(f"control is {str(plan.control)[:40]}")
         if plan.world_size > 1 << 16 or plan.rank >= plan.world_size or plan.heads < plan.sizes[2]:
             raise ValueError("sizes do not fit together in its plan")
-        _ = plan.mode, plan.valid_tokens_per_rank
+        _ = plan.mode, plan.valid_tokens_per_rank  # raise ValueError for invalid settings
         return plan
 
     @property
@@ -156,7 +161,10 @@ def list_planned_items(plan: ExchangePlan, step: int) -> list[OrderItem]:
 
 
 def _list_attention_names(plan: ExchangePlan, backend: str) -> Iterator[str]:
-    """Lists the operations of a head chunk between its all-to-alls, in order."""
+    """Yields the operations of a head chunk between its all-to-alls, in order.
+
+    "hop" starts a transfer of K and V in the ring, and "in" waits for it.
+    """
     ring_size, valid_per_rank = plan.sizes[1], plan.valid_tokens_per_rank
     multiple = 1 if backend == "dense" else Q_ROWS
     ranges = q_ranges(valid_per_rank[plan.ring_rank], plan.mode.blocks, multiple)
@@ -260,10 +268,8 @@ def compare_with_plan(plan: ExchangePlan, events: Sequence[Event]) -> OrderCompa
             skipped_layers = _find_skipped_layers(forwards[step, branch], plan)
             for layer in range(plan.total_layers):
                 is_skipped = layer in skipped_layers
-                num_skipped, num_compared = (
-                    num_skipped + is_skipped,
-                    num_compared + (not is_skipped),
-                )
+                num_compared += not is_skipped
+                num_skipped += is_skipped
                 plan_items = [] if is_skipped else list_planned_items(plan, step)
                 pairs = zip_longest(plan_items, list_recorded_items(events_by_layer.get(layer, [])))
                 for index, (planned_item, recorded_item) in enumerate(pairs):

@@ -90,7 +90,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """Queries, keys or values, quantized if they have a scale.
+    """Queries, keys or values of an attention call; quantized if they have a scale.
 
     Attributes:
         values: [B,S,N,D], any strides; with a scale the tensor is values * scale.
@@ -115,7 +115,7 @@ class QuantizedTensor:
         )
 
     def slice_rows(self, first: int, last: int) -> QuantizedTensor:
-        """Returns views of tokens first to last (excluded); ValueError if first splits a scale."""
+        """Returns views of tokens start to stop - 1; ValueError if start splits a scale."""
         if first % self.rows_per_scale:
             raise ValueError(
                 f"slices must begin at a multiple of {self.rows_per_scale} rows, not at {first}"
@@ -148,8 +148,8 @@ def divide_exactly(x: Tensor, divisor: float) -> Tensor:
 QKV = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]
 
 AttendRows = Callable[[QuantizedTensor, int], Tensor]
-"""attend(q_block, first): the result [B,rows,N,D] of the query block that begins at query row
-`first`, against all keys."""
+"""attend(q_block, first_local_row): the result [B,rows,N,D] of the query block that begins at row
+`first_local_row` of this rank's q, against all keys."""
 
 
 class AttentionBackend(Protocol):

@@ -30,8 +30,8 @@ MIN_ELEMENTS = 1 << 22
 class CompiledOps:
     """Implements `wan.modules.small_ops.OpRunner`.
 
-    names: keys of STEPS_BY_OP. least: tensors of fewer elements are computed eagerly. Attribute
-    compiled: the compiled functions by name.
+    names: keys of STEPS_BY_OP. min_elements: tensors of fewer elements are computed eagerly.
+    Attribute compiled: the compiled functions by name.
 
     Each function has a graph for the first number of tokens and one for any other, per dtype. If
     the compiler fails, the error is logged once as a warning, and everything runs eagerly.

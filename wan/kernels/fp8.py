@@ -232,7 +232,7 @@ DEQUANTIZED = DequantizedAttention()
 
 
 def keep_layout(x: QuantizedTensor) -> QuantizedTensor:
-    """The `KernelLayout` of kernels that take keys and values of any layout."""
+    """The `ConvertLayout` of kernels that take keys and values of any layout."""
     return x
 
 

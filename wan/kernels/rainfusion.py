@@ -4,7 +4,8 @@
 backend. A `BlockSparseKernel` computes the block-sparse product: the reference below, FlexAttention
 on CUDA, MindIE-SD's operators on NPUs.
 
-Legend: B batch, S tokens in RainFusion's order, N heads, D head size, nq and nk blocks.
+Legend: B batch, S tokens in RainFusion's order, N heads, D head size, q and k query and
+key blocks, s this rank's tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class BlockSparseKernel(Protocol):
 
     q, k, v: none quantized or, if the kernel supports it, all (then the result may have any
     floating dtype). mask_BNqk: bool [B, N, ceil(Sq / 128), ceil(Sk / k_rows)], True = attend.
+    k_rows: rows of a key block.
     """
 
     @property
@@ -51,7 +53,10 @@ class BlockSparseKernel(Protocol):
 
 
 class ReferenceBlocks:
-    """Reference `BlockSparseKernel` for any device: slow, same bits for any query division."""
+    """Reference `BlockSparseKernel` for any device: slow.
+
+    The result is bitwise the same however the queries are split.
+    """
 
     name = "PyTorch SDPA, masked in tiles"
 
@@ -77,10 +82,10 @@ REFERENCE = ReferenceBlocks()
 class MaskCache:
     """Caches block masks by (sample, branch, layer, first head), each for `refresh` steps.
 
-    Periods of `refresh` steps begin at the first sparse step, start_step(number of steps). A mask
-    is computed at the first step of a period, and whenever the period has no mask of that shape. A
-    mask is freed at its last use. Another expert, or a step index that does not increase (another
-    video), clears the cache.
+    The periods of `refresh` steps are counted from the first sparse step, start_step(num_steps). A
+    mask is computed at the first step of a period, and whenever the period has no mask of that
+    shape. A mask is freed at its last use. Another expert, or a step index that does not increase
+    (another video), clears the cache.
     """
 
     def __init__(self, start_step: Callable[[int], int], refresh: int) -> None:
@@ -89,7 +94,10 @@ class MaskCache:
         self._expert, self._last_index = "", dict[_MaskKey, int]()
 
     def get(self, step: StepInfo, shape: Sequence[int]) -> Tensor | None:
-        """Returns the cached mask, or None if a new one must be computed."""
+        """Returns the cached mask, or None if a new one must be computed.
+
+        It is called once for each attention call, since it frees a mask that no later step uses.
+        """
         if step.expert != self._expert or step.index <= self._last_index.get(
             _make_mask_key(step), -1
         ):
@@ -120,11 +128,12 @@ class RainFusionAttention:
     """Implements `wan.kernels.base.AttentionBackend`: rf_v2 / rf_v3 of MindIE-SD from start_step.
 
     Args:
-        kind: "v2" or "v3"; they compute the same, but only v3 can be quantized.
+        rainfusion_type: "v2" or "v3"; they compute the same, but only v3 can be quantized.
         sparsity: Share of the key blocks that a row skips, 0 <= sparsity < 1.
         start_step: The first sparse step, or a function of the number of steps.
         refresh: Steps for which a mask is used, at least 1.
-        quantizer: Blocks are scored before quantization; key blocks have its rows per scale.
+        quantizer: Quantizes q, k and v after the blocks have been scored; a key block has as many
+            rows as a scale. None: no quantization.
 
     Raises:
         ValueError: A value is outside its range.
@@ -154,6 +163,7 @@ class RainFusionAttention:
         if quantizer is not None and quantizer.q_rows != Q_ROWS:
             raise ValueError(f"queries need a scale per {Q_ROWS} rows, got {quantizer.q_rows}")
         start = start_step if callable(start_step) else lambda _: start_step
+        # A function is tried with one step.
         if not 0 <= sparsity < 1 or start(1) < 0 or refresh < 1:
             raise ValueError(
                 "RainFusion needs 0 <= sparsity < 1, start_step >= 0 and refresh >= 1, got "
@@ -222,5 +232,5 @@ def _make_mask_key(step: StepInfo) -> _MaskKey:
 
 def _require_layer(step: StepInfo | None) -> StepInfo:
     if step is None or step.layer is None:
-        raise ValueError("RainFusion needs step and layer of each call: pass step and layer")
+        raise ValueError("RainFusion needs `step` with a layer on every call")
     return step

@@ -23,7 +23,7 @@ from wan.kernels.base import (
     SmallOps,
     Target,
 )
-from wan.kernels.compiled_ops import CompiledOps
+from wan.kernels.compiled_ops import MIN_ELEMENTS, CompiledOps
 from wan.kernels.fp8 import (
     Fp8Attention,
     Fp8Quantizer,
@@ -49,16 +49,16 @@ class SelectedKernels:
     """The kernels and attention backends of a run.
 
     Attributes:
-        device_type: Of the device that computes.
+        device_type: Type of the device that computes.
         dense_kernel: Self-attention's kernel for calls to which no backend applies.
-        text_kernel: Cross-attention's kernel.
+        cross_attention_kernel: Dense, as prompts are short.
         backends: The first that applies to a call computes it.
         layers: The (expert, layer) pairs that use `backends`; None: all.
         fallback: The backends of all other layers.
         token_order: Returns the token order of a grid; None: raster order.
-        ops: Vendors' kernels for small operations.
-        op_runner: Runs the small operations of a block; None: eagerly.
-        clock: A context manager around self-attention.
+        vendor_ops: The NPU vendor's kernels for small operations.
+        compiled_ops: Runs small operations compiled by torch.compile; None: eagerly.
+        frequency_cap: Context manager that caps an NPU's frequency during self-attention.
     """
 
     device_type: str
@@ -78,7 +78,10 @@ class SelectedKernels:
         return self.backends if uses_backends else self.fallback
 
     def describe(self) -> str:
-        """Names the backends and the kernel of self-attention, in the order in which they apply."""
+        """Names the backends, the fallback backends of the other layers, and the dense kernel.
+
+        Names after a backend that always applies are left out.
+        """
         candidates: list[AttentionBackend | Kernel] = [
             *self.backends,
             *self.fallback,
@@ -96,11 +99,11 @@ def select_kernels(
     """Selects the kernels and backends of a run whose settings have been checked.
 
     Args:
-        exported: Rotations of a quantized checkpoint; empty without one.
+        checkpoint_rotations: Rotations of a quantized checkpoint; empty without one.
         compile_blocks: Blocks are compiled, so small operations are not compiled separately.
 
     Raises:
-        ValueError: A kernel does not exist on the device, or does not compute there.
+        ValueError: A kernel does not exist on the device, or fails a test run there.
     """
     device, load = target.device, target.load
     names, ops = device.capabilities.list_fused_ops(attention, compile_blocks), PLAIN_OPS
@@ -111,12 +114,13 @@ def select_kernels(
             cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
             clock = load("wan.kernels.npu.clock:FrequencyCap")(cap, restore)
     elif names:
-        least = {} if attention.fused_ops == ("auto",) else {"least": 0}
-        op_runner = load("wan.kernels.compiled_ops:CompiledOps")(names, **least)
+        min_elements = MIN_ELEMENTS if attention.fused_ops == ("auto",) else 0
+        op_runner = load("wan.kernels.compiled_ops:CompiledOps")(names, min_elements)
     return SelectedKernels(
         device.type,
         dense_kernel=make_dense_kernel(attention, target),
-        text_kernel=make_dense_kernel(Attention(), target),  # too short for any other kernel
+        # The prompt is too short for sparse or FP8 attention to pay off.
+        text_kernel=make_dense_kernel(Attention(), target),
         backends=(
             *_make_rainfusion_backends(attention, target, exported),
             *_make_fp8_backends(attention, target, exported),
@@ -133,7 +137,7 @@ def select_kernels(
 
 
 def make_vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallOps:
-    """Makes the NPU vendor's kernels for these values of fused_ops; others stay PyTorch's."""
+    """Replaces the named small operations by the NPU vendor's; the others stay PyTorch's."""
     ops = PLAIN_OPS
     for name, row in SMALL_OPS.items():
         if name in names:
@@ -142,7 +146,7 @@ def make_vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallO
 
 
 def make_dense_kernel(attention: Attention, target: Target) -> Kernel:
-    """Makes self-attention's dense kernel; one of xfuser is tried on the device."""
+    """Makes the dense kernel that the settings select; one of xfuser is test-run on the device."""
     kernel: Kernel = _make_kernel(
         attention.dense_kernel, replace(target, dense_row=attention.dense_kernel)
     )
@@ -201,7 +205,10 @@ def make_fp8_quantizer(target: Target, rotations: Rotations) -> Fp8Quantizer:
 
 
 def _select_kernel_layout(target: Target) -> KernelLayout:
-    """Returns the layout of keys and values; devices without FP8 units get dequantized values."""
+    """Returns the function that converts keys and values for a kernel.
+
+    Only NPU kernels take quantized keys and values; for other devices they are dequantized.
+    """
     if target.device.type == "npu":
         return make_bnsd_contiguous
     compute_dtype = torch.float32 if target.device.type == "cpu" else target.dtype

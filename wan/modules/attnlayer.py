@@ -1,13 +1,14 @@
-"""Sequence-parallel self-attention with FA_Power_Cap: head chunks separated by all-to-alls.
+"""Sequence-parallel self-attention with FA_Power_Cap (docs/fa_power_cap.md).
 
-Legend: B batch, s this rank's tokens, S all tokens, R ring size, P Ulysses size, N all heads,
-N_c heads of a chunk, h_c heads of a chunk on this rank, D head size.
+Legend: B batch, s this rank's tokens, S tokens of this rank's Ulysses group (all tokens, if there
+is no ring), P Ulysses size, N all heads, N_c heads of a chunk, h_c heads of a chunk on this rank,
+D head size.
 
 Attention is split into head chunks and query blocks, and the all-to-alls of Ulysses run between
 them, so that the device idles between two attention kernels and its power stays low. A row of
 `MODES` defines how many chunks and blocks there are and in which order they run; one loop executes
 every mode. A chunk is computed by the dense kernel or by an `AttentionBackend` (FP8, block-sparse).
-All-to-alls and attention kernels are called together in this module only.
+No other module calls both all-to-alls and attention kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class HasCommType(Protocol):
 
 
 class _CallSpec(NamedTuple):
-    """The parameters that all chunks of one call share.
+    """The parameters of one call; in a chunk's copy, `step` has the chunk's first head.
 
     Attributes:
         shape: [B,s,N,D] of the result.
@@ -103,12 +104,13 @@ class FAPowerCapAttention:
         args: Any object with `comm_type`.
         ulysses_pg: Process group of the all-to-alls; None: the default group.
         fa_alltoall_overlap: Overlap the all-to-alls with attention; `comm_type` is then ignored.
-        comm_type: Key of `MODES`, an alternative to `args`. ValueError for another value.
+        comm_type: Key of `MODES`; exactly one of `args` and `comm_type` must be given. ValueError
+            otherwise, and for an unknown key.
         layer: Index of the block, for the attention backends.
         kernel: Dense attention; None: PyTorch's SDPA.
         ring: Ring attention over groups of Ulysses ranks; None: no ring.
-        backends: The first backend that applies to a call computes it, otherwise `kernel`.
-        clock: Context manager that is entered in every call.
+        methods: Attention backends; the first that applies to a call computes it, else `kernel`.
+        clock: Context manager that is entered in every call; on NPUs it can cap the clock.
         chunks: Maximum number of head chunks; None: that of the mode. ValueError for mode 0.
         exchange: "split": one all-to-all each for q, k and v of a chunk; "fused": a single one with
             bit-identical results. ValueError for another value.
@@ -147,7 +149,7 @@ class FAPowerCapAttention:
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
         self.backends, self.exchange = tuple(methods), exchange
-        self.contiguous = contiguous or self.ring is not None  # a ring sends k and v
+        self.contiguous = contiguous or self.ring is not None  # for the ring's P2P transfers
         self.clock = nullcontext() if clock is None else clock
 
     def __call__(
@@ -169,7 +171,7 @@ class FAPowerCapAttention:
             valid_len: Number of real tokens in the global sequence; the padding after them is never
                 attended to, and its rows of the result are zeros. None: there is no padding.
             step: Sampling step, expert and branch, for the attention backends.
-            layer: Index of the block, if the layer was built without it.
+            layer: Index of the block, if the constructor did not get it.
 
         Returns:
             [B,s,N,D] in the dtype of query.
@@ -241,7 +243,7 @@ class FAPowerCapAttention:
         return _CallSpec(shape, like.dtype, like.device, chunk_heads, valid_len, backend, step)
 
     def _dispatch(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
-        """Runs the loop under the published method name of the mode, if it has one."""
+        """Runs the loop in the method that FA_Power_Cap publishes for the mode, if there is one."""
         if self.fa_alltoall_overlap:
             return self._run_fa_alltoall_overlap(chunks, spec)
         if self.comm_type == 1:
@@ -295,7 +297,7 @@ class FAPowerCapAttention:
                     if out_BsND is None:
                         out_BsND = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
                     finished.wait(out=out_BsND[:, :, first:last])
-        assert out_BsND is not None, "there is no chunk"
+        assert out_BsND is not None, "no chunk was computed"
         return out_BsND
 
     def _split_qkv_by_head(
@@ -322,7 +324,7 @@ class FAPowerCapAttention:
 
     def _exchange_in(
         self,
-        chunk: QKVTensors | PackedBuffer,
+        chunk: Chunk,
         heads_per_rank: tuple[int, ...],
         spec: _CallSpec,
         after: PendingExchange | None,
@@ -342,7 +344,7 @@ class FAPowerCapAttention:
         if isinstance(chunk, PackedBuffer):
             return _IncomingChunk([start(chunk, "qkv")])
         qkv = self._quantize_for_exchange(chunk, spec)
-        rows = tuple(payload.rows_per_scale for payload in qkv)
+        rows = tuple(x.rows_per_scale for x in qkv)
         named_tensors = {name: x.values for name, x in zip("qkv", qkv, strict=True)}
         for name, x in zip("qkv", qkv, strict=True):
             named_tensors |= {} if x.scale is None else {f"{name} scale": x.scale}
@@ -355,7 +357,7 @@ class FAPowerCapAttention:
         return start_gather_heads(out_BShD, heads_per_rank, self.ulysses_pg, async_op=self.overlaps)
 
     def _attention_forward(self, incoming: _IncomingChunk, spec: _CallSpec) -> Tensor:
-        """Computes one chunk [B,S/R,h_c,D], a query block at a time; padded rows are zeros."""
+        """Computes one chunk [B,S,h_c,D], a query block at a time; padded rows are zeros."""
         q, k, v = _wait_for_qkv(incoming)
         if self.contiguous:
             q, k, v = (x.map(_make_contiguous) for x in (q, k, v))
@@ -427,7 +429,7 @@ def _make_contiguous(x: Tensor) -> Tensor:
 
 
 def _wait_for_qkv(incoming: _IncomingChunk) -> QKV:
-    """Waits for the all-to-alls of a chunk and returns q, k and v, their only references."""
+    """Waits for the all-to-alls of a chunk; returns q, k and v, which nothing else references."""
     tensors = [x for pending in incoming.pending for x in pending.wait_tensors()]
     scales: Sequence[Tensor | None] = tensors[3:] or [None] * 3
     q, k, v = map(QuantizedTensor, tensors[:3], scales, incoming.rows_per_scale)

@@ -8,7 +8,7 @@ of modulation, which is never expanded per token. Text-to-video has one segment;
 the 5B model has two (the first frame at t=0, then the rest).
 
 Matrix products run in the dtype of `context_BTC`, which is the dtype of their weights. The residual
-stream, the head and the operations between matrix products (`small_ops`) run in float32. In
+stream, the head, and the elementwise operations and norms (`small_ops`) run in float32. In
 inference the residual stream is updated in place, which saves a copy of it at the memory peak.
 """
 
@@ -49,7 +49,7 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Context of one forward pass, which all blocks share.
+    """Arguments of a forward pass that are the same for all blocks.
 
     Attributes:
         rope: Rows of the RoPE table of this rank's tokens.
@@ -95,7 +95,7 @@ class WanAttentionBlock(nn.Module):
             x_BLC: Residual stream, float32; updated in place in inference.
             e0_BR6C: Modulation of each timestep segment, float32.
             context_BTC: Embedded image tokens, if any, and text, in the dtype of the weights.
-            kv: Cached keys and values of the context for this layer; None: they are computed.
+            context_kv: Cached keys and values of the context for this layer; None: computed.
 
         Returns:
             The residual stream, and the keys and values of the context.
@@ -158,7 +158,7 @@ class WanAttention(nn.Module):
     ) -> Tensor:
         """Projects, normalizes and rotates queries [B,L,N,D].
 
-        rope: None: no rotation. write: receives the result; the returned tensor is then not used.
+        rope: None: no rotation. write: receives the result; the return value is then undefined.
         """
         with trace.span("project", what="q"):
             return self.norm_heads(self.norm_q, self.q(x_BLC), rope, write)
@@ -187,7 +187,7 @@ class WanAttention(nn.Module):
         rope: RopeTable | None = None,
         write: WriteTokens | None = None,
     ) -> Tensor:
-        """Normalizes and rotates queries or keys [B,L,N,D]; x may be overwritten."""
+        """Applies RMS norm over all channels and RoPE, [B,L,N,D]; may overwrite x."""
         weight_C = norm.weight if isinstance(norm, nn.RMSNorm) else None
         return self.ops.norm_heads(x_BLC, weight_C, self.num_heads, self.eps, rope, write)
 
@@ -237,7 +237,7 @@ class WanCrossAttention(WanAttention):
             self.norm_k_img = nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity()
 
     def project_text_kv(self, context_BTC: Tensor) -> TextKV:
-        """Projects keys and values of the text and the image, which are the same in all steps."""
+        """Projects keys and values of text and image tokens, which are the same in all steps."""
         if self.k_img is None:
             return self.project_k(context_BTC), self.project_v(context_BTC)
         text, image = context_BTC[:, -self.text_len :], context_BTC[:, : -self.text_len]
@@ -277,9 +277,9 @@ class ImageEmbedding(nn.Module):
         )
         self.emb_pos = nn.Parameter(torch.zeros(1, positions, dim_in)) if positions else None
 
-    def forward(self, features_NTC: Tensor) -> Tensor:
-        """Returns [1,T,C] for one image, [1,2T,C] for two."""
-        x = features_NTC.float()
+    def forward(self, features_IKC: Tensor) -> Tensor:
+        """Converts features of I images, K each, to context tokens [1,I*K,C]."""
+        x = features_IKC.float()
         if self.emb_pos is not None:
             x = x.reshape(-1, *self.emb_pos.shape[1:]) + self.emb_pos.float()
         for layer in self.proj:

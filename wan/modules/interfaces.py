@@ -38,7 +38,7 @@ class PackedAttentionCall(Protocol):
     """A self-attention call whose q, k and v are written directly into the send buffer."""
 
     def write(self, index: int, x_BLND: Tensor, offset: int = 0) -> None:
-        """Writes tokens offset, offset + 1, ... of q (index 0), k (1) or v (2)."""
+        """Writes tokens first_token, first_token + 1, ... of q (index 0), k (1) or v (2)."""
         ...
 
     def finish(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
@@ -53,7 +53,10 @@ class PackedSelfAttention(Protocol):
     def start(
         self, x_BLC: Tensor, num_heads: int, step: StepInfo | None
     ) -> PackedAttentionCall | None:
-        """Starts a call for tokens like x; None: pass q, k and v to `__call__` instead."""
+        """Starts a call for q, k and v with the tokens, dtype and device of x.
+
+        None: the caller passes q, k and v to `__call__` instead.
+        """
         ...
 
 
@@ -66,7 +69,8 @@ class SequenceShard(Protocol):
 
     Tokens outside the blocks are in raster order (frame, row, column). Inside, another order is
     possible, because attention is permutation-equivariant. Shards are padded to equal lengths;
-    self-attention masks the padding by `valid_len`, and padded tokens belong to the last segment.
+    self-attention masks the padding by `valid_len`, and padded tokens belong to the last segment. A
+    segment is a run of consecutive tokens, for example those of the video.
     """
 
     def permute(self, x_BSC: Tensor, grid: Grid) -> Tensor:
@@ -74,7 +78,7 @@ class SequenceShard(Protocol):
         ...
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
-        """Permutes and pads the global sequence in raster order; returns this rank's tokens."""
+        """Permutes and pads the global sequence in raster order, and returns this rank's tokens."""
         ...
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
@@ -82,7 +86,10 @@ class SequenceShard(Protocol):
         ...
 
     def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
-        """Lengths on this rank of consecutive segments, from their lengths in the sequence."""
+        """Returns the length of each segment's part on this rank.
+
+        segment_lengths: Lengths of the consecutive segments of the global sequence.
+        """
         ...
 
     def num_valid(self, num_tokens: int) -> int:
@@ -95,7 +102,7 @@ class SequenceShard(Protocol):
 
 
 class LocalAttention:
-    """Self-attention on one device: a single kernel call."""
+    """Self-attention of a sequence that is not sharded: a single kernel call."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -139,10 +146,11 @@ class UnshardedSequence:
 
 
 RunBlocks = Callable[[Tensor, int, int | None], Tensor]
-"""run_blocks(x_BLC, first, last): runs blocks first to last - 1 and returns x, updated in place."""
+"""run_blocks(x_BLC, start, stop): runs blocks start to stop - 1 (None: to the last one) and
+returns x, updated in place."""
 SkipBlocks = Callable[[Tensor, RunBlocks, StepInfo | None, int, torch.dtype], Tensor]
-"""skip(x_BLC, run_blocks, step, num_valid, dtype): the output of the last block, for which blocks
-may be skipped; see `wan.cache.residual`."""
+"""skip(x_BLC, run_blocks, step, num_valid, dtype): returns the output of the last block, possibly
+without running all blocks; see `wan.cache.residual`."""
 SkipAttention = Callable[[Callable[[], Tensor], StepInfo | None, int], Tensor]
 """skip(attend, step, layer): attend(), or its output of an earlier step; see
 `wan.cache.attention`."""
@@ -153,8 +161,9 @@ class ModelComponents:
     """Components a model is built with. The defaults are for one device.
 
     Attributes:
-        attention: Builds the self-attention of each block.
-        kernel: Dense attention of the cross-attention.
+        attention: Makes the self-attention of each block.
+        cross_attention_kernel: A dense kernel.
+        sequence_shard: Orders and shards the tokens.
         ops: Norms, modulation, RoPE and GELU.
         text_kv_cache: Cache the keys and values of the prompt between steps.
         step_cache: Skips blocks in some steps.

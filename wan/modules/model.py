@@ -1,7 +1,8 @@
 """The Wan2.2 diffusion transformer (DiT) with the official names and forward signature.
 
 Legend: B batch, C channels, F H W latent frames/height/width, L this rank's tokens, S all tokens,
-N this rank's video tokens, M this rank's extra tokens, T text tokens, R timestep segments.
+N this rank's video tokens, M this rank's extra tokens, T text tokens, R timestep segments, K values
+of a patch.
 
 Dtypes are explicit, without autocast; `docs/numerics.md` lists them.
 """
@@ -38,11 +39,11 @@ MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """Inputs that all blocks of one forward pass share.
+    """Inputs of one forward pass that VACE's control blocks and hooks after a block need.
 
     Attributes:
         modulation: [B,R,6,C] float32, of each timestep segment.
-        text: The embedded prompt and its cached keys and values.
+        context: Embedded text and image tokens, and their cached keys and values.
     """
 
     modulation: Tensor
@@ -67,7 +68,8 @@ class StreamConditioning:
         num_extra_tokens: Tokens appended to the video tokens in the global sequence, at timestep 0.
         extra_tokens: [B,M,C] float32, the ones on this rank.
         after_block: Layer -> hook that updates the residual stream after its block.
-        before_blocks: Hook that receives the residual stream before block 0, unless it is skipped.
+        before_blocks: Hook that receives the residual stream before block 0; not called in steps in
+            which the step cache skips block 0.
     """
 
     rope: RopeTable
@@ -185,6 +187,7 @@ class WanModel(nn.Module):
         if y is not None:
             x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
         self._check_inputs(x, t, context, seq_len, y, clip_fea)
+        # Samples of different sizes or with timesteps per token run one after the other.
         if len(x) > 1 and (t.dim() == 2 or len({sample.shape for sample in x}) > 1):
             timesteps = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
             steps = [step and replace(step, sample=i) for i in range(len(x))]
@@ -270,7 +273,7 @@ class WanModel(nn.Module):
     def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
         """Adapters that run after a block and are offloaded with it.
 
-        The last one is called in every forward pass.
+        Every forward pass must call the last one: block offloading frees their memory after it.
         """
         return ()
 
@@ -319,11 +322,11 @@ class WanModel(nn.Module):
 
     @property
     def num_text_layers(self) -> int:
-        """Number of layers with cross-attention to the text."""
+        """Number of layers with cross-attention to the context."""
         return self.num_layers
 
     def _cache_text_kv(self, text: TextState, layer: int, kv: TextKV) -> None:
-        """Stores a layer's keys and values of the context if `text_kv_cache` is on."""
+        """Stores a layer's keys and values of the context, if `text_kv_cache` is on."""
         if self.text_cache is not None and not torch.is_grad_enabled():
             text.kv[layer] = kv
 
@@ -369,12 +372,11 @@ class WanModel(nn.Module):
 
     def _check_image_inputs(self, y: list[Tensor] | None, clip_fea: Tensor | None) -> None:
         if self.model_type in ("i2v", "flf2v", "animate") and y is None:
-            raise ValueError("An i2v model needs y, the conditioning latents; none were given.")
-        if (self.img_emb is None) != (clip_fea is None):
-            raise ValueError(
-                "clip_fea belongs to the image models of Wan2.1, which need it; "
-                f"{'none were' if clip_fea is None else 'this model has no place for those'} given."
-            )
+            raise ValueError(f"This {self.model_type} model needs y, the conditioning latents.")
+        if self.img_emb is not None and clip_fea is None:
+            raise ValueError("This image model of Wan2.1 needs clip_fea, the CLIP features.")
+        if self.img_emb is None and clip_fea is not None:
+            raise ValueError("This model takes no clip_fea; only image models of Wan2.1 do.")
 
     def clear_caches(self) -> None:
         """Frees the cached embeddings, keys and values."""

@@ -26,7 +26,7 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 
 
 WriteTokens = Callable[[Tensor, int], None]
-"""write(x_BLND, offset): stores tokens offset, offset + 1, ...; any floating dtype."""
+"""write(x_BLND, first_token): stores tokens from first_token on; any floating dtype."""
 
 
 class OpRunner(Protocol):

@@ -20,7 +20,7 @@ TextKV = tuple[Tensor, ...]
 
 @dataclass
 class TextState:
-    """Embedding [B,T,C] of a prompt, and the cached keys and values of each layer."""
+    """Embedding [B,T,C] of image tokens, if any, and text; cached keys and values per layer."""
 
     embedding: Tensor
     kv: list[TextKV | None] = field(default_factory=list)

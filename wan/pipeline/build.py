@@ -289,8 +289,8 @@ class NetworkLoader:
             self._vae_spec.check()
         if self._clip_spec is not None and is_main:
             self._clip_spec.check()
-        if ckpt.sound_encoder is not None and is_main:
-            sound.check_audio_encoder(ckpt.sound_encoder, cast(S2VConfig, config)["audio_dim"])
+        if ckpt.audio_encoder is not None and is_main:
+            sound.check_audio_encoder(ckpt.audio_encoder, cast(S2VConfig, config)["audio_dim"])
         self._tokenizer: object = None
         self._runs_text_encoder = is_main or setup.parallel.t5_fsdp
         if self._text_encoder_spec is not None and self._runs_text_encoder:
@@ -398,7 +398,7 @@ class NetworkLoader:
 
     def encode_audio(self, audio: Audio) -> Tensor:
         """Computes audio features on the CPU; the encoder is released afterwards."""
-        return sound.extract_audio_features(self.setup.checkpoint.require("sound_encoder"), audio)
+        return sound.extract_audio_features(self.setup.checkpoint.require("audio_encoder"), audio)
 
     def load_video_vae(self) -> VideoVAE:
         """Loads the VAE."""

@@ -1,7 +1,8 @@
 """Generates a speech-to-video (S2V) video clip by clip; each clip continues the previous one.
 
 The last 73 frames of a clip are encoded and appended as extra tokens to the next clip. This number,
-the three frames lost at the start and the seed of each clip are those of the official code.
+the three frames that are dropped from the first clip and the seed of each clip are those of the
+official code.
 
 Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 """
@@ -39,8 +40,8 @@ class Clip:
     Attributes:
         latents: [Z,f,h,w], on every rank.
         frames: [3,F,H,W] in [-1, 1], the clip without overlap frames; None except on the main rank.
-        state: Start of the next clip of a chain, on every rank: the last latent frame [Z,1,h,w] or
-            the last frame [3,H,W].
+        state: With `chain`, what the next clip continues from, on every rank: the last latent frame
+            [Z,1,h,w] or the last frame [3,H,W].
     """
 
     latents: Tensor
@@ -123,9 +124,10 @@ def _update_motion_frames(
 
 
 def fit_image_to_size(image: Image.Image, size: Size) -> Image.Image:
-    """Scales the shorter side of an image to the shorter one of (width, height), and crops it.
+    """Resizes an image so that its shorter side is min(size), and crops it to `size`.
 
-    As in the official code, the image is cropped to its center, and padded with black if needed.
+    As in the official code, it is cropped to its center. A side that is too short is padded with
+    black first.
     """
     image, short_side = image.convert("RGB"), min(size)
     resized = image.resize(_scale_short_side(image.size, short_side), Image.Resampling.BILINEAR)
@@ -152,7 +154,10 @@ def _get_crop_offset(source_side: int, target_side: int) -> int:
 
 
 def _read_pose_clips(pose: PoseVideo, params: VideoParams) -> Iterator[Tensor]:
-    """Yields the pose frames of each clip, [3,F,H,W] in [-1, 1]; black after the video's end."""
+    """Yields the pose frames of clips, [3,F,H,W] in [-1, 1], endlessly.
+
+    Frames after the end of the pose video are black.
+    """
     frames, count = pose.iter_poses(), params.infer_frames
     width, height = params.video_size
     while True:

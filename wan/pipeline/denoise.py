@@ -1,4 +1,4 @@
-"""The denoising loop: experts by timestep, guidance, solver steps.
+"""The denoising loop: selects the expert of each step, applies guidance and takes solver steps.
 
 Solver steps are taken in float32 on the latents' device.
 
@@ -61,11 +61,11 @@ class DenoiseInputs:
         initial_latents: float32 [Z,f,h,w].
         context: Text embeddings of the prompt, [length, text_dim].
         negative_context: Text embeddings of the negative prompt, [length, text_dim].
-        y: i2v's condition, concatenated to the channels of the latents, [20,f,h,w].
+        y: Masks and image latents, concatenated to the channels of the latents (i2v: [20,f,h,w]).
         clip_fea: CLIP features of the images, for Wan2.1's image models.
         sample_noise: Samples more noise, for stochastic solvers.
-        expand_timestep: Converts a timestep t for the model: [1], or one for each token.
-        fix_latents: Overwrites fixed frames of the latents, such as ti2v's first frame.
+        make_model_timesteps: Converts a timestep t for the model: [1], or one for each token.
+        restore_fixed_frames: Overwrites frames that do not change, such as ti2v's first frame.
         model_kwargs: Branch -> further keywords of the network.
     """
 
@@ -103,7 +103,7 @@ class CancellationPoint(Protocol):
         """
 
     def local_section(self) -> AbstractContextManager[None]:
-        """Wraps a part of a step without communication between ranks."""
+        """Wraps a part of a step without communication; an error in it reaches all ranks."""
 
 
 class NeverCancelled:
@@ -133,7 +133,7 @@ class DenoisingLoop:
     ) -> None:
         self.params, self.latents = params, inputs.initial_latents
         self._callback_on_step_end = callback_on_step_end
-        self._inputs = replace(inputs, initial_latents=torch.empty(0))  # held once, as self.latents
+        self._inputs = replace(inputs, initial_latents=torch.empty(0))  # only self.latents has them
         self._noise_schedule, self._num_steps_done = make_noise_schedule(params), 0
         self._solver, self._timesteps = make_solver(
             params, self._noise_schedule, inputs.sample_noise
@@ -185,7 +185,7 @@ class DenoisingLoop:
                 bar.set_postfix_str(postfix, refresh=False)
                 self._step(index, experts.get(name), run_branches, step_cache, cancellation_point)
                 bar.update()
-                if bar.n == 2:  # the first step is slower, so its estimate is not shown
+                if bar.n == 2:  # no estimate after one step, as the first step is slower
                     bar.refresh()
             cancellation_point.check(stop, num_steps)
         if self.remaining_experts:
@@ -196,8 +196,8 @@ class DenoisingLoop:
         if not bool(self.latents.isfinite().all()):
             raise NotFiniteError(
                 f"The latents are NaN or infinite after step {self._num_steps_done} of "
-                f"{len(self._noise_schedule.experts)} ({expert}), so no video is made; see whether "
-                "weights or a LoRA are damaged, or try another precision.",
+                f"{len(self._noise_schedule.experts)} ({expert}), so no video is made; "
+                "check the weights and LoRAs for damage, or try another precision.",
                 self.latents,
             )
 
@@ -210,17 +210,18 @@ class DenoisingLoop:
         cancellation_point: CancellationPoint,
     ) -> None:
         params, inputs = self.params, self._inputs
-        name, (low, high) = self._noise_schedule.experts[index], params.sample_guide_scale
+        expert = self._noise_schedule.experts[index]
+        low_noise_scale, high_noise_scale = params.sample_guide_scale
         timestep, grid = self._timesteps[index], params.grid
-        step = StepInfo(index, params.sample_steps, "cond", name, grid, prod(grid))
+        step = StepInfo(index, params.sample_steps, "cond", expert, grid, prod(grid))
         predict_branch = partial(
             predict_velocity, model, self.latents, inputs.expand_timestep(timestep), inputs, step
         )
         guidance = None if step_cache is None else step_cache.get_if_skips("uncond")
-        with trace.record_step(index, name):  # excludes loading
+        with trace.record_step(index, expert):  # excludes loading
             guided_velocity = apply_guidance(
                 predict_branch,
-                high if name == "high_noise" else low,
+                high_noise_scale if expert == "high_noise" else low_noise_scale,
                 run_branches if guidance is None else partial(guidance, index, run_branches),
             )
             with cancellation_point.local_section():
@@ -231,7 +232,7 @@ class DenoisingLoop:
                 self._num_steps_done = index + 1
                 # Only after the first step, to fail early, and after the last one.
                 if index in (0, len(self._noise_schedule.experts) - 1):
-                    self._check_finite(name)
+                    self._check_finite(expert)
                 if self._callback_on_step_end is not None:
                     self._callback_on_step_end(self._num_steps_done, self.latents)
 
@@ -240,7 +241,7 @@ class DenoisingLoop:
         self.to(torch.device("cpu"))
 
     def to(self, device: torch.device) -> None:
-        """Moves the text embeddings and all tensors of the latents' shape to a device."""
+        """Moves latents, inputs and the solver's tensors of the latents' shape to a device."""
         if self.latents.device == device:
             return
         shape = self.latents.shape

@@ -73,7 +73,7 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
     if missing:
         why = f"lacks {_join_with_and(missing)}"
         condition = " with `replace_flag`" if replace_character else ""
-        remedy = f"{_REMEDY};{condition} it holds {_list_file_names(names)}"
+        remedy = f"{_REMEDY};{condition} the folder must contain {_list_file_names(names)}"
         raise InputError(setting, folder, why, remedy)
     paths = {kind: folder / name for kind, name in names.items()}
     videos = {kind: read_video(path, setting) for kind, path in paths.items()}
@@ -82,13 +82,13 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
     for kind, video in videos.items():
         size = (FACE_SIZE, FACE_SIZE) if kind == "face" else pose.size
         if video.size != size:
-            reason = "has frames of {}x{} pixels, not {}x{}".format(*video.size, *size)
-            raise InputError(setting, video.path, reason, _REMEDY)
+            why = "has frames of {}x{} pixels, not {}x{}".format(*video.size, *size)
+            raise InputError(setting, video.path, why, _REMEDY)
         videos[kind] = video.synchronize(pose)
         num_frames = videos[kind].num_frames
         if num_frames != pose.num_frames:
-            reason = f"has {num_frames} frames, not {pose.num_frames} as {_VIDEOS['pose']}"
-            raise InputError(setting, video.path, reason, _REMEDY)
+            why = f"has {num_frames} frames, not {pose.num_frames} as {_VIDEOS['pose']}"
+            raise InputError(setting, video.path, why, _REMEDY)
     return AnimateInputs(
         images.read_image(folder / _PICTURE, "src_root_path"),
         pose.size,

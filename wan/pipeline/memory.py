@@ -5,7 +5,7 @@ sizes of the networks have two sources: `estimate_network_sizes` applies formula
 the checkpoint, which takes milliseconds and is never too high; `wan.planner.measure` runs the
 layers on tensors without data and measures them.
 
-Legend: C channels, F channels of the feed-forward, e bytes of an element in the matrix products.
+Legend: c channels, f channels of the feed-forward, e bytes of an element in the matrix products.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
 Usage = Counter[str]
 """Bytes by purpose: "DiT weights", "latents", ... (printed by `--plan`)."""
 
-LATENT_COPIES = (
-    6  # copies that the solver and both branches hold during a forward; counted in a test
-)
+# Copies of the latents that the solver and both branches hold during a forward, as a test measures.
+LATENT_COPIES = 6
 _TEXT_ENCODER_BYTES, _EMBEDDING_BYTES = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16
 _VAE_BYTES = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
 # Bytes per pixel of the published VAEs in float32 with one, two and three latent frames, and for
 # each further latent frame, as the planner measures them for very large frames. Small frames take
-# up to 7 % more, since convolutions pad them. A test compares both.
+# up to 7 % more, since convolutions pad them. A test compares this table with the planner.
 _VAE_BYTES_PER_PIXEL = {
     ("2.1", "decode"): (6_860, 13_040, 13_125, 50),
     ("2.2", "decode"): (5_380, 11_370, 11_455, 50),
@@ -56,7 +55,7 @@ _NPU_DRIVER = Path("/dev/davinci_manager")  # present with a driver; free memory
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of a network's weights on the rank with the most memory.
+    """Bytes of a network's weights on the rank that needs the most memory.
 
     Attributes:
         weights: Allocated weights.
@@ -69,16 +68,16 @@ class WeightBytes:
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """Bytes of the text encoder or a DiT on the rank with the most memory.
+    """Bytes of the text encoder or a DiT on the rank that needs the most memory.
 
     Attributes:
         weights: Allocated weights of this rank.
-        block: Weights of a block with its adapter modules, on average.
-        blocks: Weights of all blocks, which `offload_model=block` copies.
+        block_bytes: Weights of a block with its adapter modules, on average.
+        all_blocks_bytes: Weights of all blocks, which `offload_model=block` copies.
         cached: State that is kept between forwards (text K/V, step cache, masks).
         activations: Everything else at the peak of a forward.
         mapped: Memory-mapped weights, only on a CPU.
-        largest_block: Weights of the largest block if blocks differ, else 0.
+        largest_block_bytes: Weights of the largest block if blocks differ, else 0.
     """
 
     weights: int
@@ -92,14 +91,14 @@ class NetworkSize:
 
 @dataclass(frozen=True)
 class NetworkSizes:
-    """Bytes of all networks of a run on the rank with the most memory.
+    """Bytes of all networks of a run on the rank that needs the most memory.
 
     Attributes:
         text: The text encoder; None if it is not on the device.
         clip: The weights of CLIP.
         vae: The weights of the VAE.
-        encoding: Activations of the VAE while it encodes; empty if nothing is encoded.
-        decoding: Activations of the VAE and the video while it decodes.
+        encoding_activations: Activations of the VAE while it encodes; empty if nothing is encoded.
+        decoding_activations: Activations of the VAE and the video while it decodes.
         dit: One DiT.
     """
 
@@ -114,7 +113,7 @@ class NetworkSizes:
 def compute_stage_memory(
     setup: Setup, params: VideoParams, sizes: NetworkSizes
 ) -> dict[str, Usage]:
-    """Computes the peak memory of each stage on the rank with the most memory.
+    """Computes the peak memory of each stage on the rank that needs the most memory.
 
     Args:
         sizes: The networks of this setup, estimated or measured.
@@ -166,7 +165,7 @@ def is_decoding_overlapped(setup: Setup, params: VideoParams) -> bool:
 
 
 def sum_mapped_weights(sizes: NetworkSizes) -> dict[str, Usage]:
-    """Sums the memory-mapped weights of each stage.
+    """Returns the memory-mapped weights that each stage uses.
 
     They are not allocated by a process. The operating system caches their pages while memory is
     free, and reads them from the disk again otherwise.
@@ -199,7 +198,7 @@ def _estimate_previous_clip(params: VideoParams) -> Usage:
 
 
 def find_planned_device(setup: Setup) -> Capabilities:
-    """Finds the device that the settings `device` and `chip` select.
+    """Finds the capabilities of the device that the settings `device` and `chip` select.
 
     "auto" selects the first accelerator that can run the setup, or a CPU if none can.
     """
@@ -369,12 +368,15 @@ def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
 
 
 def _can_map_weights(setup: Setup, path: Path | None) -> bool:
-    """Returns whether weights can be memory-mapped; a .pth is only inspected with torch."""
+    """Returns whether weights may be memory-mapped: those of a file, on a CPU."""
     return path is not None and find_planned_device(setup).type == "cpu"
 
 
 def estimate_bytes_outside_blocks(setup: Setup, params: VideoParams) -> int:
-    """Estimates the device memory of a forward without the weights of the DiT's blocks."""
+    """Estimates the bytes of denoising without the weights of the DiT's blocks.
+
+    They are the other weights, caches, activations and latents.
+    """
     dit = _estimate_dit(setup, params)
     return (
         dit.weights
@@ -388,7 +390,7 @@ def estimate_vae_activations(setup: Setup, direction: str, size: tuple[int, int,
 
     Args:
         direction: "encode" or "decode".
-        size: Latent frames, height and width in pixels.
+        size: Number of latent frames, then height and width in pixels.
     """
     version, (frames, height, width) = setup.preset.vae, size
     if frames == 0:
@@ -420,8 +422,8 @@ def check_memory(
 ) -> None:
     """Refuses a run that needs more memory than is free, as far as both are known.
 
-    Only torch resolves the device "auto". Such a run is refused if it fits on no device of this
-    machine.
+    The device "auto" is resolved later, by torch. Such a run is refused here if it fits neither on
+    the accelerator nor on the CPU.
 
     Args:
         ranks_here: Number of ranks that share this machine's memory.
@@ -450,19 +452,18 @@ def _find_memory_refusal(
     stage, need = find_fullest_stage(setup, params, ranks_here, only_stage, device=device)
     if need <= free:
         return None
+    owner = "this machine has" if device == "cpu" else "a GPU has"
+    why = f"needs at least {need / 1e9:.1f} GB ({stage}), and {owner} {free / 1e9:.1f} GB free"
+    if only_stage is not None:
+        return InputError("The run", why=why, remedy="use a larger machine")
     remedy = "choose a smaller `size` or `frame_num`"
-    with suppress(InputError):  # a setting of the run may exclude it
+    with suppress(InputError):  # a setting of the run may exclude `offload_model=block`
         _, streamed_need = find_fullest_stage(
-            setup, params, ranks_here, only_stage, device=device, offload_model="block"
+            setup, params, ranks_here, device=device, offload_model="block"
         )
         if streamed_need <= free:
             remedy = f"use `offload_model=block` ({streamed_need / 1e9:.1f} GB)"
-    owner = "this machine has" if device == "cpu" else "a GPU has"
-    why = f"needs at least {need / 1e9:.1f} GB ({stage}), and {owner} {free / 1e9:.1f} GB free"
-    remedy = (
-        f"{remedy}, or see what fits with `plan`" if only_stage is None else "use a larger machine"
-    )
-    return InputError("The run", why=why, remedy=remedy)
+    return InputError("The run", why=why, remedy=f"{remedy}, or see what fits with `plan`")
 
 
 def find_fullest_stage(
@@ -509,8 +510,8 @@ def get_free_memory(device_type: str) -> int | None:
 def query_gpu_memory(kind: str) -> list[int]:
     """Queries `nvidia-smi` for the bytes of each GPU's memory; kind: "free" or "total".
 
-    The list is empty without the program, without a GPU, or if it takes more than five seconds. A
-    result is cached for ten seconds, because each line of a prompt file needs it.
+    The list is empty if the program is missing, fails, lists no GPU, or takes more than five
+    seconds. A result is cached for ten seconds, because each line of a prompt file needs it.
     """
     return _run_nvidia_smi(kind, int(time.monotonic()) // 10)
 

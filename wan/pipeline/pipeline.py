@@ -53,13 +53,13 @@ _RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
 
 @dataclass
 class OffloadManager:
-    """Offloads the weights of a pipeline's networks between their calls.
+    """Decides which weights stay on the device, and has the networks with a copy in host memory.
 
     Attributes:
         resident_blocks: As in `Execution`.
         bytes_outside_blocks: Returns the bytes that a DiT's forward needs outside its blocks.
         offload: As in `Execution`; may change between two videos.
-        params: The next video.
+        params: The next video; the pipeline sets it before a network is loaded or called.
         offloaded_modules: The networks with a copy in host memory.
     """
 
@@ -84,6 +84,7 @@ class OffloadManager:
         """Adds a network that is offloaded to host memory. on_free: clears its caches."""
         from wan.pipeline.residency import OffloadedModule
 
+        # The new object adds itself to the list.
         OffloadedModule(network, self.device.torch_device, self.offloaded_modules, on_free)
 
     def free_device(self) -> None:
@@ -107,7 +108,7 @@ class Experts:
         files: Mapping[str, Iterable[Path]] | None = None,
         load_editable: Callable[[str], WanModel] | None = None,
     ) -> None:
-        """Loads nothing yet.
+        """Stores the loaders; `get` loads an expert.
 
         Args:
             load: Loads an expert to the device.
@@ -123,12 +124,14 @@ class Experts:
     def load_editable(self, name: str) -> WanModel:
         """Returns an expert whose weights the caller may change; it is never released."""
         if name not in self._editable:
+            # With "cpu" or "block" the weights are replaced in each forward pass.
             is_reusable = name in self._loaded and isinstance(self.offload, bool)
             network = self._loaded.pop(name) if is_reusable else self._load_editable(name)
             self._editable[name] = materialize_tensors(network)
         return self._editable[name]
 
     def get(self, name: str) -> WanModel:
+        """Returns an expert; loads it first, and before that releases others, if necessary."""
         if name in self._editable:
             return self._editable[name]
         if name not in self._loaded:
@@ -163,7 +166,7 @@ class LazyModule(Generic[T]):
     """A network that is loaded on first use and can be released."""
 
     def __init__(self, load: Callable[[], T], files: Iterable[Path] = ()) -> None:
-        """Loads nothing yet. files: The weight files, for `prefetch`."""
+        """Stores the loader, which `get` calls. files: The weight files, for `prefetch`."""
         self._load, self._files = load, files
         self._module: T | None = None
 
@@ -183,7 +186,7 @@ class LazyModule(Generic[T]):
 
 
 RunAndBroadcast = Callable[[Callable[[], Tensor]], Tensor]
-"""Calls make() on one rank and returns its result on all ranks."""
+"""share_result(make): calls make() on one rank or on all ranks; every rank gets the result."""
 
 
 def run_locally(make: Callable[[], Tensor]) -> Tensor:
@@ -271,14 +274,14 @@ class Pipeline:
 
     Attributes:
         vae_runner: Encodes and decodes with the VAE, on one rank or on all ranks.
-        text_size: The DiTs' maximum number of text tokens, and the channels of a token.
-        stages: Measures the seconds of each stage.
-        kernel: The name of the self-attention kernel, for records.
-        returns_lse: The dense kernel returns the log-sum-exp, as ring attention requires.
+        text_size: (text_len, text_dim) of the DiTs: maximum number of text tokens, their channels.
+        stage_timer: Measures the seconds of each stage.
+        kernel_name: The name of the self-attention kernel, for records.
+        can_return_lse: The dense kernel can return the log-sum-exp, as ring attention requires.
         encode_audio: Returns the features [S,C,T] of an audio file (S2V).
         cached_prompt_embeds: Prompt -> its embeddings, computed ahead.
         cancellation_point: Checked between denoising steps.
-        is_main: This rank receives the frames.
+        is_main: This rank is the main rank (rank 0), which receives the frames.
         overlap_decoding: Each clip of a chain is decoded while the next one is denoised.
     """
 
@@ -302,7 +305,7 @@ class Pipeline:
     overlap_decoding: bool = False
 
     def set_offload(self, offload: Offload) -> None:
-        """Sets `offload_model` for the next video; releases networks loaded for another mode."""
+        """Sets the offload mode for the next video; releases networks loaded for another mode."""
         previous, self.offload_manager.offload = self.offload_manager.offload, offload
         self.experts.offload = offload
         if previous != offload and not (isinstance(previous, bool) and isinstance(offload, bool)):
@@ -400,10 +403,11 @@ class Pipeline:
         self.offload_manager.params = params
         with self.stages("text"):
             for prompt in dict.fromkeys(prompts):
+                # A copy, so that a view does not keep a padded tensor in memory.
                 if prompt not in self.cached_prompt_embeds:
                     self.cached_prompt_embeds[prompt] = self._get_prompt_embeds(prompt, None).to(
                         "cpu", copy=True
-                    )  # no padding
+                    )
             self.release(self.text_encoder)
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor | None:
@@ -419,7 +423,7 @@ class Pipeline:
         Args:
             latents_Zfhw: The denoised latents.
             sink: Receives the frames; only used on the main rank.
-            release_ranks: Called as soon as the other ranks have finished their part.
+            on_other_ranks_done: Called as soon as the other ranks have finished their part.
 
         Returns:
             Whether this is the main rank.
@@ -440,13 +444,13 @@ class Pipeline:
         latents = self.vae_runner.encode(video_3FHW)
 
         def get_latents() -> Tensor:
-            assert latents is not None, "the main rank has them"
+            assert latents is not None, "the main rank got no latents"
             return latents
 
         return self.work_sharing.run_on_rank0(get_latents)
 
     def encode_image(self, images: Sequence[Tensor]) -> Tensor:
-        """Computes CLIP features, and releases CLIP before the VAE needs its memory."""
+        """Computes CLIP features of images, and releases CLIP before the VAE needs its memory."""
         features = self.work_sharing.run_on_rank0(lambda: self.clip_vision.get()(images))
         self.release(self.clip_vision)
         return features
@@ -464,7 +468,11 @@ class Pipeline:
         return embeds.to(self.device.torch_device)
 
     def release(self, network: LazyModule[Any] | Experts) -> None:
-        """Releases or offloads a network after its stage, according to `offload_model`."""
+        """Frees a network's memory after its stage, as `offload` says.
+
+        False: the network stays. "cpu": all networks with a copy in host memory leave the device;
+        others are released. True and "block": the network is released.
+        """
         if self.offload_manager.offload == "cpu" and network in (self.text_encoder, self.experts):
             self.offload_manager.free_device()
         elif self.offload_manager.offload:

@@ -4,7 +4,7 @@ With `block` only some blocks of a network are on its device; each block is copi
 is called. An accelerator has two buffers: a block computes in one buffer while the next block is
 copied into the other from page-locked host memory, on a separate copy stream. On a CPU, weights
 that need no conversion are memory-mapped from their files, as when the whole network is loaded; the
-other weights are converted, merged or rounded into one buffer.
+other weights are converted (dtype, LoRA) and written into one buffer.
 
 With `cpu` all networks have a copy in page-locked host memory, and one network at a time is on the
 accelerator.
@@ -100,7 +100,7 @@ class StreamedBlock:
 
     Attributes:
         module: The block.
-        last_module: The last called module of the block and its adapter modules.
+        last_module: Of the block and its adapter modules, the one that is called last.
         flat: The tensors that are copied into a buffer.
         sources: The sources of these tensors.
         mapped_sources: The sources of the block's memory-mapped tensors.
@@ -114,7 +114,9 @@ class StreamedBlock:
     mapped_sources: Sequence[TensorSource] = ()
     buffer: BlockBuffer | None = None
 
-    def load_into(self, memory: Tensor, update_progress: Callable[[int], object] = int) -> None:
+    def load_into(
+        self, memory: Tensor, update_progress: Callable[[int], object] = lambda num_bytes: None
+    ) -> None:
         """Reads the weights from their sources into `memory`, and makes the tensors views of it."""
         self.flat.bind_storage(memory)
         for tensor, source in zip(self.flat.tensors, self.sources, strict=True):
@@ -206,7 +208,7 @@ class StreamedBlocks:
     """Blocks that are called in a fixed order in every forward; some stay resident.
 
     Before a block is called, its weights are fetched; on an accelerator also those of the next
-    block, which is the first block again after the last.
+    block (after the last block: the first).
     """
 
     def __init__(
@@ -221,9 +223,9 @@ class StreamedBlocks:
                 overlap with several blocks.
         """
         count, on_cpu = len(blocks), device.type == "cpu"
-        num_resident = (
-            num_resident if count - num_resident > count_block_buffers(device.type) else count
-        )
+        if count - num_resident <= count_block_buffers(device.type):
+            num_resident = count  # buffers would need as much memory as the blocks
+        # Resident blocks are spread evenly.
         streamed_blocks = [
             b for i, b in enumerate(blocks) if i * num_resident % count >= num_resident
         ]
@@ -298,13 +300,13 @@ def stream_blocks(
 
     Args:
         transform: The weight transform that is applied first.
-        blocks: Name of the network's list of blocks.
+        blocks_name: Name of the network's list of blocks.
         device: The device that computes.
         dtype_of: Chooses the dtypes on the device.
         count_resident: Chooses the number of resident blocks.
+        embedding_name: Name of an embedding whose rows are read from the files on each lookup.
         adapter_modules: (network, index) -> the modules that are copied together with a block; the
             last one is called after the block in every forward.
-        table: Name of an embedding whose rows are read from the files on each lookup.
     """
 
     def transform_and_stream(network: nn.Module, sources: TensorSources) -> TensorSources:
@@ -315,8 +317,11 @@ def stream_blocks(
             block_modules = {
                 names[member]: member for member in (module, *adapter_modules(network, index))
             }
-            weights = _move_meta_modules(block_modules, sources, device, dtype_of)
-            streams.append(StreamedBlock(module, [*block_modules.values()][-1], *weights))
+            flat, flat_sources, mapped_sources = _move_meta_modules(
+                block_modules, sources, device, dtype_of
+            )
+            last_module = [*block_modules.values()][-1]
+            streams.append(StreamedBlock(module, last_module, flat, flat_sources, mapped_sources))
         largest = max(block.flat.size for block in streams)
         StreamedBlocks(
             streams,
@@ -340,6 +345,8 @@ def _move_meta_modules(
     dtype_of: DTypeOf,
 ) -> tuple[FlatTensors, list[TensorSource], list[TensorSource]]:
     """Moves meta modules to a device, where their tensors have no memory yet.
+
+    On a CPU, tensors that need no conversion are memory-mapped instead.
 
     Args:
         modules: The key is the prefix of the module's tensor names.
@@ -408,7 +415,7 @@ class OffloadedModule:
     def _pre_forward(self, *_: object) -> None:
         if self._is_on_device:
             return
-        for other in self._offloaded_modules:
+        for other in self._offloaded_modules:  # at most one has memory; for the others: no effect
             other.free_device()
         memory = torch.empty(self._flat.size, dtype=torch.uint8, device=self._device)
         for span, chunk in self._host.chunks(0, self._flat.size):

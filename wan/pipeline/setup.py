@@ -38,7 +38,7 @@ class Setup:
         checkpoint: Its folder is None if only the task's published sizes are known (--plan).
         execution: Device, dtypes, memory.
         attention: Kernels of self-attention.
-        quantized: An export of quantized DiT weights; None: the weights of the checkpoint.
+        quantized_dit: An export of quantized DiT weights; None: the weights of the checkpoint.
         chip: The NPU model of --chip.
         cache: Settings of the step cache.
         policy: Policy of the step cache; None: no step cache.
@@ -71,12 +71,12 @@ class Setup:
             **vars(self.parallel),
             **vars(self.cache),
             "checkpoint_dtypes": self.checkpoint_dtypes,
-            "quantized": self.quantized is not None,
+            "has_quantized_dit": self.quantized is not None,
             "use_rainfusion": self.attention.use_rainfusion,
             "task": self.preset.task,
-            "experts": len(self.preset.experts),
+            "num_experts": len(self.preset.experts),
             "policy": self.cache.policy,
-            "control_blocks": self.checkpoint.num_control_blocks,
+            "num_control_blocks": self.checkpoint.num_control_blocks,
             "group_by_expert": True,
         }
 
@@ -142,7 +142,7 @@ class Setup:
         """Refuses settings that contradict a video's steps or size, and returns notices."""
         steps, tokens = params.sample_steps, params.max_clip_tokens
         scales = params.conditioning_scale or ()
-        control = {"conditioning_scale": params.conditioning_scale, "scales": len(scales)}
+        control = {"conditioning_scale": params.conditioning_scale, "num_scales": len(scales)}
         rules.check_rules(rules.VIDEO_RULES, self._rule_values() | control)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
         notices = () if self.policy is None else self.policy.check_request(params)

@@ -67,7 +67,7 @@ class ForwardMeasurement:
     """Measurements of the forwards of a DiT on one rank.
 
     Attributes:
-        sends: The collectives of a layer in a dense step, and in a sparse step if there are any.
+        collectives: Those of a layer in a dense step, and in a sparse step if there are any.
         attention: One line about the attention backends.
     """
 
@@ -192,7 +192,7 @@ class Planner:
         """Measures the text encoder.
 
         Args:
-            ranks: Number of ranks that shard the weights.
+            num_ranks: Number of ranks that shard the weights.
         """
         checkpoint = self.setup.checkpoint
         path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
@@ -223,8 +223,8 @@ class Planner:
 
         Args:
             tiling: Whether it decodes in tiles.
-            ranks: Number of ranks that share the rows. The first rank, with the most rows and the
-                complete video, is measured.
+            num_ranks: Number of ranks that share the rows. The first rank, with the most rows and
+                the complete video, is measured.
 
         Returns:
             Weights, activations of encoding, activations of decoding.
@@ -259,7 +259,7 @@ class Planner:
             del source
 
         def measure_peak(work: Callable[[int], None], frames: int) -> Usage:
-            """Returns the peak usage of `work(frames)`, extrapolated from 3 and 4 latent frames.
+            """Returns the peak usage of `work`, extrapolated from 3 and 4 latent frames.
 
             Each further frame adds as much as the fourth one.
             """
@@ -447,7 +447,7 @@ def _prepare_meta_network(
 
     Args:
         adapter_modules: layer -> the modules that are copied together with a block.
-        ranks: Number of ranks that shard the weights.
+        num_ranks: Number of ranks that shard the weights.
 
     Yields:
         The tracker of live tensor storages, and the sizes of this rank's weights.

@@ -133,7 +133,7 @@ def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
     if (path := files.image_encoder) is not None:
         infos = list(clip.make_clip_spec(path).tensors.values())
         yield _describe_component(files, "image encoder", infos, f"becomes {encoders}")
-    if (path := files.sound_encoder) is not None:
+    if (path := files.audio_encoder) is not None:
         yield f"  sound encoder: {_format_paths(files, {path})}; runs in fp32 on the CPU"
     if (path := files.vae) is not None:
         infos = list(vae.read_vae_spec(path).tensors.values())

@@ -3,11 +3,11 @@
     torchrun --nproc_per_node=8 -m wan.power compare --out DIR -- ARGUMENTS OF generate.py
 
 The comparison first checks whether the networks fit into memory, and keeps only one expert in
-memory if both do not. After a warm-up of both experts, every variant generates the same video in
-every round, in random order. Its time is divided by the baseline's time of the same round, so that
-slow drifts of the machine cancel. Two controls separate the effect of idle gaps ("rests") between
-head chunks from that of the order of exchanges. A short traced run of each variant records its
-order and the lengths of its gaps.
+memory if both do not fit. After a warm-up of both experts, every variant generates the same video
+in every round, in random order. Its time is divided by the baseline's time of the same round, so
+that slow drifts of the machine cancel. Two controls separate the effect of idle gaps between head
+chunks (called "rests" in reports) from that of the order of exchanges. A short traced run of each
+variant records its order and the lengths of its gaps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wan import __version__, env, log, system
-from wan.cli import main as command
+from wan.cli import main as cli
 from wan.cli.flags import Parser, parse_flags
 from wan.evidence import exchange_order
 from wan.evidence.meter import PowerMeasurement
@@ -66,8 +66,8 @@ _FORBIDDEN_FLAGS = (
     *("comm_type", "chunks", "fa_alltoall_overlap", "power", "trace", "plan", "compile"),
     *("decode_latents", "from_json", "use_prompt_extend", "prompt_file", "skip_existing"),
 )
-"""Flags of generate.py that the comparison sets or does not support."""
-MIN_ROUNDS = 5  # rounds
+"""Flags of generate.py that the comparison sets itself or does not support."""
+MIN_ROUNDS = 5
 _COMPARISON_KIND = make_json_kind("a comparison of wan.power", "machine", "recommended", "variants")
 _REPORT_TITLE = "# Comparison of the modes of FA_Power_Cap"
 _REPORT_KIND = make_marked_kind("a report of wan.power compare", _REPORT_TITLE.encode())
@@ -104,7 +104,7 @@ class Variant:
 
     @property
     def flags(self) -> str:
-        """The flags of generate.py that select this variant."""
+        """The flags of generate.py that select this variant; those of the baseline for controls."""
         chunks_flag = "" if self.chunks is None else f" --chunks {self.chunks}"
         return f"--comm_type {self.comm_type}{chunks_flag}"
 
@@ -156,9 +156,9 @@ def main(argv: Sequence[str]) -> int:
     user_settings = parse_flags(arguments)
     for name in _FORBIDDEN_FLAGS:
         if name in user_settings:
-            raise InputError(f"`{name}`", None, "is set by compare itself", "drop it")
+            raise InputError(f"`{name}`", None, "cannot be used in a comparison", "drop it")
     if options.plan is not None:
-        return _print_comparison_plan(options, command.resolve_arguments(arguments, plan=True))
+        return _print_comparison_plan(options, cli.resolve_arguments(arguments, plan=True))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -166,14 +166,15 @@ def main(argv: Sequence[str]) -> int:
             "has no exchanges to compare",
             "start torchrun --nproc_per_node=2 -m wan.power compare ..., a process for each device",
         )
-    options.keeps = "offload_model" not in user_settings  # load networks once if they fit
-    if options.keeps:
+    # Networks are loaded once if they fit.
+    options.chooses_offload_mode = "offload_model" not in user_settings
+    if options.chooses_offload_mode:
         arguments += ["--offload_model", "true"]
     check_folder(options.out.absolute(), "--out", options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     _check_comparison_outputs(options.out)
     arguments += ["--save_file", str(options.out / "baseline.mp4")]
-    return command.execute_command_line(arguments, partial(_run_comparison, options))
+    return cli.execute_command_line(arguments, partial(_run_comparison, options))
 
 
 def _check_comparison_outputs(out: Path) -> None:
@@ -210,7 +211,7 @@ def _parse_compare_options(argv: Sequence[str]) -> Namespace:
     )
     quick_help = "run only 4 steps of each expert and time the last 3"
     parser.add_argument("--quick", action="store_true", help=quick_help)
-    plan_help = "print what fits devices with so much memory (1 GB = 1e9 bytes); no run"
+    plan_help = "only print whether it fits devices with this much memory (1 GB = 1e9 bytes)"
     parser.add_argument("--plan", metavar="GB", help=plan_help)
     parser.add_argument(
         "--order", default="0", metavar="SEED", help="seed of the random order (default: 0)"
@@ -251,14 +252,14 @@ def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None)
     rounds = ComparisonRounds(run, groups, variants, options.out, options.quick)
     seconds = rounds.warm_up()
     num_runs = options.repeats * len(rounds.results)
-    item = log.format_duration(seconds) if seconds >= 10 else f"{seconds:.2f} s"
+    run_time = log.format_duration(seconds) if seconds >= 10 else f"{seconds:.2f} s"
     total_time = log.format_duration(num_runs * seconds)
-    logger.info("%d runs of about %s: %s, and loading.", num_runs, item, total_time)
+    logger.info("%d runs of about %s: %s, and loading.", num_runs, run_time, total_time)
     rng = random.Random(options.order)
     for round_number in range(1, options.repeats + 1):
         rounds.measure_round(rng.sample(rounds.results, len(rounds.results)))
         round_times = ", ".join(
-            f"{item.variant.name} {item.seconds[-1]:.2f} s" for item in rounds.results
+            f"{result.variant.name} {result.seconds[-1]:.2f} s" for result in rounds.results
         )
         logger.info("Round %d of %d (measured): %s.", round_number, options.repeats, round_times)
         if groups.is_main:  # keeps finished rounds if the process is killed
@@ -272,14 +273,14 @@ def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None)
 
 
 def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -> Run:
-    """Keeps all networks in memory if they fit, else one at a time; the same on all ranks."""
+    """Returns the run with the first offload mode that fits into memory; the same on all ranks."""
     from wan.pipeline import memory
 
     device_type, ranks_per_node = groups.device.type, env.local_world_size()
     free = system.read_available_memory() if device_type == "cpu" else groups.device.free_memory()
     free_per_rank = [num_bytes for num_bytes in groups.gather(free) if num_bytes is not None]
     offload_modes = [run.setup.execution.offload_model]
-    if options.keeps:  # a step cache needs a video's steps in sequence
+    if options.chooses_offload_mode:  # a step cache needs a video's steps in sequence
         offload_modes = [False, True] if run.setup.policy is None else [False]
     stage, needed = "", 0
     for offload in offload_modes:
@@ -331,7 +332,7 @@ class TimeRatio:
 
     @property
     def gain_text(self) -> str:
-        """The difference in per cent: "-12.3 % (-14.0 to -10.1)"."""
+        """The change of time in per cent, negative if faster: "-12.3 % (-14.0 to -10.1)"."""
         percent = [100 * (x - 1) for x in (self.median, self.low, self.high)]
         return "{:+.1f} % ({:+.1f} to {:+.1f})".format(*percent)
 
@@ -376,7 +377,7 @@ def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
         ratios[best_variant],
         next((ratios[candidate] for candidate in ratios if candidate.adds_idle_gaps), None),
     )
-    reason = f"{best_variant.name}: {best_ratio.gain_text} of the baseline's time. "
+    reason = f"{best_variant.name}: {best_ratio.gain_text} in time against the baseline. "
     if control_ratio is None:
         return best_variant, f"{reason}No control was run."
     reason += f"Rests without exchanges between them: {control_ratio.gain_text}, "
@@ -391,17 +392,17 @@ def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
 
 def _explain_no_gain(measurements: Sequence[PowerMeasurement]) -> str:
     """Explains from the baseline's clock why no mode is faster."""
-    slower = "no mode is certainly faster than the baseline"
+    slower = "no mode is faster than the baseline with 95 % confidence"
     shares = [result.throttled for result in measurements if result.throttled is not None]
     if not shares:
         return f"{slower}; throttling could not be read here."
     share = statistics.mean(shares)
     if share < 0.01:
-        return f"{slower}, and the clock was never throttled, so that rests can save nothing."
+        return f"{slower}, and the clock was never throttled, so rests can save nothing."
     names = sorted({name for result in measurements for name in result.reasons})
     why = "rests are too short, or attention draws too much power"
     if not any("power" in name for name in names):
-        why = "but not for power, so that rests cannot help"
+        why = "but not for power, so rests cannot help"
     return f"{slower}; the clock was throttled {share:.0%} of the time ({', '.join(names)}), {why}."
 
 
@@ -473,7 +474,8 @@ def write_comparison(
         path.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
     params = run.params
     width, height = params.video_size
-    image_line = "![Gain of each variant](gain.png)\n" if draw_gains(results, options.out) else ""
+    has_image = draw_gains(results, options.out)
+    image_line = "![Time against the baseline](gain.png)\n" if has_image else ""
     timing_note = "of denoising"
     if options.quick:
         timing_note = "of all steps, from some steps of each expert"
@@ -570,7 +572,9 @@ def format_variant_row(result: VariantResult, time_ratio: TimeRatio | None) -> l
             cells.append(format(statistics.median(values), spec) if values else "not available")
         return ", ".join(cells) if {*cells} != {"not available"} else "not available"
 
-    median, lowest, highest = (change(result.seconds) for change in (statistics.median, min, max))
+    median, lowest, highest = (
+        aggregate(result.seconds) for aggregate in (statistics.median, min, max)
+    )
     video_text = (
         "not compared yet"
         if result.latents_difference is None

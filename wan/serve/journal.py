@@ -36,7 +36,7 @@ class Journal:
     and written by a separate thread, so that a slow or locked disk never blocks the event loop. A
     new job is queued only once it is on disk.
 
-    All methods except `has_room` and `vacuum` are called in the thread of the event loop.
+    All methods except `reserve_space` and `vacuum` are called in the thread of the event loop.
 
     Attributes:
         version: Incremented by every change of the queue.

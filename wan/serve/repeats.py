@@ -23,7 +23,7 @@ class RefusedError(Exception):
         status: HTTP status.
         code: Error code for programs.
         param: The field that caused the refusal.
-        wait: Seconds after which a retry makes sense; None: never.
+        retry_after: Seconds after which a retry makes sense; None: never.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RepeatedRequests:
         since: a retry after a refusal belongs to the refused request.
 
         Args:
-            is_repeated: Whether the client marks the request as a retry.
+            is_retry: Whether the client marks the request as a retry.
 
         Raises:
             RefusedError: The key belongs to a different request.

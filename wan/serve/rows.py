@@ -21,14 +21,15 @@ class QueuedVideo:
         attempt: Number of started attempts.
         done, total: Denoising steps.
         error: {"code": ..., "message": ...} of a failed job.
-        shape: Equal for jobs that take the same time.
+        shape: JSON of latent shape, steps, branches and clips; equal for jobs that take the same
+            time.
         work: Tokens of the network times steps times branches.
         seconds: Duration from start to end.
         guidance: Expert -> guidance scale.
         remixed_from: Id of the job whose settings were copied.
         digest: SHA-256 of the request.
         key: The request's Idempotency-Key.
-        passed: Number of later jobs that were started first.
+        passed: How often a later job was started first.
         names: Setting -> field name of the request.
         bytes: Size of all files.
     """

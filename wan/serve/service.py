@@ -43,7 +43,7 @@ from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
 
 _MAX_SAMPLES = 200  # completed jobs from which durations are estimated
-_MAX_PASSED = 4  # later jobs with the shape of the last one that may start before a job
+_MAX_PASSED = 4  # how often a job may be overtaken by a later job with the last job's shape
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Limits:
         frames: Frames of a video.
         prompt: Characters of a prompt.
         cached_prompts: Prompts whose embeddings stay in host memory.
-        group_size: Jobs that are batched by expert.
+        batch_size: Jobs in a batch, which is grouped by expert.
         keep_days: Days after which an ended job and its files are deleted; None: never.
         quota: Bytes of all jobs' files; the oldest ended jobs are deleted first. None: no limit.
     """
@@ -75,7 +75,7 @@ class Service:
     """The jobs of one group of ranks; all methods are called in one event loop.
 
     Attributes:
-        run: The run that the ranks were started with.
+        startup_run: The run that the ranks were started with.
         model: Name of the model in the HTTP interface.
         stopping: Whether the service is stopping and refuses requests.
     """
@@ -92,7 +92,7 @@ class Service:
         limits: Limits = Limits(),
         on_event: Callable[[str, QueuedVideo | None, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
-        """Opens the journal and cleans the jobs' folders; `start` starts the ranks.
+        """Opens the journal and cleans the jobs' folders; `serve_forever` starts the ranks.
 
         Args:
             argv: Flags of generate.py.
@@ -100,7 +100,7 @@ class Service:
             run: The resolved flags.
             folder: Folder of the journal and the jobs' files.
             ranks: Number of ranks on all machines.
-            name: Name of this replica, part of its jobs' ids.
+            replica_name: Part of its jobs' ids.
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.run, self.model, self.stopping = run, run.setup.preset.task, False
@@ -119,10 +119,11 @@ class Service:
         self.waiters = Waiters(self._abandon)
         self._estimates = Estimates(self.journal.list_completed(_MAX_SAMPLES))
         self._queue_estimate: tuple[object, dict[str, float], float] = (None, {}, 0.0)
-        # Loading: seconds to load the weights for one batch.
-        self._last_shape, self._loading_seconds = "", 0.0
+        self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
+        self._loading_seconds = 0.0  # to load the weights for one batch
         self._max_group_size = limits.group_size if can_group_by_expert(run) else 1
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
+        # The function runs directly, since the service is one process on its machine.
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(
             resolve_command_line, make_demo=make_demo, describe_folder=cache(inspect_checkpoint)
@@ -147,7 +148,7 @@ class Service:
         Args:
             digest: Digest of the body.
             key: The request's Idempotency-Key.
-            is_repeated: Whether the client marks the request as a retry.
+            is_retry: Whether the client marks the request as a retry.
 
         Returns:
             The job, and whether an earlier request created it.
@@ -166,10 +167,10 @@ class Service:
         """Queues a copy of a job with the same settings, seed and files and a new prompt.
 
         Args:
-            name: Id of the job to copy.
+            job_id: Id of the job to copy.
             prompt: The new prompt, for all clips.
             key: The request's Idempotency-Key.
-            is_repeated: Whether the client marks the request as a retry.
+            is_retry: Whether the client marks the request as a retry.
         """
         digest = hash_request({"remix": name, "prompt": prompt})
         earlier = self._repeats.find_duplicate(digest, key, is_repeated)
@@ -206,7 +207,11 @@ class Service:
         is_repeated: bool,
         remixed_from: str | None = None,
     ) -> tuple[QueuedVideo, bool]:
-        """Admits a request and returns the result of `create`; stores a refusal."""
+        """Admits a request and returns the result of `create`.
+
+        A failure of any kind is recorded, so that a retry does not get the job of an earlier equal
+        request.
+        """
         try:
             return await self._admit(parsed_request, digest, key, is_repeated, remixed_from)
         except BaseException:
@@ -214,20 +219,20 @@ class Service:
             raise
 
     def _abandon(self, name: str) -> None:
-        """Deletes a job without waiting clients, unless it has ended."""
+        """Deletes a job for which no client waits any more, unless it has ended."""
         job = self.journal.get(name)
         if job is not None and not is_ended(job) and not self.stopping:
             self.delete(self._running.get(name, job))
 
     def delete(self, job: QueuedVideo) -> None:
-        """Deletes a job, its files and its texts; cancels it if it is running."""
+        """Deletes a job, its files and its prompts; cancels it if it is running."""
         is_running = job.state == "in_progress"
         self.journal.delete(job)
         self.waiters.claim(job)
         if is_running:  # the ranks still write to its folder
             self.group.cancel(job.id)
         else:
-            self._remove_attempt_files(job, all_files=True)
+            self._remove_job_folder(job)
         self._on_event("deleted", job, {})
         self._notify_waiters()
 
@@ -267,7 +272,7 @@ class Service:
         return self._estimates.estimate_seconds(job)
 
     def estimate_wait(self, until: QueuedVideo | None = None) -> float:
-        """Returns the estimated seconds until a job starts; None: until the queue is empty."""
+        """Returns the seconds until a queued job starts; None: until the queue is empty."""
         now = time.time()
         running = [job for job in self._running.values() if job.state == "in_progress"]
         planned = sum(self.estimate_seconds(job) or 0.0 for job in running)
@@ -293,7 +298,7 @@ class Service:
     # Start, stop and ranks.
 
     async def start(self) -> None:
-        """Runs the ranks, the cleaning of old jobs and the journal until it is cancelled."""
+        """Runs the ranks, the deletion of old jobs and the journal's writer until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.group.run())
@@ -358,9 +363,9 @@ class Service:
         self.group.make_videos(commands, {job.id: job.shape for job in chosen})
 
     def _choose_group_size(self, job: QueuedVideo, waiting: int) -> int:
-        """Returns the group size that minimizes the mean waiting time.
+        """Returns the batch size that minimizes the mean waiting time.
 
-        A group of n jobs takes n times the seconds of a job plus the loading time once, and all its
+        A batch of n jobs takes n times the seconds of a job plus the loading time once, and all its
         jobs end with the last one.
         """
         estimate = self.estimate_seconds(job)
@@ -382,7 +387,7 @@ class Service:
         """Marks a job as completed.
 
         Args:
-            texts: Number of prompts with cached embeddings, and number of all prompts.
+            prompt_counts: Number of prompts with cached embeddings, and number of all prompts.
             seconds: Duration of the job if run alone.
         """
         if job.state == "deleted" or not self.video_path(job).exists():
@@ -397,9 +402,12 @@ class Service:
         self._start_next_jobs()
 
     def _fail_job(self, job: QueuedVideo, code: str, message: str) -> None:
+        """Ends a job that has failed or was deleted, and starts the next jobs."""
         self._running.pop(job.id, None)
-        self._remove_attempt_files(job, all_files=job.state == "deleted", keep_clips=False)
-        if job.state != "deleted":
+        if job.state == "deleted":
+            self._remove_job_folder(job)
+        else:
+            self._remove_attempt_files(job, keep_clips=False)
             if code == "out_of_memory":
                 message = f"{message} {self._describe_planned_memory(job)}".strip()
             error = {"code": code, "message": message}
@@ -416,7 +424,7 @@ class Service:
         for job in jobs:
             is_cause = message["code"] in ("out_of_memory", "disk_full") and len(jobs) == 1
             if job.state == "deleted":
-                self._remove_attempt_files(job, all_files=True)
+                self._remove_job_folder(job)
             elif is_cause or job.attempt >= ATTEMPTS:
                 self._fail_job(job, message["code"], message["message"])
             else:
@@ -471,7 +479,7 @@ class Service:
                     await self.journal.add(job)
         except BaseException as error:
             refusal = self._make_refusal(error, job) if isinstance(error, InputError) else None
-            self._remove_attempt_files(job, all_files=True)
+            self._remove_job_folder(job)
             if refusal is not None:
                 raise refusal from error
             if isinstance(error, JournalError):
@@ -480,7 +488,7 @@ class Service:
                 raise self._make_disk_full_refusal() from error
             raise
         if earlier is not None:
-            self._remove_attempt_files(job, all_files=True)
+            self._remove_job_folder(job)
             return earlier, True
         self._on_event("created", job, {})
         self._start_next_jobs()
@@ -555,15 +563,17 @@ class Service:
             sizes = memory.estimate_network_sizes(run.setup, run.params)
             stages = memory.compute_stage_memory(run.setup, run.params, sizes).values()
             peak_bytes = max(usage.total() for usage in stages)
-            return f"--plan finds that it needs {peak_bytes / 1e9:.1f} GB on each rank."
+            return f"The estimated need is {peak_bytes / 1e9:.1f} GB on each rank."
         except Exception:  # it is only a hint
             logger.debug("no plan", exc_info=True)
             return ""
 
-    def _remove_attempt_files(
-        self, job: QueuedVideo, all_files: bool = False, keep_clips: bool = True
-    ) -> None:
-        """Removes the files of an attempt, or all files of a job.
+    def _remove_job_folder(self, job: QueuedVideo) -> None:
+        """Removes all files of a job, and its folder."""
+        remove_job_files(self.job_folder(job))
+
+    def _remove_attempt_files(self, job: QueuedVideo, keep_clips: bool = True) -> None:
+        """Removes the files of an attempt; uploaded files stay.
 
         Args:
             keep_clips: Whether finished clips stay, with which the next attempt continues.
@@ -573,7 +583,7 @@ class Service:
             is_clip = keep_clips and Path(name.partition("/")[0]).suffix == ".clips"
             return name.startswith(UPLOAD_PREFIX) or is_clip
 
-        remove_job_files(self.job_folder(job), None if all_files else keep)
+        remove_job_files(self.job_folder(job), keep)
 
     async def _delete_old_jobs(self) -> None:
         """Deletes expired jobs, and the oldest jobs above the quota, every ten seconds."""
@@ -590,7 +600,7 @@ class Service:
             self.journal.forget_deleted(lambda name: (self._jobs / name).exists())
             if await self.journal.save():
                 await asyncio.to_thread(self.journal.vacuum)
-            await asyncio.to_thread(self.journal.has_room)
+            await asyncio.to_thread(self.journal.has_room)  # reserves space again
             await asyncio.sleep(10)
 
 

@@ -37,7 +37,7 @@ class NoiseSchedule:
 
 
 def make_noise_schedule(request: VideoParams, steps: int | None = None) -> NoiseSchedule:
-    """Makes the noise schedule of a video; `steps` replaces the request's `sample_steps`."""
+    """Makes the noise schedule of a video; `steps` replaces `sample_steps`."""
     solver = request.sample_solver
     num_steps = request.sample_steps if steps is None else steps
     if request.timesteps is not None:

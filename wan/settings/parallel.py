@@ -173,8 +173,14 @@ def resolve_topology(
     sizes = {"world_size": world, "cfg_size": cfg, "ring_size": ring, "ulysses_size": ulysses}
     parallel = build_from_values(Parallel, {**values, **sizes})
     other_settings = {name: values.get(name) for name in ("compile", "t5_cpu", "vae_parallel")}
-    layout = {"heads": heads, "heads_of_a_rank": heads // ulysses, "user_settings": values.keys()}
-    rules.check_rules(rules.LAYOUT_RULES, {**vars(parallel), **other_settings, **layout})
+    rule_values = {
+        **vars(parallel),
+        **other_settings,
+        "num_heads": heads,
+        "heads_of_a_rank": heads // ulysses,
+        "user_settings": values.keys(),
+    }
+    rules.check_rules(rules.LAYOUT_RULES, rule_values)
     notices = []
     if world > 1 and ("ulysses_size" not in values or ("ring_size" not in values and ring > 1)):
         notices.append(f"Chosen: {topology} for {world} ranks.")

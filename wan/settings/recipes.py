@@ -163,7 +163,6 @@ def make_recipe_notices(
 
     Args:
         names: Names of the recipes.
-        request: Video request.
         has_loras: Whether any LoRA is loaded.
     """
     messages = list(_make_clip_notices(names, request, has_loras))

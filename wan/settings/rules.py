@@ -25,7 +25,7 @@ class Rule:
 
     Attributes:
         conditions: Conditions that must all hold: `name` (the setting is set) or `name=value`.
-        why: Predicate of the refusal.
+        why: What is wrong, continuing the sentence after `subject`.
         remedy: Suggestion to the user.
         when: Further condition.
         subject: Subject of the refusal; by default the setting of the first condition.
@@ -99,7 +99,7 @@ EXCLUSION_RULES = (
     ),
     make_conflict_rule("prompt", "clip_prompts", "is replaced by `clip_prompts`"),
     make_conflict_rule(
-        "use_prompt_extend", "clip_prompts", "extends one prompt, and `clip_prompts` are several"
+        "use_prompt_extend", "clip_prompts", "extends one prompt, and `clip_prompts` gives several"
     ),
     make_conflict_rule(
         "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
@@ -122,7 +122,7 @@ LAYOUT_RULES = (
         "has an effect only on exchanges between ranks",
         "start with torchrun --nproc_per_node=2, or drop it",
         lambda s: s.comm_type > 0 and s.ulysses_size <= 1,
-        # The first sentence is quoted from the published guide.
+        # The first sentence is quoted from the guide to FA_Power_Cap, see docs/guide.md.
         "comm_type optimization requires ulysses_size > 1. `comm_type={comm_type}`",
     ),
     Rule(
@@ -180,17 +180,42 @@ LAYOUT_RULES = (
     ),
     Rule(
         ("chunks",),
-        "is more than the {heads_of_a_rank} of {heads} heads that a rank has with "
+        "is more than the {heads_of_a_rank} of {num_heads} heads that a rank has with "
         "`ulysses_size={ulysses_size}`",
         "give 1 to {heads_of_a_rank}, or a smaller `ulysses_size`",
         lambda s: s.chunks > s.heads_of_a_rank,
         _CHUNKS,
     ),
 )
-"""Rules for the topology; the value `given` is the names of the settings that the user set."""
+"""Rules for the topology; `user_settings` holds the names of the settings that the user set."""
 
 _VACE_TASKS = ("vace-1.3B", "vace-14B", "vace-A14B")
-_OFFLOADS: Predicate = lambda s: not isinstance(s.offload_model, bool)  # noqa: E731
+
+
+def _copies_weights(s: Any) -> bool:
+    """Returns whether `offload_model` is `cpu` or `block`, which copy weights to the device."""
+    return not isinstance(s.offload_model, bool)
+
+
+def _make_unconverted_rules(
+    setting: str, value: str, weight_format: str, dtype_prefix: str
+) -> tuple[Rule, ...]:
+    """Makes the rules for a setting that computes with weights as the checkpoint stores them."""
+    reasons: tuple[tuple[str, Predicate], ...] = (
+        ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
+        ("`quant_dit_path` replaces these weights", lambda s: s.has_quantized_dit),
+        ("NPUs have no FP8 weights", lambda s: weight_format == "FP8" and s.device == "npu"),
+        (
+            f"the checkpoint has no {weight_format} weights",
+            lambda s: not any(dtype.startswith(dtype_prefix) for dtype in s.checkpoint_dtypes),
+        ),
+    )
+    remedy = f"use `{setting}=upcast`, or drop it"
+    return tuple(
+        Rule((f"{setting}={value}",), f"is not possible: {why}", remedy, when)
+        for why, when in reasons
+    )
+
 
 PIPELINE_RULES = (
     make_conflict_rule(
@@ -209,37 +234,9 @@ PIPELINE_RULES = (
         )
         for name, effect in (("vae_parallel", "on all ranks"), ("vae_tiling", "in tiles"))
     ),
-    *(
-        Rule(
-            (f"{name}={value}",),
-            f"is not possible: {why}",
-            f"use `{name}=upcast`, or drop it",
-            when,
-        )
-        for name, value, form, has in (
-            *(
-                (
-                    "fp8_weights",
-                    value,
-                    "FP8",
-                    lambda s: any(k.startswith("F8") for k in s.checkpoint_dtypes),
-                )
-                for value in ("keep", "multiply")
-            ),
-            (
-                "gguf_weights",
-                "keep",
-                "GGUF",
-                lambda s: any(k.startswith("Q") for k in s.checkpoint_dtypes),
-            ),
-        )
-        for why, when in (
-            ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
-            ("`quant_dit_path` replaces these weights", lambda s: s.quantized),
-            ("NPUs have no FP8 weights", lambda s, form=form: form == "FP8" and s.device == "npu"),
-            (f"the checkpoint has no {form} weights", lambda s, has=has: not has(s)),
-        )
-    ),
+    *_make_unconverted_rules("fp8_weights", "keep", "FP8", "F8"),
+    *_make_unconverted_rules("fp8_weights", "multiply", "FP8", "F8"),
+    *_make_unconverted_rules("gguf_weights", "keep", "GGUF", "Q"),
     *(
         Rule(
             ("offload_model", name),
@@ -249,8 +246,8 @@ PIPELINE_RULES = (
             "`offload_model={offload_model}`",
         )
         for name, effect, when in (
-            ("dit_fsdp", "shards the DiT over the devices", _OFFLOADS),
-            ("t5_fsdp", "shards the text encoder over the devices", _OFFLOADS),
+            ("dit_fsdp", "shards the DiT over the devices", _copies_weights),
+            ("t5_fsdp", "shards the text encoder over the devices", _copies_weights),
             ("compile", "needs weights at fixed addresses", lambda s: s.offload_model == "block"),
         )
     ),
@@ -267,7 +264,7 @@ GROUPING_RULES = (
     Rule(
         ("group_by_expert",),
         "has no effect on {task}, which has one expert",
-        when=lambda s: s.experts == 1,
+        when=lambda s: s.num_experts == 1,
     ),
     make_conflict_rule(
         "group_by_expert",
@@ -287,9 +284,9 @@ VIDEO_RULES = (
     make_needs_rule("resident_blocks", "offload_model=block"),
     Rule(
         ("conditioning_scale",),
-        "has {scales} numbers, and the network has {control_blocks} control blocks",
-        "give one number, or {control_blocks}",
-        lambda s: s.control_blocks and s.scales not in (1, s.control_blocks),
+        "has {num_scales} numbers, and the network has {num_control_blocks} control blocks",
+        "give one number, or {num_control_blocks}",
+        lambda s: s.num_control_blocks and s.num_scales not in (1, s.num_control_blocks),
     ),
 )
 """Rules for the settings of a pipeline together with those of a video."""
@@ -310,7 +307,7 @@ SAMPLING_RULES = (
     ),
     Rule(
         ("sample_solver=rcm", "sigma_max"),
-        "is not above rcm's second level of 14.1 (tan 1.5)",
+        "is below rcm's second level of 14.1 (tan 1.5), or too close to it",
         "give more than 14.2",
         lambda s: s.timesteps is None and s.sample_steps > 1 and s.sigma_max <= 14.2,
         "`sigma_max={sigma_max:g}`",
@@ -396,7 +393,7 @@ CLIP_RULES = (
     Rule(
         ("chain=latent",),
         "is too short: 5 frames of a later clip repeat the previous clip",
-        "give 9 or more, best 81",
+        "give 9 or more; 81 is best",
         lambda s: s.frame_num < 9,
         "`frame_num={frame_num}`",
     ),

@@ -1,7 +1,7 @@
-"""Row parallelism of the autoencoder; results are exact for any height and number of ranks.
+"""Row parallelism of the VAE, for any height and number of ranks; results equal those of one rank.
 
 Every rank runs all layers on its rows of the frames. Convolutions exchange one halo row with each
-neighbouring rank, attention gathers the keys and values of all rows, and the main rank (0) gathers
+neighboring rank, attention gathers the keys and values of all rows, and the main rank (0) gathers
 the output frames.
 
 A rank that runs out of memory must not block the others in an exchange: it runs the remaining
@@ -29,15 +29,17 @@ T = TypeVar("T")
 
 
 def split_rows_evenly(height: int, num_ranks: int) -> tuple[int, ...]:
-    """Splits rows over ranks as evenly as possible; the last ranks may have none."""
+    """Returns the number of rows of each rank, as even as possible; the last may have none."""
     return tuple(height // num_ranks + (rank < height % num_ranks) for rank in range(num_ranks))
 
 
 class ShardedRows(Rows):
     """The rows that one rank of a group computes.
 
-    heights: Rows of latents of each rank, from top to bottom; at least one on the main rank. A rank
-    without rows calls `wait_for_steps` instead of the network.
+    A rank without rows calls `join_memory_agreements` instead of the network.
+
+    Args:
+        heights: Number of latent rows of each rank, from top to bottom; at least one on rank 0.
     """
 
     def __init__(self, group: Group, heights: Sequence[int], device: torch.device) -> None:
@@ -64,7 +66,7 @@ class ShardedRows(Rows):
 
     def slice_local_rows(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         start, stop = (end * scale for end in self._rows)
-        # Remaining rows, fewer than a row of latents has, belong to the last rank.
+        # Pixel rows that do not fill a latent row belong to the last rank.
         return x_BCFHW[..., start : None if self.rank == self.ranks[-1] else stop, :]
 
     def exchange_halo(self, x_BCFHW: Tensor, num_above: int, num_below: int) -> None:
@@ -89,7 +91,7 @@ class ShardedRows(Rows):
                 rows.copy_(received[peer])
 
     def gather_rows(self, x_FLC: Tensor) -> Tensor:
-        """Gathers the rows of one frame; with one frame the rows of each rank are contiguous."""
+        """Gathers the rows of one frame. F must be 1, so that each rank's rows are contiguous."""
         columns = x_FLC.shape[1] // self.heights[self.rank]
         lengths = [self.heights[rank] * columns for rank in self.ranks]
         all_rows = x_FLC.new_empty((1, sum(lengths), x_FLC.shape[2]))
@@ -121,9 +123,11 @@ class ShardedRows(Rows):
     def run_together(
         self, make: Callable[[], T], finish_exchanges: Callable[[], None] = lambda: None
     ) -> T:
-        """Returns make(), called on every rank that has rows.
+        """Calls `make` on this rank, and returns its result if no rank ran out of memory.
 
-        finish_exchanges: Called if make() ran out of memory; takes part in its remaining exchanges.
+        Args:
+            finish_exchanges: Called if `make` ran out of memory; takes part in the exchanges that
+                `make` had left.
 
         Raises:
             MemoryError: On all ranks, if one ran out of memory.
@@ -138,12 +142,13 @@ class ShardedRows(Rows):
             try:
                 finish_exchanges()
             except Exception as error:  # this rank exits, then the others
-                raise RuntimeError("A rank without memory could not join the exchanges.") from error
+                why = "could not take part in the remaining exchanges"
+                raise RuntimeError(f"A rank that ran out of memory {why}.") from error
         self._check_all_succeeded(bool(results))
         return results[0]
 
     def wait_for_steps(self, num_steps: int) -> Tensor:
-        """Takes part in the all-reduces of `num_steps` calls of `run_together`, without rows."""
+        """Takes part in the all-reduces of as many `run_with_memory_agreement` of other ranks."""
         for _ in range(num_steps):
             self._check_all_succeeded(True)
         return torch.empty(0)
@@ -178,7 +183,7 @@ class ShardedRows(Rows):
         all_succeeded = torch.tensor([succeeded], dtype=torch.int32, device=self.device)
         dist.all_reduce(all_succeeded, dist.ReduceOp.MIN, group=to_process_group(self.group))
         if not all_succeeded.item():
-            raise MemoryError("A rank has run out of memory in the autoencoder.")
+            raise MemoryError("A rank has run out of memory in the VAE.")
 
 
 class _FailedRankRows(ShardedRows):

@@ -89,7 +89,7 @@ class NpuFp8Attention:
 
 
 def make_bnsd_contiguous(x: QuantizedTensor) -> QuantizedTensor:
-    """Returns x [B,S,N,D] as views of contiguous [B,N,S,D] tensors; the `KernelLayout` of NPUs."""
+    """Returns x [B,S,N,D] as views of contiguous [B,N,S,D] tensors; the `ConvertLayout` of NPUs."""
     return transpose_to_bnsd(x).map(lambda tensor: tensor.transpose(1, 2))
 
 
