@@ -1,6 +1,6 @@
-"""Steps for tests of the device check: good ones, and ones that fail in every way.
+"""Steps for tests of the device check: steps that pass, and one for each way to fail.
 
-As a program: the check with these steps, for torchrun.
+Run as a program under torchrun, the file checks the device with these steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def memory(bench: object) -> Iterator[Line]:
 
 
 def measurement_fails(bench: object) -> Measurements:
-    """One measurement fails, and the next is still made."""
+    """One measurement fails; the next one still runs."""
 
     def broken() -> list[Figure]:
         raise ValueError("this is broken")
@@ -73,7 +73,7 @@ def measurement_fails(bench: object) -> Measurements:
 
 
 def forgetful(*_: object) -> object:
-    """A kernel that forgets the last key."""
+    """Returns a kernel that ignores the last key."""
     from wan.kernels.sdpa import SdpaKernel
 
     class Forgetful(SdpaKernel):
@@ -84,7 +84,7 @@ def forgetful(*_: object) -> object:
 
 
 def wrong_kernel(bench: object) -> Measurements:
-    """The real step, where one of two kernels of this machine is wrong."""
+    """The real step, with one of the two kernels of this machine replaced by a wrong one."""
     from tools.device_check import attention
     from wan.settings.kernels import DENSE_KERNELS
 
@@ -94,7 +94,7 @@ def wrong_kernel(bench: object) -> Measurements:
 
 
 def second_rank_raises(bench: object) -> Iterator[Line]:
-    """The others wait in a collective."""
+    """Rank 1 raises while the other ranks wait in a collective."""
     import torch
     import torch.distributed as dist
 

@@ -16,20 +16,20 @@ from typing import Any, Protocol
 
 import pytest
 
-# A shell that starts tests in the background has them, and what they start, ignore it.
+# In a background job of a shell, the tests and their child processes would ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 Tiny = Callable[..., Path]
 
 
 LONG = ("serve", "tasks", "ranks", "pairs", "test_long_videos.py", "torchrun", "test_plan.py")
-"""Groups of tests that take longest: they begin first, so that no worker waits for another."""
+"""The slowest groups of tests. They start first, so that no worker idles at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files stay with a worker; those that need ranks with one, which starts pools of them once.
+    """Groups tests by file; tests that need ranks share a worker, which starts their pools once.
 
-    But for files that need two ranks at most by default: their group is "pairs".
+    Files that need at most two ranks by default have the group "pairs" instead.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -49,7 +49,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     import tests.preload  # noqa: F401
 
-    # Each video collects garbage, 0.2 s where all that is imported is looked through.
+    # Each video runs a garbage collection, 0.2 s if it scans all imported modules.
     gc.collect()
     gc.freeze()
 
@@ -61,7 +61,7 @@ def slow(*case: object) -> Any:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """Variables that a run sets for its process, such as RANK, end with the test."""
+    """Restores the environment variables after each test; a run sets some, such as RANK."""
     before = dict(os.environ)
     yield
     assert logging.root.manager.disable == 0, "the test leaves the log of its process disabled"
@@ -72,7 +72,7 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small tensors, and a machine that may be busy: threads would wait for each other."""
+    """Limits torch to one thread: the tensors are small and the machine may be busy."""
     import torch
 
     before = torch.get_num_threads()
@@ -83,7 +83,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def reference() -> Path:
-    """The folder of tensors made by the official code."""
+    """The folder of tensors computed with the official code."""
     folder = os.environ.get("WAN_REFERENCE_DIR")
     if not folder:
         pytest.skip("WAN_REFERENCE_DIR is not set: no official vectors here")
@@ -128,10 +128,11 @@ class Refusals(Protocol):
 def refusals(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Refusals:
-    """refusals(table, {case: argv}): generate.py refuses each case, as `refusals.txt` has it.
+    """refusals(table, {case: argv}): generate.py refuses each case, as in `refusals.txt`.
 
-    In one sentence, with exit code 2, before a weight is read or the demo checkpoint is made, and
-    nothing is written. folders: By case, where it is started. hide: As for `check_refusals`.
+    Each refusal is one sentence with exit code 2, before weights are read or the demo checkpoint is
+    made, and no file is written. folders: The current folder of each case. hide: Passed to
+    `check_refusals`.
     """
     from tests.refusals import check_refusals
     from wan.cli import main

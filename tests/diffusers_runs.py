@@ -1,4 +1,4 @@
-"""Runs of diffusers' pipelines on tiny checkpoints; every rank can make the same."""
+"""Runs of diffusers' pipelines on tiny checkpoints, the same on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ FORMS = {  # task, images, size
 
 @dataclass(frozen=True)
 class Video:
-    """A checkpoint folder in diffusers' layout, and a call of its pipeline. images: given ones."""
+    """A checkpoint folder in diffusers' layout, and a call of its pipeline.
+
+    images: Number of input images."""
 
     folder: Path
     images: int = 0
@@ -79,7 +81,7 @@ class Video:
         return {**given, "conditioning_scale": [0.9, 0.6]}
 
     def latents(self, pipe: Any, **more: Any) -> Tensor:
-        """What the pipeline makes, [B,C,f,h,w]."""
+        """Returns the latents that the pipeline generates, [B,C,f,h,w]."""
         generator = torch.Generator().manual_seed(5)
         cond, uncond = torch.randn(2, 1, 512, 64, generator=generator)
         pixels = np.random.default_rng(0).integers(0, 255, (2, 80, 112, 3), dtype=np.uint8)
@@ -103,14 +105,14 @@ class Video:
 
 
 def make(tiny: Any, form: str, **more: Any) -> Video:
-    """A form on its tiny checkpoint. more: of `Video`."""
+    """Returns the video of a row of `FORMS`. fields: Further fields of `Video`."""
     task, images, size = FORMS[form]
     return Video(tiny(task, "diffusers"), images, **{"size": size, **more})
 
 
 @contextmanager
 def sharing(pipe: Any, **settings: Any) -> Iterator[Any]:
-    """The pipeline, parallelised meanwhile."""
+    """Parallelizes the pipeline inside the `with` block."""
     from wan.diffusers import deparallelize, parallelize_pipe
 
     yield parallelize_pipe(pipe, **settings)

@@ -1,8 +1,8 @@
 """Real ranks for tests: pools of processes that stay up, ranks started one by one, and torchrun.
 
-All but torchrun's are forked from a server that only ever imports (never from pytest's own process,
-whose OpenMP threads a fork would lose) and use one thread each. Every call has a time limit;
-whatever goes wrong, what every rank has said is shown and the ranks go.
+All ranks except torchrun's are forked from a server that only imports modules (not from pytest's
+process, whose OpenMP threads a fork would lose) and use one thread each. Every call has a time
+limit. On any error the output of every rank is shown and the ranks are killed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _POOLS: dict[int, Pool] = {}
 
 
 def run(world: int, work: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """work(*args) on every rank of a pool, which is started when first needed; results by rank.
+    """Calls work(*args) on every rank of a pool and returns the results by rank.
 
-    work must be importable by name. Raises AssertionError with all tracebacks.
+    The pool is started on first use. work must be importable by name. Raises AssertionError with
+    all tracebacks.
     """
     if world not in _POOLS:
         _POOLS[world] = Pool(world)
@@ -49,7 +50,7 @@ def run(world: int, work: Callable[..., Any], *args: Any, timeout: float = 120) 
 
 
 class Pool:
-    """`world` processes that are a gloo group while they work."""
+    """`world` processes that form a gloo group during each call."""
 
     def __init__(self, world: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="wan-store-")
@@ -108,7 +109,7 @@ def _serve(pipe: Any, rank: int, world: int, store: str) -> None:
             answer = True, work(*args)
         except BaseException:
             answer = False, traceback.format_exc()
-        else:  # each group that is left has a thread of gloo that goes on polling
+        else:  # a group that is not destroyed keeps a polling thread of gloo
             dist.destroy_process_group()
             gc.collect()
         pipe.send(answer)
@@ -121,9 +122,9 @@ def _close() -> None:
 
 
 class Ranks:
-    """Processes that call `work(*args)`, each in a launcher's variables, and what they write.
+    """Processes that call `work(*args)` with a launcher's environment variables; their output.
 
-    work must be importable by name; what it returns is the exit code.
+    work must be importable by name; its return value is the exit code.
     """
 
     def __init__(
@@ -151,16 +152,16 @@ class Ranks:
             process.kill()
 
     def until(self, rank: int, word: str, timeout: float = 60) -> None:
-        """Wait until a rank has written a word."""
+        """Waits until the output of a rank contains a word."""
         with self._news:
             assert self._news.wait_for(lambda: word in self.texts[rank], timeout), self.said()
 
     def ended(self, timeout: float = 60) -> list[int]:
-        """Exit codes, when all have ended (negative: the signal that ended them)."""
+        """Waits until all have ended; returns the exit codes (negative: killed by that signal)."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0.1))
-        for reader in self._readers:  # the last of those who write has ended
+        for reader in self._readers:  # the last process that writes has ended
             reader.join(max(deadline - time.monotonic(), 0.1))
         codes = [process.exitcode for process in self.processes]
         running = None in codes or any(reader.is_alive() for reader in self._readers)
@@ -170,7 +171,7 @@ class Ranks:
         return codes
 
     def lines(self, prefix: str = "generate.py: ") -> list[str]:
-        """What all ranks have told the user, by rank."""
+        """Returns the lines that start with `prefix`, without it, ordered by rank."""
         return [
             line.removeprefix(prefix)
             for text in self.texts
@@ -189,7 +190,7 @@ class Ranks:
 
 
 def launcher(world: int, **more: str) -> list[dict[str, str]]:
-    """The variables of each rank of one machine, as a launcher sets them; more: for all."""
+    """Returns the environment variables of each rank, as a launcher on one machine sets them."""
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [{**common, "RANK": str(r), "LOCAL_RANK": str(r), **more} for r in range(world)]
 
@@ -212,12 +213,12 @@ def _rank(pipe: Any, environ: dict[str, str], work: Callable[..., int], args: An
 
 
 def exec_torchrun(*argv: object) -> int:
-    """As the work of `Ranks`: torchrun's agent, whose ranks write where it writes."""
+    """Runs torchrun's agent as the work of `Ranks`; its ranks share its output."""
     os.execv(sys.executable, _command(argv))
 
 
 def torchrun(ranks: int, *argv: object, timeout: float = 180, **env: str) -> Any:
-    """generate.py under torchrun; the finished process, with text output."""
+    """Runs generate.py under torchrun; returns the finished process, with text output."""
     options = ["--standalone", f"--nproc_per_node={ranks}", GENERATE]
     try:
         return subprocess.run(

@@ -19,7 +19,7 @@ from wan.modules.model import WanModel
 
 
 def fail(kind: str) -> None:
-    os.write(1, b"fault\n")  # at once, whatever comes next
+    os.write(1, b"fault\n")  # unbuffered: the process may be killed next
     if kind == "raise":
         raise RuntimeError("this rank was told to fail")
     if kind == "kill":
@@ -32,7 +32,7 @@ def fail(kind: str) -> None:
 
 
 def main(kind: str, rank: str, *arguments: str) -> int:
-    """Exit code of generate.py, which counts forwards of the DiT (two in a step) on one rank."""
+    """Runs generate.py, which fails in the third forward of the DiT on one rank (two per step)."""
     forwards = 0
 
     def count(module: torch.nn.Module, _: object) -> None:

@@ -1,8 +1,8 @@
-"""GGUF files for tests: the `gguf` package writes them and says what their values are.
+"""GGUF files for tests: the `gguf` package writes and dequantizes them.
 
-The package has no quantiser for the kinds of 256 values a block. The ones here are simple (a scale,
-or a scale and an offset, by the largest and smallest value of each part), so their files are worse
-than published ones of the same kind; the layouts are those of ggml.
+The package has no quantizer for the types with 256 values per block. The quantizers here are simple
+(a scale, or a scale and an offset, from the largest and smallest value of each part), so their
+files are less exact than published ones of the same type; the layouts are those of ggml.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def kind_of(name: str) -> gguf.GGMLQuantizationType:
 
 
 def quantise(values: Tensor, kind: str) -> Bytes:
-    """The rows' bytes: whole blocks lie within a row."""
+    """Returns the bytes of quantized rows; no block crosses a row."""
     array = values.float().numpy()
     if kind in PACKAGED:
         return gguf.quants.quantize(array, kind_of(kind))
@@ -39,14 +39,14 @@ def quantise(values: Tensor, kind: str) -> Bytes:
 
 
 def meant(stored: Bytes, kind: str) -> Tensor:
-    """What the package says that the values are."""
+    """Returns the values as the package dequantizes them."""
     return torch.from_numpy(gguf.quants.dequantize(stored, kind_of(kind)))
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[str, Tensor]:
-    """Writes a file of the tensors, and returns the values that it means.
+    """Writes a file of the tensors; returns their dequantized values.
 
-    A matrix whose rows are no whole blocks is flattened, as ComfyUI's converter does. Tensors
+    A matrix whose rows are not whole blocks is flattened, as ComfyUI's converter does. Tensors
     without a kind are float32.
     """
     writer = gguf.GGUFWriter(path, "wan")
@@ -69,7 +69,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes the file of what the writer was given."""
+    """Writes the file and closes it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -77,7 +77,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def with_gguf(source: Path, kind: str, out: Path) -> tuple[Path, Path]:
-    """A folder whose DiTs are GGUF files as they are published, and one of their values."""
+    """Makes two checkpoint folders: one with GGUF files as published, one with their values."""
     made = out / "gguf" / source.name, out / "plain" / source.name
     others = shutil.ignore_patterns("diffusion_pytorch_model*", "*_model", "config.json")
     for folder in made:
@@ -109,14 +109,14 @@ def _over(values: Floats, by: Floats) -> Floats:
 
 
 def _packed(values: NDArray[Any], width: int, bits: int) -> Bytes:
-    """Of every `width` bytes the lowest bits first."""
+    """Packs values into bytes, the lowest bits first, in groups of `width` bytes."""
     parts = values.reshape(len(values), -1, 8 // bits, width)
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
     return np.bitwise_or.reduce(parts << shifts, axis=2).reshape(len(values), -1)
 
 
 def _with_offsets(blocks: Floats, parts: int, levels: int, most: int) -> tuple[NDArray, ...]:
-    """Scales, offsets and values of parts that reach from their least value to their largest."""
+    """Returns scales, offsets and values of parts quantized from their minimum to their maximum."""
     x = blocks.reshape(len(blocks), parts, -1)
     least = np.minimum(x.min(axis=2), 0)
     reach = (x.max(axis=2) - least) / levels
@@ -130,7 +130,7 @@ def _with_offsets(blocks: Floats, parts: int, levels: int, most: int) -> tuple[N
 
 
 def _six_bits(scales: NDArray[np.uint8], offsets: NDArray[np.uint8]) -> Bytes:
-    """Eight scales and eight offsets of six bits in twelve bytes."""
+    """Packs eight scales and eight offsets of six bits into twelve bytes."""
     first = (scales[:, :4] & 63) | (scales[:, 4:] >> 4 << 6)
     second = (offsets[:, :4] & 63) | (offsets[:, 4:] >> 4 << 6)
     last = (scales[:, 4:] & 15) | (offsets[:, 4:] & 15) << 4
@@ -157,7 +157,7 @@ def _q2_k(blocks: Floats) -> Bytes:
 
 
 def _around_zero(blocks: Floats, half: int, most: int) -> tuple[NDArray, ...]:
-    """The scales, and the values from -half to half - 1, of sixteen parts."""
+    """Returns the scales and the values, from -half to half - 1, of sixteen parts."""
     x = blocks.reshape(len(blocks), 16, 16)
     reach = np.abs(x).max(axis=2) / (half - 0.5)
     d = (reach.max(axis=1, keepdims=True) / most).astype(np.float16).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What ranks compare of the files that a video is made from."""
+"""Checks which differences between input files the ranks of a run detect."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from wan.cli import main as generate
 
-_FREE_ATOM = b"\0\0\0\x0cfreemore"  # read over at the end of pictures, sounds and videos
+_FREE_ATOM = b"\0\0\0\x0cfreemore"  # ignored at the end of images, audio files and videos
 
 
 def changed_file(source: Path, copy: Path, inner: str = "") -> Path:
-    """Copies a folder or file; where `inner` names a file of the folder, that has 12 bytes more."""
+    """Copies a folder or file, and appends 12 bytes to the file `inner` of the folder."""
     copy.parent.mkdir(exist_ok=True)
     (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
     if inner:
@@ -22,15 +22,15 @@ def changed_file(source: Path, copy: Path, inner: str = "") -> Path:
 
 
 def changed_contents(argv: Sequence[str], flag: str, tmp_path: Path, inner: str = "") -> set[str]:
-    """Returns what differs between a run and the same one whose input has 12 bytes more.
+    """Returns the rank invariants that change when 12 bytes are appended to an input file.
 
-    The files are copied first: where they are is no difference.
+    The files are copied first, which checks that their path does not matter.
 
     Args:
         argv: The command line of the run.
         flag: Names the input file, or a folder.
         tmp_path: For the copies.
-        inner: The file of the folder that is changed.
+        inner: The changed file of the folder.
     """
     place = [*argv].index(flag) + 1
     source = Path(argv[place])

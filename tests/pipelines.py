@@ -1,4 +1,4 @@
-"""Pipelines of tests that look at parts of a run."""
+"""Builds pipelines for tests of parts of a run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", 
 
 
 def on_cpu(task: str, folder: Path, **values: Any) -> Pipeline:
-    """A checkpoint's pipeline in one process; values: as of the flags of these names."""
+    """Builds a checkpoint's pipeline on one CPU process. values: Settings by flag name."""
     checkpoint = inspect_checkpoint(folder)
     setup, _ = make_setup({**values, "device": "cpu"}, PRESETS[task], checkpoint, world_size=1)
     return build.build_pipeline(setup, select_device("cpu"))
 
 
 def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
-    """What a quick command line asks for, and the pipeline that makes it."""
+    """Returns the run of a short command line (see `QUICK`), and its pipeline."""
     task = () if "--task" in argv else ("--task", folder.name)
     asked = asked_for(flags.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), no_demo)
     return asked, build.build_pipeline(asked.setup, select_device("cpu"))
 
 
 def planned(*argv: object) -> Run:
-    """What `--plan` and these words ask for."""
+    """Returns the run of `--plan` with these arguments."""
     return asked_for(flags.parse_flags(["--plan", *map(str, argv)]), no_demo, plan=True)
 
 
@@ -44,13 +44,13 @@ def no_demo(*_: Any) -> None:
 
 
 def latents(folder: Path, *argv: str) -> Tensor:
-    """The latents of a quick command line."""
+    """Generates the latents of a short command line."""
     asked, pipeline = composed(folder, *argv)
     return pipeline.generate_latents(asked.params)
 
 
 def held(network: nn.Module) -> int:
-    """Bytes of memory behind the tensors of a network that are not in mapped files."""
+    """Returns the bytes of the tensors of a network that are not in memory-mapped files."""
     tensors = (x for x in (*network.parameters(), *network.buffers()) if owns_memory(x))
     storages = (x.untyped_storage() for x in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

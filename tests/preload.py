@@ -1,4 +1,4 @@
-"""What the server behind `tests.dist` imports once for all ranks; it computes nothing."""
+"""Imports of the fork server of `tests.dist`, made once for all ranks; nothing is computed here."""
 
 import gc
 
@@ -24,4 +24,4 @@ __all__ = [
     "wan",
 ]
 
-gc.freeze()  # a run collects garbage often: ranks need not look through all that is imported
+gc.freeze()  # runs often collect garbage: ranks need not scan the imported modules

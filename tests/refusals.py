@@ -1,7 +1,8 @@
-"""Sentences of refusals: each case is refused, in one sentence, and `refusals.txt` has them all.
+"""Compares refusals with `refusals.txt`: each refusal is one sentence.
 
-Tests say what is refused; the sentences are read as prose, in one file. After a change of words,
-`WRITE_REFUSALS=1 python -m pytest FILE` writes those of FILE anew: read the difference.
+Tests list the refused cases; the sentences are in one file, where they can be read as prose. After
+a change of wording, `WRITE_REFUSALS=1 python -m pytest FILE` rewrites the sentences of FILE: review
+the diff.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from wan.settings.errors import InputError
 
 FILE = Path(__file__).with_suffix(".txt")
 _REPO = str(Path(__file__).parents[1])
-# What differs from machine to machine.
+# Parts that differ between machines.
 _LOCAL = {
     r"/\S*/pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?[\w-]+": "TMP",
     re.escape(_REPO): "REPO",
     r"[\d.]+ [GM]B free": "N GB free",
     r"\(Error opening [^)]*\)": "(what ffmpeg says)",
-    r"[\x00-\x08\x7f]": "?",  # which an editor would not show
+    r"[\x00-\x08\x7f]": "?",  # control characters, which editors do not show
 }
 _SENTENCE = re.compile(r".*[^\s.][.?]")
 
@@ -33,8 +34,8 @@ def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str]
 
     Args:
         table: Heading in `refusals.txt`, unique among all tests.
-        sentences: By case: all that was written. An empty text is a case that was not refused.
-        hide: Patterns of what differs from run to run; written as "...".
+        sentences: The whole error output by case. An empty text: the case was not refused.
+        hide: Patterns of parts that differ between runs; they are written as "...".
     """
     patterns = _LOCAL | dict.fromkeys(hide, "...")
     found = {}
@@ -57,7 +58,7 @@ def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str]
 def said(
     call: Callable[..., Any], *args: Any, kind: type[Exception] = InputError, **keywords: Any
 ) -> str:
-    """Returns the sentence that a call is refused with; "" where it is not refused."""
+    """Returns the message of the refusal of a call, or "" if it is not refused."""
     try:
         call(*args, **keywords)
     except kind as refusal:

@@ -3,10 +3,10 @@
     ip netns exec SWITCH python tests/relay.py PORT PORT
     ip netns exec END python tests/relay.py DEVICE
 
-The first forwards frames. Each line of its standard input is "DELAY LOSS": seconds that a frame
-takes, and the share of frames that do not arrive. It ends with its input. The second has a device
-at one of the two ends send whole frames with checksums, which the kernel leaves out between its own
-devices.
+The first command forwards frames. Each line of its standard input is "DELAY LOSS": the delay of a
+frame in seconds, and the fraction of frames that are lost. It ends at the end of its input. The
+second command makes a device at one of the two ends send frames with checksums, which the kernel
+omits between virtual devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIOCETHTOOL, _CHECKSUMS = 0x8946, 0x17  # and ETHTOOL_STXCSUM
 
 
 def send_checksums(device: str) -> None:
-    """As `ethtool -K DEVICE tx off`, which takes segmentation away, too."""
+    """Does what `ethtool -K DEVICE tx off` does, which also disables segmentation offload."""
     value = array.array("I", [_CHECKSUMS, 0])
     request = struct.pack("16sP", device.encode(), value.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -57,7 +57,7 @@ def forward(*ports: str) -> None:
                 continue
             frame, sender = ready.recvfrom(_LONGEST)
             if sender[2] != _OUTGOING and chance.random() >= loss:
-                number += 1  # frames of one time keep their order
+                number += 1  # frames with equal times keep their order
                 heapq.heappush(waiting, (time.monotonic() + delay, number, other[ready], frame))
 
 

@@ -1,6 +1,7 @@
-"""A plugin (`-p tests.resume`): an interrupted run of all tests goes on where it was.
+"""A plugin (`-p tests.resume`): an interrupted run of all tests is resumed.
 
-What has passed is kept in pytest's cache for these very files; after any change all tests run.
+The passed tests are stored in pytest's cache under a hash of all files; after any change all tests
+run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _version(folder: Path) -> str:
-    """A hash of all files that git knows or might."""
+    """Returns a hash of all files that are tracked by git or could be."""
     git = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(git, capture_output=True, check=True).stdout.decode()
     found = hashlib.sha256()
@@ -28,7 +29,7 @@ def _version(folder: Path) -> str:
 
 
 def _without_group(nodeid: str) -> str:
-    """pytest-xdist writes `@` and the group behind a name, whose parameters may have an `@`."""
+    """Strips the group, which pytest-xdist appends with `@`; parameters may contain `@`, too."""
     at = nodeid.rfind("@")
     return nodeid[:at] if at > nodeid.rfind("]") else nodeid
 
@@ -37,9 +38,9 @@ class _Resumed:
     def __init__(self, config: pytest.Config) -> None:
         assert config.cache is not None
         self._file = config.cache.mkdir("passed") / _version(config.rootpath)
-        # Those that passed before: what this run adds must not change what its workers collect.
+        # Read once: tests that pass in this run must not change the collection of its workers.
         self._before = {*self._file.read_text().split("\n")} if self._file.exists() else set()
-        self._open: set[str] = set()  # what has failed, or was skipped
+        self._open: set[str] = set()  # tests that failed or were skipped
         self._records = not hasattr(config, "workerinput")
 
     def pytest_collection_modifyitems(

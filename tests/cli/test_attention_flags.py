@@ -1,4 +1,4 @@
-"""Flags of attention and of NPUs: what they resolve to, and what is refused, in one sentence."""
+"""Flags of attention and of NPUs: resolved settings, and refusals in one sentence."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_nothing_asked_for(tiny: Tiny) -> None:
 def test_a_record_and_a_variable_may_hold_the_other_flag(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
-    """Defaults in a record are no choice; another kernel in it, or in a variable, is one."""
+    """Defaults in a record do not conflict with a flag; another kernel does, also in a variable."""
     first = resolved("--ckpt_dir", tiny("t2v-A14B"))
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": first.settings}))
@@ -233,7 +233,7 @@ def test_everything_asked_for() -> None:
 
 
 def test_the_record_repeats_the_video_but_not_the_clock(tmp_path: Path) -> None:
-    """As a plan: no NPU's FP8 kernel takes the small heads of a tiny checkpoint."""
+    """Planned only: no FP8 kernel of an NPU supports the small heads of a tiny checkpoint."""
     first = resolved("--plan", "--task", "ti2v-5B", *NPU)
     assert "fa_freq_cap" not in first.settings
     path = tmp_path / "record.json"
@@ -280,7 +280,7 @@ MX = "quant_model_description_w8a8_mxfp8.json"
 
 
 def mx_export(folder: Path) -> Path:
-    """One layer of the tiny t2v-1.3B as W8A8_MXFP8; only its headers are looked at here."""
+    """One layer of the tiny t2v-1.3B as W8A8_MXFP8; only the headers matter here."""
     name = "blocks.0.ffn.0"
     entries = {"model_quant_type": "W8A8_MXFP8", f"{name}.weight": "W8A8_MXFP8"}
     (folder / MX).write_text(json.dumps(entries))
@@ -317,7 +317,7 @@ def test_a_plan_for_a_chip_is_one_for_an_npu() -> None:
 
 
 def test_decoding_attends_to_nothing(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
-    """The latents of an NPU's run are decoded anywhere, and stay what they are."""
+    """Latents of a run on an NPU can be decoded on any device; the record keeps its settings."""
     monkeypatch.setenv("OVERLAP", "1")  # as in the shell of the run that could not be finished
     made: dict[str, object] = {
         "task": "t2v-A14B",

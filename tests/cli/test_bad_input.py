@@ -151,7 +151,7 @@ def test_arguments(refusals: Refusals) -> None:
 
 
 def test_refusals_need_no_torch(tmp_path: Path) -> None:
-    """All of the table in one fresh interpreter: torch is never imported."""
+    """Refuses the whole table in one fresh interpreter without importing torch."""
     script = (
         "import json, sys\n"
         "from wan.cli.main import main\n"
@@ -409,7 +409,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 
 def test_other_files_are_not_replaced(tiny: Tiny, tmp_path: Path, refusals: Refusals) -> None:
-    """They are refused before any weight is read, and stay as they are."""
+    """Refuses existing files before any weight is read, and does not change them."""
 
     def stats() -> dict[Path, tuple[int, ...]]:
         found = {path: path.lstat() for path in tmp_path.rglob("*") if not path.is_dir()}
@@ -481,7 +481,7 @@ def test_an_interrupted_import(module: str) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_torch_that_does_not_load(processes: str, tiny: Tiny, tmp_path: Path) -> None:
-    """As with torch-npu installed and no CANN: `import torch` itself fails."""
+    """`import torch` itself fails, as with torch-npu installed but not CANN."""
     (tmp_path / "torch").mkdir()
     message = "Failed to load the backend extension: torch_npu. More words.\nAnd a second line."
     (tmp_path / "torch" / "__init__.py").write_text(f"raise RuntimeError({message!r})")

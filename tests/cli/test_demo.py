@@ -1,4 +1,4 @@
-"""The trained demo checkpoint: found without --ckpt_dir, small, and it draws what it is told."""
+"""The trained demo checkpoint: it is the default, it is small, and it follows its prompts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_files_stay_small() -> None:
     ids=lambda setting: f"{setting.steps} steps",
 )
 def test_it_draws_what_the_prompt_says(setting: evaluate.Setting) -> None:
-    """A sample of the model card's table; the scorer knows nothing of how clips were drawn."""
+    """Checks a sample of the model card's table; the scorer is independent of the renderer."""
     model = WanT2V(WAN_CONFIGS["t2v-A14B"], DEMO / "t2v-A14B")
     found = evaluate.score_t2v(model, setting)
     assert found["colour"] >= 95 and found["motion"] >= 90 and found["shape"] >= 80, found
@@ -75,7 +75,7 @@ def test_it_draws_what_the_prompt_says(setting: evaluate.Setting) -> None:
 
 @pytest.mark.slow
 def test_its_lora_draws_in_four_steps() -> None:
-    """The recipe is recognised from the folder's name."""
+    """The recipe is recognized by the folder's name."""
     model = WanT2V("t2v-A14B", DEMO / "t2v-A14B", lora_dir=LORA)
     verdicts = []
     for number, scene in evaluate.list_held_out_scenes(10):
@@ -112,7 +112,7 @@ def test_the_example_image_is_one_the_demo_knows() -> None:
 def test_a_shape_is_replaced_where_the_mask_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
-    """The new one goes the way of the old one; the examples and all settings are found."""
+    """The new shape moves as the old one; the demo and its settings are the defaults."""
     monkeypatch.chdir(tmp_path)
     files = [CONTROL / "source.mp4", CONTROL / "mask.mp4"]
     flags = ["--task", "vace-A14B", "--src_video", str(files[0]), "--src_mask", str(files[1])]

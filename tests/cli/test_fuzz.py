@@ -1,4 +1,4 @@
-"""Random input of every front end: accepted or refused in a sentence, never a traceback.
+"""Random input of every front end is accepted, or refused in a sentence without a traceback.
 
 python tests/cli/test_fuzz.py 30000
 """
@@ -52,7 +52,7 @@ _DEFECT = re.compile(r"\b\w+(Error|Exception)\(")
 
 
 def value(name: str, draw: random.Random) -> str:
-    """One that may be right, or an odd one."""
+    """Draws a value of a flag that may be valid, or an odd one."""
     choices = FLAGS[name].reader.choices
     if choices and draw.random() < 0.8:
         return draw.choice(choices)
@@ -68,7 +68,7 @@ def planned(given: dict[str, Any]) -> Run:
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
-    """Some bytes changed, left out, or the end cut off."""
+    """Changes or removes some bytes, or cuts the end off."""
     changed = bytearray(content)
     for _ in range(draw.choice((0, 1, 1, 3, 20))):
         place = draw.randrange(len(changed))
@@ -77,7 +77,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 
 class Attacks:
-    """The kinds of input; each attack is one random input of that kind."""
+    """One method for each kind of input; each call makes one random input of that kind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -201,7 +201,7 @@ class Attacks:
             deparallelize(self.pipe)
 
     def any(self, draw: random.Random) -> tuple[str, bool]:
-        """The kind of one random input, and whether it was accepted."""
+        """Makes one random input; returns its kind and whether it was accepted."""
         kind = draw.choice(KINDS)
         try:
             attack: Callable[[random.Random], None] = getattr(self, kind)

@@ -1,4 +1,4 @@
-"""Whole runs of generate.py on tiny checkpoints, with their files read back."""
+"""Whole runs of generate.py on tiny checkpoints; the tests read the written files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(*argv: object) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The video of t2v-A14B with QUICK, its record and its latents beside it."""
+    """The video of t2v-A14B with QUICK; its record and its latents are in the same folder."""
     out = tmp_path_factory.mktemp("plain") / "plain.mp4"
     run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file", out)
     return out
@@ -78,10 +78,10 @@ def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
 
 
 def test_single_files_without_config(tiny, tmp_path: Path) -> None:
-    """Community form: one safetensors file per expert beside VAE and text encoder, prefixed keys.
+    """Community layout: one safetensors file per expert, with prefixed keys, VAE, text encoder.
 
-    Without a config.json the head size is taken to be the real networks' 128, so this checkpoint is
-    described, not run.
+    Without a config.json the head size is assumed to be 128, as in the real networks, so this
+    checkpoint is only inspected, not run.
     """
     from safetensors.torch import save_file
 
@@ -148,7 +148,7 @@ def test_a_failure_after_denoising_loses_nothing(
 
 
 def test_a_dying_encoder_is_noticed(tiny, tmp_path: Path, monkeypatch, capfd) -> None:
-    """An ffmpeg that takes all frames, writes nothing useful, and does not say so."""
+    """An ffmpeg that reads all frames, writes a broken file, and exits with 0."""
     import imageio_ffmpeg
 
     real = imageio_ffmpeg.get_ffmpeg_exe()
@@ -177,7 +177,7 @@ def test_save_latents(plain: Path, tmp_path: Path) -> None:
 
 
 def test_latents_of_each_step(plain: Path, tiny, tmp_path: Path, capfd) -> None:
-    """Those of the last step are the video's; the first step that departs is found."""
+    """The last step has the video's latents; compare_latents finds the first differing step."""
     argv = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "steps"]
     for name, flags in {"a": [], "b": [], "c": ["--sample_guide_scale", "3,4.5"]}.items():
         run(*argv, *flags, "--save_file", tmp_path / f"{name}.mp4")
@@ -201,7 +201,7 @@ def test_latents_of_each_step(plain: Path, tiny, tmp_path: Path, capfd) -> None:
 
 
 def test_fixed_latents_stand_for_the_noise(plain: Path, tiny, tmp_path: Path, capfd) -> None:
-    """The seed's own noise in a file gives the seed's video, under any other seed."""
+    """The noise of a seed, read from a file, gives the video of that seed under another seed."""
     shape = latents(plain).shape
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(7))
     file = tmp_path / "noise.safetensors"
@@ -222,7 +222,7 @@ def test_fixed_latents_stand_for_the_noise(plain: Path, tiny, tmp_path: Path, ca
 def before_the_last_frame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[], object]], None]:
-    """Has something done by another program while a video is written."""
+    """Runs an action, as of another program, just before a video is finished."""
     finish = video.Mp4Encoder.finish
 
     def arrange(action: Callable[[], object]) -> None:
@@ -238,11 +238,13 @@ def before_the_last_frame(
 def test_latents_that_cannot_be_put_away_stay(
     tiny, tmp_path: Path, before_the_last_frame, capfd
 ) -> None:
-    """A folder has their name by then: what the log names is still there."""
+    """A folder has taken the name of the latents: the file named in the log still exists."""
     out = tmp_path / "v.mp4"
     before_the_last_frame(out.with_suffix(".latents.safetensors").mkdir)
     run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file", out)
-    (said,) = (line for line in capfd.readouterr().out.splitlines() if "latents stay in" in line)
+    (said,) = (
+        line for line in capfd.readouterr().out.splitlines() if "latents are still in" in line
+    )
     (kept,) = (path for path in tmp_path.glob("v.*safetensors") if path.is_file())
     assert str(kept) in said and load_file(kept)["latents"].shape == (16, 2, 4, 8)
 
@@ -300,7 +302,7 @@ def test_many_steps_with_colliding_timesteps(tiny, tmp_path: Path) -> None:
 
 
 def test_tiling_is_close_and_leaves_latents_alone(tiny, image_path: Path, tmp_path: Path) -> None:
-    """Larger than one tile of 256 pixels; the image is encoded whole."""
+    """The video is larger than one tile of 256 pixels; the image is encoded without tiling."""
     args = ["--task", "ti2v-5B", "--image", image_path, "--ckpt_dir", tiny("ti2v-5B")]
     args += ["--size", "288*192", "--frame_num", "1", "--sample_steps", "1", "--base_seed", "7"]
     for name, flags in (("whole", []), ("tiled", ["--vae_tiling"])):
@@ -379,7 +381,7 @@ def test_the_official_folder_is_found(tiny, tmp_path: Path, monkeypatch) -> None
 def test_an_extended_prompt_is_used_and_recorded(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through a stand-in for the dashscope client; the record repeats without any service."""
+    """Uses a fake dashscope client; the record repeats the run without the service."""
     package = tmp_path / "site" / "dashscope"
     (package / "common").mkdir(parents=True)
     (package / "common" / "__init__.py").touch()
@@ -419,7 +421,7 @@ def test_unsaved_latents_do_not_stop_the_run(
     run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4")
     assert frames(tmp_path / "v.mp4").shape[0] == 5
     said = capfd.readouterr().out
-    assert said.count("(no space left)") == 2 and "Decoding goes on from memory" in said
+    assert said.count("(no space left)") == 2 and "Decoding continues from memory" in said
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -440,7 +442,7 @@ def test_nan_makes_no_video(several: bool, tiny, tmp_path: Path, capfd) -> None:
     said = "".join(capfd.readouterr())
     assert "NaN or infinite after step 1 of 2 (dit)" in said and not out.exists()
     (kept,) = tmp_path.glob("v.*.latents.safetensors")
-    assert f"The broken latents are kept in {kept}." in said
+    assert f"The latents, which contain NaN or infinity, are kept in {kept}." in said
     assert generate.main(["--decode_latents", str(kept)]) == 2
 
 
@@ -460,7 +462,7 @@ def test_a_lora_that_breaks_weights(broken: str, tiny, tmp_path: Path, capfd) ->
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_current_folder_that_cannot_be_used(exists: bool, tiny, tmp_path: Path) -> None:
-    """Without --save_file the video belongs there; refused before any weight is read."""
+    """Without --save_file the video is written there; refused before any weight is read."""
     argv = [sys.executable, str(REPO / "generate.py"), "--prompt", "a"]
     argv += ["--ckpt_dir", str(tiny("t2v-A14B"))]
     folder = "/sys" if exists else str(tmp_path / "gone")
@@ -502,7 +504,7 @@ def test_a_video_that_appears_meanwhile_is_kept(
 
 
 def test_what_a_killed_run_left_is_removed(plain: Path, tiny, tmp_path: Path) -> None:
-    """By the run that makes the same video; what a living process has there stays."""
+    """The next run of the same video removes them; files of living processes are kept."""
     whole = plain.with_suffix(".latents.safetensors").read_bytes()
     host = make_process_name().rpartition("-")[0]
     dead = subprocess.Popen(["true"])
@@ -531,5 +533,5 @@ def test_the_record_and_the_video_say_what_was_run(tiny, tmp_path: Path, monkeyp
     probe = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(out), "-f", "ffmetadata"]
     found = subprocess.run([*probe, "-"], capture_output=True, text=True, check=True).stdout
     comment = found.split("comment=")[1].split("\nencoder")[0]
-    told = json.loads(re.sub(r"\\([=;#\\\n])", r"\1", comment))  # as ffmpeg escapes it
+    told = json.loads(re.sub(r"\\([=;#\\\n])", r"\1", comment))  # undo the escapes of ffmpeg
     assert (told["prompt"], told["seed"]) == (prompt, record["seed"])

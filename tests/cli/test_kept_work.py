@@ -1,4 +1,4 @@
-"""What counts as done of what is on disk: kept clips, and the videos of a prompt file."""
+"""Reuse of files on disk: clips of an earlier run, and videos of a prompt file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,32 +14,32 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from wan.cli import main as generate
-from wan.cli import many
+from wan.cli import many, videos
 from wan.cli.clip_files import ClipFiles
 from wan.pipeline.clips import Clip
 from wan.pipeline.video import save_latents
 
-# Clips. Those of a run count as done for another run where it would make the same.
+# Clips. A run reuses the clips of another run if it would generate the same.
 
 
 class Chain:
-    """Two clips of a run whose picture and LoRA are files of a folder."""
+    """Two clips of a run whose image and LoRA are files in a folder."""
 
     def __init__(self, folder: Path, value: float = 1.0) -> None:
-        """Makes the files. value: that of the LoRA's factors."""
+        """Writes the files. value: Of all elements of the LoRA's factor lora_up."""
         folder.mkdir()
         self.folder, self.image, self.lora = folder, folder / "x.png", folder / "x.safetensors"
         Image.new("RGB", (32, 32), "red").save(self.image)
         self.tune(value)
 
     def tune(self, value: float) -> None:
-        """Writes the LoRA again, with as many bytes."""
+        """Rewrites the LoRA with the same number of bytes."""
         name = "blocks.0.self_attn.q.lora_{}.weight"
         up, down = torch.full((192, 1), value), torch.ones(1, 192)
         save_file({name.format("up"): up, name.format("down"): down}, self.lora)
 
     def files(self, *flags: object, strength: float = 0.5) -> ClipFiles:
-        """The clips of the run; a flag that comes again wins."""
+        """Returns the clips of the run; the last of repeated flags counts."""
         argv = ["--task", "i2v-A14B", "--size", "32*32", "--frame_num", "9", "--num_clip", "2"]
         argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7", "--prompt", "x"]
         argv += ["--lora", f"{self.lora}={strength}", "--image", str(self.image)]
@@ -47,7 +47,7 @@ class Chain:
         return ClipFiles(generate.resolve_arguments([*argv, *map(str, flags)]))
 
     def write(self, *flags: object, end: float = 1.0) -> None:
-        """Writes the clips. end: what the first one hands on."""
+        """Writes the clips. end: Value of the state that the first clip passes on."""
         files = self.files(*flags)
         files.folder.mkdir(exist_ok=True)
         for index, value in enumerate((end, 2.0)):
@@ -59,6 +59,25 @@ class Chain:
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
     return Chain(tmp_path / "here")
+
+
+def test_latents_that_could_not_be_saved_are_not_called_kept(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No path can be written; only finite latents are decoded from memory."""
+    messages: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("wan.pipeline.video.save_latents", fail)
+    monkeypatch.setattr(videos.logger, "error", lambda text, *args: messages.append(text % args))
+    for value, continues in ((0.0, True), (float("nan"), False)):
+        messages.clear()
+        job = videos.Video(chain.files()._run, cast(Any, None), None)
+        job.keep_latents(torch.full((16, 3, 4, 4), value))
+        assert job.latents_file is None and not any("kept" in message for message in messages)
+        assert any("continues from memory" in message for message in messages) == continues
 
 
 OTHER_SETTINGS = [
@@ -74,7 +93,7 @@ OTHER_SETTINGS = [
 
 @pytest.mark.parametrize("flags", OTHER_SETTINGS)
 def test_a_setting_that_one_of_two_runs_has_makes_clips_again(flags: str, chain: Chain) -> None:
-    """Whichever of them has it."""
+    """Whether the earlier or the later run has the setting."""
     chain.write()
     assert chain.files().count_finished() == 2
     assert chain.files(*flags.split()).count_finished() == 0
@@ -84,7 +103,7 @@ def test_a_setting_that_one_of_two_runs_has_makes_clips_again(flags: str, chain:
 
 
 def test_what_leaves_clips_as_they_are(chain: Chain, tmp_path: Path) -> None:
-    """More of them, where weights lie, what is kept; and files of the same content elsewhere."""
+    """Another number of clips, offload, saved latents, and input files with the same content."""
     chain.write()
     assert chain.files("--num_clip", 3).count_finished() == 2
     assert chain.files("--num_clip", 1).count_finished() == 1
@@ -95,7 +114,7 @@ def test_what_leaves_clips_as_they_are(chain: Chain, tmp_path: Path) -> None:
 
 
 def test_another_file_of_a_lora_makes_clips_again(chain: Chain) -> None:
-    """Also one of the same name and size, and the same one with another strength."""
+    """Also a file of the same name and size, and the same file with another strength."""
     chain.write()
     assert chain.files(strength=0.6).count_finished() == 0
     chain.tune(2.0)
@@ -107,11 +126,11 @@ def test_another_file_of_a_lora_makes_clips_again(chain: Chain) -> None:
 
 @pytest.mark.parametrize("name", ["0002.mp4", "0002.safetensors"])
 def test_a_clip_of_another_run_in_the_place_of_one(name: str, chain: Chain, tmp_path: Path) -> None:
-    """Both runs have the same settings, but the other's first clip has handed on another end."""
+    """Both runs have the same settings, but different clip states after the first clip."""
     other = Chain(tmp_path / "other")
     chain.write()
     other.write(end=5.0)
-    if name == "0002.safetensors":  # which then belongs to its own video
+    if name == "0002.safetensors":  # whose state matches its own video
         shutil.copy(other.files().folder / "0002.mp4", chain.files().folder)
     else:
         (other.files().folder / name).write_bytes((other.files().folder / "0001.mp4").read_bytes())
@@ -119,7 +138,7 @@ def test_a_clip_of_another_run_in_the_place_of_one(name: str, chain: Chain, tmp_
     assert chain.files().count_finished() == 1
 
 
-# Videos of a prompt file. With --skip_existing a line whose video is there is left out.
+# Videos of a prompt file. --skip_existing skips lines whose video exists.
 
 LINES: dict[str, dict[str, Any]] = {
     "plain": {"prompt": "a", "seed": 1},
@@ -130,7 +149,7 @@ COMMON = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5", "--sample
 
 
 def make(folder: Path, lines: dict[str, dict[str, Any]], *flags: str) -> dict[str, Any]:
-    """Makes a video of each line; returns the summary, which has the lines' numbers."""
+    """Makes a video of each line; returns the summary, which lists the numbers of the lines."""
     text = [json.dumps(line | {"save_file": f"{name}.mp4"}) for name, line in lines.items()]
     (folder / "lines.jsonl").write_text("\n".join(text))
     argv = [*COMMON, *flags, "--prompt_file", str(folder / "lines.jsonl"), "--save_file"]
@@ -140,14 +159,14 @@ def make(folder: Path, lines: dict[str, dict[str, Any]], *flags: str) -> dict[st
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The videos of all lines, which a run has made."""
+    """The folder with the videos of all lines."""
     folder = tmp_path_factory.mktemp("made")
     make(folder, LINES)
     return folder
 
 
 class Unmade:
-    """In place of a video of `wan.cli.videos` that is not there: none is made."""
+    """Replaces `wan.cli.videos.Video`: makes no video."""
 
     def __init__(self, run: Any, *_: Any) -> None:
         self.run = run
@@ -162,7 +181,7 @@ class Unmade:
 def again(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, bool]]:
-    """Asks for one video again, with other settings and flags; returns whether it is there."""
+    """Requests one video again, with other settings and flags; returns whether it was skipped."""
     monkeypatch.setattr(many, "Video", Unmade)
     shutil.copytree(made, tmp_path / "out")
 
@@ -174,7 +193,7 @@ def again(
 
 
 def test_videos_that_are_there(again: Callable[..., bool]) -> None:
-    """A seed that is drawn, and what a run decides by itself, are no difference."""
+    """A drawn seed and default values do not count as differences."""
     for name, line in LINES.items():
         assert again(name, line)
     assert again("drawn", LINES["drawn"] | {"seed": -1})
@@ -199,18 +218,18 @@ def test_videos_that_are_there(again: Callable[..., bool]) -> None:
 def test_a_video_of_other_settings_is_made_again(
     name: str, change: dict[str, Any], again: Callable[..., bool]
 ) -> None:
-    """Whether the line has a setting that the video was made without, or the other way round."""
+    """Whether only the line or only the record of the video has the setting."""
     line = {key: value for key, value in (LINES[name] | change).items() if value is not None}
     assert not again(name, line)
 
 
 def test_a_video_of_another_precision_is_made_again(again: Callable[..., bool]) -> None:
-    """The CPU has float32 where nothing is said."""
+    """The default precision on the CPU is float32."""
     assert again("plain", LINES["plain"], "--precision", "fp32")
     assert not again("plain", LINES["plain"], "--precision", "bf16")
 
 
-# Latents that are decoded again. The new video has another name than what is there.
+# Latents that are decoded again. The new video gets an unused name.
 
 
 @pytest.mark.parametrize(
@@ -225,7 +244,7 @@ def test_a_video_of_another_precision_is_made_again(again: Callable[..., bool]) 
 def test_decoding_writes_over_no_video_and_no_record(
     there: list[str], name: str, tmp_path: Path
 ) -> None:
-    """A video may have been moved away, and its record left."""
+    """Also if a video was moved away and only its record exists."""
     made = generate.resolve_arguments([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
     latents = tmp_path / "x.safetensors"
     save_latents(torch.zeros(made.params.latent_shape), latents, made.settings)

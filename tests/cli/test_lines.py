@@ -1,4 +1,4 @@
-"""The lines of a prompt file before any is made: seeds, names of files, settings of all lines."""
+"""The lines of a prompt file before generation: seeds, file names, settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5"]
 
 
 def resolved(folder: Path, lines: list[str | dict[str, Any]], *flags: str) -> Run:
-    """The run of a prompt file's lines with the demo checkpoint."""
+    """Resolves the run of a prompt file's lines with the demo checkpoint."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "lines.txt").write_text("\n".join(texts))
     argv = [*SIZE, *flags, "--prompt_file", str(folder / "lines.txt")]
@@ -23,7 +23,7 @@ def resolved(folder: Path, lines: list[str | dict[str, Any]], *flags: str) -> Ru
 
 
 def test_each_line_has_a_seed_of_its_own(tmp_path: Path) -> None:
-    """Of one that is drawn for all; a line that names its seed keeps it, also in its record."""
+    """Derived from one drawn seed; a line with a seed of its own keeps it, also in its record."""
     lines = ["a", "a", {"prompt": "a", "seed": 5}, {"prompt": "a", "seed": -1}]
     run = resolved(tmp_path, [*lines, {"prompt": "a", "seeds": [8, 9]}])
     assert len({line.run.params.base_seed for line in run.lines if line.run}) == 6
@@ -36,7 +36,7 @@ def test_each_line_has_a_seed_of_its_own(tmp_path: Path) -> None:
 
 
 def test_ranks_may_draw_other_seeds_and_name_no_other(tmp_path: Path) -> None:
-    """What they compare is equal where no seed is named, and differs where another one is."""
+    """Their rank invariants differ only if a seed in a line differs, not if it is drawn."""
     lines: list[str | dict[str, Any]] = ["a", {"prompt": "b", "seed": 5}]
     drawn = [resolved(tmp_path, lines) for _ in range(2)]
     seeds = [run.lines[0].run.params.base_seed for run in drawn if run.lines[0].run]
@@ -70,14 +70,14 @@ SCHEDULE = ["--sample_solver", "euler"]
 def test_a_line_wins_over_the_command(
     flags: list[str], line: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Timesteps say all of the schedule."""
+    """Timesteps in a line replace the whole noise schedule of the command."""
     run = resolved(tmp_path, [{"prompt": "a", **line}], *SCHEDULE, *flags)
     request = run.lines[0].run.params if run.lines[0].run else None
     assert {name: getattr(request, name) for name in wanted} == wanted
 
 
 def test_two_lines_of_one_record(tmp_path: Path) -> None:
-    """Names that differ in the case of .mp4, or by a link, are of one video or one record."""
+    """Names that differ only in the case of .mp4, or by a link, are the same video or record."""
     (tmp_path / "out" / "a").mkdir(parents=True)
     (tmp_path / "out" / "b").symlink_to(tmp_path / "out" / "a")
     names = ["x.mp4", "x.MP4", "./x.mp4", "a/y.mp4", "b/y.mp4", "b/z.mp4", "y.mp4"]

@@ -1,4 +1,4 @@
-"""Every setting of a run's files arrives where the files are written."""
+"""Every output setting reaches the code that writes the files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = ("--size", "32*32", "--frame_num", "1", "--sample_steps", "6", "--base_s
 
 
 class Outcome(NamedTuple):
-    """What a run leaves behind, except what differs from run to run."""
+    """The results of a run, except parts that differ between equal runs."""
 
     encoder: tuple[str, ...]
     files: tuple[str, ...]
@@ -35,7 +35,7 @@ Make = Callable[..., Outcome]
 
 @pytest.fixture(scope="module")
 def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
-    """Makes a video with these flags, whose files are put into a folder of its own."""
+    """Makes a video with these flags in a new folder."""
     start, commands = video.start_ffmpeg, list[Sequence[str]]()
 
     def started(args: Sequence[str], **more: Any) -> object:
@@ -74,8 +74,7 @@ def test_a_run_has_the_outcome_of_the_same_run(make: Make) -> None:
 def test_a_setting_of_the_output_arrives(name: str, make: Make) -> None:
     """In the encoder's command, the names of the files, the trace or the log.
 
-    The record and the video's comment, which repeat settings whether they act or not, are no
-    evidence.
+    The record and the video's comment do not count: they repeat settings even if unused.
     """
     text, _, more = CASES[name]
     assert make(*more, f"--{name}", text) != make(*more)

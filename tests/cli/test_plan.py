@@ -1,4 +1,4 @@
-"""generate.py --plan: an answer within seconds on any machine, alone or under torchrun."""
+"""generate.py --plan: a report within seconds on any machine, alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_fp8_attention_on_eight_a5(plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_who_reads_may_leave_early(tmp_path: Path) -> None:
-    """As `| head -1` does: no traceback, also none at the interpreter's end."""
+    """As with `| head -1`: no traceback, also not at the exit of the interpreter."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as output:

@@ -1,4 +1,4 @@
-"""--prompt_file: many videos of one load, lines that fail, and a run that is continued."""
+"""--prompt_file: many videos after one load, lines that fail, and a continued run."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_videos_are_those_of_single_runs(offload: str, tiny: Tiny, tmp_path: Pat
 
 @pytest.mark.slow
 def test_experts_are_loaded_once(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
-    """With --group_by_expert; the videos are the same, and a line that fails ends no other."""
+    """With --group_by_expert: the same videos; a failing line does not end the others."""
     each, made, built = tmp_path / "each", tmp_path / "made", []
     construct = WanModel.__init__
 
@@ -264,7 +264,7 @@ def test_ranks_make_the_same_videos(flags: str, tiny: Tiny, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_killed_run_is_continued_and_memory_stays(tiny: Tiny, tmp_path: Path) -> None:
-    """12 prompts, two of them faulty, a kill in the middle."""
+    """12 prompts, of which two are invalid; the run is killed in the middle."""
     lines = [f"video number {n}" for n in range(12)]
     lines[3], lines[8] = '{"frame_num": 8}', '{"task": "x"}'
     out = tmp_path / "out"
@@ -310,7 +310,7 @@ def test_lines_read_the_checkpoint_once(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_seeds_and_comments(tiny: Tiny, tmp_path: Path) -> None:
-    """One video for each seed, of one line; what is left out is in the summary."""
+    """One line gives a video for each of its seeds; refused lines are in the summary."""
     out = tmp_path / "out"
     lines = ["# my prompts", '{"prompt": "a", "seeds": [3, 4]}', '{"prompt": "b", "seeds": [1, 1]}']
     path = write(tmp_path, *lines, '{"prompt": "c", "seeds": [5], "save_file": "c.mp4"}', "#")
@@ -331,7 +331,7 @@ def test_a_wrong_seed_is_called_as_it_was_written(tiny: Tiny, tmp_path: Path) ->
 
 
 def test_what_was_made_otherwise_is_made_again(tiny: Tiny, tmp_path: Path, capfd) -> None:
-    """--skip_existing holds the line against the record beside the video."""
+    """--skip_existing compares the line with the record of the video."""
     out, same = tmp_path / "out", {"prompt": "a", "seed": 1, "save_file": "a.mp4"}
     lines = [same, {"prompt": "b", "seed": 1, "save_file": "b.mp4"}, "drawn seed"]
     common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B", *QUICK]

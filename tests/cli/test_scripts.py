@@ -1,4 +1,4 @@
-"""infer_t2v.sh and infer_i2v.sh: what they refuse, what they forward, what comes out."""
+"""infer_t2v.sh and infer_i2v.sh: refused values, forwarded arguments, and frames."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPTS = ("infer_t2v.sh", "infer_i2v.sh")
 
 @pytest.fixture
 def call(tmp_path: Path):
-    """call(script, *arguments, **environment): in a copy whose torchrun prints its arguments."""
+    """call(script, *arguments, **environment): runs a copy whose torchrun prints its arguments."""
     for name in (*SCRIPTS, "tools/infer.sh", "examples/star.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)

@@ -1,4 +1,4 @@
-"""The attention methods that the tests of several ranks share."""
+"""Attention backends that the multi-rank tests share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SPARSITY = 0.5
 
 
 class Kind(NamedTuple):
-    """fp8, v2, v3 or v3-fp8. transport: exchanged in FP8. start, refresh: of RainFusion."""
+    """An attention backend by name: fp8, v2, v3 or v3-fp8.
+
+    transport: q, k and v are exchanged in FP8. start, refresh: RainFusion's.
+    """
 
     name: str
     transport: bool = False
@@ -34,7 +37,7 @@ KINDS = (Kind("fp8"), Kind("fp8", transport=True), Kind("v2"), Kind("v3"), Kind(
 def make_methods(
     kind: Kind, dtype: torch.dtype, head_dim: int = HEAD_DIM, sparsity: float = SPARSITY
 ) -> tuple[AttentionBackend, ...]:
-    """Fresh ones: what they keep is theirs; none if the kind is dense."""
+    """Make new backends with empty caches; an empty tuple for the dense kind."""
     if kind.name == "dense":
         return ()
     if kind.name == "fp8":
@@ -50,7 +53,7 @@ def make_methods(
 
 
 def small_methods(kind: str, sparsity: float = 0.6) -> tuple[AttentionBackend, ...]:
-    """Of networks with 8 channels a head, by the kind's name or "fp8 exchange"."""
+    """Make backends for heads of 8 channels. kind: a name of `Kind`, or "fp8 exchange"."""
     own = Kind(kind.split()[0], transport=kind.endswith("exchange"))
     return make_methods(own, torch.float32, 8, sparsity)
 
@@ -58,7 +61,7 @@ def small_methods(kind: str, sparsity: float = 0.6) -> tuple[AttentionBackend, .
 def whole_sequence(
     kind: Kind, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int, int]
 ) -> Tensor:
-    """The method itself on all rows and heads: no ranks, chunks or padding."""
+    """Run the backend on all rows and heads at once, without ranks, chunks or padding."""
     (method,) = make_methods(kind._replace(transport=False), q.dtype)
     step = StepInfo(3, 8, "cond", "dit", grid, q.shape[1], layer=0)
     return method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), step)(

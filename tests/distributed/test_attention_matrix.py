@@ -1,7 +1,7 @@
-"""Every mode on every layout of ranks gives plain attention over the whole sequence.
+"""Every mode on every layout of ranks computes plain attention over the full sequence.
 
-Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN: whatever is computed from it
-would be seen.
+Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN, so a result
+computed from padding is NaN too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH, HEAD_DIM = 2, 16
 
 
 class GatheringKernel(SdpaKernel):
-    """Stands for kernels whose partial results cannot be merged: the ring gathers K/V for them."""
+    """A kernel without log-sum-exp: partial results cannot be merged; the ring gathers K/V."""
 
     can_return_lse = False
 
@@ -43,10 +43,10 @@ class GatheringKernel(SdpaKernel):
 
 @lru_cache(4)
 def qkv_and_reference(heads: int, tokens: int, dtype: str) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(q, k, v [B,S,N,D], attention over them in float32, the tolerance of each element).
+    """Return (q, k, v [B,S,N,D]; attention in float32; each element's tolerance).
 
-    bfloat16 rounds three times, each by at most 2**-8: the softmax's weights before they meet v,
-    each part's result, the merged one. So an element is off by 3 * 2**-8 of weights times |v|.
+    bfloat16 rounds three times, each by at most 2**-8: the softmax weights, each partial result,
+    and the merged result. So an element's error is at most 3 * 2**-8 of softmax weights times |v|.
     """
     generator = torch.Generator().manual_seed(heads * tokens)
     shape = (3, BATCH, tokens, heads, HEAD_DIM)
@@ -60,9 +60,11 @@ def qkv_and_reference(heads: int, tokens: int, dtype: str) -> tuple[list[Tensor]
 
 
 def compare_modes(case: Case, kernel: Callable[[], Kernel], same_bits: bool = True) -> None:
-    """On one rank: all modes first, so that a difference leaves no other rank waiting.
+    """Compare the modes on one rank.
 
-    same_bits: the kernel's bits do not depend on the number of heads.
+    All modes are computed before the first assertion, so that a failure leaves no rank waiting.
+
+    same_bits: the kernel's results do not depend on the number of heads, bit for bit.
     """
     topology, heads, tokens, dtype = case
     plan = TokenPlan(tokens, topology.world)
@@ -79,7 +81,7 @@ def compare_modes(case: Case, kernel: Callable[[], Kernel], same_bits: bool = Tr
             f"padding of mode {mode}, {case}"
         )
     largest = out["0"].float().abs().max()
-    # A bfloat16 has 7 bits behind the leading one: what 2 units in the last place are.
+    # Two units in the last place: a bfloat16 has 7 bits after the leading one.
     limit = 1e-6 if dtype == "float32" else 2 * torch.exp2(largest.log2().floor() - 7)
     for mode, row in ROWS.items():
         off = (out[mode].float() - out["0"].float()).abs().max()
@@ -98,7 +100,7 @@ def cases(topology: Topology) -> list[Case]:
 
 
 def pairwise_cases() -> list[Case]:
-    """Up to 4 ranks: every layout with every heads, tokens and dtype, and each pair of those."""
+    """List cases of up to 4 ranks in which each pair of layout, heads, tokens and dtype occurs."""
     return [
         (topology, HEADS[(i + j) % 3], tokens, DTYPES[(i + j // 2) % 2])
         for i, topology in enumerate(topologies(1, 2, 4))
@@ -120,7 +122,7 @@ def test_the_selection_covers_all_pairs() -> None:
 
 
 def differences(cases: Sequence[Case], kernel: Callable[[], Kernel]) -> dict[str, str]:
-    """On one rank: what is wrong in which case."""
+    """On one rank: map each failing case to its error message."""
     wrong = {}
     for case in cases:
         try:
@@ -131,7 +133,7 @@ def differences(cases: Sequence[Case], kernel: Callable[[], Kernel]) -> dict[str
 
 
 def check(cases: Sequence[Case], kernel: Callable[[], Kernel] = SdpaKernel) -> None:
-    """cases: All of one number of ranks."""
+    """Run the cases on ranks. cases: all with the same number of ranks."""
     world = cases[0][0].world
     found = run(world, differences, cases, kernel, timeout=600)
     wrong = {rank: cases for rank, cases in enumerate(found) if cases}
@@ -140,7 +142,7 @@ def check(cases: Sequence[Case], kernel: Callable[[], Kernel] = SdpaKernel) -> N
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_selected_combinations(world: int) -> None:
-    """Of four ranks every second one, of each layout and length."""
+    """On four ranks, every second case of each layout and length."""
     chosen = [case for case in pairwise_cases() if case[0].world == world]
     turns = [n for n in range(len(chosen)) if world < 4 or (n + n // len(TOKENS)) % 2]
     check([chosen[n] for n in turns])
@@ -166,7 +168,7 @@ def test_kernels_without_lse_at_all_lengths(ulysses: int) -> None:
 
 
 def attend_without_valid_len() -> None:
-    """No valid_len: every token is real."""
+    """Without valid_len every token is valid."""
     topology, tokens = Topology(2, 2), 64
     plan = TokenPlan(tokens, topology.world)
     whole, expected, _ = qkv_and_reference(12, tokens, "float32")

@@ -1,4 +1,4 @@
-"""A compiled block computes what the eager one does and keeps exchanges and attention in order.
+"""A compiled block gives the eager result and keeps the order of exchanges and attention.
 
 Legend: B batch, L tokens of one rank, C channels, T text tokens.
 """
@@ -45,11 +45,11 @@ def test_compiled_block(mode: int, valid_len: int, exchange: str, heads: int) ->
         order = "".join(stages(mode, exchange, heads))
         assert found["order"] == f"{order}A", "the last one is the text's"
         assert found["free"] == [], "these events do not wait for all of the stage before"
-        assert found["off"] <= 2e-6  # the compiler is given other forms of RoPE and GELU
+        assert found["off"] <= 2e-6  # the compiler uses other forms of RoPE and GELU
 
 
 def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[str, Any]:
-    """On one rank: a block compiled for this mode, and its graph seen as a sequence of events."""
+    """On one rank: compile a block for this mode and list the events of its graph."""
     torch._dynamo.reset()
     graphs: list[torch.fx.Graph] = []
 
@@ -74,7 +74,7 @@ def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_compiled_block_serves_another_length(mode: int) -> None:
-    """In the same process: the second length is compiled as a symbol."""
+    """The second length in the same process is compiled as a symbolic size."""
     assert dist.run(RANKS, compile_for_two_lengths, mode) == [True] * RANKS
 
 
@@ -92,9 +92,10 @@ def compile_for_two_lengths(mode: int) -> bool:
 
 
 def not_forced(events: list[torch.fx.Node], stages: list[str]) -> list[tuple[str, str]]:
-    """Pairs of events of neighbouring stages that a compiler may exchange.
+    """List pairs of events of neighboring stages that no data dependency orders.
 
-    The order of a graph's text says nothing: a scheduler may take any order that data allow.
+    The order of nodes in the graph is not enough: a scheduler may take any order that the data
+    dependencies allow.
     """
     taken = iter(events)
     groups = [[next(taken) for _ in stage] for stage in stages]
@@ -108,7 +109,7 @@ def not_forced(events: list[torch.fx.Node], stages: list[str]) -> list[tuple[str
 
 
 def needed(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """What must have been computed before a node."""
+    """Return all nodes that a node depends on."""
     found: set[torch.fx.Node] = set()
     waiting = [node]
     while waiting:

@@ -1,4 +1,4 @@
-"""Step caches on diffusers' pipelines: the steps of diffusers' own, of one process and of ours."""
+"""Step caches on diffusers' pipelines skip the steps of diffusers' cache, and of `wan` alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 
 def computing(pipe: Any, noted: list[tuple[int, int]]) -> list[Any]:
-    """Notes (network, step) whenever a network computes all of its blocks; returns the hooks."""
+    """Record (network, step) whenever a network computes all of its blocks; return the hooks."""
     return [
         network.blocks[-1].ffn.register_forward_hook(
             lambda *_, index=index: noted.append((index, pipe.scheduler.step_index or 0))
@@ -66,7 +66,7 @@ POLICIES: dict[str, Settings] = {
 @pytest.mark.parametrize("policy", [slow(policy) for policy in POLICIES])
 @pytest.mark.usefixtures("one_thread")
 def test_caches_of_ranks(tiny: Any, policy: str) -> None:
-    """They skip as one process does, and as our own pipeline."""
+    """Ranks skip the steps that one process skips, with diffusers' pipeline and with `wan`'s."""
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
     given = {n if n in FLAGS else f"step_cache_{n}": v for n, v in POLICIES[policy].items()}
@@ -88,7 +88,7 @@ def test_caches_of_ranks(tiny: Any, policy: str) -> None:
     layouts = [{"comm_type": 1}] if policy == "cfg" else [{"comm_type": 1}, {"cfg_size": 2}]
     for settings in layouts:
         for latents, computed in run(2, cached, settings, policy, POLICIES[policy], call):
-            if policy != "first_block" or "cfg_size" not in settings:  # whose branches agree
+            if policy != "first_block" or "cfg_size" not in settings:  # its branches agree
                 assert (latents - expected).abs().max() <= TOLERANCE
             uncond = own.step_cache["computed"]["uncond"]
             assert 0 < len(uncond) < 12
@@ -97,7 +97,7 @@ def test_caches_of_ranks(tiny: Any, policy: str) -> None:
 
 
 def cached(settings: Settings, policy: str, parameters: Settings, call: Any) -> Any:
-    """On one rank: the latents, and the steps in which a network computed all blocks."""
+    """On one rank: return the latents and the steps in which a network computed all blocks."""
     torch.set_num_threads(1)
     noted: list[tuple[int, int]] = []
 
@@ -112,7 +112,10 @@ def cached(settings: Settings, policy: str, parameters: Settings, call: Any) -> 
 
 
 def disagreeing(video: Video) -> tuple[Any, Any, Tensor]:
-    """On one rank, whose first blocks are its own: steps computed alone, and shared; latents."""
+    """On one rank with other weights in the first block: run alone, then shared.
+
+    Returns (steps computed alone, steps computed when shared, latents of the shared run).
+    """
     torch.set_num_threads(1)
     pipe, alone, together = video.pipe(), list[Any](), list[Any]()
     for network in (pipe.transformer, pipe.transformer_2):
@@ -128,7 +131,7 @@ def disagreeing(video: Video) -> tuple[Any, Any, Tensor]:
 
 
 def test_ranks_that_disagree_skip_together(tiny: Any) -> None:
-    """Where diffusers' own cache hangs: see benchmarks/diffusers_parallel.py."""
+    """In this case diffusers' cache hangs: see benchmarks/diffusers_parallel.py."""
     first, second = run(2, disagreeing, make(tiny, "2.2", steps=10), timeout=60)
     assert first[0] != second[0], "alone they skip other steps"
     assert first[1] == second[1] and 4 < len(first[1]) < 20
@@ -137,7 +140,7 @@ def test_ranks_that_disagree_skip_together(tiny: Any) -> None:
 
 @pytest.mark.slow
 def test_mag_takes_the_steps_of_our_own(tiny: Any) -> None:
-    """The published curve, on diffusers' own noise levels of its shift."""
+    """The published MagCache curve, on diffusers' noise levels of the same shift."""
     noted: list[tuple[int, int]] = []
     video = make(tiny, "2.2", steps=40)
     pipe = apply_cache_on_pipe(video.pipe(), "mag", threshold=0.04)

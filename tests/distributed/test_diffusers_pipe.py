@@ -1,4 +1,4 @@
-"""diffusers' pipelines, shared by ranks, make what they make alone; our exchanges, our caches."""
+"""diffusers' pipelines on several ranks give the results of one process, with `wan`'s exchanges."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODE_FLAGS = {name for mode in MODES.values() for name in mode}
 
 
 def layouts(world: int, heads: int) -> list[Settings]:
-    """All cfg x ring x ulysses of so many ranks."""
+    """List all cfg x ring x ulysses layouts of `world` ranks."""
     return [
         {"cfg_size": cfg, "ring_size": ring, "ulysses_size": ulysses, **kind}
         for cfg in (1, 2)
@@ -58,7 +58,7 @@ def layouts(world: int, heads: int) -> list[Settings]:
 
 
 def shared(video: Video, settings: Sequence[Settings]) -> list[Tensor]:
-    """On one rank: with each of the settings in turn."""
+    """On one rank: make the latents with each of the settings in turn."""
     torch.set_num_threads(1)
     pipe, found = video.pipe(), []
     for one in settings:
@@ -76,7 +76,7 @@ SOME: dict[str, list[Settings]] = {  # of two ranks
 
 
 def check(expected: Tensor, settings: Sequence[Settings], answers: list[list[Tensor]]) -> None:
-    """Against the pipeline as it is; modes against mode 0 of the same layout."""
+    """Compare with the unmodified pipeline, and each mode with mode 0 of the same layout."""
     for found in answers:
         for one, latents in zip(settings, found, strict=True):
             assert (latents - expected).abs().max() <= TOLERANCE, one
@@ -84,7 +84,7 @@ def check(expected: Tensor, settings: Sequence[Settings], answers: list[list[Ten
             if one == layout or layout not in settings:
                 continue
             baseline = found[settings.index(layout)]
-            # Of one attention 1e-6, which blocks, guidance and three steps make larger.
+            # One attention differs by 1e-6; blocks, guidance and three steps make this larger.
             limit = 2e-5 if one.get("comm_type") == 2 else 0
             assert (latents - baseline).abs().max() <= limit, one
 
@@ -107,13 +107,13 @@ def test_no_exchange_changes_a_bit(tiny: Any, mode: Settings) -> None:
 
 
 def test_a_batch_with_timesteps_of_its_own(tiny: Any) -> None:
-    """Both guidance branches in one call of a network, a timestep for each of 105 tokens."""
+    """Both guidance branches in one call of a network, with a timestep for each of 105 tokens."""
     assert max(run(2, batched, make(tiny, "2.1"))) <= TOLERANCE
 
 
 @torch.no_grad()
 def batched(video: Video) -> float:
-    """On one rank: the largest difference from the network alone."""
+    """On one rank: return the largest difference from the unmodified network."""
     torch.set_num_threads(1)
     network, generator = video.pipe().transformer, torch.Generator().manual_seed(0)
     x, text = (torch.randn(s, generator=generator) for s in ((2, 16, 3, 10, 14), (2, 512, 64)))
@@ -139,7 +139,7 @@ def test_ranks_share_a_video(tiny: Any, form: str, world: int) -> None:
     ]
     expected = video.latents(video.pipe())
     check(expected, settings, run(world, shared, video, settings, timeout=600))
-    if video.controlled:  # of which diffusers makes one at a time
+    if video.controlled:  # diffusers makes one video at a time here
         return
     two = replace(video, count=2)
     expected = two.latents(two.pipe())
@@ -149,7 +149,7 @@ def test_ranks_share_a_video(tiny: Any, form: str, world: int) -> None:
 @pytest.mark.parametrize("form", [slow(form) for form in FORMS])
 @pytest.mark.usefixtures("one_thread")
 def test_our_own_classes_make_the_same(tiny: Any, image_path: Path, form: str) -> None:
-    """Same weights, noise and noise levels; four ranks in two layouts, ours alone."""
+    """Same weights, noise and noise levels: diffusers on four ranks, `wan` in one process."""
     task, images, _ = FORMS[form]
     image = Image.open(image_path).convert("RGB")
     given = [image, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)][:images]
@@ -193,7 +193,7 @@ def test_our_own_classes_make_the_same(tiny: Any, image_path: Path, form: str) -
 def test_methods_compute_the_same_as_in_our_own_model(
     tiny: Any, method: str, layout: Settings
 ) -> None:
-    """On one process or two ranks, against our own on one; dense attention is far from both."""
+    """diffusers on one or two ranks against `wan` in one process; dense attention differs more."""
     settings, limit = METHODS[method]
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
@@ -225,7 +225,7 @@ METHODS: dict[str, tuple[Settings, float]] = {
 
 
 def larger(settings: Settings, *call: Any) -> Tensor:
-    """On one rank: as `official`, of 420 tokens, which are several blocks."""
+    """On one rank: as `run_official_noise_levels`, with 420 tokens, which are several blocks."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
 
@@ -236,7 +236,7 @@ def larger(settings: Settings, *call: Any) -> Tensor:
 
 
 def official(settings: Settings, *call: Any) -> Tensor:
-    """On one rank: a pipeline on the official noise levels."""
+    """On one rank: run a pipeline on the official noise levels."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
 
@@ -261,7 +261,7 @@ def official(settings: Settings, *call: Any) -> Tensor:
 def test_exchanges_are_those_of_our_own_model(
     tiny: Any, image_path: Path, form: str, settings: Settings, world: int
 ) -> None:
-    """In number, order and size; none in cross-attention, which sees all of image and text."""
+    """Exchanges agree in number, order and size; cross-attention has all keys without one."""
     video = make(tiny, form, steps=1, size=(224, 160))
     task = FORMS[form][0]
     answers = run(world, exchanges, video, settings, task, tiny(task), image_path)
@@ -272,14 +272,14 @@ def test_exchanges_are_those_of_our_own_model(
 
 
 class Collectives(TorchDispatchMode):
-    """Notes every operator of torch.distributed, block by block, and those in cross-attention."""
+    """Records the operators of torch.distributed by block, and in cross-attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks: list[list[Any]] = []
         self.crossing: list[Any] = []
         self.keys: set[int] = set()
-        self._places = [list[Any]()]  # where to note: outside, in a block, in cross-attention
+        self._places = [list[Any]()]  # to record in: outside, a block, cross-attention
         self._hooks = (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave),
@@ -311,7 +311,7 @@ class Collectives(TorchDispatchMode):
 
 
 def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: Path) -> Any:
-    """On one rank: those of a step, of diffusers' pipeline and of our own; see the test."""
+    """On one rank: record the exchanges of a step of diffusers' pipeline and of `wan`'s."""
     torch.set_num_threads(1)
     with sharing(video.pipe(), **settings) as pipe, Collectives() as theirs:
         video.latents(pipe)
@@ -338,14 +338,14 @@ def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: 
 
 
 def test_refused_by_all_ranks_together(tiny: Any) -> None:
-    """Guidance that skips the second call, which cfg_size 2 needs; other noise, text and images."""
+    """Guidance without the second call that cfg_size 2 needs; other noise, text and images."""
     first, second = run(2, refused, make(tiny, "2.1"), make(tiny, "2.2 image"), timeout=60)
     check_refusals("ranks: calls of diffusers' pipelines", first)
     assert first == second
 
 
 def refused(video: Video, pictured: Video) -> dict[str, str]:
-    """On one rank; the next video is made."""
+    """On one rank: collect the refusals. After a refusal the next video can be made."""
     torch.set_num_threads(1)
     rank, said = torch.distributed.get_rank(), {}
 
@@ -383,7 +383,7 @@ def refused(video: Video, pictured: Video) -> dict[str, str]:
 @pytest.mark.parametrize("mode", ["0", "1", "2"])
 @pytest.mark.usefixtures("one_thread")
 def test_compiled_blocks_have_one_graph(tiny: Any, mode: str) -> None:
-    """For all blocks and steps, and no break."""
+    """One graph for all blocks and steps, without a graph break."""
     video = make(tiny, "2.1")
     expected = video.latents(video.pipe())
     for latents, graphs in run(2, compiled, video, MODES[mode]):
@@ -392,7 +392,7 @@ def test_compiled_blocks_have_one_graph(tiny: Any, mode: str) -> None:
 
 
 def compiled(video: Video, settings: Settings) -> tuple[Tensor, int]:
-    """On one rank."""
+    """On one rank: return the latents and the number of graphs."""
     from torch._dynamo.utils import counters
 
     torch.set_num_threads(1)

@@ -1,11 +1,11 @@
-"""Exchanges, hops and attention happen in the promised order and number: the device's rests.
+"""The order and number of exchanges, ring hops and attention calls of each mode.
 
-Every collective and every kernel call of a rank is recorded while it runs for real. The list of
-events is written as one string:
+Every collective and every kernel call of a rank is executed and recorded. The events are written
+as one string:
 
-    A2A  an all-to-all has been started        hop  K/V blocks have been sent round the ring
-    scale  the same, of scales of FP8          quantise-q, -k, -v: tensors have become FP8
-    got  an all-to-all started before is in    in   the blocks of the hop have arrived
+    A2A  an all-to-all has been started        hop  K/V blocks have been sent along the ring
+    scale  an all-to-all of FP8 scales         quantise-q, -k, -v: tensors have become FP8
+    got  an earlier all-to-all is complete     in   the blocks of the hop have arrived
     FA   attention                             gather, or another collective's name
 """
 
@@ -44,7 +44,7 @@ COLLECTIVES = {
 
 
 class Waited:
-    """A collective under way that says when it is waited for."""
+    """A pending collective that records when it is waited for."""
 
     def __init__(self, work: Any, say: Callable[[], None]) -> None:
         self.work, self.say = work, say
@@ -56,7 +56,7 @@ class Waited:
 
 @contextmanager
 def recorded(events: list[str]) -> Iterator[None]:
-    """All of this rank's communication goes into `events`."""
+    """Append all of this rank's communication to `events`."""
 
     def collective(name: str, event: str) -> Any:
         original = getattr(dist, name)
@@ -88,7 +88,7 @@ def recorded(events: list[str]) -> Iterator[None]:
 
 
 class RecordedKernel(SdpaKernel):
-    """The real kernel; `calls` has the rows and heads of each call's queries."""
+    """The SDPA kernel; `calls` has the rows and heads of each call's queries."""
 
     def __init__(self, events: list[str], can_return_lse: bool = True) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class RecordedKernel(SdpaKernel):
 
 
 class Call(NamedTuple):
-    """Of an attention layer; tokens: of all ranks."""
+    """A call of an attention layer. tokens: of all ranks. merges: the kernel has a log-sum-exp."""
 
     topology: Topology
     mode: str
@@ -137,12 +137,12 @@ def attend(calls: Sequence[Call]) -> list[Found]:
 
 
 def made(calls: Sequence[Call]) -> list[list[Found]]:
-    """Of each call what each rank did. calls: All of one number of ranks."""
+    """Return the events of each call by rank. calls: all with the same number of ranks."""
     return list(map(list, zip(*run(calls[0].topology.world, attend, calls), strict=True)))
 
 
 def check(expected: Mapping[Call, Sequence[str]]) -> None:
-    """The events of each rank."""
+    """Compare the events of each call and rank."""
     found = [[events for events, _ in ranks] for ranks in made(list(expected))]
     wrong = {call: x for call, x in zip(expected, found, strict=True) if x != [*expected[call]]}
     assert not wrong, {call: expected[call] for call in wrong}
@@ -155,7 +155,7 @@ PIECES = {"0": (1, "FA"), "1": (10, "FA"), "2": (10, "FA FA")}
 
 
 def chunks_of(each: str, heads: int = 24) -> dict[str, str]:
-    """By mode: as often as there are chunks; FA: all of its attention to a block of keys."""
+    """Repeat the events once per head chunk, by mode. FA: the attention of all query blocks."""
     return {
         mode: " ".join([each.replace("FA", fa)] * min(chunks, heads // 2))
         for mode, (chunks, fa) in PIECES.items()
@@ -163,9 +163,9 @@ def chunks_of(each: str, heads: int = 24) -> dict[str, str]:
 
 
 def test_a_chunk_is_exchanged_attended_and_sent_back() -> None:
-    """The next begins when it is done, and no exchange runs beside attention, but with overlap.
+    """Without overlap a chunk starts when the one before is done; no exchange overlaps attention.
 
-    Overlap: three chunks; in with the first and second, attend, out; one chunk ahead, no more.
+    With overlap (three chunks here) exactly one chunk is exchanged ahead of attention.
     """
     pair = Topology(2, 1)
     expected = {Call(pair, mode): [x] * 2 for mode, x in chunks_of(f"{INTO} FA A2A").items()}
@@ -179,10 +179,10 @@ def overlapped(fa: str) -> str:
 
 
 def test_a_hop_runs_beside_attention() -> None:
-    """Hops are inside the chunk; started before the block at hand is attended to, in after it.
+    """A hop of a chunk starts before attention to the current K/V block and completes after it.
 
-    Where a half of the ring has nothing but padding it attends to nothing, but passes blocks on;
-    where partial results cannot be merged, keys and values are gathered, once per chunk.
+    Ranks with only padding pass blocks on without attention. Where partial results cannot be
+    merged, keys and values are gathered once per chunk.
     """
     expected: dict[Call, list[str]] = {}
     for ring_type in RINGS:
@@ -200,7 +200,7 @@ def test_a_hop_runs_beside_attention() -> None:
 
 
 def test_hops_of_a_longer_ring() -> None:
-    """One way: a hop per block. Both ways: two blocks per hop where both neighbours have one."""
+    """One way: one block per hop. Both ways: two blocks per hop where both neighbors have one."""
     one, both = "hop FA in hop FA in hop FA in FA", "hop FA in hop FA FA in hop FA in"
     ways = {"ring": [one] * 4, "bidirectional": [one, both, both, one]}
     check({Call(Topology(1, 4, way), "0"): events for way, events in ways.items()})
@@ -217,7 +217,7 @@ def test_rows_and_heads_of_each_attention_call() -> None:
 
 
 def test_a_call_does_what_its_row_says() -> None:
-    """For every mode there is, also one that is new."""
+    """For every mode of `ROWS`, so that a new mode is tested too."""
     which = [Call(Topology(2, 1), mode, heads) for mode in ROWS for heads in (8, 24)]
     for call, ((events, attended), _) in zip(which, made(which), strict=True):
         row = ROWS[call.mode]
@@ -230,7 +230,7 @@ def test_a_call_does_what_its_row_says() -> None:
 
 
 def forward_a_model(layers: int) -> dict[str, str]:
-    """On one rank: by mode."""
+    """On one rank: return the events of one forward by mode."""
     found = {}
     for mode in PIECES:
         events: list[str] = []
@@ -254,14 +254,14 @@ def forward_a_model(layers: int) -> dict[str, str]:
 
 
 def test_a_model_communicates_in_self_attention_alone() -> None:
-    """Nothing for the text; the velocities are gathered once."""
+    """The text needs no communication; the velocities are gathered once."""
     blocks = chunks_of(f"{INTO} FA A2A")
     expected = {mode: " ".join([f"{x} text end"] * 2) + " gather" for mode, x in blocks.items()}
     assert run(2, forward_a_model, 2) == [expected] * 2
 
 
 class RecordedQuantiser(Fp8Quantizer):
-    """The real quantiser, heard of."""
+    """The FP8 quantizer, which records its calls."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(Rotations(8))
@@ -281,7 +281,7 @@ class RecordedQuantiser(Fp8Quantizer):
 
 
 def attend_in_fp8(topology: Topology, transport: bool) -> dict[str, str]:
-    """On one rank: by mode."""
+    """On one rank: return the events of one FP8 attention call by mode."""
     found = {}
     for mode in PIECES:
         events: list[str] = []
@@ -303,8 +303,8 @@ def attend_in_fp8(topology: Topology, transport: bool) -> dict[str, str]:
 
 
 def test_when_fp8_is_quantised() -> None:
-    """Queries between pieces of attention; keys and values once per chunk, behind the ring's
-    gathering. Or all before the exchange, where scales are sent behind all values.
+    """Queries are quantized once per block, keys and values once per chunk after the ring's gather.
+    With FP8 exchange all are quantized before it, and the scales are sent after the values.
     """
     kv = "quantise-k quantise-v"
     for ring, whole in ((1, ""), (2, "gather gather ")):

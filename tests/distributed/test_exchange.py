@@ -1,4 +1,4 @@
-"""all_to_all_4D moves heads and tokens between real ranks as slices of one global tensor say."""
+"""all_to_all_4D exchanges heads and tokens between ranks: results are slices of one tensor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TOKENS, HEADS, HEAD_DIM = 3, 2, 5  # of one rank
 
 
 def whole(world: int, batch: int, dtype: torch.dtype) -> Tensor:
-    """[B,S,N,D], the same on every rank, hardly a value twice."""
+    """Return [B,S,N,D], the same on every rank, with hardly any repeated values."""
     shape = (batch, TOKENS * world, HEADS * world, HEAD_DIM)
     values = torch.randperm(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(0))
     return (values.view(shape) % 251 - 125).to(dtype)
 
 
 def own_shards(x_BSND: Tensor) -> tuple[Tensor, Tensor]:
-    """(this rank's tokens of all heads, all tokens of this rank's heads)."""
+    """Return (this rank's tokens of all heads, all tokens of this rank's heads)."""
     rank = dist.get_rank()
     tokens = slice(rank * TOKENS, (rank + 1) * TOKENS)
     heads = slice(rank * HEADS, (rank + 1) * HEADS)
@@ -37,7 +37,7 @@ def own_shards(x_BSND: Tensor) -> tuple[Tensor, Tensor]:
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert torch.equal(found.float(), expected.float())  # float8 has no equal of its own
+    assert torch.equal(found.float(), expected.float())  # torch.equal does not take float8
 
 
 def exchange_both_ways() -> None:
@@ -54,7 +54,7 @@ def exchange_both_ways() -> None:
 
 
 def exchange_several_at_once() -> None:
-    """Six under way; what was sent must stay alive although nobody here keeps it."""
+    """Six pending exchanges; their inputs stay alive although the caller keeps no reference."""
     for dtype in DTYPES:
         for batch in (1, 2):
             by_tokens, by_heads = own_shards(whole(dist.get_world_size(), batch, dtype))
@@ -67,7 +67,7 @@ def exchange_several_at_once() -> None:
 
 
 def exchange_into() -> None:
-    """The result may be written into a slice of a larger tensor, and nothing beside it."""
+    """The result can be written into a slice of a larger tensor without changing the rest."""
     for async_op in (False, True):
         for batch in (1, 2):
             by_tokens, by_heads = own_shards(whole(dist.get_world_size(), batch, torch.float32))
@@ -109,7 +109,7 @@ def exchange_what_cannot_be() -> dict[str, str]:
         with pytest.raises(ValueError) as refusal:
             all_to_all_4D(given, *axes, None)
         said[name] = str(refusal.value)
-    with pytest.raises(ValueError) as refusal:  # also where ranks have heads of their own number
+    with pytest.raises(ValueError) as refusal:  # also where ranks have different numbers of heads
         all_to_all_4D(x, 1, 2, None, (1, 3))
     said["tokens beside heads"] = str(refusal.value)
     return said
@@ -122,7 +122,7 @@ def test_refusals() -> None:
 
 
 def test_a_single_process_needs_no_group() -> None:
-    """Not even an initialised one; nothing is copied."""
+    """No process group has to be initialized, and nothing is copied."""
     x = torch.randn(2, 3, 4, 5)
     for axes in ((2, 1), (1, 2)):
         found = all_to_all_4D(x, *axes, None)

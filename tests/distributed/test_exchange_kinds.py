@@ -1,6 +1,6 @@
-"""One exchange of q, k and v, and heads that the ranks do not divide: the same bits by any way.
+"""Split, fused and written exchanges, and heads not divisible by ranks, give the same bits.
 
-Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its rank.
+Legend: B batch, S all tokens, N heads, D head size. Padding that is not exchanged holds NaN.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def written(layer: FAPowerCapAttention, own: list[Tensor], **known: Any) -> Tensor | None:
-    """The call whose q, k, v are written in two slices of tokens; None where there is no such."""
+    """Write q, k and v in two slices of tokens; None where the layer cannot take them written."""
     with torch.no_grad():
         call = layer.start(own[0].flatten(2), own[0].shape[2], known["step"])
         if call is None:
@@ -50,7 +50,7 @@ def written(layer: FAPowerCapAttention, own: list[Tensor], **known: Any) -> Tens
 
 
 def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: torch.dtype) -> Any:
-    """This rank's rows by every mode and exchange, and the collectives of each."""
+    """Return this rank's rows and number of all-to-alls for every mode and exchange."""
     plan = TokenPlan(TOKENS, topology.world, 1 if kind == DENSE else kind.multiple)
     own = [shard(x, plan, torch.nan) for x in qkv(heads, batch, dtype)]
     step = StepInfo(3, 8, "cond", "dit", GRID, TOKENS, layer=0)
@@ -118,7 +118,7 @@ def test_heads_that_ranks_do_not_divide(ranks: int, heads: int) -> None:
 
 
 def with_gradients(exchange: str) -> list[Tensor]:
-    """What a block returns where gradients are on, and those of its weights."""
+    """Return a block's output with gradients enabled, and the gradients of its weights."""
     torch.manual_seed(0)
     layer = attention_layer(Topology(2, 1), "1", exchange=exchange)
     given = ModelComponents(attention=lambda _: layer)
@@ -132,6 +132,6 @@ def with_gradients(exchange: str) -> list[Tensor]:
 
 
 def test_gradients_take_the_same_path() -> None:
-    """Where they are on, q, k and v are no parts of a piece of memory that is written in place."""
+    """With gradients q, k and v are not views of a send buffer that is written in place."""
     split, fused = (run(2, with_gradients, exchange)[0] for exchange in ("split", "fused"))
     assert len(split) > 10 and all(map(torch.equal, split, fused))

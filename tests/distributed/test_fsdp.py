@@ -1,4 +1,4 @@
-"""Networks sharded over real ranks compute the same bits and read and keep only their share."""
+"""Networks sharded with FSDP give the same bits; each rank reads and keeps only its shard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORLDS = pytest.mark.parametrize("world", [2, slow(4)])
 SLOW = [(2, True), (4, False), (4, True)]
 LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])
 CPU = torch.device("cpu")
-# What computes, whether everything is kept in it, and which dtypes the network then holds.
+# Compute dtype, whether all weights are converted to it, and the dtypes of the parameters.
 PRECISIONS = (
     (torch.bfloat16, False, {torch.bfloat16, torch.float32}),
     (torch.float32, False, {torch.float32}),
@@ -45,7 +45,7 @@ PRECISIONS = (
 
 @cache
 def mesh() -> DeviceMesh:
-    """All ranks of the pool; made once."""
+    """Return the mesh of all ranks of the pool; it is made once."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -75,7 +75,7 @@ def velocity(model: WanModel, t: float, context: Tensor) -> Tensor:
 
 
 def kv_of_blocks(model: WanModel) -> list[bool]:
-    """Filled while the model runs: whether a block was given its text K/V."""
+    """Return a list that is filled in each forward: whether a block gets cached text K/V."""
     given: list[bool] = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[3] is not None))
@@ -126,7 +126,7 @@ def compare_text_encoders(folder: Path) -> None:
         for prompt in ("A cat.", "A cat.", "Two dogs play chess on the moon."):
             found, expected = sharded(prompt), whole(prompt)
             assert found.dtype == dtype and torch.equal(found, expected)
-        # Stored once and as in the file, whatever is computed in.
+        # Stored once, in the dtype of the file, for any compute dtype.
         names = dict(network.named_parameters(remove_duplicate=False))
         assert names["shared.weight"] is names["encoder.embed_tokens.weight"]
         assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
@@ -149,7 +149,7 @@ def live_bytes() -> int:
 
 
 def whole_parts(network: nn.Module, parts: list[nn.Module]) -> list[tuple[int, set[int]]]:
-    """Filled while the network runs: (part that runs, parts that are whole); the root is -1."""
+    """Return a list of (part that runs, parts that are gathered) that is filled in each forward."""
     seen: list[tuple[int, set[int]]] = []
 
     def look(running: int) -> None:
@@ -220,14 +220,14 @@ def layers() -> nn.Module:
 
 
 def mapped_bytes(file: Path) -> int:
-    """Bytes of a mapped file that this process has touched (and the pages around them)."""
+    """Bytes of a memory-mapped file that are resident in this process (whole pages)."""
     sections = Path("/proc/self/smaps").read_text().split("VmFlags")
     resident = [s.split("Rss:")[1].split()[0] for s in sections if str(file) in s]
     return sum(int(kilobytes) for kilobytes in resident) * 1024
 
 
 def read_a_share(file: Path) -> tuple[int, int]:
-    """(bytes asked for, bytes of the file that became resident)."""
+    """Return (bytes read, bytes of the file that became resident)."""
     asked, held = [0], []
 
     def read(rows: slice, source: TensorSource) -> Tensor:

@@ -1,6 +1,6 @@
-"""Compiled small operations on ranks: what holds between modes, methods and shards holds with them.
+"""Compiled small operations on ranks: modes, backends and shards agree as without them.
 
-The compiler itself runs, in every rank; hence `make test-all`.
+The compiler runs on every rank, so these tests are slow (`make test-all`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def compare(kind: str, topologies: list[Topology], expected: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "fp8", "v2", "v3", "v3-fp8"])
 def test_modes_and_rings_with_compiled_operations(kind: str) -> None:
-    """Against one process without them: the limit of any ranks; against mode 0: its equalities."""
+    """Close to one process without compiled operations; modes agree as without them."""
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=small_methods(kind))
     with torch.inference_mode():
         alone = JOB.model(attention=layer, sequence_shard=tokens(kind, 1))

@@ -1,4 +1,4 @@
-"""Wan2.1's image tokens on ranks: every rank attends to them itself."""
+"""Wan2.1's image tokens on ranks: every rank attends to all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS, GRID, TOKENS, FEATURES = 4, (2, 3, 3), 18, 32
 
 
 def velocity(images: int, sharded: bool) -> tuple[Tensor, Counter[str]]:
-    """And the exchanges of the forward, by the name of the operation."""
+    """Return the velocity and the number of gloo operations of the forward by name."""
     given = ModelComponents()
     if sharded:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), dist.group.WORLD)

@@ -1,6 +1,6 @@
-"""Real ranks through `wan.distributed.rendezvous` with toy work: how they meet, agree and end.
+"""Ranks started through `wan.distributed.rendezvous` with toy work: start-up, agreement and end.
 
-All cases of a test run beside each other: what they do is to wait.
+All cases of a test run at the same time, because they mostly wait.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ HIDDEN = (rf"\b{HOST}\b", r"(?<=:)\d{4,5}\b")
 
 
 class Case(NamedTuple):
-    """Ranks with these variables do some work, beside which the test acts upon them."""
+    """Work of ranks with these environment variables; `act` is called while they run."""
 
     variables: list[dict[str, str]]
     work: Callable[..., int]
     args: tuple[object, ...]
-    codes: list[int] | None  # None: the test looks at them
+    codes: list[int] | None  # None: the test checks them itself
     act: Callable[[Ranks], object] = lambda _: None
 
 
 def ended(cases: Mapping[str, Case]) -> dict[str, Ranks]:
-    """What is left of the cases' ranks, whose exit codes are right."""
+    """Run all cases to their end, check the exit codes and return the ranks."""
     with ExitStack() as stack:
         started = {
             name: stack.enter_context(Ranks(case.variables, case.work, *case.args))
@@ -70,7 +70,7 @@ def ended(cases: Mapping[str, Case]) -> dict[str, Ranks]:
 
 
 def check_sentences(table: str, ranks: Mapping[str, Ranks]) -> None:
-    """One for all ranks, and no traceback."""
+    """Check that all ranks print the same sentence and no traceback."""
     check_refusals(table, {name: "\n".join(one.lines()) for name, one in ranks.items()}, HIDDEN)
     assert not [name for name, one in ranks.items() if "Traceback" in one.said()]
 
@@ -80,11 +80,11 @@ def rank() -> int:
 
 
 def told(what: str) -> None:
-    os.write(1, f"{what}\n".encode())  # at once, whatever comes next
+    os.write(1, f"{what}\n".encode())  # unbuffered
 
 
 def prepared(facts: Any = None) -> PreparedRun[int]:
-    """A run that is its seed."""
+    """Prepare a run whose only state is its seed."""
     world = int(os.environ["WORLD_SIZE"])
     cpu = devices.select_device("cpu")
     return PreparedRun(rank(), lambda s: s, cpu, (1, 1, world), timedelta(minutes=1), facts or {})
@@ -105,7 +105,7 @@ def start(
 
 
 class Closed(collectives.PrefixStore):
-    """The store of a process that has ended meanwhile."""
+    """The store of a process that has ended."""
 
     def clone(self) -> collectives.Store:
         raise collectives.DistNetworkError("connection reset by peer")
@@ -131,7 +131,7 @@ def collect(team: ParallelGroups) -> None:
     collectives.all_reduce(torch.zeros(1))
 
 
-# How they meet and agree
+# How ranks start and agree
 
 
 def agree() -> int:
@@ -179,7 +179,7 @@ def make(outcome: str) -> int:
 
 
 def test_how_ranks_meet() -> None:
-    """With the seed of rank 0; what a machine needs once is made once, before all go on."""
+    """All ranks use the seed of rank 0; once-per-node work runs once, before the ranks continue."""
     found = ended(
         {
             "seed": Case(launcher(3), agree, (), [0, 0, 0]),
@@ -204,7 +204,7 @@ def test_one_sentence_where_ranks_differ() -> None:
 
 
 def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
-    """The store of torchrun's agent stays, and what a rank had refused is mended."""
+    """The store of torchrun's agent is kept, and the cause of the first refusal is gone."""
     port, patience = int(free_port()), timedelta(seconds=60)
     store = collectives.TCPStore("127.0.0.1", port, None, True, patience, wait_for_workers=False)
     variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
@@ -213,7 +213,7 @@ def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
     ended({"again": Case(again, agree, (), [0, 0])})
 
 
-# Ranks and machines that are not there
+# Missing ranks and machines
 
 
 def impatient() -> int:
@@ -230,7 +230,7 @@ def prepare_long() -> int:
 
 
 def unreachable() -> int:
-    """Rank 0 listens where the other does not find it, as behind a firewall."""
+    """Rank 0 listens on an address that the other rank cannot reach, as with a firewall."""
     create, blocked = socket.create_server, socket.socket()
     blocked.bind(("127.0.0.1", 0))  # and does not listen; no other program takes the port
     port = blocked.getsockname()[1]
@@ -257,7 +257,7 @@ def check_absent(table: str, cases: Mapping[str, Case]) -> None:
 
 
 def test_ranks_that_are_not_there_are_named() -> None:
-    """And machines; none is waited for without a word."""
+    """Missing ranks and machines are named while the others wait."""
     unknown = {**launcher(2)[1], "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
     long = Case(launcher(4)[:2], prepare_long, (), [KILLED] * 2, name_who_is_awaited)
     cases = {
@@ -271,7 +271,7 @@ def test_ranks_that_are_not_there_are_named() -> None:
 
 @pytest.mark.slow
 def test_stores_that_are_not_there() -> None:
-    """Nobody listens, or another program, which takes connections and never answers."""
+    """No program listens, or another program that accepts connections and never answers."""
     far = [{**variables, "LOCAL_RANK": "0"} for variables in launcher(2)]
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = {"MASTER_PORT": str(other.getsockname()[1])}
@@ -282,11 +282,11 @@ def test_stores_that_are_not_there() -> None:
         check_absent("ranks: stores that are not there", cases)
 
 
-# How they end
+# How ranks end
 
 
 def fail(kind: str, far: bool) -> int:
-    """Rank 1 ends in some way while the others wait for it in a collective."""
+    """Rank 1 fails with `faults[kind]` while the others wait for it in a collective."""
     if far:  # as on another machine
         system.read_machine_id = lambda: f"machine of rank {rank()}"
 
@@ -332,7 +332,7 @@ def refuse_together() -> int:
 
 
 def decode_alone(go: str) -> int:
-    """Rank 0 works on after the others have left, and is refused."""
+    """Rank 0 works on after the others have ended, and is refused."""
 
     def work(_: int, team: ParallelGroups) -> None:
         team.close()
@@ -344,7 +344,7 @@ def decode_alone(go: str) -> int:
 
 
 def speak_slowly(go: str) -> int:
-    """Rank 0 is refused, and is held up when it says why."""
+    """Rank 0 is refused, and its message is delayed."""
 
     def slowly(text: str) -> None:
         told("about to speak")
@@ -360,7 +360,7 @@ def speak_slowly(go: str) -> int:
 
 
 def agent(kind: str) -> int:
-    """Like torchrun's: the parent of two ranks. They work until it is gone."""
+    """Parent of two ranks, as torchrun's agent. The ranks work until it is killed."""
     for variables in launcher(2, TORCHELASTIC_RUN_ID="of a test"):
         if os.fork() == 0:
             os.environ.update(variables)
@@ -382,7 +382,7 @@ def compute(_: int, team: ParallelGroups) -> None:
 
 
 def hang(_: int, team: ParallelGroups) -> None:
-    """Each waits for the other in code that knows no signals."""
+    """Each rank waits for the other in code that does not handle signals."""
     collect(team)
     told(f"rank {rank()} works")
     collectives.recv(torch.zeros(1), src=1 - rank())
@@ -407,7 +407,7 @@ def let_the_others_leave(go: Path) -> Callable[[Ranks], None]:
 
 
 def hold_up(go: Path) -> Callable[[Ranks], None]:
-    """On a busy machine a rank is slow to speak. Until it has, the others do not know and go on."""
+    """Delay the message of a refusing rank. Until it is printed the other ranks continue."""
 
     def act(ranks: Ranks) -> None:
         ranks.until(0, "about to speak")
@@ -420,7 +420,7 @@ def hold_up(go: Path) -> Callable[[Ranks], None]:
 
 
 def interrupt(number: signal.Signals) -> Callable[[Ranks], None]:
-    """All ranks, as torchrun or a terminal does."""
+    """Send a signal to all ranks, as torchrun or a terminal does."""
 
     def act(ranks: Ranks) -> None:
         ranks.until(1, "fault")
@@ -447,7 +447,7 @@ SIGNALS = {signal.SIGTERM: ("terminated", 143), signal.SIGINT: ("interrupted", 1
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
-    """Of all cases below; they mostly wait."""
+    """Run all cases of the tests below at the same time; they mostly wait."""
     pipes = [tmp_path_factory.mktemp("pipes") / name for name in ("alone", "slow")]
     for pipe in pipes:
         os.mkfifo(pipe)
@@ -468,7 +468,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
 
 
 def test_how_ranks_end(endings: dict[str, Ranks]) -> None:
-    """With one sentence that says why, wherever something happened."""
+    """All ranks print one sentence with the reason, on whichever rank it occurred."""
     others = [*DEFECTS, *(number.name for number in SIGNALS)]
     check_sentences(
         "ranks: how they end", {name: endings[name] for name in endings if name not in others}
@@ -483,7 +483,7 @@ def test_ranks_that_hang_when_torchrun_is_killed() -> None:
 
 
 def test_what_is_said_of_a_defect_and_on_other_machines(endings: dict[str, Ranks]) -> None:
-    """The traceback by the rank itself; another machine's user reads of a failure, too."""
+    """The failing rank prints a traceback; ranks of other machines print the failure."""
     said = {name: sorted(set(endings[name].lines())) for name in DEFECTS}
     own, other = "rank 1 failed: RuntimeError: a defect of ours", f"Rank 1 on {HOST} ended: "
     assert said["near"] == [own]
@@ -495,7 +495,7 @@ def test_what_is_said_of_a_defect_and_on_other_machines(endings: dict[str, Ranks
 
 
 def test_signals(endings: dict[str, Ranks]) -> None:
-    """A rank in a collective may learn of the other's end before it sees its own signal."""
+    """A rank in a collective may detect the other's end before it gets its own signal."""
     for number, (word, code) in SIGNALS.items():
         ranks = endings[number.name]
         codes = ranks.ended()
@@ -504,7 +504,7 @@ def test_signals(endings: dict[str, Ranks]) -> None:
 
 
 def exchange_on(limit: int = 5) -> int:
-    """Exchange until somebody is lost; a rank that is silent for `limit` seconds is."""
+    """Exchange until a rank is lost: it has not answered for `limit` seconds."""
 
     def work(_: int, team: ParallelGroups) -> None:
         told(f"rank {rank()} is {os.getpid()}")
@@ -529,7 +529,7 @@ def test_a_stopped_rank_is_named_and_ended(lost: int) -> None:
 
 @pytest.mark.slow
 def test_a_pause_of_all_ranks_is_no_silence() -> None:
-    """A scheduler may suspend a job; rank 0, which goes on first, has pinged the other before."""
+    """A scheduler may suspend a job. Rank 0 continues first; its last ping is older."""
     with Ranks(launcher(2), exchange_on, 20) as ranks:
         for number, process in reversed(list(enumerate(ranks.processes))):
             ranks.until(number, f"rank {number} is ")

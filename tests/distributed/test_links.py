@@ -1,4 +1,4 @@
-"""Two machines whose link fails while they make a video: the right video, or both end and say so.
+"""Two machines whose link fails during a run: the right video, or both end with a message.
 
 A machine is a network namespace with torchrun's agent and one rank; `tests/relay.py` is the switch
 between them. Needs Linux, root, `ip` and `tc`.
@@ -53,13 +53,13 @@ class Switch:
         self.set(0, 0)
 
     def set(self, delay_s: float, loss: float) -> None:
-        """From now on each frame takes `delay_s`, and the share `loss` of them is lost."""
+        """Delay each network frame by `delay_s` and drop the fraction `loss` of the frames."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(delay_s, loss, file=self._process.stdin, flush=True)
         assert self._process.stdout.readline() == "done\n"
 
     def limit(self, rate: float) -> None:
-        """From now on each machine sends at most `rate` bytes per second."""
+        """Limit each machine to sending `rate` bytes per second."""
         for name in self.names:
             link.limit_rate(name, link.DEVICE, rate)
 
@@ -77,7 +77,7 @@ def switch() -> Iterator[Switch]:
 
 
 def machine(names: list[str], arguments: list[str]) -> int:
-    """As torchrun's agent of one machine, with a name and processes of its own."""
+    """Run torchrun's agent of one machine, with a separate host name and process namespace."""
     node = int(os.environ["NODE"])
     named = f'hostname machine{node}; exec "$0" "$@"'
     command = ["ip", "netns", "exec", names[node], "unshare", "--uts", "--pid", "--fork"]
@@ -123,7 +123,7 @@ def test_a_link_that_breaks(how: str, comm_type: str, switch: Switch, tiny, tmp_
         for rank, text in enumerate(agents.texts):
             said = [line for line in text.splitlines() if line.startswith("generate.py: ")]
             names = [f"Rank {1 - rank} on machine{1 - rank} "]
-            names += [] if how in NEVER_RIGHT else [f"Rank {rank} "]  # as the other machine says
+            names += [] if how in NEVER_RIGHT else [f"Rank {rank} "]  # printed by the other
             assert len(said) == 1 and any(name in said[0] for name in names), agents.said()
             assert "Traceback" not in text.split("generate.py: ")[0], agents.said()
         assert not list(out.parent.glob("*")), "no partial video"

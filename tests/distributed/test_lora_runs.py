@@ -1,4 +1,4 @@
-"""Whole runs with LoRAs, few steps, FP8 and GGUF files, against checkpoints made beforehand."""
+"""Whole runs with LoRAs, few steps, FP8 and GGUF files, against merged or upcast checkpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def made(ranks: int, arguments: list[str], out: Path) -> Tensor:
 def test_a_lora_is_as_if_merged_beforehand(
     ranks: int, flags: str, adapted: tuple[Path, Path], tiny: Any, tmp_path: Path
 ) -> None:
-    """With the recipe of four steps, also where ranks share the weights."""
+    """With the recipe of four steps, also with sharded or offloaded weights."""
     loras, merged = adapted
     recipe = [*QUICK, "--recipe", "lightning-4step"]
     if "cfg" in flags:
@@ -113,7 +113,7 @@ def test_noise_between_steps_is_the_same_on_all_ranks(
 
 @pytest.fixture(scope="module")
 def scaled(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint in ComfyUI's scaled FP8, and the one of the values that these files mean."""
+    """A checkpoint in ComfyUI's scaled FP8, and the float32 checkpoint of the same values."""
     fp8, plain = (tmp_path_factory.mktemp(name) for name in ("fp8", "plain"))
     for folder in (fp8, plain):
         shutil.copytree(tiny("t2v-A14B"), folder, dirs_exist_ok=True)
@@ -134,7 +134,7 @@ def scaled(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
         name = f"wan2.2_t2v_{expert}_14B_fp8_scaled.safetensors"
         save_file({key: value.clone() for key, value in stored.items()}, fp8 / name)
         save_file(meant, plain / name)
-    for folder in (fp8, plain):  # such files come without one, and say 128 channels a head
+    for folder in (fp8, plain):  # such files have no config; the default is 128 channels a head
         source = tiny("t2v-A14B") / "high_noise_model" / "config.json"
         shutil.copy(source, folder / "config.json")
     return fp8, plain
@@ -153,7 +153,7 @@ def scaled(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 def test_scaled_fp8_files(
     ranks: int, flags: str, scaled: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Kept in FP8 or upcast: what the float32 values of these files make."""
+    """Weights kept in FP8 or upcast give the latents of the same values in float32."""
     fp8, plain = scaled
     arguments = [*QUICK, "--sample_steps", "3"]
     found = made(ranks, ["--ckpt_dir", str(fp8), *arguments, *flags.split()], tmp_path / "v.mp4")
@@ -165,7 +165,7 @@ def test_scaled_fp8_files(
 
 @pytest.mark.slow
 def test_plain_fp8_files(tiny: Any, tmp_path: Path) -> None:
-    """`*_fp8_e4m3fn`: values without scales, beside which a bias keeps its own dtype."""
+    """`*_fp8_e4m3fn`: matrices without scales; biases have the dtype of the checkpoint."""
     videos = []
     for kind in ("fp8", "plain"):
         folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / kind))
@@ -194,7 +194,7 @@ def test_plain_fp8_files(tiny: Any, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 def test_gguf_files(ranks: int, flags: str, kind: str, wide_gguf: Any, tmp_path: Path) -> None:
-    """With and without a LoRA: what the values of these files make, merged in float64."""
+    """With and without a LoRA: the latents of the dequantized values, merged in float64."""
     files, plain, lora, merged = wide_gguf(kind)
     words = [*QUICK, "--task", "t2v-1.3B", "--sample_steps", "2"]
     for folder, more in ((plain, []), (merged, ["--lora", f"{lora}=0.5"])):
@@ -207,7 +207,7 @@ def test_gguf_files(ranks: int, flags: str, kind: str, wide_gguf: Any, tmp_path:
 
 @pytest.fixture(scope="module")
 def wide_gguf(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """wide_gguf(kind): GGUF files, a checkpoint of their values, a LoRA, one with it merged."""
+    """wide_gguf(kind): GGUF files, their values as a checkpoint, a LoRA, the merged checkpoint."""
     base, found = tmp_path_factory.mktemp("gguf"), {}
     sizes = {"dim": 768, "ffn_dim": 1024, "num_layers": 2}
     source = make_checkpoint("t2v-1.3B", base / "source", sizes=sizes)

@@ -1,7 +1,7 @@
 """FP8 and RainFusion on every layout of ranks: all modes have the bits of one process.
 
-Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its rank:
-whatever is computed from it would be seen.
+Legend: B batch, S all tokens, N heads, D head size. Padding that is not exchanged holds NaN,
+so a result computed from padding is NaN too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def step(grid: tuple[int, int, int], index: int = 3) -> StepInfo:
 
 
 def attend(case: Case, mode: str) -> Tensor:
-    """This rank's rows of the result."""
+    """Return this rank's rows of the result."""
     topology, kind, heads, grid, dtype = case
     plan = TokenPlan(prod(grid), topology.world, kind.multiple)
     methods = make_methods(kind, getattr(torch, dtype))
@@ -79,14 +79,14 @@ def compare_modes(case: Case, expected: Tensor) -> None:
 
 
 def whole(case: Case) -> Tensor:
-    """One process, no ranks, padding or chunks: the whole sequence given to the method itself."""
+    """Run the backend on the full sequence in one process, without padding or chunks."""
     _, kind, heads, grid, dtype = case
     q, k, v = qkv(heads, prod(grid), dtype)
     return whole_sequence(kind, q, k, v, grid)
 
 
 def pairwise_cases() -> list[Case]:
-    """Up to 4 ranks: every layout with every kind, and all heads, grids and dtypes in turn."""
+    """List every layout of up to 4 ranks with every kind; heads, grids and dtypes take turns."""
     return [
         (topology, kind, HEADS[(i + j) % 3], GRIDS[(i + j // 2) % 3], DTYPES[(i + j // 3) % 2])
         for i, topology in enumerate(topologies(1, 2, 4))
@@ -96,7 +96,7 @@ def pairwise_cases() -> list[Case]:
 
 
 def differences(cases: Sequence[Case], expected: Sequence[Tensor]) -> dict[Case, str]:
-    """On one rank: what is wrong in which case."""
+    """On one rank: map each failing case to its error message."""
     wrong = {}
     for case, alone in zip(cases, expected, strict=True):
         try:
@@ -107,7 +107,7 @@ def differences(cases: Sequence[Case], expected: Sequence[Tensor]) -> dict[Case,
 
 
 def check(cases: Sequence[Case]) -> None:
-    """cases: All of one number of ranks."""
+    """Run the cases on ranks. cases: all with the same number of ranks."""
     found = run(cases[0][0].world, differences, cases, list(map(whole, cases)), timeout=600)
     wrong = {rank: cases for rank, cases in enumerate(found) if cases}
     assert not wrong
@@ -121,7 +121,7 @@ def test_selected_combinations(world: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", topologies(1, 2, 4, 8), ids=str)
 def test_all_combinations(topology: Topology) -> None:
-    """More than the pairs above, which are among them."""
+    """All combinations, a superset of those above."""
     heads = [h for h in HEADS if h % topology.ulysses == 0]
     for kind in KINDS:
         if not (kind.transport and topology.ulysses == 1):
@@ -129,7 +129,7 @@ def test_all_combinations(topology: Topology) -> None:
 
 
 def step_by_step(kind: Kind) -> None:
-    """The layer over several steps and branches: what is cached must not change between modes."""
+    """Run the layer over several steps and branches: cached masks must not differ by mode."""
     grid = GRIDS[0]
     topology = Topology(2, 1)
     plan = TokenPlan(prod(grid), 2, kind.multiple)
@@ -154,7 +154,7 @@ def test_masks_kept_over_steps_do_not_depend_on_the_mode() -> None:
 
 
 def compute_alone(folder: Path) -> bool:
-    """One rank of two has a run of its own: an exchange would wait for the other for ever."""
+    """Only one of two ranks runs a model: an exchange would wait for the other without end."""
     if dist.get_rank():
         return True
     execution, fp8 = Execution(device="cpu"), Attention(fa_quant="fp8")
@@ -171,10 +171,10 @@ def test_a_process_that_shares_nothing_exchanges_nothing(tiny: Tiny) -> None:
 
 
 class Places:
-    """A method that looks at values which say where they are: row + 1 / 64 of the head.
+    """A backend that checks positions: each value is its row + 1 / 64 of its head.
 
     Attributes:
-        seen: Of each call whether it was told the head, rows and layer that it has got.
+        checks: Whether the step's heads, rows and layer match the tensors, for each call.
     """
 
     name, q_multiple, always_applies, quantizes_before_exchange = "places", 1, False, True
@@ -188,7 +188,7 @@ class Places:
     def quantize(
         self, q: Tensor, k: Tensor, v: Tensor, valid: int, step: StepInfo | None
     ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
-        """The valid rows come first, and what is padding is not seen as more than that."""
+        """Check that the first `valid` rows are finite and the padding rows are NaN."""
         for x in (q, k, v):
             self.seen.append(not x[:, :valid].isnan().any() and bool(x[:, valid:].isnan().all()))
         return QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
@@ -228,7 +228,7 @@ def told(topology: Topology, tokens: int) -> list[bool]:
 
 
 def test_a_method_is_told_what_it_gets() -> None:
-    """Rows and heads of each piece of attention, of every mode, with padding on the last rank."""
+    """First row, first head and layer of each call in every mode; the last rank has padding."""
     for topology in (Topology(2, 1), Topology(1, 2), Topology(2, 2)):
         for found in run(topology.world, told, topology, 13):
             assert len(found) > 40 and all(found), topology

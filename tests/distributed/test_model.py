@@ -1,4 +1,4 @@
-"""WanModel on several ranks predicts what it predicts in one process, whatever mode and layout."""
+"""WanModel predicts the same velocities on several ranks as in one process, in all modes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT_DIM = 16
 
 @dataclass(frozen=True)
 class Job:
-    """What a model is called with."""
+    """The sizes and inputs of a model."""
 
     kind: str = "t2v"
     heads: int = 12
@@ -47,7 +47,7 @@ class Job:
         return f * h * w
 
     def model(self, attention: FAPowerCapAttention | None = None, **components: Any) -> WanModel:
-        """The same random weights every time. components: fields of `ModelComponents`."""
+        """Make the model, always with the same weights. components: fields of `ModelComponents`."""
         if attention is not None:
             components["attention"] = blocks_of(attention)
         torch.manual_seed(0)
@@ -67,7 +67,7 @@ class Job:
         return net.eval().requires_grad_(False)
 
     def velocities(self, net: WanModel) -> list[Tensor]:
-        """One step with each context, a second one where text is cached."""
+        """Run one step with each context, and a second one if text is cached."""
         generator = torch.Generator().manual_seed(1)
         f, h, w = self.grid
 
@@ -90,7 +90,7 @@ class Job:
         return found
 
     def _timesteps(self, t: int) -> Tensor:
-        """ti2v: one per token, those of the given first frame are at 0."""
+        """Return one timestep per sample; for ti2v one per token, 0 in the first frame."""
         if self.kind != "ti2v":
             return torch.tensor([t - 100 * i for i in range(self.batch)])
         _, h, w = self.grid
@@ -103,7 +103,7 @@ Way = tuple[Topology, str]
 
 @torch.inference_mode()
 def ways(job: Job, which: Sequence[Way]) -> dict[Way, Tensor]:
-    """On a rank."""
+    """On one rank: return the velocities of each layout and mode."""
     found = {}
     for topology, mode in which:
         net = job.model(attention_layer(topology, mode), sequence_shard=ShardedSequence(None))
@@ -112,7 +112,7 @@ def ways(job: Job, which: Sequence[Way]) -> dict[Way, Tensor]:
 
 
 def check(job: Job, which: Sequence[Way]) -> None:
-    """Against one process; mode 0 of each layout is among them, whose bits most others have."""
+    """Compare with one process, and bit for bit with mode 0 of the same layout."""
     with torch.inference_mode():
         expected = torch.stack(job.velocities(replace(job, text_cache=False).model()))
     assert expected.abs().max() > 0.5, "a model that says nothing would always agree"
@@ -144,7 +144,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_same_velocities(world: int) -> None:
-    """Every kind on one number of ranks, in mode 0 and in another one, by turns."""
+    """Every kind of model on 2 or 4 ranks, in mode 0 and one other mode."""
     for turn, (name, job) in enumerate(JOBS.items()):
         mode = ["1", "2", "overlap"][turn % 3]
         if world == (4 if name in ("t2v-no-padding", "ti2v") else 2):
@@ -187,7 +187,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 def attend_with_one_head() -> list[str]:
-    """On a rank."""
+    """On one rank: return the refusal of each mode."""
     said = []
     for mode in ROWS:
         layer = attention_layer(Topology(2, 1), mode)
@@ -218,7 +218,7 @@ def test_by_keyword() -> None:
 
 @torch.inference_mode()
 def test_alone_in_one_process() -> None:
-    """FAPowerCapAttention(args, None) is complete; chunks and blocks are still made."""
+    """FAPowerCapAttention(args, None) works without a group, with the mode's chunks and blocks."""
     job = Job()
     expected = torch.stack(job.velocities(job.model()))
     for mode in MODES:

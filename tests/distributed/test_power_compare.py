@@ -30,7 +30,7 @@ pytestmark = pytest.mark.dist
 
 
 def control(topology: Topology, tokens: int) -> tuple[bool, int]:
-    """Whether the control computes the baseline's bits, and how often it rested."""
+    """Return whether the control has the baseline's bits, and its number of idle gaps."""
     built = attention_layer(topology, "1")
     waited: list[float] = []
     rests = IdleGapAttention(built, 10, lambda: waited.append(0.0))
@@ -79,7 +79,7 @@ def test_refusals(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing has to be there for it: neither ranks nor a checkpoint."""
+    """A plan needs neither ranks nor a checkpoint."""
     asked = ["compare", "--out", "x", "--preset", "published", "--plan", "64"]
     assert main(asked) == 0
     said = capsys.readouterr().out.splitlines()
@@ -123,7 +123,7 @@ def test_a_whole_comparison(
 ) -> None:
     out = tmp_path / "found"
     folder = tiny("t2v-A14B")
-    if "--fa_quant" in flags:  # which wants heads of a power of two
+    if "--fa_quant" in flags:  # it needs head sizes that are a power of two
         folder = REPO / "examples" / "demo" / "t2v-A14B"
         flags = [*flags, "--sample_steps", "4"]
     asked = ["compare", "--out", str(out), *more, "--", "--ckpt_dir", str(folder)]
@@ -154,7 +154,7 @@ def test_finished_rounds_outlive_a_kill(tiny: Any, tmp_path: Path) -> None:
 
 
 def scarce(argv: list[str], size: int) -> int:
-    """As `main`, on a machine with so many bytes of memory."""
+    """Run `main` as on a machine with `size` bytes of available memory."""
     with patch.object(system, "read_available_memory", lambda: size):
         return main(argv)
 
@@ -162,7 +162,7 @@ def scarce(argv: list[str], size: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["none", "cfg"])
 def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
-    """Where memory is for one of them; a step cache needs both, and is refused."""
+    """Memory is enough for one expert only; a step cache needs both and is refused."""
     video = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
     video += ["--sample_steps", "8", "--ulysses_size", "2", "--step_cache", cache]
     one = command.resolve_arguments([*video, "--offload_model", "true"], plan=True)

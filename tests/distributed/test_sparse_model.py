@@ -1,6 +1,6 @@
-"""WanModel with tokens in RainFusion's order: what leaves nothing out is the dense model.
+"""WanModel with tokens in RainFusion's order: with sparsity 0 it is the dense model.
 
-So the order of patches, positions and timesteps, its sharding and its undoing are right for
+This checks the order of patches, positions and timesteps, its sharding and its inverse for
 every kind of model; sparse models on ranks are compared with the sparse model in one process.
 """
 
@@ -46,7 +46,7 @@ def rainfusion(sparsity: float, fp8: bool = False) -> tuple[AttentionBackend, ..
 
 
 def velocities(job: Job, methods: tuple[AttentionBackend, ...], **where: Any) -> Tensor:
-    """where: attention and tokens of a rank; else one process."""
+    """Predict velocities. components: attention and sequence shard of a rank, or none."""
     if not where:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods)
         where = {"attention": layer, "sequence_shard": ShardedSequence(None, 1, make_window_order)}
@@ -56,7 +56,7 @@ def velocities(job: Job, methods: tuple[AttentionBackend, ...], **where: Any) ->
 
 @torch.inference_mode()
 def test_nothing_left_out_is_the_dense_model() -> None:
-    """Where something is, the result is another one."""
+    """With sparsity above 0 the result differs."""
     dense = {name: torch.stack(job.velocities(job.model())) for name, job in JOBS.items()}
     apart = {
         name: float((velocities(job, rainfusion(0)) - dense[name]).abs().max())
@@ -86,7 +86,7 @@ Way = tuple[Topology, str]
 
 @torch.inference_mode()
 def ways(job: Job, which: Sequence[Way], fp8: bool) -> dict[Way, Tensor]:
-    """On a rank."""
+    """On one rank: return the velocities of each layout and mode."""
     found = {}
     for topology, mode in which:
         layer = attention_layer(topology, mode, methods=rainfusion(0.6, fp8))
@@ -96,7 +96,7 @@ def ways(job: Job, which: Sequence[Way], fp8: bool) -> dict[Way, Tensor]:
 
 
 def check(job: Job, which: Sequence[Way], fp8: bool = False) -> None:
-    """Against one process; all modes have the bits of the layout's first."""
+    """Compare with one process, and bit for bit with the first mode of the same layout."""
     with torch.inference_mode():
         expected = velocities(job, rainfusion(0.6, fp8))
     firsts = {topology: (topology, mode) for topology, mode in reversed(which)}
@@ -107,7 +107,7 @@ def check(job: Job, which: Sequence[Way], fp8: bool = False) -> None:
 
 
 def test_ranks_predict_what_one_process_does() -> None:
-    """Every kind of model on both layouts, in two modes by turns; all modes of one in FP8."""
+    """Every kind of model on both layouts in two modes; t2v in FP8 in all modes."""
     modes = [*ROWS]
     for turn, job in enumerate(JOBS.values()):
         one, other = modes[turn % 4], modes[(turn + 1 + turn // 4) % 4]
@@ -133,7 +133,7 @@ def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
 
 
 def test_fp8_attention_on_ranks() -> None:
-    """With both exchanges."""
+    """With exchanges in FP8 and in the model's dtype."""
     job = JOBS["t2v"]
     layer = FAPowerCapAttention(comm_type=0, methods=small_methods("fp8"))
     with torch.inference_mode():

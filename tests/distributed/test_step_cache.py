@@ -1,4 +1,4 @@
-"""Step caches on ranks: one decision, whatever each rank finds; no hang; one process's results."""
+"""Step caches on ranks: a common decision, no hang, and the results of one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from wan.settings.step_cache import StepCache
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 HEADS, GRID, STEPS = 4, (3, 3, 5), 8
-TOKENS = 45  # that 2 and 4 ranks share with padding
+TOKENS = 45  # padded on 2 and 4 ranks
 BRANCHES = policies.BRANCHES
 NEVER: StepLists = dict.fromkeys(BRANCHES, (False,) * STEPS)
 SOME: StepLists = dict.fromkeys(BRANCHES, (True, False, True, False, False, True, True, False))
@@ -38,7 +38,7 @@ SOME: StepLists = dict.fromkeys(BRANCHES, (True, False, True, False, False, True
 
 @dataclass(frozen=True)
 class Case:
-    """A policy's cache, and the lists that it is given."""
+    """A step-cache policy and its precomputed lists of steps."""
 
     name: str
     lists: StepLists
@@ -54,7 +54,7 @@ class Case:
         return made.make_cache(all_agree=agree)
 
     def given(self, computed: dict[str, list[int]]) -> Case:
-        """The same reuse in a run that is told what to compute."""
+        """Return the case that computes these steps instead of deciding at run time."""
         lists = {name: tuple(s in steps for s in range(STEPS)) for name, steps in computed.items()}
         return Case("steps:0" if self.name == "first_block" else self.name, lists, self.order)
 
@@ -68,7 +68,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Of the ranks, and how they attend."""
+    """The parallel layout and the attention mode."""
 
     cfg: int = 1
     ring: int = 1
@@ -82,9 +82,9 @@ class Layout:
 
 
 def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[Tensor, Any]:
-    """Of all steps, and which steps each branch computed.
+    """Return the guided velocities of all steps, and the steps that each branch computed.
 
-    layout: this rank's; None: one process. wrong: the ranks' own statistics disagree wildly.
+    layout: None for one process. has_noisy_sums: multiply the sums of each rank by random factors.
     """
     from wan import device as devices
     from wan.distributed.mesh import make_parallel_groups
@@ -140,7 +140,7 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
             cond, uncond = branches(branch)
             guided = uncond + 2 * (cond - uncond)
             found.append(guided)
-            x = x - guided * (0.02 if index % 3 else 0.6)  # some steps change much, others little
+            x = x - guided * (0.02 if index % 3 else 0.6)  # some steps change x much, others little
     return torch.stack(found), cache.computed
 
 
@@ -171,7 +171,7 @@ def check_skips(layout: Layout, policy: str) -> None:
 
 
 def check_disagreement(layout: Layout, policy: str) -> None:
-    """No hang, one list on all ranks and, of one process that is given it, the same results."""
+    """All ranks compute the same steps, without a hang; one process gives the same results."""
     case = POLICIES[policy]
     found = run(layout.parallel.world_size, velocities, case, layout, True, timeout=60)
     listed: dict[str, list[int]] = {}
@@ -237,7 +237,7 @@ JOBS = {
 
 @torch.inference_mode()
 def test_a_cache_that_never_skips_changes_no_bit() -> None:
-    """Of every kind of model and batch; with threshold 0 it is asked and says no."""
+    """For every kind of model and batch; with threshold 0 it never decides to skip."""
     every: StepLists = dict.fromkeys(BRANCHES, (True, True))
     none: StepLists = dict.fromkeys(BRANCHES, (False, False))
     asked = Case("first_block", none, threshold=0.0)
@@ -254,7 +254,7 @@ def test_a_cache_that_never_skips_changes_no_bit() -> None:
 
 
 def test_a_skipped_step_with_every_method() -> None:
-    """The residual of the step before on another timestep's tokens, by hand."""
+    """A skipped step adds the residual of the step before; compared with the explicit sum."""
     for kind in ("fp8", "v2", "v3", "v3-fp8"):
         check_skipped_step(kind)
 

@@ -1,4 +1,4 @@
-"""Step caches in whole runs of several ranks, against one process that is given what they found."""
+"""Step caches in whole runs of several ranks, against one process with the same list of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes
 QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "9", "--base_seed", "7"]
 QUICK += ["--save_latents"]
 FIRST = "--step_cache first_block --step_cache_threshold 0.6"
-CALM = "--step_cache first_block --step_cache_threshold 0.9"  # far from what is measured
+CALM = "--step_cache first_block --step_cache_threshold 0.9"  # far from the measured differences
 STEPS = "--step_cache steps:0,2,5-6"
 REUSED = "--use_attentioncache --start_step 1 --end_step 7 --attentioncache_interval 3"
 TEA = "--step_cache tea --step_cache_coefficients 1,0 --step_cache_threshold 1"
@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[str, int, str, str]] = {  # task, ranks, policy, all else
 
 
 def made(ranks: int, arguments: list[str], out: Path) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Latents, and what the record says of the cache."""
+    """Run generate.py and return the latents and the record of the step cache."""
     variables = launcher(ranks) if ranks > 1 else [{}]
     with Ranks(variables, generate.main, [*arguments, "--save_file", str(out)]) as processes:
         assert not any(processes.ended(180)), processes.said()
@@ -58,7 +58,7 @@ def made(ranks: int, arguments: list[str], out: Path) -> tuple[torch.Tensor, dic
 
 @pytest.mark.parametrize("name", [name if name == "overlap" else slow(name) for name in RUNS])
 def test_ranks_make_what_one_process_does(name: str, tiny, image_path, tmp_path: Path) -> None:
-    """A list that two halves agreed on is given to the one process as `steps:LIST`."""
+    """The list that two guidance halves agreed on is passed to one process as `steps:LIST`."""
     task, ranks, policy, flags = RUNS[name]
     arguments = ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK]
     if task == "i2v-A14B":
@@ -81,13 +81,13 @@ def test_ranks_make_what_one_process_does(name: str, tiny, image_path, tmp_path:
         alone = f"--step_cache steps:{','.join(map(str, computed['cond']))}"
     expected, own = made(1, [*arguments, *alone.split()], tmp_path / "alone.mp4")
     assert own["computed"] == computed
-    # Where products of other sizes round otherwise, an FP8 value can be the neighbouring one.
+    # Products of other sizes round differently, so FP8 values may differ by one step.
     assert (found - expected).abs().max() <= (5e-3 if "fp8" in flags else 1e-4)
 
 
 @pytest.mark.slow
 def test_a_record_repeats_a_cached_run(tiny, tmp_path: Path) -> None:
-    """Also as the list that it says; what was computed is no setting."""
+    """A record repeats the run, and so does its list of computed steps."""
     plain = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
     first, record = made(1, [*plain, *CALM.split()], tmp_path / "first.mp4")
     repeated = ["--from_json", str(tmp_path / "first.json"), "--save_latents"]

@@ -1,4 +1,4 @@
-"""Any topology and flags, legal or not: a refusal or the right result, never a hang."""
+"""Any topology and flags, valid or not: a refusal or the right result, never a hang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS, TOKENS = 12, 36  # of the grid below; not divisible by 8
 
 
 def velocities(parallel: Parallel | None) -> Any:
-    """Both guidance branches of a small model, on this rank's place in a topology."""
+    """Predict both guidance branches of a small model on this rank of a topology."""
     from wan import device as devices
     from wan.distributed.mesh import make_parallel_groups
     from wan.distributed.ring import Ring
@@ -110,7 +110,7 @@ def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
 
 
 def exchanges() -> Counter[str]:
-    """What connecting a team of 1 x 2 x 2 exchanges, by the name of the operation."""
+    """Count the gloo operations of connecting groups of 1 x 2 x 2, by name."""
     from wan import device as devices
     from wan.distributed.mesh import make_parallel_groups
 
@@ -122,13 +122,13 @@ def exchanges() -> Counter[str]:
 
 def test_every_group_is_connected_before_weights_are_read() -> None:
     for found in dist.run(4, exchanges):
-        # of the ring's, the Ulysses and their common group; the ring's neighbours beside that
+        # one all-to-all each of the ring, Ulysses and common group; send and recv to ring neighbors
         assert found["gloo:all_to_all"] == 3 and found["gloo:send"] == found["gloo:recv"] == 1
         assert found["gloo:_all_gather_base"] + found["gloo:all_gather"] == 3
 
 
 def timeouts() -> list[float]:
-    """Seconds that each group of a team waits."""
+    """Return the timeout of each group in seconds."""
     from datetime import timedelta
 
     from wan import device as devices
@@ -150,7 +150,7 @@ def test_every_group_waits_as_long() -> None:
 
 
 def python_class(folder: str, keywords: dict[str, Any]) -> Any:
-    """A video of seed 1, and latents of a seed that is drawn."""
+    """Make a video of seed 1, and latents of a random seed."""
     import wan
     from wan.configs import WAN_CONFIGS
 
@@ -162,7 +162,7 @@ def python_class(folder: str, keywords: dict[str, Any]) -> Any:
 
 @pytest.mark.slow
 def test_python_classes(tiny, one_thread: None) -> None:
-    """use_sp shares a video among the processes of an existing group."""
+    """use_sp splits a video over the processes of an existing group."""
     folder = str(tiny("t2v-A14B"))
     alone, _ = python_class(folder, {})
     keywords = {"use_sp": True, "comm_type": 1, "dit_fsdp": True, "t5_fsdp": True}
@@ -172,7 +172,7 @@ def test_python_classes(tiny, one_thread: None) -> None:
 
 
 def drawn_latents(folder: str) -> list[torch.Tensor]:
-    """Latents of two calls whose seeds are drawn."""
+    """Make the latents of two calls with random seeds."""
     import wan
 
     model = wan.WanT2V(wan.configs.WAN_CONFIGS["t2v-A14B"], folder, use_sp=True)
@@ -181,7 +181,7 @@ def drawn_latents(folder: str) -> list[torch.Tensor]:
 
 
 def test_ranks_of_a_python_class_draw_one_seed(tiny) -> None:
-    """And another one for each call; ranks with noise of their own would mix two videos."""
+    """Ranks use the same random seed, and another one for each call."""
     first, second = dist.run(2, drawn_latents, str(tiny("t2v-1.3B")))
     for own, others in zip(first, second, strict=True):
         assert torch.equal(own, others)
@@ -189,7 +189,7 @@ def test_ranks_of_a_python_class_draw_one_seed(tiny) -> None:
 
 
 def refused(folder: str, image_folder: str) -> dict[str, str]:
-    """On a rank: keywords, and calls that one rank makes otherwise than the other one."""
+    """On one rank: collect refusals of keywords, and of arguments that differ between ranks."""
     import wan
 
     said = {}
@@ -216,7 +216,7 @@ def refused(folder: str, image_folder: str) -> dict[str, str]:
 
 
 def test_refusals_of_python_classes(tiny) -> None:
-    """All ranks at once: one that goes on would wait for the others, or mix two videos."""
+    """All ranks refuse together; a rank that continued would wait for the others."""
     first, second = dist.run(2, refused, str(tiny("t2v-A14B")), str(tiny("i2v-A14B")))
     host = [rf"(?<= on ){gethostname()}"]
     check_refusals("ranks: python classes, rank 0", first, host)

@@ -1,6 +1,6 @@
-"""Whole runs of several ranks against a run of one process, and how they fail.
+"""Complete runs of several ranks against a run of one process, and their failures.
 
-Ranks are forked where only they matter, and started by torchrun where its part matters, too.
+Ranks are forked, or started by torchrun where its behavior is tested too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def arguments_of(task: str, tiny: Tiny, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
-    """alone(task): arguments of a run, and the latents that one process makes of them."""
+    """alone(task): the arguments of a run, and its latents made by one process."""
     base, made = tmp_path_factory.mktemp("alone"), {}
 
     def run(task: str, *more: str) -> tuple[list[str], Any]:
@@ -75,13 +75,13 @@ def check(codes: list[int], said: str, video: Path, expected: Any) -> None:
 
 
 def generate_each(arguments: list[list[str]]) -> int:
-    """As a rank: generate.py with the arguments of its own."""
+    """On one rank: run generate.py with this rank's arguments."""
     return generate.main(arguments[int(os.environ["RANK"])])
 
 
 @pytest.mark.slow
 def test_a_full_topology(alone, tmp_path: Path) -> None:
-    """Guidance halves, all weights sharded, InsertComm; the record says so."""
+    """Guidance halves, all weights sharded, InsertComm; the record lists them."""
     arguments, expected = alone("t2v-A14B")
     out = tmp_path / "v.mp4"
     flags = ["--cfg_size", "2", "--dit_fsdp", "--t5_fsdp", "--comm_type", "1"]
@@ -97,7 +97,7 @@ def test_a_full_topology(alone, tmp_path: Path) -> None:
 
 
 def two_machines(arguments: list[list[str]]) -> int:
-    """As one of two machines: torchrun with one rank."""
+    """Run torchrun with one rank as one of two machines."""
     node = os.environ["NODE"]
     base = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", node]
     base += ["--master_addr", "127.0.0.1", "--master_port", os.environ["PORT"]]
@@ -163,9 +163,9 @@ def fail(kind: str, arguments: list[str]) -> int:
 
 
 def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
-    """Of ranks beside each other; no video is left over, and no traceback is shown.
+    """Runs that fail early end with one sentence, without a traceback or a partial video.
 
-    Ranks that differ are on two machines, on each of which it is said.
+    Ranks with different arguments are on two machines, and both print the sentence.
     """
     make_checkpoint("t2v-A14B", tmp_path / "weights", seed=1)
     (tmp_path / "cache").touch()  # a file where a folder is needed
@@ -181,7 +181,7 @@ def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
     with ExitStack() as stack:
 
         def begin(name: str, variables: list[dict[str, str]], *lines: list[str]) -> None:
-            """name: Also a kind of `failing`, or a signal. lines: One for all, or one for each."""
+            """Start ranks. name: a case, failure or signal. lines: one for all or for each."""
             saved = [[*line, "--save_file", str(tmp_path / name / "v.mp4")] for line in lines]
             kind = "memory" if name == "memory" else "wait"
             work = (
@@ -213,7 +213,7 @@ def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/v*"))
 
 
-# What torchrun does to ranks that fail, or its user to torchrun
+# Failing ranks under torchrun, and signals to torchrun
 
 DEFECT = "rank 1 failed: RuntimeError: "
 ENDINGS = {
@@ -233,7 +233,7 @@ ENDINGS = {
 
 
 def check_ending(sentence: str, number: signal.Signals | None, *argv: object) -> None:
-    """All ranks end, and one sentence is said."""
+    """Check that all ranks end and print one sentence."""
     with Ranks([TORCHRUN], exec_torchrun, "--standalone", "--nproc_per_node=2", *argv) as agent:
         agent.until(0, "fault", 300)
         if number is not None:
@@ -255,7 +255,7 @@ def test_torchrun_ends_ranks_with_toy_work(fault: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ENDINGS)
 def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
-    """Nothing is left over."""
+    """All ranks end and no file is left."""
     arguments, _ = alone("t2v-A14B")
     number, sentence = ENDINGS[how]
     kind = how if number is None else "wait"
@@ -275,7 +275,7 @@ def agent_of_two() -> int:
 @pytest.mark.parametrize("killed", ["rank", "agent"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_rank_or_agent_of_two_machines_is_killed(killed: str, node: int) -> None:
-    """The other machine's user reads which rank was lost."""
+    """The other machine prints which rank was lost."""
     port = free_port()
     variables = [{**TORCHRUN, "NODE": str(number), "PORT": port} for number in range(2)]
     with Ranks(variables, agent_of_two) as agents:

@@ -1,4 +1,4 @@
-"""Traces of real ranks: their order is the planned one in every mode, layout and method."""
+"""Traces of ranks: the recorded order is the planned one in every mode, layout and backend."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def plan_of(topology: Topology, mode: str, kind: str) -> ExchangePlan:
 
 
 def velocities(layer: FAPowerCapAttention, plan: ExchangePlan) -> Tensor:
-    """Of a model whose tokens stand and are padded as the plan says."""
+    """Predict velocities of a model with the plan's token order and padding."""
     sparse = make_window_order if plan.sparse_from == 0 else None
     net = JOB.model(attention=layer, sequence_shard=ShardedSequence(None, plan.multiple, sparse))
     return torch.stack(JOB.velocities(net))
 
 
 def traced(layer: FAPowerCapAttention, plan: ExchangePlan) -> tuple[RankReport, Tensor]:
-    """The figures of one step, and what the model says in it."""
+    """Return the trace report of one step, and its velocities."""
     events: list[trace.Event] = []
     with (
         trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
@@ -95,7 +95,7 @@ Way = tuple[Topology, str, str]
 
 @torch.inference_mode()
 def all_ways(layouts: list[Topology]) -> list[tuple[Way, RankReport]]:
-    """Every mode and method of these layouts; untraced, they have the same bits."""
+    """Trace every mode and backend of these layouts; tracing must not change any bit."""
     figures, different = [], []
     for way in product(layouts, ROWS, KINDS):
         topology, mode, kind = way
@@ -114,7 +114,7 @@ def all_ways(layouts: list[Topology]) -> list[tuple[Way, RankReport]]:
 
 @torch.inference_mode()
 def control_ways(skipped: bool) -> list[RankReport]:
-    """Every mode of a network with one control block; skipped: all that a cache can leave out."""
+    """Trace every mode with one control block. skipped: all blocks but the first are skipped."""
     job, found = replace(JOB, kind="vace"), []
 
     def first_block(x: Tensor, blocks: Any, *_: object) -> Tensor:
@@ -138,7 +138,7 @@ def control_ways(skipped: bool) -> list[RankReport]:
 
 
 def test_control_blocks_are_as_planned() -> None:
-    """They are layers behind the others, and are skipped with the block they belong to."""
+    """Control blocks count as layers after the others, and are skipped with their main block."""
     for skipped, counts in ((False, (3, 0)), (True, (2, 1))):
         for reports in run(2, control_ways, skipped):
             for order in (report.order for report in reports):
@@ -166,14 +166,14 @@ def test_every_way_is_as_planned(layouts: list[Topology]) -> None:
 
 
 def eager(chunks: int) -> Iterator[Action]:
-    """A schedule that exchanges everything first: the rests are gone."""
+    """Order that exchanges all chunks first, so that no gaps are left between attention calls."""
     for verb in ("start", "attend", "finish"):
         yield from ((verb, chunk) for chunk in range(chunks))
 
 
 @torch.inference_mode()
 def trace_eager() -> tuple[str, str]:
-    """What is said of a layer that does not keep to the order of mode 1, and of mode 1 itself."""
+    """Return the reported difference of a layer with another order than mode 1, and of mode 1."""
     topology = Topology(2, 1)
     plain = attention_layer(topology, "1")
     plan = plan_of(topology, "1", "dense")
@@ -195,7 +195,7 @@ def test_a_deliberate_reordering_is_caught() -> None:
 
 @torch.inference_mode()
 def all_chunk_counts() -> None:
-    """Whatever the number of chunks: mode 1 and overlap have the bits of mode 0, mode 2 its own."""
+    """For any number of chunks mode 1 and overlap have the bits of mode 0, mode 2 its default's."""
     topology, found, ranks = Topology(2, 1), {}, {}
     for mode, row in ROWS.items():
         plain, plan = attention_layer(topology, mode), plan_of(topology, mode, "dense")
@@ -235,7 +235,7 @@ RUNS: dict[str, tuple[int, str]] = {
 @pytest.mark.xdist_group("torchrun")  # it takes no pools
 @pytest.mark.parametrize("name", RUNS)
 def test_whole_runs(name: str, tiny: Any, tmp_path: Path, capsys: Any) -> None:
-    """Latents are those of the same run without a trace, and what caches skip is no difference."""
+    """A trace does not change latents, and steps skipped by caches are no difference."""
     ranks, flags = RUNS[name]
     arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
     arguments += ["--sample_steps", "9", "--base_seed", "7", "--save_latents", *flags.split()]

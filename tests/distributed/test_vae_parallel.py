@@ -1,4 +1,4 @@
-"""Rows of a video shared by ranks, against one process: each rank computes with one thread."""
+"""The row-parallel VAE against one process; each rank computes with one thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def random(*shape: int) -> Tensor:
 
 
 def layer_results(name: str, rows: Rows) -> list[Tensor]:
-    """These rows of a layer's result, in three calls."""
+    """Return these rows of a layer's results in three calls."""
     torch.manual_seed(0)
     layer, state = LAYERS[name]().eval().requires_grad_(False), VaeState(rows)
     x = random(1, 48, 5, 8 * HEIGHT, 96)
@@ -62,7 +62,7 @@ def layer_results(name: str, rows: Rows) -> list[Tensor]:
 
 
 def own_results(names: list[str]) -> dict[str, list[Tensor]]:
-    """On a rank."""
+    """On one rank: return its rows of each layer's results."""
     return {name: layer_results(name, shared(HEIGHT)) for name in names}
 
 
@@ -88,7 +88,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("world", [slow(1), slow(2), 3, slow(4)])
 @pytest.mark.usefixtures("one_thread")
 def test_convolutions_are_bit_equal(world: int) -> None:
-    """Of one width and one kernel: the smallest part is large enough for oneDNN."""
+    """The sizes are such that oneDNN uses the same kernel for all numbers of rows."""
     ranks = run(world, own_results, list(LAYERS))
     whole = {name: layer_results(name, ALL_ROWS) for name in LAYERS}
     different = [
@@ -103,9 +103,9 @@ def test_convolutions_are_bit_equal(world: int) -> None:
 def distances(
     path: Path, cases: list[tuple[int, ...]], dtype: torch.dtype
 ) -> list[tuple[float, float]]:
-    """On the main rank: how far a decoded and an encoded video are from one process's.
+    """On the main rank: return the errors of decoding and encoding against one process.
 
-    cases: frames, rows and columns of the latents, rows of pixels beyond the last of them.
+    cases: frames, rows and columns of the latents, and extra rows of pixels.
     """
     found, its = [], network(path).to(dtype)
     for frames, height, width, rest in cases:
@@ -137,7 +137,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.pth")}
 # frames, rows, columns, more rows of pixels: few and odd rows, fewer than ranks, more than a frame
 SHAPES = [(1, 1, 3, 0), (2, 3, 2, 0), (1, 5, 3, 0), (3, 4, 2, 0), (5, 7, 2, 0)]
-WIDE = (3, 3, 256, 0)  # so wide that the largest layers get single frames; slow in float64
+WIDE = (3, 3, 256, 0)  # wide enough that the largest layers process single frames; slow in float64
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_long_video(tiny, world: int, version: str) -> None:
 
 
 def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, float]:
-    """Published widths: distance of the pixels, of their levels, their share, and of latents."""
+    """Return pixel error, largest level error, fraction of changed levels, and latent error."""
     torch.manual_seed(0)
     its = build_published_vae(version).eval().requires_grad_(False)
     frames, height, width = size
@@ -195,7 +195,7 @@ def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, floa
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("version", "size"), [("2.1", (3, 9, 10)), ("2.2", (2, 5, 6))], ids=str)
 def test_published_widths(world: int, version: str, size: tuple[int, ...]) -> None:
-    """Many channels: oneDNN's convolutions add them in an order that depends on the rows."""
+    """With many channels oneDNN's order of summation depends on the number of rows."""
     (decoded, most, share, encoded), *_ = run(world, levels, version, size, timeout=600)
     print(decoded, most, share, encoded)
     assert decoded <= 1e-5 and encoded <= 1e-5
@@ -208,7 +208,7 @@ def fails_on_one_rank() -> None:
             raise MemoryError("no room")
         return torch.distributed.get_rank()
 
-    with pytest.raises(MemoryError, match="A rank has run out of memory in the autoencoder"):
+    with pytest.raises(MemoryError, match="A rank has run out of memory in the VAE"):
         shared(4).run_together(make)
     assert shared(4).run_together(torch.distributed.get_rank) == torch.distributed.get_rank()
 
@@ -222,7 +222,7 @@ QUICK = ["--size", "64*96", "--frame_num", "9", "--sample_steps", "1", "--base_s
 
 @pytest.fixture(scope="module")
 def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
-    """Arguments of a run with an image, its frames, and its latents' file; by one process."""
+    """Arguments of an image run, its frames, and its file of latents, made by one process."""
     arguments = ["--task", "ti2v-5B", "--ckpt_dir", str(tiny("ti2v-5B")), *QUICK, "--save_latents"]
     out = tmp_path_factory.mktemp("alone") / "v.mp4"
     arguments += ["--image", str(image_path)]
@@ -249,7 +249,7 @@ SECOND_FRAME = ResidualBlock, 20
 
 
 def exhausted(rank: int, kind: type[nn.Module], place: int, arguments: list[str]) -> int:
-    """generate.py where one rank has no memory for the n-th call of such a layer in decoding."""
+    """Run generate.py; one rank runs out of memory in the n-th call of a layer in decoding."""
     count = 0
 
     def before(module: nn.Module, _: object) -> None:
@@ -274,7 +274,7 @@ def exhausted(rank: int, kind: type[nn.Module], place: int, arguments: list[str]
 
 @pytest.mark.slow
 def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
-    """Image encoded and video decoded by three ranks, of four rows of latents."""
+    """Three ranks encode the image and decode the video; two decode its saved latents."""
     arguments, expected, latents = alone
     out = tmp_path / "v.mp4"
     shared = ["--vae_parallel", "--save_file", str(out)]
@@ -296,7 +296,7 @@ def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
 def test_less_memory_than_it_takes(
     ranks: int, rank: int, flags: list[str], used: str, where: tuple[Any, int], alone, tmp_path
 ) -> None:
-    """In the middle of the decoder, or before it; the next means is tried by all ranks together."""
+    """Memory runs out before or in the decoder; all ranks try the next VAE strategy together."""
     arguments, expected, latents = alone
     out = tmp_path / "v.mp4"
     argv = ["--save_file", str(out), *flags]
@@ -315,9 +315,9 @@ def test_less_memory_than_it_takes(
 def test_an_idle_rank_waits_as_often_as_the_others_agree(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted on one process, since ranks that miss an agreement wait for a minute.
+    """Agreements are counted in one process, since ranks that miss one wait for a minute.
 
-    The second rank has no row because there is one row, or because the main rank has all.
+    The second rank has no rows, because there is only one or the main rank has them all.
     """
     agreed: list[object] = []
     monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: agreed.append(None))
@@ -325,7 +325,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
     preset, checkpoint = PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B"))
 
     def agreements(codec: VaeRunner, frames: int) -> tuple[int, int]:
-        """Of encoding and of decoding."""
+        """Count the agreements of encoding and of decoding."""
         agreed.clear()
         codec.encode(random(3, 4 * frames - 3, 8, 16).tanh())
         encoding = len(agreed)
@@ -348,7 +348,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
 
 
 class DamagedError(Exception):
-    """A file of weights is no more what it was, which no other method mends."""
+    """A file of weights is damaged; no other VAE strategy is tried."""
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ class DamagedError(Exception):
 def test_a_rank_needs_memory_for_its_own_rows(
     free: float, method: str, tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two ranks that share the rows each has half; what fails but for memory ends the run."""
+    """Each of two ranks needs memory for half of the rows; other errors end the run."""
     monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: None)
     setup = make_setup({}, PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B")), world_size=2)[
         0

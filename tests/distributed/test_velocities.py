@@ -1,6 +1,6 @@
-"""Networks with more inputs predict on several ranks what they predict in one process.
+"""S2V, Animate and VACE predict the same velocities on several ranks as in one process.
 
-At token counts of any kind; the official sequence parallelism of Animate is wrong, or fails, where
+Token counts are arbitrary; the official sequence parallelism of Animate is wrong, or fails, where
 padding does not divide by frames.
 """
 
@@ -31,7 +31,7 @@ from wan.settings.parallel import EXCHANGES
 
 pytestmark = pytest.mark.dist
 
-# Six heads are few chunks: thousands of exchanges are what would take long here.
+# Six heads give few chunks: thousands of exchanges would take long.
 SIZES: dict[str, Any] = {
     "dim": 48,
     "ffn_dim": 64,
@@ -65,7 +65,7 @@ class Scene:
 
 
 class Pooled(nn.Module):
-    """Stands for the motion encoder, which every rank computes alike and which takes seconds."""
+    """Replaces the slow motion encoder, whose result is the same on every rank."""
 
     def forward(self, faces_P3HW: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d(faces_P3HW, (1, 22)).flatten(1)[:, :64]
@@ -123,7 +123,7 @@ def vace_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
 
 
 class Task(NamedTuple):
-    """inputs: Of a scene and branch, beside latents and text. blocks: With those of control."""
+    """A network and its inputs besides latents and text. blocks: includes control blocks."""
 
     network: Callable[[ModelComponents], nn.Module]
     inputs: Callable[[Scene, Noise], dict[str, dict[str, Any]]]
@@ -153,10 +153,10 @@ TEXTS = {"cond": 7, "uncond": 20}
 
 @cache
 def weights(task: str) -> dict[str, Tensor]:
-    """The same random ones every time, with a deviation that keeps activations near 1."""
+    """Make random weights from a fixed seed, scaled so that activations are near 1."""
     with torch.device("meta"):
         state = TASKS[task].network(ModelComponents()).state_dict()
-    random, found = np.random.default_rng(0), {}  # of torch's ten million would take a second
+    random, found = np.random.default_rng(0), {}  # torch would take a second for ten million values
     for name, like in state.items():
         found[name] = torch.from_numpy(random.standard_normal(like.shape, np.float32))
         if like.dim() == 1:
@@ -169,7 +169,7 @@ def weights(task: str) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def predict(task: str, scene: Scene, **components: Any) -> Tensor:
-    """Velocities of `CALLS`. components: Of a rank, which keeps what depends on the clip."""
+    """Predict the velocities of `CALLS`. components: of a rank, with caching of clip features."""
     components["text_kv_cache"] = bool(components)
     with torch.device("meta"):
         net = TASKS[task].network(ModelComponents(**components)).eval()
@@ -186,7 +186,7 @@ def predict(task: str, scene: Scene, **components: Any) -> Tensor:
 
 
 def share(task: str, scene: Scene, cases: Sequence[Case]) -> dict[Case, Tensor]:
-    """On a rank."""
+    """On one rank: predict the velocities of each case."""
     return {
         (topology, mode, exchange): predict(
             task,
@@ -199,7 +199,7 @@ def share(task: str, scene: Scene, cases: Sequence[Case]) -> dict[Case, Tensor]:
 
 
 def check(task: str, world: int, scene: Scene, cases: Sequence[Case]) -> list[dict[Case, Tensor]]:
-    """Against one process; what each rank has found."""
+    """Compare with one process; return the velocities of each rank."""
     expected = predict(task, scene)
     assert expected.abs().max() > 0.5, "a model that says nothing would always agree"
     ranks = run(world, share, task, scene, cases, timeout=500)
@@ -212,7 +212,7 @@ def check(task: str, world: int, scene: Scene, cases: Sequence[Case]) -> list[di
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_same_velocities(world: int, task: str) -> None:
-    """On each layout in a mode and with an exchange, by turns, so that each task meets them all."""
+    """Each layout with one mode and exchange, in turn, so that each task uses all of them."""
     cases, shift = list[Case](), list(TASKS).index(task)
     for turn, layout in enumerate(layout for some in (2, 3, 4) for layout in LAYOUTS[some]):
         mode = [*ROWS][(turn + shift) % 4]
@@ -225,7 +225,7 @@ def test_the_same_velocities(world: int, task: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_the_same_velocities_in_all_ways(world: int, task: str) -> None:
-    """And, but for blocks of queries, those of mode 0 bit by bit."""
+    """Also bit for bit those of mode 0, except for modes with several query blocks."""
     for scene in TASKS[task].scenes:
         cases = list(product(LAYOUTS[world], ROWS, EXCHANGES))
         for found in check(task, world, scene, cases):
@@ -235,14 +235,14 @@ def test_the_same_velocities_in_all_ways(world: int, task: str) -> None:
 
 
 def collectives(task: str) -> dict[str, int]:
-    """On a rank: of Ulysses' mode 0, one exchange at a time."""
+    """On one rank: count the collectives of mode 0 with split exchanges."""
     with Collectives() as counted:
         share(task, TASKS[task].scenes[0], [(Topology(2, 1), "0", "split")])
     return dict(counted.found)
 
 
 def test_what_a_task_adds_needs_no_exchange() -> None:
-    """Four all-to-alls in each block and one gathering of velocities in each forward."""
+    """Four all-to-alls in each block and one gather of the velocities in each forward."""
     for task, its in TASKS.items():
         expected = {"alltoall_base_": 4 * its.blocks * 3, "_allgather_base_": 3}
         assert run(2, collectives, task) == [expected] * 2, task

@@ -1,6 +1,6 @@
-"""What the ranks of these tests share: groups of a Ulysses x ring layout, and which layouts exist.
+"""Process groups of a Ulysses x ring layout for tests, and the list of possible layouts.
 
-Rank = ring rank * P + Ulysses rank, so shard i of the tokens lies on rank i.
+Rank = ring rank * P + Ulysses rank, so rank i has shard i of the tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Topology(NamedTuple):
 
 
 def topologies(*worlds: int) -> list[Topology]:
-    """All layouts of these numbers of ranks; a ring of one rank has no type."""
+    """List all layouts of these numbers of ranks; a ring of one rank has no type."""
     return [
         Topology(world // ring, ring, ring_type)
         for world in worlds
@@ -52,14 +52,14 @@ def topologies(*worlds: int) -> list[Topology]:
 
 
 def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
-    """This rank's tokens; behind them `fill`."""
+    """Return this rank's tokens, padded with `fill`."""
     first, valid = dist.get_rank() * plan.shard_len, plan.count_valid_tokens(dist.get_rank())
     missing = plan.shard_len - valid
     return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
 
 
 def groups(ulysses: int, ring: int) -> tuple[Group, Group]:
-    """This rank's Ulysses group and ring group; made once in a work, by all of its ranks."""
+    """Return this rank's Ulysses and ring group; all ranks of a pool make them once."""
     return _groups(ulysses, ring, dist.group.WORLD)
 
 
@@ -67,7 +67,7 @@ def groups(ulysses: int, ring: int) -> tuple[Group, Group]:
 def _groups(ulysses: int, ring: int, _: Group) -> tuple[Group, Group]:
     rows = [[r * ulysses + u for u in range(ulysses)] for r in range(ring)]
     columns = [list(column) for column in zip(*rows, strict=True)]
-    limit = timedelta(seconds=60)  # groups do not take over the default group's
+    limit = timedelta(seconds=60)  # new groups do not inherit the timeout of the default group
     return tuple(dist.new_subgroups_by_enumeration(ranks, limit)[0] for ranks in (rows, columns))
 
 
@@ -78,7 +78,7 @@ def attention_layer(
     methods: Sequence[AttentionBackend] = (),
     exchange: str = "split",
 ) -> FAPowerCapAttention:
-    """mode: A key of ROWS."""
+    """Make an attention layer. mode: a key of ROWS."""
     ulysses_group, ring_group = groups(topology.ulysses, topology.ring)
     args = SimpleNamespace(comm_type=int(mode) if mode.isdigit() else 0)
     return FAPowerCapAttention(
@@ -93,7 +93,7 @@ def attention_layer(
 
 
 def blocks_of(layer: FAPowerCapAttention) -> Callable[[int], FAPowerCapAttention]:
-    """Makes each block's attention: the same layer, which knows the block."""
+    """Return a function that makes each block's attention: a copy with the block's index."""
 
     def make(index: int) -> FAPowerCapAttention:
         own = copy(layer)

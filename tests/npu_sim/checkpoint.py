@@ -1,6 +1,6 @@
-"""The rig's checkpoint: a t2v-A14B of one layer, with heads of a size NPUs take.
+"""A test checkpoint: t2v-A14B with one layer and a head size that NPU kernels support.
 
-Everything else is as small as it can be.
+All other sizes are as small as possible.
 """
 
 from __future__ import annotations

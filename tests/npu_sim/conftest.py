@@ -1,4 +1,4 @@
-"""Collected only where the stand-in is the torch_npu that would be imported: `make test-npu`."""
+"""Tests are collected only if torch_npu is the stand-in: `make test-npu`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ collect_ignore_glob = [] if _SIMULATED else ["test_*.py"]
 
 @pytest.fixture
 def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """chip("A5"): that chip from here to the end of the test; without it A2."""
+    """chip("A5") selects the simulated chip for the rest of the test; the default is A2."""
     import mindiesd.layers.adalayernorm as remembers
     from mindiesd.utils import get_platform
 
@@ -42,7 +42,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def calls() -> Iterator[list[Any]]:
-    """The stand-in's log, empty at the start of the test."""
+    """The stand-in's list of calls, empty at the start of the test."""
     import torch_npu
 
     torch_npu.calls.clear()

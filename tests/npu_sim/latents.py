@@ -26,7 +26,7 @@ MODES["overlap"] = ("--fa_alltoall_overlap",)
 
 
 class Way(NamedTuple):
-    """Flags of attention, the chip they are for, and the size of the video."""
+    """Attention flags, the chip they need, and the flags of the video size."""
 
     chip: str
     flags: tuple[str, ...]
@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 
 def _rain(kind: str) -> tuple[str, ...]:
-    """The first step is dense (or FP8), the second sparse."""
+    """Return RainFusion flags: the first step is dense (or FP8), the second sparse."""
     steps = ("--sample_steps", "2", "--sparse_start_step", "1", "--sparsity", "0.5")
     return ("--use_rainfusion", "--rainfusion_type", kind, *steps)
 
@@ -58,13 +58,13 @@ def arguments(checkpoint: object, way: Way) -> list[str]:
 
 
 def latents(argv: Sequence[str], chip: str) -> Tensor:
-    """float32 [C,F,H,W], as generate.py makes them from this command line, on every rank."""
+    """Make the float32 latents [C,F,H,W] of a generate.py command line, on every rank."""
     asked, pipeline = composed(argv, chip)
     return pipeline.generate_latents(asked.params, Inputs(asked.image, asked.last_image))
 
 
 def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
-    """What generate.py makes of a command line."""
+    """Resolve a generate.py command line and build its pipeline."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
     asked = resolve_command_line(flags.parse_flags(argv), none)

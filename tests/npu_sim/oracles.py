@@ -1,4 +1,4 @@
-"""Random inputs, and what attention must come to, made without our kernels and quantisers.
+"""Random inputs and reference attention, computed without `wan`'s kernels and quantizers.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -26,7 +26,7 @@ def qkv(
     dtype: torch.dtype = torch.bfloat16,
     batch: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[B,S,N,D] each."""
+    """Make random q, k, v, [B,S,N,D] each."""
     q, k, v = (
         made(batch, s, heads, size, seed=i, dtype=dtype) for i, s in enumerate((rows, keys, keys))
     )
@@ -34,7 +34,7 @@ def qkv(
 
 
 def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Dense attention in float64, 512 rows at a time unless there is a mask."""
+    """Compute dense attention in float64; without a mask 512 rows at a time."""
     q, k, v = (x.double().transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
     attend = F.scaled_dot_product_attention
     if mask is not None:
@@ -43,24 +43,24 @@ def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, mask: Tensor | None = 
 
 
 def log_sum_exp(q_BSND: Tensor, k_BSND: Tensor) -> Tensor:
-    """[B,N,S] in float64."""
+    """Compute the log-sum-exp [B,N,S] in float64."""
     q, k = (x.double().transpose(1, 2) for x in (q_BSND, k_BSND))
     return (q @ k.mT * q.shape[-1] ** -0.5).logsumexp(-1)
 
 
 def worst(found: Tensor, expected: Tensor) -> float:
-    """Largest difference."""
+    """Return the largest absolute difference."""
     return (found.double() - expected.double()).abs().max().item()
 
 
 def far(found: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference over that of the result."""
+    """Return the rms of the difference divided by the rms of the expected values."""
     found, expected = found.double(), expected.double()
     return ((found - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
 def dequantised(x_BSND: Tensor, rows: int) -> Tensor:
-    """float64: each head's run of rows so scaled that its largest value is E4M3's, and rounded."""
+    """Round blocks of rows of each head to E4M3 with one scale, and dequantize to float64."""
     runs = []
     for run in x_BSND.float().split(rows, dim=1):
         scale = run.abs().amax((1, 3), keepdim=True) / 448
@@ -69,14 +69,14 @@ def dequantised(x_BSND: Tensor, rows: int) -> Tensor:
 
 
 def rotation(size: int) -> Tensor:
-    """Signs by the parity of common bits, rows flipped at random: mindiesd's, seed 1234."""
+    """Make mindiesd's Hadamard rotation, with random signs of rows (seed 1234)."""
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
     flips = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(1234))
     return (2.0 * flips - 1) * torch.tensor(signs) / size**0.5
 
 
 def fp8(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
-    """float64 attention of the values that FP8 attention is left with."""
+    """Compute float64 attention of the FP8-rounded values."""
     turned = rotation(HEAD_DIM).to(q_BSND.dtype)
     q, k = (dequantised(x @ turned, rows) for x, rows in ((q_BSND, 128), (k_BSND, 256)))
     return exact(q, k, dequantised(v_BSND, 256))
@@ -90,7 +90,7 @@ def rainfusion(
     grid: Grid,
     sparsity: float = SPARSITY,
 ) -> Tensor:
-    """mindiesd's own, of tokens in raster order."""
+    """Run mindiesd's sparse_attention on tokens in raster order."""
     import mindiesd
 
     more: dict[str, Any] = {"precision": "fp8"} if kind.way == "v3-fp8" else {}

@@ -1,7 +1,7 @@
-"""What the ranks of these tests share: chips, and kernels and methods as selected for them.
+"""Helpers of ranks on simulated NPUs: chips, and the kernels and backends selected for them.
 
 Legend: B batch, S all tokens, N heads, D head size. Tokens are random, with a trend that makes
-blocks differ, and stand in the order that the method wants.
+blocks differ, in the order that the backend needs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Grid = tuple[int, int, int]
 
 
 class Kind(NamedTuple):
-    """Attention as a run asks for it, the chip it runs on, and the sampling step of the call.
+    """Attention settings of a run, the chip, and the sampling step of the call.
 
-    way: what computes then: dense, laser, fp8, v2, v3 or v3-fp8.
+    way: the kernel that is then selected: dense, laser, fp8, v2, v3 or v3-fp8.
     """
 
     name: str
@@ -73,31 +73,31 @@ KINDS = {
 
 
 def on_chip(name: str) -> Device:
-    """The simulated device; from here on this process has that chip."""
+    """Select the simulated chip of this process and return its device."""
     os.environ["NPU_SIM_SOC"] = SOC[name]
     device = devices.select_device("npu", 0)
     import mindiesd.layers.adalayernorm as remembers
     from mindiesd.utils import get_platform
 
-    get_platform.PLATFORM = None  # what mindiesd remembers of the last one
+    get_platform.PLATFORM = None  # mindiesd caches the last chip
     remembers.npu_device = get_platform.get_npu_device()
     return device
 
 
 def target(chip: str, head_dim: int = HEAD_DIM, load: Load = resolve_name) -> Target:
-    """For kernels of a chip."""
+    """Make the target of kernels for a chip."""
     return Target(Device(torch.device("cpu"), DEVICES[chip]), head_dim, torch.bfloat16, load)
 
 
 def composed(kind: Kind) -> SelectedKernels:
-    """Fresh ones: what they keep is theirs."""
+    """Select new kernels and backends with empty caches."""
     return select_kernels(kind.attention, Target(on_chip(kind.chip), HEAD_DIM, torch.bfloat16), {})
 
 
 def layer_of(
     topology: Topology, mode: str, chosen: SelectedKernels, exchange: str = "split"
 ) -> FAPowerCapAttention:
-    """As a run on an NPU builds it."""
+    """Make the attention layer as a run on an NPU does."""
     layer = attention_layer(topology, mode, chosen.dense_kernel, chosen.backends, exchange)
     layer.contiguous = True
     return layer
@@ -111,7 +111,7 @@ def in_raster(
     dtype: torch.dtype = torch.bfloat16,
     batch: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B,S,N,D]."""
+    """Make q, k, v [B,S,N,D] of tokens in raster order."""
     generator, tokens = torch.Generator().manual_seed(heads * prod(grid)), prod(grid)
     trend = torch.randn(batch, tokens // 40 + 1, heads, size, generator=generator)
     trend = trend.repeat_interleave(40, 1)[:, :tokens]
@@ -136,7 +136,7 @@ def step_info(kind: Kind, grid: Grid) -> StepInfo:
 def attend(
     method: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, step: StepInfo | None
 ) -> Tensor:
-    """The method on whole tensors."""
+    """Run the backend on unsharded tensors."""
     return method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), step)(
         QuantizedTensor(q), 0
     )

@@ -9,7 +9,7 @@ import pytest
 
 from tools.check_device import main
 
-# Those that call the vendor's operators; what the CPU has as well is checked there.
+# Steps that call the vendor's operators; the other steps are tested on the CPU.
 STEPS = "attention,lse,methods,int8,compiled,npu"
 
 

@@ -36,14 +36,14 @@ OPERATORS = {
 
 
 def program(argv: list[str]) -> int:
-    """generate.py, and what is done when an interpreter ends."""
+    """Run generate.py and the exit handlers of the interpreter."""
     code = generate.main(argv)
     atexit._run_exitfuncs()
     return code
 
 
 class Command:
-    """Ranks of generate.py with their log, latents and frames."""
+    """A run of generate.py on ranks, with its log, latents and frames."""
 
     def __init__(self, folder: Path, ranks: int, chip: str, *argv: object, **env: str) -> None:
         self.video = folder / "v.mp4"
@@ -61,7 +61,7 @@ class Command:
         return load_file(self.video.with_suffix(".latents.safetensors"))["latents"]
 
     def frames(self) -> tuple[int, ...]:
-        """(frames, height, width) of the video as it is read back."""
+        """Read the video back and return (frames, height, width)."""
         frames = list(imageio.get_reader(self.video).iter_data())
         return len(frames), *frames[0].shape[:2]
 
@@ -79,7 +79,7 @@ ALGO_3 = {"ALGO": "3", "QUANT_ALLTOALL": "1", "PRECISION": "1", "T5_LOAD_CPU": "
 
 @pytest.mark.parametrize(
     ("name", "ranks", "topology", "mode", "env"),
-    [  # the environment stands for the way's flags
+    [  # environment variables replace the flags
         ("fp8-transport", 2, ULYSSES, ["--comm_type", "1"], ALGO_3),
         ("v3-fp8", 4, BOTH_WAYS, [], {"OVERLAP": "1"}),
         slow("dense", 1, [], [], {}),
@@ -99,7 +99,7 @@ def test_videos(
     rig: Path,
     tmp_path: Path,
 ) -> None:
-    """The video is there, made by the right kernel; its latents are mode 0's, bit for bit."""
+    """The video is written, the right kernel runs, and latents are bit-equal to mode 0."""
     way = WAYS[name] if name == "laser" else WAYS[name]._replace(size=QUICK)
     given = way._replace(flags=()) if "ALGO" in env else way
     command = Command(tmp_path, ranks, way.chip, *arguments(rig, given), *topology, *mode, **env)
@@ -135,7 +135,7 @@ def test_quantised_weights_fused_operations_and_the_clock(rig: Path, tmp_path: P
 
 
 def test_a_chip_refuses(rig: Path, tmp_path: Path) -> None:
-    """In one sentence for all ranks, before any weight is read; exit code 2 of each rank."""
+    """One sentence for all ranks and exit code 2, before any weight is read."""
     sentences = {}
     for chip, name in (("A2", "fp8"), ("A5", "v2"), ("A5", "laser")):
         command = Command(tmp_path, 2, chip, *arguments(rig, WAYS[name]))

@@ -1,4 +1,4 @@
-"""What the existing Ascend adaptation of Wan2.2 gets wrong and no other test here is about.
+"""Defects of the existing Ascend adaptation of Wan2.2 that no other test covers.
 
 Legend: B batch, S all tokens, N heads, D head size.
 """
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.dist
 
 
 class Theirs:
-    """Self-attention of a network whose tokens are in raster order: mindiesd.sparse_attention."""
+    """mindiesd.sparse_attention as self-attention of a network with tokens in raster order."""
 
     def __init__(self, kind: Kind, grid: Grid) -> None:
         self.kind, self.grid = kind, grid
@@ -54,7 +54,7 @@ def velocity(network: WanModel, grid: Grid) -> Tensor:
 
 
 def sparse_steps(rig: Path, name: str, frames: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Of each number of frames, how far our sparse step is from theirs, and from a dense one."""
+    """Return the errors of a sparse step against mindiesd and dense, per number of frames."""
     way, kind, found = WAYS[name], KINDS["v3-A5" if name == "v3" else name], []
     ours = composed(arguments(rig, way), way.chip)[1].experts.load_editable("high_noise")
     plain = composed(arguments(rig, WAYS["dense"]), way.chip)[1].experts.load_editable("high_noise")
@@ -70,9 +70,9 @@ def sparse_steps(rig: Path, name: str, frames: tuple[int, ...]) -> list[tuple[fl
 
 @pytest.mark.parametrize("name", ["v2", "v3", "v3-fp8"])
 def test_a_sparse_step_of_a_network_is_that_of_mindiesd(name: str, rig: Path) -> None:
-    """As composed by the command line, at even and odd numbers of latent frames, one after another.
+    """Built from the command line, with even and odd numbers of latent frames in turn.
 
-    Their own class for v2 needs an odd number.
+    mindiesd's class for v2 needs an odd number.
     """
     found = run(1, sparse_steps, rig, name, (3, 4, 2))[0]
     assert all(error < 1e-3 < effect for error, effect in found), found
@@ -92,11 +92,11 @@ def dense_steps_of_laser() -> set[str]:
 
 def test_dense_steps_before_rainfusion_take_the_kernel_asked_for() -> None:
     assert run(1, dense_steps_of_laser) == [{"mindiesd.la"}]
-    # test_event_order has the fused one
+    # the fused kernel is tested in test_event_order
 
 
 def two_shapes(argv: list[str], sizes: list[tuple[str, ...]]) -> list[Tensor]:
-    """Latents of one process that makes one video after another, then of a fresh one for each."""
+    """Make latents of all sizes with one pipeline, then with a new pipeline for each size."""
     requests = [composed([*argv, *size], "A2")[0].params for size in sizes]
     pipeline = composed([*argv, *sizes[0]], "A2")[1]
     together = [pipeline.generate_latents(request) for request in requests]
@@ -114,7 +114,7 @@ def test_a_second_video_of_another_shape(task: str, tiny: Tiny) -> None:
 
 @contextmanager
 def traced(seen: set[str]) -> Iterator[None]:
-    """Constructors of wan and of the stand-in's streams, and reads of the environment by wan."""
+    """Record constructor calls of wan and of streams, and reads of the environment by wan."""
 
     def look(frame: FrameType, event: str, _: object) -> None:
         code, caller = frame.f_code, frame.f_back
@@ -136,7 +136,7 @@ def traced(seen: set[str]) -> Iterator[None]:
 
 
 def made_in_a_call(name: str, mode: str) -> set[str]:
-    """By the second call of a layer; the first may move matrices to the device."""
+    """Collect constructors in the second call of a layer; the first one may move rotations."""
     kind, grid, seen = KINDS[name], (4, 16, 16), set()
     chosen = parts_of(kind)
     layer = layer_of(Topology(2, 2), mode, chosen)
@@ -150,7 +150,7 @@ def made_in_a_call(name: str, mode: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["dense", "fp8-transport", "v2", "v3-fp8"])
 def test_a_call_makes_no_group_stream_or_kernel(name: str) -> None:
-    """Only exchanges and their memory, and the sums of a ring; it does not read the environment."""
+    """A call makes only exchanges, send buffers and a merger; it reads no environment."""
     made = {"PendingExchange.__init__", "PackedBuffer.__init__"}
     made |= {"LseMerger.__init__"} if name == "dense" else set()
     for mode in ("0", "overlap"):

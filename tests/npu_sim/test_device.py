@@ -1,4 +1,4 @@
-"""The npu as a device: what is set in which order, and one sentence for whatever is missing."""
+"""The NPU device: order of its settings, and refusals of missing or unusable parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wan.settings.errors import InputError
 
 
 def settings_and_their_order() -> int:
-    """In a fresh process: every step that matters is noted where it happens."""
+    """In a new process: record the order of the device settings and imports."""
     import torch_npu
 
     noted = []
@@ -80,7 +80,7 @@ def refusal(wish: str = "npu", index: int = 0) -> str:
     return ""
 
 
-FAILING = {  # the first is what the real torch-npu 2.13.0 raises on a machine without CANN
+FAILING = {  # the first error is that of torch-npu 2.13.0 on a machine without CANN
     "torch_npu": (
         'ImportError("libhccl.so: cannot open shared object file: No such file or directory")'
     ),
@@ -115,7 +115,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_events_say_when() -> None:
-    """Between two looks at the host's clock, in their order, also where they are read later."""
+    """Event times are ordered and between two host times, also when they are read later."""
     clock = devices.select_device("npu").make_clock()
     assert clock.name == "device events"
     before = time.perf_counter_ns()
@@ -123,6 +123,6 @@ def test_events_say_when() -> None:
     first, second = clock.now(), clock.now()
     clock.stop()
     after = time.perf_counter_ns()
-    slack = 1_000_000  # the first event and the host's look at its clock are not one
+    slack = 1_000_000  # ns between the first event and the host time
     assert before - slack <= first() <= second() <= after + slack
     assert (first(), second()) == (first(), second())

@@ -1,4 +1,4 @@
-"""A diffusers pipeline on an NPU: its self-attention runs the operators of our own model."""
+"""A diffusers pipeline on an NPU: its self-attention uses the operators of `wan`'s model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_operators_of_two_steps(
     folder: Path, chip: Callable[[str], None], calls: list[Any], name: str
 ) -> None:
-    """Of two branches each; their latents are near those of the pipeline as it is."""
+    """Operators of two steps and branches; latents are close to the unmodified pipeline's."""
     model, settings, operators = CASES[name]
     chip(model)
     pipe = WanPipeline.from_pretrained(

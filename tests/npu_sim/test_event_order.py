@@ -1,11 +1,11 @@
-"""Exchanges, quantisers and kernels of an NPU follow one another as promised: the device's rests.
+"""The order of exchanges, quantization and kernels on an NPU.
 
-Every collective and operator call of a rank stands in the stand-in's log; with the two steps that
-no operator shows added to it, the log is written as one string:
+The stand-in logs every collective and operator call of a rank. Mask planning and rotation, which
+are no operators, are added, and the log is written as one string:
 
     A2A, s-A2A        an all-to-all of values, of scales            plan   a mask is planned
     gather, s-gather  the same over the ring                        rot    a rotation
-    hop               K/V blocks have been sent round the ring      q8     queries to FP8
+    hop               K/V blocks have been sent along the ring      q8     queries to FP8
     FA                attention                                     kv8    keys or values to FP8
 """
 
@@ -58,7 +58,7 @@ def event(call: Any) -> str:
 
 @contextmanager
 def recorded(events: list[str]) -> Iterator[None]:
-    """What this rank does; planning and rotating are ordinary tensor operations to the log."""
+    """Append this rank's calls to `events`, with mask planning and rotation."""
     import torch_npu
     from torch_npu.log import record
 
@@ -96,11 +96,11 @@ BLOCK = {"fp8": "rot q8 FA", "v3-fp8": "rot q8 FA"}
 
 
 def chunk(kind: Kind, ring: int, blocks: int) -> tuple[str, str]:
-    """What happens until a chunk has been sent, and from then until its result is."""
+    """List the events of a chunk up to its exchange, and from there to its result."""
     if kind.attention.quant_alltoall:
         gathers = "gather s-gather gather s-gather " if ring > 1 else ""
         return f"rot q8 rot kv8 kv8 {INTO} s-A2A s-A2A s-A2A", gathers + " ".join(["FA"] * blocks)
-    if kind.way == "dense" and ring > 1:  # passed round, not gathered
+    if kind.way == "dense" and ring > 1:  # K/V hop along the ring
         return INTO, " ".join(["hop", *["FA"] * blocks * ring])
     gathers = "gather gather" if ring > 1 else ""
     parts = [gathers, PREPARED.get(kind.way, ""), *[BLOCK.get(kind.way, "FA")] * blocks]
@@ -116,7 +116,7 @@ def expected(kind: Kind, ring: int, mode: str) -> str:
 
 
 def grid_of(kind: Kind, ring: int, mode: str) -> Grid:
-    """Laser takes 2048 rows or more in each call."""
+    """Choose the grid; laser needs at least 2048 rows in each call."""
     if kind.way != "laser":
         return GRID
     return (2 * ring * ROWS[mode].blocks, 32, 32)
@@ -124,7 +124,7 @@ def grid_of(kind: Kind, ring: int, mode: str) -> Grid:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_order_of_every_kind_and_mode(kind: str) -> None:
-    """Keys and values are quantised once per chunk, masks planned once, queries once per block."""
+    """K/V are quantized and masks planned once per chunk, queries quantized once per block."""
     asked, wrong = KINDS[kind], {}
     for mode, ring in product(ROWS, (1, 2)):
         if asked.way == "laser" and prod(grid_of(asked, ring, mode)) > (2048, 4096)[mode in "02"]:
@@ -136,7 +136,7 @@ def test_order_of_every_kind_and_mode(kind: str) -> None:
 
 
 def attend_at_steps(kind: Kind, mode: str) -> list[str]:
-    """The same layer at one step after the other."""
+    """Run the same layer at four successive steps."""
     plan, chosen = TokenPlan(prod(GRID), 2, 128), composed(kind)
     layer, found = layer_of(Topology(2, 1), mode, chosen), []
     own = [x[:, : plan.shard_len] for x in arranged(chosen, HEADS, GRID)]
@@ -161,7 +161,7 @@ def test_masks_of_later_steps() -> None:
 
 
 def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
-    """bfloat16 where runs have it; [16,4,32,32] latents are the tokens of the grid (4,16,16)."""
+    """Run a model with the dtypes of a run; [16,4,32,32] latents have the grid (4,16,16)."""
     torch.manual_seed(0)
     chosen, events = composed(kind), []
     multiple = kind.attention.row_multiple(1)
@@ -197,7 +197,7 @@ def note(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "fp8", "fp8-transport", "v2", "v3-fp8"])
 def test_a_model_communicates_in_self_attention_alone(name: str) -> None:
-    """Nothing for the text, which is attended to densely; the velocities are gathered once."""
+    """Text attention is dense and needs no communication; velocities are gathered once."""
     kind = KINDS[name]
     for mode in ("0", "2"):
         block = f"{expected(kind, 1, mode)} text FA end"

@@ -41,7 +41,7 @@ LAYOUTS = (Topology(2, 2), Topology(4, 1), Topology(2, 1), Topology(2, 2, "bidir
 
 @cache
 def alone(rig: Path, way: Way) -> Tensor:
-    """What one process makes; nothing is exchanged there."""
+    """Make the latents in one process, without exchanges."""
     flags = tuple(flag for flag in way.flags if flag != "--quant_alltoall")
     return run(1, latents, arguments(rig, way._replace(flags=flags)), way.chip)[0]
 
@@ -73,7 +73,7 @@ def test_latents_of_all_modes(rig: Path, name: str, layout: Topology) -> None:
 
 
 def test_latents_of_pytorchs_own_kernel(rig: Path) -> None:
-    """--attention_backend sdpa, alone and merged by a ring, against the vendor's kernel."""
+    """--attention_backend sdpa, in one process and on a ring, against the vendor's kernel."""
     way = WAYS["dense"]
     asked = [*arguments(rig, way), "--attention_backend", "sdpa"]
     one = run(1, latents, asked, way.chip)[0]
@@ -115,7 +115,7 @@ def test_networks_that_look_at_images(task: str, tmp_path: Path) -> None:
 
 
 def clips(argv: list[str], chip: str, device: str) -> Tensor:
-    """The latents of a command line, of all its clips."""
+    """Make the latents of all clips of a command line."""
     if device == "npu":
         asked, pipeline = composed(argv, chip)
     else:
@@ -139,7 +139,7 @@ def clips(argv: list[str], chip: str, device: str) -> Tensor:
 def test_a_video_that_follows_a_sound(
     clip_count: int, ways: list[list[str]], tmp_path: Path
 ) -> None:
-    """As on a CPU, also where blocks stream and on two ranks."""
+    """Close to the CPU, also with block offload and on two ranks."""
     folder = checkpoint.make(tmp_path / "checkpoint", "s2v-14B", heads=4)
     Image.new("RGB", (96, 64), "gray").save(tmp_path / "gray.png")
     sound = write_wav(tmp_path / "voice.wav", 0.65 * clip_count)
@@ -157,7 +157,7 @@ def test_a_video_that_follows_a_sound(
 
 @pytest.mark.slow
 def test_a_character_that_moves(tmp_path: Path) -> None:
-    """Two clips: as on a CPU, and on two ranks as on one."""
+    """Two clips: close to the CPU, and two ranks close to one."""
     folder = checkpoint.make(tmp_path / "checkpoint", "animate-14B")
     moves = tmp_path / "moves"
     draw(moves, (128, 64), 8)
@@ -172,7 +172,7 @@ def test_a_character_that_moves(tmp_path: Path) -> None:
 
 
 def test_a_video_under_control(tmp_path: Path) -> None:
-    """With a mask and a picture: as on a CPU, and on two ranks as on one where blocks stream."""
+    """With mask and image: close to the CPU; with block offload two ranks are close to one."""
     folder, picture = tmp_path / "checkpoint", tmp_path / "gray.png"
     checkpoint.make(folder, "vace-A14B", heads=4)
     Image.new("RGB", (96, 64), "gray").save(picture)

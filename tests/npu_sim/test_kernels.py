@@ -1,4 +1,4 @@
-"""Kernels of NPUs through the real mindiesd, against float64 attention and mindiesd's own modules.
+"""NPU kernels with the real mindiesd, against float64 attention and mindiesd's modules.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -50,7 +50,7 @@ def test_fused(name: str, chip: Choose, calls: list[Any]) -> None:
         out = kernel(q, k, v)
         assert out.shape == q.shape and out.dtype == dtype
         assert worst(out, exact(q, k, v)) < bound
-        (call,) = calls  # chosen by hand: nothing is timed first
+        (call,) = calls  # the kernel is selected explicitly: none is timed first
         assert call.name == "npu_fusion_attention" and call.facts["layout"] == "BSND"
         assert call.shapes == (tuple(q.shape), tuple(k.shape), tuple(v.shape))
         out, lse = kernel.with_lse(q * 3, k, v)
@@ -102,7 +102,7 @@ def test_laser_refuses_where_mindiesd_takes_another_kernel(chip: Choose, calls: 
 
 
 def test_what_a_chip_does_not_have_is_not_made() -> None:
-    """Settings refuse it before."""
+    """Kernels assert that their chip has them; settings refuse it before."""
     having = {
         npu.LaserKernel: "A2 A3",
         npu_quant.NpuBlockQuantizer: "A5",
@@ -120,7 +120,7 @@ def test_what_a_chip_does_not_have_is_not_made() -> None:
 
 
 def test_block_quantise(chip: Choose, calls: list[Any]) -> None:
-    """By hand: each block's largest number becomes 448."""
+    """Against an explicit computation: each block's largest value becomes 448."""
     chip("A5")
     quantise = npu_quant.NpuBlockQuantizer(target("A5"))
     for rows, size in ((128, 64), (256, 64), (128, 128), (256, 128)):
@@ -135,11 +135,11 @@ def test_block_quantise(chip: Choose, calls: list[Any]) -> None:
             assert torch.equal(values.float(), (block / scale).to(values.dtype).float())
         assert found.rows_per_scale == rows and found.values.dtype == torch.float8_e4m3fn
         assert names(calls) == ["npu_dynamic_block_quant"] * 2
-        assert found.values.transpose(1, 2).is_contiguous()  # as the attention kernel wants it
+        assert found.values.transpose(1, 2).is_contiguous()  # the layout of the attention kernel
 
 
 class WanSelfAttention(nn.Module):
-    """What mindiesd needs to find of a layer: a name, and heads of a known size."""
+    """The attributes that mindiesd needs of a layer: class name, heads and head size."""
 
     def __init__(self, heads: int, size: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class WanSelfAttention(nn.Module):
 
 
 def vendor_fp8(heads: int, size: int, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """mindiesd's own FP8 attention, made by its online quantisation (W16A16F8)."""
+    """Make mindiesd's FP8 attention by its online quantization (W16A16F8)."""
     import mindiesd
 
     holder = nn.ModuleDict({"self_attn": WanSelfAttention(heads, size)}).to(dtype)
@@ -181,7 +181,7 @@ def test_fp8_is_that_of_mindiesd(chip: Choose, calls: list[Any]) -> None:
 
 
 def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None:
-    """Each part has the bits it has in the whole; keys and values are quantised once."""
+    """Blocks, heads and samples alone have the same bits; K/V are quantized once."""
     chip("A5")
     method = our_fp8(64, BF16)
     q, k, v = qkv(300, 300, heads=3, batch=2)
@@ -198,7 +198,7 @@ def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None
 
 
 def test_fp8_takes_any_strides(chip: Choose) -> None:
-    """As they come out of an exchange: values and scales with tokens first."""
+    """Strides as after an exchange: values and scales with tokens first."""
     chip("A5")
     quantise = npu_quant.NpuBlockQuantizer(target("A5"))
     kernel = npu_quant.NpuFp8Attention(target("A5"))
@@ -211,7 +211,7 @@ def test_fp8_takes_any_strides(chip: Choose) -> None:
 
 
 def clocks(log: Path) -> list[int]:
-    """What a process has set, and whoever came after it."""
+    """Read the frequencies that a process and its watcher have set."""
     facts = [json.loads(line)["facts"] for line in Path(f"{log}.0").read_text().splitlines()]
     return [fact["freq"] for fact in facts if "freq" in fact]
 
@@ -245,11 +245,11 @@ def ended_by(number: signal.Signals) -> int:
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda one: one.name)
 def test_clock_is_restored_in_the_middle_of_a_block(number: signal.Signals, tmp_path: Path) -> None:
-    """After SIGKILL by the process that outlives the rank; torchrun ends ranks by SIGTERM."""
+    """After SIGKILL the watcher process restores the clock; torchrun sends SIGTERM."""
     with Ranks([{"NPU_SIM_LOG": str(tmp_path / "log")}], ended_by, number) as process:
         assert (
             process.ended() == [-number] and "went on" not in process.said()
-        )  # nor does that live on
+        )  # and the watcher ends too
     assert clocks(tmp_path / "log") == [1650, 1400, 1650]
 
 
@@ -260,5 +260,5 @@ def test_clock_is_restored_once_by_an_orderly_end(tmp_path: Path) -> None:
     )
     env = os.environ | {"NPU_SIM_LOG": str(tmp_path / "log")}
     done = subprocess.run([sys.executable, "-c", work], env=env, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr  # its outputs are closed: nothing of it lives on
+    assert done.returncode == 0, done.stderr  # its outputs are closed: no process is left
     assert clocks(tmp_path / "log") == [1650, 1400, 1650]

@@ -1,7 +1,7 @@
-"""Every kernel and method of an NPU on every layout of ranks: modes agree, and so do the oracles.
+"""Every NPU kernel and backend on every layout of ranks: modes agree with each other and oracles.
 
-Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its rank:
-whatever is computed from it would be seen.
+Legend: B batch, S all tokens, N heads, D head size. Padding that is not exchanged holds NaN,
+so a result computed from padding is NaN too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BOUNDS = {"dense": (2e-2, 5e-3), "laser": (2e-2, 5e-3), "fp8": (2e-2, 5e-3)}
 
 
 def ulp(x: Tensor) -> float:
-    """Distance of bfloat16 values around the largest of x."""
+    """Return the spacing of bfloat16 values at the largest value of x."""
     return 2.0 ** (floor(log2(x.float().abs().max().item())) - 7)
 
 
@@ -61,7 +61,7 @@ def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
 
 
 def compare_modes(case: Case, expected: Tensor) -> None:
-    """Of this rank: how far modes of several blocks are from mode 0, mode 0 from one process."""
+    """On one rank: compare the modes with mode 0, and mode 0 with one process."""
     topology, kind, heads, grid = case
     multiple = kind.attention.row_multiple(topology.ring) if topology.world > 1 else 1
     plan = TokenPlan(prod(grid), topology.world, multiple)
@@ -88,7 +88,7 @@ def compare_modes(case: Case, expected: Tensor) -> None:
 
 
 def of_one(kind: Kind, heads: int, grid: Grid) -> Tensor:
-    """The whole sequence given to kernel or method itself, compared with the oracle."""
+    """Run the kernel or backend on the full sequence and compare it with the oracle."""
     chosen = composed(kind)
     q, k, v = arranged(chosen, heads, grid)
     step = replace(step_info(kind, grid), layer=0)
@@ -117,7 +117,7 @@ def check(case: Case) -> None:
 
 
 def possible(topology: Topology, kind: Kind) -> bool:
-    """Numbers for the exchanges need exchanges; laser gathers, so a ring's type is no matter."""
+    """Exchange in FP8 needs Ulysses ranks; laser gathers, so one ring type is enough."""
     if kind.name == "laser":
         return topology.ring_type == "ring"
     return not kind.attention.quant_alltoall or topology.ulysses > 1
@@ -128,9 +128,9 @@ LINES = [*topologies(2), Topology(4, 1), Topology(1, 4), Topology(1, 4, "bidirec
 
 
 def cases_of(index: int, kind: Kind) -> Iterator[Case]:
-    """One process, both dimensions, and a line of ranks; all heads and grids in turn.
+    """List cases of one process, a 2 x 2 layout and a one-dimensional layout; sizes take turns.
 
-    Laser on a ring takes 8192 tokens or more, and is left to the slow test.
+    Laser on a ring needs at least 8192 tokens and is tested in the slow test only.
     """
     if kind.name == "laser":
         yield Topology(2, 1), kind, 4, LASER_GRIDS[1][1]
@@ -162,7 +162,7 @@ def test_all_combinations(topology: Topology, kind: Kind) -> None:
 
 
 def exchanged(name: str, heads: int) -> list[tuple[str, bool, int]]:
-    """(mode, whether one exchange of q, k, v gives the bits of three, its copies)."""
+    """Return (mode, whether fused and split exchanges are bit-equal, copies of fused)."""
     kind, grid, found = KINDS[name], GRIDS[0], []
     chosen = composed(kind)
     plan = TokenPlan(prod(grid), 2, kind.attention.row_multiple(1))
@@ -183,7 +183,7 @@ def exchanged(name: str, heads: int) -> list[tuple[str, bool, int]]:
 
 @pytest.mark.parametrize("name", ["dense", "fp8", "fp8-transport", "v2", "v3-fp8"])
 def test_one_exchange_gives_operators_what_they_take(name: str) -> None:
-    """One copy of q, k, v in each chunk; what is quantised before is contiguous as it arrives."""
+    """Each chunk copies q, k, v once; values quantized before the exchange need no copy."""
     tensors = 0 if name == "fp8-transport" else 3
     for heads, chunks in ((8, 4), (5, 2)):
         for found in run(2, exchanged, name, heads):

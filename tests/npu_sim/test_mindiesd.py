@@ -1,4 +1,4 @@
-"""mindiesd itself, where nothing of ours calls it: what it sets, and rules that ours follows."""
+"""Side effects of importing mindiesd, and rules of mindiesd that `wan` follows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_its_import_allows_internal_formats(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def computed(steps: int, start: int, end: int, interval: int) -> list[int]:
-    """The steps in which mindiesd computes attention."""
+    """List the steps in which mindiesd computes attention."""
     limits = {"step_start": start, "step_end": end, "step_interval": interval}
     config = mindiesd.CacheConfig("attention_cache", blocks_count=1, steps_count=steps, **limits)
     agent, found = mindiesd.CacheAgent(config), list[int]()

@@ -1,4 +1,4 @@
-"""A whole W8A8_MXFP8 export, as msmodelslim describes it, on the simulated A5."""
+"""A W8A8_MXFP8 export in msmodelslim's format on the simulated A5."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUP, LARGEST = 32, 8  # values under one power of two; the exponent of E4M3's 
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 payload and the exponents of its groups, by OCP's rule (MX 1.0, section 6.3)."""
+    """Return E4M3 values and the exponents of their groups (OCP MX 1.0, section 6.3)."""
     groups = F.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
     exponents = torch.where(largest > 0, largest.log2().floor() - LARGEST, -127.0)
@@ -44,7 +44,7 @@ def meant(x: Tensor) -> Tensor:
 
 
 def export(checkpoint: Path, out: Path) -> Path:
-    """All linear layers of the blocks of both experts."""
+    """Write an export of all linear layers of the blocks of both experts."""
     for expert, dit in inspect_checkpoint(checkpoint).experts.items():
         folder = out / f"{expert}_model"
         folder.mkdir(parents=True)
@@ -69,7 +69,7 @@ def export(checkpoint: Path, out: Path) -> Path:
 
 
 class Reference(nn.Module):
-    """The layer on plain tensors: inputs are rounded in groups too, sums are float32."""
+    """A reference of the layer: weights and inputs are rounded in groups, sums are float32."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def run(argv: list[str]) -> Tensor:
 
 
 def test_a_whole_run(rig: Path, tmp_path: Path, chip: Callable[[str], None]) -> None:
-    """Close to the run of the float weights, and refused on a chip without the format."""
+    """Latents are close to the float weights'; chips without the format refuse it."""
     words = ["--quant_dit_path", str(export(rig, tmp_path / "q"))]
     chip("A5")
     found, floats = (run(arguments(rig, Way("A5", more))) for more in (tuple(words), ()))

@@ -1,6 +1,6 @@
-"""What a plan runs in place of a vendor's operators makes what they make, in each call of ours.
+"""The planner's meta operators have the result layouts and peak memory of the vendor's.
 
-mindiesd's own code says what it makes of tensors without data; so does the stand-in for torch-npu.
+mindiesd and the stand-in for torch-npu also run on meta tensors, without data.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from wan.settings.kernels import SMALL_OPS
 from wan.torch_private import StorageTracker
 
 GRID, LASER_GRID = (3, 11, 13), (3, 23, 31)  # laser takes 2048 tokens
-# Largest memory of a plan's operator over that of the vendor's. The laser kernel's result is said
-# to be float16 by its shape function, and float32 by its reference.
+# Allowed ratio of the planner's peak memory to the vendor's. The shape function of the laser kernel
+# returns float16, its reference float32.
 MORE = {"mindiesd:attention_forward": 1.4}
 
 
 def lies(found: Any) -> list[tuple[Any, ...]]:
-    """How the tensors of a result lie in memory."""
+    """Return shape, stride and dtype of the tensors of a result."""
     return [(x.shape, x.stride(), x.dtype) for x in tree_leaves(found) if isinstance(x, Tensor)]
 
 
 class Both:
-    """Loads the vendor's operators; a call of one is compared with the plan's."""
+    """Loads the vendor's operators and compares each call with the planner's operator."""
 
     def __init__(self) -> None:
         self.called = set[str]()
@@ -55,7 +55,7 @@ class Both:
             args, named = tree_map_only(Tensor, lambda x: x.to("meta"), (args, named))
             theirs, most = without_data(vendor, args, named)
             ours, planned_most = without_data(planned, args, named)
-            first = len(lies(ours))  # what follows is small, and never looked at
+            first = len(lies(ours))  # further results are small and unused
             same = lies(found)[:first] == lies(theirs)[:first] == lies(ours)
             if not same or not most / 1.02 <= planned_most <= most * MORE.get(name, 1.02):
                 self.wrong[name] = [*map(lies, (found, theirs, ours)), most, planned_most]
@@ -65,7 +65,7 @@ class Both:
 
 
 def without_data(operator: Any, args: Any, named: Any) -> tuple[Any, int]:
-    """What it returns, and the most bytes that live while it works."""
+    """Run an operator on meta tensors; return its result and peak bytes."""
     live = StorageTracker("meta")
     live.exclude(x for x in tree_leaves((args, named)) if isinstance(x, Tensor))
     with live:
@@ -85,7 +85,7 @@ def attend_all(kind: Kind, both: Both) -> None:
 
 
 def call_all(names: list[str], both: Both) -> None:
-    """The small operations, each by itself and all together."""
+    """Call the small operations, each alone and all together."""
     x, (shift, scale) = made(1, 60, 3, 64), (made(1, 1, 192, seed=i) for i in (1, 2))
     flat, weight = x.flatten(2), shift[0, 0]
     for some in (*([name] for name in names), names):

@@ -1,4 +1,4 @@
-"""--power with --device npu: which boards are asked for, and what counts once."""
+"""--power with --device npu: which boards are measured, each only once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_boards_of_two_ranks(rig: Path, tmp_path: Path) -> None:
     """Logic IDs 0 and 1 are the two dies of board 0, 2 is on board 1."""
     tool = make_tool(tmp_path / "bin")
     install(tool, info__m=text("map_A3"), info=text("info_A3_25.2.0"))
-    for board, watts in ((0, "74.0"), (1, "100.0")):  # both dies tell their board's
+    for board, watts in ((0, "74.0"), (1, "100.0")):  # both dies report their board's power
         told = text("common_two_dies").replace("69.0", watts).replace("74.0", watts)
         install(tool, **{f"info__t_common__i_{board}": told})
     argv = [

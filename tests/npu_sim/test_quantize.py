@@ -1,4 +1,4 @@
-"""Quantised weights through the real mindiesd: our int8 reference, our exports, our loading."""
+"""Quantized weights with the real mindiesd: int8 reference, exports and loading."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Task -> tiny checkpoint and its export, of the smaller one with FP8 attention."""
+    """Task -> (tiny checkpoint, its export); that of t2v-1.3B has FP8 attention."""
     root = tmp_path_factory.mktemp("quantised")
     made = {}
     for task, fa in (("t2v-A14B", None), ("t2v-1.3B", "fp8")):
@@ -90,7 +90,7 @@ def test_layer_has_the_bits_of_mindiesd(tmp_path: Path, chip: Choose, calls: lis
 
 
 def test_tool_rounds_as_mindiesd_does_online(folders: Folders, chip: Choose) -> None:
-    """mindiesd's own quantiser of float weights gives the tool's payloads and scales."""
+    """mindiesd's online quantization gives the tool's int8 values and scales."""
     checkpoint, folder = folders["t2v-1.3B"]
     floats = load_file(checkpoint / "diffusion_pytorch_model.safetensors")
     tensors = load_file(folder / "quant_model_weight_w8a8_dynamic.safetensors")
@@ -104,7 +104,7 @@ def test_tool_rounds_as_mindiesd_does_online(folders: Folders, chip: Choose) -> 
 
 
 def network(pair: tuple[Path, Path], where: device.Device, name: str) -> WanModel:
-    """Only its quantised layers are the device's."""
+    """Load an expert with the quantized layers of a device."""
     files, export = inspect_checkpoint(pair[0]).experts[name], read(pair).experts[name]
     return ModelSpec("DiT", lambda: WanModel(**files.config), files.tensors, pair[0]).load(
         device=where.torch_device,
@@ -129,7 +129,7 @@ def velocity(model: WanModel) -> Tensor:
 def test_network_on_the_npu_has_the_bits_of_the_cpu(
     task: str, name: str, folders: Folders, chip: Choose, calls: list[Any]
 ) -> None:
-    """The meta network filled by mindiesd, the rest by us; FP8 entries change nothing."""
+    """mindiesd loads the quantized layers, `wan` the rest; FP8 entries change nothing."""
     model = network(folders[task], device.select_device("npu"), name)
     assert torch_npu.npu.config.allow_internal_format is False
     quantised = {n: m for n, m in model.named_modules() if type(m) is W8A8QuantLinear}
@@ -152,7 +152,7 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
 
 
 def test_layers_are_moved_to_the_device(folders: Folders, chip: Choose) -> None:
-    """mindiesd leaves them on the CPU, where those of the simulated NPU lie too."""
+    """mindiesd leaves them on the CPU; the test uses meta, since the simulated NPU is the CPU."""
     model = meta_dit(inspect_checkpoint(folders["t2v-1.3B"][0]).config)
     export = read(folders["t2v-1.3B"]).experts["dit"]
     given = {"use_nz": True, "dtype": torch.bfloat16, "device": torch.device("meta")}
@@ -176,7 +176,7 @@ def test_fp8_entries_are_read_by_mindiesd(folders: Folders, chip: Choose) -> Non
 
 
 def test_file_modes(folders: Folders, chip: Choose) -> None:
-    """What mindiesd refuses we refuse before, with the command that helps."""
+    """File modes that mindiesd refuses are refused before, with the command to fix them."""
     export = read(folders["t2v-1.3B"]).experts["dit"]
     model = meta_dit(inspect_checkpoint(folders["t2v-1.3B"][0]).config)
     sentences = {}

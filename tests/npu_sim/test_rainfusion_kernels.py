@@ -1,4 +1,4 @@
-"""RainFusion on NPUs: our order, masks and kernels against mindiesd's public sparse_attention."""
+"""RainFusion on NPUs: token order, masks and kernels against mindiesd's sparse_attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAYS = [KINDS["v2"], KINDS["v3"]._replace(chip="A3"), KINDS["v3-A5"], KINDS["v3-
 
 
 def ours(kind: Kind, sparsity: float, size: int = 64) -> RainFusionAttention:
-    """As selected for a chip; size: of heads."""
+    """Make the backend selected for a chip. size: of heads."""
     asked = replace(kind.attention, sparsity=sparsity, sparse_start_step=0)
     method = select_kernels(asked, target(kind.chip, size), {}).backends[0]
     assert isinstance(method, RainFusionAttention)
@@ -38,7 +38,7 @@ def call(grid: Grid) -> StepInfo:
 
 
 def in_order(way: RainFusionAttention, qkv: tuple[Tensor, Tensor, Tensor], grid: Grid) -> Tensor:
-    """Of tokens in raster order."""
+    """Attend to tokens in raster order by reordering them to windows and back."""
     order = make_window_order(grid)
     q, k, v = (x[:, order] for x in qkv)
     return attend(way, q, k, v, call(grid))[:, order.argsort()]
@@ -46,7 +46,7 @@ def in_order(way: RainFusionAttention, qkv: tuple[Tensor, Tensor, Tensor], grid:
 
 @pytest.mark.parametrize("kind", WAYS, ids=lambda kind: f"{kind.way}-{kind.chip}")
 def test_bits_of_mindiesd(kind: Kind, chip: Choose, calls: list[Any]) -> None:
-    """Of every size of heads and dtype that FP8 takes, too; by the same calls of operators."""
+    """Bit-equal results by the same operator calls, for FP8 with other head sizes and dtypes."""
     chip(kind.chip)
     operator = {"v2": "mindiesd.rainfusionattention"}.get(
         kind.way, "mindiesd.block_sparse_attention"
@@ -81,7 +81,7 @@ def test_nothing_left_out_is_dense(kind: Kind, chip: Choose) -> None:
 
 @pytest.mark.parametrize("kind", WAYS, ids=lambda kind: f"{kind.way}-{kind.chip}")
 def test_each_sample_and_each_block_by_itself(kind: Kind, chip: Choose) -> None:
-    """mindiesd's v2 takes the first sample's mask for all; ours has a mask for each."""
+    """mindiesd's v2 uses the first sample's mask for all; `wan` has one for each sample."""
     chip(kind.chip)
     grid = (4, 13, 16)  # and the masks of the samples differ
     q, k, v = (x[:, make_window_order(grid)] for x in in_raster(2, grid, batch=2))

@@ -1,6 +1,6 @@
-"""What the simulated hardware refuses: each call works on its chips, and with one thing wrong not.
+"""Each simulated operator works on its chips, and refuses other chips and wrong arguments.
 
-A call: the chips that have it, the operator, arguments that work, and wrong ones.
+A case: the chips that have the operator, the operator, valid arguments, and wrong ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Blocks stream through two buffers of an NPU, whole networks wait in host memory.
+"""Block offload through two buffers of an NPU, and offload of complete networks.
 
-Streams are names on a CPU. `Streams` takes their place: copies that are asked for on a stream of
-their own run when the computing stream waits for them, so as late as they may, and all that is
-asked of streams is written down:
+On a CPU streams do nothing, so `Streams` replaces them: copies on the copy stream run when the
+computing stream waits for them, as late as possible, and all calls of streams are logged:
 
     wait NAME, mark NAME    the copy stream waits for an event, or records one
     copy BLOCK              a block's weights are copied
@@ -37,7 +36,7 @@ NPU = torch.device("npu", 0)
 
 
 class Streams(TorchFunctionMode):
-    """torch.npu's streams and events, with a log; and what `copy_` does on one of them."""
+    """Replaces torch.npu's streams and events, logs their calls and delays `copy_`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Streams(TorchFunctionMode):
 
 
 class Blocks(nn.Module):
-    """Block i adds i + 1, and says so."""
+    """A network in which block i adds i + 1."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class Blocks(nn.Module):
 def recorded(
     count: int, resident: int, forwards: Sequence[int | None], slab: int = residency._SLAB
 ) -> list[str]:
-    """The log of forwards of so many blocks each, as one string for each."""
+    """Run forwards of so many blocks each; return the log of each as a string."""
     streams = Streams()
     with torch.device("meta"):
         network = Blocks(count)
@@ -134,10 +133,10 @@ def recorded(
 
 
 def test_the_order_of_copies_events_and_blocks() -> None:
-    """A copy is asked for before the block before it computes; it waits for what used the buffer.
+    """A block is copied while the block before it computes, after its buffer is free.
 
-    A and B are the events of the first buffer (its copy is there, its block is done), C and D of
-    the second. Behind the last block comes the first one of the next forward.
+    A and B are the events of the first buffer (copy complete, block done), C and D those of the
+    second. After the last block the first one of the next forward is copied.
     """
     first, second, third = recorded(3, 0, [None] * 3)
     assert first == (
@@ -154,14 +153,14 @@ def test_the_order_of_copies_events_and_blocks() -> None:
 
 
 def test_skipped_blocks_are_not_copied() -> None:
-    """Only the first block computes: it stays where it is."""
+    """Only the first block computes: it stays in its buffer."""
     _, skipped, again, whole = recorded(4, 0, [None, 1, 1, None])
     assert skipped.count("copy") == 1 and again.count("copy") == 0
     assert whole.count("copy") == 3, "of 3, of 4, and of 1 for the next forward"
 
 
 def test_copies_have_the_time_of_resident_blocks() -> None:
-    """Of six, 1, 3 and 5 stay: the copy of 6 is asked for when 3 begins, not when 4 does."""
+    """Blocks 1, 3 and 5 of six are resident: the copy of 6 is started before 3, not before 4."""
     _, found = recorded(6, 3, [None, None])
     assert found == (
         "wait B, copy 4, mark A, 1, behind C, 2, done D, "
@@ -176,14 +175,14 @@ def test_two_blocks_or_fewer_have_nothing_to_wait_for() -> None:
 
 
 def test_blocks_may_end_amid_a_slab_of_host_memory() -> None:
-    """Their parts arrive in their places; 512 bytes each, slabs of 384."""
+    """Blocks of 512 bytes in slabs of 384 are copied in parts."""
     found = recorded(3, 0, [None] * 2, slab=384)
     assert found[1].count("copy") > 3
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A t2v-A14B of five layers with heads that NPUs take."""
+    """A t2v-A14B of five layers with a head size that NPU kernels support."""
     return checkpoint.make(tmp_path_factory.mktemp("deep") / "checkpoint", heads=4, layers=5)
 
 
@@ -202,7 +201,7 @@ def test_latents_are_those_of_whole_networks(deep: Path) -> None:
 
 @pytest.mark.dist
 def test_one_network_is_on_the_device(deep: Path) -> None:
-    """Loading the other one frees the first, which comes back when it is called; then neither."""
+    """Loading one expert frees the other, which returns when called; finally both are freed."""
     argv = [*ASKED.split(), "--ckpt_dir", str(deep), "--offload_model"]
     (expected,) = run(1, latents, [*argv, "false"], "A2")
     ((seen, found),) = run(1, switched, [*argv, "cpu"])
@@ -211,7 +210,7 @@ def test_one_network_is_on_the_device(deep: Path) -> None:
 
 
 def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
-    """Which experts have memory: one loaded, both, the first called, a video made; its latents."""
+    """Record which experts are resident: after each load, after a call, and after a run."""
     asked, pipeline = composed(argv, "A2")
     networks, found = [], []
 

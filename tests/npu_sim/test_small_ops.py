@@ -1,4 +1,4 @@
-"""Fused small operations: against the plain twins in float64 and against mindiesd's public ones."""
+"""Fused small operations against plain ones in float64 and against mindiesd's public ones."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def fused(*names: str) -> Any:
 
 
 def same(found: Tensor, want: Tensor) -> None:
-    """Float32 results that differ by its rounding alone."""
+    """Check that float32 results differ only by rounding."""
     assert found.dtype == torch.float32 and found.shape == want.shape
     assert (found.double() - want.double()).abs().max() < 4e-6
 
 
-# A slice of tokens with a stride, as the model hands it over, and the batch of two samples.
+# Strided slices of tokens, as in the model, and batches of one and two samples.
 INPUTS = [(dtype, batch) for dtype in (F32, torch.bfloat16) for batch in (1, 2)]
 
 
@@ -134,7 +134,7 @@ def model(ops: SmallOps, dtype: torch.dtype) -> WanModel:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(F32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_model(dtype: torch.dtype, bound: float, chip: Choose, calls: list[Any]) -> None:
-    """The whole network: each norm, modulation and rotation is a kernel's; the same result."""
+    """In the full network each norm, modulation and rotation is a fused operator."""
     x, text = made(4, 2, 4, 6, dtype=F32), made(5, 24, seed=1, dtype=F32)
     time = torch.tensor([500.0])
     with torch.no_grad():

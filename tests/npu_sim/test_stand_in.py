@@ -1,4 +1,4 @@
-"""The stand-in for torch_npu, where no kernel's test shows it: masks, devices, hccl, the log."""
+"""Parts of the stand-in for torch_npu that no kernel's test covers: masks, devices, hccl, log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALF = {"rtol": 2e-2, "atol": 2e-3}  # of a bfloat16 result
 
 
 def qkv(rows: int = 300, keys: int = 200, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Contiguous [1,2,S,64]."""
+    """Make contiguous q, k, v [1,2,S,64]."""
     return [x.transpose(1, 2).contiguous() for x in oracles.qkv(rows, keys, dtype=dtype)]
 
 
@@ -36,7 +36,7 @@ def fused(*qkv: Tensor, layout: str = "BNSD", **more: Any) -> Any:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Of [B,N,S,D]."""
+    """Compute float64 attention of [B,N,S,D]."""
     return exact(*(x.transpose(1, 2) for x in (q, k, v)), mask=mask).transpose(1, 2)
 
 
@@ -57,7 +57,7 @@ def test_bits_do_not_depend_on_heads_and_aligned_cuts() -> None:
 
 
 def quantised(x_BNSD: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Payload and scale of the A5, and the values they stand for."""
+    """Return FP8 values and scales of the A5 operator, and the dequantized values."""
     given = {"dst_type": torch.float8_e4m3fn, "row_block_size": rows}
     payload, scale = torch_npu.npu_dynamic_block_quant(x_BNSD[0], **given)
     meant = payload.float() * scale.repeat_interleave(rows, 1)[:, : payload.shape[1]]
@@ -65,7 +65,7 @@ def quantised(x_BNSD: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def block_mask(rows: int, keys: int, k_rows: int = 128) -> tuple[Tensor, Tensor]:
-    """A random mask of blocks [1,2,q,k] with at least one block a row, and the same by rows."""
+    """Make a random block mask [1,2,q,k] with a block in each row, and expand it to rows."""
     blocks = (-(-rows // 128), -(-keys // k_rows))
     mask = torch.rand(1, 2, *blocks, generator=torch.Generator().manual_seed(3)) < 0.5
     mask[..., 0] = True

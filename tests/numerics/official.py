@@ -1,4 +1,4 @@
-"""What the comparisons with official tensors share: distances, weights, and parts of a pipeline."""
+"""Helpers of comparisons with official tensors: distances, weights and parts of a pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 
 class Networks:
-    """Stands where a pipeline's networks are handed out, and is the network itself."""
+    """Replaces a pipeline's store of experts by a single network."""
 
     def get(self, _: str) -> Any:
         return self
@@ -35,11 +35,11 @@ class Networks:
 
 
 class Parts:
-    """What the loop over clips asks of a pipeline, made of the official vectors' networks.
+    """The parts of a pipeline that generating clips needs, with the official test weights.
 
     Args:
-        folder: Of the official tensors of a kind of networks.
-        cases: The file of a whole run.
+        folder: Folder of the official tensors of one kind of network.
+        cases: The file of a complete run.
         experts: The network of the run.
     """
 

@@ -1,7 +1,8 @@
-"""A Wan network in plain steps, token by token in float64, as the official recipe describes it.
+"""A reference implementation of Wan networks in float64, after the official description.
 
-It stands beside the network that is tested: weights come by their official names, and nothing of
-`wan` is used. Legend: S tokens, T text tokens, C channels, N heads, D head size.
+It uses nothing of `wan`; weights have their official names.
+
+Legend: S tokens, T text tokens, C channels, N heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Place = tuple[int, int, int]
-"""Where a token stands: time, row, column."""
+"""Position of a token: time, row, column."""
 
 
 class Weights:
@@ -30,20 +31,20 @@ class Weights:
         return x @ self[f"{name}.weight"].T + self[f"{name}.bias"]
 
     def conv(self, name: str, x_CFHW: Tensor) -> Tensor:
-        """A patch embedding as the convolution that it officially is: tokens [S,C] in raster."""
+        """Apply a patch embedding as a convolution: tokens [S,C] in raster order."""
         weight = self[f"{name}.weight"]
         found = F.conv3d(x_CFHW[None].double(), weight, self[f"{name}.bias"], weight.shape[2:])
         return found[0].flatten(1).T
 
     def causal(self, name: str, x_TC: Tensor, stride: int = 1) -> Tensor:
-        """A convolution of three steps over time, of which none is later; the first is repeated."""
+        """Apply a causal convolution of 3 time steps; the first step is repeated as padding."""
         rows = torch.cat((x_TC[:1], x_TC[:1], x_TC))
         taps_TK, weight = rows.unfold(0, 3, stride).flatten(1), self[f"{name}.conv.weight"]
         return taps_TK @ weight.flatten(1).T + self[f"{name}.conv.bias"]
 
 
 def normed(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Mean 0 and variance 1 over the channels."""
+    """Normalize to mean 0 and variance 1 over the channels."""
     centred = x - x.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
 
@@ -57,7 +58,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def attention(q_SC: Tensor, k_TC: Tensor, v_TC: Tensor, heads: int) -> Tensor:
-    """Every query attends to all keys, head by head."""
+    """Compute dense attention, head by head."""
     found = []
     for q, k, v in zip(*(x.chunk(heads, -1) for x in (q_SC, k_TC, v_TC)), strict=True):
         found.append((q @ k.T / math.sqrt(q.shape[-1])).softmax(-1) @ v)
@@ -69,7 +70,7 @@ def raster(times: Sequence[int], rows: Sequence[int], columns: Sequence[int]) ->
 
 
 def rotated(x_SC: Tensor, places: Sequence[Place], heads: int) -> Tensor:
-    """Rotary positions: pairs of neighbours are complex numbers, split among the three axes."""
+    """Apply RoPE: neighboring channels form complex numbers, split among the three axes."""
     size = x_SC.shape[1] // heads
     third = size // 2 // 3
     pairs = size // 2 - 2 * third, third, third
@@ -84,12 +85,12 @@ def rotated(x_SC: Tensor, places: Sequence[Place], heads: int) -> Tensor:
 
 
 class Plain:
-    """The parts of a Wan network that all of its kinds have.
+    """The parts that all kinds of Wan networks share.
 
     Args:
-        network: The network that it does as.
-        heads: Its heads.
-        text_len: Rows to which a text is padded with zeros.
+        network: The network with the weights.
+        heads: Number of heads.
+        text_len: Tokens to which a text is padded with zeros.
     """
 
     def __init__(self, network: nn.Module, heads: int, text_len: int) -> None:
@@ -101,7 +102,7 @@ class Plain:
         return self.weights.linear("text_embedding.2", first)
 
     def time(self, t: float, channels: int) -> tuple[Tensor, Tensor]:
-        """The embedding [C] of a timestep, and the six parts [6,C] of its modulation."""
+        """Return the embedding [C] of a timestep and its modulation [6,C]."""
         half = channels // 2
         angles = t * 10000 ** (-torch.arange(half, dtype=torch.float64) / half)
         features = torch.cat((angles.cos(), angles.sin()))
@@ -110,7 +111,7 @@ class Plain:
         return e, linear("time_projection.1", silu(e)).unflatten(0, (6, -1))
 
     def qkv(self, name: str, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of x, keys and values of a context; the first two are normalised."""
+        """Return normalized queries of x and keys of a context, and the context's values."""
         w, linear = self.weights, self.weights.linear
         q = rms(linear(f"{name}.q", x), w[f"{name}.norm_q.weight"])
         k = rms(linear(f"{name}.k", context), w[f"{name}.norm_k.weight"])
@@ -125,7 +126,7 @@ class Plain:
         text: Tensor,
         image: Tensor | None = None,
     ) -> Tensor:
-        """A block; each token has a modulation of its own. image: tokens beside the text."""
+        """Run a block with one modulation per token. image: image tokens for cross-attention."""
         name, w = f"blocks.{layer}", self.weights
         parts = (w[f"{name}.modulation"] + modulation_S6C).unbind(1)
         shift1, scale1, gate1, shift2, scale2, gate2 = parts
@@ -146,7 +147,7 @@ class Plain:
         return x + w.linear(f"{name}.ffn.2", y) * gate2
 
     def velocity(self, x: Tensor, e: Tensor, grid: Place) -> Tensor:
-        """The head, and patches of 1 x 2 x 2 put together to [16,F,H,W]."""
+        """Apply the head and assemble patches of 1 x 2 x 2 to [16,F,H,W]."""
         shift, scale = (self.weights["head.modulation"][0] + e).unbind(0)
         x = self.weights.linear("head.head", normed(x) * (1 + scale) + shift)
         (frames, rows, columns), out = grid, torch.empty(16, grid[0], 2 * grid[1], 2 * grid[2])
@@ -157,7 +158,7 @@ class Plain:
 
 
 def tiny(make: Callable[[], nn.Module]) -> nn.Module:
-    """A network with random weights that keep activations near 1, and none at its default."""
+    """Make a network with random weights for activations near 1; none has its default value."""
     torch.manual_seed(0)
     network = make().eval().requires_grad_(False)
     for name, weight in network.named_parameters():

@@ -1,4 +1,4 @@
-"""Large tensors of the official vectors, which are computed from their names instead of stored."""
+"""Large tensors of the official test vectors, computed from their names instead of stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _mixed(z: np.ndarray | np.uint64) -> np.ndarray | np.uint64:
 
 
 def procedural(seed: int, name: str, shape: Sequence[int], log2_scale: int) -> Tensor:
-    """float32, exact in bfloat16."""
+    """Compute a float32 tensor whose values are exact in bfloat16."""
     with np.errstate(over="ignore"):
         key = _mixed(np.uint64((seed << 32) | zlib.crc32(name.encode())) + _STEP)
         counts = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""What comparisons share: texts of a run, and self-attention that notes whose sample it sees."""
+"""Helpers of comparisons: prompt embeddings, and self-attention that records its sample index."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ STEP = StepInfo(1, 4, "cond", "dit", (1, 1, 1), 1)
 
 
 def texts() -> dict[str, Tensor]:
-    """The embeddings of a run's prompt and negative prompt."""
+    """Make embeddings of a prompt and a negative prompt."""
     generator = torch.Generator().manual_seed(5)
     names = {"prompt_embeds": 9, "negative_prompt_embeds": 20}
     return {name: torch.randn(rows, 64, generator=generator) for name, rows in names.items()}
 
 
 def padded(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same as diffusers takes them."""
+    """Pad the embeddings to 512 tokens with a batch axis, as diffusers expects them."""
     return {name: F.pad(x, (0, 0, 0, 512 - len(x)))[None] for name, x in given.items()}
 
 
 class Samples:
-    """Makes each block's attention; `seen` are the samples, in the order of calls."""
+    """Makes each block's attention; `samples` has the sample index of each call."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []

@@ -52,7 +52,7 @@ def network(folder: Path, **components: Any) -> WanAnimateModel:
 
 
 def inputs(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments of a case, and what the file holds for it."""
+    """Return the model arguments of a case and its tensors in the file."""
     case, stored = told(folder)["cases"][name], load_file(folder / "dit_animate.cases.safetensors")
     own = {k.removeprefix(f"{name}."): x for k, x in stored.items() if k.startswith(f"{name}.")}
     if "all -1" in case["face"]:
@@ -79,7 +79,7 @@ def inputs(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 @pytest.mark.parametrize("case", ["b", *map(slow, ("a", "c", "d", "black"))])
 @torch.no_grad()
 def test_network(animate: Path, case: str) -> None:
-    """In the second forward what depends on the clip alone is kept from the first."""
+    """The second forward uses the features of the clip that the first one cached."""
     model, (arguments, stored) = network(animate, text_kv_cache=True), inputs(animate, case)
     for _ in range(2):
         assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
@@ -116,7 +116,7 @@ def test_the_motion_of_a_face(animate: Path) -> None:
 
 
 def test_helpers(animate: Path) -> None:
-    """OpenCV's resize between bars, the plan of clips, ping-pong, and masks: exact."""
+    """Letterboxing with OpenCV's resize, clip plans, ping-pong indices and masks are exact."""
     stored = load_file(animate / "animate_helpers.safetensors")
     plans = told(animate, "animate_helpers")
     for name in ("down", "exact", "odd", "same", "tall", "wide"):
@@ -152,7 +152,7 @@ def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> VideoPara
 
 
 class _Networks(Networks):
-    """The network of the runs, whose motion encoder knows the stored rows; it keeps the calls."""
+    """The network of the runs; its motion encoder looks up stored motions; records calls."""
 
     def __init__(self, folder: Path) -> None:
         self.model = network(folder)
@@ -176,7 +176,7 @@ class _Networks(Networks):
 
 
 class _Pipeline(Parts):
-    """With CLIP's features of the run."""
+    """A pipeline with the CLIP features of the run."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "e2e_animate.cases.safetensors", _Networks(folder))

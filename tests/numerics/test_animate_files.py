@@ -34,7 +34,7 @@ KEYS_AND_VALUES = "face_adapter.fuser_blocks.0.linear1_kv.weight"
 
 
 def loaded(folder: Path, **values: Any) -> Any:
-    """The network of a folder as a run loads it, in float32."""
+    """Load the network of a folder as a run does, in float32."""
     checkpoint = inspect_checkpoint(folder, presets=(PRESET,))
     check_task(checkpoint, PRESET)
     files = checkpoint.experts["dit"]
@@ -51,7 +51,7 @@ def stored_state(folder: Path) -> dict[str, Tensor]:
 
 
 def single_file(tensors: dict[str, Tensor], folder: Path, prefix: str = "") -> Path:
-    """One file of a published kind of name in a folder that has no config.json."""
+    """Write one file with a published name into a folder without config.json."""
     folder.mkdir()
     renamed = {prefix + name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(renamed, folder / "Wan2_2-Animate-14B.safetensors")
@@ -59,7 +59,7 @@ def single_file(tensors: dict[str, Tensor], folder: Path, prefix: str = "") -> P
 
 
 def scaled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """ComfyUI's FP8: matrices of the blocks and adapters with one scale each."""
+    """Quantize as ComfyUI's FP8: one scale for each matrix of the blocks and adapters."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
@@ -83,7 +83,7 @@ WAYS: dict[str, Callable[[dict[str, Tensor], Path], Path]] = {
 
 
 def test_layouts(tiny: Any, tmp_path: Path) -> None:
-    """Bit-equal tensors from all of them; the Diffusers folder is below."""
+    """All single-file layouts load bit-equal tensors; the Diffusers folder is tested below."""
     official = tiny("animate-14B")
     stored, theirs = stored_state(official), loaded(official).state_dict()
     for name, write in WAYS.items():
@@ -108,7 +108,7 @@ def test_fp8_file(tiny: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_diffusers_folder(tiny: Any) -> None:
-    """Against diffusers' network from the same folder, which is also its own test of the names."""
+    """Against diffusers' network from the same folder; this also tests the mapping of names."""
     folder = tiny("animate-14B", "diffusers")
     theirs: Any = WanAnimateTransformer3DModel.from_pretrained(
         folder / "transformer", torch_dtype=torch.float32
@@ -135,7 +135,7 @@ def test_diffusers_folder(tiny: Any) -> None:
 def test_damaged_keys_and_values(tiny: Any, tmp_path: Path) -> None:
     tensors = convert_to_diffusers(stored_state(tiny("animate-14B")))
     del tensors["face_adapter.0.to_v.bias"]
-    with pytest.raises(InputError, match=r"to_k\.bias lacks the values of these keys"):
+    with pytest.raises(InputError, match=r"to_k\.bias lacks its value tensor"):
         loaded(single_file(tensors, tmp_path / "files"))
 
 
@@ -154,7 +154,7 @@ def folder(animate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @torch.no_grad()
 def test_relighting_lora(prefix: str, folder: Path, animate: Path) -> None:
-    """Of the three namings the official loader drops the third without a word."""
+    """All key prefixes load; the official loader silently ignores `diffusion_model.`."""
     made = told(animate)["lora"]
     pairs = {
         name: procedural(made["seed"], name, shape, scale)

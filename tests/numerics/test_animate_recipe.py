@@ -1,4 +1,4 @@
-"""Animate without official tensors: its network against plain steps, and its clips by hand."""
+"""Animate's network against a plain float64 implementation, without official tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = {"text_dim": 8, "text_len": TEXT_LEN, "image_dim": 10}
 
 
 class Pooled(nn.Module):
-    """Stands for the motion encoder, which takes a second for each picture."""
+    """Replaces the motion encoder, which takes a second for each image."""
 
     def forward(self, faces_P3HW: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d(faces_P3HW, (1, 171)).flatten(1)[:, :512]
@@ -46,7 +46,7 @@ class PlainAnimate(Plain):
         return normed(x, 1e-5) * w[f"{name}.4.weight"] + w[f"{name}.4.bias"]
 
     def faces(self, motion_PC: Tensor) -> Tensor:
-        """Five tokens of each latent frame, [F,5,C]; those of the reference are zeros."""
+        """Return five face tokens of each latent frame, [F,5,C]; zeros for the reference frame."""
         w, found = self.weights, []
         for group in w.causal("face_encoder.conv1_local", motion_PC.double()).chunk(4, dim=1):
             x = silu(normed(group))
@@ -58,7 +58,7 @@ class PlainAnimate(Plain):
         return torch.cat((torch.zeros_like(tokens[:1]), tokens))
 
     def adapter(self, number: int, x: Tensor, faces: Tensor) -> Tensor:
-        """What the tokens see of the face of their own frame."""
+        """Return each frame's cross-attention to the face tokens of the same frame."""
         w, name, found = self.weights, f"face_adapter.fuser_blocks.{number}", []
 
         def each_head(x: Tensor, norm: str) -> Tensor:
@@ -91,7 +91,7 @@ class PlainAnimate(Plain):
 
 
 def scene(frames: int, sides: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor, Any]:
-    """Latents, a text, and what else a forward is given."""
+    """Make latents, a text and the other inputs of a forward."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
@@ -105,14 +105,14 @@ def scene(frames: int, sides: tuple[int, int], seed: int = 0) -> tuple[Tensor, T
 
 
 def black(given: dict[str, Any]) -> dict[str, Any]:
-    """As the unconditional branch is given it: one picture all the time, without its memory."""
+    """Return the inputs of the unconditional branch, with an expanded black face."""
     faces = torch.full((1, 3, 1, 1, 1), -1.0).expand_as(given["face_pixel_values"])
     return {**given, "face_pixel_values": faces}
 
 
 @torch.no_grad()
 def test_network() -> None:
-    """Clips in turn and both branches, twice each: nothing of one is taken for another's."""
+    """Clips and branches in turn, twice each: cached features are never mixed up."""
     plain, t = PlainAnimate(), torch.tensor([700])
     models = [network(text_kv_cache=kept) for kept in (False, True)]
     for x, text, given in (scene(3, (4, 6)), scene(2, (4, 4), 1)):
@@ -125,7 +125,7 @@ def test_network() -> None:
 
 @torch.no_grad()
 def test_one_input_changes() -> None:
-    """As from clip to clip, where CLIP's features and the black face stay the same tensor."""
+    """Inputs change one by one, as between clips, where some tensors stay the same object."""
     model, plain = network(text_kv_cache=True), PlainAnimate()
     x, text, given = scene(2, (4, 4))
     others = scene(2, (4, 4), seed=9)[2]
@@ -136,7 +136,7 @@ def test_one_input_changes() -> None:
 
 @torch.no_grad()
 def test_two_samples_of_one_forward() -> None:
-    """Each has its own pose and face, also where what these become is kept."""
+    """Two samples with different poses and faces, with and without cached features."""
     samples, plain, t = Samples(), PlainAnimate(), torch.tensor([300, 900])
     model = network(text_kv_cache=True, attention=samples)
     pair = [scene(2, (4, 4), seed) for seed in (3, 4)]
@@ -154,7 +154,7 @@ def test_two_samples_of_one_forward() -> None:
 
 @torch.no_grad()
 def test_other_weights_for_the_same_inputs() -> None:
-    """What is kept of a clip is forgotten with what is kept of the text."""
+    """`clear_caches` drops the cached features of clip and text."""
     model = network(text_kv_cache=True)
     x, text, given = scene(2, (4, 4))
     model([x], torch.tensor([500]), context=[text], seq_len=99, **given)
@@ -179,7 +179,7 @@ def test_networks_that_were_not_published() -> None:
 
 
 def scaled(w: Weights, name: str, x: Tensor, stride: int = 1, pad: int = 0) -> Tensor:
-    """A convolution whose weights are divided by the root of what each output sums over."""
+    """Apply a convolution whose weights are divided by the square root of their fan-in."""
     weight = w[f"{name}.weight"]
     return F.conv2d(x, weight / weight[0].numel() ** 0.5, None, stride, pad)
 
@@ -190,14 +190,14 @@ def leaky(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def blurred(x: Tensor, pad: int) -> Tensor:
-    """Each channel by itself, weighted 1 3 3 1 along rows and columns."""
+    """Blur each channel with the weights 1 3 3 1 along rows and columns."""
     row = torch.tensor([1.0, 3.0, 3.0, 1.0]).double() / 8
     x = F.pad(x, [pad] * 4).unfold(3, 4, 1) @ row
     return (x.transpose(2, 3).unfold(3, 4, 1) @ row).transpose(2, 3)
 
 
 def halved(w: Weights, name: str, x: Tensor) -> Tensor:
-    """A residual block of the motion encoder, which halves the sides."""
+    """Apply a residual block of the motion encoder, which halves the sides."""
     y = leaky(w, f"{name}.conv1.1", scaled(w, f"{name}.conv1.0", x, pad=1))
     y = leaky(w, f"{name}.conv2.2", scaled(w, f"{name}.conv2.1", blurred(y, 2), stride=2))
     skip = scaled(w, f"{name}.skip.1", blurred(x, 1), stride=2)
@@ -206,7 +206,7 @@ def halved(w: Weights, name: str, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def test_motion_encoder() -> None:
-    """Its first layers on a small picture, and from its last two blocks to a face's motion."""
+    """The first layers on a small image, and the last two blocks up to the motion."""
     torch.manual_seed(0)
     encoder: Any = MotionEncoder(512)
     for name, weight in encoder.named_parameters():

@@ -1,4 +1,4 @@
-"""Our networks and whole runs against diffusers, a second implementation with the same weights."""
+"""`wan`'s networks and complete runs against diffusers with the same weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from wan.settings.request import make_video_params
 
 # diffusers' timestep sinusoid is float32: up to 4e-5 off, which moves the output by 2.5e-5.
 TOLERANCE = 1e-4
-HEADS = [(12, 24), (40, 12), (24, 24), (2, 128), (3, 48)]  # and their size
+HEADS = [(12, 24), (40, 12), (24, 24), (2, 128), (3, 48)]  # (heads, size of a head)
 
 
 def twins(in_dim: int, out_dim: int, heads: int, head_dim: int, model_type: str) -> Any:
@@ -98,7 +98,7 @@ def test_dit(kind: str, heads: int, head_dim: int) -> None:
 
 
 def official_scheduler(solver: str, shift: float) -> Any:
-    """diffusers' solver whose set_timesteps, called by its pipelines, takes the official table."""
+    """Make diffusers' solver with the official sigmas and timesteps."""
 
     def official(steps: int) -> Any:
         values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
@@ -139,7 +139,7 @@ def official_scheduler(solver: str, shift: float) -> Any:
     ],
 )
 def test_whole_run(tiny, image_path: Path, task: str, images: int, solver: str) -> None:
-    """Latents of a whole run, experts, guidance pair, conditioning and solver included."""
+    """Latents of a complete run with experts, guidance, conditioning and solver."""
     two = task.endswith("A14B")
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
@@ -168,7 +168,7 @@ def test_whole_run(tiny, image_path: Path, task: str, images: int, solver: str) 
 
 @pytest.mark.parametrize("threshold", [0.5, slow(0.8)])
 def test_first_block_cache(tiny, threshold: float) -> None:
-    """diffusers' own: the same steps computed by both experts, the same latents."""
+    """Both experts compute the steps of diffusers' first-block cache, with the same latents."""
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
     model = wan.WanT2V(
@@ -206,7 +206,7 @@ def test_first_block_cache(tiny, threshold: float) -> None:
 
 
 def clip_features(encoder: Any, images: list[Image.Image]) -> torch.Tensor:
-    """transformers' network on what the official code shows it."""
+    """Run transformers' CLIP with the official preprocessing."""
     pictures = [torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1 for image in images]
     resized = [F.interpolate(x[None].float(), size=(224, 224), mode="bicubic") for x in pictures]
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
@@ -227,7 +227,7 @@ def diffusers_latents(
     prepare: Callable[[Any], object] = lambda pipe: None,
     size: tuple[int, int] = (96, 64),
 ) -> torch.Tensor:
-    """prepare: changes the pipeline before it is called."""
+    """Make latents with diffusers. prepare: changes the pipeline before the call."""
     kind = WanImageToVideoPipeline if images else WanPipeline
     pipe = kind.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.scheduler = official_scheduler(solver, 5.0)

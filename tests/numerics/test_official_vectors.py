@@ -1,4 +1,4 @@
-"""Our numbers against tensors that the official code produced (float32, CPU)."""
+"""Results against tensors that the official code produced (float32, CPU)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_dit(reference: Path) -> None:
 
 @torch.no_grad()
 def test_dit_with_image_tokens(reference: Path) -> None:
-    """Wan2.1's image-to-video network; also its image and text attention each."""
+    """Wan2.1's image-to-video network and its image embedding."""
     told = json.loads((reference / "dit_i2v21.json").read_text())
     state = weights(reference / "dit_i2v21.weights.safetensors")
     cases = load_file(reference / "dit_i2v21.cases.safetensors")
@@ -109,7 +109,7 @@ def test_dit_with_autograd_takes_the_same_path(reference: Path) -> None:
 
 
 def test_bf16_weights_stay_close(reference: Path) -> None:
-    """2 % relative rms is what the official network shows under bfloat16 autocast."""
+    """The official network has a relative rms error of 2 % under bfloat16 autocast."""
     from wan.settings.numerics import keeps_fp32
 
     model, arguments, out = dit_case(reference, "dit_t2v_h12", "a")
@@ -180,7 +180,7 @@ def test_trajectories(reference: Path) -> None:
 
 
 def stored_as(reference: Path, name: str, folder: Path, dtype: torch.dtype) -> Path:
-    """The official weights in a file of their own, for the loader to read."""
+    """Write the official weights as a file that the loader reads."""
     state = load_file(reference / f"{name}.weights.safetensors")
     save_file({key: t.to(dtype) for key, t in state.items()}, folder / "weights.safetensors")
     return folder / "weights.safetensors"
@@ -188,7 +188,7 @@ def stored_as(reference: Path, name: str, folder: Path, dtype: torch.dtype) -> P
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_text_encoder_in_fp32(reference: Path, tiny, tmp_path: Path, stored: torch.dtype) -> None:
-    """Loaded as in a run; also from bfloat16 weights, which are upcast a layer at a time."""
+    """Loaded as in a run, also from bfloat16 weights, which are upcast layer by layer."""
     path = stored_as(reference, "t5", tmp_path, stored)
     network = text.read_text_encoder_spec(path).load(
         device=CPU, dtype_of=text.choose_text_encoder_dtypes(torch.float32)

@@ -45,7 +45,7 @@ def network(folder: Path, **components: Any) -> WanModel_S2V:
 
 
 def inputs(folder: Path, case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments of a case, and what the file holds for it."""
+    """Return the model arguments of a case and its tensors in the file."""
     cases = told(folder, "dit_s2v")["cases"]
     stored = load_file(folder / "dit_s2v.cases.safetensors")
 
@@ -66,7 +66,7 @@ def inputs(folder: Path, case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 @torch.no_grad()
 def test_network(s2v: Path) -> None:
-    """kept: What depends on the clip alone is computed in the first of two forwards."""
+    """With and without caching of the features of the clip; two forwards each."""
     for case, kept in product(CASES, (False, True)):
         model, (arguments, stored) = network(s2v, text_kv_cache=kept), inputs(s2v, case)
         for _ in range(2):
@@ -102,7 +102,7 @@ def test_gradients_take_the_same_path(s2v: Path) -> None:
 
 @pytest.mark.parametrize("name", ["s2v_tone16k", "s2v_tone44k"])
 def test_sound(s2v: Path, name: str) -> None:
-    """From the file to what the network hears in each frame."""
+    """From the audio file to the features of each frame."""
     case = told(s2v, "s2v_audio")["wav_cases"][name]
     stored = load_file(s2v / "s2v_audio.cases.safetensors")
     heard = read_audio(s2v / case["file"])
@@ -136,7 +136,7 @@ def test_sizes(s2v: Path) -> None:
 
 
 class _Networks(Networks):
-    """Stands where a pipeline's networks are handed out: the official tiny ones, and a recorder."""
+    """The network of the run; records its calls."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.calls = network(folder), list[Any]()
@@ -160,7 +160,7 @@ class _Pipeline(Parts):
 
 
 def test_whole_run(s2v: Path) -> None:
-    """Two clips of `WanS2V.generate`: from a picture and a wav to frames, and between."""
+    """Two clips of `WanS2V.generate`: inputs, intermediate results and frames."""
     case = told(s2v, "e2e_s2v")["runs"]["unipc"]
     stored = load_file(s2v / "e2e_s2v.cases.safetensors")
     image, heard = Image.open(s2v / case["image"]), read_audio(s2v / case["audio"])

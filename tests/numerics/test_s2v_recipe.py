@@ -1,4 +1,4 @@
-"""S2V without official tensors: its network against plain steps, and its clips by hand."""
+"""S2V's network against a plain float64 implementation, without official tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wan.modules.s2v import WanModel_S2V
 HEADS, TEXT_LEN, FREQ = 4, 6, 16
 SIZES = {"dim": 48, "ffn_dim": 40, "freq_dim": FREQ, "num_heads": HEADS, "num_layers": 3}
 TEXT = {"text_dim": 8, "text_len": TEXT_LEN}
-LAYERS = (2, 0)  # behind them the sound is heard; weights are in the order of the network
+LAYERS = (2, 0)  # audio is injected after them; weights are in the order of the network
 
 
 def network(**components: Any) -> Any:
@@ -32,7 +32,7 @@ class PlainS2V(Plain):
         super().__init__(model or network(), HEADS, TEXT_LEN)
 
     def sound(self, features_SCT: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [F,3,C] and a vector [F,C] of each latent frame."""
+        """Return audio tokens [F,3,C] and a global vector [F,C] of each latent frame."""
         w, prefix = self.weights, "casual_audio_encoder"
         share = silu(w[f"{prefix}.weights"].flatten())
         mean = sum(s * x for s, x in zip(share, features_SCT.double(), strict=True)) / share.sum()
@@ -52,7 +52,7 @@ class PlainS2V(Plain):
         return torch.stack((*parts, padding), dim=1), whole
 
     def behind(self, ref: Tensor, motion: Tensor | None, grid: Any) -> tuple[Tensor, list[Any]]:
-        """The tokens behind the video's, and where they stand."""
+        """Return the extra tokens (reference and motion frames) and their positions."""
         _, rows, columns = grid
         kinds, w = self.weights["trainable_cond_mask.weight"], self.weights
         tokens = [w.conv("patch_embedding", ref) + kinds[1]]
@@ -77,7 +77,7 @@ class PlainS2V(Plain):
         return torch.cat(tokens), places
 
     def hear(self, number: int, x: Tensor, local: Tensor, whole: Tensor) -> Tensor:
-        """What an injection adds to the video's tokens, frame by frame."""
+        """Return the output of an audio injection for the video tokens, frame by frame."""
         w, name = self.weights, f"audio_injector.injector.{number}"
         adain, found = f"audio_injector.injector_adain_layers.{number}.linear", []
         for tokens, heard, one in zip(x.chunk(len(whole)), local, whole, strict=True):
@@ -112,7 +112,7 @@ class PlainS2V(Plain):
 def scene(
     frames: int, sides: tuple[int, int], known: int, pose: bool, dropped: bool, seed: int = 0
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Latents, a text, and what else a forward is given."""
+    """Make latents, a text and the other inputs of a forward."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
@@ -142,7 +142,7 @@ CASES = {
 
 @torch.no_grad()
 def test_network() -> None:
-    """Kinds of clips in turn, twice each: nothing of one is taken for another's."""
+    """Kinds of clips in turn, twice each: cached features are never mixed up."""
     plain, t = PlainS2V(), torch.tensor([700])
     models = [network(text_kv_cache=kept) for kept in (False, True)]
     for name, (x, text, given) in CASES.items():
@@ -153,7 +153,7 @@ def test_network() -> None:
 
 @torch.no_grad()
 def test_one_input_changes() -> None:
-    """As from clip to clip, where the picture's latents stay the same tensor."""
+    """Inputs change one by one, as between clips, where some tensors stay the same object."""
     model, plain = network(text_kv_cache=True), PlainS2V()
     x, text, given = scene(1, (8, 8), 19, True, False)
     others, cases = scene(1, (8, 8), 19, True, False, seed=9)[2], [given]
@@ -166,7 +166,7 @@ def test_one_input_changes() -> None:
 
 @torch.no_grad()
 def test_two_samples_of_one_forward() -> None:
-    """Each has its own picture, history, pose and sound, also where these are kept."""
+    """Two samples with different inputs, with and without cached features."""
     samples, plain, t = Samples(), PlainS2V(), torch.tensor([300, 900])
     model = network(text_kv_cache=True, attention=samples)
     pair = [scene(1, (8, 8), 19, True, False, seed) for seed in (3, 4)]
@@ -182,7 +182,7 @@ def test_two_samples_of_one_forward() -> None:
 
 @torch.no_grad()
 def test_other_weights_for_the_same_inputs() -> None:
-    """What is kept of a clip is forgotten with what is kept of the text."""
+    """`clear_caches` drops the cached features of clip and text."""
     model = network(text_kv_cache=True)
     x, text, given = scene(1, (8, 8), 19, True, False)
     model([x], torch.tensor([500]), [text], 0, **given)
@@ -195,7 +195,7 @@ def test_other_weights_for_the_same_inputs() -> None:
 
 @torch.no_grad()
 def test_what_depends_on_the_clip_is_computed_once() -> None:
-    """Keys and values of the sound, its encoder and the tokens of the picture: in one forward."""
+    """Audio encoder, audio keys and values, and AdaIN run in the first forward only."""
     model, calls = network(text_kv_cache=True), Counter[str]()
     parts = {"encoder": model.casual_audio_encoder}
     for index in range(len(LAYERS)):
@@ -208,14 +208,14 @@ def test_what_depends_on_the_clip_is_computed_once() -> None:
     for _ in range(3):
         model([x], torch.tensor([500]), [text], 0, **given)
     assert calls == {name: 3 if name.startswith("q") else 1 for name in parts}
-    given["audio_input"].mul_(0.5)  # in place: it is another sound
+    given["audio_input"].mul_(0.5)  # changed in place: it is another audio input
     model([x], torch.tensor([500]), [text], 0, **given)
     assert calls["k0"] == calls["encoder"] == 2
 
 
 @torch.no_grad()
 def test_a_step_cache_looks_at_the_video_alone() -> None:
-    """What stands behind it has the same modulation in every step."""
+    """Extra tokens have the same modulation in every step, so the cache ignores them."""
     seen: list[tuple[int, int]] = []
 
     def cache(x: Tensor, blocks: Any, _: object, valid: int, __: object) -> Tensor:

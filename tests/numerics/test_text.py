@@ -14,7 +14,7 @@ from wan.pipeline import text
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_a_prompt_is_embedded_as_with_512_tokens(tiny: Any, dtype: torch.dtype) -> None:
-    """Also where it has more: what is left out, and how far a prompt is padded, changes nothing."""
+    """Truncation at 512 tokens and shorter padding do not change the embeddings."""
     checkpoint = inspect_checkpoint(tiny("t2v-A14B"))
     network = text.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
         device=torch.device("cpu"), dtype_of=lambda *_: dtype

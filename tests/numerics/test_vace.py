@@ -30,7 +30,7 @@ TEXT_LEN, STEPS = 32, 5
 
 
 def twins(layers: Sequence[int], heads: int, head_dim: int, **components: Any) -> Any:
-    """Our network and diffusers' with the same random weights."""
+    """Make `wan`'s and diffusers' network with the same random weights."""
     torch.manual_seed(0)
     ours = VaceWanModel(
         vace_layers=layers,
@@ -55,7 +55,7 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **components: Any) -
     [
         ([0], 1.0),
         ([0, 2, 4], [1.0, 0.5, 0.25]),
-        ([4, 0, 2], [1.0, 0.5, 0.25]),  # whatever their order, hints go from the first on
+        ([4, 0, 2], [1.0, 0.5, 0.25]),  # hints are used in ascending order of layers
         slow([0, 5], 0.7),
         slow([0, 1, 2, 3, 4, 5], 1.0),
     ],
@@ -63,7 +63,7 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **components: Any) -
 @pytest.mark.parametrize(("heads", "head_dim"), [(12, 8), slow(40, 6), slow(2, 128)])
 @torch.no_grad()
 def test_network(layers: list[int], scales: Any, heads: int, head_dim: int) -> None:
-    """The second forward has the text's keys and values of the first one."""
+    """The second forward uses the cached text keys and values."""
     ours, theirs = twins(layers, heads, head_dim, text_kv_cache=True)
     x, control, context = torch.randn(16, 3, 10, 14), torch.randn(96, 3, 10, 14), torch.randn(7, 48)
     # Of this timestep diffusers' sinusoid, which is float32, is that of float64.
@@ -89,7 +89,7 @@ def test_network(layers: list[int], scales: Any, heads: int, head_dim: int) -> N
 
 @torch.no_grad()
 def test_samples_of_different_sizes() -> None:
-    """Each is computed by itself, and self-attention is told which of them it is."""
+    """Each sample is computed separately; the step has its index."""
     samples = Samples()
     network, _ = twins([0, 3], 4, 8, attention=samples)
     pair = [
@@ -105,7 +105,7 @@ def test_samples_of_different_sizes() -> None:
 
 @torch.no_grad()
 def test_one_hint_at_a_time() -> None:
-    """A control block runs between two main blocks, and what it made is gone before the next."""
+    """A control block runs between two main blocks; its hint is freed before the next one."""
     network, _ = twins([0, 2, 4], 4, 8)
     order: list[str] = []
     hints: list[weakref.ref[torch.Tensor]] = []
@@ -126,7 +126,7 @@ def test_one_hint_at_a_time() -> None:
 
 @torch.no_grad()
 def test_blocks_in_two_goes() -> None:
-    """As a step cache computes them: the control's stream goes on where it stopped."""
+    """As with a step cache: the control stream continues where the first part ended."""
     x, control, context = torch.randn(16, 2, 4, 6), torch.randn(96, 2, 4, 6), torch.randn(7, 48)
     given = [x], torch.tensor([1.0]), [control], [context], 12
     whole, _ = twins([0, 2, 4], 4, 8)
@@ -154,7 +154,7 @@ def test_networks_and_calls_that_do_not_fit() -> None:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A video of 9 frames and 64 x 48 pixels, a mask in greys that moves, and pictures."""
+    """A video of 9 frames and 64 x 48 pixels, a moving gray mask, and two images."""
     folder, random = tmp_path_factory.mktemp("vace"), np.random.default_rng(0)
     rows, columns = np.mgrid[:48, :64]
     frames, masks = [], []
@@ -166,7 +166,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         masks.append(np.repeat(grey.clip(0, 255).astype(np.uint8)[..., None], 3, axis=-1))
     for name, made in (("video", frames), ("mask", masks)):
         imageio.mimwrite(folder / f"{name}.mp4", made, fps=16, macro_block_size=8)
-    # Sides are multiples of 8, to which diffusers would squeeze them first.
+    # Sides are multiples of 8, because diffusers resizes other images first.
     for name, size in (("wide", (72, 32)), ("high", (40, 88))):
         pixels = random.integers(0, 255, (*size[::-1], 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{name}.png")
@@ -200,7 +200,7 @@ SUBSETS = {
     ],
 )
 def test_whole_run(tiny: Any, given: dict[str, Path], task: str, subset: str) -> None:
-    """Latents of a whole run, experts, guidance pair, control and solver included."""
+    """Latents of a complete run with experts, guidance, control and solver."""
     ours, call = own_run(tiny, given, task, SUBSETS[subset])
     references = len(SUBSETS[subset].get("src_ref_images", ()))
     assert ours.shape == (16, 3, 6, 8)
@@ -219,7 +219,7 @@ def test_whole_run(tiny: Any, given: dict[str, Path], task: str, subset: str) ->
 def test_caches_in_diffusers(
     tiny: Any, given: dict[str, Path], policy: str, parameters: dict[str, Any]
 ) -> None:
-    """apply_cache_on_pipe skips control blocks as our own pipeline does."""
+    """apply_cache_on_pipe skips the same control blocks as `wan`'s pipeline."""
     flags = {n if n in FLAGS else f"step_cache_{n}": v for n, v in parameters.items()}
     cache = {"step_cache": policy, "step_cache_force": True, **flags}
     ours, call = own_run(tiny, given, "vace-A14B", SUBSETS["all"], **cache)
@@ -240,7 +240,7 @@ def test_caches_in_diffusers(
 def own_run(
     tiny: Any, given: dict[str, Path], task: str, files: dict[str, list[str]], **settings: Any
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Latents of our pipeline, and what `diffusers_latents` takes to make the same."""
+    """Return `wan`'s latents and the arguments of `make_diffusers_latents` for the same run."""
     two = task.endswith("A14B")
     paths = {name: [str(given[one]) for one in names] for name, names in files.items()}
     ours = wan.WanVace(task, tiny(task), **settings).generate(

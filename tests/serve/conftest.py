@@ -1,4 +1,4 @@
-"""Fixtures of the service's tests, which may be coroutines: each has an event loop of its own."""
+"""Fixtures of the service's tests; each test that is a coroutine gets a new event loop."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ PROMPT = "a red star"
 
 
 class IdleRanks:
-    """Implements what a service asks of its ranks: they take jobs, and make nothing.
+    """Implements the interface of a group of ranks: accepts jobs, and makes no videos.
 
     Attributes:
-        given: What each group of jobs that they were given consists of.
-        cancelled: The jobs that were cancelled while they had them.
+        job_groups: The accepted groups of jobs.
+        cancelled: Ids of accepted jobs that were cancelled.
     """
 
     ready, is_stalled, trouble, down_since, restarts = True, False, None, None, 0
@@ -45,8 +45,7 @@ class Jobs:
     """A service whose ranks are never started: jobs wait, unless `complete` is called.
 
     Attributes:
-        folder: That of --journal.
-        service: The service.
+        folder: The folder of --journal.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Jobs:
         ranks: int = 1,
         **guards: Any,
     ) -> None:
-        """Opens it. guards: Further arguments of `wan.serve.app.make_app`."""
+        """Opens the service. guards: Further arguments of `wan.serve.app.make_app`."""
         argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
         argv += ["--ulysses_size", str(ranks), "--save_file", str(folder / "video.mp4")]
         folder.mkdir(exist_ok=True)
@@ -79,7 +78,7 @@ class Jobs:
         left: asyncio.Event | None = None,
         **headers: str,
     ) -> tuple[int, dict[str, str], Any]:
-        """Returns status, headers and content. left: set when the client leaves."""
+        """Returns status, headers and content. disconnected: Set when the client disconnects."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         given = {"host": "localhost", "content-type": "application/json"} | {
             name.lower().replace("_", "-"): value for name, value in headers.items()
@@ -130,7 +129,7 @@ class Jobs:
         ended: float | None = None,
         record: Mapping[str, Any] = {"prompt": PROMPT},
     ) -> None:
-        """Ends a job as one whose video and record are there."""
+        """Writes the video and the record of a job, and completes it."""
         job = self.service.journal.get(name)
         assert job is not None
         self.service._running[name] = job
@@ -143,14 +142,14 @@ class Jobs:
             self.service.journal.update_job(job, ended=ended)
 
     def have_ranks(self) -> IdleRanks:
-        """Lets ranks take the jobs that wait; what becomes of them is up to the test."""
+        """Starts idle ranks, which accept the waiting jobs; the test decides their results."""
         ranks = IdleRanks()
         self.service.group = ranks  # type: ignore[assignment]
         self.service._handle_message({"is": "ready"})
         return ranks
 
     def tell(self, what: str, **more: Any) -> None:
-        """Tells the service what ranks would."""
+        """Delivers a message of the ranks to the service."""
         self.service._handle_message({"is": what, **more})
 
     def state(self, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A real service for tests: a front that is forked, ranks that it starts, and requests to it."""
+"""A real service for tests: a forked front process, its ranks, and requests to it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def opened(port: int, sent: bytes = b"") -> socket.socket:
-    """A connection that has sent something."""
+    """Opens a connection and sends some bytes."""
     client = socket.create_connection(("127.0.0.1", port), timeout=10)
     client.sendall(sent)
     return client
 
 
 def received(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Receives until the server closes the connection."""
     parts = []
     with suppress(ConnectionResetError):
         while part := client.recv(1 << 16):
@@ -43,18 +43,18 @@ def received(client: socket.socket) -> bytes:
 
 
 def post(length: int, content: bytes = b"", path: str = "/upload") -> bytes:
-    """The headers of a body of some length, and a part of it."""
+    """Returns the headers of a body of `length` bytes, and a part of the body."""
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
     return head.encode() + content
 
 
 def frames(path: Path) -> np.ndarray:
-    """The frames of a video."""
+    """Reads the frames of a video."""
     return np.stack(list(imageio.get_reader(path).iter_data()))
 
 
 def generated(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
-    """The frames that generate.py makes of the same settings."""
+    """Returns the frames that generate.py generates with the same settings."""
     argv = [*map(str, [*flags, "--save_file", path])]
     with Ranks(launcher(ranks) if ranks > 1 else [{}], main, argv) as processes:
         assert processes.ended(300) == [0] * ranks, processes.said()
@@ -62,7 +62,7 @@ def generated(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
 
 
 def _front(argv: Sequence[str], descriptors: int) -> int:
-    """The work of a front."""
+    """Runs the front process."""
     from wan.serve.__main__ import run_service_cli
 
     if descriptors:
@@ -72,7 +72,7 @@ def _front(argv: Sequence[str], descriptors: int) -> int:
 
 
 class Served:
-    """A service in a folder; it may be killed and started again."""
+    """A running service with its files in a folder; it can be killed and restarted."""
 
     def __init__(
         self,
@@ -84,16 +84,16 @@ class Served:
         key: str = "none",
         descriptors: int = 0,
     ) -> None:
-        """Starts it.
+        """Starts the service.
 
         Args:
-            folder: That of --journal.
-            ranks: How many there are.
-            options: Further ones of the service.
-            flags: Of generate.py.
-            path: A folder of modules that ranks find first.
-            key: For its interface.
-            descriptors: That the front and its ranks may open; 0: as many as this process.
+            folder: The folder of --journal.
+            ranks: Number of ranks.
+            options: Further options of the service.
+            flags: Flags of generate.py.
+            path: A folder of modules, first in the import path of the ranks.
+            key: The API key.
+            descriptors: Limit of open files of the front and its ranks; 0: that of this process.
         """
         self.port = int(free_port())
         self.folder, self.url, self._key = folder, f"http://127.0.0.1:{self.port}", key
@@ -106,7 +106,7 @@ class Served:
         self.start()
 
     def start(self) -> None:
-        """Starts the front, and waits until its ranks can make videos."""
+        """Starts the front, and waits until its ranks are ready."""
         self._front = Ranks([self._environment], _front, self._argv, self._descriptors)
         self.front = self._front.processes[0]
         self.wait(lambda: self.health().get("status") == "ok", 120)
@@ -119,7 +119,7 @@ class Served:
         assert kind is not None or (code == 0 and not self.ranks()), self.said()
 
     def wait(self, whether: Callable[[], Any], seconds: float = 60) -> None:
-        """Waits until something holds."""
+        """Waits until a condition holds."""
         deadline = time.monotonic() + seconds
         while not whether():
             assert self.front.is_alive(), f"the front has ended\n{self.said()}"
@@ -127,7 +127,7 @@ class Served:
             time.sleep(0.05)
 
     def said(self) -> str:
-        """Returns the ends of what the front and the ranks have said."""
+        """Returns the last lines of the output of the front and of the log of the ranks."""
         log = self.folder / "ranks.log"
         return "\n".join(
             [self._front.texts[0][-5000:], log.read_text()[-5000:] if log.exists() else ""]
@@ -151,7 +151,7 @@ class Served:
         return answer.status, answer.headers, json.loads(content) if is_json else content
 
     def form(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any, Any]:
-        """Asks with a form of texts, of bytes, which are files, and of lists of them."""
+        """Sends a form; values are texts, bytes (sent as files), or lists of them."""
         lines = []
         each = {name: one if isinstance(one, list) else [one] for name, one in fields.items()}
         for name, value in ((name, value) for name, values in each.items() for value in values):
@@ -163,14 +163,14 @@ class Served:
         return self.ask(path, body, Content_Type="multipart/form-data; boundary=edge")
 
     def health(self) -> dict[str, Any]:
-        """Returns what /health says, {} while nobody answers."""
+        """Returns the answer of /health, or {} if the service does not answer."""
         try:
             return self.ask("/health")[2]
         except OSError:
             return {}
 
     def client(self) -> Any:
-        """Returns the real client; its types know OpenAI's sizes only."""
+        """Returns OpenAI's client; its types allow only OpenAI's sizes."""
         return openai.OpenAI(api_key=self._key, base_url=f"{self.url}/v1")
 
     def create(self, **fields: Any) -> str:
@@ -190,7 +190,7 @@ class Served:
         return self.ask(f"/v1/videos/{video}")[2]
 
     def ranks(self) -> list[int]:
-        """Returns the processes of the ranks."""
+        """Returns the process ids of the ranks."""
         found = []
         for process in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
@@ -251,19 +251,19 @@ if os.environ.get("RANK") and "torch.distributed.run" not in " ".join(sys.orig_a
 
 
 class Faults:
-    """A folder of modules with which ranks fail where and when a test wants."""
+    """A folder of modules that make a function of a rank fail on demand."""
 
     def __init__(self, folder: Path, *places: str) -> None:
-        """Writes them. places: the functions that may fail, as "module:name"."""
+        """Writes the modules. targets: The functions that can fail, as "module:name"."""
         self.path, self._file = folder, folder / "fault.json"
         folder.mkdir()
         text = _FAULTS.replace("PLACES", repr(places))
         (folder / "sitecustomize.py").write_text(text)
 
     def arm(self, rank: int, at: str, do: str, after: bool = False) -> None:
-        """Has a function fail once in a rank.
+        """Makes a function fail once in a rank.
 
-        do: "kill", "raise" or "memory", where none is left. after: When the function has returned.
+        do: "kill", "raise" or "memory" (out of memory). after: Fail when the function returns.
         """
         fault = {"rank": rank, "at": at, "do": do, "after": after}
         written = self._file.with_name("new.json")
@@ -272,5 +272,5 @@ class Faults:
 
     @property
     def is_armed(self) -> bool:
-        """Whether what was asked for has not happened yet."""
+        """Whether the fault has not happened yet."""
         return self._file.exists()

@@ -1,4 +1,4 @@
-"""Limits of connections, with real sockets: who is closed, when, and who never is."""
+"""Limits of connections, with real sockets: which are closed, when, and which never are."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from wan.serve import connections
 from wan.serve.connections import Connections, compute_max_connections, make_server, open_sockets
 
 HEADER, BODY, PAUSE, UNREAD = 0.4, 0.8, 1.2, 1.0  # seconds of the limits in these tests
-LATE = 3.0  # seconds after its limit in which what is too slow must be closed
+LATE = 3.0  # seconds after its limit within which a slow connection must be closed
 BIG = 16 << 20  # more than the buffers of two sockets
 Start = Callable[..., int]
 
 
 class Work(threading.Event):
-    """Set when /work is to answer. begun: how many requests wait for that."""
+    """Set when /work may answer. num_requests: Number of requests received by /work."""
 
     begun = 0
 
     def wait_for(self, count: int) -> None:
-        """Waits until so many requests are worked on."""
+        """Waits until /work has received `count` requests."""
         deadline = time.monotonic() + 10
         while self.begun < count:
             assert time.monotonic() < deadline
@@ -45,7 +45,8 @@ class Work(threading.Event):
 
 
 def application(stop: Work) -> Starlette:
-    """Answers at once, after a body, with a large answer, or when the test says so."""
+    """An application with a route that answers at once, one that reads a body, one with a large
+    answer, and one that waits for the event `stop`."""
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
@@ -70,7 +71,7 @@ def application(stop: Work) -> Starlette:
 
 @pytest.fixture
 def done() -> Work:
-    """Set when /work is to answer."""
+    """Set when /work may answer."""
     return Work()
 
 
@@ -104,19 +105,19 @@ def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 @pytest.fixture
 def clients() -> Iterator[ExitStack]:
-    """Closes the connections that it is given."""
+    """Closes the connections at the end of the test."""
     with ExitStack() as stack:
         yield stack
 
 
 def answer(port: int, request: bytes = GET) -> bytes:
-    """The answer to one request."""
+    """Returns the answer to one request."""
     with opened(port, request.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)) as client:
         return received(client)
 
 
 TIMEOUT = b"HTTP/1.1 408 Request Timeout"
-SLOW = {  # what a client sends, whether single bytes follow, the answer, the limit
+SLOW = {  # bytes sent, whether single bytes follow, the first line of the answer, the limit
     "nothing": (b"", False, b"", HEADER),
     "a part of its headers": (b"GET /health HTTP/1.1\r\nhost: loc", False, TIMEOUT, HEADER),
     "a line that goes on": (b"GET /" + b"x" * 2000, False, TIMEOUT, HEADER),
@@ -130,7 +131,7 @@ SLOW = {  # what a client sends, whether single bytes follow, the answer, the li
 
 
 def stop_in_the_middle(port: int, sent: bytes, goes_on: bool) -> tuple[float, bytes]:
-    """Returns after how many seconds a client is closed, and the first line that it gets."""
+    """Returns the seconds until the connection is closed, and the first line of the answer."""
     head, end, body = sent.partition(b"\r\n\r\n")
     with opened(port, head + end) as client:
         began = time.monotonic()
@@ -151,7 +152,7 @@ def stop_in_the_middle(port: int, sent: bytes, goes_on: bool) -> tuple[float, by
 
 
 def upload_slowly(port: int) -> bytes:
-    """2 500 bytes a second, where 1 000 are asked for, for longer than any limit."""
+    """Uploads 2 500 bytes per second, above the minimum of 1 000, for longer than any limit."""
     with opened(port, post(3750)) as client:
         for _ in range(15):
             time.sleep(0.1)
@@ -160,14 +161,14 @@ def upload_slowly(port: int) -> bytes:
 
 
 def read_late(port: int) -> int:
-    """Returns how much of a large answer comes when nothing was read for too long."""
+    """Returns the received bytes of a large answer that is read too late."""
     with opened(port, GET.replace(b"health", b"big")) as client:
         time.sleep(UNREAD + 0.6)
         return len(received(client))
 
 
 def test_slow_clients_are_closed_in_time(start: Start, done: Work) -> None:
-    """Side by side with honest ones, and with one whose job outlasts every limit."""
+    """While other clients are fast enough, and the job of one outlasts every limit."""
     port = start(100)
     with ThreadPoolExecutor(20) as pool, opened(port, GET.replace(b"health", b"work")) as working:
         slow = {name: pool.submit(stop_in_the_middle, port, *SLOW[name][:2]) for name in SLOW}
@@ -180,7 +181,7 @@ def test_slow_clients_are_closed_in_time(start: Start, done: Work) -> None:
         }
         assert not wrong
         assert b" 200 OK" in honest.result() and unread.result() < BIG
-        whole = answer(port, GET.replace(b"health", b"big"))  # and one that is read is whole
+        whole = answer(port, GET.replace(b"health", b"big"))  # an answer that is read is complete
         assert len(whole) - whole.index(b"\r\n\r\n") - 4 == BIG
         done.set()
         working.settimeout(LATE)
@@ -189,7 +190,7 @@ def test_slow_clients_are_closed_in_time(start: Start, done: Work) -> None:
 
 
 def test_requests_that_follow_each_other(start: Start) -> None:
-    """On one connection, one after the other and at once; then it is idle, and closed."""
+    """On one connection, one by one and pipelined; then the idle connection is closed."""
     with opened(start(100)) as client:
         for number in (1, 2, 3):
             client.sendall(GET * number)
@@ -202,7 +203,7 @@ def test_requests_that_follow_each_other(start: Start) -> None:
 
 
 def test_silent_connections_keep_nobody_out(start: Start, clients: ExitStack) -> None:
-    """As many as may be open are left alone; of three times as many the first make room."""
+    """Idle connections up to the limit stay open; beyond it the oldest ones are closed."""
     port = start(20)
     silent = [clients.enter_context(opened(port)) for _ in range(20)]
     for client in silent:
@@ -217,7 +218,7 @@ def test_silent_connections_keep_nobody_out(start: Start, clients: ExitStack) ->
 
 
 def work_for(port: int, count: int, done: Work, clients: ExitStack) -> list[socket.socket]:
-    """Returns connections whose requests are worked on."""
+    """Returns connections whose requests are in progress."""
     request = GET.replace(b"health", b"work")
     working = [clients.enter_context(opened(port, request)) for _ in range(count)]
     done.wait_for(count)
@@ -225,7 +226,7 @@ def work_for(port: int, count: int, done: Work, clients: ExitStack) -> list[sock
 
 
 def end_work(working: list[socket.socket], done: Work) -> None:
-    """Lets the work end, which all who wait for it must see."""
+    """Ends the work; all waiting clients must receive the answer."""
     done.set()
     for one in working:
         one.settimeout(LATE)
@@ -233,7 +234,7 @@ def end_work(working: list[socket.socket], done: Work) -> None:
 
 
 def test_work_is_never_closed_for_others(start: Start, done: Work, clients: ExitStack) -> None:
-    """Silent clients come and go, and close each other."""
+    """Idle clients connect and displace only each other."""
     port = start(12)
     working = work_for(port, 8, done, clients)
     for _ in range(40):
@@ -273,7 +274,7 @@ def test_what_many_clients_do_is_logged_once(
 
 
 def serve_with_few_descriptors() -> int:
-    """Serves /health, and writes its port first."""
+    """Prints its port, then serves /health."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
     logging.basicConfig()
     limits = Connections(1000)
@@ -308,7 +309,7 @@ def test_without_file_descriptors(clients: ExitStack) -> None:
 
 
 def test_how_many_may_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """96 descriptors and one for each rank are the service's own; a client may need two."""
+    """The service needs 96 descriptors and one for each rank; a client may need two."""
     rows = {(1024, 8): 460, (1024, 1): 463, (64, 1): 8, (1 << 20, 8): 1000, (-1, 8): 1000}
     found = {}
     for descriptors, ranks in rows:
@@ -318,7 +319,7 @@ def test_how_many_may_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_busy_when_three_quarters_work() -> None:
-    """Then only health may be asked for, so that connections are left for that."""
+    """Then only /health is answered, so that connections remain for it."""
 
     class Transport:
         def get_write_buffer_size(self) -> int:

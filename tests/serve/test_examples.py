@@ -1,4 +1,4 @@
-"""The files of examples/serve give flags that the service has."""
+"""The files of examples/serve use only flags of the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests may say: fields, bodies, and who asks; what is refused leaves no job."""
+"""Validation of requests: fields, bodies, hosts and keys; a refused request creates no job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wan.settings.flags import FLAGS
 NAMES = sorted(
     {*FLAGS, *fields.FIELD_TO_SETTING, *fields._API_FIELDS, *fields.UPLOADS, fields.FOLDER}
 )
-NEVER = {  # JSON -> what no field takes
+NEVER = {  # JSON values that no field accepts
     "null": "null",
     "object": '{"a": 1}',
     "empty object": "{}",
@@ -52,7 +52,7 @@ async def test_odd_values(jobs: Jobs) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
-    # what is asked for, and the field that the refusal is about
+    # fields of the request, and the field named by the refusal
     "unknown field": ({"colour": "red"}, "colour"),
     "size": ({"size": "17x33"}, "size"),
     "frames": ({"num_frames": 6}, "num_frames"),
@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 async def test_refusals(jobs: Jobs) -> None:
-    """Each names its field, none a path of this machine, and none should be repeated."""
+    """Each refusal names its field, no path of this machine, and is not to be retried."""
     said, wrong = {}, {}
     for kind, (asked, param) in REFUSED.items():
         status, headers, told = await jobs.ask("/v1/videos", {"prompt": PROMPT} | asked)
@@ -99,7 +99,7 @@ async def test_refusals(jobs: Jobs) -> None:
 
 
 async def test_bodies_that_cannot_be_read(jobs: Jobs) -> None:
-    """Neither JSON nor a form, or with something twice."""
+    """Neither JSON nor a form, or a form with a repeated field."""
     form = {"content_type": "multipart/form-data; boundary=edge"}
     part = '--edge\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
     twice = part.format("seed", 1) + part.format("seed", 2) + "--edge--\r\n"
@@ -120,7 +120,7 @@ async def test_bodies_that_cannot_be_read(jobs: Jobs) -> None:
         if status != 400:
             wrong[kind] = status
     assert not wrong
-    del said["a form without an edge"]  # in the words of Starlette
+    del said["a form without an edge"]  # its wording is from Starlette
     check_refusals("serve: bodies", said, ["'Expecting.*'"])  # Python's words
 
 
@@ -171,7 +171,7 @@ async def test_what_is_accepted_under_other_names(jobs: Jobs) -> None:
 
 
 async def test_who_may_ask(tmp_path: Path) -> None:
-    """Hosts, pages and keys that are foreign, bodies that are too large, and nobody when busy."""
+    """Refuses foreign hosts, origins and keys, large bodies, and all requests when busy."""
     key = "0123456789abcdef"
     busy: list[bool] = []
     jobs = Jobs(tmp_path / "jobs", key=key, most_bytes=50, is_busy=lambda: bool(busy))

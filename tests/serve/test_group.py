@@ -1,4 +1,4 @@
-"""The group of ranks as the front sees it: processes without a model that do as the prompt says."""
+"""The group of ranks, controlled by the front: processes without a model follow the prompt."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ Trial = Callable[[Jobs], Awaitable[None]]
 
 @pytest.fixture(autouse=True)
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that ranks are started with; waits are short."""
+    """Replaces the Python interpreter of the ranks, and shortens all waits."""
     path = tmp_path / "python"
     path.write_text(RANK.replace("#!PYTHON", f"#!{sys.executable}").replace("ARGV", repr(ARGV)))
     path.chmod(0o755)
@@ -113,7 +113,7 @@ async def running(folder: Path) -> AsyncIterator[Jobs]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process has not ended; who has started it may not have noticed."""
+    """Whether a process has not ended; a zombie has ended."""
     try:
         return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -128,14 +128,14 @@ async def wait(whether: Callable[[], object]) -> None:
 
 
 async def ended(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
-    """How a job has ended, with which error, and at which attempt."""
+    """Waits until a job has ended; returns its status, error code and attempt."""
     await wait(lambda: jobs.state(name) in ("completed", "failed"))
     video = (await jobs.ask(f"/v1/videos/{name}"))[2]
     return video["status"], (video["error"] or {"code": None})["code"], video["attempt"]
 
 
 async def make_and_cancel(jobs: Jobs) -> None:
-    """Jobs are made one after the other; what is deleted while it runs ends soon."""
+    """Jobs run one after the other; a job that is deleted while it runs ends soon."""
     first, long, last = [await jobs.create({"num_inference_steps": n}) for n in (2, 1000, 2)]
     assert await ended(jobs, first) == ("completed", None, 1)
     await wait(lambda: jobs.service.find_job(long).done > 2)
@@ -146,7 +146,7 @@ async def make_and_cancel(jobs: Jobs) -> None:
 
 
 async def lose(jobs: Jobs) -> None:
-    """A job is made again once; one that left no memory is not."""
+    """A job is retried once, but not if it ran out of memory."""
     wanted = {"die": ("failed", "ranks_lost", ATTEMPTS), "well": ("completed", None, 1)}
     wanted |= {"lose memory": ("failed", "out_of_memory", 1), "at last": ("completed", None, 1)}
     names = {prompt: await jobs.create({"prompt": prompt}) for prompt in wanted}
@@ -157,7 +157,7 @@ async def lose(jobs: Jobs) -> None:
 
 
 async def fail_to_start(jobs: Jobs) -> None:
-    """It is tried again and again, after longer and longer; a job waits for that."""
+    """Starts are retried with growing delays, and a job waits for them."""
     (jobs.folder / "broken").touch()
     name = await jobs.create()
     await wait(lambda: jobs.service.group.restarts >= 4)
@@ -173,7 +173,7 @@ async def fail_to_start(jobs: Jobs) -> None:
 
 
 async def hang(jobs: Jobs) -> None:
-    """A rank may go on in time; else it is killed, and a deleted job does not come back."""
+    """A rank that recovers in time continues; else it is killed. A deleted job does not return."""
     ranks = jobs.service.group
     names = [await jobs.create({"num_inference_steps": n}) for n in (1000, 2)]
     await wait(lambda: jobs.service.find_job(names[0]).done > 2)
@@ -198,7 +198,7 @@ async def hang(jobs: Jobs) -> None:
 
 
 async def meet_strangers(jobs: Jobs) -> None:
-    """Who does not know the secret is closed, and nothing that it says is heard."""
+    """A connection without the secret is closed, and its messages are ignored."""
     file = jobs.folder / "front.json"
     told = json.loads(file.read_text())
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -214,7 +214,7 @@ async def meet_strangers(jobs: Jobs) -> None:
 
 
 async def test_a_group(tmp_path: Path) -> None:
-    """Each in a service of its own, side by side."""
+    """Runs each scenario in its own service, all at the same time."""
 
     async def run(trial: Trial) -> None:
         async with running(tmp_path / trial.__name__) as jobs:
@@ -232,7 +232,7 @@ async def test_a_group(tmp_path: Path) -> None:
 async def test_a_stop_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that do not listen are killed; what they were making is queued as before."""
+    """Ranks that ignore SIGTERM are killed; their job is queued again without an attempt."""
     monkeypatch.setattr(group, "_GRACE", 0.3)
     async with running(tmp_path / "jobs") as jobs:
         name = await jobs.create({"prompt": "be deaf"})

@@ -1,4 +1,4 @@
-"""What becomes of jobs: repeats, clients that leave, deletion, what is left of them, routes."""
+"""Jobs: repeated requests, disconnecting clients, deletion, remaining data, and routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wan.settings.errors import InputError
 AGAIN: dict[str, Any] = {"x_stainless_retry_count": "1"}
 
 
-# Repeats.
+# Repeated requests.
 
 
 async def remix_of(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
@@ -74,7 +74,7 @@ async def test_a_repeat_after_a_refusal_is_a_new_job(route: Any, jobs: Jobs) -> 
     jobs.service.limits = Limits()
     again = (await ask(**AGAIN))[2]
     assert again["id"] != old and again["status"] == "queued"
-    assert (await ask(x_stainless_retry_count="2"))[2]["id"] == again["id"]  # its answer is lost
+    assert (await ask(x_stainless_retry_count="2"))[2]["id"] == again["id"]  # its answer was lost
 
 
 @ROUTES
@@ -90,11 +90,11 @@ async def test_a_key(route: Any, jobs: Jobs) -> None:
     assert (await ask(Idempotency_Key="k"))[2]["id"] != first
 
 
-# Clients of the synchronous routes that leave.
+# Clients of the synchronous routes that disconnect.
 
 
 async def begin(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Event, Any]:
-    """Asks for a video; returns its id, what lets the client leave, and the request."""
+    """Requests a video; returns its id, the event that disconnects the client, and the task."""
     left = asyncio.Event()
     task = asyncio.create_task(jobs.ask(path, {"prompt": PROMPT}, left=left, **headers))
     while not (waiting := jobs.service.journal.list_in_state("queued")):
@@ -113,7 +113,7 @@ async def leave(jobs: Jobs, left: asyncio.Event, task: Any) -> None:
 async def test_who_leaves_cancels_unless_somebody_has_the_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As who has made the job on another route with the same key, before or afterwards."""
+    """Another client may have created the job with the same key on another route."""
     monkeypatch.setattr(waiters, "REJOIN", 0.1)
 
     async def leave_after(route: str, creates: str) -> str | None:
@@ -137,7 +137,7 @@ async def test_who_leaves_cancels_unless_somebody_has_the_id(
 
 
 async def test_who_comes_back_with_its_key(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before or just after the first connection closes; the last that leaves cancels."""
+    """Before or just after the first connection closes; the last disconnect cancels."""
     monkeypatch.setattr(waiters, "REJOIN", 0.2)
     name, first, task = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
     _, second, other = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
@@ -173,11 +173,11 @@ async def test_after_a_restart_a_job_is_somebodys(tmp_path: Path) -> None:
     assert same == name and jobs.state(name) == "queued"
 
 
-# What is left of a deleted job.
+# Remaining data of a deleted job.
 
 
 async def clean(jobs: Jobs, until: Callable[[], object]) -> None:
-    """Lets the service clean up until something holds."""
+    """Runs the cleanup of the service until a condition holds."""
     task = asyncio.create_task(jobs.service._delete_old_jobs())
     for _ in range(500):
         await asyncio.sleep(0.01)
@@ -206,7 +206,7 @@ async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path)
 
 
 async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
-    """Of many jobs whose rows grow to any length, half of them deleted in any order."""
+    """Many jobs with rows of random lengths, of which half are deleted in random order."""
     chance, journal = random.Random(3), jobs.service.journal
     await jobs.create()
     (first,) = journal.list_in_state("queued")
@@ -231,7 +231,7 @@ async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
 
 
 async def test_a_journal_of_an_earlier_version(tmp_path: Path) -> None:
-    """Its deleted jobs have their words still, and it lacks later columns."""
+    """Its deleted jobs still have their prompts, and newer columns are missing."""
     jobs = Jobs(tmp_path / "jobs")
     kept, name = await jobs.create(), await jobs.create({"prompt": "zq private zq"})
     jobs.service.journal.close()
@@ -250,7 +250,7 @@ async def test_a_journal_of_an_earlier_version(tmp_path: Path) -> None:
 
 
 ORPHANS = {
-    # files of a folder -> whether it stays
+    # files of a folder -> whether it is kept
     "unfinished": (["upload-image", ".host-12-video.mp4", "video.clips/0001.mp4"], False),
     "pictures": (["upload-src_ref_images/000", "upload-src_root_path/src_pose.mp4"], False),
     "latents": (["video.host-12.latents.safetensors", "thumbnail.jpg"], False),
@@ -275,7 +275,7 @@ def test_folders_without_a_job(tmp_path: Path) -> None:
 
 
 def test_only_files_of_a_job_are_removed(tmp_path: Path) -> None:
-    """What somebody else has put there stays, and a link's target, too."""
+    """Foreign files and the targets of links are kept."""
     job, elsewhere = tmp_path / "video_1", tmp_path / "elsewhere"
     ours = ["upload-image", "upload-src_ref_images/000", "video.mp4", "video.json"]
     ours += ["video.clips/0001.mp4", ".host-12-video.mp4", "thumbnail.jpg"]
@@ -435,7 +435,7 @@ async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
     assert (await jobs.ask("/v1/videos", json.loads(json.dumps(as_json))))[2] == told
 
 
-# What is told of videos.
+# Fields of videos, and metrics.
 
 RECORD: dict[str, Any] = {
     "seconds": {"text": 1.0, "denoising": 4.0},
@@ -451,7 +451,7 @@ RECORD: dict[str, Any] = {
 
 
 async def test_what_a_video_says(tmp_path: Path) -> None:
-    """When it waits, is made, is there, has a damaged record, and has lost its file."""
+    """While it is queued, in progress, completed, with a damaged record, and without its file."""
     jobs = Jobs(tmp_path / "jobs", Limits(keep_days=2, group_size=1))
     names = [await jobs.create() for _ in range(2)]
     one, poll = f"/v1/videos/{names[0]}", "openai-poll-after-ms"
@@ -470,7 +470,7 @@ async def test_what_a_video_says(tmp_path: Path) -> None:
     wanted |= {"power": RECORD["power"]}
     assert {name: video[name] for name in wanted} == wanted and poll not in headers
     waiting = await jobs.create()
-    _, headers, _ = await jobs.ask(f"/v1/videos/{waiting}")  # 100 s of the one that is made
+    _, headers, _ = await jobs.ask(f"/v1/videos/{waiting}")  # 100 s of the running job
     assert 45_000 < int(headers[poll]) <= 50_000
     for limit, more in ((2, True), (3, False)):
         page = (await jobs.ask(f"/v1/videos?limit={limit}"))[2]

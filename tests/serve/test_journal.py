@@ -1,4 +1,4 @@
-"""The journal that is locked, gone, replaced or damaged; finished videos without a job."""
+"""A locked, missing, replaced or damaged journal; finished videos without a job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from wan.settings.errors import InputError
 
 NAME = "journal.sqlite"
 WORDS = "zq private zq"
-HIDDEN = (r"/\S*(?=/journal\.sqlite)", r"(?<=damaged \().*?(?=\);)")  # paths, words of SQLite
+HIDDEN = (r"/\S*(?=/journal\.sqlite)", r"(?<=damaged \().*?(?=\);)")  # paths, messages of SQLite
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 @asynccontextmanager
 async def kept(folder: Path) -> AsyncIterator[Jobs]:
-    """A service whose journal is written as while it runs."""
+    """A service with a running writer of its journal, but without ranks."""
     jobs = Jobs(folder)
     task = asyncio.create_task(jobs.service.journal.run_writer())
     try:
@@ -62,7 +62,7 @@ async def kept(folder: Path) -> AsyncIterator[Jobs]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Another program locks the journal."""
+    """Locks the journal as another program would."""
     with closing(sqlite3.connect(folder / NAME, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         yield
@@ -70,10 +70,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 async def becomes(jobs: Jobs, status: int) -> dict[str, Any]:
-    """Waits until /health has a status, and returns what it says."""
+    """Waits until /health has a status; returns its answer."""
     for _ in range(1000):
         answered, _, told = await jobs.ask("/health")
-        # Its ranks never start: else it is 503 for another reason.
+        # The ranks never start, so /health is 503 for that reason otherwise.
         if (status == 503) == (told["status"] == "journal_unavailable"):
             assert answered == 503
             return dict(told)
@@ -82,7 +82,7 @@ async def becomes(jobs: Jobs, status: int) -> dict[str, Any]:
 
 
 def stored(folder: Path) -> dict[str, str]:
-    """Returns the states that a copy of the file alone has, without its log."""
+    """Returns the states in a copy of the database file without its write-ahead log."""
     copy = folder.with_suffix(".copy.sqlite")
     shutil.copy(folder / NAME, copy)
     with closing(sqlite3.connect(copy)) as file:
@@ -96,7 +96,7 @@ async def listed(jobs: Jobs) -> dict[str, str]:
 
 
 async def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
-    """A stop queues again what runs, and cancels the writer in the same moment."""
+    """A stop re-queues running jobs and cancels the writer at the same moment."""
     jobs = Jobs(folder)
     book = jobs.service.journal
     writer = asyncio.create_task(book.run_writer())
@@ -114,7 +114,7 @@ async def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
 
 
 async def test_a_short_lock_is_waited_for(folder: Path) -> None:
-    """A new job and a deletion are answered when they are on disk, others meanwhile."""
+    """A new job and a deletion are answered when they are on disk; other requests at once."""
     async with kept(folder) as jobs:
         old = await jobs.create({"prompt": WORDS})
         with locked(folder):
@@ -134,7 +134,7 @@ async def test_a_short_lock_is_waited_for(folder: Path) -> None:
 
 
 async def test_a_long_lock(folder: Path) -> None:
-    """New jobs are refused and leave nothing; what becomes of others is written afterwards."""
+    """New jobs are refused without a trace; changes of other jobs are written afterwards."""
     async with kept(folder) as jobs:
         done, deleted, waits = [await jobs.create({"prompt": WORDS}) for _ in range(3)]
         with locked(folder):
@@ -160,7 +160,7 @@ async def test_a_long_lock(folder: Path) -> None:
 def test_a_lock_during_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is waited for, and said; one that stays is refused in a sentence."""
+    """The start waits and logs it; a lasting lock is refused in one sentence."""
     run(leave_a_job(folder))
     held, free = threading.Event(), threading.Event()
 
@@ -187,7 +187,7 @@ async def leave_a_job(folder: Path) -> None:
         await jobs.create()
 
 
-# Gone, replaced or damaged while the service runs.
+# Removed, replaced or damaged while the service runs.
 
 
 def remove(*ends: str) -> Callable[[Path], None]:
@@ -199,7 +199,7 @@ def remove(*ends: str) -> Callable[[Path], None]:
 
 
 def replace_by(content: bytes | None) -> Callable[[Path], None]:
-    """Another file gets the name: with some bytes, or an empty database."""
+    """Replaces the file by another one: with some bytes, or an empty database."""
 
     def damage(file: Path) -> None:
         other = file.with_name("other")
@@ -229,18 +229,18 @@ def overwrite(start: int, size: int) -> Callable[[Path], None]:
 
 
 def copy_back(file: Path) -> None:
-    """An earlier copy is written over the file."""
+    """Overwrites the file with an earlier copy."""
     file.write_bytes(file.with_name("backup").read_bytes())
 
 
 def lock_out(file: Path) -> None:
-    """The tables are dropped."""
+    """Drops the tables."""
     with closing(sqlite3.connect(file)) as other, other:
         other.execute("DROP TABLE jobs")
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
-    # what is done, and whether what has the name then is put aside
+    # the damage, and whether the file of that name is put aside
     "removed": (remove("", "-wal", "-shm"), False),
     "removed without its log": (remove(""), False),
     "log removed": (remove("-wal"), False),
@@ -259,9 +259,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
 
 
 async def lose(kind: str, is_busy: bool, folder: Path) -> None:
-    """Loses a journal, which must be written again; a file of its name is never removed.
+    """Damages a journal, which must be rewritten; a file of its name is never removed.
 
-    is_busy: A request finds it so.
+    is_busy: A request comes before the next check of the file.
     """
     damage, is_put_aside = DAMAGES[kind]
     async with kept(folder) as jobs:
@@ -286,7 +286,7 @@ async def lose(kind: str, is_busy: bool, folder: Path) -> None:
 async def test_a_journal_that_is_lost_is_written_again(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From memory, whole, with a line in the log; all kinds at once, in folders of their own."""
+    """Completely, from memory, with a line in the log. All kinds of damage run concurrently."""
     cases = {f"{kind} {is_busy}": (kind, is_busy) for kind in DAMAGES for is_busy in (True, False)}
     folder.mkdir()
     trials = [lose(*case, folder / name) for name, case in cases.items()]
@@ -302,7 +302,7 @@ async def test_a_journal_that_is_lost_is_written_again(
 
 
 async def test_a_folder_that_is_moved_away(folder: Path) -> None:
-    """Nothing is made under its old name, and the service goes on when it is back."""
+    """No file is made under its old name; the service continues when the folder is back."""
     async with kept(folder) as jobs:
         first = await jobs.create()
         folder.rename(folder.with_name("moved"))
@@ -320,7 +320,7 @@ async def test_a_folder_that_is_moved_away(folder: Path) -> None:
 
 
 def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
-    """Nothing is lost that was accepted, and all goes on when there is room."""
+    """No accepted job is lost, and the service continues when there is space."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]).returncode:
@@ -336,7 +336,7 @@ def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
             journal = jobs.service.journal
             job = journal.get(done)
             assert job is not None
-            for number in range(2000):  # what SQLite holds already is used up first
+            for number in range(2000):  # SQLite first uses the space that it has reserved
                 journal.update_job(
                     job, state="failed", error={"code": "x", "message": "y" * number}
                 )
@@ -383,7 +383,7 @@ STARTS: dict[str, Callable[[Path], Any]] = {
 
 
 def test_a_start_with_a_damaged_journal(folder: Path) -> None:
-    """One sentence that says what to do; then finished videos are there again."""
+    """The refusal is one sentence with a remedy; after it, finished videos are listed again."""
     run(leave_a_job(folder))
     finished = finish(folder / "jobs" / "video_1")
     said = {}
@@ -498,7 +498,7 @@ def test_what_is_no_finished_video_is_left_alone(folder: Path) -> None:
 
 
 async def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
-    """A video that is whole is not made again; one of a deleted job is removed."""
+    """A complete video is not made again; the video of a deleted job is removed."""
     async with kept(folder) as jobs:
         names = [await jobs.create() for _ in range(3)]
         for name in names[:2]:

@@ -1,4 +1,4 @@
-"""A long video through the service: it goes on after its last clip where ranks are lost."""
+"""A long video by the service: it continues after its last clip when a rank is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLPerf's load generator drives the demo, in ranks of its own and over HTTP."""
+"""MLPerf's load generator runs the demo on two ranks and over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wan.settings.errors import InputError
 
 
 def measured(out: Path, *options: object) -> dict[str, Any]:
-    """Runs the program as a user does; the results by scenario."""
+    """Runs the program as a user does; returns the results by scenario."""
     command = [sys.executable, "-m", "benchmarks.mlperf", "--small", "--out", out, *options]
     environment = TORCHRUN | {"PATH": "/usr/bin:/bin", "HOME": str(out.parent)}
     done = subprocess.run([*map(str, command)], cwd=REPO, env=environment, timeout=400)

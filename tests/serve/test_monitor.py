@@ -1,4 +1,4 @@
-"""When a group of ranks counts as hung: silence, main threads that stand still, steps."""
+"""Detection of hung ranks: missing heartbeats, main threads without progress, slow steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT = 1800.0
 
 
 class Group:
-    """Two ranks that send heartbeats, on a clock of its own."""
+    """Two ranks that send heartbeats, with a simulated clock."""
 
     def __init__(self) -> None:
         self.monitor, self.now = GroupMonitor(TIMEOUT), 1000.0
@@ -31,7 +31,9 @@ class Group:
     def passes(
         self, seconds: float, moved: tuple[int, ...] = (), ranks: tuple[int, ...] = (0, 1)
     ) -> str | None:
-        """Lets time pass, in which some ranks send heartbeats; returns the first reason."""
+        """Advances the clock while some ranks send heartbeats; returns the first hang's reason.
+
+        moving: Ranks whose main thread makes progress."""
         for _ in range(round(seconds)):
             self.now += 1
             for rank in ranks:
@@ -66,7 +68,7 @@ def test_short_steps_leave_room_for_other_stages() -> None:
     group.step()
     group.step(seconds=1)
     assert group.passes(FLOOR - 2) is None
-    group.step(follows=False)  # it is decoded and written now
+    group.step(follows=False)  # decoding and writing follow
     assert group.passes(TIMEOUT - 10) is None
     assert "--dist_timeout" in str(group.passes(20))
 

@@ -1,4 +1,4 @@
-"""The queue: its order and limits, what ranks are given, and what a second attempt begins with."""
+"""The queue: its order and limits, the jobs sent to ranks, and the state of a second attempt."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."
 
 
 def names(ranks: IdleRanks) -> list[list[str]]:
-    """Returns the ids of the jobs that ranks were given, by group."""
+    """Returns the ids of the jobs that ranks have accepted, by group."""
     return [[one["job"] for one in group] for group in ranks.given]
 
 
 def all_made(jobs: Jobs, ranks: IdleRanks) -> list[str]:
-    """Completes one job after the other; returns their ids in the order in which they began."""
+    """Completes all jobs one by one; returns their ids in the order of their starts."""
     while jobs.service.journal.count_states().get("in_progress"):
         for name in names(ranks)[-1]:
             jobs.complete(name)
@@ -50,7 +50,7 @@ async def test_higher_priorities_come_first_and_then_earlier_requests(jobs: Jobs
 
 
 async def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
-    """A job of 10 s that runs since 4 s; before the job are the 10 s of one of more priority."""
+    """A job of 10 s has run for 4 s; a job with a higher priority takes 10 s more."""
     jobs.complete(await jobs.create(), 10.0)
     ranks = jobs.have_ranks()
     running, last = await jobs.create(), await jobs.create()
@@ -61,7 +61,7 @@ async def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
     for name, seconds in ((first, 6), (last, 16), (None, 26)):
         until = None if name is None else jobs.service.find_job(name)
         assert jobs.service.estimate_wait(until) == pytest.approx(seconds, abs=1)
-    job.started = (job.started or 0) - 60  # it takes longer than was thought
+    job.started = (job.started or 0) - 60  # it takes longer than estimated
     assert jobs.service.estimate_wait(jobs.service.find_job(last)) == pytest.approx(10)
 
 
@@ -76,7 +76,7 @@ async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> N
 
 
 async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
-    """Half as long without guidance; and where more steps took less time, by the median rate."""
+    """Half as long without guidance; by the median rate if more steps took less time."""
     jobs.complete(await jobs.create({"num_inference_steps": 2}), 10.0)
     halved = jobs.service.find_job(await jobs.create({"guidance_scale": 1}))
     assert jobs.service.estimate_seconds(halved) == pytest.approx(5)
@@ -135,7 +135,7 @@ LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [
 
 
 async def test_what_a_request_may_ask_for(tmp_path: Path) -> None:
-    """Of a long video all clips count, their frames and their prompts."""
+    """The frames and prompts of all clips of a long video count."""
     wrong, said = {}, {}
     for number, (limits, body, is_taken) in enumerate(LIMITS):
         jobs = Jobs(tmp_path / str(number), limits, flags=["--task", "i2v-A14B"])
@@ -151,7 +151,7 @@ async def test_what_a_request_may_ask_for(tmp_path: Path) -> None:
 
 
 async def test_seconds_are_the_nearest_number_of_frames(jobs: Jobs) -> None:
-    """Of 1, 5, 9, ...; the demo has 8 a second where the request has no others."""
+    """Of 1, 5, 9, ... frames; the default of the demo is 8 frames per second."""
     rows = {(1, 8): 9, (0.6, 8): 5, (1, 16): 17, (0.5, 24): 13, (0.01, 8): 1}
     found = {}
     for seconds, fps in rows:
@@ -163,7 +163,7 @@ async def test_seconds_are_the_nearest_number_of_frames(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("waiting", [2, 3])
 async def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_path: Path) -> None:
-    """Where loading takes all the time, all that are allowed to share it do."""
+    """If loading takes all the time, as many jobs as allowed share it."""
     jobs = Jobs(tmp_path / "jobs", Limits(group_size=2))
     ranks = jobs.have_ranks()
     first = await jobs.create()
@@ -179,23 +179,23 @@ async def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_pat
     assert names(ranks)[: 1 + len(pairs)] == [[first], *pairs]
 
 
-# Pictures.
+# Images.
 
 
 def picture(number: int) -> bytes:
-    """A PNG of one colour."""
+    """Returns a PNG of one color."""
     file = BytesIO()
     Image.new("RGB", (64, 64), (number, 0, 0)).save(file, "PNG")
     return file.getvalue()
 
 
 def data_url(content: bytes) -> str:
-    """A PNG as a field of JSON."""
+    """Returns a PNG as a data URL."""
     return f"data:image/png;base64,{b64encode(content).decode()}"
 
 
 async def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
-    """The ranks get each picture at the place that it has in the request."""
+    """The ranks get the images in the order of the request."""
     pictures = [picture(number) for number in range(12)]
     kind = "multipart/form-data; boundary=edge"
     head = '--edge\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n'
@@ -211,11 +211,11 @@ async def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in files] == pictures
 
 
-# Repeats.
+# Repeated requests.
 
 
 async def test_a_repeat_is_that_of_the_last_equal_request(jobs: Jobs) -> None:
-    """Also when the earlier ones are done, and after the last one was deleted."""
+    """Also if the earlier jobs are done, and after the last one was deleted."""
     body = {"prompt": PROMPT, "seed": 3}
     made = [await jobs.create(body) for _ in range(3)]
     jobs.complete(made[0])
@@ -238,17 +238,17 @@ async def test_repeats_are_found_after_a_restart(jobs: Jobs) -> None:
 
 
 def test_fields_and_contents_are_told_apart() -> None:
-    """Where one ends and the next begins is a part of what is compared."""
+    """The hash includes the boundaries between fields."""
     one, two = {"image": b"1last_image2"}, {"image": b"1", "last_image": b"2"}
     assert hash_request(one) != hash_request(two)
     assert hash_request({"prompt": "1"}) != hash_request({"prompt": 1})
 
 
-# What a second attempt begins with.
+# The state of a second attempt.
 
 
 def leave(jobs: Jobs, name: str) -> set[str]:
-    """Leaves what an attempt does, beside an uploaded file; returns the names."""
+    """Writes the files of an attempt and an upload; returns the names of those a retry keeps."""
     folder = jobs.service.job_folder(jobs.service.find_job(name))
     left = ("upload-image", "video.clips/0001.mp4", "video.clips/0001.safetensors")
     for file in (*left, "video.json", "video.1.latents.safetensors", ".host-12-video.mp4"):
@@ -265,7 +265,7 @@ def files(jobs: Jobs, name: str) -> set[str]:
 
 
 async def begun(jobs: Jobs) -> str:
-    """Returns a job that ranks have begun, of whose ten steps four are done."""
+    """Returns a job that ranks have started, with four of ten steps done."""
     name = await jobs.create({"num_inference_steps": 10})
     jobs.tell("step", job=name, done=4, total=10, follows=True)
     assert jobs.state(name) == "in_progress"
@@ -273,7 +273,7 @@ async def begun(jobs: Jobs) -> str:
 
 
 async def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -> None:
-    """It begins with no step done; the second time it fails, and what it left is removed."""
+    """The retry starts at step 0; the second loss fails the job and removes its files."""
     jobs.have_ranks()
     name = await begun(jobs)
     kept = leave(jobs, name)
@@ -293,7 +293,7 @@ async def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -
 
 
 async def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
-    """It is queued again with its clips and no step done; after a second kill it has failed."""
+    """It is queued again with its clips, at step 0; after a second kill it has failed."""
     jobs.have_ranks()
     name = await begun(jobs)
     kept = leave(jobs, name)
@@ -312,7 +312,7 @@ async def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
 
 
 async def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
-    """The next one begins, and its files are gone, when the ranks have ended it."""
+    """When the ranks have ended it, its files are removed and the next job starts."""
     ranks = jobs.have_ranks()
     name = await begun(jobs)
     following = await jobs.create()
@@ -322,13 +322,15 @@ async def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
     jobs.tell("failed", job=name, code="cancelled", message="The video was cancelled.")
     assert names(ranks) == [[name], [following]]
     assert not (jobs.folder / "jobs" / name).exists()
-    jobs.tell("step", job=name, done=5, total=10, follows=True)  # of what is over
+    jobs.tell(
+        "step", job=name, done=5, total=10, follows=True
+    )  # late messages of the cancelled job
     jobs.tell("done", job=name, texts=[0, 1], seconds=1.0, loading=0.0)
     assert jobs.state(name) == "deleted" and jobs.state(following) == "in_progress"
 
 
 async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
-    """However often the service is stopped, what it was making is made after the next start."""
+    """After any number of stops, the running job is resumed at the next start."""
     now = jobs
     now.have_ranks()
     name = await begun(now)
@@ -345,7 +347,7 @@ async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
 
 
 async def test_who_may_have_been_the_cause_is_made_alone(tmp_path: Path) -> None:
-    """Of several jobs that ran without enough memory none fails; each is made by itself then."""
+    """Jobs that together ran out of memory do not fail; they are retried one by one."""
     jobs = Jobs(tmp_path / "jobs", Limits(group_size=2))
     ranks = jobs.have_ranks()
     first = await jobs.create()
@@ -363,7 +365,7 @@ async def test_who_may_have_been_the_cause_is_made_alone(tmp_path: Path) -> None
 
 
 async def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None:
-    """And begins with the same picture."""
+    """It also starts from the same image."""
     jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "i2v-A14B"])
     url = data_url(picture(200))
     name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": url})

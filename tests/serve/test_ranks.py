@@ -1,4 +1,4 @@
-"""A rank of the service in this process: what it says of its videos, and what it keeps of them."""
+"""A rank of the service in this process: its messages, and its cached prompt embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wan.settings.request import make_video_params
 
 
 class Front:
-    """Implements the link to a front: it has commands, and notes what the rank says."""
+    """Implements the link to a front: returns prepared commands, and records messages."""
 
     def __init__(self, commands: Sequence[dict[str, Any]] = ()) -> None:
         self.cancelled: set[str] = set()
@@ -45,7 +45,7 @@ class Front:
 
 
 class Experts:
-    """Hands out networks that predict nothing."""
+    """Returns networks that predict zeros."""
 
     def get(self, name: str) -> Any:
         def network(x: list[Tensor], *_: Any, **__: Any) -> list[Tensor]:
@@ -65,7 +65,7 @@ def denoising(steps: int) -> DenoisingLoop:
 
 @pytest.mark.parametrize(("clips", "phases"), [(1, None), (1, 1), (3, None), (3, 1)])
 def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
-    """Also of a video that is paused between its experts, and over all clips of a long one."""
+    """Also for a video that is paused between its experts, and over all clips of a long video."""
     front: Any = Front()
     boundary = ranks.SharedCancellationPoint(GlooGroup(None), front, "a", clips)
     for _ in range(clips):
@@ -82,7 +82,7 @@ def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
 
 
 class NoVideo:
-    """In place of a video of `wan.cli.videos`, whose texts alone are of interest."""
+    """Replaces `wan.cli.videos.Video`; only the prompt embeddings matter here."""
 
     is_main_only = False
 
@@ -94,7 +94,7 @@ class NoVideo:
 def test_the_last_texts_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
-    """As many as are allowed, the newest of them; a video says how many of its own were there."""
+    """The newest ones, up to the limit; a video reports how many of its prompts were cached."""
     monkeypatch.setattr(ranks, "Video", NoVideo)
     argv = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--device", "cpu"]
     argv += ["--sample_guide_scale", "1", "--save_file", str(tmp_path / "none.mp4")]
@@ -116,7 +116,7 @@ def test_the_last_texts_are_kept(
 
 
 def run_without_memory(front: str) -> int:
-    """A rank that runs out of memory in the first step of a video, if it is the second one."""
+    """Runs a rank; the second one runs out of memory in the first step of a video."""
 
     def velocity(*_: Any, **__: Any) -> Any:
         raise MemoryError

@@ -1,4 +1,4 @@
-"""The service with its real processes: what clients get, and what survives."""
+"""The service with real processes: answers to clients, and recovery from failures."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ pytestmark = [
 ]
 
 OWN = ("--frame_num", 5, "--sample_steps", 2, "--base_seed", 7, "--prompt", PROMPT)
-LONG = {"num_inference_steps": 1000, "num_frames": 17}  # it is ended before it is done
+LONG = {"num_inference_steps": 1000, "num_frames": 17}  # deleted before it is complete
 DENOISE, PIPELINE = "wan.pipeline.denoise:", "wan.pipeline.pipeline:Pipeline."
 FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
-    # rank, what fails there, how, whether after it has returned, how the job ends, new groups
+    # rank, failing function, fault, whether after its return, error of the job, restarts
     "between": (1, f"{DENOISE}DenoisingLoop._check_finite", "raise", False, "internal_error", 0),
     "before an exchange": (1, f"{DENOISE}predict_velocity", "raise", False, None, 1),
     "inside an exchange": (1, "wan.distributed.exchange:_start_exchange", "raise", True, None, 1),
@@ -52,19 +52,19 @@ PLACES = dict.fromkeys(at for _, at, *_ in FAULTS.values())
 
 
 def has_begun(served: Served, video: str) -> bool:
-    """Whether some steps are done."""
+    """Whether more than one step is done."""
     return bool(served.ask(f"/v1/videos/{video}")[2]["steps"][0] > 1)
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    """Lets ranks of `served` fail."""
+    """Makes ranks of `served` fail."""
     return Faults(tmp_path_factory.mktemp("faults") / "path", *PLACES)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[Served]:
-    """Two ranks with InsertComm, and few connections."""
+    """A service of two ranks with InsertComm and few connections."""
     folder = tmp_path_factory.mktemp("serve") / "jobs"
     more: dict[str, Any] = {"path": faults.path, "descriptors": 150}
     with Served(folder, 2, ["--queue", 6], ["--comm_type", 1], **more) as one:
@@ -73,7 +73,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
-    """The video of `OWN` by generate.py, as `served` should make it."""
+    """The frames of `GENERATE_ARGS` by generate.py, which `served` must reproduce."""
     path = tmp_path_factory.mktemp("own") / "own.mp4"
     return generated(path, *OWN, "--ulysses_size", 2, "--comm_type", 1, ranks=2)
 
@@ -109,7 +109,7 @@ def test_list_in_pages_and_remix(served: Served) -> None:
 
 
 def test_what_is_not_wanted_ends(served: Served) -> None:
-    """It is deleted while it is queued or runs, or its client leaves a synchronous route."""
+    """Videos deleted while queued or running, and one whose synchronous client disconnects."""
     client = served.client()
     running, queued = served.create(**LONG), served.create()
     served.wait(lambda: has_begun(served, running))
@@ -130,7 +130,7 @@ def test_what_is_not_wanted_ends(served: Served) -> None:
 
 
 def test_nothing_of_a_deleted_video_is_left(served: Served) -> None:
-    """In the journal, the ranks' log, or anywhere else in the folder; before, its job is named."""
+    """No prompt is in the journal, the log or any other file; the log has only the job's id."""
     words = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
     name = served.create(num_inference_steps=1, **words)
     served.ended(name)
@@ -163,7 +163,7 @@ def test_foreign_pages_and_hosts(served: Served) -> None:
 
 
 def test_models_metrics_and_page(served: Served) -> None:
-    """All metrics that the example of a board shows are there."""
+    """All metrics of the example Grafana dashboard are exported."""
     assert served.ask("/v1/models")[2]["data"][0]["id"] == "t2v-A14B"
     status, headers, page = served.ask("/")
     assert status == 200 and headers.get_content_type() == "text/html" and b"<form" in page
@@ -171,7 +171,7 @@ def test_models_metrics_and_page(served: Served) -> None:
     text = served.ask("/metrics")[2].decode()
     assert 'wan_jobs_total{event="completed"}' in text and "wan_step_seconds_bucket" in text
     kept = re.search(r'wan_texts_total{from="cache"} (\S+)', text)
-    assert kept is not None and float(kept[1]) > 0  # tests ask for one prompt again and again
+    assert kept is not None and float(kept[1]) > 0  # tests request the same prompt repeatedly
     board = json.loads((REPO / "examples/serve/grafana.json").read_text())
     shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     named = {name for one in shown for name in re.findall(r"\bwan_\w+", one)}
@@ -183,7 +183,7 @@ def test_models_metrics_and_page(served: Served) -> None:
 
 
 def test_unfinished_requests_leave_room_for_jobs(served: Served) -> None:
-    """Bodies that do not come, and answers that are not read, as many as may be connected."""
+    """Unsent bodies and unread answers, as many as there may be connections."""
     page = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
     with ExitStack() as slow:
         for sent in (post(1000, path="/v1/videos"), page):
@@ -194,7 +194,7 @@ def test_unfinished_requests_leave_room_for_jobs(served: Served) -> None:
 
 
 def check_fault(kind: str, served: Served, faults: Faults, own: np.ndarray) -> None:
-    """The job fails with its reason, or is made again; the next one is what generate.py makes."""
+    """The job fails with its reason, or is retried; the next video equals that of generate.py."""
     rank, at, do, after, code, restarts = FAULTS[kind]
     before = served.health()["restarts"]
     faults.arm(rank, at, do, after)
@@ -215,7 +215,7 @@ def check_fault(kind: str, served: Served, faults: Faults, own: np.ndarray) -> N
 def test_a_job_that_one_rank_cannot_go_on_with(
     served: Served, faults: Faults, own: np.ndarray
 ) -> None:
-    """It ends on all ranks, which go on with the next."""
+    """It ends on all ranks, which continue with the next job."""
     check_fault("between", served, faults, own)
 
 
@@ -224,7 +224,7 @@ STRANGE = (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b'{"secret": "no"}\n', b
 
 @pytest.mark.slow  # tests/serve/test_group.py has it with ranks that have no model
 def test_a_killed_rank(served: Served) -> None:
-    """Its job is made again by new ranks, which strangers at the front's port do not keep out."""
+    """Its job is retried by new ranks, in spite of foreign connections to the front's port."""
     before = served.health()["restarts"]
     port = json.loads((served.folder / "front.json").read_text())["port"]
     with ExitStack() as strangers:
@@ -242,7 +242,7 @@ def test_a_killed_rank(served: Served) -> None:
 
 @pytest.mark.slow
 def test_a_killed_front(served: Served) -> None:
-    """What ran and what waited is made after the next start; the ranks do not stay behind."""
+    """Running and waiting jobs are made after the next start; the old ranks exit."""
     running, ranks = served.create(num_inference_steps=20), served.ranks()
     served.wait(lambda: has_begun(served, running))
     waiting = served.create(seed=7)
@@ -288,7 +288,7 @@ def test_what_is_uploaded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sound_and_a_character(tmp_path: Path) -> None:
-    """Their files are uploads; a list of other files is not opened for them."""
+    """Their files are uploads; a playlist that refers to other files is refused."""
     sound = make_sound.write_wav(tmp_path / "s.wav")
     make_character.write_character_folder(tmp_path / "moves", (48, 32), 17)
     image = (REPO / "examples" / "star.png").read_bytes()
@@ -317,7 +317,7 @@ def test_a_sound_and_a_character(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
-    """As a form, as data URLs, and by generate.py; a second attempt finds them again."""
+    """As a form, as data URLs, and by generate.py; a second attempt reads the same files."""
     names = ("v.mp4", "m.mp4", "a.png", "b.png")
     for name in names[:2]:
         moving_box(tmp_path / name)
@@ -371,7 +371,7 @@ def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_stopped_with_jobs(tmp_path: Path) -> None:
-    """They are made after the next start, each once."""
+    """The jobs are made after the next start, each once."""
     with Served(tmp_path / "jobs", 2) as served:
         made = [served.create(seed=7, num_inference_steps=n) for n in (30, 2, 2)]
         served.wait(lambda: has_begun(served, made[0]))
@@ -385,7 +385,7 @@ def test_stopped_with_jobs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
-    """What runs fails with its reason, nothing is taken meanwhile, and then all goes on."""
+    """The running job fails with its reason, new jobs are refused, then the service continues."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk]).returncode:
@@ -410,7 +410,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @contextmanager
 def second_node(front: Path, port: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Starts the rank of another machine, and starts it again whenever it has ended."""
+    """Starts the rank of another machine, and restarts it whenever it has ended."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--node_rank=1"]
     command += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     command += ["-m", "wan.serve.ranks", str(front)]
@@ -436,7 +436,7 @@ def second_node(front: Path, port: int) -> Iterator[list[subprocess.Popen[bytes]
 
 @pytest.mark.slow
 def test_two_nodes(tmp_path: Path) -> None:
-    """Both on this machine: a rank of the other one is killed, and its job is made again."""
+    """Both nodes are on this machine: a rank of the second is killed, and its job is retried."""
     port, folder = int(free_port()), tmp_path / "jobs"
     options = ["--nodes", 2, "--node_address", f"127.0.0.1:{port}"]
     with second_node(folder / "front.json", port) as node, Served(folder, 2, options) as served:

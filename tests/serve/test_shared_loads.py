@@ -1,4 +1,4 @@
-"""Jobs that share the loading of experts: which they are, and that each still ends by itself."""
+"""Jobs that share the loading of experts, and still end independently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if os.environ.get("RANK", "0") == "0" and "wan.serve.ranks" in sys.orig_argv:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[tuple[Served, Path]]:
-    """Two ranks on which an expert takes two seconds to load, and the list of its loads."""
+    """A service of two ranks whose experts load in two seconds each, and the list of loads."""
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "sitecustomize.py").write_text(_SLOW_LOADS)
@@ -50,7 +50,7 @@ def _loads(file: Path) -> list[str]:
 def test_experts_are_loaded_once_for_several_jobs(
     slow: tuple[Served, Path], tmp_path: Path
 ) -> None:
-    """The videos are those of generate.py; a deleted one ends alone; a lost rank ends no job."""
+    """The videos equal those of generate.py; a deletion or a lost rank ends no other job."""
     served, loads = slow
     both = ["high_noise", "low_noise"]
     served.ended(served.create(num_inference_steps=8))
@@ -63,7 +63,7 @@ def test_experts_are_loaded_once_for_several_jobs(
     for video in (first, *made):
         found = served.ended(video)
         assert (found["status"], found["attempt"]) == ("completed", 1)
-    assert _loads(loads) == 3 * both  # the first by itself, three of the others, and the last
+    assert _loads(loads) == 3 * both  # the first job, the next jobs together, and the last
     assert not (served.folder / "jobs" / gone).exists()
     given = ["--frame_num", 5, "--sample_steps", 8, "--prompt", PROMPT, "--comm_type", 1]
     given += ["--ulysses_size", 2, "--base_seed", 2]

@@ -1,4 +1,4 @@
-"""Starts of the service that are refused: one sentence, exit code 2, nothing made or removed."""
+"""Refused starts of the service: one sentence, exit code 2, no file written or removed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.refusals import check_refusals
 from wan.serve import __main__ as command
 from wan.serve.folders import lock_journal
 
-HIDDEN = [r"(?<=known here \().*?(?=\);)", r"(?<=aaa)a{99,}"]  # libc's words, and many letters
+HIDDEN = [r"(?<=known here \().*?(?=\);)", r"(?<=aaa)a{99,}"]  # message of libc, and long names
 Capsys = pytest.CaptureFixture[str]
 
 BAD = ("-1", "nan", "inf", "-inf", "1e308", "1e400", str(10**30), "9" * 5000, "many", "", "\ud800")
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tree(folder: Path) -> dict[Path, str]:
-    """Returns what is in a folder; the lock is no news."""
+    """Returns the paths and texts of a folder without the lock file."""
     return {
         path: path.read_text() if path.is_file() else os.fspath(path)
         for path in folder.rglob("*")
@@ -50,7 +50,7 @@ def tree(folder: Path) -> dict[Path, str]:
 
 
 def refuse(folder: Path, capsys: Capsys, *options: str) -> str:
-    """Starts the service, which must refuse; returns the sentence."""
+    """Starts the service, which must refuse; returns its sentence."""
     before = tree(folder)
     assert command.run_service_cli(options) == 2
     sentence = capsys.readouterr().err.strip()
@@ -61,7 +61,7 @@ def refuse(folder: Path, capsys: Capsys, *options: str) -> str:
 
 
 def test_numbers_have_ranges(folder: Path, capsys: Capsys) -> None:
-    """The sentence says what was given and what is allowed."""
+    """The sentence names the option and the allowed range."""
     wrong = []
     for option in NUMBERS:
         for value in (*BAD, *(["0"] if option in ZERO else [])):
@@ -92,7 +92,7 @@ def test_a_port_in_use(folder: Path, capsys: Capsys) -> None:
 
 
 def test_options(folder: Path, capsys: Capsys) -> None:
-    """Those that do not fit each other, or that are about one video."""
+    """Options that contradict each other, or that are for one video only."""
     (folder / "short").write_text("k" * 15)
     rows = (
         "--node_address a:1",
@@ -144,7 +144,7 @@ PLACES: dict[str, Callable[[Path], object]] = {
 
 
 def test_folders_of_jobs(folder: Path, capsys: Capsys) -> None:
-    """A file, links, and folders that have something else under a name of the service."""
+    """Files, links, and folders in which a name of the service is already taken."""
     (folder / "precious").write_text("precious")
     said = {}
     for number, (name, spoil) in enumerate(PLACES.items()):

@@ -1,4 +1,4 @@
-"""The video of each task, made once; other tests compare theirs with it."""
+"""The video of each task, made once and compared with the videos of other tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*argv: object) -> int:
 
 @dataclass(frozen=True)
 class Asked:
-    """A task with its checkpoint, its inputs, and the video that one process makes of them."""
+    """A task with its checkpoint, its inputs, and the video that one process generates."""
 
     task: Task
     folder: Path
@@ -48,14 +48,14 @@ class Asked:
         return frames(self.video)
 
     def made(self, out: Path, *flags: object) -> np.ndarray:
-        """The frames of the same run with more flags."""
+        """Returns the frames of the same run with more flags."""
         assert run(*self.argv, *flags, "--save_file", out) == 0
         return frames(out)
 
 
 @pytest.fixture(scope="session")
 def asked(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
-    """asked(task): its video is made when it is first asked for."""
+    """asked(task): returns the run of a task, whose video is made on the first call."""
     known: dict[str, Asked] = {}
 
     def ask(name: str) -> Asked:

@@ -1,4 +1,4 @@
-"""The columns of the table of promises: each kind of video, with small inputs of its own."""
+"""The columns of the table in `test_promises.py`: each task, with small inputs."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ BODY: Mapping[str, Any] = {  # and over HTTP
     "seed": 7,
 }
 Inputs = dict[str, Path]
-"""The files that a video is made from, by flag."""
+"""The input files of a video, by flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one kind of video is asked for with, on the command line, in Python and over HTTP.
+    """How a small video of one task is requested: command line, Python and HTTP.
 
     Attributes:
         checkpoint: Name of the task and of its tiny checkpoint.
-        flags: Beside QUICK, the prompt and the inputs.
-        inputs: Writes the files that the video is made from.
+        flags: In addition to QUICK, the prompt and the inputs.
+        inputs: Writes the input files.
         shape: (frames, height, width) of the video.
-        call: The tensor that the Python class makes of the inputs.
-        body: Of a request, beside BODY and the inputs.
+        call: Generates the video with the Python class; returns its tensor.
+        body: Of a request, in addition to BODY and the inputs.
         line: Of a prompt file, for the same video.
-        compared: Flags, and a file's name within a folder, whose contents ranks compare.
-        latents: Whether the latents of the whole video can be kept.
+        compared: Flags, each with a file name if it is a folder, whose contents ranks compare.
+        latents: Whether the latents of the whole video can be saved.
     """
 
     checkpoint: str
@@ -68,7 +68,7 @@ class Task:
 
 
 def picture(path: Path, colour: int = 0) -> Path:
-    """A gradient with noise."""
+    """Writes an image of a gradient with noise."""
     rng = np.random.default_rng(colour)
     pixels = np.linspace(0, 200, 96)[None, :, None] + 55 * rng.random((64, 96, 3))
     Image.fromarray(pixels.astype(np.uint8)).save(path)
@@ -78,7 +78,7 @@ def picture(path: Path, colour: int = 0) -> Path:
 def moving_box(
     path: Path, size: tuple[int, int] = (64, 48), count: int = 9, fps: float = 16
 ) -> Path:
-    """A video of a bright box that moves over a gradient."""
+    """Writes a video of a bright box that moves over a gradient."""
     rows, columns = np.mgrid[: size[1], : size[0]]
     made: list[Any] = []
     for index in range(count):

@@ -1,4 +1,4 @@
-"""What is peculiar to animate-14B: its folder, relighting, a character put into a scene."""
+"""Features of animate-14B only: its folder, relighting, replacing a character in a scene."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_its_record(one: Asked) -> None:
 
 @pytest.mark.slow
 def test_a_relighting_lora(one: Asked, tmp_path: Path) -> None:
-    """Of zeros: no bit changes; and it is in the record."""
+    """A LoRA of zeros changes no bit, and it is in the record."""
     folder, out = tmp_path / "checkpoint", tmp_path / "v.mp4"
     shutil.copytree(one.folder, folder)
     pair = {"blocks.0.ffn.0.lora_A.weight": torch.ones(4, 240)}
@@ -64,7 +64,7 @@ def replaced(name: str, content: bytes) -> Change:
 
 
 def redrawn(*names: str, size: tuple[int, int] = (48, 32), count: int = 8) -> Change:
-    """Some videos are of another size or length than the others."""
+    """Rewrites some videos with another size or length."""
 
     def change(folder: Path) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""What is peculiar to videos of clips: clips on disk, and runs that go on after a stop."""
+"""Features of videos of clips only: clips on disk, and resumed runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def whole(asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(asked: list[str], whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same video, whose clips stay."""
+    """The same video, with its clips kept on disk."""
     out = tmp_path_factory.mktemp("kept") / "v.mp4"
     assert run(*asked, "--save_file", out, "--save_latents") == 0
     assert out.read_bytes() == whole.read_bytes()
@@ -54,7 +54,7 @@ def kept(asked: list[str], whole: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_video_of_clips(whole: Path) -> None:
-    """9 frames, and 4 more of each further clip."""
+    """9 frames, and 4 more for each further clip."""
     assert frames(whole).shape == (9 + 2 * 4, 32, 48, 3)
     assert sorted(path.name for path in whole.parent.iterdir()) == ["v.json", "v.mp4"]
     record = json.loads(whole.with_suffix(".json").read_text())
@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_where_it_was(asked: list[str], whole: Path, tmp_pa
     assert run(*argv, "--save_latents") == 0
     assert out.read_bytes() == whole.read_bytes()
     after = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
-    assert after == made  # those were not made again
+    assert after == made  # the finished clips were not made again
 
 
 def test_more_clips_of_a_video_that_is_there(
@@ -89,7 +89,7 @@ def test_more_clips_of_a_video_that_is_there(
     assert "2 of 3 clips are in" in capfd.readouterr().out
     assert (frames(out) == frames(whole)).all()
     assert run(*argv, "one", "other", "three") == 0
-    assert "clip 2 is made again: it differs in prompt" in capfd.readouterr().out
+    assert "clip 2 is generated again, because it differs in prompt" in capfd.readouterr().out
     assert (frames(out)[:9] == frames(whole)[:9]).all()
     assert (frames(out)[9:] != frames(whole)[9:17]).any()
 
@@ -97,7 +97,7 @@ def test_more_clips_of_a_video_that_is_there(
 def test_what_makes_clips_again(
     start: list[str], image_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Another picture under the same name does; where weights lie meanwhile does not."""
+    """Another image under the same name does; another placement of the weights does not."""
     image = tmp_path / "picture.png"
     shutil.copy(image_path, image)
     argv = [*start, "--image", image, "--save_latents", "--save_file", tmp_path / "v.mp4"]
@@ -107,7 +107,8 @@ def test_what_makes_clips_again(
     assert "2 of 2 clips are in" in capfd.readouterr().out
     Image.new("RGB", (96, 64), (200, 40, 40)).save(image)
     assert run(*argv) == 0
-    assert "clip 1 is made again: it differs in the content of --image" in capfd.readouterr().out
+    reason = "because it differs in the content of --image"
+    assert f"clip 1 is generated again, {reason}" in capfd.readouterr().out
 
 
 def _halve(path: Path) -> None:
@@ -115,12 +116,12 @@ def _halve(path: Path) -> None:
 
 
 def _exchange(path: Path) -> None:
-    """Another clip of the same run takes its place."""
+    """Replaces a clip by another clip of the same run."""
     shutil.copy(path.with_name(f"0001{path.suffix}"), path)
 
 
 def _alter(how: str) -> Callable[[Path], None]:
-    """The state with its metadata, but another tensor."""
+    """Returns a function that changes the tensor of a clip state and keeps its metadata."""
 
     def alter(path: Path) -> None:
         with safe_open(path, "pt") as file:
@@ -152,7 +153,7 @@ DEFAULT = {"half a state", "no clip", "values", "another clip"}
 def test_changed_clips_are_made_again(
     change: str, asked: list[str], whole: Path, kept: Path, tmp_path: Path
 ) -> None:
-    """The video is that of an undisturbed run, whatever was exchanged on disk."""
+    """The video equals that of an undisturbed run after each change on disk."""
     out = tmp_path / "v.mp4"
     shutil.copytree(kept.with_suffix(".clips"), out.with_suffix(".clips"))
     name, make = CHANGES[change]
@@ -166,7 +167,7 @@ def test_changed_clips_are_made_again(
 def test_a_foreign_folder_of_clips(
     name: str, asked: list[str], kept: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused before the work, and stays as it is."""
+    """The folder is refused before generation, and is not changed."""
     folder = tmp_path / "v.clips"
     if name == "a file":
         folder.write_text("precious")
@@ -223,7 +224,7 @@ def test_ranks_go_on_with_a_video_of_one_process(
 
 
 def test_a_prompt_file(start: list[str], whole: Path, tmp_path: Path) -> None:
-    """Lines of several clips and of repeated ones; one that cannot be is left out."""
+    """Lines of several clips and of repeated clips; a contradictory line is refused."""
     lines = [
         {"prompt": PROMPTS, "save_file": "long.mp4"},
         {"prompt": "one", "clips": 2, "save_file": "two.mp4"},

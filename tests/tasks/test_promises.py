@@ -1,7 +1,7 @@
-"""What every task keeps, in one process: the rows of a table whose columns are `TASKS`.
+"""Properties of every task in one process: the rows of a table whose columns are `TASKS`.
 
-By default a row is tried with the tasks that are named in it, so that each row and each task has
-its turn; `make test-all` tries all of them.
+By default a row runs with the tasks that its decorator names, so that each row and each task is
+tested; `make test-all` runs the whole table.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Ask = Callable[[str], Asked]
 
 
 def of(*default: str) -> pytest.MarkDecorator:
-    """One item a task; those that are not named are slow."""
+    """Parametrizes a test over all tasks; tasks that are not named are slow."""
     each = [name if name in default else slow(name) for name in TASKS]
     return pytest.mark.parametrize("task", each)
 
 
 @of("t2v", "ti2v", "s2v", "animate", "first and last")
 def test_the_files_of_a_run(task: str, asked: Ask) -> None:
-    """A video of the size that was asked for, its record, what was kept, and nothing else."""
+    """The run writes a video of the requested size, its record, saved latents, and nothing else."""
     one = asked(task)
     count, height, width = one.task.shape
     shape = one.frames.shape
@@ -71,14 +71,14 @@ def test_a_record_repeats_the_video(task: str, asked: Ask, tmp_path: Path) -> No
 def test_kept_latents_decode_to_the_video(
     task: str, asked: Ask, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Latents of clips, which are decoded one after the other, are not kept: that is refused."""
+    """Tasks that decode clip by clip refuse to save the latents of the whole video."""
     one, out = asked(task), tmp_path / "v.mp4"
     if one.task.latents:
         latents = one.video.with_suffix(".latents.safetensors")
         given = ["--decode_latents", latents, "--ckpt_dir", one.folder]
         assert run(*given, "--save_file", out) == 0
         assert (frames(out) == one.frames).all()
-    elif task != "long":  # whose clips are kept instead
+    elif task != "long":  # its clips are kept instead
         assert run(*one.argv, "--save_latents", "--save_file", out) == 2
         assert "--save_latents" in capfd.readouterr().err
 
@@ -117,7 +117,7 @@ def test_diffusers_files_give_the_same_video(
 
 @of("vace")
 def test_a_step_cache_begins_anew_with_each_video(task: str, asked: Ask, tmp_path: Path) -> None:
-    """And with each clip: the record has the steps of the last one; experts begin with a step."""
+    """And with each clip, whose steps the record lists. Each expert computes its first step."""
     one = asked(task)
     flags = ["--step_cache", "steps:1,3", "--sample_steps", "6", "--step_cache_force"]
     one.made(tmp_path / "v.mp4", *flags)
@@ -130,7 +130,7 @@ def test_a_step_cache_begins_anew_with_each_video(task: str, asked: Ask, tmp_pat
 @of("long")
 @pytest.mark.parametrize("grouped", [False, slow(True)])
 def test_a_prompt_file(task: str, grouped: bool, asked: Ask, tmp_path: Path) -> None:
-    """Between others: nothing of one video is left for the next."""
+    """Between other lines: no state of a video affects the next one."""
     one = asked(task)
     lines = [{**one.task.line, "base_seed": 8}, one.task.line, {**one.task.line, "base_seed": 9}]
     file = tmp_path / "lines.jsonl"
@@ -162,7 +162,7 @@ def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: 
 
 @of("ti2v")
 def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None:
-    """The same video; of the killed run nothing is left but what it can go on from."""
+    """The same video; no files of the killed run remain."""
     one, out = asked(task), tmp_path / "v.mp4"
     argv = [*one.argv, "--save_file", str(out)]
     with Ranks([{}], failing.main, "kill", "0", *argv) as killed:
@@ -185,7 +185,7 @@ def test_ranks_compare_what_the_video_is_made_from(task: str, asked: Ask, tmp_pa
 
 @of("vace")
 def test_a_run_takes_no_more_than_planned(task: str, asked: Ask, tmp_path: Path) -> None:
-    """Tensors that live at the same time, weights in mapped files left out."""
+    """Compares the peak bytes of live tensors, without weights in memory-mapped files."""
     one = asked(task)
     argv = [*one.argv, "--save_file", str(tmp_path / "v.mp4"), "--device", "cpu"]
     live = StorageTracker("cpu")

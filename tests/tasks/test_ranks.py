@@ -1,4 +1,4 @@
-"""Each task on two ranks, in each way of sharing the work, and by a service."""
+"""Each task on two ranks, with each kind of parallelism, and by the service."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DEFAULT = {
 def test_two_ranks_make_the_video(
     task: str, way: str, asked: Callable[[str], Asked], tmp_path: Path
 ) -> None:
-    """As one process does, but for rounding that x264 may make larger."""
+    """Equals the video of one process except for rounding, which x264 may amplify."""
     one, out = asked(task), tmp_path / "v.mp4"
     argv = [*one.argv, *WAYS[way], "--save_file", str(out)]
     with Ranks(launcher(2), generate.main, argv) as ranks:

@@ -1,4 +1,4 @@
-"""What is peculiar to s2v-14B: sound in the mp4, clips, poses, and what is refused."""
+"""Features of s2v-14B only: audio in the mp4, clips, poses, and refusals."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def streams(path: Path) -> str:
 
 
 def samples(path: Path) -> np.ndarray:
-    """The sound of a file at 16 kHz."""
+    """Reads the audio of a file at 16 kHz."""
     command = [FFMPEG, "-v", "error", "-i", str(path), "-ac", "1", "-ar", "16000", "-f", "s16le"]
     done = subprocess.run([*command, "-"], capture_output=True, check=True)
     return np.frombuffer(done.stdout, "<i2").astype(float)
 
 
 def alike(ours: np.ndarray, theirs: np.ndarray, later: int, length: int) -> float:
-    """Correlation of our sound with theirs from a sample on."""
+    """Returns the correlation of a sound with a reference that starts at a sample."""
     return abs(np.corrcoef(ours[:length], theirs[later : later + length])[0, 1])
 
 
 def test_a_video_with_its_sound(one: Asked) -> None:
-    """At 16 frames a second; the shorter of picture and sound ends it."""
+    """16 frames per second; the video is as long as the shorter of frames and audio."""
     said, sound = streams(one.video), samples(one.inputs["--audio"])
     assert "16 fps" in said and "Audio: aac" in said
     ours = samples(one.video)
@@ -85,7 +85,7 @@ def test_poses_and_the_picture_as_first_frame(
 def test_clips_before_a_failure_are_kept(
     one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second clip fails; the first is there, with its sound, and nothing else is."""
+    """The second clip fails; the only file is the first clip, with its audio."""
     calls, forward = [0], WanModel_S2V.forward
 
     def failing(self: Any, *args: Any, **more: Any) -> Any:
@@ -175,7 +175,7 @@ def test_notices_about_rates(one: Asked, tmp_path: Path, capfd: pytest.CaptureFi
 
 @torch.no_grad()
 def test_the_official_class(one: Asked) -> None:
-    """Latents instead of frames, several calls, and what it refuses."""
+    """Latents as output, several videos in one call, and invalid arguments."""
     model = wan.WanS2V("s2v-14B", one.folder, precision="fp32")
     files = {"ref_image_path": one.inputs["--image"], "audio_path": one.inputs["--audio"]}
     shared: dict[str, Any] = {name: str(path) for name, path in files.items()}

@@ -1,4 +1,4 @@
-"""What is peculiar to VACE: subsets of what a video is made from, scales, and bad inputs."""
+"""Features of VACE only: subsets of the inputs, conditioning scales, and invalid inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one(asked: Callable[[str], Asked]) -> Asked:
 
 
 def without(one: Asked, *flags: str) -> list[str]:
-    """Its command line without some inputs."""
+    """Returns the command line without some inputs."""
     argv = one.argv
     for flag in flags:
         at = argv.index(flag)
@@ -56,7 +56,7 @@ def test_scales_of_the_control(scale: str, same: bool, one: Asked, tmp_path: Pat
 
 
 def test_repeated_pictures(one: Asked, tmp_path: Path) -> None:
-    """Each use of the flag adds to the pictures; their latent frames are not decoded."""
+    """Each use of the flag adds an image; the latent frames of the images are not decoded."""
     more = ["--src_ref_images", picture(tmp_path / "b.png", 1)]
     made = one.made(tmp_path / "v.mp4", *more)
     assert made.shape == one.frames.shape and (made != one.frames).any()
@@ -88,11 +88,11 @@ def test_a_shorter_and_larger_video_than_the_default(one: Asked, tmp_path: Path)
 def test_how_many_frames_of_a_source_are_taken(
     source: int, given: int | None, default: int | None, counted: int | None
 ) -> None:
-    """As many as are asked for, by the checkpoint's or the task's default; or all, 4n + 1."""
+    """The requested number, else the default of the checkpoint or task, at most all, 4n + 1."""
     values, defaults, wanted = (
         {} if count is None else {"frame_num": count} for count in (given, default, counted)
     )
-    video: Any = object()  # which is not read yet
+    video: Any = object()  # not read in this test
     sources = VaceInputs(num_frames=source, video_reader=video)
     found = count_vace_frames(values, PRESETS["vace-1.3B"], sources, defaults)
     assert found == {"num_reference_images": 0, **wanted}
@@ -100,7 +100,7 @@ def test_how_many_frames_of_a_source_are_taken(
 
 @pytest.mark.slow
 def test_two_experts_of_a_prompt_file(one: Asked, tiny: Tiny, tmp_path: Path) -> None:
-    """Grouped by expert: a paused video's control waits in host memory."""
+    """Grouped by expert: the control inputs of a paused video are offloaded to the host."""
     lines = [
         {"prompt": name, flag[2:]: str(one.inputs[flag])}
         for name, flag in (("a", "--src_ref_images"), ("b", "--src_video"))
@@ -116,7 +116,7 @@ def test_two_experts_of_a_prompt_file(one: Asked, tiny: Tiny, tmp_path: Path) ->
 
 
 def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the published sizes, without anything that the video is made from."""
+    """Plans a video of the published model without any inputs."""
     assert run("--task", "vace-1.3B", "--plan", "--device", "cpu") == 0
     assert "denoising" in capsys.readouterr().out.lower()
 

@@ -107,7 +107,7 @@ def test_many_videos_are_checked_first(t2v, tiny) -> None:
 
 @pytest.mark.parametrize("grouped", [False, slow(True)])
 def test_many_videos_may_be_left_and_others_made_between(grouped: bool, t2v) -> None:
-    """Also others of another offload_model; nothing stays in memory."""
+    """Other calls may change offload_model; closing the generator frees its network."""
     expected = [t2v.generate(text, **LATENT) for text in ("one", "two")]
     videos = t2v.generate_many(["one", "two", "three"], group_by_expert=grouped, **LATENT)
     assert torch.equal(next(videos), expected[0])
@@ -142,7 +142,7 @@ def test_dense_folders_have_no_boundary(tiny) -> None:
 
 
 def test_networks_that_a_tool_changed_stay(t2v, tiny) -> None:
-    """As quantisation tools do: low_noise_model, high_noise_model, or model for a single one."""
+    """As quantisation tools do: low_noise_model and high_noise_model, or model of one network."""
     args = {**LATENT, "sampling_steps": 4}
     before = t2v.generate("a", **args)
     model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
@@ -164,7 +164,7 @@ def test_an_edited_boundary_counts(t2v, tiny) -> None:
 
 
 def test_an_edited_negative_prompt_counts(tiny) -> None:
-    """It stands for what a call leaves open."""
+    """The config's negative prompt is the default of each call."""
     config = deepcopy(WAN_CONFIGS["ti2v-5B"])
     config.sample_neg_prompt = "grey"
     args = {"size": (32, 32), "output_type": "latent", **QUICK}
@@ -246,7 +246,7 @@ def test_a_video_is_saved(tmp_path: Path) -> None:
 
 
 def test_refused_settings(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also values that are thousands of characters long: the sentences are not."""
+    """Values of thousands of characters are refused in short sentences, too."""
     table: dict[str, dict[str, Any]] = {
         "precision": {"precision": "int8"},
         "device": {"device": "tpu"},

@@ -125,7 +125,10 @@ def for_each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[
 
 @cache
 def imports(path: Path, *, at_once: bool = False) -> set[str]:
-    """Modules imported in a file, type-checking blocks excepted; at_once: by its own import."""
+    """Modules that a file imports outside of type-checking blocks.
+
+    import_time_only: Leave out the imports inside of functions.
+    """
     apart = (ast.FunctionDef,) if at_once else ()
     skipped = {
         id(child)
@@ -173,7 +176,7 @@ def test_imports(path: Path) -> None:
 
 @for_each(FILES)
 def test_where_things_are_asked_for(path: Path) -> None:
-    """The environment, the vendor's runtimes, private names of PyTorch."""
+    """Few modules use the environment, the vendors' runtimes, or private names of PyTorch."""
     name, text = module(path), path.read_text()
     if not under(name, "wan.env wan.system wan.distributed.rendezvous wan.cli.extend_prompt"):
         assert "os.environ" not in text and "getenv" not in text
@@ -186,7 +189,7 @@ def test_where_things_are_asked_for(path: Path) -> None:
 
 
 def test_one_module_starts_ffmpeg() -> None:
-    """Others would give it names that it takes for addresses, options or patterns."""
+    """Elsewhere, ffmpeg could take the name of a file for an address, an option or a pattern."""
     folders = ("wan", "tools", "benchmarks", "examples")
     files = [path for folder in folders for path in (REPO / folder).rglob("*.py")]
     users = {
@@ -211,7 +214,7 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 
 def _lines(function: ast.FunctionDef) -> int:
-    """Its docstring, which may list arguments and errors, does not count."""
+    """Count the lines of a function without its docstring."""
     doc = function.body[0]
     is_doc = isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     skipped = doc.end_lineno - doc.lineno + 1 if is_doc else 0
@@ -303,7 +306,7 @@ def test_import_wan_is_light() -> None:
 def test_nothing_is_left_without_a_use() -> None:
     """A kernel, policy, solver or order whose row in its table has been forgotten, for example.
 
-    A row names what it makes as "module:name", perhaps in two parts.
+    A row of a table names its factory as "module:name", perhaps in two parts.
     """
     defined, used = set[str](), {"generate", "wan", "wan.__main__", "wan.power.__main__"}
     for path in FILES:
@@ -334,8 +337,8 @@ PROGRAMS = sorted(
     ]
 )
 REPLACES = {"unlink", "rename", "rmtree", "removedirs"}
-# Files outside wan/output_files.py -> what they call to remove or replace a file, and why that can
-# only be their own.
+# Files outside wan/output_files.py -> the calls that remove or replace a file, and the reason why
+# these files can only be the program's own.
 REMOVES = {
     "tools.check_device": ({"shutil.rmtree"}, "a folder of tempfile.mkdtemp"),
     "tools.compare_versions": (
@@ -358,7 +361,7 @@ REMOVES = {
 
 
 def removals(path: Path) -> set[str]:
-    """What a file calls to remove or replace files, as written."""
+    """The calls of a module that remove or replace files, as source text."""
     found = set()
     for node in nodes_of(path):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -373,7 +376,7 @@ def removals(path: Path) -> set[str]:
 
 @for_each(PROGRAMS)
 def test_files_are_removed_in_one_place(path: Path) -> None:
-    """Everything else would also remove or replace what is not ours."""
+    """Other calls could remove or replace files of the user."""
     if module(path) != "wan.output_files":
         assert removals(path) == REMOVES.get(module(path), (set(), ""))[0]
 

@@ -1,4 +1,4 @@
-"""Whatever flags of attention come together: they fit each other, or one sentence refuses them."""
+"""Any combination of attention flags is either consistent or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_laser_is_refused_where_any_call_would_be_too_short(
 
 
 def test_what_is_refused() -> None:
-    """And what is just not refused."""
+    """The values next to the refused ones are accepted."""
     exchanged = Attention(fa_quant="fp8", quant_alltoall=True)
     rain = Attention(use_rainfusion=True, sparse_start_step=40, mask_refresh_interval=2)
     compiled = Execution(compile=True)

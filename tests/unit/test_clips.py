@@ -1,4 +1,4 @@
-"""Clips of S2V and Animate: what each is given and hands on, by the official recipe, by hand."""
+"""Inputs of each clip of S2V and Animate, and the frames it passes on, by the official recipe."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ SAMPLING = {"prompt": "", "base_seed": 7, "sample_steps": 2, "sample_guide_scale
 
 
 def encoded(video_3FHW: Tensor) -> Tensor:
-    """Stands for the VAE: means over time, first frame apart, and over cells of 8 x 8 pixels."""
+    """A fake VAE: average over 4 frames (the first frame alone) and over cells of 8 x 8 pixels."""
     ends = range(1, video_3FHW.shape[1] + 1, 4)
     means = torch.stack([video_3FHW[:, max(0, i - 4) : i].mean(dim=1) for i in ends], dim=1)
     return F.pad(F.avg_pool2d(means, 8), (0, 0) * 3 + (0, 13))
 
 
 class Loop:
-    """Stands for a pipeline; its network says nothing, and keeps what it is given.
+    """A fake pipeline whose network predicts zeros and records its inputs.
 
     Attributes:
-        calls: Of each forward its branch and what it is given by name; "x": the latents.
-        decoded: Latents and frames of each decoding; the frames are random.
-        looked: What CLIP has seen.
+        calls: The branch and the keyword arguments of each forward; "x": the latents.
+        decoded: Latents and (random) frames of each decoding.
+        clip_images: The images that CLIP encoded.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Loop:
         return frames.clone()
 
     def of_clip(self, index: int, branch: str) -> list[dict[str, Any]]:
-        """What the network was given in both steps of a clip."""
+        """Keyword arguments of the network in both steps of a clip."""
         own = self.calls[4 * index : 4 * index + 4]
         return [given for name, given in own if name == branch]
 
@@ -113,7 +113,7 @@ def antialiased(frame: np.ndarray, side: int) -> Tensor:
 @pytest.mark.parametrize("from_picture", [False, True])
 @pytest.mark.parametrize("posed", [False, True])
 def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
-    """Three clips of 8 frames; the poses end in the second one, and leave columns empty."""
+    """Three clips of 8 frames; the poses end in the second, and are narrower than the video."""
     image, poses = picture(128, 64), np.random.default_rng(2).integers(0, 256, (11, 96, 96, 3))
     poses = poses.astype(np.uint8)
     values = {**SAMPLING, "infer_frames": 8, "num_clip": 3, "start_from_ref": from_picture}
@@ -158,7 +158,7 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
 
 @pytest.mark.parametrize(("replaces", "again"), [(False, 1), (True, 1), (False, 5), (True, 5)])
 def test_clips_of_a_character(replaces: bool, again: int) -> None:
-    """Poses of 23 frames, in clips of 13; behind their end they run back."""
+    """Poses of 23 frames, in clips of 13; after the last frame, the poses run backwards."""
     random, size = np.random.default_rng(3), (64, 48)
     sides = {"pose": (48, 64), "face": (32, 32), "background": (48, 64), "mask": (48, 64)}
     videos = {n: random.integers(0, 256, (23, *s, 3), dtype=np.uint8) for n, s in sides.items()}
@@ -212,10 +212,11 @@ def test_clips_of_a_character(replaces: bool, again: int) -> None:
 
 
 def test_frames_behind_the_end_of_a_video() -> None:
-    """It runs back and forth, and neither its last nor its first frame comes twice."""
+    """The frames run back and forth; neither the last nor the first frame comes twice in a row."""
     assert make_ping_pong_indices(0, 4, 4) == [0, 1, 2, 3]
     assert make_ping_pong_indices(2, 11, 4) == [2, 3, 2, 1, 0, 1, 2, 3, 2, 1, 0]
     assert make_ping_pong_indices(5, 4, 2) == [1, 0, 1, 0]
+    assert make_ping_pong_indices(2, 3, 1) == [0, 0, 0]
     table = {(9, 9, 1): 1, (10, 9, 1): 2, (17, 9, 1): 2, (18, 9, 1): 3, (13, 9, 5): 2, (3, 9, 1): 1}
     assert {given: count_clips(*given) for given in table} == table
 
@@ -257,7 +258,7 @@ def test_a_character_between_bars() -> None:
 
 
 def test_the_picture_of_a_speaker() -> None:
-    """Its shorter side becomes the video's, its middle is taken, and black is beside it."""
+    """The shorter side is scaled to the video's, the middle is cropped, and the rest is black."""
     wide = clips.fit_image_to_size(Image.new("RGB", (832, 480), "white"), (832, 448))
     lit = np.asarray(wide)[..., 0] > 0
     assert lit.shape == (448, 832) and lit[:, 28:-28].all()
@@ -273,14 +274,14 @@ def test_the_picture_of_a_speaker() -> None:
 
 
 def test_every_how_many_frames_a_pose_is_taken() -> None:
-    """Halves are rounded to even numbers, as officially."""
+    """Halves are rounded to even numbers, as in the official code."""
     table = {8: 1, 16: 1, 24: 2, 25: 2, 30: 2, 40: 2, 56: 4, 60: 4}
     found = {fps: PoseVideo(Path("x"), (8, 8), fps, [], []).step for fps in table}
     assert found == table
 
 
 def test_the_sound_of_each_frame() -> None:
-    """The nearest of 30 features a second for 16 frames; halves to even; zeros behind the end."""
+    """Each of 16 frames takes the nearest of 30 features a second (halves to even), then zeros."""
     heard = torch.arange(1.0, 25).expand(2, 3, 24)
     found = sound.sample_features_per_frame(heard, 16)
     assert found.shape == (1, 2, 3, 16)
@@ -290,7 +291,7 @@ def test_the_sound_of_each_frame() -> None:
 
 @torch.no_grad()
 def test_the_features_of_a_sound(tiny) -> None:
-    """Of transformers' network: normed at the end, and between 50 and 30 a second on a line."""
+    """Hidden states of transformers' network, normed, interpolated from 50 to 30 a second."""
     folder = tiny("s2v-14B") / "wav2vec2-large-xlsr-53-english"
     samples = np.random.default_rng(4).standard_normal(9000).astype(np.float32) * 0.02 + 0.1
     heard = Audio(Path("x"), samples)

@@ -1,4 +1,4 @@
-"""The comparison of two versions: its cases are well formed, and it sees a single bit."""
+"""The comparison of two versions: its cases are well formed, and it detects a single bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_arguments_are_accepted() -> None:
 
 
 def test_differences(tmp_path: Path) -> None:
-    """A folder below the results, as of many videos, is compared too."""
+    """Folders below the results, as of runs of many videos, are compared, too."""
     of, zeros = "latents of out/1.latents.safetensors", torch.zeros(2, 3)
     were = f"{of} were torch.float32 [2, 3], are torch."
     table: dict[str, tuple[Tensor | None, list[str]]] = {
@@ -66,7 +66,7 @@ def test_nothing_is_not_equal(tmp_path: Path) -> None:
 
 
 def test_what_the_base_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for a command: neither a second comparison nor an interrupted one makes it again."""
+    """Each command runs once on the base, also after an interrupted comparison."""
     ran: list[str] = []
     codes = iter(["it failed", "", ""])
 

@@ -23,7 +23,7 @@ OTHERS = ("same", "shifted", "other_seed", "noise", "black", "frozen", "lost_par
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A red square that moves over a textured ground, and the same with one thing wrong."""
+    """A red square that moves over a textured ground, and variants with one defect each."""
     folder = tmp_path_factory.mktemp("clips")
 
     def write(name: str, frames: list[np.ndarray], crf: int = 8) -> None:
@@ -68,7 +68,7 @@ def figures(file: Path, *argv: object) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def compared(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The figures of each other video beside the same one, from two folders of them."""
+    """The figures of each variant against the video "same", compared as two folders."""
     folder = tmp_path_factory.mktemp("compared")
     (folder / "a").mkdir()
     (folder / "b").mkdir()
@@ -80,7 +80,7 @@ def compared(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_the_order_of_the_figures(compared: dict[str, dict[str, Any]]) -> None:
-    """From the same frames to another video; a black frame shows in the worst one."""
+    """The figures fall from the same frames to another video; a black frame has the worst one."""
     assert compared.keys() == {*OTHERS}
     for names in (
         ("same", "noise", "other_seed"),

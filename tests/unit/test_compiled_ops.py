@@ -1,4 +1,4 @@
-"""Small operations as compiled functions: what they compute, how often they are compiled, when not.
+"""Small operations as compiled functions: their results, and how often they are compiled.
 
 Legend: L tokens, C channels, N heads, D head size.
 """
@@ -59,8 +59,8 @@ def gelu(y: Tensor) -> Tensor:
     return 0.5 * y * (1 + inner.tanh())
 
 
-# What is called with the residual stream x (float32), y and y's dtype, and, in float64, what
-# becomes of x and what is returned.
+# A call with the residual stream x (float32) and y; and, in float64, the expected x after the call
+# and the expected result.
 Call = Callable[[BlockOps, Tensor, Tensor], Any]
 Exact = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 CASES: dict[str, tuple[Call, Exact]] = {
@@ -125,7 +125,7 @@ def velocity(net: WanModel, frames: int, t: Tensor) -> Tensor:
 
 
 class Graphs:
-    """Counts what `torch.compile` was asked for and the graphs that came of it; no C++ is made."""
+    """Counts the graphs of each function passed to `torch.compile`; no C++ is compiled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch._dynamo.reset()
@@ -144,7 +144,7 @@ class Graphs:
 
 @pytest.mark.slow
 def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each function and dtype, however many lengths there are: runs, shards, several videos."""
+    """For each function and dtype, whatever the number of sequence lengths."""
     graphs = Graphs(monkeypatch)
     net = model(CompiledOps(STEPS_BY_OP, least=0))
     for frames in (3, 5, 2):
@@ -152,7 +152,7 @@ def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(found, velocity(model(CompiledOps(())), frames, torch.tensor([500.0])))
         first_at_zero = torch.full((1, frames * 6), 500.0).index_fill(1, torch.arange(6), 0)
         velocity(net, frames, first_at_zero)
-    # each with the first number of tokens, and with any
+    # one graph for the first number of tokens, and one for any number
     assert set(graphs.made) == {step for steps in STEPS_BY_OP.values() for step in steps}
     assert max(graphs.made.values()) == 2
     net.bfloat16()

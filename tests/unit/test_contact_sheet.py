@@ -56,6 +56,6 @@ def test_the_gif_holds_every_frame(videos: list[Path], tmp_path: Path) -> None:
         for time in (9, 16):
             animation.seek(time)
             frame = np.asarray(animation.convert("RGB")).astype(int)
-            assert frame[50, 50, 0] > 235  # the short one stays on its last frame
+            assert frame[50, 50, 0] > 235  # the shorter video stays on its last frame
     assert frame[50, 150, 2] > 235
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["all.gif", "sheet.png"]

@@ -1,4 +1,4 @@
-"""A checkpoint's DiTs in bfloat16: the same bits of a run, half the bytes, and interruptions."""
+"""A checkpoint's DiTs in bfloat16: runs with the same bits, half the bytes, interruptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def predicted(task: str, folder: Path, expert: str) -> torch.Tensor:
 
 
 def in_float32(folder: Path, copy: Path) -> Path:
-    """A checkpoint as the official ones are stored."""
+    """Copy a checkpoint with DiTs in float32, as the official checkpoints are stored."""
     shutil.copytree(folder, copy)
     for dit in inspect_checkpoint(copy).experts.values():
         for file in {info.file for info in dit.tensors.values()}:
@@ -88,7 +88,7 @@ def published_file(folder: Path, expert: str, file: Path) -> Path:
 
 def test_networks_of_pth_files(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base, out = tiny("t2v-A14B"), tmp_path / "TurboWan2.2-T2V-A14B"
-    given = {  # the other way round, so that it is seen whose weights these are
+    given = {  # exchanged, to distinguish them from the weights of the base
         name: published_file(base, other, tmp_path / f"{name}.pth")
         for name, other in (("high_noise", "low_noise"), ("low_noise", "high_noise"))
     }
@@ -113,7 +113,7 @@ def refused(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_is_refused(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Broken weights, too: NaN, and tensors of a .pth that have no values."""
+    """Also broken weights: NaN, and meta tensors in a .pth file."""
     (tmp_path / "taken").write_text("x")
     begun = tmp_path / "begun"
     begun.mkdir()

@@ -177,7 +177,7 @@ def test_verbs_tell_motions_apart():
 
 @pytest.mark.parametrize("task", vace.TASKS)
 def test_clips_under_control(task: str) -> None:
-    """What differs from what is wanted is masked; the words are known; scores' clips are new."""
+    """Changed pixels are masked; captions use the vocabulary; the scorer's clips are held out."""
     for index in range(8):
         one = vace.make_clip(task, vace.SEED, index)
         known = one.mask == 0

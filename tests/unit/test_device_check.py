@@ -1,4 +1,4 @@
-"""The device check: what is reported, whatever a step does; and that a wrong kernel is."""
+"""The device check reports every kind of failure of a step, and a wrong kernel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CPU = DeviceProperties("cpu", "CPU", False, None, 1)
 
 
 def run(*argv: str, ranks: int = 1, program: str = CHECK, timeout: float = 280) -> Any:
-    """The command in a process; under torchrun if there are several ranks."""
+    """Run the command in a process, under torchrun for several ranks."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.run(
         [sys.executable, *(start if ranks > 1 else []), program, *argv],
@@ -73,7 +73,7 @@ def test_first_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is reported as what it is, with what was known before, and the next step runs."""
+    """Each failure is reported with its kind and earlier measurements, and the next step runs."""
     file = tmp_path / "report.json"
     assert main(["--device", "cpu", "--json", str(file)], check_steps.ALONE) == 1
     steps = json.loads(file.read_text())["steps"]

@@ -1,4 +1,4 @@
-"""The table of devices: which one it is, and what is refused on it and why."""
+"""The table of devices: which one is detected, and which settings each one refuses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refusal(
 
 PLAIN, LASER = Attention(), Attention(attention_algo="laser")
 FP8 = Attention(fa_quant="fp8")
-# What is asked for -> the devices that take it.
+# Requested feature -> the devices that support it.
 TAKEN = {
     "plain": (PLAIN, ALL),
     "laser": (LASER, {"A2", "A3"}),
@@ -74,7 +74,7 @@ def test_what_each_device_takes() -> None:
     for asked, (attention, takers) in TAKEN.items():
         refusals = {name: refusal(row, attention) for name, row in devices.DEVICES.items()}
         assert {name for name, sentence in refusals.items() if not sentence} == takers, asked
-        if asked != "plain":  # which says of the Duo what every other one would
+        if asked != "plain":  # the Duo is refused with every feature
             del refusals["Duo"]
         found |= {f"{asked} on {name}": text for name, text in refusals.items() if text}
     check_refusals("devices: attention", found)

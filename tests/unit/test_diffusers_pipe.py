@@ -1,4 +1,4 @@
-"""parallelize_pipe on one process: what it goes with, what it refuses, and that it is undone."""
+"""parallelize_pipe on one process: compatible changes, refusals, and deparallelize."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def grouped(pipe: Any) -> None:
 
 
 def adapted(pipe: Any) -> None:
-    """A LoRA, also of the two modules around the blocks."""
+    """Load a LoRA of two blocks and of the two modules around the blocks."""
     pytest.importorskip("peft")
     generator = torch.Generator().manual_seed(0)
     network, weights = pipe.transformer, {}
@@ -74,7 +74,7 @@ def adapted(pipe: Any) -> None:
 
 
 class Int8(torch.nn.Module):
-    """A layer as quantisers put them in the place of linear ones: its weight is no float."""
+    """A quantised linear layer with an int8 weight, as quantisation libraries insert it."""
 
     def __init__(self, of: torch.nn.Linear) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_it_goes_with(video: Video, expected: Tensor, change: str) -> None:
-    """Before and after, also where a cache runs the blocks, all of them here."""
+    """Changes made before and after parallelize_pipe, also with a cache that skips no block."""
     plain, before, after = (video.pipe() for _ in range(3))
     CHANGES[change](plain), CHANGES[change](before)
     wanted = video.latents(plain)
@@ -131,7 +131,7 @@ def test_undone(video: Video, pipe: Any, expected: Tensor) -> None:
 
 
 def test_undone_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> None:
-    """Whose hooks are on top of ours: they go first."""
+    """The offload's hooks are outside of ours, and must be removed first."""
     cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu")
     assert said(deparallelize, pipe)
     remove_hook_from_module(pipe.transformer, recurse=True)
@@ -204,9 +204,9 @@ def test_a_script_for_ranks_runs_on_one_process(
 
 
 def test_refused_when_called(video: Video, pipe: Any) -> None:
-    """What only the video shows; then the pipeline serves another one.
+    """Refusals that depend on the call; afterwards, the pipeline still generates videos.
 
-    Also diffusers' own cache beside ours, and calls by others than the pipeline.
+    Also diffusers' own cache together with ours, and calls of the network without the pipeline.
     """
     found, sparse = {}, {"use_rainfusion": True}
     parallelize_pipe(pipe, **sparse, sparse_start_step=2)
@@ -251,7 +251,7 @@ def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_network_of_another_program(pipe: Any) -> None:
-    """Offloaded module by module; block-sparse attention learns the step from the context."""
+    """With module offload; block-sparse attention takes the step from the cache context."""
     network = pipe.transformer
     generator = torch.Generator().manual_seed(0)
     x, text = (torch.randn(s, generator=generator) for s in ((1, 16, 3, 8, 12), (1, 512, 64)))

@@ -1,4 +1,4 @@
-"""What documents say of the repository, compared with it."""
+"""Statements of the documents about the repository, compared with its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTIONS = dict(re.findall(r"^## ([^\n(]+)[^\n]*\n(.*?)(?=^## |\Z)", EXTENDING, 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_what_a_checklist_names_is_there(section: str) -> None:
-    """Its files, and its names in one of them."""
+    """The files of a checklist exist, and its names occur in one of them."""
     quoted = re.findall(r"`([^`\n]+)`", SECTIONS[section])
     paths = [REPO / name for name in quoted if re.fullmatch(r"[\w/]+(/|\.(py|md|sh))", name)]
     missing = [str(path) for path in paths if not path.exists()]
@@ -32,7 +32,7 @@ def test_what_a_checklist_names_is_there(section: str) -> None:
 
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name not in ("unipc", "dpm++")])
 def test_solvers_of_few_steps_have_their_formulas(solver: str) -> None:
-    """All but the official two, which diffusers describes."""
+    """All solvers but the two official ones, which diffusers documents."""
     lines = (REPO / "docs" / "few_step.md").read_text().splitlines()
     assert [line for line in lines if line.startswith(f"| `{solver}` |")]
 

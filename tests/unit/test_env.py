@@ -39,7 +39,7 @@ def test_aliases() -> None:
 
 
 def test_other_values_are_refused() -> None:
-    """Those of variables that mindiesd reads itself also where they are no aliases."""
+    """Values of variables that mindiesd itself reads are refused by check_environment, too."""
     table = {"ALGO": "2", "OVERLAP": "yes", "QUANT_ALLTOALL": "", "ROPE_OPT": "2"}
     table |= {"FAST_LAYERNORM": "on", "T5_LOAD_CPU": "true", "PRECISION": "bf16"}
     table |= {"USE_SUB_HEAD": "4", "MINDIE_SD_FA_TYPE": "fused_attn_score"}

@@ -1,4 +1,4 @@
-"""The switch between the two networks, and devices that are not there."""
+"""The switch between the two experts, and missing devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from wan.settings.request import VideoParams, make_video_params
 
 
 class Recorder:
-    """An expert source of networks that differ; `calls` is what was asked of it."""
+    """A fake source of two different experts; `calls` lists the requested names."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -57,7 +57,7 @@ def six(**more: Any) -> tuple[VideoParams, DenoiseInputs]:
 
 
 def test_a_video_may_pause_between_experts() -> None:
-    """The same steps, and only those of one expert at a time."""
+    """A paused video runs the same steps, one expert at a time."""
     source = Recorder()
     video = DenoisingLoop(*six())
     assert video.remaining_experts == ["high_noise", "low_noise"]
@@ -71,7 +71,7 @@ def test_a_video_may_pause_between_experts() -> None:
 
 
 def latents_within(root: object) -> list[torch.Tensor]:
-    """All tensors of the shape of latents that an object holds, in whatever way."""
+    """All tensors with the shape of latents that an object refers to, directly or not."""
     found, seen, waiting = [], set(), [root]
     while waiting:
         one = waiting.pop()
@@ -86,7 +86,7 @@ def latents_within(root: object) -> list[torch.Tensor]:
 
 
 def test_a_paused_video_leaves_its_device() -> None:
-    """Whole, what a solver keeps of earlier steps included."""
+    """The tensors that a solver keeps from earlier steps leave the device, too."""
     for solver in ("unipc", "dpm++", "euler", "rcm"):
         steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
         video = DenoisingLoop(*six(sample_solver=solver, **steps))
@@ -99,7 +99,7 @@ def test_a_paused_video_leaves_its_device() -> None:
 
 
 def test_a_video_goes_on_where_its_network_is() -> None:
-    """What waited on the host is on the device again: all that either branch is given."""
+    """All inputs of both branches return from the host to the device."""
     here = torch.device("meta")
     request, plain = six(sample_guide_scale=(2.0, 2.0))
     control = {"vace_context": [torch.zeros(5, 1)], "vace_context_scale": 1.0}
@@ -126,7 +126,7 @@ def test_a_video_goes_on_where_its_network_is() -> None:
 
 
 def test_of_grouped_videos_the_latents_alone_wait() -> None:
-    """What a video was denoised with is gone before any is decoded; each expert comes once."""
+    """All denoising state is freed before the first decoding; each expert loads once."""
     source, loops = Recorder(), list[weakref.ref[DenoisingLoop]]()
 
     def prepared(*_: object) -> DenoisingLoop:
@@ -189,7 +189,7 @@ def test_the_next_expert_is_announced_when_the_first_is_there() -> None:
 
 
 def cached(path: Path) -> float:
-    """Share of a file's pages in the system's cache."""
+    """Share of a file's pages in the system's page cache."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     size, page = path.stat().st_size, mmap.PAGESIZE
@@ -202,7 +202,7 @@ def cached(path: Path) -> float:
 
 
 def evict(path: Path) -> None:
-    """Takes a file out of the system's cache."""
+    """Evict a file from the system's page cache."""
     with path.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -218,10 +218,10 @@ def wait_for(path: Path, share: float) -> float:
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
 def test_prefetch_reads_files_ahead(tmp_path: Path) -> None:
-    """Of an expert and of a text encoder.
+    """The files of an expert and of a text encoder are read ahead.
 
-    Also large ones: the system serves one request in part only (less than half of these). It may
-    drop single requests under memory pressure, so not every page is asked for.
+    One request covers only a part of a large file (less than half of these files). The system may
+    drop single requests under memory pressure, so not every page is required.
     """
     files = [tmp_path / name for name in ("a", "b")]
     for file, size in zip(files, (48, 4), strict=True):
@@ -238,7 +238,7 @@ def test_prefetch_reads_files_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
 def test_a_mapped_tensor_is_read_ahead(tmp_path: Path) -> None:
-    """What a LoRA changes, too: most of it comes from the file."""
+    """Also a tensor that a LoRA changes, which is read from the file."""
     path, rows = tmp_path / "x.safetensors", 12 << 10
     save_file({"x": torch.ones(rows, 1024), "y": torch.ones(rows, 1024)}, path)
     evict(path)
@@ -249,7 +249,7 @@ def test_a_mapped_tensor_is_read_ahead(tmp_path: Path) -> None:
 
 
 def test_files_larger_than_memory_are_not_read_ahead(tmp_path: Path, monkeypatch) -> None:
-    """Their end would push out their beginning."""
+    """Reading ahead the end of the files would evict their beginning."""
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *piece: asked.append(piece[1]), raising=False)
     monkeypatch.setattr(system, "read_available_memory", lambda: 3 << 20)
@@ -270,7 +270,7 @@ def test_a_local_rank_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_accelerator_that_pytorch_does_not_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver too old for the wheel: refused, unless the user wants none of them."""
+    """A driver too old for the wheel is refused, unless the user hides all devices."""
     (tmp_path / "nvidiactl").touch()
     assert device.find_hidden_accelerator(tmp_path) is None
     found, variables = {}, {"nvidia0": "CUDA_VISIBLE_DEVICES"}

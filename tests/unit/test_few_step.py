@@ -69,7 +69,7 @@ def test_rcm_levels() -> None:
         np.testing.assert_allclose(plan.sigmas[:-1], wanted, atol=1e-15)
         two = make_noise_schedule(request(sample_solver="rcm", sample_steps=2, sigma_max=first))
         assert two.sigmas == (*plan.sigmas[:2], 0)
-    # what a run starts with is noise of the first level
+    # a run starts from noise of the first level
     for task, share in (("t2v-A14B", 0.9877), ("i2v-A14B", 0.995)):
         assert make_noise_schedule(request(task, **four)).sigmas[0] == pytest.approx(
             share, abs=5e-5
@@ -134,7 +134,7 @@ def test_noise_is_drawn_anew() -> None:
 
 
 def test_experts_by_step() -> None:
-    """Shift 16 has three of four levels above 0.9: two are wanted."""
+    """With shift 16, three of four levels are above 0.9; boundary_step 2 limits them to two."""
     four = {"sample_solver": "euler", "sample_steps": 4, "sample_shift": 16.0}
     assert make_noise_schedule(request("i2v-A14B", **four)).high_noise_steps == 3
     two = make_noise_schedule(request("i2v-A14B", **four, boundary_step=2))
@@ -212,7 +212,7 @@ def test_a_recipe_is_asked_for_anew_of_a_record(tmp_path: Path) -> None:
     settings = planned("--sample_steps 30 --frame_num 33 --fps 9").settings
     path.write_text(json.dumps({"settings": settings}))
     again = planned(f"--from_json {path} --recipe lightning-4step")
-    assert (again.params.frame_num, again.output.fps) == (33, 9)  # which it does not set
+    assert (again.params.frame_num, again.output.fps) == (33, 9)  # which the recipe does not set
     run = planned(f"--from_json {path} --recipe rcm-4step --ode").params
     assert (run.sample_solver, run.sample_steps, run.uses_guidance) == ("rcm", 4, False)
     path.write_text(json.dumps({"settings": planned("--recipe lightning-4step").settings}))
@@ -244,7 +244,7 @@ def test_a_record_keeps_the_schedule_and_steps_take_it_back(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_python_classes_take_a_recipe(tiny: Any) -> None:
-    """It sets what is not given, and nothing else."""
+    """A recipe sets only the arguments that the call leaves out."""
     model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
     common: dict[str, Any] = {"size": (32, 32), "frame_num": 1, "seed": 2, "output_type": "latent"}
     found = model.generate("a cat", **common, recipe="lightning-4step")

@@ -84,7 +84,7 @@ def test_a_large_file_that_differs_in_a_byte(tmp_path: Path) -> None:
 
 
 def test_a_small_file_that_differs_in_a_byte(tmp_path: Path) -> None:
-    """Anywhere: a LoRA of some megabytes is compared whole."""
+    """At any offset: files of some megabytes, such as LoRAs, are hashed completely."""
     path, found = tmp_path / "x.safetensors", set[str]()
     for place in range(0, 1_000_000, 49_999):
         content = bytearray(1_000_000)

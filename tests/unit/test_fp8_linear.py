@@ -33,7 +33,7 @@ def layer(rows: int, columns: int, scale: Tensor | None, lora: int = 0) -> FP8Li
 
 
 def expected(linear: FP8Linear, x: Tensor) -> Tensor:
-    """By the definition, in float64, token by token."""
+    """The product by its definition, in float64, token by token."""
     weight = linear.weight.double()
     if linear.weight_scale is not None:
         weight = weight * linear.weight_scale.double().reshape(-1, 1)
@@ -50,7 +50,7 @@ def expected(linear: FP8Linear, x: Tensor) -> Tensor:
 
 
 def test_a_layer() -> None:
-    """Without a scale, with one, and with one a row; each also beside a LoRA."""
+    """Without a scale, with one scale, and with one per row; each also with a LoRA."""
     x = torch.randn(2, 33, 40, generator=torch.Generator().manual_seed(1))
     x[0, 3], x[1, 5] = 0, x[1, 5] * 1e4
     for scale, lora in product((None, torch.tensor([0.013]), torch.rand(72, 1) + 0.1), (0, 3)):
@@ -82,7 +82,7 @@ def test_each_row_of_a_large_weight_has_its_own_scale(kind: type[WeightOnlyLinea
 
 @pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> None:
-    """Near the run of the same values; a layer that is marked so keeps its products."""
+    """Close to the run with upcast weights; a layer marked for full precision stays upcast."""
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
     path = folder / "diffusion_pytorch_model.safetensors"
     state = load_file(path)

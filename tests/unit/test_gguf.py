@@ -1,6 +1,6 @@
-"""GGUF: headers, values of every kind, layers that stay as stored, and whole runs from such files.
+"""GGUF: headers, values of every kind, weight-only layers, and runs from such files.
 
-The `gguf` package writes the files, reads their headers and says what the values are.
+The `gguf` package writes the files and is the reference for headers and values.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LLAMA = (  # official name, llama.cpp's
 
 @np.errstate(invalid="ignore")
 def test_values_of_any_bytes() -> None:
-    """Also scales that are subnormal or NaN."""
+    """Random bytes, and thus also subnormal and NaN scales."""
     generator, wrong = torch.Generator().manual_seed(0), []
     for kind in KINDS:
         size = 300, quantise(torch.zeros(1, 512), kind).shape[1]
@@ -96,7 +96,7 @@ NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint
 
 
 def test_headers_with_any_legal_metadata(tmp_path: Path) -> None:
-    """Values of every type and arrays of them before the tensors; any alignment; version 2."""
+    """Metadata of every type, and arrays of each; several alignments; versions 2 and 3."""
     path, arrays = tmp_path / "x.gguf", ([1, 2, 3], [0.5], [True, False, True], ["a", "", "数"])
     for alignment, version in product((None, 8, 64, 4096), (2, 3)):
         writer = gguf.GGUFWriter(path, "wan")
@@ -128,7 +128,7 @@ def test_headers_with_any_legal_metadata(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_file(file: Path, tmp_path: Path) -> None:
-    """Rows of the flattened matrix begin inside of blocks."""
+    """Rows of a flattened matrix may begin inside a block."""
     values = gguf_files.write(tmp_path / "y.gguf", tensors(), {"b.weight": "Q6_K"})["b.weight"]
     source = open_sources(read_file_headers(file))["b.weight"]
     for rows in (slice(None), slice(1, 2), slice(7, 40), slice(60, 64)):
@@ -147,9 +147,9 @@ def test_plain_kinds(tmp_path: Path) -> None:
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
-    """Of other kinds, by name; truncated; with counts that no file has, which are not looked for.
+    """Unsupported kinds; truncated files; impossible counts, which are refused without reading on.
 
-    Counts of keys, and of strings in an array; the rest are zeros.
+    The counts are of keys, and of strings in an array; the rest of the file is zeros.
     """
     found, path = {}, tmp_path / "x.gguf"
     for kind in ("IQ4_NL", "TQ1_0"):
@@ -176,7 +176,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
-    """One sentence or a header that keeps to the file, at once and without memory."""
+    """Either a refusal, or a header with tensors inside the file; fast and with little memory."""
     whole, chance, refused = file.read_bytes(), random.Random(0), 0
     data = min(info.data_offset for info in read_file_headers(file).values())
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
@@ -269,7 +269,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_from_gguf_is_that_of_its_values(
     task: str, kind: str, precision: str, tiny: Any, request: Any, tmp_path: Path, one_thread: None
 ) -> None:
-    """Kept, upcast, and block by block; Q6_K is flattened in the narrow network, and upcast."""
+    """Weights kept, upcast, and streamed by block; Q6_K of narrow rows is flattened and upcast."""
     source = request.getfixturevalue("wide") if task == "wide" else tiny(task)
     source = Path(shutil.copytree(source, tmp_path / ("t2v-1.3B" if task == "wide" else task)))
     files, plain = with_gguf(source, kind, tmp_path)
@@ -282,7 +282,7 @@ def test_a_run_from_gguf_is_that_of_its_values(
 
 @pytest.fixture(scope="module")
 def stored_as(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """stored_as(kind): the wide checkpoint with GGUF files, and one of their values."""
+    """stored_as(kind): the wide checkpoint with GGUF files, and one with the dequantised values."""
     return cache(lambda kind: with_gguf(wide, kind, tmp_path_factory.mktemp(kind)))
 
 
@@ -290,7 +290,7 @@ def stored_as(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_lora_beside_kept_weights(
     kind: str, stored_as: Any, tmp_path: Path, one_thread: None
 ) -> None:
-    """Low rank and whole changes, and two files of one layer, against merging in float64."""
+    """Low-rank and full differences, and two files for one layer, against merging in float64."""
     files, values = stored_as(kind)
     plain = Path(shutil.copytree(values, tmp_path / values.name))
     path = plain / "diffusion_pytorch_model.safetensors"
@@ -323,7 +323,7 @@ def test_a_lora_beside_kept_weights(
 
 
 def test_kept_weights_take_the_bytes_of_the_file(stored_as: Any) -> None:
-    """In memory, and of what is copied where blocks are streamed."""
+    """In memory, and in the copies of streamed blocks."""
     files, _ = stored_as("Q4_K")
     found = {}
     for how in ("keep", "upcast"):

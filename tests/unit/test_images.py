@@ -465,7 +465,7 @@ def mutated(content: bytes, random_: random.Random) -> bytes:
 
 
 def read_mutants(count: int, seed: int, folder: Path) -> int:
-    """The number of refused files among `count` mutants of each sample; only InputError is allowed."""
+    """Count the refused ones of `count` mutants of each sample; only InputError may be raised."""
     path, refused = folder / "mutant", 0
     for name, content in samples().items():
         random_ = random.Random(f"{seed} {name}")

@@ -1,4 +1,4 @@
-"""What a video is made from, as ranks compare it: whatever is another input is told apart."""
+"""Digests of a video's inputs, which ranks compare: different inputs have different digests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wan.pipeline.pipeline import NO_INPUTS, Inputs
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the preprocessing, with a sound and two pictures beside it."""
+    """A folder of Animate's preprocessing, with a sound and two pictures in it."""
     folder = tmp_path_factory.mktemp("inputs") / "files"
     make_character.write_character_folder(folder, (48, 32), 5)
     make_sound.write_wav(folder / "voice.wav", 1.3)
@@ -47,7 +47,7 @@ MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
 
 
 def test_each_file_counts(files: Path, tmp_path: Path) -> None:
-    """A byte more in any of them is another input; another folder is not."""
+    """A byte more in any file changes the digest; another folder does not."""
     for name, (make, parts) in MADE.items():
         found = [make(files).compute_digests()[name]]
         assert (
@@ -64,7 +64,7 @@ def test_each_file_counts(files: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_counts_too(files: Path) -> None:
-    """Samples, pixels and values; pictures of VACE that are in memory; their order."""
+    """Audio samples, pixels and tensors; VACE's reference pictures in memory, and their order."""
     pictures = [Image.open(files / name).convert("RGB") for name in ("a.png", "b.png")]
     values = torch.zeros(2, 3)
     heard = media.read_audio(files / "voice.wav")

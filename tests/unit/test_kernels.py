@@ -1,4 +1,4 @@
-"""The dense kernel's log-sum-exp, CUDA's operators and which is chosen, what is selected."""
+"""The dense kernel's log-sum-exp, the choice of CUDA operators, and the selection of kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def qkv(head: int, rows: int = 19, keys: int = 33) -> list[Tensor]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Result and log-sum-exp in float64, from the definition; everything [B,N,S,D]."""
+    """Attention and its log-sum-exp by definition, in float64; q, k, v and the result [B,N,S,D]."""
     q, k, v = (x.double() for x in (q, k, v))
     logits = q @ k.mT / q.shape[-1] ** 0.5
     return logits.softmax(-1) @ v, logits.logsumexp(-1)
@@ -60,7 +60,7 @@ def test_with_lse() -> None:
 
 
 def test_padded_heads() -> None:
-    """Those that need no padding are not copied."""
+    """Heads that need no padding are not copied."""
     for head in (6, 8, 20, 24, 128):
         seen: list[Tensor] = []
 
@@ -86,8 +86,8 @@ CHOICES = [  # capability, dtype, head, cuDNN -> the operator
     ((12, 0), B, 128, 91900, CUDNN),
     ((9, 0), B, 256, 91900, FLASH),
     ((9, 0), B, 512, 91900, EFFICIENT),
-    ((9, 0), B, 128, 91501, FLASH),  # a cuDNN with an error
-    ((9, 0), B, 128, None, FLASH),  # without cuDNN, or asked to leave it out
+    ((9, 0), B, 128, 91501, FLASH),  # a cuDNN version with an error
+    ((9, 0), B, 128, None, FLASH),  # without cuDNN, or with cuDNN disabled
     ((9, 0), F32, 128, 91900, EFFICIENT),
     ((8, 9), B, 128, 91900, FLASH),
     ((8, 0), H, 128, 91900, FLASH),
@@ -114,7 +114,7 @@ def test_where_cudnn_is_refused() -> None:
 
 
 def test_operators_of_gpus_return_what_a_kernel_returns() -> None:
-    """Their schemas and shapes, on tensors without data: no GPU is here."""
+    """Schemas and shapes on meta tensors, without a GPU."""
     for operator, head in product((CUDNN, FLASH, EFFICIENT), (20, 64)):
         q, k, v = (x.to("meta", torch.bfloat16) for x in qkv(head))
         kernel = CudaKernel(operator)
@@ -143,7 +143,7 @@ def test_the_record_names_cudnn_on_gpus() -> None:
 
 
 CPU = Device(torch.device("cpu"), get_capabilities("cpu"))
-CUDA = Device(torch.device("meta"), get_capabilities("cuda"))  # as a plan has it: no GPU is here
+CUDA = Device(torch.device("meta"), get_capabilities("cuda"))  # as in a plan, which needs no GPU
 RAIN = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
 LATER = Attention(use_rainfusion=True)  # after a quarter of the steps
 EXPORTED = {("dit", 0): (torch.eye(64), torch.eye(64))}
@@ -152,7 +152,7 @@ BY_FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
 
 
 def test_a_selection_names_what_can_run() -> None:
-    """In the order of asking; nothing behind what applies to every call."""
+    """Kernels in the order of selection, up to the first one that accepts every call."""
     fp8 = Attention(fa_quant="fp8")
     table: tuple[tuple[Attention, Device, ExportedRotations, str], ...] = (
         (Attention(), CPU, {}, SDPA),
@@ -176,7 +176,7 @@ def makers() -> list[str]:
 
 
 def test_what_a_row_names_is_there() -> None:
-    """And compiled operations are steps of a block."""
+    """The steps of compiled operations are methods of BlockOps, too."""
     assert all(callable(resolve_name(text)) for text in makers())
     for steps in STEPS_BY_OP.values():
         assert all(callable(getattr(BlockOps, step)) for step in steps)
@@ -211,7 +211,7 @@ def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
 
 
 def test_every_method_of_cpus_computes_the_formula() -> None:
-    """FP8 up to its rounding; block-sparse attention that leaves nothing out exactly."""
+    """FP8 up to its rounding; block-sparse attention of sparsity 0 exactly."""
     for name in ("fp8", *(name for name, row in RAINFUSION.items() if row.factories)):
         given = {"rainfusion_type": name, "sparsity": 0.0}
         given = {"fa_quant": "fp8"} if name == "fp8" else given
@@ -226,7 +226,7 @@ def test_every_method_of_cpus_computes_the_formula() -> None:
 
 
 def test_a_backend_in_a_plan() -> None:
-    """Neither a GPU nor xfuser is here; what is not known is said to be assumed."""
+    """Without a GPU and without xfuser: unknown properties are described as assumed."""
     for name in list_dense_kernels("attention_backend"):
         row = DENSE_KERNELS[name]
         if "cuda" not in row.factories:

@@ -131,7 +131,7 @@ def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def renamed(tensors: dict[str, Tensor], rule: Callable[[str], str]) -> dict[str, Tensor]:
-    """Tensors under their new names, in float32; two tensors of one name are an error."""
+    """Rename tensors and convert them to float32; assert that the new names are unique."""
     result = {rule(name): tensor.float() for name, tensor in tensors.items()}
     assert len(result) == len(tensors)
     return result
@@ -163,7 +163,7 @@ def test_prefixed_and_official_dit_names_become_official():
 
 
 def test_names_one_by_one():
-    """Official ones and others, both ways; those of VAEs with nested lists are of Wan2.2."""
+    """Official names and the libraries' names, both ways; nested VAE names are of Wan2.2."""
     wrong = []
     for official, other in pairs(DIT_PAIRS):
         found = keymaps.rename_dit_to_official(other), keymaps.rename_dit_to_diffusers(official)

@@ -1,4 +1,4 @@
-"""What a folder holds: hostile configurations, indexes and files are refused in one sentence."""
+"""Checkpoint folders: hostile configurations, indexes and files are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def set_config(folder: Path, name: str = "config.json", **values: Any) -> None:
 
 
 def each_value(folder: Path, name: str, key: str, values: list[Any]) -> dict[str, str]:
-    """The refusals of each value of a key in a file, which is as it was afterwards."""
+    """Collect the refusal of each value of a key in a JSON file; restore the file afterwards."""
     before, found = (folder / name).read_text(), {}
     for value in values:
         set_config(folder, name, **{key: value})
@@ -95,7 +95,7 @@ def each_value(folder: Path, name: str, key: str, values: list[Any]) -> dict[str
 
 
 def test_hostile_values_in_a_config(folder: Path) -> None:
-    """Types and ranges are checked, and nothing is as large as a value says."""
+    """Types and ranges are checked before a size from the file is allocated."""
     found: dict[str, str] = {}
     for key, values in VALUES.items():
         found |= each_value(folder, "config.json", key, values)
@@ -153,7 +153,7 @@ NO_DIT = {
 
 
 def test_networks_that_are_no_others(folder: Path, tiny: Any, tmp_path: Path) -> None:
-    """By their tensors, the number of layers, their class and their task; and of two experts."""
+    """Networks with wrong tensors, layers, class or task; and experts that do not match."""
     file, found = folder / f"{STEM}.safetensors", {}
     whole = file.read_bytes()
     for case, change in NO_DIT.items():
@@ -192,7 +192,7 @@ def test_an_index_stays_in_its_folder(sharded: Path) -> None:
 
 
 def test_shards_may_be_links(sharded: Path, tmp_path: Path) -> None:
-    """As in the cache of a model hub."""
+    """Symbolic links, as in the cache of a model hub."""
     (tmp_path / "blobs").mkdir()
     for number, shard in enumerate(sorted(sharded.glob("*-of-*"))):
         shard.rename(tmp_path / "blobs" / str(number))
@@ -207,7 +207,7 @@ def fifo(path: Path) -> Path:
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    """Others have no end, or keep their reader waiting; and JSON has a limit."""
+    """Devices have no end, and pipes block their reader; the size of JSON is limited."""
     os.mkfifo(tmp_path / "pipe")
     found, large = {}, tmp_path / "large.json"
     for path in (Path("/dev/zero"), Path("/dev/null"), tmp_path / "pipe", tmp_path):
@@ -224,7 +224,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path) -> None:
-    """Whatever JSON holds, under any key: a description that fits the tensors, or one sentence."""
+    """Any JSON value under any key gives a config that fits the tensors, or a refusal."""
     json_values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
@@ -279,7 +279,7 @@ def test_configurations_of_s2v(speaking: Path) -> None:
 
 
 def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path: Path) -> None:
-    """ComfyUI's tree with networks of two tasks: each task finds its own."""
+    """A ComfyUI tree with networks of two tasks: each task loads the right one."""
     models = tmp_path / "models"
     (models / "diffusion_models").mkdir(parents=True)
     shards = sorted(speaking.glob("diffusion_pytorch_model*.safetensors"))
@@ -290,7 +290,7 @@ def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path
     shutil.copy(t2v / f"{STEM}.safetensors", models / "diffusion_models" / "t2v.safetensors")
     shutil.copytree(speaking / SOUND_ENCODER, models / SOUND_ENCODER)
     found = inspect_checkpoint(models, presets=(PRESETS["s2v-14B"],))
-    assert found.kind == "s2v" and found.sound_encoder == models / SOUND_ENCODER
+    assert found.kind == "s2v" and found.audio_encoder == models / SOUND_ENCODER
     assert found.config["audio_inject_layers"] == (0, 1)  # type: ignore[typeddict-item]
     (models / "diffusion_models" / "config.json").unlink()
     assert inspect_checkpoint(models, presets=(PRESETS["t2v-1.3B"],)).kind == "t2v"
@@ -298,7 +298,7 @@ def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path
 
 def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     path = speaking / SOUND_ENCODER
-    assert inspect_checkpoint(speaking).require("sound_encoder") == path
+    assert inspect_checkpoint(speaking).require("audio_encoder") == path
     sound.check_audio_encoder(path, 32)
     found = {"another width": said(sound.check_audio_encoder, path, 1024)}
     set_config(path, num_hidden_layers=12)
@@ -306,12 +306,12 @@ def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     (path / "config.json").write_text("{")
     found["half a file"] = said(sound.check_audio_encoder, path, 32)
     shutil.rmtree(path)
-    found["none"] = said(inspect_checkpoint(speaking).require, "sound_encoder")
+    found["none"] = said(inspect_checkpoint(speaking).require, "audio_encoder")
     check("sound encoders", found)
 
 
 def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
-    """It has the same input channels, and the tasks that are supported say that it is another."""
+    """Animate has I2V's input channels, and is refused by I2V because of its tensors."""
     sizes = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 5, "text_dim": 16}
     with torch.device("meta"):
         network = WanAnimateModel(**sizes)
@@ -327,7 +327,7 @@ def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
     check("Animate", found | each_value(tmp_path, "config.json", "model_type", ["i2v"]))
 
 
-# Diffusers folders: what model_index.json says.
+# Diffusers folders: the parts that model_index.json names.
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ NO_PART = {"transformer_2": [None, None]}
 
 
 def test_parts_that_diffusers_names(pipeline: Path, tiny: Any, tmp_path: Path) -> None:
-    """Where model_index.json names one network, or its boundary_ratio is null as diffusers'."""
+    """model_index.json may name one network, or have the boundary_ratio null, as diffusers'."""
     assert {*inspect_checkpoint(tiny("t2v-1.3B", "diffusers")).experts} == {"dit"}
     found = {}
     for missing in ("transformer", "transformer_2"):
@@ -390,7 +390,7 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
 
 
 def test_ranks_compare_the_content_of_every_part(pipeline: Path) -> None:
-    """One byte differs, in the middle of a file."""
+    """One changed byte in the middle of any file changes the fingerprint."""
     set_config(pipeline, INDEX, boundary_ratio=0.875)
     files = [pipeline / f"{part}/config.json" for part in ("vae", "text_encoder")]
     files += [pipeline / INDEX, pipeline / "tokenizer/tokenizer.json"]
@@ -419,12 +419,12 @@ def test_a_class_says_that_it_runs_another_task(
     assert "runs as" not in caplog.text
 
 
-# Shards that are given one by one.
+# Shards passed as single files.
 
 
 @pytest.fixture
 def shards(folder: Path) -> list[Path]:
-    """The network of the folder, as two shards beside it."""
+    """The network of the folder, moved into two shards in the parent folder."""
     tensors = load_file(folder / f"{STEM}.safetensors")
     (folder / f"{STEM}.safetensors").unlink()
     paths = [folder.parent / f"wan.bf16-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -446,7 +446,7 @@ def test_a_shard_brings_the_others(shards: list[Path], folder: Path, tiny: Any) 
 
 
 def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
-    """Without the others, of a strange number, with a tensor of another one."""
+    """Shards without the others, with a wrong number, or with a tensor of another shard."""
     found: dict[str, str] = {}
     for missing, other in (shards, shards[::-1]):
         content = missing.read_bytes()
@@ -466,7 +466,7 @@ def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
 
 
 def test_a_published_networks_first_blocks_are_no_network() -> None:
-    """A shard under another name; sizes of headers alone."""
+    """A shard under another name, built from the shapes in headers alone."""
     one = make_reference_checkpoint(PRESETS["t2v-1.3B"]).config
     shapes = {
         "patch_embedding.weight": (one["dim"], 16, 1, 2, 2),
@@ -520,7 +520,7 @@ def test_experts_of_files_by_letters(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_files_of_tensors_that_are_joined_are_of_the_checkpoint(tmp_path: Path) -> None:
-    """Animate's keys and values, of which a shard may hold the one and not the other."""
+    """A shard may hold only one of Animate's keys and values, which are joined."""
     parts = [TensorInfo(tmp_path / name, name, "F32", (2,), 8) for name in ("k", "v")]
     both = TensorInfo(tmp_path / "k", "k", "F32", (4,), 16, chunks=(parts[0], parts[1]))
     plain = make_reference_checkpoint(PRESETS["animate-14B"])

@@ -1,4 +1,4 @@
-"""Networks and their files: compared before anything is read, filled by one loader."""
+"""Networks and their weight files: compared before any weight is read, filled by one loader."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def checked(file: Path) -> ModelSpec[Any]:
 
 
 def changed(call: Callable[..., Any], *args: Any, **keywords: Any) -> str:
-    """What is said where a file was changed while it is used, which is no refusal."""
+    """The message of the FileChangedError that a call raises."""
     with pytest.raises(FileChangedError) as caught:
         call(*args, **keywords)
     return str(caught.value)
@@ -97,7 +97,7 @@ def test_the_network_that_was_checked_is_the_one_that_is_filled(
     blueprint.check()
     how: dict[str, Any] = {"device": CPU, "dtype_of": lambda *_: torch.bfloat16}
     first, second = blueprint.load(**how), blueprint.load(**how)
-    assert made == [first, second]  # after it was handed out, another one is made
+    assert made == [first, second]  # a second load creates another network
     for network in made:
         assert not network.training
         for name, parameter in network.named_parameters():
@@ -106,7 +106,7 @@ def test_the_network_that_was_checked_is_the_one_that_is_filled(
 
 
 def alignable(file: Path) -> Path:
-    """Places the first tensor of a safetensors file at a multiple of 64 bytes."""
+    """Pad the header until the first tensor begins at a multiple of 64 bytes."""
     if file.suffix == ".safetensors":
         start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
         shift(file, -start % 64)
@@ -115,7 +115,7 @@ def alignable(file: Path) -> Path:
 
 @SUFFIXES
 def test_what_is_stored_as_it_is_used_stays_mapped(suffix: str, tmp_path: Path) -> None:
-    """The others are copies; a network's own tensors may be changed, which changes no file."""
+    """Other tensors are copies; in-place changes of a network's tensors change no file."""
     state = ones(bias=torch.ones(3, dtype=torch.bfloat16))
     file = alignable(write(state, tmp_path / f"weights{suffix}"))
     network = plan(file).load(device=CPU, dtype_of=lambda *_: torch.float32)
@@ -150,7 +150,7 @@ def anonymous() -> int:
 
 @SUFFIXES
 def test_files_that_change_while_they_are_used(suffix: str, tmp_path: Path) -> None:
-    """Reading a mapped page behind a file's end would end the process (SIGBUS)."""
+    """Reading a mapped page past the end of a file would kill the process (SIGBUS)."""
     state = {"weight": torch.ones(3, 4096), "bias": torch.ones(3)}
     found, x = {}, torch.ones(1, 4096)
     for how in ("replaced", "truncated", "written"):
@@ -169,7 +169,7 @@ def test_files_that_change_while_they_are_used(suffix: str, tmp_path: Path) -> N
         else:
             os.utime(file, ns=(0, 0))
         found[how] = changed(network, x)
-        file.write_bytes(content)  # nothing behind the end is touched when the process ends
+        file.write_bytes(content)  # so that no page past the end is read when the process ends
     check_refusals(f"weights: changed in use, {suffix}", found)
 
 
@@ -187,7 +187,7 @@ def test_a_file_that_was_truncated_before_it_is_copied(tmp_path: Path) -> None:
 
 
 def change(file: Path, how: str) -> None:
-    """Changes a weight file in one of the ways that others do."""
+    """Change a weight file as another program would."""
     content, other = file.read_bytes(), file.with_name("other")
     if how == "truncated":
         os.truncate(file, 100)
@@ -239,7 +239,7 @@ def test_a_file_that_is_gone_has_no_fingerprint(tmp_path: Path) -> None:
 def test_products_have_the_same_bits_wherever_weights_begin(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Mapped where that is so, else copied: MKL's SSE code (`MKL_ENABLE_INSTRUCTIONS`) differs."""
+    """Unaligned weights are copied, as MKL's SSE code (`MKL_ENABLE_INSTRUCTIONS`) differs."""
     torch.manual_seed(0)
     weight, mapped_at = torch.randn(96, 80).to(dtype), []
     inputs = [torch.randn(rows, 80).to(dtype) for rows in (1, 7, 64)]
@@ -256,7 +256,7 @@ def test_products_have_the_same_bits_wherever_weights_begin(
 
 
 def test_a_parameter_of_two_names(tmp_path: Path) -> None:
-    """Like the text encoder's table: its first name is needed, the other one may be there too."""
+    """Like the text encoder's embedding: its first name is required, the second is optional."""
 
     def make() -> nn.Module:
         layer = nn.Linear(2, 3, bias=False)
@@ -273,7 +273,7 @@ def test_a_parameter_of_two_names(tmp_path: Path) -> None:
 
 
 def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
-    """W + B A, as a LoRA is merged: nothing but the source knows, and it is asked for few rows."""
+    """W + B A, as a LoRA is merged: the source computes it, for a few rows at a time."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = 3, 7 << 20
     weight = torch.randn(rows, columns, generator=generator).bfloat16()
@@ -296,7 +296,7 @@ def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
 
 
 def test_what_has_memory_already_stays(tmp_path: Path) -> None:
-    """As layers that a vendor's library put into a network on the meta device."""
+    """As layers that a vendor's library inserts into a network on the meta device."""
 
     def adapt(network: nn.Module, sources: TensorSources) -> TensorSources:
         network[1] = nn.Linear(3, 3, device="cpu")
@@ -320,7 +320,7 @@ class Payload:
 
 
 def test_pickles_with_other_contents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Damaged ones, too; no code of them is run. And two tensors of one name."""
+    """Also damaged pickles; their code is not run. Also two tensors with one name."""
     table: dict[str, Any] = {
         "code": Payload(),
         "code as a weight": {"weight": Payload()},
@@ -347,7 +347,7 @@ def test_pickles_with_other_contents(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_file_larger_than_memory(tmp_path: Path) -> None:
-    """Of holes: nothing is written, and only what is asked for is read."""
+    """A sparse file of zeros, of which only the requested rows are read."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rows = 2 * memory // 4096
     entry = {"dtype": "F32", "shape": [rows, 1024], "data_offsets": [0, rows * 4096]}
@@ -361,7 +361,7 @@ def test_a_file_larger_than_memory(tmp_path: Path) -> None:
 
 
 def shift(file: Path, count: int) -> None:
-    """Makes the header longer, so that all tensors begin `count` bytes later."""
+    """Pad the header, so that all tensors begin `count` bytes later."""
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
     padded = content[8 : 8 + size] + b" " * count
@@ -369,7 +369,7 @@ def shift(file: Path, count: int) -> None:
 
 
 def test_tensors_that_are_not_aligned(tmp_path: Path) -> None:
-    """As behind a header of odd length; views of bytes could not begin there."""
+    """As after a header of odd length, where a tensor cannot be a view of the bytes."""
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         values = torch.arange(12.0).reshape(4, 3).to(dtype)
         file = write({"x": values}, tmp_path / "x.safetensors")
@@ -379,7 +379,7 @@ def test_tensors_that_are_not_aligned(tmp_path: Path) -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Notes the devices and dtypes of each copy: (from, to)."""
+    """Records the device and dtype of each copy: (from, to)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_device_converts_what_it_gets(tmp_path: Path) -> None:
-    """A CPU's conversion would take longer than the link to the device. meta stands for one."""
+    """Converting on the CPU would take longer than the transfer. Here, the device is meta."""
     plain = plan(write(ones(), tmp_path / "weights.safetensors"))
     with Copies() as copies:
         plain.load(device=torch.device("meta"), dtype_of=lambda *_: torch.bfloat16)
@@ -418,7 +418,7 @@ def test_loading_uses_this_ranks_share_of_the_cores(tmp_path: Path, monkeypatch)
         torch.set_num_threads(1)
         monkeypatch.setattr(system, "count_cores", lambda: 3)
         load(file, transform=adapt)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says, which allows one thread
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun, which allows one thread
         load(file, transform=adapt)
         assert seen == [1, 1, 3, 3] and torch.get_num_threads() == 1
     finally:

@@ -1,4 +1,4 @@
-"""Videos of clips: what a clip is given, their lengths and seeds, recipes, refusals, calls."""
+"""Videos of several clips: conditions, lengths and seeds of clips, recipes, refusals, calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def planned(*words: object) -> Run:
 
 
 def test_what_a_clip_is_given() -> None:
-    """By hand: 4 channels of the mask, then 16 of latents, in 3 latent frames of 4 x 6."""
+    """4 channels of the mask, then 16 of latents, in 3 latent frames of 4 x 6, computed by hand."""
     anchor, motion = torch.full((16, 1, 4, 6), 2.0), torch.full((16, 1, 4, 6), 3.0)
     first = make_chained_condition(request(chain="latent"), anchor, None)
     later = make_chained_condition(request(chain="latent"), anchor, motion)
@@ -187,7 +187,7 @@ def test_calls_that_are_refused(model: Any, image_path: Path) -> None:
 
 
 def test_many_long_videos_beside_others(model: Any, image_path: Path) -> None:
-    """With experts grouped, too: a long video is made in one go."""
+    """Also with grouped experts, where a long video is generated without a pause."""
     args: dict[str, Any] = {**QUICK, "img": str(image_path), "guide_scale": 1.0}
     calls = ["a", {"input_prompt": "b", "num_repeat": 2, "chain": "latent"}, "c"]
     found = list(model.generate_many(calls, group_by_expert=True, **args))
@@ -219,7 +219,7 @@ def test_overlap_changes_no_bit_and_survives_a_failure(
 def test_texts_are_embedded_once_and_not_kept(
     model: Any, image_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long video among others loses none of theirs, and its own are gone with it."""
+    """A long video keeps the cached embeddings of other videos, and frees its own."""
     said, embed = list[str](), TextEncoder.__call__
 
     def counted(self: TextEncoder, prompt: str) -> torch.Tensor:
@@ -243,7 +243,7 @@ def test_texts_are_embedded_once_and_not_kept(
             weakref.ref(x) for text, x in pipeline.cached_prompt_embeds.items() if text != "d"
         ]
         assert len(embeddings) == 3 and pipeline.cached_prompt_embeds["d"] is before["d"]
-        clips.close()  # as where a video is ended
+        clips.close()  # as at the end of a video
     assert pipeline.cached_prompt_embeds.keys() == before.keys() and not any(
         one() is not None for one in embeddings
     )

@@ -1,4 +1,4 @@
-"""LoRA and difference files: every naming family, exact merging, and what is refused."""
+"""LoRA and difference files: every naming family, exact merging, and refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[Callable[[str], str], str, str]] = {
 
 @pytest.fixture(scope="module")
 def weights(tiny: Any) -> dict[str, Tensor]:
-    """Of the tiny dense checkpoint."""
+    """The weights of the tiny dense checkpoint."""
     return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
 
 
@@ -75,7 +75,7 @@ def pair(shape: torch.Size, rank: int, seed: int, dtype: torch.dtype) -> tuple[T
 
 
 def pair_of(checkpoint: Checkpoint, rank: int = 2) -> tuple[Tensor, Tensor]:
-    """For Q of the low-noise expert."""
+    """A pair for Q of the low-noise expert."""
     shape = checkpoint.experts["low_noise"].tensors[f"{Q}.weight"].shape
     return pair(torch.Size(shape), rank, 0, torch.float32)
 
@@ -115,7 +115,7 @@ def test_families(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None
     assert not wrong
 
 
-PREFIXES = {row.prefix for row in lora.NAMINGS} - {"transformer_2."}  # which is of two networks
+PREFIXES = {row.prefix for row in lora.NAMINGS} - {"transformer_2."}  # which needs two networks
 
 
 def test_every_naming_of_the_table(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_every_naming_of_the_table(weights: dict[str, Tensor], tiny: Any, tmp_pa
 
 
 def test_every_kind_of_difference(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
-    """Norms, biases, convolution, head and modulation, which other loaders drop."""
+    """Norms, biases, the convolution, the head and the modulation, which other loaders ignore."""
     names = {
         "diffusion_model.blocks.0.norm3.diff": "blocks.0.norm3.weight",
         "diffusion_model.blocks.0.norm3.diff_b": "blocks.0.norm3.bias",
@@ -187,7 +187,7 @@ def test_a_convolutions_pair(weights: dict[str, Tensor], tiny: Any, tmp_path: Pa
 def test_rows_are_the_same_bits_wherever_they_are_cut(
     weights: dict[str, Tensor], tiny: Any, tmp_path: Path
 ) -> None:
-    """As ranks and slices cut them."""
+    """As ranks and slices split them."""
     layer = "blocks.0.ffn.0"
     down, up = pair(weights[f"{layer}.weight"].shape, 16, 0, torch.float32)
     halves = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
@@ -202,7 +202,7 @@ def test_rows_are_the_same_bits_wherever_they_are_cut(
 
 
 def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> None:
-    """transformer. and transformer_2., or files for each; several files add up."""
+    """Prefixes transformer. and transformer_2., or a file for each; several files add up."""
     folder = tiny("t2v-A14B")
     checkpoint = inspect_checkpoint(folder)
     down, up = pair_of(checkpoint)
@@ -231,7 +231,7 @@ def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> No
 
 
 def test_experts_in_capitals_and_names_that_say_none(tiny: Any, tmp_path: Path) -> None:
-    """`HIGH` is an expert where it is a word; a low rank and a highway are none."""
+    """`HIGH` names an expert as a separate word; `low_rank` and `HIGHWAY` name none."""
     checkpoint = inspect_checkpoint(tiny("i2v-A14B"))
     down, up = pair_of(checkpoint)
     names = {
@@ -248,7 +248,7 @@ def test_experts_in_capitals_and_names_that_say_none(tiny: Any, tmp_path: Path) 
 
 
 def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None:
-    """Both files given with `lora`: their names say the expert."""
+    """Both files passed with `lora`: their names determine the expert."""
     checkpoint, stem = (
         inspect_checkpoint(tiny("t2v-A14B")),
         tmp_path / "wan2.2_t2v_A14b_lora_rank64_1022",
@@ -327,7 +327,7 @@ def test_a_doubtful_name_is_told(styles: Any) -> None:
 
 
 def test_flags_against_names(styles: Any) -> None:
-    """And half of a pair without its mark."""
+    """Also half of a pair whose other half names no expert."""
     halves = ("style_high", "style"), ("fox", "fox-LOW"), ("a/x", "xLow")
     found = {" and ".join(names): said(styles, *names) for names in halves}
     found["a flag of the other"] = said(styles, lora_low_noise="style_high")
@@ -408,7 +408,7 @@ UNKNOWN: tuple[dict[str, Any], ...] = (
 
 
 def test_settings_of_peft_that_are_not_computed(tiny: Any, tmp_path: Path) -> None:
-    """Beside the file, also a renamed one, or in its metadata, also beside alphas."""
+    """In adapter_config.json for a file of any name, or in its metadata, also with alphas."""
     found: dict[str, str] = {}
     places = "beside", "renamed", "diffusers", "with alphas"
     for number, (config, where) in enumerate(product(UNKNOWN, places)):
@@ -439,7 +439,7 @@ def test_a_configuration_among_other_files_is_adapter_models(tiny: Any, tmp_path
 
 
 def test_a_file_that_changes_after_the_check(tiny: Any, tmp_path: Path) -> None:
-    """Before it is mapped, and after; where it is merged, and where it stays beside weights."""
+    """Before and after the file is mapped; for merged LoRAs and for separate ones."""
     path, checkpoint = tmp_path / "x.safetensors", inspect_checkpoint(tiny("t2v-1.3B"))
     base = open_sources(checkpoint.experts["dit"].tensors)
 
@@ -507,7 +507,7 @@ BAD: dict[str, dict[str, Tensor]] = {
 
 
 def test_bad_files(tiny: Any, tmp_path: Path) -> None:
-    """Also where PEFT's metadata has a strange alpha, and shards."""
+    """Also files with an invalid alpha in PEFT's metadata, and shards."""
     path, found = tmp_path / "x.safetensors", {}
     for case, tensors in BAD.items():
         save_file({name: value.clone() for name, value in tensors.items()}, path)
@@ -551,7 +551,7 @@ def test_bad_places(tiny: Any, tmp_path: Path) -> None:
 def test_a_pipeline_runs_with_merged_weights(
     weights: dict[str, Tensor], tiny: Any, tmp_path: Path
 ) -> None:
-    """Not added beside the layers: the network holds the sums."""
+    """The LoRA is merged: the network holds the sums."""
     down, up = pair(weights[f"{Q}.weight"].shape, 2, 0, torch.float32)
     path = tmp_path / "x.safetensors"
     save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, path)

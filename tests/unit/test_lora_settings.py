@@ -1,4 +1,4 @@
-"""Which settings of a LoRA count: alphas, those of PEFT, strengths; and what ranks compare."""
+"""The settings of a LoRA: alphas, PEFT's settings, strengths; and the comparison of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ V = "blocks.0.self_attn.v"
 
 @pytest.fixture(scope="module")
 def weights(tiny: Any) -> dict[str, Tensor]:
-    """Of the tiny dense checkpoint."""
+    """The weights of the tiny dense checkpoint."""
     return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
 
 
@@ -38,7 +38,7 @@ def diffusers(
 def test_alphas_of_layers_count_and_then_nothing_of_peft(
     weights: dict[str, Tensor], tiny: Any, tmp_path: Path
 ) -> None:
-    """By hand: an alpha of 6 over the rank 4; 1 for a layer that has none."""
+    """A factor of alpha 6 / rank 4, and of 1 for a layer without an alpha."""
     down, up = pair(weights[f"{Q}.weight"].shape, 4, 0, torch.float32)
     told = {"transformer.r": 4, "transformer.lora_alpha": 32, "transformer.use_rslora": True}
     path = tmp_path / "x.safetensors"
@@ -54,7 +54,7 @@ def test_alphas_of_layers_count_and_then_nothing_of_peft(
 
 
 def test_the_metadata_of_each_expert_is_its_own(tiny: Any, tmp_path: Path) -> None:
-    """By hand: alpha / rank, and alpha / sqrt(rank) with rsLoRA, of the low-noise expert."""
+    """alpha / rank, or alpha / sqrt(rank) with rsLoRA, of the low-noise expert's metadata."""
     checkpoint, path = inspect_checkpoint(tiny("t2v-A14B")), tmp_path / "x.safetensors"
     down, up = pair_of(checkpoint, 4)
     for stabilised, factor in ((False, 8 / 4), (True, 8 / 2), (None, 8 / 4)):
@@ -75,7 +75,7 @@ def test_the_metadata_of_each_expert_is_its_own(tiny: Any, tmp_path: Path) -> No
 def test_adapter_config_counts_before_the_metadata(
     weights: dict[str, Tensor], tiny: Any, tmp_path: Path
 ) -> None:
-    """As PEFT reads it, whose own result is the oracle."""
+    """As in PEFT, whose merged weight is the reference."""
     path, wanted = peft_folder(tmp_path / "peft", weights[f"{Q}.weight"].float(), lora_alpha=3)
     told = {"lora_alpha": 50, "use_rslora": True}
     save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(told)})
@@ -84,7 +84,7 @@ def test_adapter_config_counts_before_the_metadata(
 
 
 def test_ranks_compare_content_and_strength_and_no_folders(tiny: Any, tmp_path: Path) -> None:
-    """What differs between ranks with the same file elsewhere, another strength, other values."""
+    """Ranks may read the same file from other folders, but not another strength or other values."""
     folder = tiny("t2v-1.3B")
     shape = inspect_checkpoint(folder).experts["dit"].tensors[f"{Q}.weight"].shape
     down, up = pair(torch.Size(shape), 2, 0, torch.float32)

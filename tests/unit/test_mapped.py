@@ -31,7 +31,7 @@ DIT = "diffusion_pytorch_model.safetensors"
 
 
 def split(network: nn.Module) -> tuple[int, int]:
-    """The bytes of a network's tensors in memory of its own, and in mapped files."""
+    """Returns the bytes of a network's tensors in allocated memory and in mapped files."""
     found = [0, 0]
     for tensor in (*network.parameters(), *network.buffers()):
         found[not owns_memory(tensor)] += tensor.nbytes
@@ -39,7 +39,7 @@ def split(network: nn.Module) -> tuple[int, int]:
 
 
 def copied(folder: Path, out: Path, change: Callable[[dict[str, Tensor], Path], None]) -> Path:
-    """A checkpoint whose DiT is written in another way."""
+    """Returns a copy of the checkpoint whose DiT file `change` has written."""
     shutil.copytree(folder, out)
     change({name: x.clone() for name, x in load_file(out / DIT).items()}, out / DIT)
     return out
@@ -58,7 +58,7 @@ def in_float32(state: dict[str, Tensor], file: Path) -> None:
 def test_every_layout_of_a_file_gives_the_same_bits(
     precision: str, tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
-    """Mapped, or copied because nothing is aligned: the latents are equal."""
+    """Aligned files are mapped and others are copied; the latents are equal."""
     folder, argv = tiny("t2v-1.3B"), ("--precision", precision, "--sample_steps", "2")
     task = ("--task", "t2v-1.3B")
     if precision == "fp32":
@@ -112,7 +112,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
 
 
 def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
-    """Of guided steps, which call the network twice; never more than all of it each time."""
+    """Guided steps call the network twice; each call rereads at most all of its weights."""
     asked, _ = composed(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
     planner = Planner(asked.setup, asked.params)
     need, stay = (
@@ -133,7 +133,7 @@ def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
 
 
 def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
-    """Also one that was loaded before; mapped memory cannot be written."""
+    """A network that is already loaded is copied, because mapped memory cannot be written."""
     folder, argv = tiny("t2v-1.3B"), (*BF16, "--task", "t2v-1.3B", "--offload_model", "false")
     for loaded in (False, True):
         experts = composed(folder, *argv)[1].experts
@@ -149,7 +149,7 @@ def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
 def test_a_file_that_changes_between_steps(
     how: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """Truncated: one sentence, exit code 1. Replaced by another file: the run has its own."""
+    """A truncated file ends the run with one message; a replaced file does not change it."""
     folder, video = tmp_path / "folder", tmp_path / "video.mp4"
     shutil.copytree(tiny("t2v-1.3B"), folder)
     argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), *BF16, "--size", "64*64"]

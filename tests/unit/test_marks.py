@@ -1,4 +1,4 @@
-"""Quantised safetensors files of ComfyUI and ModelOpt: what they mean, and what is refused."""
+"""Quantised safetensors files of ComfyUI and ModelOpt: their values, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wan.pipeline import text
 from wan.settings.errors import InputError
 
 Stored = tuple[dict[str, Tensor], Tensor]
-"""A layer's tensors by the ends of their names, and what they mean."""
+"""A layer's stored tensors by name suffix, and the dequantised weight."""
 WORDS = ("--sample_steps", "2")
 
 
@@ -47,7 +47,7 @@ def int8(weight: Tensor, by_row: bool = False) -> Stored:
 
 
 def nvfp4(weight: Tensor) -> Stored:
-    """Element by element, where the layout of cuBLAS's block scales puts each."""
+    """Quantises to NVFP4, with the block scales in cuBLAS's layout, element by element."""
     rows, columns = weight.shape
     whole = weight.abs().max() / (448 * 6)
     blocks = weight.view(rows, -1, 16)
@@ -81,7 +81,7 @@ FORMATS: dict[str, tuple[str, Callable[[Tensor], Stored]]] = {
 def written(
     state: Mapping[str, Tensor], form: str, prefix: str = "", **said: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A file's tensors, with the matrices of the blocks quantised and marked, and the values."""
+    """Returns the tensors of a file with quantised blocks, and the dequantised tensors."""
     name, quantise = FORMATS[form]
     stored, meant = {}, {}
     for key, tensor in state.items():
@@ -97,7 +97,7 @@ def written(
 
 
 def of_file(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> dict[str, Any]:
-    """The network's tensors that a file of these is understood to hold."""
+    """Saves the tensors and returns the network tensors that the loader finds in the file."""
     save_file(dict(tensors), path, metadata)
     return collect_network_tensors(read_safetensors_header(path), str)
 
@@ -145,7 +145,7 @@ def test_marks_in_the_metadata(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_folder_of_modelopt(tiny: Any, tmp_path: Path, one_thread: None) -> None:
-    """Diffusers' layout, with scales of weights and inputs, and a note in config.json."""
+    """The folder has diffusers' layout, scales of weights and inputs, and quantization_config."""
     source = tiny("t2v-1.3B", "diffusers")
     quantised, plain = (Path(shutil.copytree(source, tmp_path / n / "t2v-1.3B")) for n in "ab")
     file = Path("transformer", "diffusion_pytorch_model.safetensors")
@@ -163,7 +163,7 @@ def test_a_folder_of_modelopt(tiny: Any, tmp_path: Path, one_thread: None) -> No
 
 
 def test_the_text_encoder_in_one_file(tiny: Any, tmp_path: Path) -> None:
-    """transformers' names, FP8 with scales, and the tokenizer's bytes beside them."""
+    """The file has transformers' tensor names, FP8 weights with scales, and the tokenizer."""
     state = torch.load(tiny("t2v-1.3B") / "models_t5_umt5-xxl-enc-bf16.pth")
     stored, meant = written({rename_t5_to_transformers(k): x for k, x in state.items()}, "float8")
     stored = {n.replace("weight_scale", "scale_weight"): x for n, x in stored.items()}
@@ -220,7 +220,7 @@ JSON: list[Any] = [None, True, 5, 1.5, "", "x", [], [1], {}, {"x": []}]
 
 
 def test_marks_of_any_value(tmp_path: Path) -> None:
-    """Of the tensor and of the metadata; also of a number that is stored as a weight."""
+    """Any JSON value in the tensor or the metadata is accepted or refused in one sentence."""
     path, wrong = tmp_path / "x.safetensors", {}
     plain = {"a.weight": torch.zeros(8, 8, dtype=torch.int8)}
     for value in JSON:
@@ -242,7 +242,7 @@ def test_marks_of_any_value(tmp_path: Path) -> None:
 
 
 def test_int8_without_a_mark_is_refused(tiny: Any, tmp_path: Path) -> None:
-    """It may be rotated, or an export that `--quant_dit_path` takes."""
+    """Such a file may be rotated, or be an export for `--quant_dit_path`."""
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
     file = folder / "diffusion_pytorch_model.safetensors"
     stored, _ = written(load_file(file), "int8")

@@ -1,4 +1,4 @@
-"""`tools/measure_device.py`: limits, what is repeated, the report and what is sent."""
+"""`tools/measure_device.py`: limits, skipped checks, the report and the archive to send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wan.settings.errors import InputError
 
 
 def test_limits_and_what_is_not_repeated(tmp_path: Path) -> None:
-    """Programs that do not end in time are ended; what ended well is left alone."""
+    """Programs are stopped after their time limit; completed checks are not run again."""
     out = tmp_path / "found"
     out.mkdir()
     (out / "state.json").write_text(json.dumps({"check": "done in 3 s"}))

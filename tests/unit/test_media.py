@@ -1,4 +1,4 @@
-"""What ffmpeg may open for us, and what it reads and writes: times, frames, sounds and colours."""
+"""Reading and writing media with ffmpeg: allowed inputs, times, frames, sounds and colours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import slow
 from tools import contact_sheet, make_character, make_sound
 from wan.pipeline import driving, media, sources, video, video_reader
 from wan.settings.command import Output
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 90]])
 NAMES = ["concat:v.mp4", "-i.mp4", "%03d.mp4", "a\nb'\"c.mp4", "file:v.mp4"]
@@ -36,7 +36,7 @@ def lavfi(source: str) -> list[str]:
 
 
 def clock(path: Path, *, late: float = 0.0, variable: bool = True, size: str = "96x64") -> Path:
-    """A bar that grows from left to right in 1.2 s, as phones write it, perhaps after a sound."""
+    """Writes a video of a bar that grows from left to right in 1.2 s, perhaps after a sound."""
     bar = f"color=black:s={size}:r=30:d=1.2,geq=lum='255*lt(X,W*T/1.2)':cb=128:cr=128"
     bar += f",select='{KEPT}'" if variable else ""
     inputs = ["-itsoffset", late, *lavfi(bar), *lavfi("sine=d=1.7")]
@@ -50,13 +50,13 @@ def seconds_shown(frames: np.ndarray) -> np.ndarray:
 
 
 def stored(path: Path) -> np.ndarray:
-    """The frames of a file, one by one."""
+    """Returns the stored frames of a file, without repeats for timing."""
     raw = ffmpeg("-i", path, "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-")
     return np.frombuffer(raw, np.uint8).reshape(-1, 64, 96, 3)
 
 
 def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
-    """ffmpeg itself follows such lists."""
+    """ffmpeg itself would follow such a list."""
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     make_character.write_character_folder(tmp_path / "moves", (32, 32), 5)
     for name, read in (
@@ -74,7 +74,7 @@ def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*NAMES, *map(slow, MORE_NAMES)])
 def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a relative path: written, read, counted, joined, and given a sound."""
+    """Special characters in a relative path change nothing in reading, writing or joining."""
     monkeypatch.chdir(tmp_path)
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     path = Path(name)
@@ -97,7 +97,7 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
-    """With a mask of the same times, and poses: 20 frames in 1.2 s, most of them in a third."""
+    """The video, its mask and the poses each have 20 unevenly spaced frames in 1.2 s."""
     path = clock(tmp_path / "clock.mp4")
     assert len(stored(path)) == 20
     found = sources.read_vace_files(path, clock(tmp_path / "mask.mp4"), ())
@@ -125,9 +125,19 @@ def test_a_mask_of_a_constant_rate_fits_a_variable_video(tmp_path: Path) -> None
     assert np.abs(mask_seconds - np.arange(found.num_frames) / found.fps).max() < 0.1
 
 
+def test_a_video_that_lost_frames_since_it_was_checked(tmp_path: Path) -> None:
+    path = tmp_path / "v.mp4"
+    video.write_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
+    checked = video_reader.read_video(path, "x")
+    path.unlink()
+    video.write_video(torch.zeros(3, 3, 64, 96), Output(path, fps=16))
+    with pytest.raises(FileChangedError, match=r"v\.mp4 ends before its frame 4"):
+        driving.read_frames_at(checked, range(5))
+
+
 @pytest.mark.parametrize("variable", [False, True])
 def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> None:
-    """Its first frame is shown until then."""
+    """The first frame is repeated until the video begins."""
     path = clock(tmp_path / "late.mp4", late=0.5, variable=variable)
     found = sources.read_vace_files(path, path, ())
     assert "late.mp4" in caplog.text
@@ -151,7 +161,7 @@ def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> Non
     ],
 )
 def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, caplog) -> None:
-    """Also where time stamps are rounded to milliseconds."""
+    """Time stamps that are rounded to milliseconds change nothing."""
     path = tmp_path / f"v.{suffix}"
     ffmpeg(*lavfi(f"testsrc2=s=96x64:r={rate}:d=1.3"), "-pix_fmt", "yuv420p", path)
     found = media.read_video(path, "x")
@@ -161,7 +171,7 @@ def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, 
 
 
 def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
-    """Its faces belong to its poses, frame by frame, also in a file without the times of them."""
+    """Each face belongs to its pose, also where the file of faces has a constant rate."""
     make_character.write_character_folder(tmp_path, (96, 64), 20)
     poses = clock(tmp_path / "src_pose.mp4")
     found = driving.read_animate_folder(tmp_path, replace_character=False)
@@ -188,7 +198,7 @@ def first_loud(samples: np.ndarray) -> float:
 
 
 def played(path: Path) -> np.ndarray:
-    """The sound of an mp4 by its time stamps, as a player plays it."""
+    """Returns the sound of a file at its time stamps, as a player outputs it."""
     by_time = ["-af", "aresample=16000:async=1:first_pts=0", "-ac", 1, "-f", "f32le", "-"]
     return np.frombuffer(ffmpeg("-i", path, *by_time), np.float32)
 
@@ -240,7 +250,7 @@ def stripes(path: Path, width: int, height: int) -> Path:
 
 
 def described(path: Path) -> str:
-    """What ffmpeg says of the pixels of a video."""
+    """Returns ffmpeg's description of a video's pixel format and colours."""
     said = subprocess.run([get_ffmpeg_exe(), "-i", path], capture_output=True, text=True).stderr
     return re.search(r"Video: .*?(yuv\w+\([^)]*\))", said)[1]
 
@@ -258,7 +268,7 @@ def boxes(path: Path) -> list[bytes]:
     ("size", "name"), [slow((96, 64), "smpte170m"), ((64, 704), "smpte170m"), ((64, 720), "bt709")]
 )
 def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_path: Path) -> None:
-    """Also of one with a sound, and of joined ones; players read by these tags."""
+    """Players depend on these tags; videos with an added sound and joined videos have them."""
     path = stripes(tmp_path / "a.mp4", *size)
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     media.add_audio(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")

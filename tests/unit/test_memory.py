@@ -91,7 +91,7 @@ GROUPS = {  # of version 2, and of version 1
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_memory_of_a_host(group: str, tmp_path: Path) -> None:
-    """What a control group leaves, page cache apart, where that is less than what is available."""
+    """The limit of a control group counts, without page cache, where it is below free memory."""
     assert system.read_available_memory(tmp_path) is None
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  7 kB\n")
@@ -137,7 +137,7 @@ print(peak.record())
 
 
 def test_peaks_tell_allocated_from_mapped(tmp_path: Path) -> None:
-    """What has gone since as well; /proc/self/status has both kinds of a moment."""
+    """Peaks include memory that is freed later; /proc/self/status has current values only."""
     file = tmp_path / "file"
     file.write_bytes(bytes(48 << 20))
     command = [sys.executable, "-c", PEAKS, str(file)]
@@ -157,7 +157,7 @@ def anonymous():
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 pieces = [bytearray(b"x") * 100_000 for _ in range(1000)]
-last = bytearray(b"x") * 100_000  # behind them, so that freeing them does not shorten the heap
+last = bytearray(b"x") * 100_000  # allocated last, so that the end of the heap stays in use
 del pieces
 before = anonymous()
 host.trim_heap()
@@ -172,7 +172,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 
 
 def vace_bytes(held: int) -> float:
-    """By hand: 8 of the 40 blocks move with a control block, so a buffer must hold both."""
+    """Counts by hand: 8 of the 40 blocks move with a control block, so a buffer holds both."""
     c, f, layers, controls = 5120, 13824, 40, 8
     norms, modulation = 6 * c, 6 * c  # of q and k in both attentions, and norm3
     block = 8 * (c * c + c) + 2 * c * f + f + c + norms + modulation
@@ -208,7 +208,7 @@ def test_the_plan_of_vace_has_two_buffers(held: int) -> None:
 
 
 def needed(*words: object) -> dict[str, memory.Usage]:
-    """What a plan of 320 x 192 pixels on one GPU is estimated to take, in bfloat16."""
+    """Estimates the stages of a 320 x 192 video on one GPU in bfloat16."""
     given = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
     run = planned(*given, *words)
     return memory.compute_stage_memory(
@@ -232,7 +232,7 @@ def test_weights_are_estimated_a_little_below() -> None:
 
 
 def test_what_is_kept_beside_the_weights() -> None:
-    """By hand: keys and values of the text, streams, faces, and frames of a clip before."""
+    """Compares with sums by hand: text keys and values, streams, faces, and earlier frames."""
     plain, vace = (needed("--task", t, "--frame_num", 9) for t in ("t2v-A14B", "vace-14B"))
     tokens, each = 3 * 12 * 20, 2 * 2 * 512 * 5120 * 2  # of a layer: branches, and K and V
     assert plain["denoising"]["text K/V"] == 40 * each
@@ -244,7 +244,7 @@ def test_what_is_kept_beside_the_weights() -> None:
     animate = needed("--task", "animate-14B", "--vae_tiling")
     assert animate["denoising"]["pictures of the face"] == 3 * 77 * 512 * 512 * 4
     assert animate["decoding"]["activations"] == 3 * 77 * 320 * 192 * 4
-    s2v = needed("--task", "s2v-14B", "--vae_tiling")  # 19 latent frames stand before its 20
+    s2v = needed("--task", "s2v-14B", "--vae_tiling")  # 19 latent frames precede its 20
     assert s2v["decoding"]["activations"] == 3 * (4 * (19 + 20) - 3) * 320 * 192 * 4
     before = needed("--task", "s2v-14B", "--device", "cpu")
     for stage in ("denoising", "decoding"):
@@ -252,7 +252,7 @@ def test_what_is_kept_beside_the_weights() -> None:
 
 
 def test_a_clip_is_decoded_beside_the_next_one() -> None:
-    """The last one has no next one, and there is one VAE."""
+    """The last clip overlaps with no other clip, and there is one VAE."""
     chain = ("--task", "i2v-A14B", "--chain", "latent", "--num_clip", 3, "--frame_num", 9)
     apart, beside = needed(*chain), needed(*chain, "--overlap_decoding")
     assert beside["decoding"] == apart["decoding"]
@@ -261,7 +261,7 @@ def test_a_clip_is_decoded_beside_the_next_one() -> None:
 
 @pytest.mark.parametrize("task", ["s2v-14B", "animate-14B"])
 def test_weights_that_are_used_where_they_are_mapped_take_nothing(task: str, tiny) -> None:
-    """Those of attention to the sound or the face, too, which are not named as blocks."""
+    """This includes attention to the sound or the face, which is not named as a block."""
     words = ("--task", task, "--ckpt_dir", tiny(task), "--device", "cpu", "--precision", "bf16")
     assert not needed(*words)["denoising"]["DiT weights"]
 

@@ -1,4 +1,4 @@
-"""WanModel's own promises: names, batches, refusals, runs of timesteps, the text cache."""
+"""WanModel: tensor names, batches, refusals, runs of timesteps, and the text cache."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_uniform_per_token_timesteps_equal_the_scalar() -> None:
 
 @torch.no_grad()
 def test_many_runs_of_timesteps() -> None:
-    """Every token its own timestep: the modulation of each row is its own."""
+    """Each token has a different timestep, so that each row has a different modulation."""
     net, (x, context) = model(), inputs()
     t = torch.arange(18)[None] * 50.0
     many = net([x], t, [context], 18)[0]
@@ -125,7 +125,7 @@ def test_modulation_by_runs_equals_expansion_per_token(grad: bool) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_slices_of_tokens_cover_every_token(overwrite: bool) -> None:
-    """More than one slice, the last one short."""
+    """There is more than one slice, and the last slice is shorter."""
     x, rows = torch.randn(1, 40_001, 64), torch.randn(40_001, 64)
     expected = x * 2 + rows
     found = BlockOps().apply_in_slices(
@@ -163,7 +163,7 @@ def test_text_cache_is_exact_and_computes_once() -> None:
 
 
 def test_training_uses_nothing_that_is_kept() -> None:
-    """Each forward with gradients has a graph of its own, also behind one without."""
+    """Each forward with gradients builds a new graph, also after a forward without gradients."""
     net, (x, context) = model(components=CACHED).requires_grad_(True), inputs()
     with torch.no_grad():
         net([x], torch.tensor([7]), [context], 18)
@@ -175,7 +175,7 @@ def test_training_uses_nothing_that_is_kept() -> None:
 
 @torch.no_grad()
 def test_moving_the_model_forgets_text() -> None:
-    """What was computed with the weights before is computed again."""
+    """Cached text is computed again after the weights have changed."""
     net, (x, context) = model(components=CACHED), inputs()
     calls = []
     for block in net.blocks:

@@ -112,7 +112,7 @@ def test_mapping_of_an_a5() -> None:
 
 
 def whatever(parse: Any, broken: str) -> Any:
-    """What a parser makes of a text; None where it says why it cannot."""
+    """Returns the parsed text, or None after a MeterError with a message."""
     try:
         return parse(broken)
     except MeterError as reason:
@@ -121,7 +121,7 @@ def whatever(parse: Any, broken: str) -> Any:
 
 
 def test_tables_that_break_off() -> None:
-    """At every character: what is still read was there."""
+    """Text that is cut off at any character gives only values that the full text has."""
     for name, expected in (*POWERS.items(), *PLACES.items()):
         whole = text(name)
         parse = npu_smi.parse_die_powers if name in POWERS else npu_smi.parse_die_locations
@@ -251,7 +251,7 @@ def test_npu_smi_on_an_a2(tool: Path) -> None:
 
 
 def test_two_dies_of_a_board_are_one_device(tool: Path) -> None:
-    """On an A3 both dies tell the board's power, and the table has it once."""
+    """On an A3 both dies report the board's power, and the table has it once."""
     install(tool, info__m=text("map_A3"), info=text("info_A3_25.2.0"))
     install(tool, info__t_common__i_0=text("common_two_dies"))
     assert [npu_smi.NpuSmi(index).device for index in (0, 1)] == ["NPU 0", "NPU 0"]

@@ -1,4 +1,4 @@
-"""The small operations: what the plain ones compute, and that a model calls those it is given."""
+"""The small operations: results of the plain versions, and calls by the model."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_each_operation_decides_the_result() -> None:
 
 @pytest.mark.parametrize(("gated", "dtype"), [*product((True, False), DTYPES)])
 def test_the_residual_stream_takes_any_dtype(dtype: torch.dtype, gated: bool, monkeypatch) -> None:
-    """More than a slice of tokens: the bits of one operation, no float32 copy of them all."""
+    """Several slices give the same bits as one operation, without a full float32 copy."""
     x, y, row = torch.randn(1, 64, 48), torch.randn(1, 64, 48).to(dtype), torch.randn(1, 1, 48)
     expected = torch.addcmul(x, y.float(), row) if gated else x + y
     monkeypatch.setattr("wan.modules.small_ops.get_slice_numel", lambda _: 48 * 10)

@@ -67,7 +67,7 @@ def test_an_existing_file_is_kept_until_the_new_one_is_whole(tmp_path: Path) -> 
 
 
 def test_names_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that is handed one may read "~" or "-" its own way."""
+    """Other programs may interpret "~" or "-" at the start of a relative path."""
     monkeypatch.chdir(tmp_path)
     with write_output(Path("~", "x"), TEXT) as temporary, write_folder(Path("-y")) as folder:
         assert temporary.is_absolute() and folder.is_absolute()
@@ -122,7 +122,7 @@ CONFLICTS: dict[str, Callable[[Path], object]] = {
 
 
 def test_what_is_not_ours_is_refused_and_kept(tmp_path: Path) -> None:
-    """Before the work, after it, and when files are removed."""
+    """The check applies before the work, after it, and when files are removed."""
 
     def write(path: Path) -> None:
         with write_output(path, TEXT) as temporary:
@@ -164,7 +164,7 @@ def test_a_temporary_name_never_follows_a_link(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_filled(tmp_path: Path) -> None:
-    """A program that makes a temporary name often makes the file, too."""
+    """Programs that make temporary names often create the file as well."""
     path = tmp_path / "x"
     path.touch()
     check_output(path, TEXT, "--out")

@@ -1,4 +1,4 @@
-"""Topologies: what is chosen, what is refused, and that every refusal names what would work."""
+"""Topologies: default choices and refusals; each refusal names settings that work."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_notes() -> None:
 def test_any_flags_resolve_or_are_refused(
     world: int, heads: int, flags: dict[str, Any], guide: tuple[float, float]
 ) -> None:
-    """What resolves is consistent and keeps what was given; what a refusal proposes resolves."""
+    """Resolved flags are consistent and keep their values; proposals of refusals resolve."""
     try:
         parallel, _ = checked(flags, world, heads, guide)
     except InputError as error:
@@ -158,7 +158,7 @@ def test_groups_that_span_machines_are_noticed() -> None:
 
 
 def test_layouts_on_two_machines() -> None:
-    """8 ranks, 4 on each; q of a rank's tokens is 1 MB."""
+    """There are 8 ranks, 4 on each machine, and q of a rank's tokens takes 1 MB."""
     by_sizes = {one.sizes: one for one in list_layouts(8, 40, 2, 8e6, (100.0, 10.0))}
     whole, both = by_sizes[1, 1, 8], by_sizes[1, 2, 4]
     assert (whole.bytes_inside, whole.bytes_between) == pytest.approx((4e6 * 3 / 8, 4e6 * 4 / 8))

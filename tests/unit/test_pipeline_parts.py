@@ -1,4 +1,4 @@
-"""Conditioning, sampling, memory policy and files: parts that whole runs do not take apart."""
+"""Conditioning, sampling, memory policy and files, each tested without a whole run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from wan.kernels.base import StepInfo
 from wan.pipeline import clip, conditioning
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop, apply_guidance, predict_velocity
 from wan.pipeline.pipeline import Experts
-from wan.pipeline.video import load_latents, save_latents, write_video, to_uint8
+from wan.pipeline.video import load_latents, save_latents, to_uint8, write_video
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule, select_expert
@@ -124,7 +124,7 @@ def test_i2v_channels() -> None:
 
 
 def test_ti2v_covers_and_crops() -> None:
-    """Scaled by the larger ratio with Lanczos, then the centre."""
+    """The image is scaled by the larger ratio with Lanczos and cropped to the centre."""
     image = noise(100, 100)
     frame = conditioning.make_first_frame(image, (96, 64))
     resized = np.array(image.resize((96, 96), Image.Resampling.LANCZOS))[16:80]
@@ -200,7 +200,7 @@ def test_what_the_model_is_told() -> None:
 
 @pytest.mark.parametrize(("broken", "noticed"), [(0, 1), (1, 3), (2, 3)])
 def test_latents_that_are_not_finite_make_no_video(broken: int, noticed: int) -> None:
-    """They are looked at behind the first step and the last one; a look waits for the device."""
+    """Latents are checked after the first and the last step; each check waits for the device."""
     asked = replace(request("t2v-1.3B"), sample_steps=3)
 
     def network(x: list[torch.Tensor], *_: object, step: StepInfo, **__: object) -> Any:
@@ -221,7 +221,7 @@ def test_experts_in_memory(offload: bool, loads: str) -> None:
         assert not (offload and alive), "the idle network must be gone before the next one comes"
         order.append(name)
         network = torch.nn.Linear(1, 1)
-        network.__dict__["itself"] = network  # as a compiled one refers to itself
+        network.__dict__["itself"] = network  # compiled networks refer to themselves too
         alive.add(network)
         return network
 
@@ -256,7 +256,7 @@ def test_a_video_is_encoded_as_officially(tmp_path: Path) -> None:
 
 
 def test_video_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative ones, and characters that mean something to encoders or shells."""
+    """Relative paths, and characters with a meaning for encoders or shells."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for number, path in enumerate(("v.mp4", "-i/-v.MP4", "~/v.mp4", "a b'%03d:c/v.mp4")):
         folder = tmp_path / str(number)
@@ -270,7 +270,7 @@ def test_video_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a full disk: a file ends after so many bytes; what writes on gets SIGXFSZ or EFBIG."""
+    """Limits the size of files, as a full disk does: further writes get SIGXFSZ or EFBIG."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -291,7 +291,7 @@ def test_a_full_disk_while_frames_are_written(before: bytes | None, tmp_path: Pa
     assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
-ENCODERS = (  # what an ffmpeg does instead of its work
+ENCODERS = (  # scripts that replace ffmpeg
     "cat > /dev/null; exit 3",
     "head -c 9 > /dev/null; exit 4",
     "echo '[out#0 @ 0x5] Error: No space left' >&2; exit 1",
@@ -346,7 +346,7 @@ def test_stages_inside_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPa
 
 
 def test_messages_to_who_left_early(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    """As `| head` does: the run goes on, and nothing is said of it; other faults are told."""
+    """A closed pipe, as with `| head`, neither stops the run nor hides other errors."""
     for name in ("handlers", "propagate", "level"):
         monkeypatch.setattr(log.logger, name, getattr(log.logger, name))
     reader, writer = os.pipe()
@@ -363,7 +363,7 @@ def test_messages_to_who_left_early(monkeypatch: pytest.MonkeyPatch, capfd) -> N
 def test_silence_is_that_of_one_thread(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Such as that which measures a plan in a service; warnings are heard all the same."""
+    """A thread that measures a plan in a service logs warnings only."""
     for name in ("handlers", "propagate"):
         monkeypatch.setattr(log.logger, name, getattr(log.logger, name))
     log.set_up_logging()

@@ -1,4 +1,4 @@
-"""What a run would hold and exchange: against published figures, and against what really lives."""
+"""The planner's memory and traffic, against published figures and measured runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_vae_takes_what_was_measured() -> None:
 
 
 def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
-    """Against the sums of tensors that the layers are known to hold, worked out by hand."""
+    """Compares with the sums, by hand, of the tensors that the layers hold."""
     stages, stream = hd.stage_memory(), 9450 * 5120
     denoising = stages["denoising"]
     assert hd.peak_bytes() == denoising.total() > stages["decoding"].total()
@@ -110,7 +110,7 @@ def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
 
 
 class Recorder:
-    """Stands for the experts, and notes what lives when it is called."""
+    """Replaces the experts and records the live bytes at each call."""
 
     def __init__(self, live: StorageTracker) -> None:
         self.live, self.held = live, list[int]()
@@ -126,7 +126,7 @@ class Recorder:
 
 
 def test_latents_in_the_loop(hd: Planner) -> None:
-    """As many as the plan takes for granted live when the network is called, at most."""
+    """At most the planned number of latents is live when the network is called."""
     for solver in ("unipc", "dpm++"):
         request = replace(hd.params, sample_solver=solver, size=(128, 128), sample_steps=5)
         live = StorageTracker("cpu")
@@ -137,11 +137,11 @@ def test_latents_in_the_loop(hd: Planner) -> None:
             DenoisingLoop(request, conditions).advance(network)
         one = 4 * prod(request.latent_shape)
         assert hd.stage_memory()["denoising"]["latents"] / 1e6 == pytest.approx(6 * LATENT_MB)
-        assert 5 <= max(network.held) // one <= 6  # beside the solver's tables
+        assert 5 <= max(network.held) // one <= 6  # without the solver's tables
 
 
 def forward(hd: Planner, **changes: object) -> int:
-    """The most bytes beside weights and inputs, with other values of `Parallel`."""
+    """Returns the peak bytes of activations with other values of `Parallel`."""
     parallel = replace(hd.setup.parallel, **changes)
     return max(forward.size.activations.total() for forward in hd.measure_forwards(parallel))
 
@@ -206,7 +206,7 @@ def test_vendors_kernels_hold_what_they_should() -> None:
 
 @pytest.mark.slow
 def test_cpu_slices_are_smaller() -> None:
-    """Where the float32 copies of a norm are part of the most."""
+    """In this run the float32 copies of a norm are part of the peak."""
     argv = ("--task", "ti2v-5B", "--ulysses_size", "4", "--precision", "bf16", "--device")
     cpu, cuda = (
         planner(*argv, device).stage_memory()["denoising"].total() for device in ("cpu", "cuda")
@@ -215,7 +215,7 @@ def test_cpu_slices_are_smaller() -> None:
 
 
 def living(found: Run) -> tuple[int, int]:
-    """The most bytes of tensors while a real run denoises, and at its end (one rank)."""
+    """Returns a rank's peak bytes of tensors during denoising, and the bytes at its end."""
     ranks = torch.distributed.get_world_size()
     team = (
         mesh.make_parallel_groups(device("cpu"), found.setup.parallel.mesh_shape)
@@ -373,7 +373,7 @@ def estimated_as_measured(found: Planner) -> None:
 
 
 def test_the_vae_is_estimated_as_it_is_measured() -> None:
-    """What decoding chooses its means by, without the weights."""
+    """Decoding selects its memory savings by this estimate, without the weights."""
     for task in ("i2v-A14B", "ti2v-5B"):
         estimated_as_measured(quarter(task, "--convert_model_dtype"))
 

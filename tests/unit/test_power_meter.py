@@ -35,7 +35,7 @@ QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "1", "--base_s
 
 
 class Recorded(PowerSource):
-    """Gives samples (None: a reading that fails), one after the other, then none any more."""
+    """Returns the samples in turn (None: a failed reading), then fails."""
 
     name, device, power_is = "recorded", "the device", "exact"
     limit_w, rated_mhz = 700.0, 1980.0
@@ -65,7 +65,7 @@ def measured(samples: Sequence[Sample | None]) -> PowerMeasurement:
 
 
 def times(count: int) -> np.ndarray:
-    """Not evenly spaced, as those of a thread."""
+    """Returns unevenly spaced times, as a thread produces them."""
     return 1e5 + np.cumsum(np.random.default_rng(0).uniform(0.01, 0.2, count))
 
 
@@ -97,7 +97,7 @@ def test_power_and_clock_that_change() -> None:
 
 
 def test_an_energy_counter_is_believed() -> None:
-    """Over the integral: readings of power may be means of a second."""
+    """It takes precedence over the integral: readings of power may be means of a second."""
     at = times(50)
     joules = 7e6 + 400 * (at - at[0])
     found = measured([Sample(100.0, j, time=t) for j, t in zip(joules, at, strict=True)])
@@ -135,7 +135,7 @@ def test_readings_that_fail() -> None:
 
 
 def test_values_that_are_told_now_and_then() -> None:
-    """What is not told counts as the mean of what is."""
+    """Missing values count as the mean of the others."""
     samples = [Sample(100.0 if t % 2 else None, time=float(t)) for t in range(11)]
     found = measured(samples)
     assert found.mean_w == pytest.approx(100) and found.joules == pytest.approx(1000)
@@ -165,7 +165,7 @@ def test_a_failing_run_does_not_wait_for_the_meter() -> None:
 
 @pytest.mark.slow
 def test_a_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long run, the record has evenly spaced readings, and the sums are those of all."""
+    """The record of a long run has evenly spaced readings, and sums over all readings."""
     monkeypatch.setattr(meter, "MAX_SERIES_ROWS", 100)
     found = measured([Sample(float(t), time=float(t)) for t in range(10_001)])
     assert found.series is not None and (found.peak_w, found.mean_w) == (10_000, 5_000)
@@ -254,7 +254,7 @@ def write(path: Path, text: object) -> None:
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    """Of a machine with two packages, as Linux 6 shows them."""
+    """The sysfs files of a machine with two packages, as of Linux 6."""
     powercap = tmp_path / "class/powercap"
     for zone, name, energy in (
         ("intel-rapl:0", "package-0", 262_143_000_000),
@@ -309,7 +309,7 @@ def test_rapl_that_is_not_there(tmp_path: Path, sysfs: Path) -> None:
 
 
 def test_rapl_for_root_only(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As since Linux 5.10; tests may run as root, whom no mode keeps out."""
+    """Only root may read RAPL since Linux 5.10; the test also works as root."""
     opened = Path.open
 
     def refused(path: Path, *arguments: Any, **more: Any) -> Any:
@@ -350,7 +350,7 @@ def test_a_run_on_the_cpu(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def generate_each(arguments: list[list[str]]) -> int:
-    """As a rank: generate.py with the arguments of its own."""
+    """Runs generate.py on a rank with the arguments for that rank."""
     return generate.main(arguments[int(os.environ["RANK"])])
 
 

@@ -30,7 +30,7 @@ PUBLISHED_WORK = Workload(TokenPlan(147_600, 4), SIZES, ulysses=4, ring=1, layer
 
 
 def stepped(layers: list[tuple[str, float]], by: Constants) -> tuple[float, float, float]:
-    """Seconds, energy and throttled seconds by Euler's method with steps of 20 us."""
+    """Returns seconds, energy and throttled seconds by Euler's method with steps of 20 us."""
     dt, now, average, lowered_until = 2e-5, 0.0, by.ps, -1.0
     energy = throttled = 0.0
     activity = {"fa": 1.0, "linear": by.a_linear, "comm": by.a_comm, "idle": 0.0}
@@ -129,7 +129,7 @@ def test_flops_against_the_block() -> None:
 def test_bytes_against_the_layers(
     sizes: tuple[int, int], comm_type: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the real layers give to a group that sends nothing."""
+    """Compares with the bytes that the real layers pass to a group without transport."""
     monkeypatch.chdir(tmp_path)
     ulysses, ring = sizes
     words = "--task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
@@ -152,7 +152,7 @@ def test_bytes_against_the_layers(
 def test_a_rank_calls_each_layer_once_a_step_and_branch(
     words: str, branches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the guidance branches it computes both, or one of them, or there is one."""
+    """A rank computes both guidance branches, one of two, or the only branch."""
     monkeypatch.chdir(tmp_path)
     given = f"--task t2v-1.3B --ulysses_size 2 --sample_steps 5 {words}"
     run = planned(*given.split())

@@ -1,4 +1,4 @@
-"""What a comparison of modes concludes from its measurements."""
+"""The recommendation that a comparison of modes makes from its measurements."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from wan.power.compare import (
     Variant,
     VariantResult,
     compute_time_ratio,
+    drop_unsupported_control,
+    format_variant_row,
     list_variants,
     measure_chunk_gaps,
     recommend_variant,
 )
+from wan.settings.attention import Attention
 from wan.trace import Event
 
 BASE, INSERT, BLOCK, RESTS, _ = list_variants((0, 1, 2), ())
@@ -23,7 +26,7 @@ FEW = Variant("InsertComm, 5 chunks", 1, 5)
 def concluded(
     factors: dict[Variant, float], *power: PowerMeasurement, noise: float = 0.004, rounds: int = 7
 ) -> tuple[Variant, str]:
-    """Of variants whose times are the baseline's times a factor, a drift and noise."""
+    """Recommends among variants whose times are the baseline's by a factor, drift and noise."""
     random = np.random.default_rng(3)
     drift = np.linspace(10, 12, rounds)
     results = [
@@ -106,6 +109,25 @@ def test_no_gain_has_a_reason() -> None:
             assert words in reason
 
 
+@pytest.mark.parametrize("setting", ["quant_alltoall", "use_rainfusion"])
+def test_attention_settings_without_the_control_with_idle_gaps(setting: str) -> None:
+    variants = list_variants((0, 1, 2), ())
+    assert drop_unsupported_control(variants, Attention()) == variants
+    supported = drop_unsupported_control(variants, Attention(**{setting: True}))
+    assert supported == [variant for variant in variants if variant != RESTS]
+
+
+def test_equal_numbers_of_a_row_are_both_shown() -> None:
+    """500 W for a second are 500 J; numbers that are all missing are mentioned once."""
+    for power, text in (
+        (PowerMeasurement(mean_w=500.0, joules=500.0), "500, 500"),
+        (PowerMeasurement(mean_w=500.0), "500, not available"),
+        (PowerMeasurement(), "not available"),
+    ):
+        row = format_variant_row(VariantResult(BASE, [1.0], power=[power]), None)
+        assert row[3] == text
+
+
 def test_few_rounds_decide_nothing() -> None:
     """As in the report of a comparison that was ended after two rounds."""
     chosen, reason = concluded({INSERT: 0.5}, rounds=2)
@@ -117,7 +139,7 @@ def test_a_control_is_never_recommended() -> None:
 
 
 def layer(at: float, index: int) -> list[Event]:
-    """Half a second from `at`: two chunks, the first in two query blocks, and what is around."""
+    """Returns the events of half a second from `start`: two chunks, the first in two blocks."""
 
     def event(kind: str, begin: float, end: float, **facts: object) -> Event:
         times = (round(1e9 * (at + x)) for x in (begin, end, begin))

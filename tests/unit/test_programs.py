@@ -27,7 +27,7 @@ from wan.settings.errors import InputError, WriteError
 from wan.settings.values import integer
 
 BAD = ("-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many", "")
-NUMBERS = {  # module -> options with a number | what else must be given
+NUMBERS = {  # module -> options with a number | other required arguments
     "benchmarks.against": "--frames --steps --guidance --rounds --size",
     "benchmarks.attention_modes": "--ranks --heads --block_heads --head_dim --tokens --repeats",
     "benchmarks.changes": "--prompts",
@@ -71,7 +71,7 @@ WITH_JSON = """
     plan_memory powercap_gpu residency service service_connections service_soak step_cache
     trace_overhead traffic vace vae
 """
-OUTPUTS = {  # module -> options that name a file | what else must be given
+OUTPUTS = {  # module -> options that name a file | other required arguments
     **{f"benchmarks.{name}": "--json" for name in WITH_JSON.split()},
     "benchmarks.metering": "--out",
     "tools.check_device": "--json",
@@ -106,7 +106,7 @@ def refuse(module: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 def tried(
     programs: dict[str, str], values: Sequence[object], capsys: pytest.CaptureFixture[str]
 ) -> dict[str, str]:
-    """What each program says to each of these values of its options."""
+    """Returns each program's message for each of these values of its options."""
     found = {}
     for module, words in programs.items():
         options, _, others = words.partition("|")
@@ -178,7 +178,7 @@ def test_types_of_options(tmp_path: Path, capsys) -> None:
 
 
 def test_outputs_are_known_again(tmp_path: Path) -> None:
-    """A second run replaces what the first has written."""
+    """A second run replaces the files of the first run."""
     sound, state, picture = (tmp_path / name for name in ("a.wav", "a.pt", "a.png"))
     for _ in range(2):
         make_sound.write_wav(sound, 0.1)

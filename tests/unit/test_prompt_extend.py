@@ -53,7 +53,7 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> An
 
 
 class Service:
-    """What the fake dashscope answers, call after call, and what it was asked."""
+    """A fake dashscope: its replies in turn, and the requests that it received."""
 
     replies: list[Any]
     asked: list[tuple[str, str, dict[str, Any]]]
@@ -102,7 +102,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The models that the hub was asked for; its cache is empty, and it has none named absent."""
+    """The names queried at a fake hub, which has an empty cache and no model named absent."""
     asked: list[str] = []
 
     def model_info(_: Any, name: str, *, timeout: float) -> None:
@@ -277,13 +277,13 @@ def make_tokenizer() -> Any:
 
 
 def save(kind: Any, config: Any, processor: Any, folder: Path, **generation: Any) -> Path:
-    """A random model that samples, as the Qwen Instruct models do."""
+    """Saves a random model that samples, as the Qwen Instruct models do."""
     torch.manual_seed(0)
     model = kind(config).bfloat16()
     for matrix in (p for p in model.parameters() if p.dim() > 1):
         matrix.data *= 6  # large enough for every input to show in the answer
     tokenizer = getattr(processor, "tokenizer", processor)
-    generation = {"suppress_tokens": tokenizer.all_special_ids} | generation  # it goes on
+    generation = {"suppress_tokens": tokenizer.all_special_ids} | generation  # never ends early
     generation |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.generation_config = tf.GenerationConfig(do_sample=True, **generation)
     model.save_pretrained(folder)
@@ -330,7 +330,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each generate() got and gave. Random models seldom stop, so a few tokens must do."""
+    """The inputs and outputs of each generate(), which makes few tokens in these tests."""
     seen = []
     original = tf.GenerationMixin.generate
 
@@ -426,7 +426,7 @@ def test_local_names_and_no_network(
 
 
 def test_a_model_that_the_hub_does_not_give(hub: list[str]) -> None:
-    """Also what is no name at all there."""
+    """This includes texts that are no valid model name there."""
     names = ("me/absent", "a/b/c", "two words", "a--b")
     check_refusals("prompt extension: hub", {name: refused("local_qwen", name) for name in names})
 
@@ -448,7 +448,7 @@ def test_local_missing_package(vision_model: Path, monkeypatch: pytest.MonkeyPat
         local("a cat", vision_model, image=RED)
 
 
-UNUSABLE: dict[str, tuple[str, bytes | None]] = {  # what is said -> a file, and what it holds
+UNUSABLE: dict[str, tuple[str, bytes | None]] = {  # text of the message -> a file and its content
     "not a valid JSON": ("config.json", b"{"),
     "T5Config": ("config.json", b'{"model_type": "t5"}'),
     "no chat template": ("chat_template.jinja", None),

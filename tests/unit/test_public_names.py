@@ -1,4 +1,4 @@
-"""What users type, import or read back keeps its name: flags, keywords, keys, fields, metrics.
+"""Names that users type, import or read back stay the same: flags, keywords, keys, metrics.
 
 `WRITE_NAMES=1 python -m pytest tests/unit/test_public_names.py` writes public_names.txt anew.
 """

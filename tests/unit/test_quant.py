@@ -47,7 +47,7 @@ def method(head: int, dtype: torch.dtype, before_exchange: bool = False) -> Fp8A
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """From the definition, in float64; [B,S,N,D]. seen: bool [B,N,Sq,Sk]."""
+    """From the definition, in float64; [B,S,N,D]. mask: bool [B,N,Sq,Sk]."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     logits = q @ k.mT / q.shape[-1] ** 0.5
     if seen is not None:
@@ -227,7 +227,7 @@ WHOLE = {*product((16, 128), (0, 1), (False, True))}
     ("head", "kind", "masked"), [*sorted(PAIRED), *(slow(*one) for one in sorted(WHOLE - PAIRED))]
 )
 def test_tiles(head: int, kind: int, masked: bool) -> None:
-    """Right, and the same bits for each cut, each choice of heads and each number of threads."""
+    """Each cut, choice of heads and number of threads gives the same, correct bits."""
     dtype, blocks = DTYPES[kind], None
     q, k, v = randoms((1, 700, HEADS, head), 3, dtype, seed=head)
     q = q[:, :ROWS]
@@ -278,7 +278,7 @@ HEADS_AND_DTYPES = pytest.mark.parametrize(
 def test_the_error_of_fp8_attention(
     head: int, dtype: torch.dtype, record_property: pytest.RecordProperty
 ) -> None:
-    """Against exact attention, and against attention on the very values that FP8 left."""
+    """Compares with exact attention, and with attention on the dequantised values."""
     q, k, v = randoms((1, 2100, 1, head), 3, dtype, seed=head)
     found = run(method(head, dtype), q, k, v).double()
     exact = attention(q, k, v)
@@ -328,7 +328,7 @@ def test_fp8_attention_does_not_depend_on_the_cut(head: int, dtype: torch.dtype)
 def test_quantised_before_the_exchange_is_quantised_later(
     shard: int, ranks: int, tokens: int, dtype: torch.dtype
 ) -> None:
-    """Whatever lies in the padding, also on ranks that hold nothing else."""
+    """The content of padding does not matter, also on ranks that hold only padding."""
     qkv = randoms((1, shard * ranks, 3, 64), 3, dtype)
     for x in qkv:
         x[:, tokens:] = 1e4

@@ -216,7 +216,7 @@ def test_tool_reads_diffusers_folders(tiny: Any, export: Export, tmp_path: Path)
 def test_tool_refuses_and_leaves_nothing(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2 and one sentence; under the name asked for there is a whole folder or none."""
+    """The exit code is 2, with one sentence, and no new folder is left."""
     monkeypatch.chdir(tmp_path)
     for name in ("full", "empty"):
         (tmp_path / name).mkdir()
@@ -277,7 +277,7 @@ def test_tool_interrupted(
 
 @pytest.mark.slow
 def test_tool_terminated(tiny: Any, tmp_path: Path) -> None:
-    """As it stands while it reads a tensor from a slow disk."""
+    """The process is terminated while it reads a tensor from a slow disk."""
     script = (
         "import runpy, sys, time, safetensors\n"
         "safetensors.safe_open = lambda *_, **__: (print('reading', flush=True), time.sleep(60))\n"
@@ -293,7 +293,7 @@ def test_tool_terminated(tiny: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# --- what is refused
+# --- refusals
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -356,7 +356,7 @@ def reheader(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
-NO_LINEAR = {  # entry -> what it quantises
+NO_LINEAR = {  # entry -> its layer
     "patch_embedding.weight": "patch_embedding",
     "blocks.0.norm3.weight": "blocks.0.norm3",
     "blocks.0.norm3.bias": "blocks.0.norm3.bias",

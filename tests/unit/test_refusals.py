@@ -27,7 +27,7 @@ FRONTS = {
 
 
 class Blank:
-    """Stands for any fact of a row."""
+    """A placeholder for any value in the text of a rule."""
 
     def __getattr__(self, _: str) -> Blank:
         return self
@@ -42,7 +42,7 @@ class Facts(dict[str, object]):
 
 
 def foreign(text: str, front: str) -> set[str]:
-    """What this front end's users have not written."""
+    """Returns the names in the text that users of this front end do not write."""
     words, _ = FRONTS[front]
     if front == "command line":
         found = {name for name in FLAGS if re.search(rf"\b{name}=", text)}
@@ -57,7 +57,7 @@ def foreign(text: str, front: str) -> set[str]:
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_every_row_is_written_in_a_front_ends_own_words(front: str) -> None:
-    """It names settings that there are, that this front end has, and as it calls them."""
+    """A row names only settings of this front end, by the front end's names."""
     words, has = FRONTS[front]
     wrong = []
     for row in ROWS:
@@ -87,7 +87,7 @@ def refusals() -> list[tuple[str, int, str]]:
     found = []
     for path in sorted((REPO / "wan").rglob("*.py")):
         if path.is_relative_to(REPO / "wan" / "power"):
-            continue  # commands of their own
+            continue  # separate commands
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "InputError":
                 parts = [
@@ -101,7 +101,7 @@ def refusals() -> list[tuple[str, int, str]]:
 
 
 def test_no_refusal_is_written_for_one_front_end_only() -> None:
-    """Settings stand in backticks, so that each front end writes them in its own words."""
+    """Texts quote settings in backticks, so that each front end can rename them."""
     texts = refusals()
     assert len(texts) > 200
     dashes = [
@@ -109,7 +109,7 @@ def test_no_refusal_is_written_for_one_front_end_only() -> None:
         for file, line, text in texts
         if (flag := re.search(r"(?<!\w)--(\w+)", text))
         and flag[1] in FLAGS
-        and "tools/" not in text  # a command of its own
+        and "tools/" not in text  # a separate command
     ]
     assert not dashes
     named = {
@@ -122,7 +122,7 @@ def test_no_refusal_is_written_for_one_front_end_only() -> None:
 
 
 def test_a_value_is_written_as_it_was_typed() -> None:
-    """Its own backticks are no setting."""
+    """Backticks in a value do not mark a setting."""
     error = InputError("`size`", "`frame_num`", "must be WIDTH*HEIGHT", "see `task`")
     error.naming = COMMAND_LINE_NAMING
     assert str(error) == "--size `frame_num` must be WIDTH*HEIGHT; see --task."

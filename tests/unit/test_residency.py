@@ -1,4 +1,4 @@
-"""`--offload_model block` and `cpu`: the same bits, no more memory than was asked for, refusals."""
+"""`--offload_model block` and `cpu`: the same bits, no more memory than planned, refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def with_fp8(folder: Path, out: Path) -> Path:
-    """The folder's network with the weights of its blocks in FP8, each with a scale."""
+    """Writes the folder's network with the block weights in FP8, each with a scale."""
     out.mkdir()
     for path in folder.iterdir():
         if not path.name.startswith("diffusion_pytorch_model"):
@@ -71,7 +71,7 @@ def with_fp8(folder: Path, out: Path) -> Path:
 
 
 def a_lora(folder: Path, path: Path) -> Path:
-    """For the feed-forward of every layer of a network."""
+    """Writes a LoRA for the feed-forward of every layer of a network."""
     generator, tensors = torch.Generator().manual_seed(5), {}
     for layer in range(LAYERS):
         name = f"blocks.{layer}.ffn.0"
@@ -136,7 +136,7 @@ def test_the_same_bits(name: str, deep: Any, tmp_path: Path, one_thread: None) -
 def test_the_same_bits_of_many(
     name: str, offload: str, deep: Any, tmp_path: Path, one_thread: None
 ) -> None:
-    """Both videos of a --prompt_file, and the first one again behind another."""
+    """Both videos of a --prompt_file, and the first video again after another."""
     folder, words = case(name, deep, tmp_path)
     words += ["--ckpt_dir", str(folder), "--offload_model", offload, "--save_latents", *QUICK]
     file, out = tmp_path / "prompts.txt", tmp_path / "out"
@@ -150,7 +150,7 @@ def test_the_same_bits_of_many(
 
 @pytest.mark.parametrize("resident", [slow(0), 1, slow(2)])
 def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread: None) -> None:
-    """Not more than is planned, and no block of the text encoder but one."""
+    """At most the planned bytes are held, and one block of the text encoder at a time."""
     argv = ("--offload_model", "block", "--resident_blocks", str(resident), "--sample_steps", "1")
     folder = deep("t2v-1.3B")
     asked, pipeline = composed(folder, *argv)
@@ -169,7 +169,7 @@ def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread
 
 
 def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
-    """After its stage nothing of a network is in memory, also where blocks come and go."""
+    """No part of a network stays in memory after its stage, also with streamed blocks."""
     argv = ("--offload_model", "block", "--sample_steps", "2", "--sample_guide_scale", "1")
     asked, pipeline = composed(deep("t2v-A14B"), *argv)
     weak = [weakref.ref(pipeline.experts.get(name)) for name in EXPERTS]
@@ -203,7 +203,7 @@ class Sum(nn.Module):
 
 
 class Counted:
-    """Sources that count what is read of each."""
+    """Sources that count the reads of each tensor."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
@@ -277,7 +277,7 @@ def test_resident_blocks_are_read_once() -> None:
 
 
 def test_weights_that_are_elsewhere_are_seen_at_once() -> None:
-    """Reading them gives NaN, in a network's own dtype and shape; its device is where it runs."""
+    """Reading such weights gives NaN in the network's dtype and shape, on the run's device."""
     network = Counted().network(dtype=torch.bfloat16)
     network(torch.randn(2, 3, dtype=torch.bfloat16))
     first, last = network.blocks[0].weight, network.blocks[-1].weight
@@ -296,7 +296,7 @@ def test_rows_of_a_table_come_from_its_file() -> None:
 
 
 class Beside(nn.Module):
-    """Blocks, behind every second of which something runs that moves with it."""
+    """Blocks with further modules after every second block, which move with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Beside(nn.Module):
 
 
 class Ordered:
-    """Stands for an accelerator's two streams, and writes down what they are asked for."""
+    """Replaces an accelerator's two streams and logs the copies."""
 
     log: list[str]
 
@@ -340,7 +340,7 @@ class Ordered:
 
 
 class Unpinned:
-    """Stands for page-locked memory, which only an accelerator has."""
+    """Replaces page-locked memory, which only an accelerator has."""
 
     def __init__(self, size: int) -> None: ...
 
@@ -353,7 +353,7 @@ class Unpinned:
 def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On an accelerator a copy into it waits for the last module that was behind its block."""
+    """On an accelerator, a copy into a buffer waits for the last module of its block."""
     monkeypatch.setattr(residency, "CopyStream", Ordered)
     monkeypatch.setattr(residency, "PinnedMemory", Unpinned)
     meta, Ordered.log = torch.device("meta"), []
@@ -400,7 +400,7 @@ NETWORKS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", NETWORKS)
 @torch.no_grad()
 def test_the_last_module_that_moves_with_a_block_is_called_last(kind: str) -> None:
-    """Of each network that has some; and every module of it that is called moves with a block."""
+    """Every module of these networks that is called moves with a block."""
     small = {"dim": 24, "num_heads": 2, "ffn_dim": 16, "freq_dim": 8, "text_dim": 4, "text_len": 3}
     with mock.patch("wan.modules.animate.MotionEncoder", lambda _: Flat()):
         network = NETWORKS[kind](num_layers=5, **small)
@@ -438,14 +438,14 @@ def test_the_last_module_that_moves_with_a_block_is_called_last(kind: str) -> No
 
 
 class Flat(nn.Module):
-    """Stands for the motion encoder, which takes seconds."""
+    """Replaces the motion encoder, which takes seconds."""
 
     def forward(self, faces_P3HW: Tensor) -> Tensor:
         return faces_P3HW.flatten(1)[:, :512]
 
 
 def test_a_network_that_is_kept_is_whole(deep: Any, one_thread: None) -> None:
-    """Changes of its weights stay, whatever is said of later videos."""
+    """Changed weights persist under all settings of later videos."""
     model = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu")
     told = {"size": (64, 64), "frame_num": 5, "sampling_steps": 1, "seed": 0}
     told |= {"output_type": "latent", "offload_model": "block"}
@@ -461,7 +461,7 @@ def test_a_network_that_is_kept_is_whole(deep: Any, one_thread: None) -> None:
 def test_a_video_may_ask_for_another_way(
     deep: Any, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the device cannot do is refused then, also where "auto" has found it."""
+    """Unsupported offloading is refused then, also on a device that "auto" has chosen."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(devices, "find_hidden_accelerator", lambda: None)
     model = WanTI2V("ti2v-5B", deep("ti2v-5B"), resident_blocks=1)
@@ -490,7 +490,7 @@ def test_shards_stay_where_they_are() -> None:
 
 
 def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -> None:
-    """mindiesd has laid them out in ways of its own."""
+    """mindiesd has changed the layout of these weights."""
     folder = deep("t2v-1.3B")
     told = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
     told += [
@@ -504,7 +504,7 @@ def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streaming is named where it would fit, and nothing that was asked for forbids it."""
+    """Streaming is proposed where it would fit and no other setting excludes it."""
     told = ("--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9", "--device", "cpu")
     found = {}
     for gigabytes, argv in ((8, ()), (2, ()), (8, ("--compile",))):

@@ -151,7 +151,7 @@ def test_a_run_asks_for_a_row() -> None:
 
 
 def test_another_number_of_chunks() -> None:
-    """Of the modes that have some; all else of the row stays."""
+    """Modes with chunks accept another number; the rest of the row is unchanged."""
     for comm_type, overlap in ((1, False), (2, False), (0, True)):
         row, asked = (
             select_attention_mode(comm_type, overlap),

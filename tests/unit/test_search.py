@@ -1,4 +1,4 @@
-"""Files that make a pipeline together are found by what they hold, or refused in one sentence."""
+"""Files of a pipeline are recognised by their content, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def comfy(source: Path, root: Path, dits: str = "diffusion_models") -> Path:
 
 
 def with_others(root: Path, others: Path) -> None:
-    """Files of other models beside: another task's, an image model's, a LoRA, no weights."""
+    """Adds files of other models: another task's, an image model's, a LoRA, and no weights."""
     five = root / "diffusion_models" / "5B"
     save(state(others), five / "wan2.2_ti2v_5B_fp16.safetensors")
     shutil.copy(others / "config.json", five)
@@ -91,7 +91,7 @@ def with_others(root: Path, others: Path) -> None:
 
 @pytest.mark.parametrize("task", ["t2v-A14B", slow("ti2v-5B")])
 def test_comfyuis_tree(task: str, tiny: Any, tmp_path: Path, one_thread: None) -> None:
-    """Beside the models of other tasks."""
+    """The tree also holds models of other tasks."""
     root = comfy(tiny(task), tmp_path / "models")
     if task == "t2v-A14B":
         with_others(root, tiny("ti2v-5B"))
@@ -173,7 +173,7 @@ def without(*names: str) -> Wrong:
 
 
 def choose(flag: str, name: str) -> Wrong:
-    """name: of a file in the tree."""
+    """`name` is a file in the tree."""
     return lambda root, words: words.update({flag: next(root.rglob(name), root / name)})
 
 

@@ -1,4 +1,4 @@
-"""Layering of settings, sizes, files: the pure parts of what generate.py is told."""
+"""Layers of settings, sizes and file names: the parts of generate.py without a network."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_every_official_flag_is_known_or_refused_by_name() -> None:
     ("size", "shift"), [((832, 480), 3.0), ((480, 832), 3.0), ((1280, 720), 5.0), ((480, 480), 5.0)]
 )
 def test_the_shift_of_a_small_video(size: tuple[int, int], shift: float) -> None:
-    """Of Wan2.1's image models, also upright; what is asked for wins."""
+    """Wan2.1's image models have it in both orientations; an explicit value takes precedence."""
     preset = PRESETS["i2v-14B"]
     assert make_video_params(preset, {"size": size}, size).sample_shift == shift
     assert make_video_params(preset, {"size": size, "sample_shift": 7.0}, size).sample_shift == 7.0
@@ -211,7 +211,7 @@ def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path) -> Non
     assert target("v.mp4", "--save_file", tmp_path / "mine.mp4") == tmp_path / "mine.mp4"
 
 
-# Flag -> (a value that is not its default as text, the same read, flags that it goes with).
+# Flag -> (a value other than its default as text, the parsed value, required flags).
 TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
 EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
 VACE = ("--task", "vace-14B")
@@ -301,7 +301,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "trace_kernels": ("true", True, ("--trace", "/tmp/trace")),
     "log_level": ("debug", "debug", ()),
 }
-ELSEWHERE = {  # what a run has of them is no field of the same name
+ELSEWHERE = {  # flags without a field of the same name in a run
     *("prompt_file", "skip_existing", "group_by_expert", "power"),
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("dit", "dit_high_noise", "dit_low_noise", "text_encoder", "vae"),
@@ -331,7 +331,7 @@ def test_every_flag_is_followed_to_the_run() -> None:
 
 
 def test_a_given_value_reaches_the_run_and_its_record() -> None:
-    """And a run without it has another one."""
+    """A run without the flag has another value."""
     wrong, usual = {}, functools.cache(lambda *more: fields_of(planned(*more)))
     for name, (text, value, more) in CASES.items():
         run = planned(*more, f"--{name}", text)

@@ -141,7 +141,7 @@ KEPT = {(10, 0.7): 4, (10, 0.9): 1, (10, 0.8): 2, (20, 0.7): 7, (591, 0.64): 213
 
 
 def test_kept_blocks() -> None:
-    """The best ones, that many of so many."""
+    """The blocks with the best scores are selected, in the expected number."""
     found = {}
     for blocks, sparsity in KEPT:
         k_pool = torch.randperm(blocks).double().view(1, blocks, 1, 1) / blocks
@@ -152,7 +152,7 @@ def test_kept_blocks() -> None:
 
 
 def test_ties_are_kept() -> None:
-    """Also those that only the input's own format makes: 1 and 1 + 2^-10 are one in bfloat16."""
+    """This includes ties from rounding: 1 and 1 + 2^-10 are equal in bfloat16."""
     q_pool = torch.ones(1, 1, 1, 1)
     k_pool = torch.tensor([1 + 2**-10, 0.0, 1.0, 1.0, -1.0, -2.0]).view(1, 6, 1, 1)
     found = make_block_mask(q_pool, k_pool, 5 / 6, 1.0).flatten()
@@ -228,7 +228,7 @@ def test_select_table() -> None:
             assert kept[i, n] == len(places)
 
 
-# start_step 3, refresh 4; (step, what else differs, whether a mask is made), in turn.
+# start_step 3, refresh 4; (step, other changes, whether a mask is made), in turn.
 SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
     "plain": [(s, {}, s in (3, 7, 11)) for s in range(3, 14)],
     "another expert": [(3, {}, True), (5, {"expert": "low"}, True), (6, {"expert": "low"}, False)],
@@ -275,7 +275,7 @@ def test_each_call_of_a_step_has_a_mask_of_its_own() -> None:
 
 
 def test_masks_in_memory() -> None:
-    """Those of one expert; none where each step makes its own, or after their last use."""
+    """Only masks of one expert are stored, and none after their last use."""
     for refresh, kept in ((2, 3), (1, 0)):
         cache, made = MaskCache(lambda steps: 0, refresh), []
         for expert, layer in product(("high", "low"), range(3)):
@@ -309,7 +309,7 @@ def test_attention() -> None:
 
 
 def test_fp8() -> None:
-    """Against its own quantised values to rounding; against no quantisation within its error."""
+    """Compares with quantised values to rounding, and with exact ones within FP8's error."""
     for grid in ((3, 10, 20), (2, 16, 16), (5, 13, 14)):
         q, k, v = qkv(grid)
         mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
@@ -432,7 +432,7 @@ def test_flex_as_the_kernel_of_fp8() -> None:
 
 
 def test_no_shape_falls_back_to_the_eager_kernel() -> None:
-    """PyTorch's own limit is eight."""
+    """PyTorch's default limit is eight."""
     compiled: list[bool] = []
 
     def attend(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Step caches: what policies compute, what is reused, and what is refused.
+"""Step caches: computed steps of each policy, reuse of results, and refusals.
 
 Legend: B batch, L tokens, C channels.
 """
@@ -286,7 +286,7 @@ def step(index: int, expert: str = "dit", branch: str = "cond", grid: Any = GRID
 
 
 class Blocks:
-    """Three blocks: each adds its factor times x, and how often it was called is counted."""
+    """Blocks that each add a factor times x and count their calls."""
 
     def __init__(self, *factors: float) -> None:
         self.factors, self.calls = factors, [0] * len(factors)
@@ -361,7 +361,7 @@ TURNS = [(branch, sample) for branch in policy.BRANCHES for sample in (0, 1)]
 
 @pytest.mark.parametrize("name", ["tea", "attention"])
 def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
-    """They take turns in a step."""
+    """Branches and samples alternate within a step."""
     cache, added = kept(name), {turn: torch.randn(1, 6, 4) for turn in TURNS}
     cache.start_run(listed(True, False, True))
     for index, (branch, sample) in product((0, 1), TURNS):
@@ -481,7 +481,7 @@ Forward = tuple[str, int, int, int]
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Forward]:
-    """The forwards of every network, noted when they are done."""
+    """Records the forwards of every network."""
     forward, found, counts = WanModel.forward, list[Forward](), [0, 0]
 
     def count(place: int) -> Callable[..., None]:
@@ -514,7 +514,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Forward]:
 def test_a_run_computes_what_its_policy_promises(
     name: str, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks and self-attentions that ran, the record, the list, and what `--plan` says."""
+    """Compares the blocks that ran with the record, the list, and the text of `--plan`."""
     given = GIVEN.get(name, (f"--step_cache={name}",))
     size = ["--size=96*64", "--frame_num=5", "--sample_steps=20", "--sample_shift=5"]
     run = planned("--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *given)
@@ -552,7 +552,7 @@ def test_a_run_computes_what_its_policy_promises(
 
 
 def test_the_documents_name_each_policy() -> None:
-    """With what it leaves out, the parameters that it reads, and its threshold."""
+    """The documents name its effect, its parameters and its threshold."""
     lines = (Path(__file__).parents[2] / "docs" / "step_caches.md").read_text().splitlines()
     for row in POLICIES.values():
         (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))

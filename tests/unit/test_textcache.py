@@ -1,4 +1,4 @@
-"""What is kept by input: whose turn it is to be forgotten, and what is not kept alive."""
+"""InputCache: which entry is evicted, and that inputs are not kept alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes which tokens, which K/V blocks are sent when, how parts of a softmax are merged."""
+"""Sharding of tokens, the order of sent K/V blocks, and merged parts of a softmax."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_shard_has_memory_of_its_own(ordered: bool) -> None:
 
 @pytest.mark.parametrize("ring_type", RING_TYPES)
 def test_every_rank_gets_every_other_block_once(ring_type: str) -> None:
-    """It computes R blocks."""
+    """Each rank computes R blocks."""
     for size, rank in RANKS:
         received = [b for hop in plan_hops(ring_type, rank, size) for _, b in hop.receives]
         assert sorted([rank, *received]) == list(range(size)), (rank, size)
@@ -105,7 +105,7 @@ def test_every_rank_gets_every_other_block_once(ring_type: str) -> None:
 
 @pytest.mark.parametrize("ring_type", RING_TYPES)
 def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str) -> None:
-    """And no two blocks take the same link at once: there is no tag that tells them apart."""
+    """No two blocks use a link at the same time, because messages carry no tag."""
     for size in SIZES:
         plans = [plan_hops(ring_type, rank, size) for rank in range(size)]
         assert {len(plan) for plan in plans} == {size - 1}, "all ranks step together"
@@ -118,7 +118,7 @@ def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str) -> None:
 
 @pytest.mark.parametrize("ring_type", RING_TYPES)
 def test_a_rank_passes_on_only_what_it_has_just_received(ring_type: str) -> None:
-    """So two blocks per direction are enough memory, whatever R."""
+    """Two blocks per direction are therefore enough memory for any number of ranks."""
     for size, rank in RANKS:
         held = {rank}
         for hop in plan_hops(ring_type, rank, size):

@@ -1,4 +1,4 @@
-"""The schedule trace: what is recorded, what is planned, and what the report makes of both."""
+"""The schedule trace: recorded events, the planned order, and the report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OUT = "A2A out, wait out"
 
 
 def names(plan: ExchangePlan, chunk: int = 0, step: int = 0) -> str:
-    """What a chunk does, in the planned order."""
+    """Returns the items of a chunk in the planned order."""
     return ", ".join(
         name for place, name in exchange_order.list_planned_items(plan, step) if place == chunk
     )
@@ -120,7 +120,7 @@ def test_one_warm_step_of_each_expert_is_traced() -> None:
 
 
 class Ticks(HostClock):
-    """A clock that a test moves on. Milliseconds."""
+    """A clock that a test advances, in milliseconds."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -131,7 +131,7 @@ class Ticks(HostClock):
 
 
 def recorded(work: Callable[[Ticks], None], steps: Sequence[int] = (0,)) -> list[Event]:
-    """What is recorded of a step's work."""
+    """Returns the recorded events of a step's work."""
     clock, events = Ticks(), list[Event]()
     with trace.use_recorder(Recorder(steps, clock, events.extend)), trace.record_step(0, "dit"):
         work(clock)
@@ -221,7 +221,7 @@ def play(
 
 
 def test_figures_of_a_rank() -> None:
-    """Two layers of two chunks: (3 x 2 + 3 x 1) + 5 + (2 + 1) ms each, and 3 ms behind them."""
+    """Two layers of two chunks: (3 x 2 + 3 x 1) + 5 + (2 + 1) ms each, and 3 ms after them."""
     rank = analyze_trace(play(PLAN))
     assert rank.order == exchange_order.OrderComparison(layers=2, skipped=0, difference=None)
     assert rank.counts == {"A2A": 8, "scales": 0, "FA": 2, "hops": 0, "gathers": 0}
@@ -264,6 +264,15 @@ def test_a_changed_order_is_found_and_named() -> None:
     assert "expected wait out of chunk 1, found the end of the layer" in str(lost.order.difference)
     empty = Trace(PLAN, [], {})
     assert "expected a step, found nothing" in str(analyze_trace(empty).order.difference)
+
+
+def test_layers_are_counted_up_to_the_first_deviation() -> None:
+    plan = replace(PLAN, layers=3)
+    planned = exchange_order.list_planned_items(plan, 0)
+    trace_file = play(plan, lambda layer: planned[: -layer or None])
+    comparison = exchange_order.compare_with_plan(trace_file.plan, trace_file.events)
+    assert "layer 1," in str(comparison.difference)
+    assert (comparison.layers, comparison.skipped) == (2, 0)
 
 
 def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
@@ -311,7 +320,7 @@ def ranges(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_chrome(path: Path) -> None:
-    """What a viewer needs: named ranges with times, one inside another or behind it."""
+    """Checks for named ranges with times that nest or follow one another, as viewers need."""
     rows = ranges(path)
     assert len(rows) > 10
     open_: list[float] = []

@@ -57,7 +57,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-LIMITS = {"contiguous": 2e-6, "channels last": 5e-6}  # channels-last convolutions are others
+LIMITS = {"contiguous": 2e-6, "channels last": 5e-6}  # channels-last convolutions use other kernels
 USUAL = {"contiguous": [(2, 1, 2), (2, 1, 256)], "channels last": [(1, 3, 5), (3, 4, 3)]}
 SIZES = [(1, 3, 5), (2, 1, 2), (3, 4, 3), (2, 1, 256), (21, 3, 2)]
 

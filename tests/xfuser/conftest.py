@@ -1,4 +1,4 @@
-"""Collected only where this folder's rig lets xfuser be imported on a CPU: `make test-xfuser`."""
+"""Tests are collected only if the rig makes xfuser importable on a CPU: `make test-xfuser`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _FOUND = find_spec("sitecustomize")
 _RIG = _FOUND is not None and Path(str(_FOUND.origin)).parent == Path(__file__).parent / "rig"
 collect_ignore_glob = [] if _RIG and find_spec("xfuser") is not None else ["test_*.py"]
 if _RIG:  # ranks are forked from a server that has imported xfuser once
-    assert dist.run  # which has named its own modules before
+    assert dist.run  # importing it sets its preload list first
     preload = ["tests.preload", "tests.xfuser.preload"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

@@ -1,4 +1,4 @@
-"""What the server behind `tests.dist` imports for all ranks, beside `tests.preload`."""
+"""Modules that the fork server of `tests.dist` imports in addition to `tests.preload`."""
 
 import gc
 

@@ -1,8 +1,8 @@
 """Kernels of xfuser's registry as the tests use them, on any rank.
 
-No function of xfuser returns the log-sum-exp on a CPU. So where a test needs one, PyTorch's CPU
-operator is registered, by xfuser's own decorator, in the place of the function that calls its CUDA
-sibling; everything else is as on a GPU.
+No function of xfuser returns the log-sum-exp on a CPU. Tests that need one register
+PyTorch's CPU operator, by xfuser's decorator, instead of the function that calls the CUDA
+operator; everything else is as on a GPU.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MATH, FLASH = AttentionBackendType.SDPA_MATH, AttentionBackendType.SDPA_FLASH
 
 
 def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Any:
-    """What SDPA_FLASH calls on a GPU, by the CPU's operator."""
+    """The CPU counterpart of the operator that SDPA_FLASH calls on a GPU."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal)
 
 
 @contextmanager
 def registered(member: Any, function: Callable[..., Any]) -> Iterator[list[tuple[int, ...]]]:
-    """The function stands in xfuser's registry; yields the shapes [B,N,S,D] of q in its calls."""
+    """Replace a function of xfuser's registry; yield the list of its calls' q shapes [B,N,S,D]."""
     before, calls = ATTENTION_FUNCTION_REGISTRY[member], list[tuple[int, ...]]()
 
     def counted(q: Tensor, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whole runs of generate.py with --attention_backend, on one process and on ranks."""
+"""Complete runs of generate.py with --attention_backend, in one process and on ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def latents(video: Path) -> torch.Tensor:
 
 
 def with_lse(argv: list[str]) -> int:
-    """As a rank: generate.py where SDPA_FLASH computes on CPUs, and returns the log-sum-exp."""
+    """On one rank: run generate.py with an SDPA_FLASH for CPUs that returns the log-sum-exp."""
     with registered(FLASH, flash_on_cpu) as calls:
         code = generate.main(argv)
     print(f"{len(calls)} calls of SDPA_FLASH")
@@ -36,7 +36,7 @@ def with_lse(argv: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def plain(tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
-    """Arguments of a run, and the latents of PyTorch's own kernel in both precisions."""
+    """The arguments of a run, and its latents with PyTorch's kernel in both precisions."""
     folder, found = tmp_path_factory.mktemp("plain"), {}
     arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
     for precision in ("fp32", "bf16"):
@@ -48,7 +48,7 @@ def plain(tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], di
     return arguments, found
 
 
-RUNS = {  # world, flags, precision, what computes, what the log says
+RUNS = {  # world, flags, precision, backend, text of the log
     "alone": (1, (), "fp32", "sdpa_math", "kernel xfuser SDPA_MATH"),
     "gathering ring": (2, ("--ring_size", "2"), "fp32", "sdpa_math", GATHERED),
     "merging ring": (
@@ -123,7 +123,7 @@ def test_ranks_refuse_together(tiny) -> None:
 
 
 def only_on_rank_0(argv: list[str]) -> int:
-    """As a rank: a function whose log-sum-exp the other machine's kernel does not return."""
+    """On one rank: run generate.py; only rank 0 has a kernel that returns the log-sum-exp."""
 
     def without(*args: Any) -> Any:
         return flash_on_cpu(*args)[0], None

@@ -1,4 +1,4 @@
-"""Functions of the real xfuser behind our `Kernel`: which is called, what a trial finds out."""
+"""Functions of the real xfuser as kernels: calls, and the trial of a function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wan.settings.errors import InputError
 from wan.settings.kernels import DENSE_KERNELS
 
 HEAD = 16
-# Of the registry, and why it is not offered; docs/attention_backends.md says the same.
+# Functions of the registry that are not offered, and why; as in docs/attention_backends.md.
 LEFT_OUT = {
     "SDPA": "what --attention_backend sdpa is without xfuser",
     "CUDNN": "what --attention_backend cudnn is without xfuser",
@@ -56,7 +56,7 @@ def test_all_of_the_registry_is_offered_or_left_out_for_a_reason() -> None:
 
 
 def test_the_functions_own_weights_are_no_log_sum_exp() -> None:
-    """SDPA_MATH really computes on the CPU; its second value is as large as all scores."""
+    """SDPA_MATH runs on the CPU; its second result has the shape of all scores."""
     original = ATTENTION_FUNCTION_REGISTRY[MATH]
     with registered(MATH, original) as calls:
         found = kernel("sdpa_math", HEAD)
@@ -113,7 +113,7 @@ def test_what_a_trial_takes_for_the_log_sum_exp() -> None:
 
 
 def said(name: str) -> str:
-    """By what a kernel is refused; empty if it is not."""
+    """Return the refusal of a kernel; empty if it is not refused."""
     try:
         kernel(name, HEAD)
     except InputError as error:
@@ -140,7 +140,7 @@ NO_ATTENTION: dict[str, Callable[..., Any]] = {
 
 
 def test_what_computes_no_attention_is_refused() -> None:
-    """By a trial; operators of GPUs do not compute on a CPU, and packages can be missing."""
+    """A trial refuses wrong functions, GPU operators on a CPU, and missing packages."""
     sentences = {}
     for name, function in NO_ATTENTION.items():
         with registered(FLASH, function):

@@ -1,6 +1,6 @@
 """xfuser's functions in every mode, ring and layout of ranks, against plain attention.
 
-With the log-sum-exp a ring merges; without it gathers. Which of the two happened is counted.
+With log-sum-exp a ring merges, without it gathers; the numbers of calls tell which.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FUNCTIONS = {
 
 
 def check(cases: Sequence[tuple[Case, str]]) -> dict[str, str]:
-    """On a rank: what is wrong in a case; all modes against plain attention and each other."""
+    """On one rank: compare all modes with plain attention; map failing cases to messages."""
     wrong = {}
     for case, backend in cases:
         member, function, has_lse = FUNCTIONS[backend]
@@ -56,7 +56,7 @@ def check(cases: Sequence[tuple[Case, str]]) -> dict[str, str]:
 
 
 def cases() -> list[tuple[Case, str]]:
-    """Every layout of 1, 2 and 4 ranks with every function; dtypes and lengths take turns."""
+    """List every layout of 1, 2 and 4 ranks with every function; dtypes and lengths take turns."""
     return [
         ((topology, 24, TOKENS[i % 2], ("float32", "bfloat16")[(i + j) % 2]), backend)
         for i, topology in enumerate(topologies(1, 2, 4))
@@ -71,7 +71,7 @@ def test_modes(world: int) -> None:
 
 
 def calls(topology: Topology, mode: str, backend: str) -> tuple[list[tuple[int, ...]], float]:
-    """Shapes of the queries in all calls of one layer, and how far it is off."""
+    """Return the query shapes of all calls of one layer, and its error."""
     member, function, _ = FUNCTIONS[backend]
     tokens, plan = 64, TokenPlan(64, topology.world)
     whole, expected, _ = qkv_and_reference(24, tokens, "float32")
@@ -83,7 +83,7 @@ def calls(topology: Topology, mode: str, backend: str) -> tuple[list[tuple[int, 
 
 
 def test_which_function_computes_and_how_often() -> None:
-    """Once per chunk and query block; of a ring that merges, once per rank of it as well."""
+    """One call per chunk and query block, times the number of ranks of a ring that merges."""
     layouts = Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(2, 2, "bidirectional")
     for topology, mode, backend in product(layouts, ROWS, FUNCTIONS):
         row, ulysses = ROWS[mode], topology.ulysses

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 
 
 def program() -> int:
-    """As a rank: the example, from its beginning to its end."""
+    """On one rank: run the example."""
     runpy.run_path(str(REPO / "examples" / "xfuser_program.py"), run_name="__main__")
     return 0
 

@@ -1,4 +1,4 @@
-"""What is refused before any weight is read, where xfuser is installed."""
+"""Refusals before any weight is read, with xfuser installed."""
 
 from __future__ import annotations
 
