@@ -204,7 +204,7 @@ def make_block(
     cos, sin = (
         table[local_tokens] for table in make_rope_table((1, 1, size.tokens), size.head_dim)
     )
-    kv = module.cross_attn.project_text_kv(context_BTC)
+    kv = module.cross_attn.project_context_kv(context_BTC)
     other_arguments = (e0_BR6C, context_BTC, kv, ForwardContext((tokens,), (cos, sin), size.tokens))
     return module, lambda forward: forward(x_BsC.clone(), *other_arguments)[0]
 

@@ -292,7 +292,7 @@ def run_case(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int
     sampler.start()
     live = StorageTracker("cpu", resizes=parallel.dit_fsdp or parallel.t5_fsdp)
     pipeline = build.build_pipeline(setup, resolve_device("cpu"), team)
-    pipeline.stages = stages = StagePeaks(live, sampler)
+    pipeline.stage_timer = stages = StagePeaks(live, sampler)
     prompt_embeds = torch.zeros(2, *pipeline.text_size) if case.loop else (None, None)
     if run.params.has_clips:
         with live:

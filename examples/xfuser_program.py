@@ -37,7 +37,7 @@ def main() -> None:
 
     plain = F.scaled_dot_product_attention(*qkv.transpose(2, 3)).transpose(1, 2)
     off = (out - plain.chunk(ranks, dim=1)[rank]).abs().max()
-    print(f"rank {rank}: ulysses {layer.world_size} x ring {ring.size}, off by {off:.1e}")
+    print(f"rank {rank}: ulysses {layer.ulysses_size} x ring {ring.size}, off by {off:.1e}")
     torch.distributed.barrier()  # gloo aborts if a rank exits before the others
     torch.distributed.destroy_process_group()
 

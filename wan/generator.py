@@ -359,17 +359,19 @@ class Generator:
         if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
             name = "img" if self._preset.kind == "i2v" else "ref_image_path"
             raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
-        params, base = self._make_call_params(call, setup)
-        prompts, negative = (_check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS)
+        params, base_inputs = self._make_call_params(call, setup)
+        embeds, negative_embeds = (
+            _check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS
+        )
         output_type = choice("pt", "latent")("`output_type`", call["output_type"])
         motion_latent = _check_motion_latent(call.get("motion_latent"), params)
-        if params.clip_prompts and (prompts is not None or negative is not None):
+        if params.clip_prompts and (embeds is not None or negative_embeds is not None):
             why = "cannot be combined with `clip_prompts`"
             raise InputError("Embeddings", None, why, "give prompts instead")
         inputs = replace(
-            base,
-            prompt_embeds=prompts,
-            negative_prompt_embeds=negative,
+            base_inputs,
+            prompt_embeds=embeds,
+            negative_prompt_embeds=negative_embeds,
             clip_state=motion_latent,  # the first clip continues from it
         )
         return VideoCall("A call", params, inputs, output_type=output_type)

@@ -213,7 +213,7 @@ class Run:
         """
         setup = self.setup
         option_groups = (setup.attention, setup.parallel, setup.execution, self.output)
-        values = {name: value for part in option_groups for name, value in vars(part).items()}
+        values = {name: value for group in option_groups for name, value in vars(group).items()}
         values = drop_paths_and_seed(values | self.settings) | {
             "power": self.power,
             "trace": self.output.trace is not None,
@@ -238,18 +238,23 @@ class Run:
 
     def compute_content_digests(self) -> dict[str, Any]:
         """Returns digests of the weights and input files, by the setting that names them."""
-        setup, quantized = self.setup, self.setup.quantized
+        setup, quantized_dit = self.setup, self.setup.quantized_dit
         digests: dict[str, Any] = {
             "--ckpt_dir": compute_fingerprint(setup.checkpoint.list_files()),
-            "--quant_dit_path": quantized and compute_fingerprint(quantized.list_files()),
+            "--quant_dit_path": quantized_dit and compute_fingerprint(quantized_dit.list_files()),
             "--step_cache_curve": setup.policy and setup.policy.content,
             "--lora": {
-                name: [(lora.strength, compute_fingerprint([lora.file])) for lora in lora_files]
+                name: [
+                    (lora_file.strength, compute_fingerprint([lora_file.file]))
+                    for lora_file in lora_files
+                ]
                 for name, lora_files in setup.loras.items()
             },
         }
         for name in INPUT_FILE_SETTINGS:
-            digests[f"--{name}"] = [f.sha256 for f in self.input_files if f.setting == name] or None
+            digests[f"--{name}"] = [
+                file.sha256 for file in self.input_files if file.setting == name
+            ] or None
         return digests
 
 
@@ -283,50 +288,54 @@ def resolve_run(
     """
     task: str = values.get("task", "t2v-A14B")
     preset = PRESETS[TASK_ALIASES.get(task, task)]
-    world, decodes_only = env.world_size(), "decode_latents" in values
-    if plan and world == 1:
-        world = prod(values.get(name) or 1 for name in SIZE_FLAGS)
-        if world > MAX_RANKS:
-            raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
-    lenient = plan or not require_inputs
+    world_size, decodes_only = env.world_size(), "decode_latents" in values
+    if plan and world_size == 1:
+        world_size = prod(values.get(name) or 1 for name in SIZE_FLAGS)
+        if world_size > MAX_RANKS:
+            raise InputError(
+                f"The sizes make {world_size} ranks", remedy=f"give at most {MAX_RANKS}"
+            )
+    allow_missing = plan or not require_inputs
     image, last_image = (
-        (None, None) if decodes_only else _read_input_images(values, preset, lenient)
+        (None, None) if decodes_only else _read_input_images(values, preset, allow_missing)
     )
     size = None if image is None else image.size
-    audio, pose = (None, None) if decodes_only else read_s2v_inputs(values, preset, lenient)
-    animate_inputs = None if decodes_only else read_animate_inputs(values, preset, lenient)
-    vace_inputs = None if decodes_only else read_vace_inputs(values, preset, lenient)
+    audio, pose = (None, None) if decodes_only else read_s2v_inputs(values, preset, allow_missing)
+    animate_inputs = None if decodes_only else read_animate_inputs(values, preset, allow_missing)
+    vace_inputs = None if decodes_only else read_vace_inputs(values, preset, allow_missing)
     size = vace_inputs.size if vace_inputs is not None else size
     network_files = build_from_values(NetworkFiles, values)
     folder, is_demo = _find_checkpoint_folder(values, preset, network_files)
     candidates = tuple(PRESETS[name] for name in (task, TASK_ALIASES.get(task)) if name in PRESETS)
     if is_demo and (plan or not folder.is_dir()):
-        files = make_reference_checkpoint(preset)
+        checkpoint = make_reference_checkpoint(preset)
         if not plan:  # refuse before the checkpoint is written
-            _make_setup_and_params(values, {}, preset, files, world, size)
+            _make_setup_and_params(values, {}, preset, checkpoint, world_size, size)
             make_demo(preset.task, folder)
-            files = describe_folder(folder, network_files, candidates)
+            checkpoint = describe_folder(folder, network_files, candidates)
     else:
-        files = describe_folder(folder, network_files, candidates)
-    if task in TASK_ALIASES and files.experts.keys() == {"dit"}:
-        has_two_images = task == "i2v-14B" and files.num_images == 2
+        checkpoint = describe_folder(folder, network_files, candidates)
+    if task in TASK_ALIASES and checkpoint.experts.keys() == {"dit"}:
+        has_two_images = task == "i2v-14B" and checkpoint.num_images == 2
         preset = PRESETS["flf2v-14B" if has_two_images else task]
-    check_task(files, preset)
-    defaults = {} if files.folder is None else read_generation_config(files.folder)
+    check_task(checkpoint, preset)
+    defaults = {} if checkpoint.folder is None else read_generation_config(checkpoint.folder)
     counts = _count_clips_and_frames(values, preset, defaults, audio, animate_inputs, vace_inputs)
     values = {**values, **counts}
-    setup, params, notices = _make_setup_and_params(values, defaults, preset, files, world, size)
+    setup, params, notices = _make_setup_and_params(
+        values, defaults, preset, checkpoint, world_size, size
+    )
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
     if not plan:
         encoders = ["audio_encoder"] if audio else []
         if preset.num_clip_vision_images:
             encoders = ["image_encoder"]
         for kind in ("vae",) if decodes_only else ("vae", "text_encoder", "tokenizer", *encoders):
-            files.require(kind)
+            checkpoint.require(kind)
     animate_fps = animate_inputs and defaults.get("fps", animate_inputs.fps)
     fps = [f for f in (params.fps, animate_fps, vace_inputs and vace_inputs.fps) if f][-1]
-    defaults_of_output = {"save_file": Path(make_video_file_name(task, params)), "fps": fps}
-    output = build_from_values(Output, {**defaults_of_output, **values})
+    output_defaults = {"save_file": Path(make_video_file_name(task, params)), "fps": fps}
+    output = build_from_values(Output, {**output_defaults, **values})
     demo_folder = folder if is_demo and not plan else None
     settings = {**values, "task": task, "ckpt_dir": folder}
     return Run(
@@ -408,8 +417,10 @@ def _make_setup_and_params(
     t, h, w = preset.vae_stride
     stored_sizes = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
     for name in stored_sizes.keys() & values.keys():
-        follows = name == "size" and {"image", "src_video"} & {*values}  # whose aspect ratio wins
-        if values[name] != stored_sizes[name] and not follows:
+        size_is_from_image = name == "size" and {"image", "src_video"} & {
+            *values
+        }  # whose aspect ratio wins
+        if values[name] != stored_sizes[name] and not size_is_from_image:
             why = f"holds latents whose {name} is {stored_sizes[name]}, and its settings say "
             why, remedy = f"{why}{values[name]}", "use the unmodified file"
             raise InputError(str(path), None, why, remedy)
@@ -420,7 +431,7 @@ def _make_setup_and_params(
         raise InputError("`decode_latents`", None, why, remedy)
     setup, _ = make_setup(values, preset, checkpoint, world_size)  # the notices are about the DiT
     params = make_video_params(preset, recipes.merge_defaults(values, defaults), image_size)
-    return setup, params, setup.check_request(params)
+    return setup, params, setup.check_params(params)
 
 
 def make_setup(
@@ -443,17 +454,17 @@ def make_setup(
         ranks_per_node = env.local_world_size()
         notices += parallel.note_machine_spanning(topology, ranks_per_node, checkpoint.num_heads)
     attention = build_from_values(Attention, values)
-    exported = None
+    quantized_dit = None
     if "quant_dit_path" in values:
-        exported = w8a8_export.read_quantized_dit(
+        quantized_dit = w8a8_export.read_quantized_dit(
             values["quant_dit_path"],
             checkpoint,
             device=execution.device,
             dit_fsdp=topology.dit_fsdp,
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
-    cache = build_from_values(StepCache, values)
-    cache_policy = policy.make_policy(cache, preset, checkpoint.folder)
+    cache_settings = build_from_values(StepCache, values)
+    cache_policy = policy.make_policy(cache_settings, preset, checkpoint.folder)
     loras = lora.resolve_loras(values, checkpoint)
     setup = Setup(
         preset,
@@ -461,9 +472,9 @@ def make_setup(
         execution,
         parallel=topology,
         attention=attention,
-        quantized=exported,
+        quantized_dit=quantized_dit,
         chip=chip,
-        cache=cache,
+        cache=cache_settings,
         policy=cache_policy,
         loras=loras,
     )
@@ -487,10 +498,10 @@ def make_params(
         defaults: Settings of the checkpoint's generation_config.json.
     """
     checkpoint, recipe_name = setup.checkpoint, values.get("recipe", "auto")
-    weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
+    files = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folders = [] if checkpoint.folder is None else [checkpoint.folder]
     lora_files = [file.file for group in lora.list_lora_files(values).values() for file in group]
-    paths = [*folders, *sorted(weights)]
+    paths = [*folders, *sorted(files)]
     recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
     defaults = recipes.merge_defaults(settings, {**(defaults or {}), **boundary})
@@ -500,7 +511,7 @@ def make_params(
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(recipe_names))
     notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
-    return params, (*notices, *setup.check_request(params))
+    return params, (*notices, *setup.check_params(params))
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def read_machine_id() -> str:
 
 
 @contextmanager
-def use_core_share() -> Iterator[None]:
+def limit_cpu_threads() -> Iterator[None]:
     """Sets PyTorch's CPU threads to this rank's share of the cores while the block runs.
 
     torchrun limits each rank to one thread, too few for the parts that run on the CPU. Without a

@@ -164,7 +164,7 @@ def resolved(*argv: object) -> Run:
 
 def test_nothing_asked_for(tiny: Tiny) -> None:
     run = resolved("--ckpt_dir", tiny("t2v-A14B"))
-    assert run.setup.attention == Attention() and run.setup.quantized is None
+    assert run.setup.attention == Attention() and run.setup.quantized_dit is None
     assert run.settings["attention_algo"] == "fused"
     assert run.settings["use_rainfusion"] is False and "sparsity" not in run.settings
 
@@ -300,8 +300,8 @@ def test_a_plan_refuses_what_the_run_would(tiny: Tiny, tmp_path: Path, refusals:
     folder = mx_export(tmp_path)
     argv = ["--plan", "--task", "t2v-14B", "--ckpt_dir", tiny("t2v-1.3B")]
     argv += ["--quant_dit_path", folder]
-    assert resolved(*argv, "--chip", "A5").setup.quantized is not None
-    assert resolved(*argv).setup.quantized is not None
+    assert resolved(*argv, "--chip", "A5").setup.quantized_dit is not None
+    assert resolved(*argv).setup.quantized_dit is not None
     a5 = [*argv, "--chip", "A5"]
     cases = {"an A2": [*argv, "--chip", "A2"], "fp32": [*a5, "--precision", "fp32"]}
     refusals("MXFP8: plans", cases)
@@ -329,5 +329,5 @@ def test_decoding_attends_to_nothing(tiny: Tiny, tmp_path: Path, monkeypatch) ->
     metadata = {"settings": json.dumps(made), "format": "pt"}
     save_file({"latents": torch.zeros(16, 2, 4, 4)}, path, metadata=metadata)
     run = resolved("--decode_latents", path, "--device", "cpu")
-    assert run.setup.attention == Attention() and run.setup.quantized is None
+    assert run.setup.attention == Attention() and run.setup.quantized_dit is None
     assert run.settings["attention_algo"] == "laser" and run.settings["fa_quant"] == "fp8"

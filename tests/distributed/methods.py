@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wan.kernels.base import AttentionBackend, QuantizedTensor, StepInfo
+from wan.kernels.base import AttentionBackend, AttentionInput, StepInfo
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations, make_sylvester_rotation
 from wan.kernels.rainfusion import RainFusionAttention
 
@@ -64,6 +64,6 @@ def whole_sequence(
     """Run the backend on all rows and heads at once, without ranks, chunks or padding."""
     (method,) = make_methods(kind._replace(transport=False), q.dtype)
     step = StepInfo(3, 8, "cond", "dit", grid, q.shape[1], layer=0)
-    return method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), step)(
-        QuantizedTensor(q), 0
+    return method.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), step)(
+        AttentionInput(q), 0
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
 from wan.distributed.tokens import ShardedSequence
-from wan.kernels.base import QuantizedTensor, StepInfo
+from wan.kernels.base import AttentionInput, StepInfo
 from wan.kernels.fp8 import DequantizedAttention, Fp8Attention, Fp8Quantizer, Rotations
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import ModelComponents
@@ -267,15 +267,15 @@ class RecordedQuantiser(Fp8Quantizer):
         super().__init__(Rotations(8))
         self.events = events
 
-    def quantize_q(self, x: Tensor, step: StepInfo | None) -> QuantizedTensor:
+    def quantize_q(self, x: Tensor, step: StepInfo | None) -> AttentionInput:
         self.events.append("quantise-q")
         return super().quantize_q(x, step)
 
-    def quantize_k(self, x: Tensor, step: StepInfo | None) -> QuantizedTensor:
+    def quantize_k(self, x: Tensor, step: StepInfo | None) -> AttentionInput:
         self.events.append("quantise-k")
         return super().quantize_k(x, step)
 
-    def quantize_v(self, x: Tensor) -> QuantizedTensor:
+    def quantize_v(self, x: Tensor) -> AttentionInput:
         self.events.append("quantise-v")
         return super().quantize_v(x)
 

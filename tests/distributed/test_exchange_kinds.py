@@ -40,7 +40,7 @@ def qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
 def written(layer: FAPowerCapAttention, own: list[Tensor], **known: Any) -> Tensor | None:
     """Write q, k and v in two slices of tokens; None where the layer cannot take them written."""
     with torch.no_grad():
-        call = layer.start(own[0].flatten(2), own[0].shape[2], known["step"])
+        call = layer.start_packed_call(own[0].flatten(2), own[0].shape[2], known["step"])
         if call is None:
             return None
         for place, x in enumerate(own):
@@ -124,7 +124,9 @@ def with_gradients(exchange: str) -> list[Tensor]:
     given = ModelComponents(attention=lambda _: layer)
     block = WanAttentionBlock(BlockSizes(32, 48, 4, text_len=3), 0, given)
     info = ForwardContext((6,), make_rope_table((1, 2, 3), 8), 12)
-    assert layer.start(torch.randn(1, 6, 32), 4, None) is None, "nothing is written in place"
+    assert layer.start_packed_call(torch.randn(1, 6, 32), 4, None) is None, (
+        "nothing is written in place"
+    )
     x, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
     out, _ = block(x, torch.randn(1, 1, 6, 32), text, None, info)
     weights = [weight for name, weight in block.named_parameters() if "self_attn" not in name]

@@ -23,7 +23,7 @@ from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.device import select_device
-from wan.kernels.base import AttendRows, QuantizedTensor, StepInfo
+from wan.kernels.base import AttendRows, AttentionInput, StepInfo
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
 from wan.settings.attention import Attention
@@ -187,14 +187,14 @@ class Places:
 
     def quantize(
         self, q: Tensor, k: Tensor, v: Tensor, valid: int, step: StepInfo | None
-    ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+    ) -> tuple[AttentionInput, AttentionInput, AttentionInput]:
         """Check that the first `valid` rows are finite and the padding rows are NaN."""
         for x in (q, k, v):
             self.seen.append(not x[:, :valid].isnan().any() and bool(x[:, valid:].isnan().all()))
-        return QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
+        return AttentionInput(q), AttentionInput(k), AttentionInput(v)
 
     def prepare_kv(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, step: StepInfo | None
+        self, q: AttentionInput, k: AttentionInput, v: AttentionInput, step: StepInfo | None
     ) -> AttendRows:
         assert step is not None
         heads, rows = q.values.shape[2], q.values.shape[1]

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.distributed.topology import Topology, attention_layer
 from wan import device as devices
 from wan.device import Device
-from wan.kernels.base import AttentionBackend, Load, QuantizedTensor, StepInfo, Target
+from wan.kernels.base import AttentionBackend, AttentionInput, Load, StepInfo, Target
 from wan.kernels.select import SelectedKernels, select_kernels
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.attention import Attention
@@ -137,6 +137,6 @@ def attend(
     method: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, step: StepInfo | None
 ) -> Tensor:
     """Run the backend on unsharded tensors."""
-    return method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), step)(
-        QuantizedTensor(q), 0
+    return method.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), step)(
+        AttentionInput(q), 0
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tests.dist import Ranks
 from tests.npu_sim.oracles import exact, log_sum_exp, qkv, worst
 from tests.npu_sim.ranks import KINDS, attend, composed, target
-from wan.kernels.base import QuantizedTensor
+from wan.kernels.base import AttentionInput
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations
 from wan.kernels.npu import block_sparse
 from wan.kernels.npu import dense as npu
@@ -187,10 +187,8 @@ def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None
     q, k, v = qkv(300, 300, heads=3, batch=2)
     whole = attend(method, q, k, v, None)
     calls.clear()
-    by_blocks = method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), None)
-    parts = [
-        by_blocks(QuantizedTensor(q[:, a:b]), a) for a, b in ((0, 128), (128, 256), (256, 300))
-    ]
+    by_blocks = method.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), None)
+    parts = [by_blocks(AttentionInput(q[:, a:b]), a) for a, b in ((0, 128), (128, 256), (256, 300))]
     assert torch.equal(torch.cat(parts, 1), whole)
     assert names(calls).count("npu_dynamic_block_quant") == 2 * (2 + 3)  # samples x (k, v, blocks)
     part = (slice(1, 2), slice(None), slice(1, 3))

@@ -41,7 +41,7 @@ def test_steps_of_the_attention_cache_are_those_of_mindiesd() -> None:
         asked = ["--plan", *words.split(), "--attentioncache_interval", str(interval)]
         run = resolve_command_line(flags.parse_flags(asked), lambda *_: None, plan=True)
         assert run.setup.policy is not None
-        lists = run.setup.policy.compute_steps(run.params, None)
+        lists = run.setup.policy.select_steps(run.params, None)
         expected = computed(12, start, end, interval)
         assert lists and len(expected) < 12 + (interval == 1)
         for row in lists.values():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.npu_sim import oracles
 from tests.npu_sim.ranks import KINDS, Grid, Kind, attend, in_raster, target
-from wan.kernels.base import QuantizedTensor, StepInfo
+from wan.kernels.base import AttentionInput, StepInfo
 from wan.kernels.npu import block_sparse
 from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import make_window_order
@@ -90,18 +90,16 @@ def test_each_sample_and_each_block_by_itself(kind: Kind, chip: Choose) -> None:
     for b in range(2):
         one = slice(b, b + 1)
         assert torch.equal(whole[one], attend(way, q[one], k[one], v[one], call(grid)))
-    by_blocks = way.prepare_kv(
-        QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), call(grid)
-    )
+    by_blocks = way.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), call(grid))
     cuts = ((0, 256), (256, 384), (384, q.shape[1]))
-    parts = [by_blocks(QuantizedTensor(q[:, a:b]), a) for a, b in cuts]
+    parts = [by_blocks(AttentionInput(q[:, a:b]), a) for a, b in cuts]
     assert torch.equal(torch.cat(parts, 1), whole)
     head = (slice(None), slice(None), slice(1, 2))
     assert torch.equal(attend(way, q[head], k[head], v[head], call(grid)), whole[head])
 
 
 def test_v2_takes_no_wide_blocks(chip: Choose) -> None:
-    q = QuantizedTensor(torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16))
+    q = AttentionInput(torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16))
     mask = torch.ones(1, 2, 2, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="blocks of 128 keys, not 256"):
         block_sparse.RainKernelV2(target("A2"))(q, q, q, mask, 256)

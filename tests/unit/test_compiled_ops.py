@@ -69,11 +69,11 @@ CASES: dict[str, tuple[Call, Exact]] = {
         lambda x, y: (x, norm(x) * (1 + SCALE) + SHIFT),
     ),
     "norm_rope": (
-        lambda ops, x, y: ops.norm_heads(y, AFFINE.weight, HEADS, EPS, TABLE),
+        lambda ops, x, y: ops.norm_and_rotate(y, AFFINE.weight, HEADS, EPS, TABLE),
         lambda x, y: (x, turned(rms(y))),
     ),
     "rms_norm": (
-        lambda ops, x, y: ops.norm_heads(y, AFFINE.weight, HEADS, EPS),
+        lambda ops, x, y: ops.norm_and_rotate(y, AFFINE.weight, HEADS, EPS),
         lambda x, y: (x, rms(y).unflatten(-1, (HEADS, -1))),
     ),
     "gated_add_norm": (

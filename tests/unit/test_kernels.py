@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from tests.refusals import check_refusals, said
 from wan import log
 from wan.device import Device
-from wan.kernels.base import QuantizedTensor, StepInfo, Target
+from wan.kernels.base import AttentionInput, StepInfo, Target
 from wan.kernels.compiled_ops import STEPS_BY_OP
 from wan.kernels.sdpa import (
     CUDNN,
@@ -219,7 +219,7 @@ def test_every_method_of_cpus_computes_the_formula() -> None:
         (method,) = select_kernels(asked, Target(CPU, 64, torch.float32), {}).backends
         q, k, v = qkv(64, 300, 300)
         step = StepInfo(0, 4, "cond", "dit", (3, 10, 10), 300, layer=0)
-        found = method.prepare_kv(*map(QuantizedTensor, (q, k, v)), step)(QuantizedTensor(q), 0)
+        found = method.prepare_kv(*map(AttentionInput, (q, k, v)), step)(AttentionInput(q), 0)
         expected, _ = plain(*(x.transpose(1, 2) for x in (q, k, v)))
         off = (found.transpose(1, 2).double() - expected).norm() / expected.norm()
         assert off < (0.1 if name == "fp8" else 1e-5), name

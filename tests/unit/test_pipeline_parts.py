@@ -140,10 +140,10 @@ def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
     assert conditions.y is None and (conditions.initial_latents[:, :1] == 7).all()
     plain = prepare(request("ti2v-5B", frame_num=13), None, None).initial_latents
     assert torch.equal(conditions.initial_latents[:, 1:], plain[:, 1:])
-    t = conditions.expand_timestep(torch.tensor(900))
+    t = conditions.make_model_timesteps(torch.tensor(900))
     assert t.shape == (1, 4 * 2 * 3) and t.dtype == torch.float32
     assert (t[0, :6] == 0).all() and (t[0, 6:] == 900).all()
-    moved = conditions.fix_latents(torch.zeros(48, 4, 4, 6))
+    moved = conditions.restore_fixed_frames(torch.zeros(48, 4, 4, 6))
     assert (moved[:, :1] == 7).all() and (moved[:, 1:] == 0).all()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import slow
-from wan.kernels.base import QuantizedTensor, StepInfo
+from wan.kernels.base import AttentionInput, StepInfo
 from wan.kernels.fp8 import (
     Fp8Attention,
     Fp8Quantizer,
@@ -57,12 +57,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Te
 
 def run(fp8: Fp8Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The method on whole tensors."""
-    return fp8.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), None)(
-        QuantizedTensor(q), 0
+    return fp8.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), None)(
+        AttentionInput(q), 0
     )
 
 
-def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+def same(a: AttentionInput, b: AttentionInput) -> bool:
     bits = [[part.view(torch.uint8) for part in x.tensors] for x in (a, b)]
     return a.rows_per_scale == b.rows_per_scale and all(
         torch.equal(*pair) for pair in zip(*bits, strict=True)
@@ -151,7 +151,7 @@ def test_a_payload_is_cut_and_dequantised_with_any_strides() -> None:
 
 def test_a_payload_without_scales() -> None:
     """The same operations; nothing is converted."""
-    x = QuantizedTensor(torch.randn(2, 9, 3, 4).bfloat16())
+    x = AttentionInput(torch.randn(2, 9, 3, 4).bfloat16())
     (values,) = x.tensors
     assert values is x.values and x.dequantize(torch.float32) is values
     part = x.slice_rows(3, 7)
@@ -309,7 +309,7 @@ def test_fp8_attention_does_not_depend_on_the_cut(head: int, dtype: torch.dtype)
     @given(HEAD_RANGES, st.lists(st.integers(1, TILES - 1), unique=True, max_size=3))
     def check(heads: tuple[int, int], inner: list[int]) -> None:
         a, b = heads
-        own = [QuantizedTensor(x[:, :, a:b]) for x in (q, k, v)]
+        own = [AttentionInput(x[:, :, a:b]) for x in (q, k, v)]
         attend = fp8.prepare_kv(*own, None)
         borders = [0, *(128 * i for i in sorted(inner)), ROWS]
         parts = [
@@ -341,7 +341,7 @@ def test_quantised_before_the_exchange_is_quantised_later(
         for x, kept in zip(own, later.quantize(*own, valid, None), strict=True):
             assert kept.values is x and kept.scale is None
     joined = [
-        QuantizedTensor(
+        AttentionInput(
             torch.cat([x.values.view(torch.uint8) for x in parts], 1).view(torch.float8_e4m3fn),
             torch.cat([x.scale for x in parts], 1),
             parts[0].rows_per_scale,
@@ -370,11 +370,11 @@ def test_shards_that_end_within_a_block_are_refused() -> None:
 def test_keys_and_values_are_quantised_once() -> None:
     seen = []
 
-    def recording(x_BSND: Tensor, rows: int) -> QuantizedTensor:
+    def recording(x_BSND: Tensor, rows: int) -> AttentionInput:
         seen.append((x_BSND.shape[1], rows))
         return quantize_blocks(x_BSND, rows)
 
-    q, k, v = map(QuantizedTensor, randoms((1, ROWS, 1, 64), 3, torch.float32))
+    q, k, v = map(AttentionInput, randoms((1, ROWS, 1, 64), 3, torch.float32))
     fp8 = Fp8Attention(Fp8Quantizer(Rotations(64), recording), torch.float32)
     assert fp8.applies_to(None)
     attend = fp8.prepare_kv(q, k, v, None)

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.refusals import check_refusals, said
 from wan.device import Device
-from wan.kernels.base import AttendRows, QuantizedTensor, StepInfo, Target
+from wan.kernels.base import AttendRows, AttentionInput, StepInfo, Target
 from wan.kernels.flex import FlexBlocks, compile_per_shape, make_flex_mask
 from wan.kernels.fp8 import Fp8Quantizer, Rotations, make_sylvester_rotation
 from wan.kernels.rainfusion import MaskCache, RainFusionAttention
@@ -48,13 +48,13 @@ def call(grid: tuple[int, int, int], **other: object) -> StepInfo:
 
 def run(method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo) -> Tensor:
     """The method on whole tensors."""
-    return prepared(method, q, k, v, step)(QuantizedTensor(q), 0)
+    return prepared(method, q, k, v, step)(AttentionInput(q), 0)
 
 
 def prepared(
     method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo
 ) -> AttendRows:
-    return method.prepare_kv(QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), step)
+    return method.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), step)
 
 
 def naive_order(grid: tuple[int, int, int]) -> list[int]:
@@ -328,16 +328,16 @@ def test_every_cut_gives_the_same_bits(quantised: bool, dtype: torch.dtype) -> N
     q, k, v = (x.to(dtype) for x in qkv(grid, heads=3))
     method = RainFusionAttention("v3", 0.6, 0, quantizer=fp8() if quantised else None)
     attend = prepared(method, q, k, v, call(grid))
-    whole = attend(QuantizedTensor(q), 0)
+    whole = attend(AttentionInput(q), 0)
     assert whole.dtype == dtype and whole.shape == q.shape
-    blocks = [attend(QuantizedTensor(q[:, a:b]), a) for a, b in ((0, 128), (128, 384), (384, 546))]
+    blocks = [attend(AttentionInput(q[:, a:b]), a) for a, b in ((0, 128), (128, 384), (384, 546))]
     assert torch.equal(torch.cat(blocks, 1), whole)
     for a, b in ((0, 1), (1, 3)):
         heads = [x[:, :, a:b] for x in (q, k, v)]
         assert torch.equal(run(method, *heads, call(grid)), whole[:, :, a:b])
     for a, b in ((0, 256), (256, 546)):
         rank = prepared(method, q[:, a:b], k, v, call(grid, first_row=a))
-        assert torch.equal(rank(QuantizedTensor(q[:, a + 128 : b]), 128), whole[:, a + 128 : b])
+        assert torch.equal(rank(AttentionInput(q[:, a + 128 : b]), 128), whole[:, a + 128 : b])
 
 
 def test_mask_is_used_again() -> None:
@@ -353,7 +353,7 @@ def test_mask_is_used_again() -> None:
 
 
 def test_refusals() -> None:
-    one, x = torch.ones(1, 1, 1, 1), QuantizedTensor(torch.ones(1, 600, 1, 8))
+    one, x = torch.ones(1, 1, 1, 1), AttentionInput(torch.ones(1, 600, 1, 8))
     asked = {
         "kind": ("v1", 0.5, 0, 1),
         "sparsity of 1": ("v2", 1.0, 0, 1),
@@ -396,7 +396,7 @@ def test_flex() -> None:
         whole = keys // k_rows
         assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
         found = FlexBlocks(CPU)(
-            QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), mask, k_rows
+            AttentionInput(q), AttentionInput(k), AttentionInput(v), mask, k_rows
         )
         assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6, (queries, keys)
 
@@ -413,7 +413,7 @@ def test_flex_with_small_heads() -> None:
     q, k, v = (torch.randn(1, 256, 2, 8, generator=generator) for _ in range(3))
     mask = torch.tensor([[True, False], [True, True]]).expand(1, 2, 2, 2)
     found = FlexBlocks(CPU, compiled)(
-        QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v), mask, 128
+        AttentionInput(q), AttentionInput(k), AttentionInput(v), mask, 128
     )
     assert (found - masked(q, k, v, mask, 128)).abs().max() <= 2e-6
 
@@ -427,7 +427,7 @@ def test_flex_as_the_kernel_of_fp8() -> None:
         prepared(RainFusionAttention("v3", 0.6, 0, quantizer=fp8(), **given), q, k, v, call(grid))
         for given in ({"kernel": kernel}, {})
     )
-    last = QuantizedTensor(q[:, 256:])
+    last = AttentionInput(q[:, 256:])
     assert (by_flex(last, 256) - by_tiles(last, 256)).abs().max() <= 2e-6
 
 

@@ -77,7 +77,7 @@ def lists(run: Run, together: bool = False) -> policy.StepLists:
     return found
 
 
-def skipped(computed: policy.ComputedSteps) -> list[int]:
+def skipped(computed: policy.StepMask) -> list[int]:
     return [step for step, all_ in enumerate(computed) if not all_]
 
 
@@ -97,7 +97,7 @@ def test_mag_skips_what_the_published_rule_skips() -> None:
     curve = mag.load_published_curve("t2v-A14B", False)
     assert curve is not None and curve.ratios["cond"][:2] == (1.0, 1.00124)
 
-    def rule(task: str, threshold: float, **more: Any) -> policy.ComputedSteps:
+    def rule(task: str, threshold: float, **more: Any) -> policy.StepMask:
         settings = StepCache("mag", step_cache_threshold=threshold, **more)
         return Mag(settings, PRESETS[task]).apply_rule(curve.ratios["cond"], T2V, "cond")
 

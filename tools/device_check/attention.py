@@ -40,7 +40,7 @@ from tools.device_check.steps import (
 from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import LseMerger
 from wan.kernels import select
-from wan.kernels.base import Kernel, QuantizedTensor, StepInfo, Target
+from wan.kernels.base import AttentionInput, Kernel, StepInfo, Target
 from wan.kernels.fp8 import Fp8Quantizer, Rotations, make_hadamard_rotation, make_sylvester_rotation
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
@@ -300,7 +300,7 @@ def _measure_backend(
     step = StepInfo(0, 4, "cond", "dit", grid, prod(grid), layer=0)
 
     def attend() -> Tensor:
-        tensors = QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
+        tensors = AttentionInput(q), AttentionInput(k), AttentionInput(v)
         return chosen.backends[0].prepare_kv(*tensors, step)(tensors[0], 0)
 
     out, get_attended_keys, figures = attend(), None, list[Figure]()
@@ -339,12 +339,12 @@ def _measure_backend(
 
 def _quantize_qkv(
     quantiser: Fp8Quantizer, qkv: QKV
-) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+) -> tuple[AttentionInput, AttentionInput, AttentionInput]:
     q, k, v = qkv
     return quantiser.quantize_q(q, None), quantiser.quantize_k(k, None), quantiser.quantize_v(v)
 
 
-def _compute_differing_share(values: QuantizedTensor, expected: QuantizedTensor) -> float:
+def _compute_differing_share(values: AttentionInput, expected: AttentionInput) -> float:
     """Compute the percent of values that differ by more than the rounding of a scale."""
     a, b = (x.dequantize(torch.float32).cpu() for x in (values, expected))
     return 100 * float((~torch.isclose(a, b, rtol=1e-5, atol=0)).float().mean())

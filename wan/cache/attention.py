@@ -25,33 +25,33 @@ class AttentionPolicy(Policy):
 
     skips = "attention"
 
-    def check_request(self, request: VideoParams) -> tuple[str, ...]:
-        notices, start = super().check_request(request), self.settings.start_step
-        end = self._last_skippable_step(request)
+    def check_params(self, params: VideoParams) -> tuple[str, ...]:
+        notices, start = super().check_params(params), self.settings.start_step
+        end = self._last_skippable_step(params)
         if start >= end:
             raise InputError(
                 "`start_step`",
                 start,
-                f"is not before `end_step={end}` of {request.sample_steps} steps, so no attention "
+                f"is not before `end_step={end}` of {params.sample_steps} steps, so no attention "
                 "is kept",
                 "choose others",
             )
         return notices
 
-    def compute_steps(
-        self, request: VideoParams, compute_changes: ComputeChanges | None
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
-        start, end = self.settings.start_step, self._last_skippable_step(request)
+        start, end = self.settings.start_step, self._last_skippable_step(params)
         interval = self.settings.attentioncache_interval
         computed = tuple(
             not start < step <= end or (step - start) % interval == 0
-            for step in range(request.sample_steps)
+            for step in range(params.sample_steps)
         )
         return dict.fromkeys(BRANCHES, computed)
 
-    def _last_skippable_step(self, request: VideoParams) -> int:
+    def _last_skippable_step(self, params: VideoParams) -> int:
         """Returns the last step that may be skipped, by default 37 of the usual 40."""
-        end_step, num_steps = self.settings.end_step, request.sample_steps
+        end_step, num_steps = self.settings.end_step, params.sample_steps
         return num_steps - 3 if end_step is None else min(end_step, num_steps - 1)
 
     def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:
@@ -61,7 +61,7 @@ class AttentionPolicy(Policy):
 class AttentionCache(Cache):
     """Caches the self-attention output of each layer, guidance branch and sample."""
 
-    planned_steps = (True, *(False,) * TRAIN_TIMESTEPS)
+    memory_plan_steps = (True, *(False,) * TRAIN_TIMESTEPS)
 
     def __init__(self, policy: Policy, sync_branches: bool = False) -> None:
         super().__init__(policy, sync_branches)

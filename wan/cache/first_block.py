@@ -13,10 +13,10 @@ class FirstBlock(Policy):
     num_first_blocks = 1
     decides_per_step = True
 
-    def compute_steps(
-        self, request: VideoParams, compute_changes: ComputeChanges | None
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
-        return dict.fromkeys(BRANCHES, (False,) * request.sample_steps)
+        return dict.fromkeys(BRANCHES, (False,) * params.sample_steps)
 
 
 class ListedSteps(Policy):
@@ -24,18 +24,18 @@ class ListedSteps(Policy):
 
     num_first_blocks = 1
 
-    def check_request(self, request: VideoParams) -> tuple[str, ...]:
-        notices, last = super().check_request(request), max(self.settings.argument)
-        if last >= request.sample_steps:
+    def check_params(self, params: VideoParams) -> tuple[str, ...]:
+        notices, last = super().check_params(params), max(self.settings.argument)
+        if last >= params.sample_steps:
             raise InputError(
                 "`step_cache=steps:`",
-                why=f"names step {last}, but there are {request.sample_steps} (`sample_steps`)",
-                remedy=f"name steps from 0 to {request.sample_steps - 1}",
+                why=f"names step {last}, but there are {params.sample_steps} (`sample_steps`)",
+                remedy=f"name steps from 0 to {params.sample_steps - 1}",
             )
         return notices
 
-    def compute_steps(
-        self, request: VideoParams, compute_changes: ComputeChanges | None
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
         listed = self.settings.argument
-        return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(request.sample_steps)))
+        return dict.fromkeys(BRANCHES, tuple(s in listed for s in range(params.sample_steps)))

@@ -31,9 +31,9 @@ class GuidancePolicy(Policy):
 
     skips = "uncond"
 
-    def check_request(self, request: VideoParams) -> tuple[str, ...]:
-        notices = super().check_request(request)
-        if not request.uses_guidance:
+    def check_params(self, params: VideoParams) -> tuple[str, ...]:
+        notices = super().check_params(params)
+        if not params.uses_guidance:
             raise InputError(
                 "`step_cache`",
                 "cfg",
@@ -42,16 +42,16 @@ class GuidancePolicy(Policy):
             )
         return notices
 
-    def compute_steps(
-        self, request: VideoParams, compute_changes: ComputeChanges | None
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
         """Skips steps of the low-noise expert or of a single network.
 
         They lie between a third of the steps and the last step; for 720p and more, between a third
         and nine tenths of the steps.
         """
-        experts, num_steps = make_noise_schedule(request).experts, request.sample_steps
-        width, height = request.video_size
+        experts, num_steps = make_noise_schedule(params).experts, params.sample_steps
+        width, height = params.video_size
         first = num_steps // 3
         last = int(0.9 * num_steps) if width * height >= 1280 * 704 else num_steps - 1
         computed, num_skipped = list[bool](), 0
@@ -92,7 +92,7 @@ class GuidanceCache(Cache):
         import torch
 
         is_computed = self.step_lists["uncond"][step]
-        self.computed.setdefault("cond", []).append(step)
+        self.computed_indices.setdefault("cond", []).append(step)
         self.record_decision("uncond", step, is_computed)
         if is_computed:
             cond, uncond = compute_branches(compute_branch)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.cache.policy import BRANCHES, ComputeChanges, ComputedSteps, Policy, StepLists
+from wan.cache.policy import BRANCHES, ComputeChanges, Policy, StepLists, StepMask
 from wan.checkpoint.files import read_json
 from wan.output_files import make_json_kind
 from wan.settings.errors import InputError
@@ -55,15 +55,15 @@ class Curve:
         record = {key: value for key, value in asdict(self).items() if key != "origin"}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
-    def resample(self, request: VideoParams) -> dict[str, tuple[float, ...]]:
+    def resample(self, params: VideoParams) -> dict[str, tuple[float, ...]]:
         """Resamples the ratios to the steps of a run: the nearest step of the same expert.
 
         Raises:
             InputError: The run has another shift or boundary.
         """
-        steps, shift = request.sample_steps, request.sample_shift
-        high_noise_steps = make_noise_schedule(request).high_noise_steps
-        curve_high_noise_steps = make_noise_schedule(request, self.steps).high_noise_steps
+        steps, shift = params.sample_steps, params.sample_shift
+        high_noise_steps = make_noise_schedule(params).high_noise_steps
+        curve_high_noise_steps = make_noise_schedule(params, self.steps).high_noise_steps
         if shift != self.sample_shift:
             raise InputError(
                 self.origin,
@@ -121,11 +121,11 @@ class Mag(Policy):
             )
         self.content = self.curve and self.curve.ratios
 
-    def check_request(self, request: VideoParams) -> tuple[str, ...]:
-        notices = super().check_request(request)
-        explicit_levels = {"timesteps": request.timesteps, "boundary_step": request.boundary_step}
+    def check_params(self, params: VideoParams) -> tuple[str, ...]:
+        notices = super().check_params(params)
+        explicit_levels = {"timesteps": params.timesteps, "boundary_step": params.boundary_step}
         conflicting = [f"`{name}`" for name, value in explicit_levels.items() if value is not None]
-        if conflicting or request.sample_solver == "rcm":
+        if conflicting or params.sample_solver == "rcm":
             raise InputError(
                 "`step_cache`",
                 "mag",
@@ -133,29 +133,27 @@ class Mag(Policy):
                 f"{conflicting[0] if conflicting else 'those of `sample_solver=rcm`'}",
                 "use `step_cache=first_block`, or drop one of them",
             )
-        curve = self._get_curve(request)
-        curve.resample(request)
+        curve = self._get_curve(params)
+        curve.resample(params)
         if self.curve is None:
             notices += (
                 f"{curve.origin} serves `step_cache=mag`; it was made for the official weights.",
             )
-        if curve.steps != request.sample_steps:
+        if curve.steps != params.sample_steps:
             notices += (
                 f"{curve.origin} was made with {curve.steps} steps; each of the "
-                f"{request.sample_steps} takes the nearest of them.",
+                f"{params.sample_steps} takes the nearest of them.",
             )
         return notices
 
-    def compute_steps(
-        self, request: VideoParams, compute_changes: ComputeChanges | None
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists:
-        ratios = self._get_curve(request).resample(request)
-        experts = make_noise_schedule(request).experts
+        ratios = self._get_curve(params).resample(params)
+        experts = make_noise_schedule(params).experts
         return {branch: self.apply_rule(ratios[branch], experts, branch) for branch in BRANCHES}
 
-    def apply_rule(
-        self, ratios: Sequence[float], experts: Sequence[str], branch: str
-    ) -> ComputedSteps:
+    def apply_rule(self, ratios: Sequence[float], experts: Sequence[str], branch: str) -> StepMask:
         """Returns which steps one guidance branch computes.
 
         The error of a skipped step is |1 - product of the ratios since the last computed step|.
@@ -194,8 +192,8 @@ class Mag(Policy):
             computed.append(not is_skipped)
         return tuple(computed)
 
-    def _get_curve(self, request: VideoParams) -> Curve:
-        curve = self.curve or load_published_curve(self.preset.task, request.image_size is not None)
+    def _get_curve(self, params: VideoParams) -> Curve:
+        curve = self.curve or load_published_curve(self.preset.task, params.image_size is not None)
         assert curve is not None, "checked in the constructor"
         return curve
 

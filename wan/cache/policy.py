@@ -27,9 +27,9 @@ BRANCHES = ("cond", "uncond")
 MIN_STEPS = 8
 SkipTarget = Literal["blocks", "attention", "uncond"]
 """The part of a step that a cache skips: blocks, self-attention, or the uncond branch."""
-ComputedSteps = tuple[bool, ...]
+StepMask = tuple[bool, ...]
 """For each step: True if the part that the policy may skip is computed."""
-StepLists = dict[str, ComputedSteps]
+StepLists = dict[str, StepMask]
 """Guidance branch -> the mask of its computed steps."""
 ComputeChanges = Callable[[str, Sequence[float]], Sequence[float]]
 """compute_changes(expert, timesteps): relative change of the time embedding in each step."""
@@ -57,18 +57,18 @@ class Policy(ABC):
         self.settings, self.preset = settings, preset
 
     @abstractmethod
-    def compute_steps(
-        self, request: VideoParams, compute_changes: ComputeChanges | None
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists | None:
         """Returns the steps that the policy's rule selects; None if it needs `compute_changes`."""
 
-    def check_request(self, request: VideoParams) -> tuple[str, ...]:
+    def check_params(self, params: VideoParams) -> tuple[str, ...]:
         """Returns notices about a video; refuses it if its steps or guidance do not fit."""
-        if request.sample_steps < MIN_STEPS and not self.settings.step_cache_force:
+        if params.sample_steps < MIN_STEPS and not self.settings.step_cache_force:
             raise InputError(
                 "`step_cache`",
                 self.settings.policy,
-                f"with {request.sample_steps} steps: so few are too far apart for one to replace "
+                f"with {params.sample_steps} steps: so few are too far apart for one to replace "
                 "another",
                 "drop it, or add `step_cache_force`",
             )
@@ -76,7 +76,7 @@ class Policy(ABC):
 
     def list_steps(
         self,
-        request: VideoParams,
+        params: VideoParams,
         sync_branches: bool = False,
         compute_changes: ComputeChanges | None = None,
     ) -> StepLists | None:
@@ -90,12 +90,12 @@ class Policy(ABC):
                 compute them.
             compute_changes: Reads the loaded networks; some policies return None without it.
         """
-        steps = self.compute_steps(request, compute_changes)
+        steps = self.select_steps(params, compute_changes)
         if steps is None:
             return None
         has_warmup = "step_cache_warmup" in POLICIES[self.settings.policy].parameters
         warmup = self.settings.step_cache_warmup if has_warmup else 0
-        forced_steps = list_forced_steps(make_noise_schedule(request).experts, warmup)
+        forced_steps = list_forced_steps(make_noise_schedule(params).experts, warmup)
         step_lists = {
             name: tuple(map(any, zip(forced_steps, steps[name], strict=True))) for name in BRANCHES
         }
@@ -105,20 +105,20 @@ class Policy(ABC):
             )
         return step_lists
 
-    def describe(self, request: VideoParams, sync_branches: bool) -> str:
+    def describe(self, params: VideoParams, sync_branches: bool) -> str:
         """Describes the computed steps in one line, for a plan; arguments as for `list_steps`."""
-        step_lists, name = self.list_steps(request, sync_branches), self.settings.policy
+        step_lists, name = self.list_steps(params, sync_branches), self.settings.policy
         if self.decides_per_step:
             threshold = self.settings.threshold
             return f"Step cache {name}: decided in the run, by threshold {threshold:g}"
         if step_lists is None:
             return f"Step cache {name}: steps depend on the weights and are chosen after loading"
-        steps = {branch: step_lists[branch] for branch in BRANCHES[: 1 + request.uses_guidance]}
+        masks = {branch: step_lists[branch] for branch in BRANCHES[: 1 + params.uses_guidance]}
         branches = [
-            f"{branch} computes {sum(flags)} of {len(flags)} steps ({_format_steps(flags)})"
-            for branch, flags in steps.items()
+            f"{branch} computes {sum(mask)} of {len(mask)} steps ({_format_steps(mask)})"
+            for branch, mask in masks.items()
         ]
-        factor = sum(map(len, steps.values())) / sum(map(sum, steps.values()))
+        factor = sum(map(len, masks.values())) / sum(map(sum, masks.values()))
         gain = f"at most {factor:.2f} times as fast"
         if self.skips == "attention":
             gain = "the other steps leave self-attention out"
@@ -138,8 +138,8 @@ class Policy(ABC):
 
 def make_policy(settings: StepCache, preset: Preset, folder: Path | None = None) -> Policy | None:
     """Makes the policy of the settings; arguments and errors as for `Policy`."""
-    row = POLICIES.get(settings.policy)
-    return None if row is None else resolve_name(row.factory)(settings, preset, folder)
+    entry = POLICIES.get(settings.policy)
+    return None if entry is None else resolve_name(entry.factory)(settings, preset, folder)
 
 
 def split_by_expert(experts: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -152,7 +152,7 @@ def split_by_expert(experts: Sequence[str]) -> list[tuple[str, int, int]]:
     return spans
 
 
-def list_forced_steps(experts: Sequence[str], warmup: int) -> ComputedSteps:
+def list_forced_steps(experts: Sequence[str], warmup: int) -> StepMask:
     """Lists the steps that are computed under every policy; see `Policy.list_steps`."""
     is_forced = [False] * len(experts)
     for _, first, end in split_by_expert(experts):
@@ -162,10 +162,10 @@ def list_forced_steps(experts: Sequence[str], warmup: int) -> ComputedSteps:
     return tuple(is_forced)
 
 
-def _format_steps(row: ComputedSteps) -> str:
+def _format_steps(mask: StepMask) -> str:
     """Formats the computed steps as an argument of the policy `steps`."""
     ranges = []
-    for computed, group in groupby(range(len(row)), key=row.__getitem__):
+    for computed, group in groupby(range(len(mask)), key=mask.__getitem__):
         first, *later_steps = group
         if computed:
             ranges.append(f"{first}-{later_steps[-1]}" if later_steps else str(first))
@@ -183,7 +183,7 @@ class Cache:
         skipped_indices: Guidance branch -> skipped steps of this video so far.
     """
 
-    planned_steps: ClassVar[ComputedSteps] = (True,) * TRAIN_TIMESTEPS
+    memory_plan_steps: ClassVar[StepMask] = (True,) * TRAIN_TIMESTEPS
     """Mask for the memory planner, with which a forward pass caches as much as a real run."""
 
     def __init__(self, policy: Policy | None = None, sync_branches: bool = False) -> None:
@@ -191,26 +191,26 @@ class Cache:
         self.policy, self._sync_branches = policy, sync_branches
         self.compute_changes: ComputeChanges | None = None
         self.step_lists: StepLists = {}
-        self.computed: dict[str, list[int]] = {}
-        self.skipped: dict[str, list[int]] = {}
-        self._steps = 0
+        self.computed_indices: dict[str, list[int]] = {}
+        self.skipped_indices: dict[str, list[int]] = {}
+        self._num_steps = 0
 
     def get_if_skips(self, target: SkipTarget) -> Any:
         """Returns this cache if it skips this part of a step, else None."""
         return self if self.policy is not None and self.policy.skips == target else None
 
-    def start_video(self, request: VideoParams) -> None:
+    def start_video(self, params: VideoParams) -> None:
         """Lists the steps of a video and starts it with an empty cache."""
-        self._steps = request.sample_steps
+        self._num_steps = params.sample_steps
         if self.policy is not None:
-            step_lists = self.policy.list_steps(request, self._sync_branches, self.compute_changes)
+            step_lists = self.policy.list_steps(params, self._sync_branches, self.compute_changes)
             assert step_lists is not None, "compute_changes is not set"
             self.start_run(step_lists)
 
     def start_run(self, step_lists: StepLists) -> None:
         """Starts a video with these lists and an empty cache."""
         self.clear()
-        self.step_lists, self.computed, self.skipped = step_lists, {}, {}
+        self.step_lists, self.computed_indices, self.skipped_indices = step_lists, {}, {}
 
     def clear(self) -> None:
         """Frees the cached tensors."""
@@ -224,7 +224,7 @@ class Cache:
         self, branch: str, step: int, computes: bool, **trace_fields: object
     ) -> None:
         """Notes whether a branch computes a step; every call also writes a trace marker."""
-        steps = (self.computed if computes else self.skipped).setdefault(branch, [])
+        steps = (self.computed_indices if computes else self.skipped_indices).setdefault(branch, [])
         if step not in steps:
             steps.append(step)
         decision = "computed" if computes else "skipped"
@@ -234,13 +234,13 @@ class Cache:
 
     def count_skipped_steps(self) -> int:
         """Returns the number of skipped steps so far, of the branch with more of them."""
-        return max(map(len, self.skipped.values()), default=0)
+        return max(map(len, self.skipped_indices.values()), default=0)
 
     def make_record(self) -> dict[str, Any] | None:
         """Returns the policy and the steps that each branch computed, for the JSON record."""
         if self.policy is None:
             return None
-        computed = self.computed
+        computed = self.computed_indices
         if self._sync_branches and "cond" in computed:  # the other ranks compute the same steps
             computed = dict.fromkeys(BRANCHES, computed["cond"])
         return {"policy": self.policy.settings.policy, "computed": computed}
@@ -249,7 +249,10 @@ class Cache:
         """Summarizes the skipped steps in one line."""
         if self.policy is None:
             return None
-        skipped = [f"{name} {len(steps)} of {self._steps}" for name, steps in self.skipped.items()]
+        skipped = [
+            f"{name} {len(steps)} of {self._num_steps}"
+            for name, steps in self.skipped_indices.items()
+        ]
         description = {
             "blocks": "steps skipped",
             "attention": "steps without self-attention",

@@ -138,6 +138,6 @@ class ResidualCache(Cache):
 
 def measure_change(current: Tensor, previous: Tensor, num_valid: int) -> Tensor:
     """Sums |current - previous| and |previous| over tokens without padding: float32 [2]."""
-    valid = previous[:, :num_valid]
-    change = torch.linalg.vector_norm(current[:, :num_valid] - valid, 1, dtype=torch.float32)
-    return torch.stack((change, torch.linalg.vector_norm(valid, 1, dtype=torch.float32)))
+    reference = previous[:, :num_valid]
+    change = torch.linalg.vector_norm(current[:, :num_valid] - reference, 1, dtype=torch.float32)
+    return torch.stack((change, torch.linalg.vector_norm(reference, 1, dtype=torch.float32)))

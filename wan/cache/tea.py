@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from wan.cache.policy import (
     BRANCHES,
     ComputeChanges,
-    ComputedSteps,
     Policy,
     StepLists,
+    StepMask,
     split_by_expert,
 )
 from wan.settings.errors import InputError
@@ -47,17 +47,17 @@ class Tea(Policy):
             )
         self._polynomial = settings.step_cache_coefficients or PUBLISHED_COEFFICIENTS[preset.task]
 
-    def compute_steps(
-        self, request: VideoParams, compute_changes: ComputeChanges | None
+    def select_steps(
+        self, params: VideoParams, compute_changes: ComputeChanges | None
     ) -> StepLists | None:
         if compute_changes is None:
             return None
-        noise_schedule, embedding_diffs = make_noise_schedule(request), list[float]()
+        noise_schedule, embedding_diffs = make_noise_schedule(params), list[float]()
         for expert, first, end in split_by_expert(noise_schedule.experts):
             embedding_diffs += compute_changes(expert, noise_schedule.timesteps[first:end])
         return dict.fromkeys(BRANCHES, self.apply_rule(embedding_diffs))
 
-    def apply_rule(self, changes: Sequence[float]) -> ComputedSteps:
+    def apply_rule(self, changes: Sequence[float]) -> StepMask:
         """Skips a step while the sum of the estimates is below the threshold.
 
         Args:

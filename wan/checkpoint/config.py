@@ -133,10 +133,10 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     Raises:
         InputError: The config.json is damaged or does not agree with the tensors.
     """
-    shapes = _infer_config_from_shapes(folder, tensors)
+    sizes = _infer_config_from_shapes(folder, tensors)
     path = folder / "config.json"
     config_json = _read_config_json(path) if path.is_file() else {}
-    for key, value in shapes.items():
+    for key, value in sizes.items():
         json_value = config_json.get(key, value)
         if type(json_value) is not type(value) or json_value != value:
             why = (
@@ -146,16 +146,16 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     for key, (is_valid, allowed) in _RULES.items():
         if key in config_json and not is_valid(config_json[key]):
             raise _make_config_error(path, key, config_json[key], allowed)
-    kind = detect_kind(tensors, shapes["in_dim"]) or "t2v"
+    kind = detect_kind(tensors, sizes["in_dim"]) or "t2v"
     json_value = config_json.get("model_type", kind)
     if json_value != kind and (json_value == "vace" or {json_value, kind} & {"s2v", "animate"}):
         why = f"is {format_value(json_value)}, but the tensors are those of {kind}"
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
     if not config_json:
-        _check_blocks(folder, shapes)
-    num_heads = max(shapes["dim"] // 128, 1)  # all published networks have 128 channels per head
+        _check_blocks(folder, sizes)
+    num_heads = max(sizes["dim"] // 128, 1)  # all published networks have 128 channels per head
     overrides = {key: config_json[key] for key in _RULES if key in config_json}
-    config = {**_DEFAULTS, "model_type": kind, "num_heads": num_heads, **overrides, **shapes}
+    config = {**_DEFAULTS, "model_type": kind, "num_heads": num_heads, **overrides, **sizes}
     dim, num_heads = config["dim"], config["num_heads"]
     if num_heads < 1 or dim % (2 * num_heads):
         why = f"is {num_heads}, but {dim} channels are not {num_heads} heads of an even size"

@@ -124,12 +124,14 @@ def _iter_protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
     while position < len(message):
         key = read_varint()
-        kind = key & 7
-        if kind == 0:
+        wire_type = key & 7
+        if wire_type == 0:
             yield key >> 3, read_varint()
             continue
-        size = {1: 8, 5: 4}.get(kind) or (read_varint() if kind == 2 else len(message) + 1)
+        size = {1: 8, 5: 4}.get(wire_type) or (
+            read_varint() if wire_type == 2 else len(message) + 1
+        )
         value, position = message[position : position + size], position + size
         if position > len(message):
             raise ValueError("truncated")
-        yield key >> 3, struct.unpack("<f", value)[0] if kind == 5 else value
+        yield key >> 3, struct.unpack("<f", value)[0] if wire_type == 5 else value

@@ -157,10 +157,10 @@ def _find_path_tags(
 def _pick_certain_tag(tag_lists: Sequence[Sequence[ExpertTag]]) -> ExpertTag | None:
     """Returns the first unambiguous tag whose name has tags of one expert only."""
     for tags in tag_lists:
-        for options in ([m for m in tags if m.has_noise], [m for m in tags if not m.is_ambiguous]):
-            if len({tag.expert for tag in options}) == 1:
-                return options[0]
-            if options:
+        for matches in ([m for m in tags if m.has_noise], [m for m in tags if not m.is_ambiguous]):
+            if len({tag.expert for tag in matches}) == 1:
+                return matches[0]
+            if matches:
                 break
     return None
 

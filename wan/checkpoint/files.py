@@ -207,8 +207,8 @@ def is_further_shard(path: Path) -> bool:
     if match is None:
         return False
     width, name_end = len(match["number"]), f"-of-{match['count']}{match['suffix']}"
-    earlier = range(1, min(int(match["number"]), _MAX_SHARDS))
-    return any(path.with_name(f"{match['stem']}-{i:0{width}}{name_end}").is_file() for i in earlier)
+    numbers = range(1, min(int(match["number"]), _MAX_SHARDS))
+    return any(path.with_name(f"{match['stem']}-{i:0{width}}{name_end}").is_file() for i in numbers)
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:

@@ -47,7 +47,7 @@ from wan.checkpoint.source import (
     concat_sources,
     get_named_tensors,
     owns_memory,
-    use_mapped_tensors,
+    replace_by_mapped_views,
     watch_mapped_files,
 )
 from wan.checkpoint.w8a8_export import FP8_DYNAMIC, Export, QuantizedDit
@@ -59,15 +59,20 @@ from wan.settings.values import format_value
 _PICKLE_SUFFIXES = (".pth", ".ckpt")
 _COPY_ELEMENTS = 1 << 24  # elements per copy
 _TILE_ROWS = 256  # rows per LoRA merge
-_FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
+_FLOAT_NAMES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 DTYPES = {
-    **{name: dtype for dtype, name in _FLOATS.items()},
+    **{name: dtype for dtype, name in _FLOAT_NAMES.items()},
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
 }
 
-DTypeOf = Callable[[str, torch.dtype], torch.dtype]
+DtypeRule = Callable[[str, torch.dtype], torch.dtype]
 """Returns a parameter's dtype in memory from its name and its dtype in the file."""
 
 
@@ -132,7 +137,7 @@ class ModelSpec(Generic[N]):
         self,
         *,
         device: torch.device,
-        dtype_of: DTypeOf,
+        dtype_of: DtypeRule,
         sharding: Sharding = UNSHARDED,
         transform: WeightTransform = keep_sources,
     ) -> N:
@@ -177,7 +182,7 @@ def load_weights(
     sources: TensorSources,
     *,
     device: torch.device,
-    dtype_of: DTypeOf,
+    dtype_of: DtypeRule,
     label: str,
     sharding: Sharding = UNSHARDED,
 ) -> None:
@@ -202,11 +207,11 @@ def load_weights(
             targets[name] = (tensor, slice(None)) if is_buffer else sharding.get_local_rows(tensor)
     if device.type == "cpu" and sharding is UNSHARDED:
         pairs = ((tensor, sources[name]) for name, (tensor, _) in targets.items())
-        mapped_sources = use_mapped_tensors(pairs)
+        mapped_sources = replace_by_mapped_views(pairs)
         targets = {name: target for name, target in targets.items() if owns_memory(target[0])}
         watch_mapped_files(network, mapped_sources)
     num_bytes = sum(tensor.nbytes for tensor, _ in targets.values())
-    with make_progress_bar(num_bytes, f"loading {label}", "B") as bar, system.use_core_share():
+    with make_progress_bar(num_bytes, f"loading {label}", "B") as bar, system.limit_cpu_threads():
         for name, (tensor, rows) in targets.items():
             copy_rows(tensor, sources[name], rows, bar.update)
 
@@ -231,11 +236,11 @@ def copy_rows(
     start, stop, _ = rows.indices(source.shape[0])
     rows_per_copy = max(1, _COPY_ELEMENTS // max(1, prod(source.shape[1:])))
     for first_row in range(start, stop, rows_per_copy):
-        last_row = min(first_row + rows_per_copy, stop)
-        target_slice = target[first_row - start : last_row - start]
+        end_row = min(first_row + rows_per_copy, stop)
+        target_slice = target[first_row - start : end_row - start]
         # Moved in the stored dtype and converted on the device: converting on a CPU takes longer
         # than the transfer. From unpinned memory the call returns after the values were read.
-        values = source.read(slice(first_row, last_row))
+        values = source.read(slice(first_row, end_row))
         target_slice.copy_(values.to(target_slice.device, non_blocking=True))
         on_progress(target_slice.nbytes)
 
@@ -252,8 +257,8 @@ def read_headers(path: Path, rename: Callable[[str], str]) -> dict[str, TensorIn
         InputError: The path is not one of these, or is damaged.
     """
     if path.suffix in _PICKLE_SUFFIXES:
-        state_dict = load_pth(path)
-        dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state_dict.items()}
+        state_dict = map_pickle(path)
+        dtypes = {name: _FLOAT_NAMES.get(t.dtype, str(t.dtype)) for name, t in state_dict.items()}
         state = read_file_state(path)
         tensors = {
             name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes, state=state)
@@ -299,7 +304,7 @@ def _map_tensors(
     return tensors
 
 
-def load_pth(path: Path) -> dict[str, Tensor]:
+def map_pickle(path: Path) -> dict[str, Tensor]:
     """Maps a PyTorch file and returns its tensors, or those of its entry `state_dict`.
 
     No code is unpickled.
@@ -308,17 +313,17 @@ def load_pth(path: Path) -> dict[str, Tensor]:
         InputError: The file contains anything but tensors.
     """
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         why = "holds something other than weights and was not opened, because it could run code"
         raise InputError(f"{path}", None, why, "download it again") from None
     except Exception as error:  # torch raises half a dozen kinds for damaged files
         why = f"cannot be read ({format_value(error, str)})"
         raise InputError(f"{path}", None, why, "download it again") from None
-    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]  # training checkpoints nest the weights
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]  # training checkpoints nest the weights
     entries: Iterable[tuple[Any, Any]]
-    entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
+    entries = content.items() if isinstance(content, dict) else [(type(content).__name__, None)]
     for name, value in entries:
         is_tensor = isinstance(name, str) and type(value) in (Tensor, nn.Parameter)
         # A damaged view may extend past the end of its storage.
@@ -347,7 +352,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             if file.suffix == ".gguf":
                 views = map_gguf(file, infos)
             elif file.suffix in _PICKLE_SUFFIXES:
-                views = load_pth(file)
+                views = map_pickle(file)
             else:
                 views = map_safetensors(file, {info.name for info in infos})
         except (OSError, LookupError, ValueError):
@@ -391,11 +396,11 @@ def _make_view_source(view: Tensor, file: MappedFile | None = None) -> TensorSou
 
 def _make_scaled_source(quantized: TensorSource, scale: TensorSource) -> TensorSource:
     """Returns a source of FP8 or int8 values times their scale (per tensor or row), float32."""
-    factors, is_scalar = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
+    scales, is_scalar = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
 
     def read(rows: slice) -> Tensor:
         values = quantized.read(rows)
-        return values.to(torch.float32).mul_(factors if is_scalar else factors[rows])
+        return values.to(torch.float32).mul_(scales if is_scalar else scales[rows])
 
     mapped_tensor, file = quantized.mapped_tensor, quantized.file
     return TensorSource(torch.float32, quantized.shape, read, mapped_tensor, file)
@@ -423,8 +428,8 @@ def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> Tenso
     def read(rows: slice) -> Tensor:
         start, stop, _ = rows.indices(info.shape[0])
         first_block = start * row_elements // block_values
-        last_block = -(-stop * row_elements // block_values)
-        elements = dequantize_gguf(info.dtype, blocks[first_block:last_block]).view(-1)
+        end_block = -(-stop * row_elements // block_values)
+        elements = dequantize_gguf(info.dtype, blocks[first_block:end_block]).view(-1)
         elements = elements[start * row_elements - first_block * block_values :]
         return elements[: (stop - start) * row_elements].view(stop - start, *info.shape[1:])
 
@@ -456,32 +461,32 @@ def open_lora_sources(
         dtype: The matrices are scaled in float64 and rounded once to this dtype.
     """
     infos = {
-        f"{layer}.{index}.{factor}": info
+        f"{layer}.{index}.{side}": info
         for layer, deltas in deltas_by_layer.items()
         for index, delta in enumerate(deltas)
-        for factor, info in (("up", delta.up), ("down", delta.down))
+        for side, info in (("up", delta.up), ("down", delta.down))
         if info is not None
     }
-    factor_sources, sources = open_sources(infos), {}
+    matrix_sources, sources = open_sources(infos), {}
 
-    def read_factors(layer: str, factor: str, rows: slice) -> Tensor:
+    def read_matrices(layer: str, side: str, rows: slice) -> Tensor:
         """Returns rows of all "up" matrices joined along dim 1, or all "down" along dim 0."""
         matrices = []
         for index, delta in enumerate(deltas_by_layer[layer]):
-            source = factor_sources[f"{layer}.{index}.{factor}"]
+            source = matrix_sources[f"{layer}.{index}.{side}"]
             matrix = source.read_checked(slice(None)).to(torch.float64).flatten(1)
-            matrices.append(matrix * delta.factor if factor == "up" else matrix)
-        stacked = torch.cat(matrices, dim=1 if factor == "up" else 0)[rows].to(dtype)
+            matrices.append(matrix * delta.factor if side == "up" else matrix)
+        stacked = torch.cat(matrices, dim=1 if side == "up" else 0)[rows].to(dtype)
         _check_finite(stacked, deltas_by_layer[layer])
         return stacked
 
     for layer, deltas in deltas_by_layer.items():
         rank = sum(delta.rank for delta in deltas)
-        for factor in ("up", "down"):
-            info = infos[f"{layer}.0.{factor}"]
-            shape = (info.shape[0], rank) if factor == "up" else (rank, prod(info.shape[1:]))
-            read = partial(read_factors, layer, factor)
-            sources[f"{layer}.lora_{factor}"] = TensorSource(dtype, shape, read)
+        for side in ("up", "down"):
+            info = infos[f"{layer}.0.{side}"]
+            shape = (info.shape[0], rank) if side == "up" else (rank, prod(info.shape[1:]))
+            read = partial(read_matrices, layer, side)
+            sources[f"{layer}.lora_{side}"] = TensorSource(dtype, shape, read)
     return sources
 
 
@@ -556,7 +561,7 @@ def _make_merged_source(
     return TensorSource(torch.float32, base.shape, read, base.mapped_tensor, base.file)
 
 
-def make_dit_dtype_rule(compute_dtype: torch.dtype, convert_all: bool) -> DTypeOf:
+def make_dit_dtype_rule(compute_dtype: torch.dtype, convert_all: bool) -> DtypeRule:
     """Returns the rule for the dtypes of a DiT's parameters, which depends on their names.
 
     Args:

@@ -79,16 +79,16 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         weight = infos.get(f"{layer}.weight")
         if weight is None:
             continue  # the file's metadata may name layers differently
-        form = layer_format.get("format")
-        if not isinstance(form, str) or form not in _FORMAT_DTYPES or layer_format.get("convrot"):
-            label = "int8 of rotated weights" if form in [*_FORMAT_DTYPES] else format_value(form)
+        kind = layer_format.get("format")
+        if not isinstance(kind, str) or kind not in _FORMAT_DTYPES or layer_format.get("convrot"):
+            label = "int8 of rotated weights" if kind in [*_FORMAT_DTYPES] else format_value(kind)
             why = f"is marked as {label}, which is not supported"
             remedy = f"get a file of {', '.join(_FORMAT_DTYPES)}"
             raise InputError(f"{weight.file}: {layer}", None, why, remedy)
-        if weight.dtype != _FORMAT_DTYPES[form]:
-            why = f"is marked as {form}, and stored as {weight.dtype}"
+        if weight.dtype != _FORMAT_DTYPES[kind]:
+            why = f"is marked as {kind}, and stored as {weight.dtype}"
             raise InputError(f"{weight.file}: {weight.name}", None, why, _DOWNLOAD_AGAIN)
-        if form == "nvfp4":
+        if kind == "nvfp4":
             infos[f"{layer}.weight"] = _attach_nvfp4_scales(infos, layer, weight)
         elif layer_format.get("full_precision_matrix_mult"):
             infos[f"{layer}.weight"] = replace(weight, full_precision=True)
@@ -139,7 +139,7 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
         layers = metadata.get("layers") if isinstance(metadata, dict) else None
         if isinstance(layers, dict):
             layer_formats |= {
-                layer: form for layer, form in layers.items() if isinstance(form, dict)
+                layer: entry for layer, entry in layers.items() if isinstance(entry, dict)
             }
         offsets = read_safetensors_offsets(file) if names else {}
         with open_regular_file(file) as handle:

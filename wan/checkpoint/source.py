@@ -137,7 +137,7 @@ def concat_sources(sources: Sequence[TensorSource], shape: tuple[int, ...]) -> T
     return TensorSource(sources[0].dtype, shape, read, file=sources[0].file)
 
 
-def use_mapped_tensors(tensors: Iterable[tuple[Tensor, TensorSource]]) -> list[TensorSource]:
+def replace_by_mapped_views(tensors: Iterable[tuple[Tensor, TensorSource]]) -> list[TensorSource]:
     """Replaces tensors on a CPU by views of the mapped files, where dtype and alignment allow it.
 
     Returns:

@@ -309,21 +309,21 @@ class _EntryReader:
             why = f"quantises {name}, which is computed in float32 here"
             raise InputError(f"{self.description}", None, why, "export it as FLOAT")
         # A smoothed layer has its tensors one level deeper, and the factors of its inputs.
-        form, smooth_key = _LINEAR_FORMATS[algorithm], f"{name}.div.mul_scale"
+        spec, smooth_key = _LINEAR_FORMATS[algorithm], f"{name}.div.mul_scale"
         prefix = f"{name}.linear" if smooth_key in self.tensors else name
-        suffixes = ("weight", *form.extra_tensors)
+        suffixes = ("weight", *spec.extra_tensors)
         suffixes += ("bias",) if f"{name}.bias" in self.dit.tensors else ()
         tensors = {suffix: self.get_tensor(f"{prefix}.{suffix}") for suffix in suffixes}
         if prefix != name:
             tensors["mul_scale"] = self.get_tensor(smooth_key)
         num_rows, num_columns = self.dit.tensors[f"{name}.weight"].shape
         width = num_columns // 2 if tensors["weight"].dtype == "U8" else num_columns
-        self.check_tensor(algorithm, tensors["weight"], form.weight_dtypes, (num_rows, width))
+        self.check_tensor(algorithm, tensors["weight"], spec.weight_dtypes, (num_rows, width))
         # mindiesd documents the shapes of scales for one algorithm, and the dtypes for all.
         has_known_shapes = algorithm == W8A8_DYNAMIC
         if "weight_scale" in tensors:
             shapes = ((num_rows,), (num_rows, 1)) if has_known_shapes else ()
-            self.check_tensor(algorithm, tensors["weight_scale"], form.scale_dtypes, *shapes)
+            self.check_tensor(algorithm, tensors["weight_scale"], spec.scale_dtypes, *shapes)
         for suffix, size in (("bias", num_rows), ("mul_scale", num_columns)):
             if has_known_shapes and suffix in tensors:
                 self.check_tensor(algorithm, tensors[suffix], _FLOAT_DTYPES, (size,))

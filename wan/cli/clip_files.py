@@ -72,9 +72,9 @@ class ClipFiles:
             previous_digest: Digest of the previous clip's state; "" for the first clip.
         """
         state = self._state_path(index)
-        old, digests = (read_safetensors_metadata(state, key) for key in ("settings", "digests"))
+        stored, digests = (read_safetensors_metadata(state, key) for key in ("settings", "digests"))
         current = json.loads(json.dumps(self._collect_settings(index), default=str))
-        changed = [n for n in sorted({*current, *old}) if current.get(n) != old.get(n)]
+        changed = [n for n in sorted({*current, *stored}) if current.get(n) != stored.get(n)]
         if changed:
             return f"differs in {', '.join(changed)}"
         current_digests = {

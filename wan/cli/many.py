@@ -54,8 +54,8 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
     for name, error in refused_lines.items() if is_main else ():
         logger.error("Line %s is left out: %s", name, error)
     valid_lines = [line for line in run.lines if line.name not in refused_lines]
-    skips = is_main and run.skip_existing
-    existing = [line.name for line in valid_lines if skips and _is_video_current(line)]
+    skips_existing = is_main and run.skip_existing
+    existing = [line.name for line in valid_lines if skips_existing and _is_video_current(line)]
     pending = {line.name for line in valid_lines} - {*existing}
     if groups is not None:  # only the main rank reads the folder
         pending = groups.broadcast_object_from_rank0(pending)

@@ -138,7 +138,7 @@ class Video:
         run, prompt = self.run, self.run.params.prompt
         if run.prompt_extension is None or run.decode_latents is not None:
             return
-        with self._pipeline.stages("prompt extension"):
+        with self._pipeline.stage_timer("prompt extension"):
             if self._is_main:
                 kind, device = run.params.preset.kind, str(self._pipeline.device.torch_device)
                 from wan.cli import extend_prompt
@@ -190,7 +190,7 @@ class Video:
         rank = 0 if self._groups is None else self._groups.rank
         recording = TraceRecording(
             make_exchange_plan(
-                run.setup, run.params, steps, pipeline.returns_lse, pipeline.device.type, rank
+                run.setup, run.params, steps, pipeline.can_return_lse, pipeline.device.type, rank
             ),
             pipeline.device,
             select_nth_steps(experts, 0) if run.verbose else (),
@@ -200,7 +200,7 @@ class Video:
         with trace.use_recorder(recording.recorder):
             yield
         if folder is not None:
-            used = {"device": pipeline.device.name(), "kernel": pipeline.kernel}
+            used = {"device": pipeline.device.name(), "kernel": pipeline.kernel_name}
             recording.write_trace_file(folder, used)
             quoted_folder = shlex.quote(str(folder))
             logger.info("Trace: %s  (python -m wan.power report %s)", folder, quoted_folder)
@@ -209,17 +209,17 @@ class Video:
         """Decodes the latents; on the main rank writes the video and its record, logs a summary."""
         release_ranks = partial(self._release_other_ranks, meter)
         if not self._is_main:
-            self._pipeline.stream(latents, NoFrames(), release_ranks)
+            self._pipeline.decode_to_sink(latents, NoFrames(), release_ranks)
             return
         file = video.open_mp4_encoder(
             self.run.output, self._move_to_final_name, self._make_comment()
         )
         with (
             report_saved_latents(self.latents_file),
-            self._pipeline.stages("writing"),
+            self._pipeline.stage_timer("writing"),
             file as encoder,
         ):
-            self._pipeline.stream(latents, encoder, release_ranks)
+            self._pipeline.decode_to_sink(latents, encoder, release_ranks)
             power = None if meter is None else meter.stop()
         if self.run.decode_latents is None:
             self._store_or_remove_latents()
@@ -274,7 +274,7 @@ class Video:
                     raise
             if self._is_main:
                 with (
-                    self._pipeline.stages("writing"),
+                    self._pipeline.stage_timer("writing"),
                     video.wrap_write_errors(run.output.save_file),
                 ):
                     files.write_clip(index, clip)
@@ -284,7 +284,7 @@ class Video:
             return
         output_file = write_output(run.output.save_file, VIDEO, self._move_to_final_name)
         with (
-            self._pipeline.stages("writing"),
+            self._pipeline.stage_timer("writing"),
             video.wrap_write_errors(run.output.save_file),
             output_file as path,
         ):
@@ -322,7 +322,7 @@ class Video:
         width, height = params.video_size
         frames = sum(map(params.count_clip_frames, range(num_clips)))
         file = video.open_mp4_encoder(run.output, self._move_with_audio, self._make_comment())
-        with pipeline.stages("writing"), file as encoder:
+        with pipeline.stage_timer("writing"), file as encoder:
             encoder.begin((frames, height, width))
             num_clips_done = 0
             try:
@@ -460,14 +460,14 @@ class Video:
                 "device": device.name(),
                 "precision": precision,
                 "dit_precision": execution.get_dit_precision(device.type),
-                "kernel": pipeline.kernel,
+                "kernel": pipeline.kernel_name,
                 "vae": pipeline.vae_runner.last_method,
                 **asdict(run.setup.parallel),
             },
             **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
             **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
             **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
-            "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
+            "seconds": {name: round(s, 3) for name, s in pipeline.stage_timer.seconds.items()},
             "peak_memory_bytes": {
                 "device": device.peak_memory(),
                 **system.read_peak_memory().to_record(),
@@ -496,7 +496,9 @@ class Video:
         memory = system.read_peak_memory().summary()
         if (peak := pipeline.device.peak_memory()) is not None:
             memory = f"device {peak / 2**30:.2f} GiB, {memory}"
-        stages = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
+        stages = [
+            f"{name} {seconds:.1f} s" for name, seconds in pipeline.stage_timer.seconds.items()
+        ]
         logger.info("Seconds: %s. Peak memory: %s.", ", ".join(stages), memory)
         for line in (None if power is None else power.summary(), pipeline.step_cache.summarize()):
             if line is not None:

@@ -120,18 +120,18 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
                 raise InputError(f"{name} is no parameter of a step cache; remove it.")
             flags[flag] = value
         values = read_constructor_settings(flags)
-        old = hooks.get_session(_get_networks(pipe, allow_hooks=True))
-        if old is not None and old.pipe is None:
+        previous = hooks.get_session(_get_networks(pipe, allow_hooks=True))
+        if previous is not None and previous.pipe is None:
             raise InputError("The network is parallelised alone; call parallelize_pipe instead.")
-        if old is None:
+        if previous is None:
             session = Session(_get_networks(pipe), pipe, values, world_size=1)
         else:
             values = {
-                key: setting for key, setting in old.values.items() if key not in CACHE_FLAGS
+                key: setting for key, setting in previous.values.items() if key not in CACHE_FLAGS
             } | values
-            world = old.setup.parallel.world_size
-            session = Session(old.networks, pipe, values, world, old.groups)
-            hooks.detach_hooks(old.networks)
+            world = previous.setup.parallel.world_size
+            session = Session(previous.networks, pipe, values, world, previous.groups)
+            hooks.detach_hooks(previous.networks)
         hooks.attach_hooks(session)
     return pipe
 
@@ -222,11 +222,11 @@ def _find_objections(network: Any, allow_hooks: bool) -> Iterator[str]:
     if hooks.get_session({"": network}) is not None:
         yield "The network has our hooks already: call deparallelize first, the cache comes last."
     for block in (*network.blocks, *getattr(network, "vace_blocks", ())):
-        attn = block.attn1.get_processor()
-        if type(attn) is not type(block.attn1)._default_processor_cls or attn._attention_backend:
+        proc = block.attn1.get_processor()
+        if type(proc) is not type(block.attn1)._default_processor_cls or proc._attention_backend:
             yield (
-                f"Self-attention is computed by {type(attn).__name__} with attention backend "
-                f"{attn._attention_backend}; undo that, and name a kernel by attention_backend."
+                f"Self-attention is computed by {type(proc).__name__} with attention backend "
+                f"{proc._attention_backend}; undo that, and name a kernel by attention_backend."
             )
     if getattr(network, "_parallel_config", None) is not None:
         yield "The network has diffusers' own parallelism; load it without enable_parallelism."

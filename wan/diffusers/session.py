@@ -102,19 +102,19 @@ class Session:
     def start_video(self, grid: Grid, x_BCFHW: Tensor) -> None:
         """Starts a video; all ranks refuse settings that do not fit it."""
         self._pending_cond = None
-        request = self._make_request(grid)
+        params = self._make_params(grid)
         if self.groups is not None:
-            noise_sum = x_BCFHW[:, : request.latent_shape[0], -1].float().sum().item()
-            local = (noise_sum, grid, request.sample_steps, request.uses_guidance)
+            noise_sum = x_BCFHW[:, : params.latent_shape[0], -1].float().sum().item()
+            local = (noise_sum, grid, params.sample_steps, params.uses_guidance)
             if len({*self.groups.gather(local)}) > 1:
                 raise InputError(
                     "The ranks begin different videos: call the pipeline with the same arguments "
                     "on each, and with generators of the same seed."
                 )
         with name_settings(DIFFUSERS_NAMING):
-            for notice in self.setup.check_request(request):
+            for notice in self.setup.check_params(params):
                 logger.warning(DIFFUSERS_NAMING.render(notice))
-        self.caches.start_video(request)
+        self.caches.start_video(params)
         self._is_running = True
 
     def check_inputs(self, x_BCFHW: Tensor, other_inputs: Sequence[Any]) -> None:
@@ -212,7 +212,7 @@ class Session:
         out.copy_(cond_result)
         return (uncond_result.to(out.dtype),)
 
-    def _make_request(self, grid: Grid) -> VideoParams:
+    def _make_params(self, grid: Grid) -> VideoParams:
         """Makes the parameters of the pipeline's video, for checks and step caches."""
         pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
         timesteps, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
@@ -236,17 +236,17 @@ class Session:
             values |= {"sample_solver": "euler", "timesteps": tuple(timesteps)}
             values |= {} if boundary is None else {"boundary_step": high_noise_steps}
         covers_image = preset.kind == "ti2v" and isinstance(pipe, WanImageToVideoPipeline)
-        request = make_video_params(preset, values, (width, height) if covers_image else None)
+        params = make_video_params(preset, values, (width, height) if covers_image else None)
         if (
             boundary is not None
-            and noise_schedule.make_noise_schedule(request).high_noise_steps != high_noise_steps
+            and noise_schedule.make_noise_schedule(params).high_noise_steps != high_noise_steps
         ):
             raise InputError(
                 f"The scheduler gives {high_noise_steps} of {len(timesteps)} steps to the "
                 "high-noise network, which is not the schedule that curves of mag are made for; "
                 "use another step cache."
             )
-        return request
+        return params
 
     def _compute_embedding_changes(
         self, expert: str, step_timesteps: Sequence[float]

@@ -12,15 +12,17 @@ from wan.distributed.packed_buffer import PackedBuffer, make_tensor_specs
 
 
 def pack_in_graph(
-    tensors: Sequence[Tensor], heads: Sequence[int], after: Tensor | None
+    tensors: Sequence[Tensor], heads_per_rank: Sequence[int], after: Tensor | None
 ) -> PackedBuffer:
     """Packs tensors as `pack_tensors` does, but not before `after` has been computed."""
     specs = make_tensor_specs(tensors)
-    if after is None and len(specs) == 1 and len(set(heads)) == 1:
+    if after is None and len(specs) == 1 and len(set(heads_per_rank)) == 1:
         # The compiler fuses these operations with those that computed the tensors.
-        by_rank = [x.unflatten(2, (len(heads), -1)).movedim(2, 0) for x in tensors]
-        return PackedBuffer(specs, heads, torch.cat(by_rank, dim=-1).contiguous())
-    return PackedBuffer(specs, heads, _pack_opaque(list(tensors), list(heads), after))
+        by_rank = [x.unflatten(2, (len(heads_per_rank), -1)).movedim(2, 0) for x in tensors]
+        return PackedBuffer(specs, heads_per_rank, torch.cat(by_rank, dim=-1).contiguous())
+    return PackedBuffer(
+        specs, heads_per_rank, _pack_opaque(list(tensors), list(heads_per_rank), after)
+    )
 
 
 @torch.library.custom_op("wan::pack", mutates_args=())

@@ -96,13 +96,13 @@ class PendingExchange:
             received = self._take_received()
             if not isinstance(received, PackedBuffer):
                 return received[0].contiguous() if out is None else out.copy_(received[0])
-            spec, num_heads = received.specs[0], sum(received.heads)
+            spec, num_heads = received.specs[0], sum(received.heads_per_slot)
             if out is None:
                 shape = (spec.batch, spec.rows, num_heads, spec.width)
                 out = torch.empty(shape, dtype=spec.dtype, device=received.memory.device)
-            for (first, last), view in received.iter_views(0):
+            for (start, stop), view in received.iter_views(0):
                 x_BsmhD = view[..., 0, :].movedim(0, 2)
-                out[:, :, first:last].unflatten(2, x_BsmhD.shape[2:4]).copy_(x_BsmhD)
+                out[:, :, start:stop].unflatten(2, x_BsmhD.shape[2:4]).copy_(x_BsmhD)
             return out
 
     def _take_received(self) -> PackedBuffer | Sequence[Tensor]:
@@ -116,7 +116,11 @@ class PendingExchange:
 
 
 def all_to_all_4D(
-    x: Tensor, scatter_idx: int, gather_idx: int, group: Group, heads: Sequence[int] | None = None
+    x: Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    group: Group,
+    heads_per_rank: Sequence[int] | None = None,
 ) -> Tensor:
     """Exchanges a [B, tokens, heads, D] tensor of any dtype; every rank of the group must call it.
 
@@ -129,7 +133,9 @@ def all_to_all_4D(
             the scattered tokens or, without `heads_per_rank`, the scattered heads.
     """
     axes = scatter_idx, gather_idx
-    return start_all_to_all_4D(x, *axes, group, heads=heads, async_op=False).wait()
+    return start_all_to_all_4D(
+        x, *axes, group, heads_per_rank=heads_per_rank, async_op=False
+    ).wait()
 
 
 def start_all_to_all_4D(
@@ -138,7 +144,7 @@ def start_all_to_all_4D(
     gather_idx: int,
     group: Group,
     *,
-    heads: Sequence[int] | None = None,
+    heads_per_rank: Sequence[int] | None = None,
     async_op: bool = True,
     after: PendingExchange | None = None,
     name: str = "x",
@@ -160,19 +166,23 @@ def start_all_to_all_4D(
             "use 2 and 1 to scatter heads, or 1 and 2 to gather them."
         )
     num_ranks, axis_size = get_group_size(group), x.shape[scatter_idx]
-    if axis_size % num_ranks and (scatter_idx == 1 or heads is None):
+    if axis_size % num_ranks and (scatter_idx == 1 or heads_per_rank is None):
         axis = {1: "tokens", 2: "heads"}[scatter_idx]
         raise ValueError(f"{axis_size} {axis} cannot be divided among {num_ranks} ranks.")
     if scatter_idx == 2:
-        heads = (axis_size // num_ranks,) * num_ranks if heads is None else heads
-        return start_scatter_heads([x], heads, group, async_op=async_op, after=after, name=name)
-    heads = (x.shape[2],) * num_ranks if heads is None else heads
-    return start_gather_heads(x, heads, group, async_op=async_op, name=name)
+        heads_per_rank = (
+            (axis_size // num_ranks,) * num_ranks if heads_per_rank is None else heads_per_rank
+        )
+        return start_scatter_heads(
+            [x], heads_per_rank, group, async_op=async_op, after=after, name=name
+        )
+    heads_per_rank = (x.shape[2],) * num_ranks if heads_per_rank is None else heads_per_rank
+    return start_gather_heads(x, heads_per_rank, group, async_op=async_op, name=name)
 
 
 def start_scatter_heads(
     tensors: Sequence[Tensor] | PackedBuffer,
-    heads: Sequence[int],
+    heads_per_rank: Sequence[int],
     group: Group,
     *,
     async_op: bool = True,
@@ -188,33 +198,38 @@ def start_scatter_heads(
         after: In a compiled graph this exchange is ordered after that one; eager calls keep order.
         name: Label of the exchange in traces.
     """
-    if len(heads) == 1:
+    if len(heads_per_rank) == 1:
         return PendingExchange(tensors.unpack() if isinstance(tensors, PackedBuffer) else tensors)
     if isinstance(tensors, PackedBuffer):
         send_buffer = tensors
     elif torch.compiler.is_compiling():
         send_buffer = compiled.pack_in_graph(
-            tensors, heads, None if after is None else after.graph_output
+            tensors, heads_per_rank, None if after is None else after.graph_output
         )
     else:
         with trace.span("pack", what=name):
-            send_buffer = pack_tensors(tensors, heads)
-    received_heads = (heads[get_group_rank(group)],) * len(heads)
+            send_buffer = pack_tensors(tensors, heads_per_rank)
+    received_heads = (heads_per_rank[get_group_rank(group)],) * len(heads_per_rank)
     return _start_exchange(send_buffer, received_heads, group, async_op, False, name)
 
 
 def start_gather_heads(
-    x_BShD: Tensor, heads: Sequence[int], group: Group, *, async_op: bool = True, name: str = "out"
+    x_BShD: Tensor,
+    heads_per_rank: Sequence[int],
+    group: Group,
+    *,
+    async_op: bool = True,
+    name: str = "out",
 ) -> PendingExchange:
     """Starts the all-to-all [B,S,h,D] -> [B,s,N,D]; see `start_scatter_heads`."""
-    num_ranks = len(heads)
+    num_ranks = len(heads_per_rank)
     if num_ranks == 1:
         return PendingExchange([x_BShD], gathers_heads=True)
-    batch, num_tokens, local_heads, width = x_BShD.shape
+    batch, num_tokens, num_local_heads, width = x_BShD.shape
     spec = TensorSpec(batch, num_tokens // num_ranks, 1, width, x_BShD.dtype)
-    memory = view_float8_as_bytes(x_BShD).unflatten(1, (num_ranks, -1)).movedim(1, 0).contiguous()
-    send_buffer = PackedBuffer([spec], (local_heads,) * num_ranks, memory)
-    return _start_exchange(send_buffer, heads, group, async_op, True, name)
+    memory = view_bytes_as_uint8(x_BShD).unflatten(1, (num_ranks, -1)).movedim(1, 0).contiguous()
+    send_buffer = PackedBuffer([spec], (num_local_heads,) * num_ranks, memory)
+    return _start_exchange(send_buffer, heads_per_rank, group, async_op, True, name)
 
 
 def _start_exchange(
@@ -227,18 +242,20 @@ def _start_exchange(
 ) -> PendingExchange:
     """Starts the all-to-all of a send buffer. received_heads: number of heads from each rank."""
     received = PackedBuffer(send_buffer.specs, received_heads, send_buffer.memory.device)
-    recv_tensor, send = received.memory, send_buffer.memory
+    recv_tensor, send_tensor = received.memory, send_buffer.memory
     splits: list[list[int] | None] = [received.splits, send_buffer.splits]
-    if len({*send_buffer.heads, *received_heads}) == 1:  # unequal sizes need flat memory
-        recv_tensor, send, splits = received.by_rank, send_buffer.by_rank, [None, None]
+    if len({*send_buffer.heads_per_slot, *received_heads}) == 1:  # unequal sizes need flat memory
+        recv_tensor, send_tensor, splits = received.by_rank, send_buffer.by_rank, [None, None]
     if torch.compiler.is_compiling():
-        graph_output = all_to_all_in_graph(send, splits[0], splits[1], to_process_group(group))
+        graph_output = all_to_all_in_graph(
+            send_tensor, splits[0], splits[1], to_process_group(group)
+        )
         return PendingExchange(
             PackedBuffer(send_buffer.specs, received_heads, graph_output), gathers_heads, name=name
         )
-    with trace.span("a2a", send, what=name, beside=async_op):
+    with trace.span("a2a", send_tensor, what=name, beside=async_op):
         options = to_process_group(group), async_op
-        work = dist.all_to_all_single(recv_tensor, send, splits[0], splits[1], *options)
+        work = dist.all_to_all_single(recv_tensor, send_tensor, splits[0], splits[1], *options)
     return PendingExchange(
         received, gathers_heads, work, send_buffer.memory if async_op else None, name
     )
@@ -247,12 +264,12 @@ def _start_exchange(
 def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
     """Gathers [B,s,...] of every rank to [B,S,...] in rank order, for any dtype."""
     out = torch.empty(get_group_size(group), *x.shape, dtype=x.dtype, device=x.device)
-    recv_bytes = view_float8_as_bytes(out).flatten(0, 1)
-    send_bytes = view_float8_as_bytes(x.contiguous())
+    recv_bytes = view_bytes_as_uint8(out).flatten(0, 1)
+    send_bytes = view_bytes_as_uint8(x.contiguous())
     all_gather(recv_bytes, send_bytes, to_process_group(group))
     return out.movedim(0, 1).flatten(1, 2)
 
 
-def view_float8_as_bytes(x: Tensor) -> Tensor:
+def view_bytes_as_uint8(x: Tensor) -> Tensor:
     """Views a tensor of any one-byte dtype as uint8, because gloo has no float8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

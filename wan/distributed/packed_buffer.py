@@ -54,31 +54,33 @@ class PackedBuffer:
     def __init__(
         self,
         specs: Sequence[TensorSpec],
-        heads: Sequence[int],
+        heads_per_slot: Sequence[int],
         memory: Tensor | torch.device,
     ) -> None:
-        self.specs, self.heads = tuple(specs), tuple(heads)
+        self.specs, self.heads_per_slot = tuple(specs), tuple(heads_per_slot)
         dtypes = {spec.dtype for spec in specs}
         dtype = next(iter(dtypes))
         # gloo has no float8, so dtypes of one byte are sent as uint8
-        unit = dtype if len(dtypes) == 1 and dtype.itemsize > 1 else torch.uint8
-        self._elements_per_head = sum(spec.head_bytes for spec in specs) // unit.itemsize
+        unit_dtype = dtype if len(dtypes) == 1 and dtype.itemsize > 1 else torch.uint8
+        self._elements_per_head = sum(spec.head_bytes for spec in specs) // unit_dtype.itemsize
         if isinstance(memory, torch.device):
-            memory = torch.empty(self._elements_per_head * sum(heads), dtype=unit, device=memory)
+            memory = torch.empty(
+                self._elements_per_head * sum(heads_per_slot), dtype=unit_dtype, device=memory
+            )
         self.memory = memory.view(-1)
 
     @property
     def splits(self) -> list[int]:
         """Elements of each slot."""
-        return [self._elements_per_head * num_heads for num_heads in self.heads]
+        return [self._elements_per_head * num_heads for num_heads in self.heads_per_slot]
 
     @property
     def by_rank(self) -> Tensor:
         """The buffer [ranks, ...] if all slots have equal heads; with one spec, with its axes."""
-        by_rank = self.memory.view(len(self.heads), -1)
+        by_rank = self.memory.view(len(self.heads_per_slot), -1)
         if len(self.specs) > 1:
             return by_rank
-        (spec,), num_heads = self.specs, self.heads[0]
+        (spec,), num_heads = self.specs, self.heads_per_slot[0]
         return by_rank.view(-1, spec.batch, spec.rows, num_heads, spec.count * spec.width)
 
     def iter_views(self, index: int) -> Iterator[tuple[Range, Tensor]]:
@@ -86,19 +88,22 @@ class PackedBuffer:
 
         Consecutive slots of equal heads share a view. The range of heads counts over all slots.
         """
-        spec, first = self.specs[index], 0
+        spec, start = self.specs[index], 0
         preceding_bytes = sum(earlier_spec.head_bytes for earlier_spec in self.specs[:index])
         unit_size = self.memory.dtype.itemsize
-        begin, end = preceding_bytes // unit_size, (preceding_bytes + spec.head_bytes) // unit_size
-        for num_heads, equal_slots in groupby(self.heads):
-            last = first + num_heads * len(list(equal_slots))
-            view = self.memory[first * self._elements_per_head : last * self._elements_per_head]
+        spec_start, spec_stop = (
+            preceding_bytes // unit_size,
+            (preceding_bytes + spec.head_bytes) // unit_size,
+        )
+        for num_heads, equal_slots in groupby(self.heads_per_slot):
+            stop = start + num_heads * len(list(equal_slots))
+            view = self.memory[start * self._elements_per_head : stop * self._elements_per_head]
             view = view.view(-1, num_heads * self._elements_per_head)[
-                :, num_heads * begin : num_heads * end
+                :, num_heads * spec_start : num_heads * spec_stop
             ]
             shape = (spec.batch, spec.rows, num_heads, spec.count, spec.width)
-            yield (first, last), view.view(spec.dtype).unflatten(-1, shape)
-            first = last
+            yield (start, stop), view.view(spec.dtype).unflatten(-1, shape)
+            start = stop
 
     def split_chunks(self, chunk_heads: Sequence[Sequence[int]]) -> list[PackedBuffer]:
         """Splits the buffer into head chunks, which take over its memory.
@@ -115,8 +120,8 @@ class PackedBuffer:
         while index >= self.specs[spec_index].count:
             index -= self.specs[spec_index].count
             spec_index += 1
-        for (first, last), view in self.iter_views(spec_index):
-            heads_by_rank = x_BsND[:, :, first:last].unflatten(2, (view.shape[0], -1)).movedim(2, 0)
+        for (start, stop), view in self.iter_views(spec_index):
+            heads_by_rank = x_BsND[:, :, start:stop].unflatten(2, (view.shape[0], -1)).movedim(2, 0)
             view[:, :, first_row : first_row + x_BsND.shape[1], :, index].copy_(heads_by_rank)
 
     def unpack(self) -> list[Tensor]:
@@ -131,9 +136,9 @@ class PackedBuffer:
         return tensors
 
 
-def pack_tensors(tensors: Sequence[Tensor], heads: Sequence[int]) -> PackedBuffer:
+def pack_tensors(tensors: Sequence[Tensor], heads_per_rank: Sequence[int]) -> PackedBuffer:
     """Packs tensors [B,s,N,D] into a send buffer; rank r gets `heads_per_rank[r]` of N."""
-    buffer = PackedBuffer(make_tensor_specs(tensors), heads, tensors[0].device)
+    buffer = PackedBuffer(make_tensor_specs(tensors), heads_per_rank, tensors[0].device)
     for index, x in enumerate(tensors):
         buffer.write(index, x)
     return buffer

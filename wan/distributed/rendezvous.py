@@ -333,8 +333,8 @@ def _end_process(
     watchdog: Watchdog, error: BaseException, describe: Describe, notify: Notify
 ) -> NoReturn:
     """Print why this rank ends, unless another rank of the node does, and end the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
     try:
         sentence = describe(error)
         # SIGTERM of torchrun and errors of collectives may be caused by another rank.

@@ -23,7 +23,7 @@ from wan.distributed.exchange import (
     get_group_rank,
     get_group_size,
     to_process_group,
-    view_float8_as_bytes,
+    view_bytes_as_uint8,
 )
 from wan.settings.parallel import RING_TYPES
 
@@ -50,9 +50,11 @@ def plan_hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
     plan = []
     for hop in range(1, size):
         if ring_type == "ring":
-            next_rank, previous = (rank + 1) % size, (rank - 1) % size
+            next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
             plan.append(
-                Hop(((next_rank, (rank - hop + 1) % size),), ((previous, (rank - hop) % size),))
+                Hop(
+                    ((next_rank, (rank - hop + 1) % size),), ((previous_rank, (rank - hop) % size),)
+                )
             )
             continue
         sends = [(rank + 1, rank - hop + 1), (rank - 1, rank + hop - 1)]
@@ -92,7 +94,7 @@ class Ring:
                 owner: (torch.empty_like(k), torch.empty_like(v)) for _, owner in hop.receives
             }
             operations = [
-                dist.P2POp(p2p_op, view_float8_as_bytes(tensor), group=group, group_peer=peer)
+                dist.P2POp(p2p_op, view_bytes_as_uint8(tensor), group=group, group_peer=peer)
                 for p2p_op, pairs, blocks in (
                     (dist.isend, hop.sends, ready),
                     (dist.irecv, hop.receives, arriving),
@@ -112,7 +114,7 @@ class Ring:
 
     def attend(
         self,
-        with_lse: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+        attend_with_lse: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
         q_blocks: Sequence[Tensor],
         k: Tensor,
         v: Tensor,
@@ -133,7 +135,7 @@ class Ring:
                 with trace.span(
                     "attention", q, block=block, keys=num_rows, owner=owner, method="dense"
                 ):
-                    partial_result = with_lse(q, k_block, v_block)
+                    partial_result = attend_with_lse(q, k_block, v_block)
                 with trace.span("merge", block=block):
                     merger.add(*partial_result)
                 del partial_result

@@ -106,7 +106,7 @@ class Nvml(PowerSource):
             "reasons": read_reasons,
         }
         self._readers = {
-            name: value for name, value in readers.items() if self._call_or_none(value) is not None
+            name: read for name, read in readers.items() if self._call_or_none(read) is not None
         }
         if not {"watts", "joules"} & {*self._readers}:
             raise MeterError(f"{self.device} reports neither its power nor its energy")
@@ -145,10 +145,10 @@ class Nvml(PowerSource):
         """Returns the state of power smoothing; None on GPUs before Blackwell."""
         smoothing: dict[str, float] = {}
         for name, constant in _SMOOTHING_FIELDS.items():
-            scope = [getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)]
+            args = [getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)]
             if constant.startswith("PROFILE_"):
-                scope.append(smoothing.get("profile"))
-            value = None if None in scope else self._call_or_none(self._read_field, *scope)
+                args.append(smoothing.get("profile"))
+            value = None if None in args else self._call_or_none(self._read_field, *args)
             if value is not None:
                 smoothing[name] = value
         return smoothing if "enabled" in smoothing else None

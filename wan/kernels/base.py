@@ -89,7 +89,7 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedTensor:
+class AttentionInput:
     """Queries, keys or values of an attention call; quantized if they have a scale.
 
     Attributes:
@@ -107,23 +107,23 @@ class QuantizedTensor:
         """The values, and the scales if quantized."""
         return (self.values,) if self.scale is None else (self.values, self.scale)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+    def map(self, function: Callable[[Tensor], Tensor]) -> AttentionInput:
         """Applies a function to the values, then to the scales; it may be a collective."""
         values = function(self.values)
-        return QuantizedTensor(
+        return AttentionInput(
             values, None if self.scale is None else function(self.scale), self.rows_per_scale
         )
 
-    def slice_rows(self, first: int, last: int) -> QuantizedTensor:
+    def slice_rows(self, start: int, stop: int) -> AttentionInput:
         """Returns views of tokens start to stop - 1; ValueError if start splits a scale."""
-        if first % self.rows_per_scale:
+        if start % self.rows_per_scale:
             raise ValueError(
-                f"slices must begin at a multiple of {self.rows_per_scale} rows, not at {first}"
+                f"slices must begin at a multiple of {self.rows_per_scale} rows, not at {start}"
             )
         scale = self.scale
         if scale is not None:
-            scale = scale[:, first // self.rows_per_scale : -(-last // self.rows_per_scale)]
-        return QuantizedTensor(self.values[:, first:last], scale, self.rows_per_scale)
+            scale = scale[:, start // self.rows_per_scale : -(-stop // self.rows_per_scale)]
+        return AttentionInput(self.values[:, start:stop], scale, self.rows_per_scale)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns values * scale [B,S,N,D] in dtype, multiplied in float32.
@@ -145,9 +145,9 @@ def divide_exactly(x: Tensor, divisor: float) -> Tensor:
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
-QKV = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]
+QKV = tuple[AttentionInput, AttentionInput, AttentionInput]
 
-AttendRows = Callable[[QuantizedTensor, int], Tensor]
+AttendRows = Callable[[AttentionInput, int], Tensor]
 """attend(q_block, first_local_row): the result [B,rows,N,D] of the query block that begins at row
 `first_local_row` of this rank's q, against all keys."""
 
@@ -189,7 +189,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare_kv(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, step: StepInfo | None
+        self, q: AttentionInput, k: AttentionInput, v: AttentionInput, step: StepInfo | None
     ) -> AttendRows:
         """Prepares attention to k and v; q, k, v are results of `quantize`, without padding."""
         ...

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from wan import torch_private
-from wan.kernels.base import QuantizedTensor, Target
+from wan.kernels.base import AttentionInput, Target
 from wan.kernels.rainfusion_masks import pack_block_indices
 from wan.settings.numerics import Q_ROWS
 
@@ -46,9 +46,9 @@ class FlexBlocks:
 
     def __call__(
         self,
-        q: QuantizedTensor,
-        k: QuantizedTensor,
-        v: QuantizedTensor,
+        q: AttentionInput,
+        k: AttentionInput,
+        v: AttentionInput,
         mask_BNqk: Tensor,
         k_rows: int,
         /,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan import trace
-from wan.kernels.base import QKV, AttendRows, QuantizedTensor, StepInfo, Target, divide_exactly
+from wan.kernels.base import QKV, AttendRows, AttentionInput, StepInfo, Target, divide_exactly
 from wan.kernels.reference import attend_in_tiles
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 
@@ -24,10 +24,10 @@ E4M3_MAX = 448.0
 HADAMARD_SEED = 1234  # mindiesd's
 Pair = tuple[Tensor, Tensor]
 
-QuantizeBlocks = Callable[[Tensor, int], QuantizedTensor]
+QuantizeBlocks = Callable[[Tensor, int], AttentionInput]
 """quantize(x_BSND, rows): E4M3 with one float32 scale per head and `rows` tokens."""
 
-KernelLayout = Callable[[QuantizedTensor], QuantizedTensor]
+KernelLayout = Callable[[AttentionInput], AttentionInput]
 """Converts keys or values to a kernel's memory layout, once for all query blocks."""
 
 
@@ -49,11 +49,11 @@ class Quantizer(Protocol):
         """Rows of keys or values per scale; a multiple of q_rows."""
         ...
 
-    def quantize_q(self, x_BSND: Tensor, step: StepInfo | None) -> QuantizedTensor: ...
+    def quantize_q(self, x_BSND: Tensor, step: StepInfo | None) -> AttentionInput: ...
 
-    def quantize_k(self, x_BSND: Tensor, step: StepInfo | None) -> QuantizedTensor: ...
+    def quantize_k(self, x_BSND: Tensor, step: StepInfo | None) -> AttentionInput: ...
 
-    def quantize_v(self, x_BSND: Tensor) -> QuantizedTensor: ...
+    def quantize_v(self, x_BSND: Tensor) -> AttentionInput: ...
 
 
 class Fp8Kernel(Protocol):
@@ -65,11 +65,11 @@ class Fp8Kernel(Protocol):
         ...
 
     def __call__(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, dtype: torch.dtype, /
+        self, q: AttentionInput, k: AttentionInput, v: AttentionInput, dtype: torch.dtype, /
     ) -> Tensor: ...
 
 
-def quantize_blocks(x_BSND: Tensor, rows: int) -> QuantizedTensor:
+def quantize_blocks(x_BSND: Tensor, rows: int) -> AttentionInput:
     """Implements `QuantizeBlocks` in float32: scale = absmax / 448, values = x / scale.
 
     Values are rounded half to even. An incomplete last block has the scale of its rows; a block of
@@ -82,7 +82,7 @@ def quantize_blocks(x_BSND: Tensor, rows: int) -> QuantizedTensor:
     # With a rounded, subnormal scale values exceed 448, which torch 2.8 converts to NaN.
     values = (x_BkrND / scale).clamp_(-E4M3_MAX, E4M3_MAX)
     values = values.to(torch.float8_e4m3fn).flatten(1, 2)[:, :num_tokens]
-    return QuantizedTensor(values, scale.squeeze(2), rows)
+    return AttentionInput(values, scale.squeeze(2), rows)
 
 
 def make_sylvester_rotation(
@@ -187,15 +187,15 @@ class Fp8Quantizer:
         self._rotations, self._quantize = rotations, quantize
         self._tiled = device_type == "cpu"
 
-    def quantize_q(self, x_BSND: Tensor, step: StepInfo | None) -> QuantizedTensor:
+    def quantize_q(self, x_BSND: Tensor, step: StepInfo | None) -> AttentionInput:
         rotated_BSND = rotate_heads(x_BSND, self._rotations.get_pair(x_BSND, step)[0], self._tiled)
         return self._quantize(rotated_BSND, self.q_rows)
 
-    def quantize_k(self, x_BSND: Tensor, step: StepInfo | None) -> QuantizedTensor:
+    def quantize_k(self, x_BSND: Tensor, step: StepInfo | None) -> AttentionInput:
         rotated_BSND = rotate_heads(x_BSND, self._rotations.get_pair(x_BSND, step)[1], self._tiled)
         return self._quantize(rotated_BSND, self.kv_rows)
 
-    def quantize_v(self, x_BSND: Tensor) -> QuantizedTensor:
+    def quantize_v(self, x_BSND: Tensor) -> AttentionInput:
         return self._quantize(x_BSND, self.kv_rows)
 
 
@@ -212,7 +212,7 @@ class DequantizedAttention:
         self._tiled = target is None or target.device.type == "cpu"
 
     def __call__(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, dtype: torch.dtype, /
+        self, q: AttentionInput, k: AttentionInput, v: AttentionInput, dtype: torch.dtype, /
     ) -> Tensor:
         if self._tiled:
             q_BSND, k_BSND, v_BSND = (x.dequantize(torch.float32) for x in (q, k, v))
@@ -221,7 +221,7 @@ class DequantizedAttention:
 
 
 def attend_dequantized(
-    q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, dtype: torch.dtype
+    q: AttentionInput, k: AttentionInput, v: AttentionInput, dtype: torch.dtype
 ) -> Tensor:
     """Dequantizes to dtype and calls PyTorch's attention."""
     q_BNSD, k_BNSD, v_BNSD = (x.dequantize(dtype).transpose(1, 2) for x in (q, k, v))
@@ -231,7 +231,7 @@ def attend_dequantized(
 DEQUANTIZED = DequantizedAttention()
 
 
-def keep_layout(x: QuantizedTensor) -> QuantizedTensor:
+def keep_layout(x: AttentionInput) -> AttentionInput:
     """The `ConvertLayout` of kernels that take keys and values of any layout."""
     return x
 
@@ -272,7 +272,7 @@ class Fp8Attention:
         not a multiple of the rows of a key's scale: the scales of the ranks could not be joined.
         """
         if not self.quantizes_before_exchange:
-            return QuantizedTensor(q_BsND), QuantizedTensor(k_BsND), QuantizedTensor(v_BsND)
+            return AttentionInput(q_BsND), AttentionInput(k_BsND), AttentionInput(v_BsND)
         num_rows, multiple = q_BsND.shape[1], self._quantizer.kv_rows
         if num_rows % multiple:
             raise ValueError(
@@ -290,21 +290,23 @@ class Fp8Attention:
             )
 
     def prepare_kv(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, step: StepInfo | None
+        self, q: AttentionInput, k: AttentionInput, v: AttentionInput, step: StepInfo | None
     ) -> AttendRows:
         """Quantizes keys and values once; each query block is quantized when it is attended."""
-        quantize = self._quantizer
+        quantizer = self._quantizer
         with trace.span("prepare", k.values, what="k v"):
             keys = self._to_kernel_layout(
-                quantize.quantize_k(k.values, step) if k.scale is None else k
+                quantizer.quantize_k(k.values, step) if k.scale is None else k
             )
-            values = self._to_kernel_layout(quantize.quantize_v(v.values) if v.scale is None else v)
+            values = self._to_kernel_layout(
+                quantizer.quantize_v(v.values) if v.scale is None else v
+            )
 
-        def attend(q_block: QuantizedTensor, first: int) -> Tensor:
+        def attend(q_block: AttentionInput, first: int) -> Tensor:
             queries = q_block
             if q_block.scale is None:
                 with trace.span("quantise", q_block.values, what="q"):
-                    queries = quantize.quantize_q(q_block.values, step)
+                    queries = quantizer.quantize_q(q_block.values, step)
             with trace.span("attention", queries.values, keys=keys.values.shape[1], method="fp8"):
                 return self._kernel(queries, keys, values, self._dtype)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wan import trace
-from wan.kernels.base import QKV, AttendRows, QuantizedTensor, StepInfo, Target
+from wan.kernels.base import QKV, AttendRows, AttentionInput, StepInfo, Target
 from wan.kernels.fp8 import KernelLayout, Quantizer, keep_layout
 from wan.kernels.rainfusion_masks import make_rainfusion_mask
 from wan.kernels.reference import attend_in_tiles
@@ -43,9 +43,9 @@ class BlockSparseKernel(Protocol):
 
     def __call__(
         self,
-        q: QuantizedTensor,
-        k: QuantizedTensor,
-        v: QuantizedTensor,
+        q: AttentionInput,
+        k: AttentionInput,
+        v: AttentionInput,
         mask_BNqk: Tensor,
         k_rows: int,
         /,
@@ -65,9 +65,9 @@ class ReferenceBlocks:
 
     def __call__(
         self,
-        q: QuantizedTensor,
-        k: QuantizedTensor,
-        v: QuantizedTensor,
+        q: AttentionInput,
+        k: AttentionInput,
+        v: AttentionInput,
         mask_BNqk: Tensor,
         k_rows: int,
         /,
@@ -186,10 +186,10 @@ class RainFusionAttention:
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, num_valid: int, step: StepInfo | None
     ) -> QKV:
         """Returns q, k and v unchanged, because blocks are scored before quantization."""
-        return QuantizedTensor(q_BsND), QuantizedTensor(k_BsND), QuantizedTensor(v_BsND)
+        return AttentionInput(q_BsND), AttentionInput(k_BsND), AttentionInput(v_BsND)
 
     def prepare_kv(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, step: StepInfo | None
+        self, q: AttentionInput, k: AttentionInput, v: AttentionInput, step: StepInfo | None
     ) -> AttendRows:
         """Gets the mask, and quantizes keys and values, once for all query blocks.
 
@@ -201,7 +201,7 @@ class RainFusionAttention:
             keys = self._to_kernel_layout(k if fp8 is None else fp8.quantize_k(k.values, step))
             values = self._to_kernel_layout(v if fp8 is None else fp8.quantize_v(v.values))
 
-        def attend(q_block: QuantizedTensor, first: int) -> Tensor:
+        def attend(q_block: AttentionInput, first: int) -> Tensor:
             first_block, num_blocks = first // Q_ROWS, math.ceil(q_block.values.shape[1] / Q_ROWS)
             block_mask = mask[:, :, first_block : first_block + num_blocks]
             queries, num_keys = q_block, keys.values.shape[1]

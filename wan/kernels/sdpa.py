@@ -100,8 +100,10 @@ def _make_fastest_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, with_cudnn: bool = True
 ) -> CudaKernel:
     """Makes the kernel of the fastest operator for such tensors on a device; cached."""
-    version, cudnn = torch.cuda.get_device_capability(device), get_cudnn_version()
-    return CudaKernel(select_cuda_operator(version, dtype, head_dim, cudnn if with_cudnn else None))
+    capability, cudnn = torch.cuda.get_device_capability(device), get_cudnn_version()
+    return CudaKernel(
+        select_cuda_operator(capability, dtype, head_dim, cudnn if with_cudnn else None)
+    )
 
 
 def make_cuda_kernel(target: Target) -> CudaKernel:

@@ -17,9 +17,9 @@ from torch import Tensor
 from wan.kernels.base import (
     PLAIN_OPS,
     AttentionBackend,
+    AttentionInput,
     Kernel,
     Load,
-    QuantizedTensor,
     SmallOps,
     Target,
 )
@@ -212,4 +212,4 @@ def _select_kernel_layout(target: Target) -> KernelLayout:
     if target.device.type == "npu":
         return make_bnsd_contiguous
     compute_dtype = torch.float32 if target.device.type == "cpu" else target.dtype
-    return lambda x: QuantizedTensor(x.dequantize(compute_dtype))
+    return lambda x: AttentionInput(x.dequantize(compute_dtype))

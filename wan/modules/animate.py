@@ -145,10 +145,12 @@ class WanAnimateModel(WanModel):
             grid = self.token_grid(sample.shape[1:])
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
             face_features = self._encode_faces(face_pixel_values, faces, i)
-            extra = self._make_conditioning(face_features, pose, grid)
+            conditioning = self._make_conditioning(face_features, pose, grid)
             sample_step = step and replace(step, sample=i)
             velocities.append(
-                self._forward(sample[None], timestep, [text], clip_fea, sample_step, extra)[0]
+                self._forward(sample[None], timestep, [text], clip_fea, sample_step, conditioning)[
+                    0
+                ]
             )
         return velocities
 

@@ -33,7 +33,7 @@ from wan.distributed.exchange import (
 )
 from wan.distributed.packed_buffer import PackedBuffer, TensorSpec
 from wan.distributed.ring import Ring
-from wan.kernels.base import QKV, AttendRows, AttentionBackend, Kernel, QuantizedTensor, StepInfo
+from wan.kernels.base import QKV, AttendRows, AttentionBackend, AttentionInput, Kernel, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings import attention_modes
 from wan.settings.attention_modes import Range
@@ -85,14 +85,14 @@ class _IncomingChunk(NamedTuple):
 class _PackedCall(NamedTuple):
     """Implements `wan.modules.interfaces.PackedAttentionCall`."""
 
-    layer: FAPowerCapAttention
+    attention: FAPowerCapAttention
     buffer: PackedBuffer
 
-    def write(self, index: int, x_BsND: Tensor, offset: int = 0) -> None:
-        self.buffer.write(index, x_BsND, offset)
+    def write(self, index: int, x_BsND: Tensor, first_token: int = 0) -> None:
+        self.buffer.write(index, x_BsND, first_token)
 
     def finish(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
-        return self.layer.attend_packed(self.buffer, valid_len=valid_len, step=step)
+        return self.attention.attend_packed(self.buffer, valid_len=valid_len, step=step)
 
 
 class FAPowerCapAttention:
@@ -145,7 +145,10 @@ class FAPowerCapAttention:
             self.comm_type, fa_alltoall_overlap, chunks
         )
         self.overlaps = self.mode.overlaps
-        self.world_size, self.rank = get_group_size(ulysses_pg), get_group_rank(ulysses_pg)
+        self.ulysses_size, self.ulysses_rank = (
+            get_group_size(ulysses_pg),
+            get_group_rank(ulysses_pg),
+        )
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
         self.backends, self.exchange = tuple(methods), exchange
@@ -184,7 +187,9 @@ class FAPowerCapAttention:
         with self.clock:
             return self._dispatch(chunks, spec)
 
-    def start(self, x_BsC: Tensor, num_heads: int, step: StepInfo | None) -> _PackedCall | None:
+    def start_packed_call(
+        self, x_BsC: Tensor, num_heads: int, step: StepInfo | None
+    ) -> _PackedCall | None:
         """Starts a call whose q, k and v are written directly into the all-to-all send buffer.
 
         Args:
@@ -197,7 +202,7 @@ class FAPowerCapAttention:
             a backend that quantizes before the exchange, and under autograd or torch.compile.
         """
         needs_tensors = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        if self.exchange != "fused" or self.world_size == 1 or needs_tensors:
+        if self.exchange != "fused" or self.ulysses_size == 1 or needs_tensors:
             return None
         batch, num_tokens, channels = x_BsC.shape
         spec = self._make_call_spec(
@@ -215,7 +220,7 @@ class FAPowerCapAttention:
     ) -> Tensor:
         """Computes attention of q, k and v in a send buffer; the buffer's memory is released."""
         (tensor_spec,) = buffer.specs
-        shape = (tensor_spec.batch, tensor_spec.rows, sum(buffer.heads), tensor_spec.width)
+        shape = (tensor_spec.batch, tensor_spec.rows, sum(buffer.heads_per_slot), tensor_spec.width)
         spec = self._make_call_spec(shape, buffer.memory, valid_len, step)
         with self.clock:
             return self._dispatch(dict(enumerate(buffer.split_chunks(spec.chunk_heads))), spec)
@@ -229,17 +234,17 @@ class FAPowerCapAttention:
         layer: int | None = None,
     ) -> _CallSpec:
         num_tokens, num_heads = shape[1:3]
-        if num_heads < self.world_size:
+        if num_heads < self.ulysses_size:
             raise ValueError(
                 f"head_count must be at least ulysses world size, but got "
-                f"head_count={num_heads}, world_size={self.world_size}."
+                f"head_count={num_heads}, world_size={self.ulysses_size}."
             )
         if self.backends and step is not None:
             layer = self.layer if layer is None else layer
-            first_row = 0 if self.ring is None else self.ring.rank * num_tokens * self.world_size
+            first_row = 0 if self.ring is None else self.ring.rank * num_tokens * self.ulysses_size
             step = replace(step, layer=layer, first_row=first_row)
         backend = next((backend for backend in self.backends if backend.applies_to(step)), None)
-        chunk_heads = attention_modes.split_heads(num_heads, self.world_size, self.mode.chunks)
+        chunk_heads = attention_modes.split_heads(num_heads, self.ulysses_size, self.mode.chunks)
         return _CallSpec(shape, like.dtype, like.device, chunk_heads, valid_len, backend, step)
 
     def _dispatch(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
@@ -275,28 +280,30 @@ class FAPowerCapAttention:
         out_BsND: Tensor | None = None  # allocated late: attention is the memory peak
         incoming: dict[int, _IncomingChunk] = {}
         outgoing: dict[int, PendingExchange] = {}
-        finished: PendingExchange | None = None
+        last_finished: PendingExchange | None = None
         head_ranges = spec.head_ranges
-        for action, chunk in self.mode.order(len(chunks)):
-            (first, last), heads_per_rank = head_ranges[chunk], spec.chunk_heads[chunk]
+        for action, chunk_index in self.mode.order(len(chunks)):
+            (start, stop), heads_per_rank = head_ranges[chunk_index], spec.chunk_heads[chunk_index]
             chunk_spec = spec
             if spec.backend is not None and spec.step is not None:
-                first_head = first + sum(heads_per_rank[: self.rank])
+                first_head = start + sum(heads_per_rank[: self.ulysses_rank])
                 chunk_spec = spec._replace(step=replace(spec.step, first_head=first_head))
-            with trace.add_context(chunk=chunk):
+            with trace.add_context(chunk=chunk_index):
                 if action == "start":
-                    qkv = chunks.pop(chunk)
-                    incoming[chunk] = self._exchange_in(qkv, heads_per_rank, chunk_spec, finished)
+                    qkv = chunks.pop(chunk_index)
+                    incoming[chunk_index] = self._exchange_in(
+                        qkv, heads_per_rank, chunk_spec, last_finished
+                    )
                     del qkv
                 elif action == "attend":
-                    result = self._attention_forward(incoming.pop(chunk), chunk_spec)
-                    outgoing[chunk] = self._exchange_out(result, heads_per_rank)
+                    result = self._attend_chunk(incoming.pop(chunk_index), chunk_spec)
+                    outgoing[chunk_index] = self._exchange_out(result, heads_per_rank)
                     del result
                 else:
-                    finished = outgoing.pop(chunk)
+                    last_finished = outgoing.pop(chunk_index)
                     if out_BsND is None:
                         out_BsND = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-                    finished.wait(out=out_BsND[:, :, first:last])
+                    last_finished.wait(out=out_BsND[:, :, start:stop])
         assert out_BsND is not None, "no chunk was computed"
         return out_BsND
 
@@ -306,19 +313,19 @@ class FAPowerCapAttention:
         """Slices q, k and v into views of the heads of each chunk."""
         q, k, v = qkv
         return {
-            chunk: (q[:, :, first:last], k[:, :, first:last], v[:, :, first:last])
-            for chunk, (first, last) in enumerate(head_ranges)
+            chunk_index: (q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop])
+            for chunk_index, (start, stop) in enumerate(head_ranges)
         }
 
-    def _quantize_for_exchange(self, qkv_BsND: QKVTensors, spec: _CallSpec) -> QKV:
+    def _prepare_for_exchange(self, qkv_BsND: QKVTensors, spec: _CallSpec) -> QKV:
         """Converts q, k and v to the tensors that are sent; only some backends quantize here."""
         if spec.backend is None:
             q, k, v = qkv_BsND
-            return QuantizedTensor(q), QuantizedTensor(k), QuantizedTensor(v)
+            return AttentionInput(q), AttentionInput(k), AttentionInput(v)
         num_tokens = num_valid = qkv_BsND[0].shape[1]
         if spec.valid_len is not None:
             ring_rank = 0 if self.ring is None else self.ring.rank
-            shard = ring_rank * self.world_size + self.rank
+            shard = ring_rank * self.ulysses_size + self.ulysses_rank
             num_valid = attention_modes.count_valid_rows(spec.valid_len, shard, num_tokens)
         return spec.backend.quantize(*qkv_BsND, num_valid, spec.step)
 
@@ -335,55 +342,60 @@ class FAPowerCapAttention:
         small scales; a fused exchange sends all of them in one all-to-all.
         """
 
-        def start(tensors: Sequence[Tensor] | PackedBuffer, label: str) -> PendingExchange:
+        def start_exchange(tensors: Sequence[Tensor] | PackedBuffer, label: str) -> PendingExchange:
             group, overlaps = self.ulysses_pg, self.overlaps
             return start_scatter_heads(
                 tensors, heads_per_rank, group, async_op=overlaps, after=after, name=label
             )
 
         if isinstance(chunk, PackedBuffer):
-            return _IncomingChunk([start(chunk, "qkv")])
-        qkv = self._quantize_for_exchange(chunk, spec)
-        rows = tuple(x.rows_per_scale for x in qkv)
+            return _IncomingChunk([start_exchange(chunk, "qkv")])
+        qkv = self._prepare_for_exchange(chunk, spec)
+        rows_per_scale = tuple(x.rows_per_scale for x in qkv)
         named_tensors = {name: x.values for name, x in zip("qkv", qkv, strict=True)}
         for name, x in zip("qkv", qkv, strict=True):
             named_tensors |= {} if x.scale is None else {f"{name} scale": x.scale}
-        if self.exchange == "fused" and self.world_size > 1:
-            return _IncomingChunk([start(list(named_tensors.values()), "qkv")], rows)
-        return _IncomingChunk([start([x], name) for name, x in named_tensors.items()], rows)
+        if self.exchange == "fused" and self.ulysses_size > 1:
+            return _IncomingChunk(
+                [start_exchange(list(named_tensors.values()), "qkv")], rows_per_scale
+            )
+        return _IncomingChunk(
+            [start_exchange([x], name) for name, x in named_tensors.items()], rows_per_scale
+        )
 
     def _exchange_out(self, out_BShD: Tensor, heads_per_rank: tuple[int, ...]) -> PendingExchange:
         """Starts the all-to-all [B,S,h_c,D] -> [B,s,N_c,D] of a chunk's result."""
         return start_gather_heads(out_BShD, heads_per_rank, self.ulysses_pg, async_op=self.overlaps)
 
-    def _attention_forward(self, incoming: _IncomingChunk, spec: _CallSpec) -> Tensor:
+    def _attend_chunk(self, incoming: _IncomingChunk, spec: _CallSpec) -> Tensor:
         """Computes one chunk [B,S,h_c,D], a query block at a time; padded rows are zeros."""
         q, k, v = _wait_for_qkv(incoming)
         if self.contiguous:
             q, k, v = (x.map(_make_contiguous) for x in (q, k, v))
         num_tokens = q.values.shape[1]
         ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)
-        total = ring_size * num_tokens if spec.valid_len is None else spec.valid_len
+        total_valid = ring_size * num_tokens if spec.valid_len is None else spec.valid_len
         valid_per_rank = [
-            attention_modes.count_valid_rows(total, rank, num_tokens) for rank in range(ring_size)
+            attention_modes.count_valid_rows(total_valid, rank, num_tokens)
+            for rank in range(ring_size)
         ]
-        multiple = 1 if spec.backend is None else spec.backend.q_multiple
-        ranges = attention_modes.q_ranges(valid_per_rank[ring_rank], self.mode.blocks, multiple)
-        query_blocks = [(first, last) for first, last in ranges if first < last]
+        row_multiple = 1 if spec.backend is None else spec.backend.q_multiple
+        ranges = attention_modes.q_ranges(valid_per_rank[ring_rank], self.mode.blocks, row_multiple)
+        query_blocks = [(start, stop) for start, stop in ranges if start < stop]
         block_outputs = self._attend_query_blocks(q, k, v, query_blocks, valid_per_rank, spec)
         if query_blocks == [(0, num_tokens)]:
             return block_outputs[0]
         out = torch.empty(q.values.shape, dtype=spec.dtype, device=q.values.device)
-        for (first, last), block_output in zip(query_blocks, block_outputs, strict=True):
-            out[:, first:last] = block_output
+        for (start, stop), block_output in zip(query_blocks, block_outputs, strict=True):
+            out[:, start:stop] = block_output
         out[:, valid_per_rank[ring_rank] :] = 0
         return out
 
     def _attend_query_blocks(
         self,
-        q: QuantizedTensor,
-        k: QuantizedTensor,
-        v: QuantizedTensor,
+        q: AttentionInput,
+        k: AttentionInput,
+        v: AttentionInput,
         query_blocks: list[Range],
         valid_per_rank: list[int],
         spec: _CallSpec,
@@ -391,7 +403,7 @@ class FAPowerCapAttention:
         """Computes attention of each query block to the keys of all ring ranks."""
         if self.ring is not None:
             if spec.backend is None and self.kernel.can_return_lse:
-                queries = [q.values[:, first:last] for first, last in query_blocks]
+                queries = [q.values[:, start:stop] for start, stop in query_blocks]
                 return self.ring.attend(
                     self.kernel.with_lse, queries, k.values, v.values, valid_per_rank
                 )
@@ -406,15 +418,15 @@ class FAPowerCapAttention:
         if spec.backend is not None:
             attend = spec.backend.prepare_kv(q.slice_rows(0, query_blocks[-1][1]), k, v, spec.step)
         outputs = []
-        for block, (first, last) in enumerate(query_blocks):
+        for block, (start, stop) in enumerate(query_blocks):
             with trace.add_context(block=block):
-                outputs.append(attend(q.slice_rows(first, last), first))
+                outputs.append(attend(q.slice_rows(start, stop), start))
         return outputs
 
-    def _make_dense_attend(self, k: QuantizedTensor, v: QuantizedTensor) -> AttendRows:
+    def _make_dense_attend(self, k: AttentionInput, v: AttentionInput) -> AttendRows:
         """Wraps the dense kernel as the function that a backend's `prepare_kv` returns."""
 
-        def attend(q: QuantizedTensor, _: int) -> Tensor:
+        def attend(q: AttentionInput, _: int) -> Tensor:
             with trace.span("attention", q.values, keys=k.values.shape[1], method="dense"):
                 return self.kernel(q.values, k.values, v.values)
 
@@ -432,5 +444,5 @@ def _wait_for_qkv(incoming: _IncomingChunk) -> QKV:
     """Waits for the all-to-alls of a chunk; returns q, k and v, which nothing else references."""
     tensors = [x for pending in incoming.pending for x in pending.wait_tensors()]
     scales: Sequence[Tensor | None] = tensors[3:] or [None] * 3
-    q, k, v = map(QuantizedTensor, tensors[:3], scales, incoming.rows_per_scale)
+    q, k, v = map(AttentionInput, tensors[:3], scales, incoming.rows_per_scale)
     return q, k, v

@@ -27,7 +27,7 @@ from wan.kernels.base import StepInfo
 from wan.modules.interfaces import ModelComponents, PackedSelfAttention
 from wan.modules.rope import RopeTable
 from wan.modules.small_ops import BlockOps, WriteTokens
-from wan.modules.textcache import TextKV
+from wan.modules.textcache import ContextKV
 
 TimestepSegments = tuple[int, ...]
 """Number of tokens of each timestep segment on this rank."""
@@ -43,7 +43,7 @@ class BlockSizes:
     qk_norm: bool = True
     cross_attn_norm: bool = True
     eps: float = 1e-6
-    image_tokens: bool = False  # CLIP tokens with separate K/V projections (Wan2.1)
+    has_image_tokens: bool = False  # CLIP tokens with separate K/V projections (Wan2.1)
     text_len: int = 512
 
 
@@ -86,9 +86,9 @@ class WanAttentionBlock(nn.Module):
         x_BLC: Tensor,
         e0_BR6C: Tensor,
         context_BTC: Tensor,
-        kv: TextKV | None,
+        context_kv: ContextKV | None,
         forward_context: ForwardContext,
-    ) -> tuple[Tensor, TextKV]:
+    ) -> tuple[Tensor, ContextKV]:
         """Runs the block.
 
         Args:
@@ -116,15 +116,19 @@ class WanAttentionBlock(nn.Module):
             x_BLC = ops.gated_add(x_BLC, y_BLC, gate1, segments)
             y_BLC = x_BLC.to(dtype, copy=True)
         with trace.span("cross-attention"):
-            kv = self.cross_attn.project_text_kv(context_BTC) if kv is None else kv
-            y_BLC = self.cross_attn(y_BLC, kv)
+            context_kv = (
+                self.cross_attn.project_context_kv(context_BTC)
+                if context_kv is None
+                else context_kv
+            )
+            y_BLC = self.cross_attn(y_BLC, context_kv)
 
         x_BLC, y_BLC = ops.add_modulated_norm(
             x_BLC, y_BLC, shift2, scale2, segments, self.eps, dtype
         )
         with trace.span("feed-forward"):
             y_BLC = self.ffn(y_BLC)
-        return ops.gated_add(x_BLC, y_BLC, gate2, segments), kv
+        return ops.gated_add(x_BLC, y_BLC, gate2, segments), context_kv
 
 
 class Head(nn.Module):
@@ -161,14 +165,14 @@ class WanAttention(nn.Module):
         rope: None: no rotation. write: receives the result; the return value is then undefined.
         """
         with trace.span("project", what="q"):
-            return self.norm_heads(self.norm_q, self.q(x_BLC), rope, write)
+            return self.norm_and_rotate(self.norm_q, self.q(x_BLC), rope, write)
 
     def project_k(
         self, x_BLC: Tensor, rope: RopeTable | None = None, write: WriteTokens | None = None
     ) -> Tensor:
         """Projects, normalizes and rotates keys; see `project_q`."""
         with trace.span("project", what="k"):
-            return self.norm_heads(self.norm_k, self.k(x_BLC), rope, write)
+            return self.norm_and_rotate(self.norm_k, self.k(x_BLC), rope, write)
 
     def project_v(self, x_BLC: Tensor) -> Tensor:
         """Projects values [B,L,N,D]."""
@@ -180,7 +184,7 @@ class WanAttention(nn.Module):
         with trace.span("project", what="o"):
             return self.o(x_BLND.flatten(2))
 
-    def norm_heads(
+    def norm_and_rotate(
         self,
         norm: nn.Module,
         x_BLC: Tensor,
@@ -189,7 +193,7 @@ class WanAttention(nn.Module):
     ) -> Tensor:
         """Applies RMS norm over all channels and RoPE, [B,L,N,D]; may overwrite x."""
         weight_C = norm.weight if isinstance(norm, nn.RMSNorm) else None
-        return self.ops.norm_heads(x_BLC, weight_C, self.num_heads, self.eps, rope, write)
+        return self.ops.norm_and_rotate(x_BLC, weight_C, self.num_heads, self.eps, rope, write)
 
 
 class WanSelfAttention(WanAttention):
@@ -204,14 +208,16 @@ class WanSelfAttention(WanAttention):
             "valid_len": forward_context.valid_len,
             "step": forward_context.step,
         }
-        call = None
+        packed_call = None
         if isinstance(self.attention, PackedSelfAttention):
-            call = self.attention.start(x_BLC, self.num_heads, forward_context.step)
-        if call is not None:
-            self.project_q(x_BLC, forward_context.rope, partial(call.write, 0))
-            self.project_k(x_BLC, forward_context.rope, partial(call.write, 1))
-            call.write(2, self.project_v(x_BLC))
-            return self.project_out(call.finish(**call_kwargs))
+            packed_call = self.attention.start_packed_call(
+                x_BLC, self.num_heads, forward_context.step
+            )
+        if packed_call is not None:
+            self.project_q(x_BLC, forward_context.rope, partial(packed_call.write, 0))
+            self.project_k(x_BLC, forward_context.rope, partial(packed_call.write, 1))
+            packed_call.write(2, self.project_v(x_BLC))
+            return self.project_out(packed_call.finish(**call_kwargs))
         # q, k and v are temporaries without a name here, so that the layer can free them early.
         out_BLND = self.attention(
             self.project_q(x_BLC, forward_context.rope),
@@ -232,11 +238,11 @@ class WanCrossAttention(WanAttention):
         super().__init__(sizes, components)
         self.kernel, self.text_len = components.kernel, sizes.text_len
         self.k_img: nn.Linear | None = None
-        if sizes.image_tokens:
+        if sizes.has_image_tokens:
             self.k_img, self.v_img = (nn.Linear(sizes.dim, sizes.dim) for _ in range(2))
             self.norm_k_img = nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity()
 
-    def project_text_kv(self, context_BTC: Tensor) -> TextKV:
+    def project_context_kv(self, context_BTC: Tensor) -> ContextKV:
         """Projects keys and values of text and image tokens, which are the same in all steps."""
         if self.k_img is None:
             return self.project_k(context_BTC), self.project_v(context_BTC)
@@ -244,11 +250,11 @@ class WanCrossAttention(WanAttention):
         return (
             self.project_k(text),
             self.project_v(text),
-            self.norm_heads(self.norm_k_img, self.k_img(image)),
+            self.norm_and_rotate(self.norm_k_img, self.k_img(image)),
             self.v_img(image).unflatten(-1, (self.num_heads, -1)),
         )
 
-    def forward(self, x_BLC: Tensor, kv: TextKV) -> Tensor:
+    def forward(self, x_BLC: Tensor, kv: ContextKV) -> Tensor:
         q_BLND = self.project_q(x_BLC)
         out_BLND = self.kernel(q_BLND, *kv[:2])
         if len(kv) > 2:

@@ -49,10 +49,12 @@ def attend_in_frames(
 
 def add_to_video_tokens(x_BLC: Tensor, y_BNC: Tensor, scale: float = 1.0) -> Tensor:
     """Adds scale * y to the first N tokens of the residual stream; in place in inference."""
-    count = y_BNC.shape[1]
+    num_tokens = y_BNC.shape[1]
     if torch.is_grad_enabled():
-        return torch.cat((x_BLC[:, :count].add(y_BNC, alpha=scale), x_BLC[:, count:]), dim=1)
-    x_BLC[:, :count].add_(y_BNC, alpha=scale)
+        return torch.cat(
+            (x_BLC[:, :num_tokens].add(y_BNC, alpha=scale), x_BLC[:, num_tokens:]), dim=1
+        )
+    x_BLC[:, :num_tokens].add_(y_BNC, alpha=scale)
     return x_BLC
 
 

@@ -37,7 +37,7 @@ class SelfAttention(Protocol):
 class PackedAttentionCall(Protocol):
     """A self-attention call whose q, k and v are written directly into the send buffer."""
 
-    def write(self, index: int, x_BLND: Tensor, offset: int = 0) -> None:
+    def write(self, index: int, x_BLND: Tensor, first_token: int = 0) -> None:
         """Writes tokens first_token, first_token + 1, ... of q (index 0), k (1) or v (2)."""
         ...
 
@@ -50,7 +50,7 @@ class PackedAttentionCall(Protocol):
 class PackedSelfAttention(Protocol):
     """Self-attention that can take q, k and v written directly into its all-to-all send buffer."""
 
-    def start(
+    def start_packed_call(
         self, x_BLC: Tensor, num_heads: int, step: StepInfo | None
     ) -> PackedAttentionCall | None:
         """Starts a call for q, k and v with the tokens, dtype and device of x.

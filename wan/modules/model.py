@@ -31,7 +31,7 @@ from wan.modules.blocks import (
 )
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import RopeCache, RopeTable
-from wan.modules.textcache import InputCache, TextKV, TextState
+from wan.modules.textcache import ContextKV, EmbeddedContext, InputCache
 from wan.settings.attention_modes import Grid
 
 MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
@@ -47,7 +47,7 @@ class BlockInputs:
     """
 
     modulation: Tensor
-    text: TextState
+    context: EmbeddedContext
     forward_context: ForwardContext
 
 
@@ -137,7 +137,7 @@ class WanModel(nn.Module):
         self.num_heads, self.num_layers = num_heads, num_layers
         components = ModelComponents() if components is None else components
         self.sequence_shard = components.sequence_shard
-        self.text_cache = InputCache[TextState]() if components.text_kv_cache else None
+        self.context_cache = InputCache[EmbeddedContext]() if components.text_kv_cache else None
         self.step_cache = components.step_cache
         self.rope = RopeCache(dim // num_heads)
 
@@ -191,10 +191,10 @@ class WanModel(nn.Module):
         if len(x) > 1 and (t.dim() == 2 or len({sample.shape for sample in x}) > 1):
             timesteps = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
             steps = [step and replace(step, sample=i) for i in range(len(x))]
-            singles = zip(x, timesteps.split(1), context, steps, strict=True)
+            samples = zip(x, timesteps.split(1), context, steps, strict=True)
             return [
                 self._forward(latents[None], timestep, [text], clip_fea, sample_step)[0]
-                for latents, timestep, text, sample_step in singles
+                for latents, timestep, text, sample_step in samples
             ]
         return list(self._forward(torch.stack(x), t, context, clip_fea, step).unbind(0))
 
@@ -211,32 +211,40 @@ class WanModel(nn.Module):
         num_video_tokens = math.prod(grid)
         if t.dim() == 2:
             t = self.sequence_shard.permute(t[:, :num_video_tokens].cpu(), grid)
-        times, segment_lengths = find_timestep_segments(t, num_video_tokens)
+        segment_times, segment_lengths = find_timestep_segments(t, num_video_tokens)
         if conditioning is not None and conditioning.num_extra_tokens:
-            times = F.pad(times, (0, 1))
+            segment_times = F.pad(segment_times, (0, 1))
             segment_lengths = (*segment_lengths, conditioning.num_extra_tokens)
-        features = sinusoidal_embedding(times, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
-        e_BRC = _run_in_fp32(self.time_embedding, features)
+        time_features = sinusoidal_embedding(segment_times, self.freq_dim).to(
+            x_BCFHW.device, non_blocking=True
+        )
+        e_BRC = _run_in_fp32(self.time_embedding, time_features)
         e0_BR6C = _run_in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
         rope = (
             conditioning.rope
             if conditioning
             else self.rope.get(grid, x_BCFHW.device, self.sequence_shard.shard)
         )
-        text = self._embed_text(context, clip_fea)
+        embedded_context = self._embed_context(context, clip_fea)
         after_block = conditioning.after_block if conditioning else {}
-        forward = ForwardContext(
+        forward_context = ForwardContext(
             self.sequence_shard.local_segments(segment_lengths), rope, sum(segment_lengths), step
         )
-        block_inputs = BlockInputs(e0_BR6C, text, forward)
+        block_inputs = BlockInputs(e0_BR6C, embedded_context, forward_context)
 
-        def run_blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
-            if conditioning is not None and conditioning.before_blocks is not None and first == 0:
+        def run_blocks(x_BLC: Tensor, start: int, stop: int | None) -> Tensor:
+            if conditioning is not None and conditioning.before_blocks is not None and start == 0:
                 conditioning.before_blocks(x_BLC)
-            for layer, block in islice(enumerate(self.blocks), first, last):
+            for layer, block in islice(enumerate(self.blocks), start, stop):
                 with trace.span("layer", x_BLC, layer=layer):
-                    x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], forward)
-                self._cache_text_kv(text, layer, kv)
+                    x_BLC, kv = block(
+                        x_BLC,
+                        e0_BR6C,
+                        embedded_context.embedding,
+                        embedded_context.kv[layer],
+                        forward_context,
+                    )
+                self._cache_context_kv(embedded_context, layer, kv)
                 if layer in after_block:
                     x_BLC = after_block[layer](x_BLC, block_inputs)
             return x_BLC
@@ -250,8 +258,12 @@ class WanModel(nn.Module):
                 if conditioning
                 else self.sequence_shard.num_valid(num_video_tokens)
             )
-            x_BLC = self.step_cache(x_BLC, run_blocks, step, num_valid, text.embedding.dtype)
-        x_BSC = self.sequence_shard.gather(self.head(x_BLC, e_BRC, forward.timestep_segments), grid)
+            x_BLC = self.step_cache(
+                x_BLC, run_blocks, step, num_valid, embedded_context.embedding.dtype
+            )
+        x_BSC = self.sequence_shard.gather(
+            self.head(x_BLC, e_BRC, forward_context.timestep_segments), grid
+        )
         return self._unpatchify(x_BSC[:, :num_video_tokens], grid)
 
     def token_grid(self, latent_FHW: Sequence[int]) -> Grid:
@@ -264,7 +276,7 @@ class WanModel(nn.Module):
         groups = ((block, *self.adapter_modules(layer)) for layer, block in enumerate(self.blocks))
         return [module for group in groups for module in group]
 
-    def wan_blocks(self) -> list[WanAttentionBlock]:
+    def self_attention_blocks(self) -> list[WanAttentionBlock]:
         """Lists the blocks with self-attention, including VACE's control blocks."""
         return [
             module for module in self.blocks_and_adapters() if isinstance(module, WanAttentionBlock)
@@ -304,9 +316,9 @@ class WanModel(nn.Module):
         x = x_BSC.reshape(-1, f, h, w, p, q, r, self.out_dim).permute(0, 7, 1, 4, 2, 5, 3, 6)
         return x.reshape(-1, self.out_dim, f * p, h * q, w * r)
 
-    def _embed_text(self, context: list[Tensor], clip_fea: Tensor | None) -> TextState:
+    def _embed_context(self, context: list[Tensor], clip_fea: Tensor | None) -> EmbeddedContext:
         """Embeds image and text tokens of the context, or returns the cached embedding."""
-        cache = None if torch.is_grad_enabled() else self.text_cache
+        cache = None if torch.is_grad_enabled() else self.context_cache
         cache_key = context if clip_fea is None else [*context, clip_fea]
         state = None if cache is None else cache.get(cache_key)
         if state is None:
@@ -315,20 +327,22 @@ class WanModel(nn.Module):
             if self.img_emb is not None and clip_fea is not None:
                 image = self.img_emb(clip_fea).to(embedding).expand(len(context), -1, -1)
                 embedding = torch.cat((image, embedding), dim=1)
-            state = TextState(embedding, [None] * self.num_text_layers)
+            state = EmbeddedContext(embedding, [None] * self.num_cross_attention_layers)
             if cache is not None:
                 cache.add(cache_key, state)
         return state
 
     @property
-    def num_text_layers(self) -> int:
+    def num_cross_attention_layers(self) -> int:
         """Number of layers with cross-attention to the context."""
         return self.num_layers
 
-    def _cache_text_kv(self, text: TextState, layer: int, kv: TextKV) -> None:
+    def _cache_context_kv(
+        self, embedded_context: EmbeddedContext, layer: int, kv: ContextKV
+    ) -> None:
         """Stores a layer's keys and values of the context, if `text_kv_cache` is on."""
-        if self.text_cache is not None and not torch.is_grad_enabled():
-            text.kv[layer] = kv
+        if self.context_cache is not None and not torch.is_grad_enabled():
+            embedded_context.kv[layer] = kv
 
     def _check_inputs(
         self,
@@ -380,8 +394,8 @@ class WanModel(nn.Module):
 
     def clear_caches(self) -> None:
         """Frees the cached embeddings, keys and values."""
-        if self.text_cache is not None:
-            self.text_cache.clear()
+        if self.context_cache is not None:
+            self.context_cache.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WanModel:
         """Moves or casts the model; clears the caches, which would be stale."""

@@ -172,10 +172,12 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         ):
             self._check_conditions(sample, ref, motion, pose, audio)
             grid = self.token_grid(sample.shape[1:])
-            latents = self._get_reference_tokens(ref, None if drop_motion_frames else motion, grid)
+            reference = self._get_reference_tokens(
+                ref, None if drop_motion_frames else motion, grid
+            )
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
             audio_tokens = self._encode_audio(audio_input, audio, i, tuple(motion_frames))
-            conditioning = self._make_conditioning(latents, audio_tokens, pose, grid)
+            conditioning = self._make_conditioning(reference, audio_tokens, pose, grid)
             sample_step = step and replace(step, sample=i)
             velocities.append(
                 self._forward(sample[None], timestep, [text], None, sample_step, conditioning)[0]
@@ -339,14 +341,17 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         self, x: Tensor, ref: Tensor, motion: Tensor, pose: Tensor | None, audio: Tensor
     ) -> None:
         """Raises ValueError if images, poses or audio do not fit the latents."""
-        count, sides = x.shape[1], x.shape[2:]
+        num_frames, sides = x.shape[1], x.shape[2:]
         shapes = {
             "ref_latents": (ref, (self.in_dim, 1, *sides)),
             "motion_latents": (motion, (self.in_dim, motion.shape[1], *sides)),
-            "audio_input": (audio, (1, AUDIO_LAYERS, self.casual_audio_encoder.dim_in, 4 * count)),
+            "audio_input": (
+                audio,
+                (1, AUDIO_LAYERS, self.casual_audio_encoder.dim_in, 4 * num_frames),
+            ),
         }
         if pose is not None:
-            shapes["cond_states"] = pose, (self.cond_encoder.in_channels, count, *sides)
+            shapes["cond_states"] = pose, (self.cond_encoder.in_channels, num_frames, *sides)
         check_shapes(x, shapes)
 
     def clear_caches(self) -> None:

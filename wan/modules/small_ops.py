@@ -127,7 +127,7 @@ class BlockOps:
         ]
         return x_BLC, _concat_segments(outputs)
 
-    def norm_heads(
+    def norm_and_rotate(
         self,
         x_BLC: Tensor,
         weight_C: Tensor | None,

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from wan.torch_private import count_in_place_writes
 
-TextKV = tuple[Tensor, ...]
+ContextKV = tuple[Tensor, ...]
 """Cross-attention keys and values of the text, [B,T,N,D] each, then those of the image, if any."""
 
 
 @dataclass
-class TextState:
+class EmbeddedContext:
     """Embedding [B,T,C] of image tokens, if any, and text; cached keys and values per layer."""
 
     embedding: Tensor
-    kv: list[TextKV | None] = field(default_factory=list)
+    kv: list[ContextKV | None] = field(default_factory=list)
 
 
 T = TypeVar("T")

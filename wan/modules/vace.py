@@ -32,7 +32,7 @@ from wan.modules.model import (
     embed_patches,
     extract_patches,
 )
-from wan.modules.textcache import TextKV
+from wan.modules.textcache import ContextKV
 from wan.settings.attention_modes import Grid
 from wan.settings.presets import VACE_CONTEXT_CHANNELS
 
@@ -125,7 +125,7 @@ class VaceWanModel(WanModel):
         return velocities
 
     @property
-    def num_text_layers(self) -> int:
+    def num_cross_attention_layers(self) -> int:
         return self.num_layers + len(self.injected)
 
     def adapter_modules(self, layer: int) -> Sequence[nn.Module]:
@@ -149,11 +149,11 @@ class VaceWanModel(WanModel):
                     streams["c"] = embed_patches(self.vace_patch_embedding, local_patches_BLK)
                 text_layer, block = self.num_layers + index, self.vace_blocks[index]
                 with trace.span("control", layer=text_layer):
-                    cached_kv = block_inputs.text.kv[text_layer]
+                    cached_kv = block_inputs.context.kv[text_layer]
                     streams["c"], hint, kv = block(
                         streams.pop("c"), initial_x_BLC, block_inputs, cached_kv
                     )
-                self._cache_text_kv(block_inputs.text, text_layer, kv)
+                self._cache_context_kv(block_inputs.context, text_layer, kv)
                 return add_to_video_tokens(x_BLC, hint, scales[index])
 
             return add_hint
@@ -189,8 +189,8 @@ class VaceWanAttentionBlock(WanAttentionBlock):
         self.after_proj = nn.Linear(sizes.dim, sizes.dim)
 
     def forward(  # type: ignore[override]
-        self, c_BLC: Tensor, x_BLC: Tensor | None, block_inputs: BlockInputs, kv: TextKV | None
-    ) -> tuple[Tensor, Tensor, TextKV]:
+        self, c_BLC: Tensor, x_BLC: Tensor | None, block_inputs: BlockInputs, kv: ContextKV | None
+    ) -> tuple[Tensor, Tensor, ContextKV]:
         """Runs the block.
 
         Args:
@@ -201,11 +201,11 @@ class VaceWanAttentionBlock(WanAttentionBlock):
         Returns:
             The control stream, the hint in the dtype of the weights, and the keys and values.
         """
-        dtype = block_inputs.text.embedding.dtype
+        dtype = block_inputs.context.embedding.dtype
         if self.before_proj is not None:
             assert x_BLC is not None, "the first block gets the video's tokens"
             c_BLC = self.before_proj(c_BLC.to(dtype)).float() + x_BLC
-        text = block_inputs.text.embedding
+        text = block_inputs.context.embedding
         c_BLC, kv = super().forward(
             c_BLC, block_inputs.modulation, text, kv, block_inputs.forward_context
         )

@@ -39,8 +39,8 @@ def make_weight_transform(
         name: The expert.
         compute_dtype: The dtype of its matrix products.
     """
-    if setup.quantized is not None:
-        return make_quantized_transform(setup.quantized.experts[name], device, compute_dtype)
+    if setup.quantized_dit is not None:
+        return make_quantized_transform(setup.quantized_dit.experts[name], device, compute_dtype)
 
     def transform(network: nn.Module, sources: TensorSources) -> TensorSources:
         layers = install_weight_only_linears(setup, name, device.type, network, compute_dtype)

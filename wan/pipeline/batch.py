@@ -118,7 +118,7 @@ class Batch(Generic[J]):
     def _encode_prompts(self, jobs: Sequence[J]) -> None:
         """Encodes the prompts of all jobs; the time is counted for the first job."""
         first = jobs[0]
-        start_time, self._pipeline.stages.seconds = time.perf_counter(), first.stages
+        start_time, self._pipeline.stage_timer.seconds = time.perf_counter(), first.stages
         prompts = []
         for job in jobs:
             embeds = (job.inputs.prompt_embeds, job.inputs.negative_prompt_embeds)
@@ -140,7 +140,9 @@ class Batch(Generic[J]):
     def _denoise_by_expert(self, jobs: Sequence[J]) -> None:
         """Denoises all jobs, loading each expert once."""
         pipeline = self._pipeline
-        for job in (j for j in jobs if not j.params.has_clips):  # clips are not grouped
+        for job in (
+            candidate for candidate in jobs if not candidate.params.has_clips
+        ):  # clips are not grouped
             with self._isolate_failure(job):
                 job.denoising = pipeline.prepare_denoising(job.params, job.inputs)
                 job.denoising.offload()
@@ -166,7 +168,7 @@ class Batch(Generic[J]):
     @contextmanager
     def _isolate_failure(self, job: J) -> Iterator[None]:
         """Measures the time of a job, and lets the other jobs continue if it fails."""
-        start_time, self._pipeline.stages.seconds = time.perf_counter(), job.stages
+        start_time, self._pipeline.stage_timer.seconds = time.perf_counter(), job.stages
         keep_expert = False
         if job.cancellation_point is not None:
             self._pipeline.cancellation_point = job.cancellation_point

@@ -90,8 +90,8 @@ def build_pipeline(
     checkpoint, execution = setup.checkpoint, setup.execution
     compute_dtype = DTYPES[execution.get_dit_precision(device.type)]
     exported = {}
-    if setup.quantized is not None and setup.attention.fp8:
-        exported = load_rotations(setup.quantized)
+    if setup.quantized_dit is not None and setup.attention.fp8:
+        exported = load_rotations(setup.quantized_dit)
     if setup.multiplies_fp8:
         from wan.kernels.weight_only_linear import check_fp8_device
 
@@ -101,10 +101,12 @@ def build_pipeline(
     step_cache = build_step_cache(setup, groups) if step_cache is None else step_cache
 
     def make_components(expert: str) -> ModelComponents:
-        entries = build_components(setup, selected, groups, step_cache, expert)
+        components = build_components(setup, selected, groups, step_cache, expert)
         if wrap_attention is None:
-            return entries
-        return replace(entries, attention=lambda layer: wrap_attention(entries.attention(layer)))
+            return components
+        return replace(
+            components, attention=lambda layer: wrap_attention(components.attention(layer))
+        )
 
     loader = NetworkLoader(
         setup=setup,
@@ -147,9 +149,9 @@ def build_pipeline(
         ),
         text_size=(checkpoint.config["text_len"], checkpoint.config["text_dim"]),
         offload_manager=loader.offload_manager,
-        stages=stages,
-        kernel=selected.describe(),
-        returns_lse=selected.dense_kernel.can_return_lse,
+        stage_timer=stages,
+        kernel_name=selected.describe(),
+        can_return_lse=selected.dense_kernel.can_return_lse,
         step_cache=step_cache,
         work_sharing=work_sharing,
         encode_audio=loader.encode_audio,
@@ -330,14 +332,14 @@ class NetworkLoader:
         if offload == "cpu":
             self.offload_manager.register(model, model.clear_caches)
         if execution.compile:
-            for block in model.wan_blocks():
+            for block in model.self_attention_blocks():
                 block.compile()
         return model
 
     def list_dit_files(self) -> dict[str, list[Path]]:
         """Lists the files with most of each expert's weights, for prefetching."""
-        if self.setup.quantized is not None:
-            exports = self.setup.quantized.experts
+        if self.setup.quantized_dit is not None:
+            exports = self.setup.quantized_dit.experts
             return {name: [export.weights] for name, export in exports.items()}
         return {
             name: [tensor.file for tensor in dit.tensors.values()]
@@ -410,10 +412,10 @@ class NetworkLoader:
 
 def build_step_cache(setup: Setup, groups: ParallelGroups | None) -> Cache:
     """Builds the step cache from the setup's policy."""
-    paired = setup.parallel.cfg_size == 2
+    syncs_branches = setup.parallel.cfg_size == 2
     if setup.policy is None:
         return Cache()
-    return setup.policy.make_cache(paired, None if groups is None else groups.all_agree)
+    return setup.policy.make_cache(syncs_branches, None if groups is None else groups.all_agree)
 
 
 def build_components(
@@ -424,7 +426,7 @@ def build_components(
     expert: str = "dit",
 ) -> ModelComponents:
     """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
-    parallel, texts = setup.parallel, setup.execution.text_kv_cache
+    parallel, caches_text = setup.parallel, setup.execution.text_kv_cache
     ops = BlockOps(selected.ops, selected.op_runner or run_eager, selected.device_type)
     skip_hooks = (
         (None, None)
@@ -435,7 +437,12 @@ def build_components(
     if not (is_sharded or selected.backends or selected.clock):
         local = LocalAttention(selected.dense_kernel)
         return ModelComponents(
-            lambda _: local, selected.text_kernel, UnshardedSequence(), ops, texts, *skip_hooks
+            lambda _: local,
+            selected.text_kernel,
+            UnshardedSequence(),
+            ops,
+            caches_text,
+            *skip_hooks,
         )
     from wan.distributed.exchange import SINGLE_RANK
     from wan.distributed.ring import Ring
@@ -466,7 +473,9 @@ def build_components(
 
     multiple = setup.attention.row_multiple(parallel.ring_size) if is_sharded else 1
     tokens = ShardedSequence(sequence, multiple, selected.token_order)
-    return ModelComponents(make_attention, selected.text_kernel, tokens, ops, texts, *skip_hooks)
+    return ModelComponents(
+        make_attention, selected.text_kernel, tokens, ops, caches_text, *skip_hooks
+    )
 
 
 def make_weight_shardings(

@@ -60,27 +60,29 @@ def _generate_missing_clips(
     contexts: tuple[Tensor, Tensor] | None = None
     pending_decode: _BackgroundDecode | None = None
     for index in range(inputs.num_clips_done, num_clips):
-        clip = params.make_clip_params(index)
+        clip_params = params.make_clip_params(index)
         if num_clips > 1:
-            logger.info("Clip %d of %d: %s", index + 1, num_clips, log.format_prompt(clip.prompt))
+            logger.info(
+                "Clip %d of %d: %s", index + 1, num_clips, log.format_prompt(clip_params.prompt)
+            )
         if contexts is None or params.clip_prompts:
             contexts = pipeline.encode_prompt(
-                clip, inputs.prompt_embeds, inputs.negative_prompt_embeds
+                clip_params, inputs.prompt_embeds, inputs.negative_prompt_embeds
             )
-        with pipeline.stages("conditioning"):
+        with pipeline.stage_timer("conditioning"):
             if params.chain == "frame":
                 y = make_image_condition(
-                    clip, [image[:, 0] if state is None else state], pipeline.encode
+                    clip_params, [image[:, 0] if state is None else state], pipeline.encode_video
                 )
             else:
-                anchor = pipeline.encode(image) if anchor is None else anchor
-                y = make_chained_condition(clip, anchor, state)
+                anchor = pipeline.encode_video(image) if anchor is None else anchor
+                y = make_chained_condition(clip_params, anchor, state)
             if pending_decode is None:
                 pipeline.release(pipeline.vae)
-        noise = make_noise_sampler(clip, device)
+        noise = make_noise_sampler(clip_params, device)
         denoise_inputs = DenoiseInputs(noise(), *contexts, y=y.to(device), sample_noise=noise)
         try:
-            latents = pipeline.denoise(DenoisingLoop(clip, denoise_inputs))
+            latents = pipeline.denoise(DenoisingLoop(clip_params, denoise_inputs))
         except BaseException:
             if pending_decode is not None:  # a retry may need the VAE and its memory
                 pending_decode.wait()
@@ -120,7 +122,7 @@ class _BackgroundDecode:
 
     def _decode(self) -> Tensor:
         pipeline, collected = self._pipeline, FrameCollector(torch.device("cpu"))
-        with use_side_stream(pipeline.device.torch_device), pipeline.stages("decoding"):
+        with use_side_stream(pipeline.device.torch_device), pipeline.stage_timer("decoding"):
             pipeline.vae_runner.decode_alone(self._latents, collected)
         return collected.video
 

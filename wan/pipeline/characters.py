@@ -35,12 +35,12 @@ def generate_animate_clips(
     assert animate is not None and num_clips is not None and params.refert_num is not None
     contexts = pipeline.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
     sample_noise = make_noise_sampler(params, pipeline.device.torch_device)
-    with pipeline.stages("conditioning"):
+    with pipeline.stage_timer("conditioning"):
         image_pixels = _normalize_video_frames(
             letterbox_image(np.asarray(animate.reference_image), params.video_size)[None]
         )
         features = pipeline.encode_image([image_pixels[:, 0]]).to(pipeline.device.torch_device)
-        reference_latents = pipeline.encode(image_pixels)
+        reference_latents = pipeline.encode_video(image_pixels)
         reference_condition = torch.cat((torch.ones_like(reference_latents[:4]), reference_latents))
     black_faces = torch.full((1, 3, 1, 1, 1), -1.0, device=reference_latents.device)
     black_faces = black_faces.expand(-1, -1, params.frame_num, FACE_SIZE, FACE_SIZE)
@@ -50,10 +50,10 @@ def generate_animate_clips(
             logger.info("Clip %d of %d", index + 1, num_clips)
         start = index * (params.frame_num - params.refert_num)
         indices = make_ping_pong_indices(start, params.frame_num, animate.num_frames)
-        with pipeline.stages("conditioning"):
-            pose = pipeline.encode(_normalize_video_frames(animate.readers["pose"](indices)))
+        with pipeline.stage_timer("conditioning"):
+            pose = pipeline.encode_video(_normalize_video_frames(animate.readers["pose"](indices)))
             known_frames, mask = _make_known_frames(params, animate, indices, previous_frames)
-            y = torch.cat((mask.to(pose.device), pipeline.encode(known_frames)))
+            y = torch.cat((mask.to(pose.device), pipeline.encode_video(known_frames)))
             del known_frames
             pipeline.release(pipeline.vae)
             # After the VAE is released: a clip's faces take hundreds of megabytes.

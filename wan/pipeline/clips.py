@@ -58,15 +58,15 @@ def generate_s2v_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) 
     assert params.infer_frames is not None and params.num_clip is not None
     contexts = pipeline.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
     features = pipeline.sample_audio_features(inputs.audio, params.num_clip * params.infer_frames)
-    with pipeline.stages("conditioning"):
+    with pipeline.stage_timer("conditioning"):
         image_pixels = convert_image_to_tensor(
             fit_image_to_size(inputs.image, params.video_size)
         ).unsqueeze(1)
-        reference_latents = pipeline.encode(image_pixels)
+        reference_latents = pipeline.encode_video(image_pixels)
         motion_frames = torch.zeros(3, MOTION_FRAMES, *image_pixels.shape[2:])
         if params.start_from_ref:
             motion_frames[:, -_NUM_IMAGE_FRAMES:] = image_pixels
-            motion_latents = pipeline.encode(motion_frames)
+            motion_latents = pipeline.encode_video(motion_frames)
         else:  # not used by the first clip
             motion_latents = reference_latents.new_zeros(
                 len(reference_latents), MOTION_LATENTS, *reference_latents.shape[2:]
@@ -105,8 +105,8 @@ def generate_s2v_clips(pipeline: Pipeline, params: VideoParams, inputs: Inputs) 
         if index + 1 < params.num_clip:
             motion_frames = _update_motion_frames(pipeline, motion_frames, frames)
             del frames  # free them before the next clip
-            with pipeline.stages("conditioning"):
-                motion_latents = pipeline.encode(motion_frames)
+            with pipeline.stage_timer("conditioning"):
+                motion_latents = pipeline.encode_video(motion_frames)
             motion_frames = motion_frames.cpu()  # free accelerator memory
 
 
@@ -184,5 +184,5 @@ def _fit_pose_to_size(frame: np.ndarray, size: Size) -> Tensor:
 
 def _encode_pose_clip(pipeline: Pipeline, frames_3FHW: Tensor) -> Tensor:
     """Encodes the poses of a clip; the first frame is duplicated and its latent dropped."""
-    with pipeline.stages("conditioning"):
-        return pipeline.encode(torch.cat((frames_3FHW[:, :1], frames_3FHW), dim=1))[:, 1:]
+    with pipeline.stage_timer("conditioning"):
+        return pipeline.encode_video(torch.cat((frames_3FHW[:, :1], frames_3FHW), dim=1))[:, 1:]

@@ -175,6 +175,6 @@ def _fix_first_frame(
     return replace(
         inputs,
         initial_latents=initial_latents,
-        expand_timestep=expand_timestep,
-        fix_latents=fix_latents,
+        make_model_timesteps=expand_timestep,
+        restore_fixed_frames=fix_latents,
     )

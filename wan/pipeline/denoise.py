@@ -75,8 +75,8 @@ class DenoiseInputs:
     y: Tensor | None = None
     clip_fea: Tensor | None = None
     sample_noise: SampleNoise | None = None
-    expand_timestep: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
-    fix_latents: Callable[[Tensor], Tensor] = lambda latents: latents
+    make_model_timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
+    restore_fixed_frames: Callable[[Tensor], Tensor] = lambda latents: latents
     model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -215,20 +215,27 @@ class DenoisingLoop:
         timestep, grid = self._timesteps[index], params.grid
         step = StepInfo(index, params.sample_steps, "cond", expert, grid, prod(grid))
         predict_branch = partial(
-            predict_velocity, model, self.latents, inputs.expand_timestep(timestep), inputs, step
+            predict_velocity,
+            model,
+            self.latents,
+            inputs.make_model_timesteps(timestep),
+            inputs,
+            step,
         )
-        guidance = None if step_cache is None else step_cache.get_if_skips("uncond")
+        guidance_cache = None if step_cache is None else step_cache.get_if_skips("uncond")
         with trace.record_step(index, expert):  # excludes loading
             guided_velocity = apply_guidance(
                 predict_branch,
                 high_noise_scale if expert == "high_noise" else low_noise_scale,
-                run_branches if guidance is None else partial(guidance, index, run_branches),
+                run_branches
+                if guidance_cache is None
+                else partial(guidance_cache, index, run_branches),
             )
             with cancellation_point.local_section():
                 solver_output = self._solver.step(
                     guided_velocity, timestep.float(), self.latents, return_dict=False
                 )
-                self.latents = inputs.fix_latents(solver_output[0])
+                self.latents = inputs.restore_fixed_frames(solver_output[0])
                 self._num_steps_done = index + 1
                 # Only after the first step, to fail early, and after the last one.
                 if index in (0, len(self._noise_schedule.experts) - 1):

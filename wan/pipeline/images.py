@@ -93,11 +93,11 @@ def convert_to_image(value: object, setting: str = "image") -> Image.Image:
 
     if isinstance(value, str | Path):
         return read_image(Path(os.path.expanduser(value)), setting)
-    image = ImageSetting(setting)
-    with _catch_decoder_errors(image):
+    source = ImageSetting(setting)
+    with _catch_decoder_errors(source):
         if isinstance(value, Image.Image):
-            return _convert_to_rgb(value, image)
-        return Image.fromarray(_convert_to_uint8_rgb(_convert_to_array(value, image), image))
+            return _convert_to_rgb(value, source)
+        return Image.fromarray(_convert_to_uint8_rgb(_convert_to_array(value, source), source))
 
 
 def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
@@ -105,8 +105,8 @@ def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         if re.match(r"([a-z][a-z0-9+.-]+:/|data:)", str(path), re.IGNORECASE):
-            address = ImageSetting(image_setting.setting)
-            raise address.input_error("takes a file, not an address", "download it first") from None
+            source = ImageSetting(image_setting.setting)
+            raise source.input_error("takes a file, not an address", "download it first") from None
         raise image_setting.input_error("does not exist", "give an image") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
         # The name may be too long to print.

@@ -300,12 +300,14 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
     if (
         num_control
         and device != "cpu"
-        and setup.quantized is None
+        and setup.quantized_dit is None
         and not setup.unconverted_dtypes(device)
     ):
         largest_block = 2 * uniform + c * c * e
-    if setup.quantized is not None:
-        block = sum(next(iter(setup.quantized.experts.values())).linear_bytes.values()) // layers
+    if setup.quantized_dit is not None:
+        block = (
+            sum(next(iter(setup.quantized_dit.experts.values())).linear_bytes.values()) // layers
+        )
     elif unconverted_dtypes := setup.unconverted_dtypes(device):
         tensors = next(iter(setup.checkpoint.experts.values())).tensors
         sizes = [
@@ -352,8 +354,8 @@ def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
     dtypes = setup.unconverted_dtypes("cpu")
     names = {name for lora in setup.loras.get(expert, ()) for name in lora.deltas}
     tensors = {n: x for n, x in files.tensors.items() if n not in names or x.dtype in dtypes}
-    if setup.quantized is not None:
-        for layer, linear in setup.quantized.experts[expert].linears.items():
+    if setup.quantized_dit is not None:
+        for layer, linear in setup.quantized_dit.experts[expert].linears.items():
             tensors[f"{layer}.weight"] = linear.tensors["weight"]
     weight_files = {info.file for info in tensors.values() if info.file.suffix == ".safetensors"}
     layouts = {file: read_safetensors_offsets(file) for file in weight_files}

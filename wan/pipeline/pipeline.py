@@ -185,7 +185,7 @@ class LazyModule(Generic[T]):
             gc.collect()  # hooks and sharding make reference cycles
 
 
-RunAndBroadcast = Callable[[Callable[[], Tensor]], Tensor]
+ShareResult = Callable[[Callable[[], Tensor]], Tensor]
 """share_result(make): calls make() on one rank or on all ranks; every rank gets the result."""
 
 
@@ -203,8 +203,8 @@ class WorkSharing:
         run_branches: Computes the two guidance branches.
     """
 
-    run_text_encoder: RunAndBroadcast = run_locally
-    run_on_rank0: RunAndBroadcast = run_locally
+    run_text_encoder: ShareResult = run_locally
+    run_on_rank0: ShareResult = run_locally
     run_branches: RunBranches = run_both_branches
 
 
@@ -293,9 +293,9 @@ class Pipeline:
     experts: Experts
     text_size: tuple[int, int]
     offload_manager: OffloadManager
-    stages: StageTimer
-    kernel: str
-    returns_lse: bool
+    stage_timer: StageTimer
+    kernel_name: str
+    can_return_lse: bool
     step_cache: Cache
     work_sharing: WorkSharing = field(default_factory=WorkSharing)
     encode_audio: Callable[[Audio], Tensor] | None = None
@@ -338,7 +338,7 @@ class Pipeline:
         from wan.pipeline.sound import sample_features_per_frame
 
         assert self.encode_audio is not None
-        with self.stages("sound"):
+        with self.stage_timer("sound"):
             encode = partial(self.encode_audio, audio)
             return sample_features_per_frame(
                 self.work_sharing.run_on_rank0(encode).to(self.device.torch_device), num_frames
@@ -347,12 +347,12 @@ class Pipeline:
     def prepare_denoising(self, params: VideoParams, inputs: Inputs = NO_INPUTS) -> DenoisingLoop:
         """Encodes prompt and inputs, and returns the denoising loop before its first step."""
         contexts = self.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
-        with self.stages("conditioning"):
-            latents = conditioning.prepare_denoise_inputs(
+        with self.stage_timer("conditioning"):
+            loop_inputs = conditioning.prepare_denoise_inputs(
                 params,
                 contexts,
                 [image for image in (inputs.image, inputs.last_image) if image is not None],
-                self.encode,
+                self.encode_video,
                 self.encode_image,
                 self.device.torch_device,
                 inputs.initial_latents,
@@ -360,9 +360,11 @@ class Pipeline:
             if params.preset.kind == "vace":
                 from wan.pipeline import control
 
-                latents = control.add_vace_context(params, latents, inputs.vace, self.encode)
+                loop_inputs = control.add_vace_context(
+                    params, loop_inputs, inputs.vace, self.encode_video
+                )
             self.release(self.vae)
-        return DenoisingLoop(params, latents, inputs.callback_on_step_end)
+        return DenoisingLoop(params, loop_inputs, inputs.callback_on_step_end)
 
     def denoise(self, loop: DenoisingLoop, num_experts: int | None = None) -> Tensor:
         """Runs the steps of the next `num_experts` experts (default: all) and returns the latents.
@@ -370,7 +372,7 @@ class Pipeline:
         The last expert stays in memory. The step cache is started and ended in each call.
         """
         self.offload_manager.params = loop.params
-        with self.stages("denoising"):
+        with self.stage_timer("denoising"):
             loop.to(self.device.torch_device)
             self.step_cache.start_video(loop.params)
             run_branches = self.work_sharing.run_branches
@@ -388,20 +390,22 @@ class Pipeline:
     ) -> tuple[Tensor, Tensor]:
         """Returns the embeddings of the prompt and of the negative prompt."""
         self.offload_manager.params = params
-        with self.stages("text"):
-            prompt_context = self._get_prompt_embeds(params.prompt, prompt_embeds)
-            uncond = prompt_context  # not used without guidance
+        with self.stage_timer("text"):
+            context = self._get_prompt_embeds(params.prompt, prompt_embeds)
+            negative = context  # not used without guidance
             if params.uses_guidance:
-                uncond = self._get_prompt_embeds(params.negative_prompt, negative_prompt_embeds)
+                negative = self._get_prompt_embeds(params.negative_prompt, negative_prompt_embeds)
             self.release(self.text_encoder)
-        return prompt_context, uncond
+        return context, negative
 
     def cache_prompt_embeds(self, prompts: Sequence[str], params: VideoParams) -> None:
         """Caches the embeddings of these prompts and drops all others. params: the first video."""
         cached = self.cached_prompt_embeds.items()
-        self.cached_prompt_embeds = {prompt: x for prompt, x in cached if prompt in prompts}
+        self.cached_prompt_embeds = {
+            prompt: embeds for prompt, embeds in cached if prompt in prompts
+        }
         self.offload_manager.params = params
-        with self.stages("text"):
+        with self.stage_timer("text"):
             for prompt in dict.fromkeys(prompts):
                 # A copy, so that a view does not keep a padded tensor in memory.
                 if prompt not in self.cached_prompt_embeds:
@@ -412,11 +416,14 @@ class Pipeline:
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor | None:
         """Returns pixels [3,F,H,W] in [-1, 1] on the main rank, else None; all ranks call it."""
-        collected = FrameCollector(self.device.torch_device)
-        return collected.video if self.stream(latents_Zfhw, collected) else None
+        collector = FrameCollector(self.device.torch_device)
+        return collector.video if self.decode_to_sink(latents_Zfhw, collector) else None
 
-    def stream(
-        self, latents_Zfhw: Tensor, sink: Sink, release_ranks: Callable[[], None] = lambda: None
+    def decode_to_sink(
+        self,
+        latents_Zfhw: Tensor,
+        sink: Sink,
+        on_other_ranks_done: Callable[[], None] = lambda: None,
     ) -> bool:
         """Decodes into the main rank's sink; all ranks call it.
 
@@ -428,8 +435,8 @@ class Pipeline:
         Returns:
             Whether this is the main rank.
         """
-        with self.stages("decoding"):
-            is_main = self.vae_runner.decode(latents_Zfhw, sink, release_ranks)
+        with self.stage_timer("decoding"):
+            is_main = self.vae_runner.decode(latents_Zfhw, sink, on_other_ranks_done)
             self.release(self.vae)
         return is_main
 
@@ -439,7 +446,7 @@ class Pipeline:
         for network in (self.text_encoder, self.clip_vision, self.vae, self.experts):
             self.release(network)
 
-    def encode(self, video_3FHW: Tensor) -> Tensor:
+    def encode_video(self, video_3FHW: Tensor) -> Tensor:
         """Returns the latents of pixels in [-1, 1] on every rank; all ranks call it."""
         latents = self.vae_runner.encode(video_3FHW)
 

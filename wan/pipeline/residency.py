@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.load import DTypeOf, WeightTransform, copy_rows
-from wan.checkpoint.source import TensorSource, TensorSources, owns_memory, use_mapped_tensors
+from wan.checkpoint.load import DtypeRule, WeightTransform, copy_rows
+from wan.checkpoint.source import TensorSource, TensorSources, owns_memory, replace_by_mapped_views
 from wan.device import CopyStream
 from wan.log import make_progress_bar
 from wan.settings.execution import count_block_buffers
-from wan.system import use_core_share
+from wan.system import limit_cpu_threads
 
 _ALIGNED = 512  # bytes, as PyTorch aligns an accelerator's memory
 _SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two, and keeps it
@@ -244,7 +244,7 @@ class StreamedBlocks:
         preloaded = resident_blocks if on_cpu else blocks
         if preloaded:
             total = sum(block.flat.size for block in preloaded)
-            with make_progress_bar(total, "loading blocks", "B") as bar, use_core_share():
+            with make_progress_bar(total, "loading blocks", "B") as bar, limit_cpu_threads():
                 for block in resident_blocks:
                     block.load_into(allocate(block.flat.size), bar.update)
                 if streamed_blocks and not on_cpu:
@@ -290,7 +290,7 @@ def stream_blocks(
     transform: WeightTransform,
     blocks: str,
     device: torch.device,
-    dtype_of: DTypeOf,
+    dtype_of: DtypeRule,
     count_resident: CountResidentBlocks = lambda size, count: 0,
     *,
     table: str | None = None,
@@ -342,7 +342,7 @@ def _move_meta_modules(
     modules: Mapping[str, nn.Module],
     sources: TensorSources,
     device: torch.device,
-    dtype_of: DTypeOf,
+    dtype_of: DtypeRule,
 ) -> tuple[FlatTensors, list[TensorSource], list[TensorSource]]:
     """Moves meta modules to a device, where their tensors have no memory yet.
 
@@ -362,7 +362,7 @@ def _move_meta_modules(
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             tensors[f"{prefix}{name}"] = tensor, sources[f"{prefix}{name}"]
     if device.type == "cpu":
-        use_mapped_tensors(tensors.values())
+        replace_by_mapped_views(tensors.values())
     copies = [(tensor, source) for tensor, source in tensors.values() if owns_memory(tensor)]
     flat = FlatTensors([tensor for tensor, _ in copies])
     flat.free_storage()

@@ -50,7 +50,7 @@ class Setup:
     execution: Execution
     parallel: Parallel
     attention: Attention
-    quantized: QuantizedDit | None = None
+    quantized_dit: QuantizedDit | None = None
     chip: str | None = None
     cache: StepCache = field(default_factory=StepCache)
     policy: Policy | None = None
@@ -71,7 +71,7 @@ class Setup:
             **vars(self.parallel),
             **vars(self.cache),
             "checkpoint_dtypes": self.checkpoint_dtypes,
-            "has_quantized_dit": self.quantized is not None,
+            "has_quantized_dit": self.quantized_dit is not None,
             "use_rainfusion": self.attention.use_rainfusion,
             "task": self.preset.task,
             "num_experts": len(self.preset.experts),
@@ -88,11 +88,11 @@ class Setup:
 
     def unconverted_dtypes(self, device: str) -> set[str]:
         """Returns the stored dtypes whose weights are not converted when they are loaded."""
-        if self.quantized is not None or self.parallel.dit_fsdp:
+        if self.quantized_dit is not None or self.parallel.dit_fsdp:
             return set()
         # NPUs have no FP8, and unpacking GGUF is not tested on an NPU.
-        keep = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
-        settings = [name for name in UNCONVERTED_DTYPES if getattr(self.execution, name) in keep]
+        values = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
+        settings = [name for name in UNCONVERTED_DTYPES if getattr(self.execution, name) in values]
         return self.checkpoint_dtypes & {
             dtype for name in settings for dtype in UNCONVERTED_DTYPES[name]
         }
@@ -118,15 +118,15 @@ class Setup:
     def changes_weights(self, expert: str, device: str) -> bool:
         """Returns whether loading an expert replaces layers or merges weights on this device."""
         has_loras = bool(self.loras.get(expert))
-        return self.quantized is not None or has_loras or bool(self.unconverted_dtypes(device))
+        return self.quantized_dit is not None or has_loras or bool(self.unconverted_dtypes(device))
 
     def check_device(self, *candidates: Capabilities) -> None:
         """Refuses settings that none of these devices can run."""
-        weights = () if self.quantized is None else self.quantized.algorithms
+        weights = () if self.quantized_dit is None else self.quantized_dit.algorithms
         head_dim = self.checkpoint.head_dim
         devices.check_device_support(candidates, self.attention, self.execution, head_dim, weights)
-        if self.quantized is not None:
-            check_export_device(self.quantized, candidates[0].type)
+        if self.quantized_dit is not None:
+            check_export_device(self.quantized_dit, candidates[0].type)
 
     def check_plan(self) -> None:
         """Refuses settings that no device matching `device` and `chip` can run."""
@@ -138,14 +138,14 @@ class Setup:
                 continue
         self.check_device(*candidates)
 
-    def check_request(self, params: VideoParams) -> tuple[str, ...]:
+    def check_params(self, params: VideoParams) -> tuple[str, ...]:
         """Refuses settings that contradict a video's steps or size, and returns notices."""
         steps, tokens = params.sample_steps, params.max_clip_tokens
         scales = params.conditioning_scale or ()
         control = {"conditioning_scale": params.conditioning_scale, "num_scales": len(scales)}
         rules.check_rules(rules.VIDEO_RULES, self._rule_values() | control)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
-        notices = () if self.policy is None else self.policy.check_request(params)
+        notices = () if self.policy is None else self.policy.check_params(params)
         heads = self.checkpoint.num_heads
         guidance = params.sample_guide_scale
         return (*notices, *parallel.check_guidance(self.parallel, guidance, heads))

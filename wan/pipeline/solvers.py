@@ -63,8 +63,8 @@ def make_solver(
         with the others.
     """
     spec = SOLVERS["euler" if params.ode else params.sample_solver]
-    integer = SOLVERS[params.sample_solver].truncates_timesteps
-    timesteps = torch.tensor(schedule.timesteps, dtype=torch.int64 if integer else torch.float32)
+    truncates = SOLVERS[params.sample_solver].truncates_timesteps
+    timesteps = torch.tensor(schedule.timesteps, dtype=torch.int64 if truncates else torch.float32)
     module, _, class_name = spec.factory.partition(":")
     solver_class = getattr(import_module(module), class_name)
     if spec.adds_noise:

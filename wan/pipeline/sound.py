@@ -17,7 +17,7 @@ from wan.pipeline.media import Audio
 from wan.settings.errors import InputError
 from wan.settings.sound import AUDIO_LAYERS, RESAMPLED_FEATURE_RATE, S2V_FPS
 from wan.settings.values import format_value
-from wan.system import use_core_share
+from wan.system import limit_cpu_threads
 
 
 def check_audio_encoder(path: Path, channels: int) -> None:
@@ -75,7 +75,7 @@ def extract_audio_features(path: Path, audio: Audio) -> Tensor:
             logging.enable_progress_bar()
     samples = torch.from_numpy(audio.samples)
     samples = (samples - samples.mean()) / (samples.var(correction=0) + 1e-7).sqrt()
-    with use_core_share():
+    with limit_cpu_threads():
         output = model.eval()(samples[None], output_hidden_states=True)
     # The last hidden state of transformers 5 lacks the final norm, unlike earlier versions.
     states = [*output.hidden_states[:-1], output.last_hidden_state]

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from wan.checkpoint.embedded_tokenizer import UnigramVocab, read_embedded_tokenizer
 from wan.checkpoint.keymaps import rename_t5_to_transformers
-from wan.checkpoint.load import DTypeOf, ModelSpec, read_headers
+from wan.checkpoint.load import DtypeRule, ModelSpec, read_headers
 from wan.log import logger
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
-from wan.system import use_core_share
+from wan.system import limit_cpu_threads
 
 BLOCKS_NAME, EMBEDDING_NAME = "encoder.block", "shared"
 """Names of the encoder's list of blocks and of its embedding."""
@@ -76,7 +76,7 @@ class TextEncoder:
             max_length=min(-(-length // PAD_MULTIPLE) * PAD_MULTIPLE, self.text_len),
             return_tensors="pt",
         ).to(self._model.device)
-        with use_core_share():  # for an encoder on the CPU
+        with limit_cpu_threads():  # for an encoder on the CPU
             states = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
         return states[0, : min(length, self.text_len)]
 
@@ -187,7 +187,7 @@ def build_published_text_encoder() -> Any:
     )
 
 
-def choose_text_encoder_dtypes(compute: torch.dtype) -> DTypeOf:
+def choose_text_encoder_dtypes(compute: torch.dtype) -> DtypeRule:
     """Chooses the weights' dtype: the stored dtype if `compute` is float32, else `compute`."""
     return lambda _, stored_dtype: stored_dtype if compute == torch.float32 else compute
 

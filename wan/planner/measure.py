@@ -23,7 +23,7 @@ from wan import log
 from wan.cache.policy import BRANCHES
 from wan.checkpoint.config import S2VConfig, VaceConfig
 from wan.checkpoint.files import TensorInfo
-from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, make_dit_dtype_rule, open_sources
+from wan.checkpoint.load import UNSHARDED, DtypeRule, Sharding, make_dit_dtype_rule, open_sources
 from wan.checkpoint.source import TensorSources, count_mapped_bytes
 from wan.device import Device, select_device
 from wan.distributed import mesh
@@ -293,7 +293,7 @@ class Planner:
             selected = select_kernels(setup.attention, target, {})
             caches = build.build_step_cache(setup, team)
             components = build.build_components(setup, selected, team, caches)
-            caches.start_run(dict.fromkeys(BRANCHES, caches.planned_steps))
+            caches.start_run(dict.fromkeys(BRANCHES, caches.memory_plan_steps))
             network, sources = self._build_first_expert(setup, components)
             sharding, _ = build.make_weight_shardings(parallel, team)
             dtypes = make_dit_dtype_rule(compute, setup.execution.convert_model_dtype)
@@ -305,7 +305,7 @@ class Planner:
                 activations, cached = live.peak_bytes - live.live_bytes, +live.live_bytes
                 residual_bytes = caches.cached_bytes()
         layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
-        num_measured = len(network.wan_blocks())
+        num_measured = len(network.self_attention_blocks())
         cached["text K/V"] = cached["text K/V"] * layers // num_measured
         cached = cached - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
         cache_label = "masks" if setup.attention.use_rainfusion else "attention cache"
@@ -324,9 +324,9 @@ class Planner:
         sources: TensorSources = {}
         with META:
             network = build_dit(files.config, components)
-            if setup.quantized is not None and self.device.type == "npu":
+            if setup.quantized_dit is not None and self.device.type == "npu":
                 operators.insert_quantized_linears(
-                    network, setup.quantized.experts[expert].linear_bytes
+                    network, setup.quantized_dit.experts[expert].linear_bytes
                 )
             elif files.tensors:
                 transform = adapt.make_weight_transform(setup, expert, self.device, compute)
@@ -345,7 +345,7 @@ class Planner:
         live.track_module(network, "embeddings")
         live.track_module(network.text_embedding, "text")
         live.track_module(network.head, "head")
-        for block in network.wan_blocks():
+        for block in network.self_attention_blocks():
             for name, label in _LAYERS.items():
                 live.track_module(block.get_submodule(name), label)
         setup, params, config = self.setup, self.params, self.setup.checkpoint.config
@@ -356,7 +356,7 @@ class Planner:
 
         x, y = empty(channels, *size), empty(config["in_dim"] - channels, *size)
         text_size = config["text_len"], config["text_dim"]
-        prompts = [empty(*text_size, dtype=self.dtype) for _ in branches]
+        contexts = [empty(*text_size, dtype=self.dtype) for _ in branches]
         num_images = setup.preset.num_clip_vision_images
         model_kwargs: dict[str, Any] = {}
         if num_images:
@@ -379,7 +379,7 @@ class Planner:
             features = AUDIO_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
             audios = [{"audio_input": empty(1, *features)} for _ in branches]
         live.exclude(
-            (x, y, *prompts, *chain.from_iterable(map(_iter_tensors, (model_kwargs, *audios))))
+            (x, y, *contexts, *chain.from_iterable(map(_iter_tensors, (model_kwargs, *audios))))
         )
         t = torch.tensor([500.0])
         fixes_first_frame = setup.preset.kind == "ti2v" and memory.count_encoded_frames(params) == 1
@@ -391,7 +391,7 @@ class Planner:
         step_indices, sends = sorted({0, sparse_from}), list[Sends]()
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             live.sent_operations.clear()
-            for branch, text_LC, audio_input in zip(branches, prompts, audios, strict=True):
+            for branch, text_LC, audio_input in zip(branches, contexts, audios, strict=True):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
                 channels_of_image = {"y": [y]} if len(y) else {}
                 with live:
@@ -403,7 +403,7 @@ class Planner:
                         **{**model_kwargs, **audio_input, **channels_of_image},
                         step=step,
                     )
-            layers = len(network.wan_blocks())
+            layers = len(network.self_attention_blocks())
             sends.append(
                 live.sent_operations[: len(live.sent_operations) // len(branches) // layers]
             )
@@ -434,7 +434,7 @@ def _iter_tensors(model_kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 def _prepare_meta_network(
     network: nn.Module,
     blocks: nn.ModuleList,
-    dtype_of: DTypeOf,
+    dtype_of: DtypeRule,
     sharding: Sharding,
     sources: TensorSources,
     adapter_modules: Callable[[int], Sequence[nn.Module]] = lambda layer: (),

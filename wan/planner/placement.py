@@ -71,9 +71,9 @@ def list_layouts(
         raise InputError("`nodes`", nodes, why, "give machines of equally many ranks")
     candidates = []
     for sizes in enumerate_topologies(world, heads):
-        shard_size = count_sent_bytes(sizes, sequence_bytes / (sizes[1] * sizes[2]), world // nodes)
+        sent_bytes = count_sent_bytes(sizes, sequence_bytes / (sizes[1] * sizes[2]), world // nodes)
         in_rate, out_rate = (1e15, 1e6) if rates is None else (rate * 1e9 for rate in rates)
-        seconds, inside, between = max((a / in_rate + b / out_rate, a, b) for a, b in shard_size)
+        seconds, inside, between = max((a / in_rate + b / out_rate, a, b) for a, b in sent_bytes)
         candidates.append(RankLayout(sizes, inside, between, seconds))
     return sorted(candidates, key=lambda layout: layout.seconds)
 

@@ -108,36 +108,36 @@ def _describe_frames(params: VideoParams) -> str:
 
 def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
     """Describes the files of each network of a checkpoint folder and its dtype after loading."""
-    setup, files = planner.setup, planner.setup.checkpoint
+    setup, ckpt = planner.setup, planner.setup.checkpoint
     device = planner.device.type
     encoders = planner.setup.execution.get_precision(planner.device.type)
-    if files.boundary is not None:
+    if ckpt.boundary is not None:
         standard = f"the task's is {setup.preset.boundary:g}"
-        yield f"  boundary_ratio of model_index.json: {files.boundary:g} ({standard})"
-    for expert, dit in files.experts.items():
+        yield f"  boundary_ratio of model_index.json: {ckpt.boundary:g} ({standard})"
+    for expert, dit in ckpt.experts.items():
         infos, note = list(dit.tensors.values()), f"becomes {planner.precision}"
         dtypes = sorted(setup.unconverted_dtypes(device) & {info.dtype for info in infos})
-        if setup.quantized is not None:
-            export = setup.quantized.experts[expert]
+        if setup.quantized_dit is not None:
+            export = setup.quantized_dit.experts[expert]
             note += f", its {len(export.linears)} quantised layers are those of {export.weights}"
         elif dtypes:
             use = "is multiplied in FP8" if setup.multiplies_fp8 else "stays until it is used"
             note = f"{', '.join(dtypes)} {use}, the rest {note}"
         if infos:
-            yield _describe_component(files, f"DiT {expert}", infos, note)
-    if (path := files.text_encoder) is not None:
+            yield _describe_component(ckpt, f"DiT {expert}", infos, note)
+    if (path := ckpt.text_encoder) is not None:
         infos = list(text.read_text_encoder_spec(path).tensors.values())
-        yield _describe_component(files, "text encoder", infos, f"becomes {encoders}")
-    if (path := files.tokenizer) is not None:
-        yield f"  tokenizer: {_format_paths(files, {path})}"
-    if (path := files.image_encoder) is not None:
+        yield _describe_component(ckpt, "text encoder", infos, f"becomes {encoders}")
+    if (path := ckpt.tokenizer) is not None:
+        yield f"  tokenizer: {_format_paths(ckpt, {path})}"
+    if (path := ckpt.image_encoder) is not None:
         infos = list(clip.make_clip_spec(path).tensors.values())
-        yield _describe_component(files, "image encoder", infos, f"becomes {encoders}")
-    if (path := files.audio_encoder) is not None:
-        yield f"  sound encoder: {_format_paths(files, {path})}; runs in fp32 on the CPU"
-    if (path := files.vae) is not None:
+        yield _describe_component(ckpt, "image encoder", infos, f"becomes {encoders}")
+    if (path := ckpt.audio_encoder) is not None:
+        yield f"  sound encoder: {_format_paths(ckpt, {path})}; runs in fp32 on the CPU"
+    if (path := ckpt.vae) is not None:
         infos = list(vae.read_vae_spec(path).tensors.values())
-        yield _describe_component(files, "VAE", infos, f"becomes {setup.execution.vae_precision}")
+        yield _describe_component(ckpt, "VAE", infos, f"becomes {setup.execution.vae_precision}")
 
 
 def _describe_component(

@@ -89,7 +89,7 @@ def _iter_topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
                     changes | dict(zip(SIZE_FLAGS, sizes, strict=True)), ranks, heads
                 )
                 setup = replace(planner.setup, parallel=other)
-                setup.check_request(planner.params)
+                setup.check_params(planner.params)
             except InputError:
                 continue
             if other != current:
@@ -106,7 +106,7 @@ def _list_saving_settings(planner: Planner, setup: Setup, memory: int) -> tuple[
     can_shard = is_distributed and isinstance(execution.offload_model, bool)
     candidates = {
         "`offload_model=true`": execution.offload_model is False,
-        "`dit_fsdp`": can_shard and not parallel.dit_fsdp and setup.quantized is None,
+        "`dit_fsdp`": can_shard and not parallel.dit_fsdp and setup.quantized_dit is None,
         "`t5_fsdp`": can_shard and reduces_text,
         "`t5_cpu`": not is_distributed and reduces_text and planner.device.type != "cpu",
     }

@@ -60,7 +60,11 @@ class SwitchableAttention:
     def start(self, *x_heads_step: Any) -> PackedAttentionCall | None:
         """Starts a packed call of the selected layer; None if it does not support that."""
         layer = self.layers[self.get_selected_name()]
-        return layer.start(*x_heads_step) if isinstance(layer, PackedSelfAttention) else None
+        return (
+            layer.start_packed_call(*x_heads_step)
+            if isinstance(layer, PackedSelfAttention)
+            else None
+        )
 
 
 def make_variant_layer(
@@ -101,7 +105,7 @@ class IdleGapAttention:
     def __init__(
         self, base_layer: FAPowerCapAttention, max_chunks: int, idle: Callable[[], None]
     ) -> None:
-        self.group, self.world_size = base_layer.ulysses_pg, base_layer.world_size
+        self.group, self.world_size = base_layer.ulysses_pg, base_layer.ulysses_size
         self.max_chunks = max_chunks
         self.idle = idle
         self._chunk_attention = make_variant_layer(
@@ -240,7 +244,7 @@ class ComparisonRounds:
                     local_gap = statistics.median(measure_chunk_gaps(recording.events) or [0.0])
                     self._gap_seconds = max(self._groups.gather(local_gap))  # the same on all ranks
                     logger.info("Rests of %s: %.3f ms (measured).", variant.name, 1e3 * local_gap)
-        metadata = {"device": device.name(), "kernel": self._pipeline.kernel}
+        metadata = {"device": device.name(), "kernel": self._pipeline.kernel_name}
         for variant, recording in recordings.items():
             recording.write_trace_file(
                 self._get_trace_folder(variant), metadata | {"variant": variant.name}
@@ -262,7 +266,7 @@ class ComparisonRounds:
         parallel = self._run.setup.parallel
         parallel = replace(parallel, comm_type=variant.comm_type, chunks=variant.chunks)
         setup = replace(self._run.setup, parallel=parallel)
-        returns_lse, rank = self._pipeline.returns_lse, self._groups.rank
+        returns_lse, rank = self._pipeline.can_return_lse, self._groups.rank
         plan = make_exchange_plan(setup, params, steps, returns_lse, device.type, rank)
         return TraceRecording(plan, device, groups=self._groups)
 

@@ -208,7 +208,7 @@ class RankWorker:
             on_failed=self._report_failure,
         )
         if len(jobs) > 1:
-            self._pipeline.stages.seconds = jobs[0].stages
+            self._pipeline.stage_timer.seconds = jobs[0].stages
             self._embed_prompts(jobs)
         for job in batch.generate_videos(make_video):
             loading = [other.stages.get("loading", 0.0) for other in jobs]

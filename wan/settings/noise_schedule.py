@@ -36,23 +36,23 @@ class NoiseSchedule:
         return self.experts.count("high_noise")
 
 
-def make_noise_schedule(request: VideoParams, steps: int | None = None) -> NoiseSchedule:
+def make_noise_schedule(params: VideoParams, steps: int | None = None) -> NoiseSchedule:
     """Makes the noise schedule of a video; `steps` replaces `sample_steps`."""
-    solver = request.sample_solver
-    num_steps = request.sample_steps if steps is None else steps
-    if request.timesteps is not None:
-        levels = [timestep / TRAIN_TIMESTEPS for timestep in request.timesteps]
-        model_timesteps = request.timesteps
+    solver = params.sample_solver
+    num_steps = params.sample_steps if steps is None else steps
+    if params.timesteps is not None:
+        levels = [timestep / TRAIN_TIMESTEPS for timestep in params.timesteps]
+        model_timesteps = params.timesteps
     elif solver == "rcm":  # arXiv:2510.08431: tan of an angle is the noise-to-data ratio
-        angles = (atan(request.first_sigma), *RCM_ANGLES[: num_steps - 1])
+        angles = (atan(params.first_sigma), *RCM_ANGLES[: num_steps - 1])
         levels = [sin(angle) / (sin(angle) + cos(angle)) for angle in angles]
         model_timesteps = tuple(TRAIN_TIMESTEPS * sigma for sigma in levels)
     else:
-        levels = compute_sigmas(solver, num_steps, request.sample_shift)
+        levels = compute_sigmas(solver, num_steps, params.sample_shift)
         model_timesteps = compute_timesteps(solver, levels)
-    experts = [select_expert(timestep, request.boundary) for timestep in model_timesteps]
-    if request.boundary_step is not None:
-        high = request.boundary_step
+    experts = [select_expert(timestep, params.boundary) for timestep in model_timesteps]
+    if params.boundary_step is not None:
+        high = params.boundary_step
         experts = ["high_noise" if i < high else "low_noise" for i in range(len(model_timesteps))]
     return NoiseSchedule((*levels, 0.0), model_timesteps, tuple(experts))
 

@@ -157,7 +157,7 @@ def check_svi_loras(clip_transition: str | None, loras: Iterable[Path]) -> None:
 
 
 def make_recipe_notices(
-    names: Sequence[str], request: VideoParams, has_loras: bool
+    names: Sequence[str], params: VideoParams, has_loras: bool
 ) -> tuple[str, ...]:
     """Describes the settings of the recipes, and warns of settings that lower their quality.
 
@@ -165,42 +165,40 @@ def make_recipe_notices(
         names: Names of the recipes.
         has_loras: Whether any LoRA is loaded.
     """
-    messages = list(_make_clip_notices(names, request, has_loras))
+    messages = list(_make_clip_notices(names, params, has_loras))
     if not names:
         return tuple(messages)
-    timesteps_text = ",".join(map("{:g}".format, request.timesteps or ()))
-    shift = "" if request.sample_solver == "rcm" else f", shift {request.sample_shift:g}"
+    timesteps_text = ",".join(map("{:g}".format, params.timesteps or ()))
+    shift = "" if params.sample_solver == "rcm" else f", shift {params.sample_shift:g}"
     grid = f" at {timesteps_text}" if timesteps_text else shift
-    scale = ",".join(map("{:g}".format, dict.fromkeys(request.sample_guide_scale)))
-    guidance = f", guidance {scale}" if request.uses_guidance else ", no guidance"
+    scale = ",".join(map("{:g}".format, dict.fromkeys(params.sample_guide_scale)))
+    guidance = f", guidance {scale}" if params.uses_guidance else ", no guidance"
     messages.insert(
         0,
-        f"Recipe {' with '.join(reversed(names))}: {request.sample_solver}, "
-        f"{request.sample_steps} steps{grid}{guidance}; `recipe=none` takes the checkpoint's own "
+        f"Recipe {' with '.join(reversed(names))}: {params.sample_solver}, "
+        f"{params.sample_steps} steps{grid}{guidance}; `recipe=none` takes the checkpoint's own "
         "defaults.",
     )
-    if request.uses_guidance and any(not RECIPES[name].is_combinable for name in names):
+    if params.uses_guidance and any(not RECIPES[name].is_combinable for name in names):
         messages.append(
             f"`sample_guide_scale={scale}`: guidance blurs the videos of a distilled model; use 1."
         )
     return tuple(messages)
 
 
-def _make_clip_notices(
-    names: Sequence[str], request: VideoParams, has_loras: bool
-) -> Iterator[str]:
-    if request.chain == "frame" and (request.num_clip or 0) > 1:
+def _make_clip_notices(names: Sequence[str], params: VideoParams, has_loras: bool) -> Iterator[str]:
+    if params.chain == "frame" and (params.num_clip or 0) > 1:
         yield (
             "Each clip begins with the last frame of the previous clip, so that the video drifts "
             "after two to four clips; SVI 2.0 Pro's LoRA pair was trained to prevent this "
             "(docs/long_videos.md)."
         )
-    if request.chain == "latent" and not has_loras:
+    if params.chain == "latent" and not has_loras:
         yield "`chain=latent` needs a network trained for it; without its LoRA clips fall apart."
-    if "svi-2-pro" in names and request.frame_num != 81:
-        longer = ", and loses color in longer ones" if request.frame_num > 81 else ""
+    if "svi-2-pro" in names and params.frame_num != 81:
+        longer = ", and loses color in longer ones" if params.frame_num > 81 else ""
         yield (
-            f"`frame_num={request.frame_num}`: SVI 2.0 Pro was trained on clips of 81 frames"
+            f"`frame_num={params.frame_num}`: SVI 2.0 Pro was trained on clips of 81 frames"
             f"{longer}."
         )
 
@@ -212,15 +210,15 @@ def merge_defaults(user_settings: Mapping[str, Any], defaults: Mapping[str, Any]
     clips in a record.
     """
     changed = {name for name, value in user_settings.items() if defaults.get(name, ...) != value}
-    names = set()
+    stale = set()
     if {"sample_solver", "sample_steps", "sample_shift"} & changed:
-        names |= {"timesteps"}
+        stale |= {"timesteps"}
     if {"sample_steps", "timesteps"} & changed:
-        names |= {"boundary_step"}
+        stale |= {"boundary_step"}
     if "timesteps" in changed:
-        names |= {"sample_steps", "sample_shift"}
+        stale |= {"sample_steps", "sample_shift"}
     if "prompt" in changed:
-        names |= {"clip_prompts"}
+        stale |= {"clip_prompts"}
     if user_settings.get("sample_solver", "rcm") != "rcm":
-        names |= {"ode", "sigma_max"}
-    return {**{key: value for key, value in defaults.items() if key not in names}, **user_settings}
+        stale |= {"ode", "sigma_max"}
+    return {**{key: value for key, value in defaults.items() if key not in stale}, **user_settings}

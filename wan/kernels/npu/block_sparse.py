@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.kernels.base import QuantizedTensor, Target
+from wan.kernels.base import AttentionInput, Target
 from wan.kernels.npu.fp8 import transpose_to_bnsd
 from wan.kernels.rainfusion_masks import make_select_table
 from wan.settings.kernels import RAINFUSION
@@ -37,9 +37,9 @@ class RainKernelV2:
 
     def __call__(
         self,
-        q: QuantizedTensor,
-        k: QuantizedTensor,
-        v: QuantizedTensor,
+        q: AttentionInput,
+        k: AttentionInput,
+        v: AttentionInput,
         mask_BNqk: Tensor,
         k_rows: int,
         /,
@@ -95,9 +95,9 @@ class RainKernelV3:
 
     def __call__(
         self,
-        q: QuantizedTensor,
-        k: QuantizedTensor,
-        v: QuantizedTensor,
+        q: AttentionInput,
+        k: AttentionInput,
+        v: AttentionInput,
         mask_BNqk: Tensor,
         k_rows: int,
         /,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.kernels.base import QuantizedTensor, Target
+from wan.kernels.base import AttentionInput, Target
 from wan.settings.kernels import FP8
 
 _ALL_TOKENS = 2**31 - 1  # an unlimited window
@@ -30,7 +30,7 @@ class NpuBlockQuantizer:
         self._quantize = target.load("mindiesd.layers.quant.block_quant:fa_block_quant_preprocess")
         self._dtype = target.load("torch_npu:float8_e4m3fn")
 
-    def __call__(self, x_BSND: Tensor, rows: int) -> QuantizedTensor:
+    def __call__(self, x_BSND: Tensor, rows: int) -> AttentionInput:
         # One call per sample, because the operator drops the batch dimension; BNSD is the only
         # layout with the same meaning in all releases of mindiesd. Its result for a block of zeros
         # is not documented, but such blocks are padding, which is removed before attention.
@@ -46,7 +46,7 @@ class NpuBlockQuantizer:
         values, scale = (
             samples[0] if len(samples) == 1 else map(torch.cat, zip(*samples, strict=True))
         )
-        return QuantizedTensor(values.transpose(1, 2), scale.transpose(1, 2), rows)
+        return AttentionInput(values.transpose(1, 2), scale.transpose(1, 2), rows)
 
 
 class NpuFp8Attention:
@@ -63,7 +63,7 @@ class NpuFp8Attention:
         self._attend = target.load(f"{module}:fused_infer_attention_score_v2")
 
     def __call__(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, dtype: torch.dtype, /
+        self, q: AttentionInput, k: AttentionInput, v: AttentionInput, dtype: torch.dtype, /
     ) -> Tensor:
         qkv_tensors = (transpose_to_bnsd(x).tensors for x in (q, k, v))
         (q_BNSD, q_scale), (k_BNSD, k_scale), (v_BNSD, v_scale) = qkv_tensors
@@ -88,12 +88,12 @@ class NpuFp8Attention:
         return out_BNSD[:, :, :num_queries].transpose(1, 2)  # mindiesd may append padding rows
 
 
-def make_bnsd_contiguous(x: QuantizedTensor) -> QuantizedTensor:
+def make_bnsd_contiguous(x: AttentionInput) -> AttentionInput:
     """Returns x [B,S,N,D] as views of contiguous [B,N,S,D] tensors; the `ConvertLayout` of NPUs."""
     return transpose_to_bnsd(x).map(lambda tensor: tensor.transpose(1, 2))
 
 
-def transpose_to_bnsd(x: QuantizedTensor) -> QuantizedTensor:
+def transpose_to_bnsd(x: AttentionInput) -> AttentionInput:
     """Returns contiguous values [B,N,S,D] and scales [B,N,blocks,1]; copies only if needed."""
     return x.map(lambda tensor: tensor.transpose(1, 2).contiguous())
 
