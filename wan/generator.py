@@ -151,9 +151,9 @@ class Generator:
             integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
             network_files = build_from_values(NetworkFiles, values)
             presets = [preset for preset in PRESETS.values() if preset.kind == self.kind]
-            checkpoint = _describe_checkpoint_dir(checkpoint_dir, network_files, tuple(presets))
+            checkpoint = _inspect_checkpoint_dir(checkpoint_dir, network_files, tuple(presets))
             checkpoint = _apply_config_files(checkpoint, self.config, network_files)
-            structure = checkpoint.experts.keys(), checkpoint.num_images
+            structure = checkpoint.experts.keys(), checkpoint.num_clip_vision_images
             matching = [
                 candidate
                 for candidate in presets
@@ -281,7 +281,7 @@ class Generator:
 
         def make_output(call: VideoCall, get_latents: Callable[[], Tensor]) -> Tensor | None:
             if call.params.has_clips:
-                return self._join_clips(call)
+                return self._generate_long_video(call)
             return get_latents() if call.output_type == "latent" else pipeline.decode(get_latents())
 
         with name_settings(PYTHON_NAMING):
@@ -291,10 +291,10 @@ class Generator:
                     make_output
                 )
             except BaseException:
-                pipeline.abandon()
+                pipeline.release_all()
                 raise
 
-    def _join_clips(self, call: VideoCall) -> Tensor | None:
+    def _generate_long_video(self, call: VideoCall) -> Tensor | None:
         """Generates the clips of a long video and concatenates them along the frames."""
         video_clips = [*self._pipeline.generate_clips(call.params, call.inputs)]
         if call.output_type == "latent":
@@ -304,7 +304,9 @@ class Generator:
 
     def _prepare_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         """Checks that a call is valid and equal on all ranks, and broadcasts the seed of rank 0."""
-        video_call = self._agree_on(lambda: self._check_call(call, setup), _collect_call_invariants)
+        video_call = self._agree_on(
+            lambda: self._make_video_call(call, setup), _collect_call_invariants
+        )
         if self._groups is not None:  # a random seed differs between ranks
             seed = self._groups.broadcast_object_from_rank0(video_call.params.base_seed)
             video_call.params = replace(video_call.params, base_seed=seed)
@@ -313,8 +315,10 @@ class Generator:
     def _collect_model_invariants(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Returns the settings and digests of the model that must be equal on all ranks."""
         setup, loras = self._setup, self._setup.loras.items()
-        groups = (setup.attention, setup.parallel, setup.execution, setup.cache)
-        invariants = {name: str(value) for part in groups for name, value in vars(part).items()}
+        settings_parts = (setup.attention, setup.parallel, setup.execution, setup.cache)
+        invariants = {
+            name: str(value) for part in settings_parts for name, value in vars(part).items()
+        }
         invariants["ckpt_dir"] = compute_fingerprint(checkpoint.list_files())
         invariants["lora"] = str(
             [
@@ -354,7 +358,7 @@ class Generator:
             raise InputError(mismatch)
         return result
 
-    def _check_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+    def _make_video_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         """Checks the arguments of a call, and reads its images, audio and other inputs."""
         if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
             name = "img" if self._preset.kind == "i2v" else "ref_image_path"
@@ -487,7 +491,7 @@ def _warn_of_other_task(config: Any, preset: Preset) -> None:
         )
 
 
-def _describe_checkpoint_dir(
+def _inspect_checkpoint_dir(
     folder: Any, network_files: NetworkFiles, presets: tuple[Preset, ...]
 ) -> Checkpoint:
     if not isinstance(folder, str | Path):

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 4096  # limit of --plan
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained checkpoints
-DescribeFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
+InspectFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
 """Reads the description of a checkpoint folder."""
 PATH_SETTINGS = [name for name, flag in FLAGS.items() if flag.reader is read_path]
 """Settings that are paths: absolute in records, and possibly different between ranks."""
@@ -268,7 +268,7 @@ def resolve_run(
     values: Values,
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
-    describe_folder: DescribeFolder = inspect_checkpoint,
+    inspect_folder: InspectFolder = inspect_checkpoint,
     require_inputs: bool = True,
 ) -> Run:
     """Resolves settings to a run and checks them.
@@ -312,11 +312,11 @@ def resolve_run(
         if not plan:  # refuse before the checkpoint is written
             _make_setup_and_params(values, {}, preset, checkpoint, world_size, size)
             make_demo(preset.task, folder)
-            checkpoint = describe_folder(folder, network_files, candidates)
+            checkpoint = inspect_folder(folder, network_files, candidates)
     else:
-        checkpoint = describe_folder(folder, network_files, candidates)
+        checkpoint = inspect_folder(folder, network_files, candidates)
     if task in TASK_ALIASES and checkpoint.experts.keys() == {"dit"}:
-        has_two_images = task == "i2v-14B" and checkpoint.num_images == 2
+        has_two_images = task == "i2v-14B" and checkpoint.num_clip_vision_images == 2
         preset = PRESETS["flf2v-14B" if has_two_images else task]
     check_task(checkpoint, preset)
     defaults = {} if checkpoint.folder is None else read_generation_config(checkpoint.folder)

@@ -304,7 +304,7 @@ def test_lines_read_the_checkpoint_once(tiny: Tiny, tmp_path: Path) -> None:
     given["ckpt_dir"] = tiny("t2v-A14B")
     remembering = cache(counted)
     found = prompt_file.resolve_prompt_file(
-        given, lambda one: resolve_command_line(one, lambda *_: None, describe_folder=remembering)
+        given, lambda one: resolve_command_line(one, lambda *_: None, inspect_folder=remembering)
     )
     assert len(found.lines) == 20 and described == [tiny("t2v-A14B")]
 

@@ -58,7 +58,7 @@ def dit(
     fused: bool = False,
 ) -> WanModel:
     files = next(iter(inspect_checkpoint(folder).experts.values()))
-    ops = BlockOps(run_op=CompiledOps(STEPS_BY_OP, least=0)) if fused else BlockOps()
+    ops = BlockOps(run_op=CompiledOps(STEPS_BY_OP, min_elements=0)) if fused else BlockOps()
     shared = ModelComponents(ops=ops, text_kv_cache=sharded and cached)
     make = partial(WanModel, **files.config, components=shared)
     return ModelSpec("DiT", make, files.tensors, folder).load(

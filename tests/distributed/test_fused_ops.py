@@ -34,7 +34,7 @@ def tokens(kind: str, multiple: int) -> ShardedSequence:
 def compare(kind: str, topologies: list[Topology], expected: Tensor) -> None:
     found = {}
     torch._dynamo.reset()
-    compiled = CompiledOps(STEPS_BY_OP, least=0)
+    compiled = CompiledOps(STEPS_BY_OP, min_elements=0)
     ops = BlockOps(run_op=compiled)
     for topology in topologies:
         for mode in ROWS:

@@ -174,7 +174,7 @@ def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
         text_len=8,
         components=ModelComponents(
             blocks_of(layer_of(Topology(2, 1), mode, chosen)),
-            chosen.text_kernel,
+            chosen.cross_attention_kernel,
             ShardedSequence(None, multiple, chosen.token_order),
         ),
     )

@@ -106,7 +106,7 @@ class Blocks(nn.Module):
 
 
 def recorded(
-    count: int, resident: int, forwards: Sequence[int | None], slab: int = residency._SLAB
+    count: int, resident: int, forwards: Sequence[int | None], slab: int = residency._SLAB_BYTES
 ) -> list[str]:
     """Run forwards of so many blocks each; return the log of each as a string."""
     streams = Streams()
@@ -118,7 +118,7 @@ def recorded(
         keep_sources, "blocks", NPU, lambda *_: torch.float32, lambda *_: resident
     )
     found = []
-    with streams.installed(), mock.patch.object(residency, "_SLAB", slab):
+    with streams.installed(), mock.patch.object(residency, "_SLAB_BYTES", slab):
         adapt(network, sources)
         for index, block in enumerate(network.blocks):
             say = lambda *_, index=index: streams.log.append(str(index + 1))  # noqa: E731

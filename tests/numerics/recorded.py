@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wan.kernels.base import StepInfo
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import LocalAttention
+from wan.modules.interfaces import SingleDeviceAttention
 
 STEP = StepInfo(1, 4, "cond", "dit", (1, 1, 1), 1)
 
@@ -34,7 +34,7 @@ class Samples:
         self.seen: list[int] = []
 
     def __call__(self, layer: int) -> Any:
-        attention = LocalAttention(SdpaKernel())
+        attention = SingleDeviceAttention(SdpaKernel())
 
         def attend(*qkv: Tensor, valid_len: int | None, step: StepInfo) -> Tensor:
             self.seen.append(step.sample)

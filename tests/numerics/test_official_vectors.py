@@ -93,7 +93,7 @@ def test_what_clip_looks_at(reference: Path) -> None:
 @pytest.mark.parametrize(("name", "case"), DIT_CASES)
 def test_dit_with_fused_operations(reference: Path, name: str, case: str) -> None:
     torch._dynamo.reset()
-    run = CompiledOps(STEPS_BY_OP, least=0)
+    run = CompiledOps(STEPS_BY_OP, min_elements=0)
     model, arguments, out = dit_case(reference, name, case, ops=BlockOps(run_op=run))
     with torch.no_grad():
         assert distance(model(*arguments)[0], out) <= 2e-5

@@ -26,4 +26,4 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture
 def jobs(tmp_path: Path) -> Jobs:
     """A service whose ranks make one video at a time."""
-    return Jobs(tmp_path / "jobs", Limits(group_size=1))
+    return Jobs(tmp_path / "jobs", Limits(batch_size=1))

@@ -144,7 +144,7 @@ class Jobs:
     def have_ranks(self) -> IdleRanks:
         """Starts idle ranks, which accept the waiting jobs; the test decides their results."""
         ranks = IdleRanks()
-        self.service.group = ranks  # type: ignore[assignment]
+        self.service.rank_group = ranks  # type: ignore[assignment]
         self.service._handle_message({"is": "ready"})
         return ranks
 

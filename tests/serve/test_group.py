@@ -19,7 +19,7 @@ import pytest
 
 from tests.serve.jobs import Jobs
 from wan.serve import group, monitor
-from wan.serve.journal import ATTEMPTS
+from wan.serve.journal import MAX_ATTEMPTS
 from wan.serve.service import Limits
 
 RANK = '''#!PYTHON
@@ -101,15 +101,15 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def running(folder: Path) -> AsyncIterator[Jobs]:
     """A service with two ranks."""
-    jobs = Jobs(folder, Limits(group_size=1), ranks=2)
-    living = asyncio.create_task(jobs.service.start())
+    jobs = Jobs(folder, Limits(batch_size=1), ranks=2)
+    living = asyncio.create_task(jobs.service.serve_forever())
     try:
         yield jobs
     finally:
         await jobs.service.stop()
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
-    assert not any(map(lives, jobs.service.group.pids.values()))
+    assert not any(map(lives, jobs.service.rank_group.pids.values()))
 
 
 def lives(pid: int) -> bool:
@@ -142,16 +142,16 @@ async def make_and_cancel(jobs: Jobs) -> None:
     await jobs.ask(f"/v1/videos/{long}", method="DELETE")
     assert await ended(jobs, last) == ("completed", None, 1)
     await wait(lambda: not (jobs.folder / "jobs" / long).exists())
-    assert jobs.service.group.restarts == 0
+    assert jobs.service.rank_group.restarts == 0
 
 
 async def lose(jobs: Jobs) -> None:
     """A job is retried once, but not if it ran out of memory."""
-    wanted = {"die": ("failed", "ranks_lost", ATTEMPTS), "well": ("completed", None, 1)}
+    wanted = {"die": ("failed", "ranks_lost", MAX_ATTEMPTS), "well": ("completed", None, 1)}
     wanted |= {"lose memory": ("failed", "out_of_memory", 1), "at last": ("completed", None, 1)}
     names = {prompt: await jobs.create({"prompt": prompt}) for prompt in wanted}
     found = {prompt: await ended(jobs, name) for prompt, name in names.items()}
-    assert found == wanted and jobs.service.group.restarts == 3
+    assert found == wanted and jobs.service.rank_group.restarts == 3
     error = (await jobs.ask(f"/v1/videos/{names['lose memory']}"))[2]["error"]
     assert "No memory is left. --plan finds" in error["message"]
 
@@ -160,7 +160,7 @@ async def fail_to_start(jobs: Jobs) -> None:
     """Starts are retried with growing delays, and a job waits for them."""
     (jobs.folder / "broken").touch()
     name = await jobs.create()
-    await wait(lambda: jobs.service.group.restarts >= 4)
+    await wait(lambda: jobs.service.rank_group.restarts >= 4)
     status, _, told = await jobs.ask("/health")
     assert (status, told["status"], jobs.state(name)) == (503, "starting", "queued")
     assert told["reason"] == "The ranks have ended unexpectedly."
@@ -174,7 +174,7 @@ async def fail_to_start(jobs: Jobs) -> None:
 
 async def hang(jobs: Jobs) -> None:
     """A rank that recovers in time continues; else it is killed. A deleted job does not return."""
-    ranks = jobs.service.group
+    ranks = jobs.service.rank_group
     names = [await jobs.create({"num_inference_steps": n}) for n in (1000, 2)]
     await wait(lambda: jobs.service.find_job(names[0]).done > 2)
     pids = {**ranks.pids}
@@ -219,7 +219,7 @@ async def test_a_group(tmp_path: Path) -> None:
     async def run(trial: Trial) -> None:
         async with running(tmp_path / trial.__name__) as jobs:
             if trial is not fail_to_start:
-                await wait(lambda: jobs.service.group.ready)
+                await wait(lambda: jobs.service.rank_group.ready)
             await trial(jobs)
 
     trials: list[Trial] = [make_and_cancel, lose, fail_to_start, hang, meet_strangers]
@@ -237,7 +237,7 @@ async def test_a_stop_does_not_wait_for_ever(
     async with running(tmp_path / "jobs") as jobs:
         name = await jobs.create({"prompt": "be deaf"})
         await wait(lambda: jobs.state(name) == "in_progress")
-        pids = [*jobs.service.group.pids.values()]
+        pids = [*jobs.service.rank_group.pids.values()]
         began = time.monotonic()
     assert time.monotonic() - began < 5 and len(pids) == 2
     assert not any(map(lives, pids))

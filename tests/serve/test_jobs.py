@@ -21,7 +21,7 @@ from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
 from wan.serve import fields, waiters
 from wan.serve.folders import remove_job_files
-from wan.serve.journal import QueuedVideo
+from wan.serve.journal import ServiceJob
 from wan.serve.service import Limits
 from wan.settings.errors import InputError
 
@@ -105,7 +105,7 @@ async def begin(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Eve
 
 async def leave(jobs: Jobs, left: asyncio.Event, task: Any) -> None:
     left.set()
-    jobs.service._notify_waiters()
+    jobs.service._signal_change()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.sleep(0.05)
 
@@ -210,11 +210,11 @@ async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
     chance, journal = random.Random(3), jobs.service.journal
     await jobs.create()
     (first,) = journal.list_in_state("queued")
-    alive: list[QueuedVideo] = [first]
-    dead: list[QueuedVideo] = []
+    alive: list[ServiceJob] = [first]
+    dead: list[ServiceJob] = []
     for number in range(100):
         words = f"zq{number:05}zq " * chance.choice([1, 2, 9, 99, 900])
-        job = QueuedVideo(f"video_{chance.getrandbits(96):024x}", {"prompt": words}, key=words[:9])
+        job = ServiceJob(f"video_{chance.getrandbits(96):024x}", {"prompt": words}, key=words[:9])
         await journal.add(job)
         alive.append(job)
         one = chance.choice(alive)
@@ -452,7 +452,7 @@ RECORD: dict[str, Any] = {
 
 async def test_what_a_video_says(tmp_path: Path) -> None:
     """While it is queued, in progress, completed, with a damaged record, and without its file."""
-    jobs = Jobs(tmp_path / "jobs", Limits(keep_days=2, group_size=1))
+    jobs = Jobs(tmp_path / "jobs", Limits(keep_days=2, batch_size=1))
     names = [await jobs.create() for _ in range(2)]
     one, poll = f"/v1/videos/{names[0]}", "openai-poll-after-ms"
     _, headers, video = await jobs.ask(one)

@@ -18,7 +18,7 @@ from wan.serve.repeats import hash_request
 from wan.serve.service import Limits
 
 AGAIN: dict[str, Any] = {"x_stainless_retry_count": "1"}
-ALONE = Limits(group_size=1)
+ALONE = Limits(batch_size=1)
 LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
 
 
@@ -106,7 +106,7 @@ async def test_no_job_passes_one_of_more_priority(jobs: Jobs) -> None:
 
 async def test_as_many_jobs_wait_as_the_limit_says(tmp_path: Path) -> None:
     """A job that runs does not count, and neither does one that was deleted."""
-    jobs = Jobs(tmp_path / "jobs", Limits(queue=2, group_size=1))
+    jobs = Jobs(tmp_path / "jobs", Limits(queue=2, batch_size=1))
     waiting = [await jobs.create() for _ in range(2)]
     body = {"prompt": PROMPT}
     status, headers, told = await jobs.ask("/v1/videos", body)
@@ -164,7 +164,7 @@ async def test_seconds_are_the_nearest_number_of_frames(jobs: Jobs) -> None:
 @pytest.mark.parametrize("waiting", [2, 3])
 async def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_path: Path) -> None:
     """If loading takes all the time, as many jobs as allowed share it."""
-    jobs = Jobs(tmp_path / "jobs", Limits(group_size=2))
+    jobs = Jobs(tmp_path / "jobs", Limits(batch_size=2))
     ranks = jobs.have_ranks()
     first = await jobs.create()
     rest = [await jobs.create() for _ in range(waiting)]
@@ -348,7 +348,7 @@ async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
 
 async def test_who_may_have_been_the_cause_is_made_alone(tmp_path: Path) -> None:
     """Jobs that together ran out of memory do not fail; they are retried one by one."""
-    jobs = Jobs(tmp_path / "jobs", Limits(group_size=2))
+    jobs = Jobs(tmp_path / "jobs", Limits(batch_size=2))
     ranks = jobs.have_ranks()
     first = await jobs.create()
     both = [await jobs.create() for _ in range(2)]

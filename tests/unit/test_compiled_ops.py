@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Call, Exact]] = {
 )
 def test_compiled_steps_compute_the_same(name: str, dtype: torch.dtype) -> None:
     call, exact = CASES[name]
-    run = CompiledOps(STEPS_BY_OP, least=0)
+    run = CompiledOps(STEPS_BY_OP, min_elements=0)
     x, y = random(1, L, C, seed=4), random(1, L, C, seed=5).to(dtype)
     changed, expected = exact(x.double(), y.double())
     with torch.inference_mode():
@@ -146,7 +146,7 @@ class Graphs:
 def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each function and dtype, whatever the number of sequence lengths."""
     graphs = Graphs(monkeypatch)
-    net = model(CompiledOps(STEPS_BY_OP, least=0))
+    net = model(CompiledOps(STEPS_BY_OP, min_elements=0))
     for frames in (3, 5, 2):
         found = velocity(net, frames, torch.tensor([500.0]))
         assert_close(found, velocity(model(CompiledOps(())), frames, torch.tensor([500.0])))
@@ -175,13 +175,13 @@ def test_small_tensors_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_only_the_chosen_steps_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
-    velocity(model(CompiledOps(("add_norm",), least=0)), 3, torch.tensor([500.0]))
+    velocity(model(CompiledOps(("add_norm",), min_elements=0)), 3, torch.tensor([500.0]))
     assert set(graphs.made) == set(STEPS_BY_OP["add_norm"])
 
 
 def test_with_autograd_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
-    net = model(CompiledOps(STEPS_BY_OP, least=0)).requires_grad_(True)
+    net = model(CompiledOps(STEPS_BY_OP, min_elements=0)).requires_grad_(True)
     net([random(16, 3, 4, 6)], torch.tensor([5.0]), [random(5, 16)], 18)[0].sum().backward()
     assert not graphs.made and net.blocks[0].self_attn.q.weight.grad.abs().sum() > 0
 
@@ -193,7 +193,7 @@ def test_without_a_compiler_everything_runs_as_it_is_written(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    net = model(CompiledOps(STEPS_BY_OP, least=0))
+    net = model(CompiledOps(STEPS_BY_OP, min_elements=0))
     with config.patch({"cpp.cxx": (str(tmp_path / "g++"),)}), caplog.at_level(logging.WARNING):
         found = velocity(net, 3, torch.tensor([500.0]))
     assert torch.equal(found, velocity(model(CompiledOps(())), 3, torch.tensor([500.0])))

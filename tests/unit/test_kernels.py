@@ -28,7 +28,7 @@ from wan.kernels.sdpa import (
     check_cudnn,
     select_cuda_operator,
 )
-from wan.kernels.select import ExportedRotations, make_dense_kernel, select_kernels
+from wan.kernels.select import CheckpointRotations, make_dense_kernel, select_kernels
 from wan.modules.small_ops import BlockOps
 from wan.pipeline.build import DTYPES
 from wan.planner import operators
@@ -154,7 +154,7 @@ BY_FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
 def test_a_selection_names_what_can_run() -> None:
     """Kernels in the order of selection, up to the first one that accepts every call."""
     fp8 = Attention(fa_quant="fp8")
-    table: tuple[tuple[Attention, Device, ExportedRotations, str], ...] = (
+    table: tuple[tuple[Attention, Device, CheckpointRotations, str], ...] = (
         (Attention(), CPU, {}, SDPA),
         (Attention(), CUDA, {}, "PyTorch SDPA on cuda"),
         (fp8, CPU, {}, BY_FP8),
@@ -234,7 +234,7 @@ def test_a_backend_in_a_plan() -> None:
         target = Target(CUDA, 64, torch.bfloat16, operators.load_operator)
         selected = select_kernels(Attention(attention_backend=name), target, {})
         assert selected.dense_kernel.can_return_lse == row.has_lse, name
-        assert selected.text_kernel.name == "PyTorch SDPA on cuda"
+        assert selected.cross_attention_kernel.name == "PyTorch SDPA on cuda"
         assumed = f"assumed {'with' if row.has_lse else 'without'} log-sum-exp)"
         assert (assumed in selected.describe()) == (row.xfuser_member is not None), name
         out, lse = selected.dense_kernel.with_lse(*(x.to("meta", torch.bfloat16) for x in qkv(64)))

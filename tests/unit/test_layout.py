@@ -24,7 +24,7 @@ from wan import WanT2V
 from wan.checkpoint.config import read_dit_config
 from wan.checkpoint.files import TensorInfo, compute_fingerprint, read_json, read_safetensors_header
 from wan.checkpoint.layout import (
-    SOUND_ENCODER,
+    WAV2VEC2_FOLDER,
     check_task,
     inspect_checkpoint,
     make_reference_checkpoint,
@@ -288,16 +288,16 @@ def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path
     shutil.copy(speaking / "config.json", models / "diffusion_models")  # heads are not of 128 here
     t2v = tiny("t2v-1.3B")
     shutil.copy(t2v / f"{STEM}.safetensors", models / "diffusion_models" / "t2v.safetensors")
-    shutil.copytree(speaking / SOUND_ENCODER, models / SOUND_ENCODER)
+    shutil.copytree(speaking / WAV2VEC2_FOLDER, models / WAV2VEC2_FOLDER)
     found = inspect_checkpoint(models, presets=(PRESETS["s2v-14B"],))
-    assert found.kind == "s2v" and found.audio_encoder == models / SOUND_ENCODER
+    assert found.kind == "s2v" and found.audio_encoder == models / WAV2VEC2_FOLDER
     assert found.config["audio_inject_layers"] == (0, 1)  # type: ignore[typeddict-item]
     (models / "diffusion_models" / "config.json").unlink()
     assert inspect_checkpoint(models, presets=(PRESETS["t2v-1.3B"],)).kind == "t2v"
 
 
 def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
-    path = speaking / SOUND_ENCODER
+    path = speaking / WAV2VEC2_FOLDER
     assert inspect_checkpoint(speaking).require("audio_encoder") == path
     sound.check_audio_encoder(path, 32)
     found = {"another width": said(sound.check_audio_encoder, path, 1024)}

@@ -13,7 +13,7 @@ from tests.numerics.recorded import STEP, Samples
 from tests.refusals import check_refusals, said
 from wan.kernels.base import StepInfo
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import LocalAttention, ModelComponents
+from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel, find_timestep_segments
 from wan.modules.rope import RopeCache, make_rope_table, split_head_dim
 from wan.modules.small_ops import BlockOps
@@ -190,7 +190,7 @@ def test_moving_the_model_forgets_text() -> None:
 def test_each_block_has_an_attention_layer_that_is_told_the_step() -> None:
     seen = []
 
-    class Recorder(LocalAttention):
+    class Recorder(SingleDeviceAttention):
         def __init__(self, layer: int) -> None:
             super().__init__(SdpaKernel())
             self.layer = layer
@@ -209,7 +209,7 @@ def test_each_block_has_an_attention_layer_that_is_told_the_step() -> None:
 def test_padded_keys_are_not_attended_to() -> None:
     q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
     padded = [torch.cat((x, torch.full((1, 2, 2, 8), 1e3)), dim=1) for x in (k, v)]
-    layer = LocalAttention(SdpaKernel())
+    layer = SingleDeviceAttention(SdpaKernel())
     assert torch.equal(layer(q, *padded, valid_len=6), layer(q, k, v))
 
 

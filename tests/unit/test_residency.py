@@ -227,7 +227,12 @@ class Counted:
         with torch.device("meta"):
             network = Sum()
         adapt = stream_blocks(
-            keep_sources, "blocks", CPU, lambda *_: dtype, lambda *_: resident, table="table"
+            keep_sources,
+            "blocks",
+            CPU,
+            lambda *_: dtype,
+            lambda *_: resident,
+            embedding_name="table",
         )
         sources = adapt(network, sources or self.sources)
         load_weights(network, sources, device=CPU, dtype_of=lambda *_: dtype, label="sum")

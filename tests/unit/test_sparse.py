@@ -251,12 +251,12 @@ def test_refresh() -> None:
         cache = MaskCache(lambda steps: 3, refresh=4)
         for step, other, made in turns:
             here = call((1, 1, 1), index=step, **other)
-            found = cache.get(here, (1, 1, 2, 2))
+            found = cache.take(here, (1, 1, 2, 2))
             if (found is None) != made:
                 wrong.append((name, step, other))
             if found is None:
                 cache.store(here, torch.full((1, 1, 2, 2), step % 2 == 1))
-        assert cache.get(here, (1, 1, 2, 3)) is None, "a mask of another shape"
+        assert cache.take(here, (1, 1, 2, 3)) is None, "a mask of another shape"
     assert not wrong
 
 
@@ -267,7 +267,7 @@ def test_each_call_of_a_step_has_a_mask_of_its_own() -> None:
     for index, turn in product((3, 4, 5), turns):
         names = ("sample", "branch", "layer", "first_head")
         here = call((1, 1, 1), index=index, **dict(zip(names, turn, strict=True)))
-        found = cache.get(here, (1, 1, 2, 2))
+        found = cache.take(here, (1, 1, 2, 2))
         assert found is made.get(turn), (index, turn)
         if found is None:
             made[turn] = torch.ones(1, 1, 2, 2, dtype=torch.bool)
@@ -280,14 +280,14 @@ def test_masks_in_memory() -> None:
         cache, made = MaskCache(lambda steps: 0, refresh), []
         for expert, layer in product(("high", "low"), range(3)):
             here = call((1, 1, 1), expert=expert, layer=layer)
-            assert cache.get(here, (1, 2, 5, 7)) is None
+            assert cache.take(here, (1, 2, 5, 7)) is None
             mask = torch.ones(1, 2, 5, 7, dtype=torch.bool)
             cache.store(here, mask)
             made.append(weakref.ref(mask))
             del mask
         assert [ref() is not None for ref in made] == [False] * (6 - kept) + [True] * kept
         for layer in range(3):
-            cache.get(call((1, 1, 1), index=1, expert="low", layer=layer), (1, 2, 5, 7))
+            cache.take(call((1, 1, 1), index=1, expert="low", layer=layer), (1, 2, 5, 7))
         assert not any(ref() is not None for ref in made)
 
 

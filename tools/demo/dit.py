@@ -25,7 +25,7 @@ from tools.demo.training import Training, get_device, join_processes, load_avera
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import LocalAttention, ModelComponents
+from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
 from wan.settings.values import integer, real
@@ -66,7 +66,7 @@ class TrainingKernel(SdpaKernel):
 def make_dit(kind: str) -> WanModel:
     """Make an untrained DiT, which predicts zero velocity."""
     kernel = TrainingKernel()
-    collaborators = ModelComponents(lambda _: LocalAttention(kernel), kernel)
+    collaborators = ModelComponents(lambda _: SingleDeviceAttention(kernel), kernel)
     model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, components=collaborators)
     for module in model.modules():
         if isinstance(module, nn.Linear):

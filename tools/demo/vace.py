@@ -50,7 +50,7 @@ from tools.demo.scenes import (
 from tools.demo.score import detect_shapes, find_foreground, find_largest_part
 from tools.demo.training import Training, load_averaged_weights, save_atomically
 from wan import WanT2V, WanVace
-from wan.modules.interfaces import LocalAttention, ModelComponents
+from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.vace import VaceWanModel
 from wan.output_files import check_output, write_folder
 from wan.pipeline.control import fold_mask_to_vace_channels
@@ -184,7 +184,7 @@ def _load_t2v_model() -> Any:
 def make_vace_model(part: str) -> VaceWanModel:
     """Make a frozen t2v expert with trainable control blocks, whose hints are zero at first."""
     kernel = TrainingKernel()
-    collaborators = ModelComponents(lambda _: LocalAttention(kernel), kernel)
+    collaborators = ModelComponents(lambda _: SingleDeviceAttention(kernel), kernel)
     model = VaceWanModel(LAYERS, **CONFIG, in_dim=16, components=collaborators)
     model.load_state_dict(load_file(DEMO / f"{part}_model" / _DIT), strict=False)
     blocks: Any = model.vace_blocks

@@ -226,10 +226,11 @@ def _measure_time(case: Case, weights: Weights, inputs: ForwardInputs) -> list[F
     """Time a forward and its matrix products alone, in turn; derive the other operations' share."""
     selected, calls = case.selected, list[common.Call]()
     kernels = [
-        _RecordingKernel(kernel, calls) for kernel in (selected.dense_kernel, selected.text_kernel)
+        _RecordingKernel(kernel, calls)
+        for kernel in (selected.dense_kernel, selected.cross_attention_kernel)
     ]
     model = case.make_model(
-        weights, replace(selected, dense_kernel=kernels[0], text_kernel=kernels[1])
+        weights, replace(selected, dense_kernel=kernels[0], cross_attention_kernel=kernels[1])
     )
     with torch.compiler.set_stance("force_eager"), common.RecordProducts() as record:
         inputs.run(model)

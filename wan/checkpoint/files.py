@@ -313,7 +313,7 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
     return None
 
 
-def has_library_weights(folder: Path) -> bool:
+def has_diffusers_weights(folder: Path) -> bool:
     """Returns whether the folder holds weights under a name of diffusers or transformers."""
     names = [
         f"{stem}{suffix}" for stem in _WEIGHT_STEMS for suffix in (_INDEX_SUFFIX, ".safetensors")

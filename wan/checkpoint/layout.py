@@ -32,7 +32,7 @@ from wan.checkpoint.files import (
     WEIGHT_FILES,
     TensorInfo,
     check_file_complete,
-    has_library_weights,
+    has_diffusers_weights,
     is_folder,
     list_shards,
     read_file_headers,
@@ -54,13 +54,13 @@ _STEMS = {  # official files end with .pth or .safetensors
     "text_encoder": "models_t5_umt5-xxl-enc-bf16",
     "image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14",
 }
-SOUND_ENCODER = "wav2vec2-large-xlsr-53-english"
+WAV2VEC2_FOLDER = "wav2vec2-large-xlsr-53-english"
 _EXPECTED_FILES = {
     "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth, vae/ or another file with its weights",
     "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or another file with its weights",
     "image_encoder": f"{_STEMS['image_encoder']}.pth, image_encoder/ or clip_vision/",
     "tokenizer": "google/umt5-xxl/, tokenizer/ or a text encoder file that contains it",
-    "audio_encoder": f"the folder {SOUND_ENCODER}",
+    "audio_encoder": f"the folder {WAV2VEC2_FOLDER}",
 }
 PIPELINE_INDEX = "model_index.json"
 _FLAG_HINTS = {
@@ -83,8 +83,10 @@ _UNSUPPORTED = {
     "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
 }
 """Part of a tensor's name -> (unsupported feature, remedy)."""
-_CONSTANT = re.compile(r"motion_encoder\..*\.kernel$").match  # a constant, the same in every file
-_CONV_BIAS = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
+_is_constant_tensor = re.compile(
+    r"motion_encoder\..*\.kernel$"
+).match  # a constant, the same in every file
+_is_conv_bias = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them
 
 
@@ -119,7 +121,7 @@ class Checkpoint:
     """
 
     folder: Path | None
-    layout: str
+    folder_format: str
     kind: str
     experts: dict[str, DitFiles]
     vae: Path | None = None
@@ -159,7 +161,7 @@ class Checkpoint:
         return sorted(set(paths))
 
     @property
-    def num_images(self) -> int:
+    def num_clip_vision_images(self) -> int:
         """The number of images whose CLIP embeddings condition the DiT: 0, 1 or 2."""
         return 0 if not self.config["image_dim"] else 2 if self.config["image_positions"] else 1
 
@@ -239,14 +241,14 @@ def inspect_checkpoint(
             components[component] = _check_explicit_component(component, path, kind)
         else:
             standard_path = (
-                _find_library_component(folder / component)
+                _find_diffusers_component(folder / component)
                 if diffusers
                 else _find_official_file(folder, stem)
             )
             components[component] = standard_path or _find_component(finder, component, kind)
     return Checkpoint(
         folder=folder,
-        layout="diffusers" if diffusers else "official",
+        folder_format="diffusers" if diffusers else "official",
         kind=kind,
         experts=experts,
         tokenizer=_find_tokenizer(folder, components["text_encoder"]),
@@ -267,7 +269,7 @@ class _PipelineIndex:
     """
 
     boundary: float | None = None
-    is_single: bool = False
+    has_null_boundary: bool = False
     components: frozenset[str] = frozenset()
 
     @classmethod
@@ -406,7 +408,7 @@ def _find_tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
 
 def _find_audio_encoder(folder: Path) -> Path | None:
     """Returns the folder of wav2vec2: its published name or any that begins with "wav2vec2"."""
-    folders = [folder / SOUND_ENCODER, *sorted(folder.glob("wav2vec2*"))]
+    folders = [folder / WAV2VEC2_FOLDER, *sorted(folder.glob("wav2vec2*"))]
     return next((path for path in folders if (path / "config.json").is_file()), None)
 
 
@@ -426,8 +428,8 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
         ):
             actual = f"{actual} (boundary_ratio is null in {PIPELINE_INDEX})"
         expected = describe_networks(preset.kind, preset.experts)
-    elif checkpoint.num_images != preset.num_clip_vision_images:
-        actual = f"a network for {checkpoint.num_images} CLIP-encoded image(s)"
+    elif checkpoint.num_clip_vision_images != preset.num_clip_vision_images:
+        actual = f"a network for {checkpoint.num_clip_vision_images} CLIP-encoded image(s)"
         expected = f"one for {preset.num_clip_vision_images}"
     else:
         return
@@ -441,7 +443,7 @@ def _find_official_file(folder: Path, stem: str) -> Path | None:
     return next((check_file_complete(file) for file in files if file.is_file()), None)
 
 
-def _find_library_component(folder: Path) -> Path | None:
+def _find_diffusers_component(folder: Path) -> Path | None:
     """Returns a folder in the layout of diffusers or transformers if its weights are complete."""
     return folder if folder.is_dir() and read_folder_headers(folder) else None
 
@@ -465,7 +467,7 @@ def _read_folder_experts(
     if index is not None and not explicit_experts and "high_noise" in folders:
         has_second = "transformer_2" in index.components
         is_complete = len(folders) == 2 or not (has_second or index.boundary is not None)
-        if is_complete and (index.is_single or len(folders) == 1):
+        if is_complete and (index.has_null_boundary or len(folders) == 1):
             return {"dit": _read_dit_files(folders["high_noise"])}
     if folders and len(folders.keys() | {*explicit_experts}) == 1:
         missing = folder / names[({"high_noise", "low_noise"} - folders.keys()).pop()]
@@ -476,7 +478,7 @@ def _read_folder_experts(
             expert: path for expert, path in folders.items() if expert not in explicit_experts
         }
         return {expert: _read_dit_files(path) for expert, path in remaining.items()}
-    if has_library_weights(folder):
+    if has_diffusers_weights(folder):
         return {"dit": _read_dit_files(folder)}
     return _read_expert_files(finder, folder, presets, explicit_experts) or {
         "dit": _read_dit_files(folder)
@@ -508,7 +510,7 @@ def _read_expert_files(
     if (pair and len(missing) < len(pair)) or (pair and explicit_experts):
         if missing:
             label = missing[0].replace("_", "-")
-            listing = ", ".join(path.name for path in _list_sorted_paths(matching))
+            listing = ", ".join(path.name for path in _list_first_paths(matching))
             why = f"holds no {label} expert ({listing})"
             remedy = f"download it, or give one with `dit_{missing[0]}`"
             raise InputError(f"{folder}", None, why, remedy)
@@ -527,7 +529,7 @@ def _read_expert_files(
     return {} if match is None else {"dit": read_dit(match)}
 
 
-def _list_sorted_paths(weight_files: Collection[WeightFile]) -> list[Path]:
+def _list_first_paths(weight_files: Collection[WeightFile]) -> list[Path]:
     """Returns the first three paths, for an error message."""
     return sorted(weight_file.path for weight_file in weight_files)[:3]
 
@@ -560,14 +562,14 @@ def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)
     tensors = collect_network_tensors(infos, rename_dit_to_official)
-    tensors = _restore_official_shapes(
-        {name: i for name, i in tensors.items() if not _CONSTANT(name)}
+    tensors = _convert_animate_tensors(
+        {name: i for name, i in tensors.items() if not _is_constant_tensor(name)}
     )
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     return DitFiles(folder, read_dit_config(folder, dense), dense, len(dense) < len(tensors))
 
 
-def _restore_official_shapes(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _convert_animate_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Converts Animate's tensors from the diffusers layout to the official one, in place.
 
     Merges the keys and values of face attention, and reshapes the biases of the motion encoder.
@@ -587,7 +589,7 @@ def _restore_official_shapes(tensors: dict[str, TensorInfo]) -> dict[str, Tensor
             chunks=(keys, values),
         )
     for name, info in tensors.items():
-        if _CONV_BIAS(name) and len(info.shape) == 1:
+        if _is_conv_bias(name) and len(info.shape) == 1:
             tensors[name] = replace(info, shape=(1, *info.shape, 1, 1))
     return tensors
 

@@ -232,7 +232,7 @@ def copy_rows(
     Raises:
         FileChangedError: The source's file has changed since it was mapped.
     """
-    source.check()
+    source.check_unchanged()
     start, stop, _ = rows.indices(source.shape[0])
     rows_per_copy = max(1, _COPY_ELEMENTS // max(1, prod(source.shape[1:])))
     for first_row in range(start, stop, rows_per_copy):

@@ -91,10 +91,10 @@ class TensorSource:
 
     def read_checked(self, rows: slice) -> Tensor:
         """Checks the file and returns rows."""
-        self.check()
+        self.check_unchanged()
         return self.read(rows)
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raises FileChangedError if the file has changed since it was mapped."""
         if self.file is not None:
             self.file.check()

@@ -123,7 +123,7 @@ def resolve_arguments(
             resolve = partial(
                 resolve_command_line,
                 make_demo=partial(make_demo, run_once),
-                describe_folder=cache(inspect_checkpoint),
+                inspect_folder=cache(inspect_checkpoint),
             )
             return prompt_file.resolve_prompt_file(user_settings, resolve)
         return resolve_command_line(

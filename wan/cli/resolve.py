@@ -23,7 +23,7 @@ from wan.cli.output import (
 from wan.output_files import iterate_numbered_paths
 from wan.pipeline import memory
 from wan.pipeline.video import read_latents_shape
-from wan.run import DescribeFolder, Run, Values
+from wan.run import InspectFolder, Run, Values
 from wan.settings import recipes
 from wan.settings.errors import InputError, name_settings
 from wan.settings.flags import FLAGS, check_needed_settings, read_settings
@@ -34,7 +34,7 @@ def resolve_command_line(
     user_settings: Values,
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
-    describe_folder: DescribeFolder = layout.inspect_checkpoint,
+    inspect_folder: InspectFolder = layout.inspect_checkpoint,
     require_inputs: bool = True,
 ) -> Run:
     """Resolves flags to a checked run.
@@ -53,7 +53,7 @@ def resolve_command_line(
         )
         if "save_file" in values and not plan:
             check_video_path(values["save_file"])
-        checked_run = run.resolve_run(values, make_demo, plan, describe_folder, require_inputs)
+        checked_run = run.resolve_run(values, make_demo, plan, inspect_folder, require_inputs)
         # Only rank 0 runs the language model.
         if checked_run.prompt_extension is not None and env.rank() == 0:
             from wan.cli import extend_prompt

@@ -225,7 +225,7 @@ class _BlockHook(ModelHook):
 
         session.in_blocks = True
         try:
-            valid = session.components.sequence_shard.num_valid(session.valid_len)
+            valid = session.components.sequence_shard.count_valid_tokens(session.valid_len)
             return cache(x_BLC, blocks, session.step, valid, x_BLC.dtype)
         finally:
             session.in_blocks = False

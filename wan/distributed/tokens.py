@@ -45,15 +45,15 @@ class ShardedSequence:
         self.num_ranks, self.rank = get_group_size(group), get_group_rank(group)
         self._permutations: dict[tuple[Grid, torch.device], _Permutation] = {}
 
-    def make_plan(self, num_tokens: int) -> TokenPlan:
+    def make_token_plan(self, num_tokens: int) -> TokenPlan:
         return TokenPlan(num_tokens, self.num_ranks, self.multiple)
 
-    def num_valid(self, num_tokens: int) -> int:
+    def count_valid_tokens(self, num_tokens: int) -> int:
         """Counts this rank's tokens without padding."""
-        return self.make_plan(num_tokens).count_valid_tokens(self.rank)
+        return self.make_token_plan(num_tokens).count_valid_tokens(self.rank)
 
-    def offset(self, num_tokens: int) -> int:
-        return self.rank * self.make_plan(num_tokens).shard_len
+    def get_local_offset(self, num_tokens: int) -> int:
+        return self.rank * self.make_token_plan(num_tokens).shard_len
 
     def permute(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Permutes the global sequence [B,S,...] from raster order to `order`."""
@@ -65,15 +65,15 @@ class ShardedSequence:
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Returns this rank's shard [B,L,...] of [B,S,...], padded with zeros at the end."""
-        plan = self.make_plan(x_BSC.shape[1])
+        plan = self.make_token_plan(x_BSC.shape[1])
         begin = self.rank * plan.shard_len
         end = begin + plan.count_valid_tokens(self.rank)
         x_BLC = x_BSC[:, begin:end]
         if self.order is not None:
             x_BLC = x_BSC[:, self._get_permutation(grid, x_BSC.device).order[begin:end]]
-        num_missing = plan.shard_len - x_BLC.shape[1]
-        if num_missing:
-            return F.pad(x_BLC, [0, 0] * (x_BLC.dim() - 2) + [0, num_missing])
+        num_padding = plan.shard_len - x_BLC.shape[1]
+        if num_padding:
+            return F.pad(x_BLC, [0, 0] * (x_BLC.dim() - 2) + [0, num_padding])
         # Cloned: blocks update their input in place, and the global sequence can be freed.
         return x_BLC.clone() if self.order is None else x_BLC
 
@@ -85,8 +85,8 @@ class ShardedSequence:
             return x_BSC[:, : prod(grid)]
         return x_BSC[:, self._get_permutation(grid, x_BSC.device).inverse]
 
-    def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
-        return self.make_plan(sum(segment_lengths)).shard_segments(segment_lengths, self.rank)
+    def get_local_segment_lengths(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
+        return self.make_token_plan(sum(segment_lengths)).shard_segments(segment_lengths, self.rank)
 
     def _get_permutation(self, grid: Grid, device: torch.device) -> _Permutation:
         """Returns `order` and its inverse on a device; only the most recent grid is cached."""

@@ -37,14 +37,14 @@ class CompiledOps:
     the compiler fails, the error is logged once as a warning, and everything runs eagerly.
     """
 
-    def __init__(self, names: Collection[str], least: int = MIN_ELEMENTS) -> None:
+    def __init__(self, names: Collection[str], min_elements: int = MIN_ELEMENTS) -> None:
         self._steps = {step for name in names for step in STEPS_BY_OP[name]}
-        self._least = least
+        self._min_elements = min_elements
         self.compiled: dict[str, Callable[..., Tensor]] = {}
 
     def __call__(self, op: Callable[..., Tensor], x: Tensor, /, *args: object) -> Tensor:
         name = op.__name__
-        if name not in self._steps or x.numel() < self._least or torch.is_grad_enabled():
+        if name not in self._steps or x.numel() < self._min_elements or torch.is_grad_enabled():
             return op(x, *args)
         if name in self.compiled:
             return self.compiled[name](x, *args)

@@ -27,7 +27,7 @@ Pair = tuple[Tensor, Tensor]
 QuantizeBlocks = Callable[[Tensor, int], AttentionInput]
 """quantize(x_BSND, rows): E4M3 with one float32 scale per head and `rows` tokens."""
 
-KernelLayout = Callable[[AttentionInput], AttentionInput]
+ConvertLayout = Callable[[AttentionInput], AttentionInput]
 """Converts keys or values to a kernel's memory layout, once for all query blocks."""
 
 
@@ -252,11 +252,11 @@ class Fp8Attention:
         dtype: torch.dtype,
         kernel: Fp8Kernel = DEQUANTIZED,
         quantize_before_exchange: bool = False,
-        to_kernel_layout: KernelLayout = keep_layout,
+        convert_layout: ConvertLayout = keep_layout,
     ) -> None:
         self._quantizer, self._dtype, self._kernel = quantizer, dtype, kernel
         self.quantizes_before_exchange = quantize_before_exchange
-        self._to_kernel_layout = to_kernel_layout
+        self._convert_layout = convert_layout
         self.name = f"fp8 ({quantizer.name}; {kernel.name})"
         self.q_multiple = quantizer.q_rows
 
@@ -295,12 +295,10 @@ class Fp8Attention:
         """Quantizes keys and values once; each query block is quantized when it is attended."""
         quantizer = self._quantizer
         with trace.span("prepare", k.values, what="k v"):
-            keys = self._to_kernel_layout(
+            keys = self._convert_layout(
                 quantizer.quantize_k(k.values, step) if k.scale is None else k
             )
-            values = self._to_kernel_layout(
-                quantizer.quantize_v(v.values) if v.scale is None else v
-            )
+            values = self._convert_layout(quantizer.quantize_v(v.values) if v.scale is None else v)
 
         def attend(q_block: AttentionInput, first: int) -> Tensor:
             queries = q_block

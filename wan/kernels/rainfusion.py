@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wan import trace
 from wan.kernels.base import QKV, AttendRows, AttentionInput, StepInfo, Target
-from wan.kernels.fp8 import KernelLayout, Quantizer, keep_layout
+from wan.kernels.fp8 import ConvertLayout, Quantizer, keep_layout
 from wan.kernels.rainfusion_masks import make_rainfusion_mask
 from wan.kernels.reference import attend_in_tiles
 from wan.settings.numerics import Q_ROWS
@@ -52,7 +52,7 @@ class BlockSparseKernel(Protocol):
     ) -> Tensor: ...
 
 
-class ReferenceBlocks:
+class ReferenceBlockSparseKernel:
     """Reference `BlockSparseKernel` for any device: slow.
 
     The result is bitwise the same however the queries are split.
@@ -76,7 +76,7 @@ class ReferenceBlocks:
         return attend_in_tiles(q_BSND, k_BSND, v_BSND, mask_BNqk, k_rows)
 
 
-REFERENCE = ReferenceBlocks()
+REFERENCE = ReferenceBlockSparseKernel()
 
 
 class MaskCache:
@@ -93,7 +93,7 @@ class MaskCache:
         self._masks: dict[_MaskKey, tuple[int, Tensor]] = {}
         self._expert, self._last_index = "", dict[_MaskKey, int]()
 
-    def get(self, step: StepInfo, shape: Sequence[int]) -> Tensor | None:
+    def take(self, step: StepInfo, shape: Sequence[int]) -> Tensor | None:
         """Returns the cached mask, or None if a new one must be computed.
 
         It is called once for each attention call, since it frees a mask that no later step uses.
@@ -145,21 +145,23 @@ class RainFusionAttention:
 
     def __init__(
         self,
-        kind: str,
+        rainfusion_type: str,
         sparsity: float,
         start_step: int | Callable[[int], int],
         refresh: int = 1,
         *,
         kernel: BlockSparseKernel = REFERENCE,
         quantizer: Quantizer | None = None,
-        to_kernel_layout: KernelLayout = keep_layout,
+        convert_layout: ConvertLayout = keep_layout,
     ) -> None:
-        if kind not in RAINFUSION_TYPES:
+        if rainfusion_type not in RAINFUSION_TYPES:
             raise ValueError(
-                f"RainFusion's type must be one of {', '.join(RAINFUSION_TYPES)}, got {kind!r}"
+                f"RainFusion's type must be one of {', '.join(RAINFUSION_TYPES)}, got {rainfusion_type!r}"
             )
-        if quantizer is not None and kind != "v3":
-            raise ValueError(f"FP8 RainFusion exists as v3 only, got {kind}: take v3, or no FP8")
+        if quantizer is not None and rainfusion_type != "v3":
+            raise ValueError(
+                f"FP8 RainFusion exists as v3 only, got {rainfusion_type}: take v3, or no FP8"
+            )
         if quantizer is not None and quantizer.q_rows != Q_ROWS:
             raise ValueError(f"queries need a scale per {Q_ROWS} rows, got {quantizer.q_rows}")
         start = start_step if callable(start_step) else lambda _: start_step
@@ -170,17 +172,17 @@ class RainFusionAttention:
                 f"sparsity={sparsity}, start_step={start_step}, refresh={refresh}"
             )
         quantizer_name = f"{quantizer.name}; " if quantizer else ""
-        self.name = f"rainfusion {kind} ({quantizer_name}{kernel.name})"
+        self.name = f"rainfusion {rainfusion_type} ({quantizer_name}{kernel.name})"
         self.always_applies = start_step == 0
         self.k_rows = Q_ROWS if quantizer is None else quantizer.kv_rows
         self.masks = MaskCache(start, refresh)
         self._sparsity, self._start_step = sparsity, start
-        self._kernel, self._quantizer, self._to_kernel_layout = kernel, quantizer, to_kernel_layout
+        self._kernel, self._quantizer, self._convert_layout = kernel, quantizer, convert_layout
 
     def applies_to(self, step: StepInfo | None) -> bool:
         """Whether the step of this call is sparse; raises ValueError without a step."""
-        block_step = _require_layer(step)
-        return block_step.index >= self._start_step(block_step.count)
+        layer_step = _require_layer(step)
+        return layer_step.index >= self._start_step(layer_step.count)
 
     def quantize(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, num_valid: int, step: StepInfo | None
@@ -198,25 +200,28 @@ class RainFusionAttention:
         """
         mask, fp8 = self._get_mask(q.values, k.values, _require_layer(step)), self._quantizer
         with trace.span("prepare", k.values, what="k v"):
-            keys = self._to_kernel_layout(k if fp8 is None else fp8.quantize_k(k.values, step))
-            values = self._to_kernel_layout(v if fp8 is None else fp8.quantize_v(v.values))
+            kernel_k = self._convert_layout(k if fp8 is None else fp8.quantize_k(k.values, step))
+            kernel_v = self._convert_layout(v if fp8 is None else fp8.quantize_v(v.values))
 
-        def attend(q_block: AttentionInput, first: int) -> Tensor:
-            first_block, num_blocks = first // Q_ROWS, math.ceil(q_block.values.shape[1] / Q_ROWS)
-            block_mask = mask[:, :, first_block : first_block + num_blocks]
-            queries, num_keys = q_block, keys.values.shape[1]
+        def attend(q_block: AttentionInput, first_local_row: int) -> Tensor:
+            first_q_block, num_q_blocks = (
+                first_local_row // Q_ROWS,
+                math.ceil(q_block.values.shape[1] / Q_ROWS),
+            )
+            block_mask = mask[:, :, first_q_block : first_q_block + num_q_blocks]
+            queries, num_keys = q_block, kernel_k.values.shape[1]
             if fp8 is not None:
                 with trace.span("quantise", q_block.values, what="q"):
                     queries = fp8.quantize_q(q_block.values, step)
             with trace.span("attention", queries.values, keys=num_keys, method="rainfusion"):
-                out = self._kernel(queries, keys, values, block_mask, self.k_rows)
+                out = self._kernel(queries, kernel_k, kernel_v, block_mask, self.k_rows)
             return out.to(q_block.values.dtype)
 
         return attend
 
     def _get_mask(self, q_BSND: Tensor, k_BSND: Tensor, step: StepInfo) -> Tensor:
         block_counts = math.ceil(q_BSND.shape[1] / Q_ROWS), math.ceil(k_BSND.shape[1] / self.k_rows)
-        mask = self.masks.get(step, (q_BSND.shape[0], q_BSND.shape[2], *block_counts))
+        mask = self.masks.take(step, (q_BSND.shape[0], q_BSND.shape[2], *block_counts))
         if mask is None:
             with trace.span("mask", q_BSND):
                 mask = make_rainfusion_mask(

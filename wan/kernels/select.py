@@ -25,9 +25,9 @@ from wan.kernels.base import (
 )
 from wan.kernels.compiled_ops import MIN_ELEMENTS, CompiledOps
 from wan.kernels.fp8 import (
+    ConvertLayout,
     Fp8Attention,
     Fp8Quantizer,
-    KernelLayout,
     Rotations,
     keep_layout,
     make_hadamard_rotation,
@@ -40,7 +40,7 @@ from wan.settings.attention import Attention
 from wan.settings.attention_modes import Grid
 from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, KernelRow
 
-ExportedRotations = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
+CheckpointRotations = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of queries and keys, from a quantized checkpoint."""
 
 
@@ -63,14 +63,14 @@ class SelectedKernels:
 
     device_type: str
     dense_kernel: Kernel
-    text_kernel: Kernel
+    cross_attention_kernel: Kernel
     backends: tuple[AttentionBackend, ...] = ()
     layers: frozenset[tuple[str, int]] | None = None
     fallback: tuple[AttentionBackend, ...] = ()
     token_order: Callable[[Grid], Tensor] | None = None
-    ops: SmallOps = PLAIN_OPS
-    op_runner: CompiledOps | None = None
-    clock: AbstractContextManager[object] | None = None
+    vendor_ops: SmallOps = PLAIN_OPS
+    compiled_ops: CompiledOps | None = None
+    frequency_cap: AbstractContextManager[object] | None = None
 
     def get_backends(self, expert: str, layer: int) -> tuple[AttentionBackend, ...]:
         """Returns the attention backends of a block."""
@@ -94,7 +94,10 @@ class SelectedKernels:
 
 
 def select_kernels(
-    attention: Attention, target: Target, exported: ExportedRotations, compile_blocks: bool = False
+    attention: Attention,
+    target: Target,
+    checkpoint_rotations: CheckpointRotations,
+    compile_blocks: bool = False,
 ) -> SelectedKernels:
     """Selects the kernels and backends of a run whose settings have been checked.
 
@@ -106,41 +109,44 @@ def select_kernels(
         ValueError: A kernel does not exist on the device, or fails a test run there.
     """
     device, load = target.device, target.load
-    names, ops = device.capabilities.list_fused_ops(attention, compile_blocks), PLAIN_OPS
-    op_runner, clock = None, None
+    fused_op_names, vendor_ops = (
+        device.capabilities.list_fused_ops(attention, compile_blocks),
+        PLAIN_OPS,
+    )
+    compiled_ops, frequency_cap = None, None
     if device.type == "npu":
-        ops = make_vendor_ops(names, load)
+        vendor_ops = make_vendor_ops(fused_op_names, load)
         if attention.fa_freq_cap is not None:
             cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
-            clock = load("wan.kernels.npu.clock:FrequencyCap")(cap, restore)
-    elif names:
+            frequency_cap = load("wan.kernels.npu.clock:FrequencyCap")(cap, restore)
+    elif fused_op_names:
         min_elements = MIN_ELEMENTS if attention.fused_ops == ("auto",) else 0
-        op_runner = load("wan.kernels.compiled_ops:CompiledOps")(names, min_elements)
+        compiled_ops = load("wan.kernels.compiled_ops:CompiledOps")(fused_op_names, min_elements)
     return SelectedKernels(
         device.type,
         dense_kernel=make_dense_kernel(attention, target),
         # The prompt is too short for sparse or FP8 attention to pay off.
-        text_kernel=make_dense_kernel(Attention(), target),
+        cross_attention_kernel=make_dense_kernel(Attention(), target),
         backends=(
-            *_make_rainfusion_backends(attention, target, exported),
-            *_make_fp8_backends(attention, target, exported),
+            *_make_rainfusion_backends(attention, target, checkpoint_rotations),
+            *_make_fp8_backends(attention, target, checkpoint_rotations),
         ),
-        layers=frozenset(exported) if exported else None,
+        layers=frozenset(checkpoint_rotations) if checkpoint_rotations else None,
         fallback=_make_rainfusion_backends(replace(attention, fa_quant="none"), target, {})
-        if exported
+        if checkpoint_rotations
         else (),
         token_order=make_window_order if attention.use_rainfusion else None,
-        ops=ops,
-        op_runner=op_runner,
-        clock=clock,
+        vendor_ops=vendor_ops,
+        compiled_ops=compiled_ops,
+        frequency_cap=frequency_cap,
     )
 
 
-def make_vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallOps:
+def make_vendor_ops(fused_op_names: Collection[str], load: Load = resolve_name) -> SmallOps:
     """Replaces the named small operations by the NPU vendor's; the others stay PyTorch's."""
     ops = PLAIN_OPS
     for name, row in SMALL_OPS.items():
-        if name in names:
+        if name in fused_op_names:
             ops = load(row.factories["npu"])(ops, load)
     return ops
 
@@ -162,49 +168,61 @@ def _make_kernel(row: KernelRow, target: Target) -> Any:
 
 
 def _make_rainfusion_backends(
-    attention: Attention, target: Target, exported: ExportedRotations
+    attention: Attention, target: Target, checkpoint_rotations: CheckpointRotations
 ) -> tuple[AttentionBackend, ...]:
     if not attention.use_rainfusion:
         return ()
-    kind, sparse_start = attention.rainfusion_type, attention.sparse_start_step
+    rainfusion_type, sparse_start = attention.rainfusion_type, attention.sparse_start_step
     quantizer = None
     if attention.fp8:
         quantizer = make_fp8_quantizer(
-            target, Rotations(target.head_dim, make_sylvester_rotation, exported)
+            target, Rotations(target.head_dim, make_sylvester_rotation, checkpoint_rotations)
         )
     backend = RainFusionAttention(
-        kind,
+        rainfusion_type,
         attention.sparsity,
         attention.resolve_sparse_start_step if sparse_start is None else sparse_start,
         attention.mask_refresh_interval,
-        kernel=_make_kernel(RAINFUSION[kind], target),
+        kernel=_make_kernel(RAINFUSION[rainfusion_type], target),
         quantizer=quantizer,
-        to_kernel_layout=_select_kernel_layout(target) if RAINFUSION[kind].has_fp8 else keep_layout,
+        convert_layout=_select_layout_conversion(target)
+        if RAINFUSION[rainfusion_type].has_fp8
+        else keep_layout,
     )
     return (backend,)
 
 
 def _make_fp8_backends(
-    attention: Attention, target: Target, exported: ExportedRotations
+    attention: Attention, target: Target, checkpoint_rotations: CheckpointRotations
 ) -> tuple[AttentionBackend, ...]:
     if not attention.fp8:
         return ()
     quantizer = make_fp8_quantizer(
-        target, Rotations(target.head_dim, make_hadamard_rotation, exported)
+        target, Rotations(target.head_dim, make_hadamard_rotation, checkpoint_rotations)
     )
-    kernel, early = _make_kernel(FP8, target), attention.quant_alltoall
-    return (Fp8Attention(quantizer, target.dtype, kernel, early, _select_kernel_layout(target)),)
+    kernel, quantize_before_exchange = _make_kernel(FP8, target), attention.quant_alltoall
+    return (
+        Fp8Attention(
+            quantizer,
+            target.dtype,
+            kernel,
+            quantize_before_exchange,
+            _select_layout_conversion(target),
+        ),
+    )
 
 
 def make_fp8_quantizer(target: Target, rotations: Rotations) -> Fp8Quantizer:
     """Makes the quantizer of queries, keys and values on this target."""
-    kind = target.device.type
-    if kind in FP8.quantizers:
-        return Fp8Quantizer(rotations, target.load(FP8.quantizers[kind])(target), kind)
-    return Fp8Quantizer(rotations, device_type=kind)
+    device_type = target.device.type
+    if device_type in FP8.quantizers:
+        return Fp8Quantizer(
+            rotations, target.load(FP8.quantizers[device_type])(target), device_type
+        )
+    return Fp8Quantizer(rotations, device_type=device_type)
 
 
-def _select_kernel_layout(target: Target) -> KernelLayout:
+def _select_layout_conversion(target: Target) -> ConvertLayout:
     """Returns the function that converts keys and values for a kernel.
 
     Only NPU kernels take quantized keys and values; for other devices they are dequantized.

@@ -162,8 +162,8 @@ class WanAnimateModel(WanModel):
         self, face_features: _FaceFeatures, pose: Tensor, grid: Grid
     ) -> StreamConditioning:
         num_tokens, frame_size = math.prod(grid), math.prod(grid[1:])
-        offset = self.sequence_shard.offset(num_tokens)
-        num_local = self.sequence_shard.num_valid(num_tokens)
+        offset = self.sequence_shard.get_local_offset(num_tokens)
+        num_local = self.sequence_shard.count_valid_tokens(num_tokens)
         rope = self.rope.get(grid, pose.device, self.sequence_shard.shard)
         # The first frame, the reference image, has no pose.
         begin, end = (max(token - frame_size, 0) for token in (offset, offset + num_local))
@@ -262,7 +262,7 @@ class FaceAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, components: ModelComponents) -> None:
         super().__init__()
-        self.heads, self.kernel = heads, components.kernel
+        self.heads, self.kernel = heads, components.cross_attention_kernel
         self.linear1_kv, self.linear1_q = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
         self.linear2 = nn.Linear(dim, dim)
         self.q_norm, self.k_norm = (nn.RMSNorm(dim // heads, 1e-6) for _ in range(2))

@@ -236,7 +236,7 @@ class WanCrossAttention(WanAttention):
 
     def __init__(self, sizes: BlockSizes, components: ModelComponents) -> None:
         super().__init__(sizes, components)
-        self.kernel, self.text_len = components.kernel, sizes.text_len
+        self.kernel, self.text_len = components.cross_attention_kernel, sizes.text_len
         self.k_img: nn.Linear | None = None
         if sizes.has_image_tokens:
             self.k_img, self.v_img = (nn.Linear(sizes.dim, sizes.dim) for _ in range(2))

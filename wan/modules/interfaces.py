@@ -85,23 +85,23 @@ class SequenceShard(Protocol):
         """Gathers the shards of all ranks into the global sequence in raster order."""
         ...
 
-    def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
+    def get_local_segment_lengths(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
         """Returns the length of each segment's part on this rank.
 
         segment_lengths: Lengths of the consecutive segments of the global sequence.
         """
         ...
 
-    def num_valid(self, num_tokens: int) -> int:
+    def count_valid_tokens(self, num_tokens: int) -> int:
         """Number of tokens on this rank that are not padding, in a sequence of `num_tokens`."""
         ...
 
-    def offset(self, num_tokens: int) -> int:
+    def get_local_offset(self, num_tokens: int) -> int:
         """Global index of this rank's first token in a sequence of `num_tokens`."""
         ...
 
 
-class LocalAttention:
+class SingleDeviceAttention:
     """Self-attention of a sequence that is not sharded: a single kernel call."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -135,13 +135,13 @@ class UnshardedSequence:
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
         return x_BLC
 
-    def local_segments(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
+    def get_local_segment_lengths(self, segment_lengths: Sequence[int]) -> tuple[int, ...]:
         return tuple(segment_lengths)
 
-    def num_valid(self, num_tokens: int) -> int:
+    def count_valid_tokens(self, num_tokens: int) -> int:
         return num_tokens
 
-    def offset(self, num_tokens: int) -> int:
+    def get_local_offset(self, num_tokens: int) -> int:
         return 0
 
 
@@ -170,8 +170,8 @@ class ModelComponents:
         attention_cache: Skips self-attention in some steps.
     """
 
-    attention: AttentionFactory = lambda layer: LocalAttention(SdpaKernel())
-    kernel: Kernel = field(default_factory=SdpaKernel)
+    attention: AttentionFactory = lambda layer: SingleDeviceAttention(SdpaKernel())
+    cross_attention_kernel: Kernel = field(default_factory=SdpaKernel)
     sequence_shard: SequenceShard = field(default_factory=UnshardedSequence)
     ops: BlockOps = field(default_factory=BlockOps)
     text_kv_cache: bool = False

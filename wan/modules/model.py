@@ -228,7 +228,10 @@ class WanModel(nn.Module):
         embedded_context = self._embed_context(context, clip_fea)
         after_block = conditioning.after_block if conditioning else {}
         forward_context = ForwardContext(
-            self.sequence_shard.local_segments(segment_lengths), rope, sum(segment_lengths), step
+            self.sequence_shard.get_local_segment_lengths(segment_lengths),
+            rope,
+            sum(segment_lengths),
+            step,
         )
         block_inputs = BlockInputs(e0_BR6C, embedded_context, forward_context)
 
@@ -256,7 +259,7 @@ class WanModel(nn.Module):
             num_valid = (
                 conditioning.num_local_video_tokens
                 if conditioning
-                else self.sequence_shard.num_valid(num_video_tokens)
+                else self.sequence_shard.count_valid_tokens(num_video_tokens)
             )
             x_BLC = self.step_cache(
                 x_BLC, run_blocks, step, num_valid, embedded_context.embedding.dtype

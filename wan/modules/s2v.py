@@ -305,9 +305,9 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             torch.cat([compute_rope_angles(axes, head_dim) for axes in angles])
         )
         device = ref.device
-        offset = self.sequence_shard.offset(num_video + num_extra_tokens)
-        num_valid = self.sequence_shard.num_valid(num_video + num_extra_tokens)
-        num_local = self.sequence_shard.local_segments((num_video, num_extra_tokens))[0]
+        offset = self.sequence_shard.get_local_offset(num_video + num_extra_tokens)
+        num_valid = self.sequence_shard.count_valid_tokens(num_video + num_extra_tokens)
+        num_local = self.sequence_shard.get_local_segment_lengths((num_video, num_extra_tokens))[0]
         cos, sin = (self.sequence_shard.shard(x[None], grid)[0].to(device) for x in (cos, sin))
         return _ReferenceTokens(
             rope=(cos, sin),
@@ -398,7 +398,7 @@ class AudioAttention(WanAttention):
 
     def __init__(self, sizes: BlockSizes, components: ModelComponents) -> None:
         super().__init__(sizes, components)
-        self.kernel = components.kernel
+        self.kernel = components.cross_attention_kernel
 
     def forward(
         self,

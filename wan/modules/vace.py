@@ -160,8 +160,8 @@ class VaceWanModel(WanModel):
 
         return StreamConditioning(
             self.rope.get(grid, control_BCFHW.device, self.sequence_shard.shard),
-            self.sequence_shard.offset(num_tokens),
-            self.sequence_shard.num_valid(num_tokens),
+            self.sequence_shard.get_local_offset(num_tokens),
+            self.sequence_shard.count_valid_tokens(num_tokens),
             after_block={layer: make_hook(layer) for layer in self.injected},
             before_blocks=save_video_stream,
         )

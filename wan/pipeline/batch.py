@@ -183,6 +183,6 @@ class Batch(Generic[J]):
         finally:
             job.seconds += time.perf_counter() - start_time
         if job.failed and not keep_expert:  # otherwise other videos need the loaded expert
-            self._pipeline.abandon()
+            self._pipeline.release_all()
             gc.collect()  # tensors referenced by the traceback
             self._pipeline.device.empty_cache()

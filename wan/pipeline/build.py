@@ -34,7 +34,12 @@ from wan.device import Device
 from wan.kernels.base import Target
 from wan.kernels.select import SelectedKernels, make_dense_kernel, select_kernels
 from wan.log import StageTimer, logger
-from wan.modules.interfaces import LocalAttention, ModelComponents, SelfAttention, UnshardedSequence
+from wan.modules.interfaces import (
+    ModelComponents,
+    SelfAttention,
+    SingleDeviceAttention,
+    UnshardedSequence,
+)
 from wan.modules.model import WanModel
 from wan.modules.networks import build_dit
 from wan.modules.small_ops import BlockOps, run_eager
@@ -113,7 +118,7 @@ def build_pipeline(
         offload_manager=OffloadManager(
             device,
             execution.resident_blocks,
-            partial(memory.estimate_bytes_outside_blocks, setup),
+            partial(memory.estimate_denoising_bytes_without_blocks, setup),
             execution.offload_model,
         ),
         groups=groups,
@@ -172,7 +177,7 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
     checkpoint, execution = setup.checkpoint, setup.execution
     precision, layers = execution.get_dit_precision(device.type), checkpoint.config["num_layers"]
     network = f"{precision}, {layers} x {checkpoint.num_heads} heads"
-    logger.info("%s checkpoint, %s, %s", checkpoint.layout, device.name(), network)
+    logger.info("%s checkpoint, %s, %s", checkpoint.folder_format, device.name(), network)
     logger.info("%s", describe_attention(setup, selected))
     for name, kinds in UNCONVERTED_DTYPES.items():
         if stored_dtypes := setup.checkpoint_dtypes & {*kinds}:
@@ -325,7 +330,7 @@ class NetworkLoader:
                 count_resident_blocks,
                 adapter_modules=get_adapters,
             )
-        self.offload_manager.free_device()  # free memory for the new network
+        self.offload_manager.free_device_memory()  # free memory for the new network
         model = self._dit_specs[name].load(
             device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, transform=transform
         )
@@ -375,7 +380,7 @@ class NetworkLoader:
             from wan.pipeline.residency import stream_blocks
 
             transform = stream_blocks(
-                transform, text.BLOCKS_NAME, device, dtypes, table=text.EMBEDDING_NAME
+                transform, text.BLOCKS_NAME, device, dtypes, embedding_name=text.EMBEDDING_NAME
             )
         model = self._text_encoder_spec.load(
             device=device, dtype_of=dtypes, sharding=self._t5_sharding, transform=transform
@@ -427,18 +432,18 @@ def build_components(
 ) -> ModelComponents:
     """Builds the components of an expert's blocks: attention, kernels, sequence shard, caches."""
     parallel, caches_text = setup.parallel, setup.execution.text_kv_cache
-    ops = BlockOps(selected.ops, selected.op_runner or run_eager, selected.device_type)
+    ops = BlockOps(selected.vendor_ops, selected.compiled_ops or run_eager, selected.device_type)
     skip_hooks = (
         (None, None)
         if step_cache is None
         else (step_cache.get_if_skips("blocks"), step_cache.get_if_skips("attention"))
     )
     is_sharded = groups is not None and parallel.sequence_size > 1
-    if not (is_sharded or selected.backends or selected.clock):
-        local = LocalAttention(selected.dense_kernel)
+    if not (is_sharded or selected.backends or selected.frequency_cap):
+        local = SingleDeviceAttention(selected.dense_kernel)
         return ModelComponents(
             lambda _: local,
-            selected.text_kernel,
+            selected.cross_attention_kernel,
             UnshardedSequence(),
             ops,
             caches_text,
@@ -465,7 +470,7 @@ def build_components(
             kernel=selected.dense_kernel,
             ring=ring,
             methods=selected.get_backends(expert, layer),
-            clock=selected.clock,
+            clock=selected.frequency_cap,
             chunks=parallel.chunks,
             exchange=setup.exchange_on(selected.device_type),
             contiguous=selected.device_type not in setup.attention.dense_kernel.strided_devices,
@@ -474,7 +479,7 @@ def build_components(
     multiple = setup.attention.row_multiple(parallel.ring_size) if is_sharded else 1
     tokens = ShardedSequence(sequence, multiple, selected.token_order)
     return ModelComponents(
-        make_attention, selected.text_kernel, tokens, ops, caches_text, *skip_hooks
+        make_attention, selected.cross_attention_kernel, tokens, ops, caches_text, *skip_hooks
     )
 
 

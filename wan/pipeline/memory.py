@@ -81,12 +81,12 @@ class NetworkSize:
     """
 
     weights: int
-    block: int
-    blocks: int
+    block_bytes: int
+    all_blocks_bytes: int
     cached: Usage = field(default_factory=Usage)
     activations: Usage = field(default_factory=Usage)
     mapped: int = 0
-    largest_block: int = 0
+    largest_block_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class NetworkSizes:
     text: NetworkSize | None
     clip: WeightBytes
     vae: WeightBytes
-    encoding: Usage
-    decoding: Usage
+    encoding_activations: Usage
+    decoding_activations: Usage
     dit: NetworkSize
 
 
@@ -122,39 +122,51 @@ def compute_stage_memory(
         "text encoder" if it runs on the device, "image encoder" if an image is encoded, "denoising"
         and "decoding".
     """
-    execution, device = setup.execution, find_planned_device(setup).type
+    execution, device = setup.execution, find_planned_capabilities(setup).type
     keeps_all = execution.offload_model is False
-    resident_usage, usage_by_stage = Usage(), dict[str, Usage]()
+    retained_usage, usage_by_stage = Usage(), dict[str, Usage]()
 
     def add_stage(name: str, weights: Usage, activations: Usage) -> None:
-        usage_by_stage[name] = resident_usage + weights + activations
+        usage_by_stage[name] = retained_usage + weights + activations
         if keeps_all:
-            resident_usage.update(weights)
+            retained_usage.update(weights)
 
     if sizes.text is not None:
-        streams = execution.offload_model == "block"
-        weights = count_block_buffers(device) * sizes.text.block if streams else sizes.text.weights
+        is_streamed = execution.offload_model == "block"
+        weights = (
+            count_block_buffers(device) * sizes.text.block_bytes
+            if is_streamed
+            else sizes.text.weights
+        )
         add_stage("text encoder", Usage({"text encoder weights": weights}), sizes.text.activations)
     if keeps_all:  # otherwise CLIP is released before the VAE is loaded
-        resident_usage.update({"CLIP weights": sizes.clip.weights})
+        retained_usage.update({"CLIP weights": sizes.clip.weights})
     vae = Usage({"VAE weights": sizes.vae.weights})
-    if sizes.encoding:
-        add_stage("image encoder", vae, sizes.encoding)
+    if sizes.encoding_activations:
+        add_stage("image encoder", vae, sizes.encoding_activations)
     dit, layers = sizes.dit, setup.checkpoint.config["num_layers"]
     num_blocks = layers - execution.count_blocks_on_device(layers, device)
-    extra = count_block_buffers(device) * max(dit.largest_block - dit.block, 0) if num_blocks else 0
+    largest_block_surplus = (
+        count_block_buffers(device) * max(dit.largest_block_bytes - dit.block_bytes, 0)
+        if num_blocks
+        else 0
+    )
     num_networks = len(setup.preset.experts) if keeps_all else 1
-    resident = dit.cached + Usage({"DiT weights": dit.weights - num_blocks * dit.block + extra})
-    resident = Usage({name: num_networks * size for name, size in resident.items()})
+    dit_usage = dit.cached + Usage(
+        {"DiT weights": dit.weights - num_blocks * dit.block_bytes + largest_block_surplus}
+    )
+    dit_usage = Usage({name: num_networks * size for name, size in dit_usage.items()})
     previous_clip = _estimate_previous_clip(params) if device == "cpu" else Usage()
     overlapped_decoding = (
-        vae - resident_usage + sizes.decoding if is_decoding_overlapped(setup, params) else Usage()
+        vae - retained_usage + sizes.decoding_activations
+        if is_decoding_overlapped(setup, params)
+        else Usage()
     )
     denoising = (
         dit.activations + _estimate_latents(params) + _estimate_face_images(params) + previous_clip
     )
-    add_stage("denoising", resident, denoising + overlapped_decoding)
-    add_stage("decoding", vae - resident_usage, sizes.decoding + previous_clip)
+    add_stage("denoising", dit_usage, denoising + overlapped_decoding)
+    add_stage("decoding", vae - retained_usage, sizes.decoding_activations + previous_clip)
     return usage_by_stage
 
 
@@ -164,7 +176,7 @@ def is_decoding_overlapped(setup: Setup, params: VideoParams) -> bool:
     return setup.execution.overlap_decoding and has_several_clips
 
 
-def sum_mapped_weights(sizes: NetworkSizes) -> dict[str, Usage]:
+def get_mapped_weights_by_stage(sizes: NetworkSizes) -> dict[str, Usage]:
     """Returns the memory-mapped weights that each stage uses.
 
     They are not allocated by a process. The operating system caches their pages while memory is
@@ -172,7 +184,9 @@ def sum_mapped_weights(sizes: NetworkSizes) -> dict[str, Usage]:
     """
     usage_by_stage = {
         "text encoder": Usage({"text encoder weights": sizes.text.mapped if sizes.text else 0}),
-        "image encoder": Usage({"VAE weights": sizes.vae.mapped if sizes.encoding else 0}),
+        "image encoder": Usage(
+            {"VAE weights": sizes.vae.mapped if sizes.encoding_activations else 0}
+        ),
         "denoising": Usage({"DiT weights": sizes.dit.mapped}),
         "decoding": Usage({"VAE weights": sizes.vae.mapped}),
     }
@@ -197,7 +211,7 @@ def _estimate_previous_clip(params: VideoParams) -> Usage:
     return Usage({"frames of the clip before": 3 * MOTION_FRAMES * height * width * 4})
 
 
-def find_planned_device(setup: Setup) -> Capabilities:
+def find_planned_capabilities(setup: Setup) -> Capabilities:
     """Finds the capabilities of the device that the settings `device` and `chip` select.
 
     "auto" selects the first accelerator that can run the setup, or a CPU if none can.
@@ -219,22 +233,30 @@ def estimate_network_sizes(setup: Setup, params: VideoParams) -> NetworkSizes:
     of it. Weights count with the size of their files, except weights that a CPU can memory-map.
     The formulas leave out CLIP, and the activations of a VAE that decodes in tiles.
     """
-    execution, frames = setup.execution, count_decoded_frames(params)
+    execution, decoded_frames = setup.execution, count_decoded_frames(params)
     width, height = params.video_size
-    is_on_device = find_planned_device(setup).type == "cpu" or not execution.t5_cpu
-    num_frames, vae_size = count_encoded_frames(params), _ITEMSIZE[execution.vae_precision]
+    is_on_device = find_planned_capabilities(setup).type == "cpu" or not execution.t5_cpu
+    encoded_frames, vae_itemsize = count_encoded_frames(params), _ITEMSIZE[execution.vae_precision]
     ranks = setup.parallel.world_size if execution.vae_parallel else 1
-    can_map_vae = _can_map_weights(setup, setup.checkpoint.vae) and vae_size == 4
-    encoding = estimate_vae_activations(setup, "encode", (num_frames, height, width)) // ranks
-    pixel_frames = 1 + (frames - 1) * params.preset.vae_stride[0]
-    video_size = 3 * pixel_frames * width * height * 4  # complete on the first rank
-    decoding = estimate_vae_activations(setup, "decode", (frames, height, width)) - video_size
+    can_map_vae = _can_map_weights(setup, setup.checkpoint.vae) and vae_itemsize == 4
+    encoding_bytes = (
+        estimate_vae_activations(setup, "encode", (encoded_frames, height, width)) // ranks
+    )
+    pixel_frames = 1 + (decoded_frames - 1) * params.preset.vae_stride[0]
+    video_bytes = 3 * pixel_frames * width * height * 4  # complete on the first rank
+    decoding_bytes = (
+        estimate_vae_activations(setup, "decode", (decoded_frames, height, width)) - video_bytes
+    )
     return NetworkSizes(
         text=_estimate_text_encoder(setup) if is_on_device else None,
         clip=WeightBytes(0),
-        vae=WeightBytes(0 if can_map_vae else int(_count_vae_weight_bytes(setup) * vae_size / 4)),
-        encoding=+Usage(activations=encoding),
-        decoding=Usage(activations=video_size + (0 if execution.vae_tiling else decoding // ranks)),
+        vae=WeightBytes(
+            0 if can_map_vae else int(_count_vae_weight_bytes(setup) * vae_itemsize / 4)
+        ),
+        encoding_activations=+Usage(activations=encoding_bytes),
+        decoding_activations=Usage(
+            activations=video_bytes + (0 if execution.vae_tiling else decoding_bytes // ranks)
+        ),
         dit=_estimate_dit(setup, params),
     )
 
@@ -289,23 +311,25 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
     """
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
-    device = find_planned_device(setup).type
+    device = find_planned_capabilities(setup).type
     e = _ITEMSIZE[execution.get_dit_precision(device)]
-    fp32 = e if execution.convert_model_dtype else 4
+    fp32_param_itemsize = e if execution.convert_model_dtype else 4
     # Each control block of VACE is copied together with a block.
     num_control = setup.checkpoint.num_control_blocks
     kv_channels = 2 * c if config["image_dim"] else 0  # K and V projections of the image's tokens
-    uniform, largest_block = (8 * c + 2 * f + kv_channels) * c * e, 0
-    block = (uniform * (layers + num_control) + c * c * e * num_control) // layers
+    block_bytes_without_control, largest_block_bytes = (8 * c + 2 * f + kv_channels) * c * e, 0
+    block_bytes = (
+        block_bytes_without_control * (layers + num_control) + c * c * e * num_control
+    ) // layers
     if (
         num_control
         and device != "cpu"
         and setup.quantized_dit is None
         and not setup.unconverted_dtypes(device)
     ):
-        largest_block = 2 * uniform + c * c * e
+        largest_block_bytes = 2 * block_bytes_without_control + c * c * e
     if setup.quantized_dit is not None:
-        block = (
+        block_bytes = (
             sum(next(iter(setup.quantized_dit.experts.values())).linear_bytes.values()) // layers
         )
     elif unconverted_dtypes := setup.unconverted_dtypes(device):
@@ -315,34 +339,36 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
             for name, info in tensors.items()
             if name.startswith(BLOCK_PREFIXES) and len(info.shape) == 2
         ]
-        block = sum(sizes) // layers
+        block_bytes = sum(sizes) // layers
     if "audio_inject_layers" in config:  # audio attention of S2V, copied together with a block
         num_injected_layers = len(cast(S2VConfig, config)["audio_inject_layers"])
-        block += num_injected_layers * 6 * c * c * e // layers
+        block_bytes += num_injected_layers * 6 * c * c * e // layers
     if setup.preset.kind == "animate":  # every fifth block has attention to the face
-        block += -(-layers // FACE_BLOCK_INTERVAL) * 4 * c * c * e // layers
-    outside_blocks = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
+        block_bytes += -(-layers // FACE_BLOCK_INTERVAL) * 4 * c * c * e // layers
+    outside_block_bytes = (config["text_dim"] + c) * c * e + (
+        config["freq_dim"] + 7 * c
+    ) * c * fp32_param_itemsize
     if device == "cpu" and not parallel.dit_fsdp:
         mapped_in_blocks, mapped_outside = _estimate_mapped_dit(setup)
-        mapped_in_blocks += max(0, mapped_outside - outside_blocks)  # adapter modules
-        block = max(0, block - mapped_in_blocks // layers)
-        outside_blocks = max(0, outside_blocks - mapped_outside)
+        mapped_in_blocks += max(0, mapped_outside - outside_block_bytes)  # adapter modules
+        block_bytes = max(0, block_bytes - mapped_in_blocks // layers)
+        outside_block_bytes = max(0, outside_block_bytes - mapped_outside)
     branches = 2 if params.uses_guidance and parallel.cfg_size == 1 else 1
-    text_size = branches * execution.text_kv_cache * config["text_len"] * c * e
+    text_bytes = branches * execution.text_kv_cache * config["text_len"] * c * e
     tokens = -(-params.max_clip_tokens // parallel.sequence_size)
-    streams = 2 if num_control else 1  # the video stream and the control stream
-    activations = tokens * (streams * 4 * c + e * max(5 * c, 2 * c + f))
+    num_streams = 2 if num_control else 1  # the video stream and the control stream
+    activations = tokens * (num_streams * 4 * c + e * max(5 * c, 2 * c + f))
     gathered_bytes, ranks = 0, 1
     if parallel.dit_fsdp:
-        activations, ranks = max(outside_blocks, activations), parallel.world_size
-        gathered_bytes = outside_blocks + 2 * block
+        activations, ranks = max(outside_block_bytes, activations), parallel.world_size
+        gathered_bytes = outside_block_bytes + 2 * block_bytes
     return NetworkSize(
-        weights=(outside_blocks + layers * block) // ranks,
-        block=block // ranks,
-        blocks=layers * block // ranks,
-        cached=Usage({"text": text_size, "text K/V": 2 * (layers + num_control) * text_size}),
+        weights=(outside_block_bytes + layers * block_bytes) // ranks,
+        block_bytes=block_bytes // ranks,
+        all_blocks_bytes=layers * block_bytes // ranks,
+        cached=Usage({"text": text_bytes, "text K/V": 2 * (layers + num_control) * text_bytes}),
         activations=Usage({"activations": activations, "gathered weights": gathered_bytes}),
-        largest_block=largest_block // ranks,
+        largest_block_bytes=largest_block_bytes // ranks,
     )
 
 
@@ -371,10 +397,10 @@ def _estimate_mapped_dit(setup: Setup) -> tuple[int, int]:
 
 def _can_map_weights(setup: Setup, path: Path | None) -> bool:
     """Returns whether weights may be memory-mapped: those of a file, on a CPU."""
-    return path is not None and find_planned_device(setup).type == "cpu"
+    return path is not None and find_planned_capabilities(setup).type == "cpu"
 
 
-def estimate_bytes_outside_blocks(setup: Setup, params: VideoParams) -> int:
+def estimate_denoising_bytes_without_blocks(setup: Setup, params: VideoParams) -> int:
     """Estimates the bytes of denoising without the weights of the DiT's blocks.
 
     They are the other weights, caches, activations and latents.
@@ -382,7 +408,7 @@ def estimate_bytes_outside_blocks(setup: Setup, params: VideoParams) -> int:
     dit = _estimate_dit(setup, params)
     return (
         dit.weights
-        - dit.blocks
+        - dit.all_blocks_bytes
         + (dit.cached + dit.activations + _estimate_latents(params)).total()
     )
 

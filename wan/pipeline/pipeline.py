@@ -87,10 +87,10 @@ class OffloadManager:
         # The new object adds itself to the list.
         OffloadedModule(network, self.device.torch_device, self.offloaded_modules, on_free)
 
-    def free_device(self) -> None:
+    def free_device_memory(self) -> None:
         """Frees the accelerator memory of all offloaded networks."""
         for network in self.offloaded_modules:
-            network.free_device()
+            network.free_device_memory()
 
 
 class Experts:
@@ -440,7 +440,7 @@ class Pipeline:
             self.release(self.vae)
         return is_main
 
-    def abandon(self) -> None:
+    def release_all(self) -> None:
         """Releases all networks and the step cache after a failure."""
         self.step_cache.clear()
         for network in (self.text_encoder, self.clip_vision, self.vae, self.experts):
@@ -481,7 +481,7 @@ class Pipeline:
         others are released. True and "block": the network is released.
         """
         if self.offload_manager.offload == "cpu" and network in (self.text_encoder, self.experts):
-            self.offload_manager.free_device()
+            self.offload_manager.free_device_memory()
         elif self.offload_manager.offload:
             network.release()
         if self.offload_manager.offload:

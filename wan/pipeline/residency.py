@@ -31,8 +31,8 @@ from wan.log import make_progress_bar
 from wan.settings.execution import count_block_buffers
 from wan.system import limit_cpu_threads
 
-_ALIGNED = 512  # bytes, as PyTorch aligns an accelerator's memory
-_SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two, and keeps it
+_ALIGNMENT = 512  # bytes, as PyTorch aligns an accelerator's memory
+_SLAB_BYTES = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two, and keeps it
 
 
 class FlatTensors:
@@ -49,7 +49,7 @@ class FlatTensors:
         for tensor in self.tensors:
             span = slice(self.size, self.size + tensor.nbytes)
             self._layout.append((span, tensor.dtype, tensor.shape))
-            self.size = -(-span.stop // _ALIGNED) * _ALIGNED
+            self.size = -(-span.stop // _ALIGNMENT) * _ALIGNMENT
 
     def bind_storage(self, memory: Tensor) -> None:
         """Makes the tensors views of `memory`, uint8 [>= size]."""
@@ -72,8 +72,10 @@ class PinnedMemory:
     """Page-locked host memory of `size` bytes."""
 
     def __init__(self, size: int) -> None:
-        count = -(-size // _SLAB)
-        self._slabs = [torch.empty(_SLAB, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        count = -(-size // _SLAB_BYTES)
+        self._slabs = [
+            torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(count)
+        ]
 
     def chunks(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
         """Splits `size` bytes from `start` at the slab boundaries.
@@ -83,7 +85,7 @@ class PinnedMemory:
         """
         offset = 0
         while offset < size:
-            slab, slab_offset = divmod(start + offset, _SLAB)
+            slab, slab_offset = divmod(start + offset, _SLAB_BYTES)
             chunk = self._slabs[slab][slab_offset : slab_offset + size - offset]
             yield slice(offset, offset + len(chunk)), chunk
             offset += len(chunk)
@@ -95,7 +97,7 @@ class PinnedMemory:
 
 
 @dataclass(eq=False)
-class StreamedBlock:
+class OffloadableBlock:
     """A block of a network, with the sources of its weights.
 
     Attributes:
@@ -135,7 +137,7 @@ class BlockBuffer:
     """
 
     memory: Tensor
-    block: StreamedBlock | None = None
+    block: OffloadableBlock | None = None
     copy_event: Any = None
     compute_event: Any = None
 
@@ -146,10 +148,10 @@ class FileBlockLoader:
     The operating system reads the next block ahead meanwhile.
     """
 
-    def __init__(self, blocks: Sequence[StreamedBlock]) -> None:
+    def __init__(self, blocks: Sequence[OffloadableBlock]) -> None:
         self._next_block = dict(zip(blocks, (*blocks[1:], *blocks[:1]), strict=True))
 
-    def fetch(self, block: StreamedBlock, buffer: BlockBuffer) -> None:
+    def fetch(self, block: OffloadableBlock, buffer: BlockBuffer) -> None:
         block.load_into(buffer.memory)
         next_block = self._next_block[block]
         for source in (*next_block.sources, *next_block.mapped_sources):
@@ -167,7 +169,7 @@ class HostBlockLoader:
 
     def __init__(
         self,
-        blocks: Sequence[StreamedBlock],
+        blocks: Sequence[OffloadableBlock],
         buffers: Sequence[BlockBuffer],
         stream: CopyStream,
         update_progress: Callable[[int], object],
@@ -188,7 +190,7 @@ class HostBlockLoader:
             buffer.compute_event = self._stream.make_event()
             self.release(buffer)
 
-    def fetch(self, block: StreamedBlock, buffer: BlockBuffer) -> None:
+    def fetch(self, block: OffloadableBlock, buffer: BlockBuffer) -> None:
         """Starts the copy of a block, after the last computation that uses the buffer."""
         block.flat.bind_storage(buffer.memory)
         chunks = self._host.chunks(self._offsets[block], block.flat.size)
@@ -204,7 +206,7 @@ class HostBlockLoader:
         self._stream.record_computed(buffer.compute_event)
 
 
-class StreamedBlocks:
+class BlockStreamer:
     """Blocks that are called in a fixed order in every forward; some stay resident.
 
     Before a block is called, its weights are fetched; on an accelerator also those of the next
@@ -212,7 +214,7 @@ class StreamedBlocks:
     """
 
     def __init__(
-        self, blocks: Sequence[StreamedBlock], device: torch.device, num_resident: int
+        self, blocks: Sequence[OffloadableBlock], device: torch.device, num_resident: int
     ) -> None:
         """Loads the resident blocks, and registers the forward hooks of all blocks.
 
@@ -260,7 +262,7 @@ class StreamedBlocks:
             block.last_module.register_forward_hook(partial(self._post_forward, block))
 
     def _pre_forward(
-        self, block: StreamedBlock, upcoming: Sequence[StreamedBlock], *_: object
+        self, block: OffloadableBlock, upcoming: Sequence[OffloadableBlock], *_: object
     ) -> None:
         for next_block in upcoming:
             if next_block.buffer is None:
@@ -268,16 +270,16 @@ class StreamedBlocks:
         if block.buffer is not None:
             self._loader.wait_for_copy(block.buffer)
         for source in block.mapped_sources:
-            source.check()
+            source.check_unchanged()
 
-    def _fetch(self, block: StreamedBlock, buffer: BlockBuffer) -> None:
+    def _fetch(self, block: OffloadableBlock, buffer: BlockBuffer) -> None:
         if buffer.block is not None:
             buffer.block.flat.free_storage()
             buffer.block.buffer, buffer.block = None, None
         self._loader.fetch(block, buffer)  # if it fails half-way, the buffer holds no block
         buffer.block, block.buffer = block, buffer
 
-    def _post_forward(self, block: StreamedBlock, *_: object) -> None:
+    def _post_forward(self, block: OffloadableBlock, *_: object) -> None:
         if block.buffer is not None:
             self._loader.release(block.buffer)
 
@@ -288,12 +290,12 @@ CountResidentBlocks = Callable[[int, int], int]
 
 def stream_blocks(
     transform: WeightTransform,
-    blocks: str,
+    blocks_name: str,
     device: torch.device,
     dtype_of: DtypeRule,
     count_resident: CountResidentBlocks = lambda size, count: 0,
     *,
-    table: str | None = None,
+    embedding_name: str | None = None,
     adapter_modules: Callable[[Any, int], Sequence[nn.Module]] = lambda network, index: (),
 ) -> WeightTransform:
     """Returns a weight transform that streams the blocks of a network instead of loading them.
@@ -311,34 +313,38 @@ def stream_blocks(
 
     def transform_and_stream(network: nn.Module, sources: TensorSources) -> TensorSources:
         sources = transform(network, sources)
-        streams = []
+        offloadable_blocks = []
         names = {module: f"{name}." for name, module in network.named_modules()}
-        for index, module in enumerate(network.get_submodule(blocks).children()):
+        for index, module in enumerate(network.get_submodule(blocks_name).children()):
             block_modules = {
                 names[member]: member for member in (module, *adapter_modules(network, index))
             }
-            flat, flat_sources, mapped_sources = _move_meta_modules(
+            flat, flat_sources, mapped_sources = _materialize_without_storage(
                 block_modules, sources, device, dtype_of
             )
             last_module = [*block_modules.values()][-1]
-            streams.append(StreamedBlock(module, last_module, flat, flat_sources, mapped_sources))
-        largest = max(block.flat.size for block in streams)
-        StreamedBlocks(
-            streams,
+            offloadable_blocks.append(
+                OffloadableBlock(module, last_module, flat, flat_sources, mapped_sources)
+            )
+        largest_size = max(block.flat.size for block in offloadable_blocks)
+        BlockStreamer(
+            offloadable_blocks,
             device,
-            min(count_resident(largest, len(streams)), len(streams)),
+            min(count_resident(largest_size, len(offloadable_blocks)), len(offloadable_blocks)),
         )
-        if table is not None:
-            module = network.get_submodule(table)
-            _, tables, _ = _move_meta_modules({f"{table}.": module}, sources, device, dtype_of)
-            for source in tables:
+        if embedding_name is not None:
+            module = network.get_submodule(embedding_name)
+            _, embedding_sources, _ = _materialize_without_storage(
+                {f"{embedding_name}.": module}, sources, device, dtype_of
+            )
+            for source in embedding_sources:
                 module.register_forward_hook(partial(_look_up_embeddings, source))
         return sources
 
     return transform_and_stream
 
 
-def _move_meta_modules(
+def _materialize_without_storage(
     modules: Mapping[str, nn.Module],
     sources: TensorSources,
     device: torch.device,
@@ -375,7 +381,7 @@ def _look_up_embeddings(
 ) -> Tensor:
     """Replaces an embedding's output by rows that are read from `source`; a forward hook."""
     token_ids, inverse = args[0].cpu().unique(return_inverse=True)
-    source.check()
+    source.check_unchanged()
     embeddings = torch.cat([source.read(slice(token, token + 1)) for token in token_ids.tolist()])
     return embeddings.to(output.dtype)[inverse].to(output.device)
 
@@ -406,7 +412,7 @@ class OffloadedModule:
         offloaded_modules.append(self)
         network.register_forward_pre_hook(self._pre_forward)
 
-    def free_device(self) -> None:
+    def free_device_memory(self) -> None:
         """Frees the network's memory on the accelerator."""
         self._flat.free_storage()
         self._on_free()
@@ -416,7 +422,7 @@ class OffloadedModule:
         if self._is_on_device:
             return
         for other in self._offloaded_modules:  # at most one has memory; for the others: no effect
-            other.free_device()
+            other.free_device_memory()
         memory = torch.empty(self._flat.size, dtype=torch.uint8, device=self._device)
         for span, chunk in self._host.chunks(0, self._flat.size):
             memory[span].copy_(chunk, non_blocking=True)

@@ -143,7 +143,7 @@ class Setup:
         steps, tokens = params.sample_steps, params.max_clip_tokens
         scales = params.conditioning_scale or ()
         control = {"conditioning_scale": params.conditioning_scale, "num_scales": len(scales)}
-        rules.check_rules(rules.VIDEO_RULES, self._rule_values() | control)
+        rules.check_rules(rules.PIPELINE_AND_VIDEO_RULES, self._rule_values() | control)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
         notices = () if self.policy is None else self.policy.check_params(params)
         heads = self.checkpoint.num_heads

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from wan.checkpoint import keymaps
-from wan.checkpoint.layout import SOUND_ENCODER, make_reference_checkpoint
+from wan.checkpoint.layout import WAV2VEC2_FOLDER, make_reference_checkpoint
 from wan.modules.networks import build_dit
 from wan.output_files import write_folder
 from wan.pipeline.vae import LATENT_STATISTICS
@@ -281,7 +281,7 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
         name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
         torch.save(_rename_clip_tensors(networks.clip_state), folder / name)
     if networks.audio_encoder_state:
-        path = folder / SOUND_ENCODER
+        path = folder / WAV2VEC2_FOLDER
         _save_pretrained(path, networks.audio_encoder, networks.audio_encoder_state, sharded=False)
     write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
 

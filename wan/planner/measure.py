@@ -81,7 +81,7 @@ class Planner:
 
     def __init__(self, setup: Setup, params: VideoParams) -> None:
         self.setup, self.params = setup, params
-        self.device = Device(META, memory.find_planned_device(setup))
+        self.device = Device(META, memory.find_planned_capabilities(setup))
         self.precision = setup.execution.get_dit_precision(self.device.type)
         self.dtype = build.DTYPES[setup.execution.get_precision(self.device.type)]
         self._text_encoder = cache(self._measure_text_encoder)
@@ -103,7 +103,7 @@ class Planner:
 
     def mapped_weights(self) -> dict[str, Usage]:
         """Sums the memory-mapped weights of each stage."""
-        return memory.sum_mapped_weights(self._network_sizes(self.setup))
+        return memory.get_mapped_weights_by_stage(self._network_sizes(self.setup))
 
     def host_bytes(self) -> int:
         """Returns the page-locked host memory of the first rank for offloading, in bytes."""
@@ -113,7 +113,7 @@ class Planner:
         dit = self.measure_forwards(setup.parallel)[0].size
         encoder = None if execution.t5_cpu else self._text_encoder(1)
         if execution.offload_model == "block":  # networks are streamed one after the other
-            return max(dit.blocks, encoder.blocks if encoder else 0)
+            return max(dit.all_blocks_bytes, encoder.all_blocks_bytes if encoder else 0)
         return len(setup.preset.experts) * dit.weights + (encoder.weights if encoder else 0)
 
     def streaming_per_step(self) -> tuple[int, int, int]:
@@ -128,7 +128,7 @@ class Planner:
         num_held = execution.count_blocks_on_device(layers, self.device.type)
         num_streamed = 0 if num_held == layers else layers - (execution.resident_blocks or 0)
         forwards = len(self.branches(setup.parallel))
-        size = self.measure_forwards(setup.parallel)[0].size.block if num_streamed else 0
+        size = self.measure_forwards(setup.parallel)[0].size.block_bytes if num_streamed else 0
         return num_streamed, forwards, num_streamed * forwards * size
 
     def branches(self, parallel: Parallel) -> tuple[str, ...]:
@@ -166,8 +166,8 @@ class Planner:
             text=self._text_encoder(encoder_ranks) if on_device else None,
             clip=self._clip_weights(),
             vae=weights,
-            encoding=encoding,
-            decoding=decoding,
+            encoding_activations=encoding,
+            decoding_activations=decoding,
             dit=max(forwards, key=lambda size: size.activations.total()),
         )
 
@@ -216,7 +216,7 @@ class Planner:
                     network(ids, torch.ones_like(ids))
                 table = count_weight_bytes(network.get_submodule(text.EMBEDDING_NAME))
         block_bytes = max(0, size.weights - table)
-        return replace(size, blocks=block_bytes, activations=live.peak_bytes)
+        return replace(size, all_blocks_bytes=block_bytes, activations=live.peak_bytes)
 
     def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[WeightBytes, Usage, Usage]:
         """Measures the weights and the activations of the VAE.
@@ -479,4 +479,4 @@ def _prepare_meta_network(
         if any(adapter_bytes) and not mapped_total:
             largest = block + max(adapter_bytes) - sum(adapter_bytes) // count
         sizes = (weights, block, count * block)
-        yield live, NetworkSize(*sizes, mapped=mapped_total, largest_block=largest)
+        yield live, NetworkSize(*sizes, mapped=mapped_total, largest_block_bytes=largest)

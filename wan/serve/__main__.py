@@ -224,7 +224,7 @@ def _make_limits(options: argparse.Namespace) -> Limits:
     return Limits(
         queue=options.queue,
         cached_prompts=options.kept_texts,
-        group_size=options.together,
+        batch_size=options.together,
         pixels=options.max_megapixels * 1_000_000,
         frames=options.max_frames,
         keep_days=options.keep_days,

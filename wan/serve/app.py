@@ -31,7 +31,7 @@ from wan.log import logger
 from wan.pipeline.sources import MAX_REFERENCE_IMAGES
 from wan.serve import fields, pictures
 from wan.serve.fields import PICTURES
-from wan.serve.journal import QueuedVideo
+from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.service import Service, is_ended
@@ -45,7 +45,7 @@ _DELETION_SECONDS = 15.0  # seconds to wait until a deletion is written to the j
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
-def make_video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
+def make_video_object(service: Service, job: ServiceJob) -> dict[str, Any]:
     """Returns the OpenAI video object of a job, with the additional fields of vllm-omni."""
     progress = 100 if job.state == "completed" else int(99 * job.done / max(job.total, 1))
     prompts = job.settings.get("clip_prompts", ())
@@ -182,7 +182,7 @@ class Routes:
             return Response(status_code=304, headers=headers)
         return answer
 
-    async def _load_picture(self, job: QueuedVideo, kind: str) -> Path:
+    async def _load_picture(self, job: ServiceJob, kind: str) -> Path:
         """Returns the path of a JPEG of a video.
 
         Raises:
@@ -195,7 +195,7 @@ class Routes:
             self._stat_file(job, path)
             raise _make_gone_error("cannot be read") from error
 
-    def _stat_file(self, job: QueuedVideo, path: Path) -> os.stat_result:
+    def _stat_file(self, job: ServiceJob, path: Path) -> os.stat_result:
         """Returns the status of a file of a job.
 
         Raises:
@@ -256,8 +256,8 @@ class Routes:
 
     async def health(self, _: Request) -> Response:
         service = self._service
-        state = "stopping" if service.stopping else "ok" if service.group.ready else "starting"
-        if state == "starting" and service.group.is_stalled:
+        state = "stopping" if service.stopping else "ok" if service.rank_group.ready else "starting"
+        if state == "starting" and service.rank_group.is_stalled:
             state = "stalled"
         problem = service.journal.problem
         if problem is not None and not service.stopping:
@@ -267,8 +267,8 @@ class Routes:
             "status": state,
             "queued": counts.get("queued", 0),
             "running": counts.get("in_progress", 0),
-            "reason": None if state == "ok" else problem or service.group.trouble,
-            "restarts": service.group.restarts,
+            "reason": None if state == "ok" else problem or service.rank_group.trouble,
+            "restarts": service.rank_group.restarts,
             "seconds_ahead": round(service.estimate_wait(), 1),
         }
         return JSONResponse(answer, 200 if state == "ok" else 503)
@@ -280,14 +280,14 @@ class Routes:
     async def page(self, _: Request) -> Response:
         return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
 
-    async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[QueuedVideo, bool]:
+    async def _create_job(self, request: Request, body: dict[str, Any]) -> tuple[ServiceJob, bool]:
         digest = hash_request(body)
-        parsed_request = fields.parse_request(body, self._service.run, self._service.model)
+        parsed_request = fields.parse_request(body, self._service.startup_run, self._service.model)
         return await self._service.create(parsed_request, digest, *_read_idempotency_key(request))
 
     async def _wait_for_job(
-        self, request: Request, job: QueuedVideo, is_existing: bool
-    ) -> QueuedVideo:
+        self, request: Request, job: ServiceJob, is_existing: bool
+    ) -> ServiceJob:
         """Waits until a job is completed and returns its present state.
 
         Args:
@@ -312,10 +312,10 @@ class Routes:
             raise RefusedError(current.error["message"], 500, current.error["code"])
         return current
 
-    def _make_video_response(self, job: QueuedVideo) -> Response:
+    def _make_video_response(self, job: ServiceJob) -> Response:
         headers = {}
         if not is_ended(job):
-            wait = self._service.estimate_wait(until=job) if job.state == "queued" else 0.0
+            wait = self._service.estimate_wait(queued_job=job) if job.state == "queued" else 0.0
             milliseconds = int(1000 * min(max(wait / 2, _POLL_SECONDS), 60))
             headers["openai-poll-after-ms"] = str(milliseconds)
         return JSONResponse(make_video_object(self._service, job), headers=headers)
@@ -424,9 +424,9 @@ def _make_error_response(request: Request, error: Exception) -> Response:
     should_retry = False
     if isinstance(error, RefusedError):
         status, code, param, message = error.status, error.code, error.param, str(error)
-        should_retry = error.wait is not None
-        if error.wait is not None:
-            headers["Retry-After"] = str(max(round(error.wait), 1))
+        should_retry = error.retry_after is not None
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(max(round(error.retry_after), 1))
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, InputError):
@@ -524,7 +524,7 @@ class Guard:
             return self._make_too_large_error()
         if request.url.path not in ("/health", "/liveness") and self._is_busy():
             message = "Too many requests are in progress; try again."
-            return RefusedError(message, 503, "busy", wait=5)
+            return RefusedError(message, 503, "busy", retry_after=5)
         if self._key is not None and request.url.path not in ("/", "/health", "/liveness"):
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             token = token.strip() if scheme.lower() == "bearer" else ""
@@ -580,7 +580,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> Any:
-        running = asyncio.create_task(service.start())
+        running = asyncio.create_task(service.serve_forever())
         running.add_done_callback(_stop_if_failed)
         try:
             yield

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from wan.serve.journal import QueuedVideo
+from wan.serve.journal import ServiceJob
 
 
 class Estimates:
@@ -16,7 +16,7 @@ class Estimates:
         version: Incremented by every change.
     """
 
-    def __init__(self, completed: Sequence[QueuedVideo]) -> None:
+    def __init__(self, completed: Sequence[ServiceJob]) -> None:
         """Adds the last completed jobs, given newest first."""
         self.version = 0
         self._seconds_by_shape: dict[str, deque[float]] = {}  # shape -> seconds of its last jobs
@@ -24,7 +24,7 @@ class Estimates:
         for job in reversed(completed):
             self.add(job)
 
-    def add(self, job: QueuedVideo) -> None:
+    def add(self, job: ServiceJob) -> None:
         """Adds a completed job."""
         seconds = job.seconds or 0.0
         self._seconds_by_shape.setdefault(job.shape, deque(maxlen=5)).append(seconds)
@@ -32,7 +32,7 @@ class Estimates:
             self._samples.append((job.work, seconds))
         self.version += 1
 
-    def estimate_seconds(self, job: QueuedVideo) -> float | None:
+    def estimate_seconds(self, job: ServiceJob) -> float | None:
         """Returns the estimated seconds of a job; None before any job was completed.
 
         Jobs of a known shape take the median of that shape. For another shape a line is fitted

@@ -15,11 +15,11 @@ from typing import Any
 
 from wan.log import logger
 from wan.serve.journal_file import BUSY, JournalError, JournalFile
-from wan.serve.rows import QueuedVideo, Row, make_row, make_tombstone, read_row
+from wan.serve.rows import Row, ServiceJob, make_row, make_tombstone, read_row
 from wan.settings.errors import InputError
 
 FINAL_STATES = ("completed", "failed", "deleted")
-ATTEMPTS = 2
+MAX_ATTEMPTS = 2
 """Attempts after which a job fails whose ranks were lost."""
 PATIENCE = 5.0
 """Seconds that another program may lock the journal before new jobs are refused."""
@@ -52,10 +52,10 @@ class Journal:
         self.version = 0
         self.problem: str | None = None
         self._path = path
-        self._open_jobs: dict[str, QueuedVideo] = {}
+        self._open_jobs: dict[str, ServiceJob] = {}
         self._ended_rows: dict[str, bytes] = {}
-        self._deleted_jobs: dict[str, QueuedVideo] = {}
-        self._new_jobs: dict[str, QueuedVideo] = {}  # new jobs, not yet on disk
+        self._deleted_jobs: dict[str, ServiceJob] = {}
+        self._new_jobs: dict[str, ServiceJob] = {}  # new jobs, not yet on disk
         self._numbers: dict[str, int] = {}  # id -> number of its row, also of deleted jobs
         self._order: list[tuple[int, str]] = []  # row number and id of jobs that are not deleted
         self._end_times: list[tuple[float, str]] = []  # end time and id of ended jobs, sorted
@@ -90,9 +90,9 @@ class Journal:
         self._thread.submit(self._file.close).result()
         self._thread.shutdown()
 
-    def has_room(self) -> bool:
+    def reserve_space(self) -> bool:
         """Returns whether the disk has room for new jobs; reserves space for the journal."""
-        return self._file.has_room()
+        return self._file.reserve_space()
 
     async def run_writer(self) -> None:
         """Writes changes, and checks the file regularly, until the task is cancelled."""
@@ -126,7 +126,7 @@ class Journal:
             pause = min(2 * pause, 1.0)
         return True
 
-    async def add(self, job: QueuedVideo) -> None:
+    async def add(self, job: ServiceJob) -> None:
         """Writes a new job to disk, then adds it to the queue.
 
         Raises:
@@ -144,12 +144,12 @@ class Journal:
                 self._mark_unwritten(job.id)  # removes its row if it was written after all
             raise
 
-    def restore_job(self, job: QueuedVideo) -> None:
+    def restore_job(self, job: ServiceJob) -> None:
         """Adds a job of an earlier service that is missing in the journal."""
         self._append_job(job)
         self._mark_unwritten(job.id)
 
-    def update_job(self, job: QueuedVideo, **values: Any) -> None:
+    def update_job(self, job: ServiceJob, **values: Any) -> None:
         """Sets fields of a job."""
         entry = self._find(job.id)
         if entry is not None:
@@ -161,7 +161,7 @@ class Journal:
             self._index_job(entry)
             self._mark_unwritten(entry.id)
 
-    def delete(self, job: QueuedVideo) -> None:
+    def delete(self, job: ServiceJob) -> None:
         """Deletes a job; only its id and its times stay, for a day."""
         entry = self._find(job.id)
         if entry is None:
@@ -199,7 +199,7 @@ class Journal:
                 self._counts["deleted"] -= 1
                 self._mark_unwritten(name)
 
-    def get(self, name: str) -> QueuedVideo | None:
+    def get(self, name: str) -> ServiceJob | None:
         """Returns a job by its id; None if it is deleted or unknown."""
         return self._find(name)
 
@@ -208,16 +208,16 @@ class Journal:
         job = self._deleted_jobs.get(name) or self._find(name)
         return None if job is None else job.state
 
-    def find_by_key(self, key: str) -> QueuedVideo | None:
+    def find_by_key(self, key: str) -> ServiceJob | None:
         """Returns the last job with an Idempotency-Key."""
         return self._find(self._keys.get(key, ""))
 
-    def find_by_digest(self, digest: str, since: float) -> QueuedVideo | None:
+    def find_by_digest(self, digest: str, since: float) -> ServiceJob | None:
         """Returns the last job without a key and with this digest, if created after `since`."""
         job = self._find(self._digests.get(digest, [""])[-1])
         return job if job is not None and job.created > since else None
 
-    def list_page(self, after: str | None, limit: int, newest_first: bool) -> list[QueuedVideo]:
+    def list_page(self, after: str | None, limit: int, newest_first: bool) -> list[ServiceJob]:
         """Returns up to `limit` jobs by age, starting after the id `after`, also a deleted one."""
         begin, end = 0, len(self._order)
         if after is not None:
@@ -232,14 +232,14 @@ class Journal:
             names = self._order[begin : begin + limit]
         return [job for _, name in names if (job := self._find(name)) is not None]
 
-    def list_in_state(self, *states: str) -> list[QueuedVideo]:
+    def list_in_state(self, *states: str) -> list[ServiceJob]:
         """Returns the queued or running jobs in some states, in the order of execution."""
         jobs = [job for job in self._open_jobs.values() if job.state in states]
         return sorted(jobs, key=lambda job: (-job.priority, self._numbers[job.id]))
 
-    def list_completed(self, count: int) -> list[QueuedVideo]:
+    def list_completed(self, count: int) -> list[ServiceJob]:
         """Returns up to `count` completed jobs, newest first."""
-        jobs: list[QueuedVideo] = []
+        jobs: list[ServiceJob] = []
         for _, name in reversed(self._end_times):
             if len(jobs) == count:
                 break
@@ -248,7 +248,7 @@ class Journal:
                 jobs.append(job)
         return jobs
 
-    def list_ended_before(self, moment: float, count: int | None = None) -> list[QueuedVideo]:
+    def list_ended_before(self, moment: float, count: int | None = None) -> list[ServiceJob]:
         """Returns up to `count` jobs that ended before a time, oldest first; None: all."""
         names = self._end_times[: bisect_left(self._end_times, (moment,))][:count]
         return [job for _, name in names if (job := self._find(name)) is not None]
@@ -261,11 +261,11 @@ class Journal:
         """Returns the size of the files of all jobs in bytes."""
         return self._bytes
 
-    def requeue_interrupted(self) -> list[QueuedVideo]:
+    def requeue_interrupted(self) -> list[ServiceJob]:
         """Requeues the jobs that ran when the front ended; returns those that fail instead."""
         failed_jobs = []
         for job in self.list_in_state("in_progress"):
-            if job.attempt >= ATTEMPTS:
+            if job.attempt >= MAX_ATTEMPTS:
                 error = {"code": "interrupted", "message": "The job was interrupted twice."}
                 self.update_job(job, state="failed", error=error, ended=time.time())
                 failed_jobs.append(job)
@@ -295,12 +295,12 @@ class Journal:
             if job.settings:
                 self._mark_unwritten(job.id)
 
-    def _find(self, name: str) -> QueuedVideo | None:
+    def _find(self, name: str) -> ServiceJob | None:
         """Returns an open job itself, or a copy of an ended one; None if deleted or unknown."""
         row = self._ended_rows.get(name)
         return self._open_jobs.get(name) if row is None else read_row(marshal.loads(row))
 
-    def _append_job(self, job: QueuedVideo, row: Row | None = None) -> None:
+    def _append_job(self, job: ServiceJob, row: Row | None = None) -> None:
         """Adds a job as the newest one. row: its row, if known."""
         self._last_number += 1
         self._numbers[job.id] = self._last_number
@@ -311,7 +311,7 @@ class Journal:
             self._digests.setdefault(job.digest, []).append(job.id)
         self._index_job(job, row)
 
-    def _index_job(self, job: QueuedVideo, row: Row | None = None) -> None:
+    def _index_job(self, job: ServiceJob, row: Row | None = None) -> None:
         """Adds a job to the index of its state. row: its row, if known."""
         if job.state in FINAL_STATES:
             self._ended_rows[job.id] = marshal.dumps(make_row(job) if row is None else row)
@@ -322,7 +322,7 @@ class Journal:
         self._bytes += job.bytes
         self.version += 1
 
-    def _unindex_job(self, job: QueuedVideo) -> None:
+    def _unindex_job(self, job: ServiceJob) -> None:
         """Removes a job from the index of its state."""
         if self._ended_rows.pop(job.id, None) is not None:
             end = (job.ended or 0.0, job.id)

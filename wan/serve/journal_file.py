@@ -174,7 +174,7 @@ class JournalFile:
         """Closes the file."""
         self._disconnect()
 
-    def has_room(self) -> bool:
+    def reserve_space(self) -> bool:
         """Returns whether the disk has room for new jobs; writes the reserve file if missing."""
         with self._reserve_lock:
             try:

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from wan.serve.journal import QueuedVideo
+from wan.serve.journal import ServiceJob
 from wan.serve.service import Service
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10000)
@@ -60,7 +60,7 @@ class Metrics:
         self._ready = Gauge("wan_ranks_ready", "1 while all ranks are ready", **kwargs)
         self._stored = Gauge("wan_stored_bytes", "Size of all jobs' files", **kwargs)
 
-    def count_event(self, event: str, job: QueuedVideo | None, record: dict[str, Any]) -> None:
+    def count_event(self, event: str, job: ServiceJob | None, record: dict[str, Any]) -> None:
         """Counts an event: "created", "completed", "failed", "deleted" or "restart"."""
         if event == "restart":
             self._restarts.inc()
@@ -94,7 +94,7 @@ class Metrics:
         self._queue.set(counts.get("queued", 0))
         self._running.set(counts.get("in_progress", 0))
         self._ahead.set(service.estimate_wait())
-        self._ready.set(float(service.group.ready))
+        self._ready.set(float(service.rank_group.ready))
         self._stored.set(service.journal.count_bytes())
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 

@@ -143,7 +143,7 @@ class RankWorker:
         self._is_main = team is None or team.is_main
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(
-            resolve_command_line, make_demo=make_demo, describe_folder=cache(inspect_checkpoint)
+            resolve_command_line, make_demo=make_demo, inspect_folder=cache(inspect_checkpoint)
         )
         self._max_cached_prompts = max_cached_prompts
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first

@@ -16,7 +16,7 @@ from wan.run import PATH_SETTINGS
 from wan.serve.fields import FOLDER, UPLOADS
 from wan.serve.folders import JOB_ID
 from wan.serve.journal import Journal
-from wan.serve.rows import QueuedVideo
+from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
 
@@ -48,7 +48,7 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
         logger.warning(message, len(finished_jobs), jobs)
 
 
-def read_finished_job(folder: Path) -> QueuedVideo | None:
+def read_finished_job(folder: Path) -> ServiceJob | None:
     """Returns the completed job of a folder; None unless it has a whole video and a record."""
     video, record = folder / "video.mp4", folder / "video.json"
     if not (is_output(video, VIDEO) and _is_complete_mp4(video) and is_output(record, RECORD)):
@@ -62,7 +62,7 @@ def read_finished_job(folder: Path) -> QueuedVideo | None:
         return None
 
 
-def _make_completed_job(name: str, record: Mapping[str, Any]) -> QueuedVideo:
+def _make_completed_job(name: str, record: Mapping[str, Any]) -> ServiceJob:
     """Returns the job of a record; raises any exception if the record is invalid."""
     settings, video = record["settings"], record["video"]
     seconds = sum(_parse_bounded_number(value) for value in record["seconds"].values())
@@ -70,7 +70,7 @@ def _make_completed_job(name: str, record: Mapping[str, Any]) -> QueuedVideo:
     steps = int(settings.get("sample_steps") or 0) * int(settings.get("num_clip") or 1)
     low, high = map(_parse_bounded_number, settings["sample_guide_scale"])
     has_two = record.get("boundary") is not None
-    return QueuedVideo(
+    return ServiceJob(
         name,
         _select_settings(settings) | {"base_seed": int(record["seed"])},
         "completed",

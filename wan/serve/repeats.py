@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from wan.serve.journal import Journal, QueuedVideo
+from wan.serve.journal import Journal, ServiceJob
 
 REPEAT_WINDOW = 600.0
 """Seconds in which a retry without a key gets the job of the first request."""
@@ -32,10 +32,10 @@ class RefusedError(Exception):
         status: int = 400,
         code: str = "invalid_request",
         param: str | None = None,
-        wait: float | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param, self.wait = status, code, param, wait
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
 
 class RepeatedRequests:
@@ -54,7 +54,7 @@ class RepeatedRequests:
             if moment < now - REPEAT_WINDOW or len(self._refusal_times) > _MAX_REFUSALS:
                 del self._refusal_times[old]
 
-    def find_duplicate(self, digest: str, key: str | None, is_repeated: bool) -> QueuedVideo | None:
+    def find_duplicate(self, digest: str, key: str | None, is_retry: bool) -> ServiceJob | None:
         """Returns the job of the earlier request that this request retries, or None.
 
         With a key, this is the job of the key. Without a key, it is the job of the last request
@@ -73,7 +73,7 @@ class RepeatedRequests:
                 message = "This Idempotency-Key belongs to another request; use a new one."
                 raise RefusedError(message, 422, "idempotency_key_reused")
             return job
-        if not is_repeated:
+        if not is_retry:
             return None
         since = max(time.time() - REPEAT_WINDOW, self._refusal_times.get(digest, 0.0))
         return self._journal.find_by_digest(digest, since)

@@ -11,7 +11,7 @@ Row = tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class QueuedVideo:
+class ServiceJob:
     """A job of the journal; times are seconds since 1970.
 
     Attributes:
@@ -62,21 +62,21 @@ class QueuedVideo:
     guidance: dict[str, float] = field(default_factory=dict)
 
 
-COLUMNS = tuple(column.name for column in fields(QueuedVideo))
+COLUMNS = tuple(column.name for column in fields(ServiceJob))
 _JSON = ("settings", "names", "error", "guidance")
 _DEFAULTS = {
     column.name: column.default
-    for column in fields(QueuedVideo)
+    for column in fields(ServiceJob)
     if column.default is not MISSING and column.default is not None
 }
 
 
-def make_row(job: QueuedVideo) -> Row:
+def make_row(job: ServiceJob) -> Row:
     """Returns the row of a job; escapes text that UTF-8 cannot encode."""
     return tuple(_encode_column(name, getattr(job, name)) for name in COLUMNS)
 
 
-def read_row(row: Row) -> QueuedVideo:
+def read_row(row: Row) -> ServiceJob:
     """Returns the job of a row; empty columns of earlier versions get the default.
 
     Raises:
@@ -92,15 +92,15 @@ def read_row(row: Row) -> QueuedVideo:
             values[name] = default
     if not isinstance(values["id"], str) or not isinstance(values["state"], str):
         raise ValueError("a job has no id or no state")
-    return QueuedVideo(**values)
+    return ServiceJob(**values)
 
 
-def make_tombstone(job: QueuedVideo) -> QueuedVideo:
+def make_tombstone(job: ServiceJob) -> ServiceJob:
     """Returns a deleted job with only its id, state and times.
 
     Its id may still be the cursor of a list.
     """
-    return QueuedVideo(
+    return ServiceJob(
         job.id, {}, "deleted", created=job.created, started=job.started, ended=job.ended
     )
 

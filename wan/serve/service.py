@@ -34,7 +34,7 @@ from wan.serve.folders import (
     remove_orphaned_folders,
 )
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
-from wan.serve.journal import ATTEMPTS, FINAL_STATES, Journal, QueuedVideo
+from wan.serve.journal import FINAL_STATES, MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
 from wan.serve.shapes import can_group_by_expert, can_share_experts, set_job_sizes
@@ -43,7 +43,7 @@ from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
 
 _MAX_SAMPLES = 200  # completed jobs from which durations are estimated
-_MAX_PASSED = 4  # how often a job may be overtaken by a later job with the last job's shape
+_MAX_OVERTAKES = 4  # how often a job may be overtaken by a later job with the last job's shape
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Limits:
     frames: int = 1000
     prompt: int = 10_000
     cached_prompts: int = 64
-    group_size: int = 8
+    batch_size: int = 8
     keep_days: float | None = None
     quota: int | None = None
 
@@ -88,9 +88,9 @@ class Service:
         folder: Path,
         ranks: int,
         nodes: Nodes = ONE_NODE,
-        name: str = "",
+        replica_name: str = "",
         limits: Limits = Limits(),
-        on_event: Callable[[str, QueuedVideo | None, dict[str, Any]], None] = lambda *_: None,
+        on_event: Callable[[str, ServiceJob | None, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         """Opens the journal and cleans the jobs' folders; `serve_forever` starts the ranks.
 
@@ -103,30 +103,30 @@ class Service:
             replica_name: Part of its jobs' ids.
             on_event: Called with each event, its job and its record, for metrics.
         """
-        self.run, self.model, self.stopping = run, run.setup.preset.task, False
-        self.limits, self._user_settings, self._name = limits, user_settings, name
+        self.startup_run, self.model, self.stopping = run, run.setup.preset.task, False
+        self.limits, self._user_settings, self._replica_name = limits, user_settings, replica_name
         self._on_event = on_event
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(self._jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout
-        self.group = RankGroup(
+        self.rank_group = RankGroup(
             argv, ranks, folder, self._handle_message, nodes, limits.cached_prompts, timeout
         )
-        self._running: dict[str, QueuedVideo] = {}
+        self._running: dict[str, ServiceJob] = {}
         self._repeats = RepeatedRequests(self.journal)
-        self.waiters = Waiters(self._abandon)
+        self.waiters = Waiters(self._delete_unawaited_job)
         self._estimates = Estimates(self.journal.list_completed(_MAX_SAMPLES))
         self._queue_estimate: tuple[object, dict[str, float], float] = (None, {}, 0.0)
         self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
         self._loading_seconds = 0.0  # to load the weights for one batch
-        self._max_group_size = limits.group_size if can_group_by_expert(run) else 1
+        self._max_batch_size = limits.batch_size if can_group_by_expert(run) else 1
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
         # The function runs directly, since the service is one process on its machine.
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(
-            resolve_command_line, make_demo=make_demo, describe_folder=cache(inspect_checkpoint)
+            resolve_command_line, make_demo=make_demo, inspect_folder=cache(inspect_checkpoint)
         )
         for job in self.journal.requeue_interrupted():
             self._remove_attempt_files(job, keep_clips=False)
@@ -141,8 +141,8 @@ class Service:
         parsed_request: ParsedRequest,
         digest: str,
         key: str | None = None,
-        is_repeated: bool = False,
-    ) -> tuple[QueuedVideo, bool]:
+        is_retry: bool = False,
+    ) -> tuple[ServiceJob, bool]:
         """Admits a request and queues its job.
 
         Args:
@@ -156,14 +156,14 @@ class Service:
         Raises:
             RefusedError: The request is refused.
         """
-        earlier = self._repeats.find_duplicate(digest, key, is_repeated)
+        earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier, True
-        return await self._admit_or_record_refusal(parsed_request, digest, key, is_repeated)
+        return await self._admit_or_record_failure(parsed_request, digest, key, is_retry)
 
     async def remix(
-        self, name: str, prompt: str, key: str | None = None, is_repeated: bool = False
-    ) -> QueuedVideo:
+        self, job_id: str, prompt: str, key: str | None = None, is_retry: bool = False
+    ) -> ServiceJob:
         """Queues a copy of a job with the same settings, seed and files and a new prompt.
 
         Args:
@@ -172,20 +172,20 @@ class Service:
             key: The request's Idempotency-Key.
             is_retry: Whether the client marks the request as a retry.
         """
-        digest = hash_request({"remix": name, "prompt": prompt})
-        earlier = self._repeats.find_duplicate(digest, key, is_repeated)
+        digest = hash_request({"remix": job_id, "prompt": prompt})
+        earlier = self._repeats.find_duplicate(digest, key, is_retry)
         if earlier is not None:
             return earlier
-        job = self.find_job(name)
+        job = self.find_job(job_id)
         try:
             request = await asyncio.to_thread(self._copy_request, job, prompt)
         except OSError as error:  # deleted meanwhile
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
-        self.find_job(name)
-        return (await self._admit_or_record_refusal(request, digest, key, is_repeated, job.id))[0]
+        self.find_job(job_id)
+        return (await self._admit_or_record_failure(request, digest, key, is_retry, job.id))[0]
 
-    def _copy_request(self, job: QueuedVideo, prompt: str) -> ParsedRequest:
+    def _copy_request(self, job: ServiceJob, prompt: str) -> ParsedRequest:
         """Returns the request of a job with another prompt."""
         folder = self.job_folder(job)
         paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
@@ -199,63 +199,63 @@ class Service:
             settings["num_clip"] = len(job.settings["clip_prompts"])
         return ParsedRequest(settings | {"prompt": prompt}, files, job.priority, job.names)
 
-    async def _admit_or_record_refusal(
+    async def _admit_or_record_failure(
         self,
         parsed_request: ParsedRequest,
         digest: str,
         key: str | None,
-        is_repeated: bool,
+        is_retry: bool,
         remixed_from: str | None = None,
-    ) -> tuple[QueuedVideo, bool]:
+    ) -> tuple[ServiceJob, bool]:
         """Admits a request and returns the result of `create`.
 
         A failure of any kind is recorded, so that a retry does not get the job of an earlier equal
         request.
         """
         try:
-            return await self._admit(parsed_request, digest, key, is_repeated, remixed_from)
+            return await self._admit(parsed_request, digest, key, is_retry, remixed_from)
         except BaseException:
             self._repeats.add_refusal(digest)
             raise
 
-    def _abandon(self, name: str) -> None:
+    def _delete_unawaited_job(self, job_id: str) -> None:
         """Deletes a job for which no client waits any more, unless it has ended."""
-        job = self.journal.get(name)
+        job = self.journal.get(job_id)
         if job is not None and not is_ended(job) and not self.stopping:
-            self.delete(self._running.get(name, job))
+            self.delete(self._running.get(job_id, job))
 
-    def delete(self, job: QueuedVideo) -> None:
+    def delete(self, job: ServiceJob) -> None:
         """Deletes a job, its files and its prompts; cancels it if it is running."""
         is_running = job.state == "in_progress"
         self.journal.delete(job)
         self.waiters.claim(job)
         if is_running:  # the ranks still write to its folder
-            self.group.cancel(job.id)
+            self.rank_group.cancel(job.id)
         else:
             self._remove_job_folder(job)
         self._on_event("deleted", job, {})
-        self._notify_waiters()
+        self._signal_change()
 
-    def find_job(self, name: str) -> QueuedVideo:
+    def find_job(self, job_id: str) -> ServiceJob:
         """Returns a job by its id; refuses an unknown id."""
-        job = self.journal.get(name) if JOB_ID.fullmatch(name) else None
+        job = self.journal.get(job_id) if JOB_ID.fullmatch(job_id) else None
         if job is None:
-            raise RefusedError(f"There is no video {name[:100]!r}.", 404, "not_found", "video_id")
+            raise RefusedError(f"There is no video {job_id[:100]!r}.", 404, "not_found", "video_id")
         return self._running.get(job.id, job)
 
-    def job_folder(self, job: QueuedVideo) -> Path:
+    def job_folder(self, job: ServiceJob) -> Path:
         """Returns the folder of a job's files."""
         return self._jobs / job.id
 
-    def upload_path(self, job: QueuedVideo, name: str) -> Path:
+    def upload_path(self, job: ServiceJob, upload_name: str) -> Path:
         """Returns the path of an uploaded file of a job."""
-        return self.job_folder(job) / f"{UPLOAD_PREFIX}{name}"
+        return self.job_folder(job) / f"{UPLOAD_PREFIX}{upload_name}"
 
-    def video_path(self, job: QueuedVideo) -> Path:
+    def video_path(self, job: ServiceJob) -> Path:
         """Returns the path of a job's video."""
         return self.job_folder(job) / "video.mp4"
 
-    def read_record(self, job: QueuedVideo) -> dict[str, Any]:
+    def read_record(self, job: ServiceJob) -> dict[str, Any]:
         """Reads the record of a finished video; returns {} if it is missing or damaged."""
         try:
             return read_json(self.job_folder(job) / "video.json")
@@ -267,18 +267,18 @@ class Service:
         """Waits for the next change of any job."""
         await self._change_event.wait()
 
-    def estimate_seconds(self, job: QueuedVideo) -> float | None:
+    def estimate_seconds(self, job: ServiceJob) -> float | None:
         """Returns the estimated duration of a job in seconds; None before any job was completed."""
         return self._estimates.estimate_seconds(job)
 
-    def estimate_wait(self, until: QueuedVideo | None = None) -> float:
+    def estimate_wait(self, queued_job: ServiceJob | None = None) -> float:
         """Returns the seconds until a queued job starts; None: until the queue is empty."""
         now = time.time()
         running = [job for job in self._running.values() if job.state == "in_progress"]
         planned = sum(self.estimate_seconds(job) or 0.0 for job in running)
         started_at = min((job.started or now for job in running), default=now)
         ahead, total = self._estimate_queue()
-        waiting = total if until is None else ahead.get(until.id, total)
+        waiting = total if queued_job is None else ahead.get(queued_job.id, total)
         return max(planned - (now - started_at), 0.0) + waiting
 
     def _estimate_queue(self) -> tuple[dict[str, float], float]:
@@ -297,11 +297,11 @@ class Service:
 
     # Start, stop and ranks.
 
-    async def start(self) -> None:
+    async def serve_forever(self) -> None:
         """Runs the ranks, the deletion of old jobs and the journal's writer until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.group.run())
+                tasks.create_task(self.rank_group.run())
                 tasks.create_task(self._delete_old_jobs())
                 tasks.create_task(self.journal.run_writer())
         finally:
@@ -310,7 +310,7 @@ class Service:
     async def stop(self) -> None:
         """Stops the ranks and requeues the running jobs."""
         self.stopping = True
-        await self.group.stop()
+        await self.rank_group.stop()
         for job in self._running.values():
             if job.state == "in_progress":
                 attempt = max(job.attempt - 1, 0)
@@ -323,7 +323,7 @@ class Service:
         if kind == "ready":
             self._start_next_jobs()
         elif kind == "ended":
-            self._handle_group_end(message)
+            self._handle_ranks_end(message)
         elif job is None:
             return
         elif kind == "step":
@@ -332,26 +332,26 @@ class Service:
             self._loading_seconds = message["loading"]
             self._finish_job(job, message["texts"], message["seconds"])
         elif kind == "failed" and not (self.stopping and message["code"] == "cancelled"):
-            self._fail_job(job, message["code"], message["message"])
-        self._notify_waiters()
+            self._end_without_video(job, message["code"], message["message"])
+        self._signal_change()
 
     def _start_next_jobs(self) -> None:
         """Sends the next jobs to the ranks if they are idle."""
-        if self._running or self.stopping or not self.group.ready:
+        if self._running or self.stopping or not self.rank_group.ready:
             return
         waiting = self.journal.list_in_state("queued")
         if not waiting:
             return
         first = waiting[0]
         peers = [job for job in waiting if job.priority == first.priority]
-        if first.shape != self._last_shape and first.passed < _MAX_PASSED:
+        if first.shape != self._last_shape and first.passed < _MAX_OVERTAKES:
             first = next((job for job in peers if job.shape == self._last_shape), first)
         for job in waiting[: waiting.index(first)]:
             self.journal.update_job(job, passed=job.passed + 1)
         chosen = [first]
         if can_share_experts(first):
             partners = [job for job in peers if job.id != first.id and can_share_experts(job)]
-            chosen += partners[: self._choose_group_size(first, 1 + len(partners)) - 1]
+            chosen += partners[: self._choose_batch_size(first, 1 + len(partners)) - 1]
         self._last_shape, now, commands = first.shape, time.time(), []
         for job in chosen:
             changes = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
@@ -360,9 +360,9 @@ class Service:
             files = self._list_uploads(job)
             file = str(self.video_path(job).absolute())
             commands.append({"job": job.id, "settings": job.settings | files, "file": file})
-        self.group.make_videos(commands, {job.id: job.shape for job in chosen})
+        self.rank_group.make_videos(commands, {job.id: job.shape for job in chosen})
 
-    def _choose_group_size(self, job: QueuedVideo, waiting: int) -> int:
+    def _choose_batch_size(self, job: ServiceJob, waiting: int) -> int:
         """Returns the batch size that minimizes the mean waiting time.
 
         A batch of n jobs takes n times the seconds of a job plus the loading time once, and all its
@@ -381,9 +381,9 @@ class Service:
                 waits += count * end
             return waits
 
-        return min(range(1, min(self._max_group_size, waiting) + 1), key=all_waits)
+        return min(range(1, min(self._max_batch_size, waiting) + 1), key=all_waits)
 
-    def _finish_job(self, job: QueuedVideo, texts: Sequence[int], seconds: float) -> None:
+    def _finish_job(self, job: ServiceJob, prompt_counts: Sequence[int], seconds: float) -> None:
         """Marks a job as completed.
 
         Args:
@@ -391,17 +391,17 @@ class Service:
             seconds: Duration of the job if run alone.
         """
         if job.state == "deleted" or not self.video_path(job).exists():
-            self._fail_job(job, "internal_error", "The file of the video is missing.")
+            self._end_without_video(job, "internal_error", "The file of the video is missing.")
             return
         del self._running[job.id]
         num_bytes = sum(path.stat().st_size for path in self.job_folder(job).rglob("*"))
         changes = {"state": "completed", "ended": time.time(), "seconds": seconds}
         self.journal.update_job(job, **changes, done=job.total, bytes=num_bytes)
         self._estimates.add(job)
-        self._on_event("completed", job, self.read_record(job) | {"texts": texts})
+        self._on_event("completed", job, self.read_record(job) | {"texts": prompt_counts})
         self._start_next_jobs()
 
-    def _fail_job(self, job: QueuedVideo, code: str, message: str) -> None:
+    def _end_without_video(self, job: ServiceJob, code: str, message: str) -> None:
         """Ends a job that has failed or was deleted, and starts the next jobs."""
         self._running.pop(job.id, None)
         if job.state == "deleted":
@@ -415,7 +415,7 @@ class Service:
             self._on_event("failed", job, {})
         self._start_next_jobs()
 
-    def _handle_group_end(self, message: Mapping[str, Any]) -> None:
+    def _handle_ranks_end(self, message: Mapping[str, Any]) -> None:
         """Requeues the running jobs after the ranks have ended, or fails them."""
         self._on_event("restart", None, {})
         if self.stopping:
@@ -425,13 +425,13 @@ class Service:
             is_cause = message["code"] in ("out_of_memory", "disk_full") and len(jobs) == 1
             if job.state == "deleted":
                 self._remove_job_folder(job)
-            elif is_cause or job.attempt >= ATTEMPTS:
-                self._fail_job(job, message["code"], message["message"])
+            elif is_cause or job.attempt >= MAX_ATTEMPTS:
+                self._end_without_video(job, message["code"], message["message"])
             else:
                 self._remove_attempt_files(job)
                 self.journal.update_job(job, state="queued", done=0)
 
-    def _notify_waiters(self) -> None:
+    def _signal_change(self) -> None:
         self._change_event.set()
         self._change_event = asyncio.Event()
 
@@ -440,23 +440,23 @@ class Service:
         parsed_request: ParsedRequest,
         digest: str,
         key: str | None,
-        is_repeated: bool,
+        is_retry: bool,
         remixed_from: str | None,
-    ) -> tuple[QueuedVideo, bool]:
+    ) -> tuple[ServiceJob, bool]:
         """Writes the files of a request, resolves its run, and queues its job.
 
         Other requests are handled while the files are written and checked. If a retry with the same
         key was queued meanwhile, its job is returned.
         """
         self._check_queue()
-        wait = None if self.journal.problem is None else 0.0
-        if not await self.journal.save(wait, check_file=True):
+        lock_timeout = None if self.journal.problem is None else 0.0
+        if not await self.journal.save(lock_timeout, check_file=True):
             raise self._make_journal_refusal()
-        if not await asyncio.to_thread(self.journal.has_room):
+        if not await asyncio.to_thread(self.journal.reserve_space):
             raise self._make_disk_full_refusal()
-        name = f"video_{self._name}_" if self._name else "video_"
-        job = QueuedVideo(
-            name + secrets.token_hex(12),
+        id_prefix = f"video_{self._replica_name}_" if self._replica_name else "video_"
+        job = ServiceJob(
+            id_prefix + secrets.token_hex(12),
             {"base_seed": random.SystemRandom().randrange(10**10)} | parsed_request.settings,
             priority=parsed_request.priority,
             created=time.time(),
@@ -472,7 +472,7 @@ class Service:
             set_job_sizes(job, run)
             job.bytes = sum(map(len, parsed_request.files.values()))
             async with self._admission_lock:
-                earlier = self._repeats.find_duplicate(digest, key, is_repeated)
+                earlier = self._repeats.find_duplicate(digest, key, is_retry)
                 if earlier is None:
                     self._check_queue()
                     job.created = time.time()
@@ -492,37 +492,37 @@ class Service:
             return earlier, True
         self._on_event("created", job, {})
         self._start_next_jobs()
-        self._notify_waiters()
+        self._signal_change()
         return job, False
 
     def _check_queue(self) -> None:
         """Refuses a request if the service stops or the queue is full."""
         if self.stopping:
-            raise RefusedError("The service is stopping.", 503, "stopping", wait=30)
+            raise RefusedError("The service is stopping.", 503, "stopping", retry_after=30)
         waiting = self.journal.count_states().get("queued", 0)
         if waiting >= self.limits.queue:
             message = f"The queue is full with {waiting} jobs; try later."
-            raise RefusedError(message, 429, "queue_full", wait=self.estimate_wait() or 30)
+            raise RefusedError(message, 429, "queue_full", retry_after=self.estimate_wait() or 30)
 
-    def _write_uploads(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
+    def _write_uploads(self, job: ServiceJob, files: Mapping[str, bytes]) -> None:
         self.job_folder(job).mkdir()
         for name, content in files.items():
             with write_output(self.upload_path(job, name), UPLOAD_KIND) as temporary:
                 temporary.write_bytes(content)
 
-    def _resolve_run(self, job: QueuedVideo) -> Run:
+    def _resolve_run(self, job: ServiceJob) -> Run:
         """Resolves the run of a job as the ranks will, and checks the limits."""
         with name_settings(fields.make_field_naming(job.names)):
             settings = read_settings(job.settings | self._list_uploads(job))
             run = self._resolve(merge_line(self._user_settings, settings))
-        request = run.params
-        prompts = request.clip_prompts or (request.prompt,)
-        frames = request.frame_num * (request.num_clip or 1)
+        params = run.params
+        prompts = params.clip_prompts or (params.prompt,)
+        frames = params.frame_num * (params.num_clip or 1)
         for unit, count, limit in (
             ("frames", frames, self.limits.frames),
-            ("pixels", frames * prod(request.video_size), self.limits.pixels),
+            ("pixels", frames * prod(params.video_size), self.limits.pixels),
             ("characters of the prompt", len("".join(prompts)), self.limits.prompt),
-            ("characters of the negative prompt", len(request.negative_prompt), self.limits.prompt),
+            ("characters of the negative prompt", len(params.negative_prompt), self.limits.prompt),
         ):
             if count > limit:
                 raise InputError(f"{count} {unit} are too many", remedy=f"give at most {limit}")
@@ -530,12 +530,12 @@ class Service:
 
     def _make_journal_refusal(self) -> RefusedError:
         message = self.journal.problem or "The journal cannot be written."
-        return RefusedError(message, 503, "journal_unavailable", wait=5)
+        return RefusedError(message, 503, "journal_unavailable", retry_after=5)
 
     def _make_disk_full_refusal(self) -> RefusedError:
-        return RefusedError("The disk is full; delete videos.", 507, "disk_full", wait=60)
+        return RefusedError("The disk is full; delete videos.", 507, "disk_full", retry_after=60)
 
-    def _make_refusal(self, error: InputError, job: QueuedVideo) -> RefusedError:
+    def _make_refusal(self, error: InputError, job: ServiceJob) -> RefusedError:
         """Returns the refusal of a request with field names for uploaded files' paths."""
         message = str(error)
         for name in self._list_uploads(job):
@@ -545,7 +545,7 @@ class Service:
         param = job.names.get(match[1], match[1]) if match else None
         return RefusedError(message, param=param)
 
-    def _list_uploads(self, job: QueuedVideo) -> dict[str, str | list[str]]:
+    def _list_uploads(self, job: ServiceJob) -> dict[str, str | list[str]]:
         """Returns the paths of a job's uploads by setting: a folder, a file, or several files."""
         paths: dict[str, str | list[str]] = {}
         for name in (*fields.UPLOADS, fields.FOLDER):
@@ -556,7 +556,7 @@ class Service:
                 paths[name] = str(path)
         return paths
 
-    def _describe_planned_memory(self, job: QueuedVideo) -> str:
+    def _describe_planned_memory(self, job: ServiceJob) -> str:
         """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
         try:
             run = self._resolve_run(job)
@@ -568,11 +568,11 @@ class Service:
             logger.debug("no plan", exc_info=True)
             return ""
 
-    def _remove_job_folder(self, job: QueuedVideo) -> None:
+    def _remove_job_folder(self, job: ServiceJob) -> None:
         """Removes all files of a job, and its folder."""
         remove_job_files(self.job_folder(job))
 
-    def _remove_attempt_files(self, job: QueuedVideo, keep_clips: bool = True) -> None:
+    def _remove_attempt_files(self, job: ServiceJob, keep_clips: bool = True) -> None:
         """Removes the files of an attempt; uploaded files stay.
 
         Args:
@@ -600,10 +600,10 @@ class Service:
             self.journal.forget_deleted(lambda name: (self._jobs / name).exists())
             if await self.journal.save():
                 await asyncio.to_thread(self.journal.vacuum)
-            await asyncio.to_thread(self.journal.has_room)  # reserves space again
+            await asyncio.to_thread(self.journal.reserve_space)  # reserves space again
             await asyncio.sleep(10)
 
 
-def is_ended(job: QueuedVideo) -> bool:
+def is_ended(job: ServiceJob) -> bool:
     """Returns whether a job is completed, failed or deleted."""
     return job.state in FINAL_STATES

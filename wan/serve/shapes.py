@@ -6,27 +6,27 @@ import json
 from math import prod
 
 from wan.run import Run
-from wan.serve.journal import QueuedVideo
+from wan.serve.journal import ServiceJob
 from wan.settings.errors import InputError
 
 
-def set_job_sizes(job: QueuedVideo, run: Run) -> None:
+def set_job_sizes(job: ServiceJob, run: Run) -> None:
     """Sets frames, fps, sizes, steps, guidance, shape and work of a job from its run."""
-    request = run.params
-    branches, clips = (2 if request.uses_guidance else 1), request.num_clip or 1
-    job.frames = request.frame_num
-    if request.has_clips:
-        job.frames = sum(map(request.count_clip_frames, range(clips)))
-    job.fps, (job.width, job.height) = float(run.output.fps), request.video_size
-    job.total = request.sample_steps * clips
-    low, high = request.sample_guide_scale
-    has_two = request.boundary is not None
+    params = run.params
+    branches, clips = (2 if params.uses_guidance else 1), params.num_clip or 1
+    job.frames = params.frame_num
+    if params.has_clips:
+        job.frames = sum(map(params.count_clip_frames, range(clips)))
+    job.fps, (job.width, job.height) = float(run.output.fps), params.video_size
+    job.total = params.sample_steps * clips
+    low, high = params.sample_guide_scale
+    has_two = params.boundary is not None
     job.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
-    job.shape = json.dumps([request.latent_shape, request.sample_steps, branches, clips])
-    job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
+    job.shape = json.dumps([params.latent_shape, params.sample_steps, branches, clips])
+    job.work = float(prod(params.grid) * params.sample_steps * branches * clips)
 
 
-def can_share_experts(job: QueuedVideo) -> bool:
+def can_share_experts(job: ServiceJob) -> bool:
     """Returns whether a job may run in one batch with others, grouped by expert.
 
     Videos of several clips may not, since they load their experts for each clip. Neither may a

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from wan.serve.journal import QueuedVideo
+from wan.serve.journal import ServiceJob
 
 REJOIN = 10.0
 """Seconds in which a disconnected client may retry with its Idempotency-Key."""
@@ -29,12 +29,12 @@ class Waiters:
         self._abandon = abandon
         self._jobs: dict[str, _Count] = {}
 
-    def claim(self, job: QueuedVideo) -> None:
+    def claim(self, job: ServiceJob) -> None:
         """Removes a job whose id a client knows, so that disconnects do not cancel it."""
         self._jobs.pop(job.id, None)
 
     @contextmanager
-    def wait(self, job: QueuedVideo, is_existing: bool) -> Iterator[Callable[[], None]]:
+    def wait(self, job: ServiceJob, is_existing: bool) -> Iterator[Callable[[], None]]:
         """Counts a client that waits for a job on a synchronous route.
 
         Args:

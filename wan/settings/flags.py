@@ -166,7 +166,7 @@ def is_python_setting(name: str, call: str) -> bool:
 
 def check_exclusive_settings(user_settings: Mapping[str, Any]) -> None:
     """Raises InputError where a user sets two settings that exclude each other."""
-    rules.check_rules(rules.EXCLUSION_RULES, user_settings)
+    rules.check_rules(rules.USER_SETTING_RULES, user_settings)
 
 
 def check_needed_settings(values: Mapping[str, Any]) -> None:

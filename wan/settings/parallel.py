@@ -180,7 +180,7 @@ def resolve_topology(
         "heads_of_a_rank": heads // ulysses,
         "user_settings": values.keys(),
     }
-    rules.check_rules(rules.LAYOUT_RULES, rule_values)
+    rules.check_rules(rules.TOPOLOGY_RULES, rule_values)
     notices = []
     if world > 1 and ("ulysses_size" not in values or ("ring_size" not in values and ring > 1)):
         notices.append(f"Chosen: {topology} for {world} ranks.")

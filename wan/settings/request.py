@@ -208,7 +208,9 @@ class VideoParams(Sampling):
             raise InputError("`sample_guide_scale`", f"{low:g},{high:g}", why, "give one number")
         self._check_size()
         values = {"task": preset.task, "solver": SOLVERS[self.sample_solver], **vars(self)}
-        rules.check_rules((*rules.SAMPLING_RULES, *rules.IMAGE_RULES, *rules.CLIP_RULES), values)
+        rules.check_rules(
+            (*rules.SAMPLING_RULES, *rules.IMAGE_RULES, *rules.CLIP_AND_TASK_RULES), values
+        )
 
     @property
     def first_sigma(self) -> float:

@@ -15,7 +15,7 @@ from wan.settings.errors import InputError
 
 Values = Mapping[str, Any]
 """Flag -> value, and further values that conditions of rules use."""
-Predicate = Callable[[Any], bool]
+Condition = Callable[[Any], bool]
 """A condition of a rule; the checked values are the attributes of its argument."""
 
 
@@ -34,7 +34,7 @@ class Rule:
     conditions: tuple[str, ...]
     why: str
     remedy: str = "drop it"
-    when: Predicate | None = None
+    when: Condition | None = None
     subject: str = ""
 
     @property
@@ -60,7 +60,7 @@ def make_conflict_rule(
     other: str,
     why: str = "",
     remedy: str = "drop one of them",
-    when: Predicate | None = None,
+    when: Condition | None = None,
 ) -> Rule:
     """Makes the rule that two settings exclude each other."""
     return Rule((setting, other), why or f"does not work with `{other}`", remedy, when)
@@ -86,7 +86,7 @@ def check_rules(rules: Iterable[Rule], values: Values) -> None:
             raise InputError(subject, None, why, remedy)
 
 
-EXCLUSION_RULES = (
+USER_SETTING_RULES = (
     make_conflict_rule(
         "attention_algo",
         "attention_backend",
@@ -108,7 +108,7 @@ EXCLUSION_RULES = (
 """Rules for the settings of one call."""
 
 _CHUNKS = "`chunks={chunks}`"
-LAYOUT_RULES = (
+TOPOLOGY_RULES = (
     make_conflict_rule(
         "comm_type",
         "fa_alltoall_overlap",
@@ -201,7 +201,7 @@ def _make_unconverted_rules(
     setting: str, value: str, weight_format: str, dtype_prefix: str
 ) -> tuple[Rule, ...]:
     """Makes the rules for a setting that computes with weights as the checkpoint stores them."""
-    reasons: tuple[tuple[str, Predicate], ...] = (
+    reasons: tuple[tuple[str, Condition], ...] = (
         ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
         ("`quant_dit_path` replaces these weights", lambda s: s.has_quantized_dit),
         ("NPUs have no FP8 weights", lambda s: weight_format == "FP8" and s.device == "npu"),
@@ -280,7 +280,7 @@ GROUPING_RULES = (
 )
 """Rules for runs of many videos."""
 
-VIDEO_RULES = (
+PIPELINE_AND_VIDEO_RULES = (
     make_needs_rule("resident_blocks", "offload_model=block"),
     Rule(
         ("conditioning_scale",),
@@ -370,7 +370,7 @@ def _make_task_rule(name: str, *tasks: str) -> Rule:
     return Rule((name,), "has no effect on {task}", remedy, lambda s: s.task not in tasks)
 
 
-CLIP_RULES = (
+CLIP_AND_TASK_RULES = (
     _make_task_rule("infer_frames", "s2v-14B"),
     _make_task_rule("start_from_ref", "s2v-14B"),
     _make_task_rule("chain", "i2v-A14B"),
@@ -418,12 +418,12 @@ CLIP_RULES = (
 )
 """Rules for videos that are generated clip by clip, and for settings of single tasks."""
 ALL_RULES = (
-    *EXCLUSION_RULES,
-    *LAYOUT_RULES,
+    *USER_SETTING_RULES,
+    *TOPOLOGY_RULES,
     *PIPELINE_RULES,
     *GROUPING_RULES,
-    *VIDEO_RULES,
+    *PIPELINE_AND_VIDEO_RULES,
     *SAMPLING_RULES,
     *IMAGE_RULES,
-    *CLIP_RULES,
+    *CLIP_AND_TASK_RULES,
 )
