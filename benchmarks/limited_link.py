@@ -42,7 +42,13 @@ from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import Ring
-from wan.evidence.exchange_order import TRACE, ExchangePlan, Trace, make_trace_path, write_trace
+from wan.evidence.exchange_order import (
+    TRACE_KIND,
+    ExchangePlan,
+    Trace,
+    make_trace_path,
+    write_trace,
+)
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.output_files import check_output
@@ -341,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if platform.system() != "Linux" or os.geteuid() or lacking:
         parser.error(f"needs Linux, root, ip and tc{'; there is no ' if lacking else ''}{lacking}")
     for path in options.out.glob(f"*/{make_trace_path(Path(), 0)}"):
-        check_output(path, TRACE, "--out")
+        check_output(path, TRACE_KIND, "--out")
     with create_namespaces(options.ranks) as (names, switch):
         share_one_link(names, switch)
         rows = measure_rates(names, switch, options)

@@ -350,7 +350,7 @@ def compare_case(case: Case, folder: Path) -> list[dict[str, Any]]:
     planned = resolve_command_line(
         flags.parse_flags(case.make_arguments(folder)), lambda *_: None, plan=True
     )
-    stages = Planner(planned.setup, planned.params).stage_memory()
+    stages = Planner(planned.setup, planned.params).compute_stage_memory()
     measured = measure_case(case, planned)
     return [
         {

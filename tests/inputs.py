@@ -36,9 +36,9 @@ def changed_contents(argv: Sequence[str], flag: str, tmp_path: Path, inner: str 
     source = Path(argv[place])
     copy = changed_file(source, tmp_path / "copy" / source.name)
     moved = [*argv[:place], str(copy), *argv[place + 1 :]]
-    before = generate.resolve_arguments([str(one) for one in argv]).collect_rank_invariants("cpu")
-    assert generate.resolve_arguments(moved).collect_rank_invariants("cpu") == before
+    before = generate.resolve_argv([str(one) for one in argv]).collect_rank_invariants("cpu")
+    assert generate.resolve_argv(moved).collect_rank_invariants("cpu") == before
     with (copy / inner).open("ab") if inner else copy.open("ab") as file:
         file.write(_FREE_ATOM)
-    after = generate.resolve_arguments(moved).collect_rank_invariants("cpu")
+    after = generate.resolve_argv(moved).collect_rank_invariants("cpu")
     return {name for name in before if before[name] != after[name]}

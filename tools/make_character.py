@@ -21,7 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program
-from wan.output_files import VIDEO, check_output, make_marked_kind, write_output
+from wan.output_files import VIDEO_KIND, check_output, make_marked_kind, write_output
 from wan.pipeline.video import write_video
 from wan.settings.command import Output
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
@@ -98,7 +98,7 @@ def write_character_folder(out: Path, size: tuple[int, int], frames: int) -> Non
     }
     reference = out / "src_ref.png"
     for name in videos:
-        check_output(out / f"src_{name}.mp4", VIDEO, "OUT")
+        check_output(out / f"src_{name}.mp4", VIDEO_KIND, "OUT")
     check_output(reference, REFERENCE, "OUT")
     mark = PngInfo()
     mark.add_text("Software", _PROGRAM)

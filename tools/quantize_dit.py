@@ -100,7 +100,7 @@ def _read_loras(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str
         ]
         if unquantized:
             raise InputError(
-                f"LoRA {network_lora.file} changes {unquantized[0]}, which is not quantised and is "
+                f"LoRA {network_lora.path} changes {unquantized[0]}, which is not quantised and is "
                 "read from the checkpoint; merge the LoRA into the checkpoint first."
             )
     return loras

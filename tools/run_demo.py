@@ -22,7 +22,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
 from tools import contact_sheet  # noqa: E402
 from wan.cli.flags import Parser  # noqa: E402
 from wan.cli.programs import make_argument_type, run_program  # noqa: E402
-from wan.output_files import VIDEO, check_output  # noqa: E402
+from wan.output_files import VIDEO_KIND, check_output  # noqa: E402
 from wan.settings.attention_modes import MODES  # noqa: E402
 from wan.settings.values import integer  # noqa: E402
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sheet, gif = options.out / "sheet.png", options.out / "demo.gif"
     videos = [options.out / f"{number}.mp4" for number in range(1, len(runs) + 1)]
     outputs = {sheet: contact_sheet.SHEET, gif: contact_sheet.ANIMATION}
-    for path, kind in (outputs | dict.fromkeys(videos, VIDEO)).items():
+    for path, kind in (outputs | dict.fromkeys(videos, VIDEO_KIND)).items():
         check_output(path, kind, "--out")
     for video, (task, prompt) in zip(videos, runs, strict=True):
         try:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from wan.generator import DefaultFloat, DefaultInt, DefaultStr, Generator
-from wan.output_files import VIDEO, check_output
+from wan.output_files import VIDEO_KIND, check_output
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload
@@ -56,7 +56,7 @@ def save_video(video: Tensor, path: str | Path, fps: float = 16.0) -> None:
     file = read_path("path", str(path))
     if file.suffix.lower() != ".mp4":
         raise InputError("path", file, "must end in .mp4, the only format written")
-    check_output(file, VIDEO, "path")
+    check_output(file, VIDEO_KIND, "path")
     write_video(video.detach().float().cpu(), Output(file, fps=real(1, 240)("fps", fps)))
 
 

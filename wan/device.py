@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wan import system, trace
-from wan.output_files import KERNEL_TRACE, write_output
+from wan.output_files import KERNEL_TRACE_KIND, write_output
 from wan.settings.devices import Capabilities, get_capabilities
 from wan.settings.errors import InputError
 
@@ -105,7 +105,7 @@ class Device:
         device = [] if self.type == "cpu" else [getattr(kinds, self.type.upper())]
         with profiler.profile(activities=[kinds.CPU, *device]) as running:
             yield
-        with write_output(path, KERNEL_TRACE) as temporary:
+        with write_output(path, KERNEL_TRACE_KIND) as temporary:
             running.export_chrome_trace(str(temporary))
 
     def record_range(self, name: str) -> AbstractContextManager[object]:

@@ -20,7 +20,7 @@ from wan.settings import values
 from wan.settings.errors import InputError, WriteError
 
 _TITLE = "Wan2.2 videos"
-PAGE = make_marked_kind("a page of wan.gallery", f"<title>{_TITLE}</title>".encode())
+PAGE_KIND = make_marked_kind("a page of wan.gallery", f"<title>{_TITLE}</title>".encode())
 
 _CARD = """<li>
 <div class="shot"><video controls loop muted preload="metadata" src="{source}"></video></div>
@@ -50,7 +50,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     if not folder.is_dir():
         raise InputError(str(folder), why="is no folder", remedy="give that of a prompt file")
     out = folder / "index.html" if out is None else out
-    check_output(out, PAGE, "--out")
+    check_output(out, PAGE_KIND, "--out")
     videos = [path for path in sorted(folder.glob("*.mp4")) if path.with_suffix(".json").exists()]
     if not videos:
         remedy = "give the folder that generate.py --prompt_file has written"
@@ -68,7 +68,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
         failed="".join(f"<p>{html.escape(line)}</p>\n" for line in failed_lines),
         cards="\n".join(cards),
     )
-    with write_output(out, PAGE) as temporary:
+    with write_output(out, PAGE_KIND) as temporary:
         temporary.write_text(text, "utf-8")
     return out
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "folder", type=make_argument_type(values.read_path), help="folder of a prompt file's videos"
     )
     parser.add_argument(
-        "--out", type=make_output_path_type(PAGE), help="the page; default FOLDER/index.html"
+        "--out", type=make_output_path_type(PAGE_KIND), help="the page; default FOLDER/index.html"
     )
 
     def work() -> None:

@@ -322,7 +322,7 @@ class Generator:
         invariants["ckpt_dir"] = compute_fingerprint(checkpoint.list_files())
         invariants["lora"] = str(
             [
-                (name, lora_file.strength, compute_fingerprint([lora_file.file]))
+                (name, lora_file.strength, compute_fingerprint([lora_file.path]))
                 for name, lora_files in loras
                 for lora_file in lora_files
             ]

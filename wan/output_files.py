@@ -109,11 +109,11 @@ def _read_moov_atom(path: Path) -> bytes:
     return b""
 
 
-VIDEO = OutputKind("a video of generate.py", _is_generated_video)
-RECORD = make_json_kind("a record of generate.py", "settings", "versions")
-LATENTS = make_safetensors_kind("latents of generate.py", "settings")
-KERNEL_TRACE = make_json_kind("a kernel trace of generate.py --trace_kernels", "traceEvents")
-SUMMARY = make_json_kind(
+VIDEO_KIND = OutputKind("a video of generate.py", _is_generated_video)
+RECORD_KIND = make_json_kind("a record of generate.py", "settings", "versions")
+LATENTS_KIND = make_safetensors_kind("latents of generate.py", "settings")
+KERNEL_TRACE_KIND = make_json_kind("a kernel trace of generate.py --trace_kernels", "traceEvents")
+SUMMARY_KIND = make_json_kind(
     "a summary of generate.py --prompt_file", "made", "there already", "go on with"
 )
 

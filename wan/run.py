@@ -245,7 +245,7 @@ class Run:
             "--step_cache_curve": setup.policy and setup.policy.content,
             "--lora": {
                 name: [
-                    (lora_file.strength, compute_fingerprint([lora_file.file]))
+                    (lora_file.strength, compute_fingerprint([lora_file.path]))
                     for lora_file in lora_files
                 ]
                 for name, lora_files in setup.loras.items()
@@ -500,7 +500,7 @@ def make_params(
     checkpoint, recipe_name = setup.checkpoint, values.get("recipe", "auto")
     files = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folders = [] if checkpoint.folder is None else [checkpoint.folder]
-    lora_files = [file.file for group in lora.list_lora_files(values).values() for file in group]
+    lora_files = [file.path for group in lora.list_lora_files(values).values() for file in group]
     paths = [*folders, *sorted(files)]
     recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}

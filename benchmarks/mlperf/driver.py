@@ -27,8 +27,8 @@ from benchmarks.mlperf.rules import Workload
 from wan import log
 from wan.cli import failures, main
 from wan.cli.flags import Parser
-from wan.cli.videos import Video
-from wan.output_files import VIDEO, check_output, is_output, make_json_kind, write_output
+from wan.cli.videos import VideoJob
+from wan.output_files import VIDEO_KIND, check_output, is_output, make_json_kind, write_output
 from wan.run import Run
 from wan.settings.errors import get_exit_code
 
@@ -163,7 +163,7 @@ def make_http_client(url: str, workload: Workload) -> MakeVideo:
         request = urllib.request.Request(f"{url}/v1/videos/generations", body, head)
         with urllib.request.urlopen(request) as answer:
             video = json.load(answer)
-        with write_output(file, VIDEO) as temporary:
+        with write_output(file, VIDEO_KIND) as temporary:
             temporary.write_bytes(base64.b64decode(video["video_bytes"]))
         with urllib.request.urlopen(f"{url}/v1/videos/{video['video_id']}") as answer:
             power = json.load(answer).get("power")
@@ -182,7 +182,7 @@ def make_cached(make: MakeVideo) -> MakeVideo:
         if index not in videos:
             make(index, file)
             videos[index] = file.read_bytes()
-        with write_output(file, VIDEO) as temporary:
+        with write_output(file, VIDEO_KIND) as temporary:
             temporary.write_bytes(videos[index])
 
     return make_once
@@ -222,7 +222,7 @@ def _run_rank(
     def make(index: int, file: Path) -> None:
         video_run = run.with_prompt(workload.prompt(index)).with_save_file(file)
         device.reset_peak_memory()
-        Video(video_run, pipeline, team).make()
+        VideoJob(video_run, pipeline, team).make()
 
     def lead(index: int, file: Path) -> None:
         make(*control.broadcast_from_rank0((index, file)))

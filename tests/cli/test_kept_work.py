@@ -44,7 +44,7 @@ class Chain:
         argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7", "--prompt", "x"]
         argv += ["--lora", f"{self.lora}={strength}", "--image", str(self.image)]
         argv += ["--save_file", str(self.folder / "v.mp4")]
-        return ClipFiles(generate.resolve_arguments([*argv, *map(str, flags)]))
+        return ClipFiles(generate.resolve_argv([*argv, *map(str, flags)]))
 
     def write(self, *flags: object, end: float = 1.0) -> None:
         """Writes the clips. end: Value of the state that the first clip passes on."""
@@ -74,8 +74,8 @@ def test_latents_that_could_not_be_saved_are_not_called_kept(
     monkeypatch.setattr(videos.logger, "error", lambda text, *args: messages.append(text % args))
     for value, continues in ((0.0, True), (float("nan"), False)):
         messages.clear()
-        job = videos.Video(chain.files()._run, cast(Any, None), None)
-        job.keep_latents(torch.full((16, 3, 4, 4), value))
+        job = videos.VideoJob(chain.files()._run, cast(Any, None), None)
+        job.save_denoised_latents(torch.full((16, 3, 4, 4), value))
         assert job.latents_file is None and not any("kept" in message for message in messages)
         assert any("continues from memory" in message for message in messages) == continues
 
@@ -166,7 +166,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Unmade:
-    """Replaces `wan.cli.videos.Video`: makes no video."""
+    """Replaces `wan.cli.videos.VideoJob`: makes no video."""
 
     def __init__(self, run: Any, *_: Any) -> None:
         self.run = run
@@ -182,7 +182,7 @@ def again(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, bool]]:
     """Requests one video again, with other settings and flags; returns whether it was skipped."""
-    monkeypatch.setattr(many, "Video", Unmade)
+    monkeypatch.setattr(many, "VideoJob", Unmade)
     shutil.copytree(made, tmp_path / "out")
 
     def is_there(name: str, settings: dict[str, Any], *flags: str) -> bool:
@@ -245,10 +245,10 @@ def test_decoding_writes_over_no_video_and_no_record(
     there: list[str], name: str, tmp_path: Path
 ) -> None:
     """Also if a video was moved away and only its record exists."""
-    made = generate.resolve_arguments([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
+    made = generate.resolve_argv([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
     latents = tmp_path / "x.safetensors"
     save_latents(torch.zeros(made.params.latent_shape), latents, made.settings)
     for file in there:
         (tmp_path / file).touch()
-    again = generate.resolve_arguments(["--decode_latents", str(latents)])
+    again = generate.resolve_argv(["--decode_latents", str(latents)])
     assert again.output.save_file == tmp_path / name

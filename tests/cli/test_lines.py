@@ -19,7 +19,7 @@ def resolved(folder: Path, lines: list[str | dict[str, Any]], *flags: str) -> Ru
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "lines.txt").write_text("\n".join(texts))
     argv = [*SIZE, *flags, "--prompt_file", str(folder / "lines.txt")]
-    return generate.resolve_arguments([*argv, "--save_file", str(folder / "out")])
+    return generate.resolve_argv([*argv, "--save_file", str(folder / "out")])
 
 
 def test_each_line_has_a_seed_of_its_own(tmp_path: Path) -> None:

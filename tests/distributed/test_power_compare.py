@@ -165,7 +165,7 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     """Memory is enough for one expert only; a step cache needs both and is refused."""
     video = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
     video += ["--sample_steps", "8", "--ulysses_size", "2", "--step_cache", cache]
-    one = command.resolve_arguments([*video, "--offload_model", "true"], plan=True)
+    one = command.resolve_argv([*video, "--offload_model", "true"], plan=True)
     both, less = (
         memory.find_fullest_stage(one.setup, one.params, device="cpu", offload_model=way)[1]
         for way in (False, True)

@@ -115,7 +115,7 @@ def distances(
         video = random(1, 3, 4 * frames - 3, tall + rest, wide).to(dtype).tanh()
         rows = shared(height)
         if rows.is_idle:
-            rows.wait_for_steps(2 * (frames + 1))
+            rows.join_memory_agreements(2 * (frames + 1))
             continue
         shards = through(its, z, video, rows)
         if rows.rank == 0:
@@ -209,8 +209,11 @@ def fails_on_one_rank() -> None:
         return torch.distributed.get_rank()
 
     with pytest.raises(MemoryError, match="A rank has run out of memory in the VAE"):
-        shared(4).run_together(make)
-    assert shared(4).run_together(torch.distributed.get_rank) == torch.distributed.get_rank()
+        shared(4).run_with_memory_agreement(make)
+    assert (
+        shared(4).run_with_memory_agreement(torch.distributed.get_rank)
+        == torch.distributed.get_rank()
+    )
 
 
 def test_all_ranks_give_up_with_one_that_has_no_memory() -> None:

@@ -82,7 +82,7 @@ def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
 
 
 class NoVideo:
-    """Replaces `wan.cli.videos.Video`; only the prompt embeddings matter here."""
+    """Replaces `wan.cli.videos.VideoJob`; only the prompt embeddings matter here."""
 
     is_main_only = False
 
@@ -95,7 +95,7 @@ def test_the_last_texts_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
     """The newest ones, up to the limit; a video reports how many of its prompts were cached."""
-    monkeypatch.setattr(ranks, "Video", NoVideo)
+    monkeypatch.setattr(ranks, "VideoJob", NoVideo)
     argv = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--device", "cpu"]
     argv += ["--sample_guide_scale", "1", "--save_file", str(tmp_path / "none.mp4")]
     wanted = ["x", "y", "z", "x", "z"]
@@ -105,7 +105,7 @@ def test_the_last_texts_are_kept(
         commands.append({"do": "make", "jobs": [job | {"file": str(tmp_path / f"{number}.mp4")}]})
     front: Any = Front(commands)
     pipeline = build.build_pipeline(
-        main.resolve_arguments(argv, require_inputs=False).setup, select_device("cpu")
+        main.resolve_argv(argv, require_inputs=False).setup, select_device("cpu")
     )
     assert ranks.RankWorker(flags.parse_flags(argv), pipeline, None, front, 2).serve() == 0
     texts = [one["texts"] for one in front.said if one["is"] == "done"]

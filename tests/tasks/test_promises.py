@@ -194,5 +194,5 @@ def test_a_run_takes_no_more_than_planned(task: str, asked: Ask, tmp_path: Path)
     plan = resolve_command_line(
         command_line.parse_flags([*argv, "--plan"]), lambda *_: None, plan=True
     )
-    planned = Planner(plan.setup, plan.params).peak_bytes()
+    planned = Planner(plan.setup, plan.params).compute_peak_bytes()
     assert live.peak_bytes.total() <= planned

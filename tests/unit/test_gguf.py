@@ -330,10 +330,12 @@ def test_kept_weights_take_the_bytes_of_the_file(stored_as: Any) -> None:
         words = ["--gguf_weights", how, "--precision", "bf16", "--frame_num", "1"]
         asked, pipeline = composed(files, *words, "--offload_model", "false")
         network = pipeline.experts.get("dit")
-        planned = Planner(asked.setup, asked.params).stage_memory()["denoising"]["DiT weights"]
+        planned = Planner(asked.setup, asked.params).compute_stage_memory()["denoising"][
+            "DiT weights"
+        ]
         assert planned == pytest.approx(held(network), rel=0.03)
         found[how] = held(network.blocks)
         streams, _ = composed(files, *words, "--offload_model", "block")
-        copied = Planner(streams.setup, streams.params).streaming_per_step()
+        copied = Planner(streams.setup, streams.params).count_streamed_blocks()
         assert copied == (2, 2, pytest.approx(2 * found[how], rel=0.03))
     assert found["keep"] < 0.35 * found["upcast"]

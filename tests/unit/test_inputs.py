@@ -37,7 +37,7 @@ MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
     "vace": (control, ("src_bg.mp4", "src_mask.mp4", "a.png", "b.png")),
     "animate": (
         lambda folder: Inputs(animate=driving.read_animate_folder(folder, replace_character=True)),
-        driving.FILES,
+        driving.ANIMATE_FILES,
     ),
     "pose": (
         lambda folder: Inputs(pose=media.read_pose_video(folder / "src_pose.mp4")),

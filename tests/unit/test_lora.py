@@ -259,16 +259,16 @@ def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None
     for file in files.values():
         save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, file)
     found = lora.resolve_loras({"lora": tuple(files.values())}, checkpoint)
-    given = {name: [str(one.file) for one in ones] for name, ones in found.items()}
+    given = {name: [str(one.path) for one in ones] for name, ones in found.items()}
     assert given == {name: [file] for name, file in files.items()}
     with pytest.raises(InputError, match="is named as the high_noise expert"):
         lora.resolve_loras({"lora_low_noise": (files["high_noise"],)}, checkpoint)
-    said = list(lora.iter_lora_notices(found, "t2v", distilled=True))
+    said = list(lora.iter_lora_notices(found, "t2v", recipe_has_pair=True))
     assert said == [f"LoRA of {n}: {files[n]}, strength 1, 1 layers." for n in found]
     alone = lora.resolve_loras({"lora": (files["high_noise"],)}, checkpoint)
     assert (
         "low_noise expert has no LoRA"
-        in list(lora.iter_lora_notices(alone, "i2v", distilled=True))[-1]
+        in list(lora.iter_lora_notices(alone, "i2v", recipe_has_pair=True))[-1]
     )
     assert "has t2v in its name" in list(lora.iter_lora_notices(alone, "i2v", False))[-1]
 
@@ -289,7 +289,7 @@ def styles(tiny: Any, tmp_path: Path) -> Callable[..., dict[str, list[str]]]:
     def resolved(*names: str, **flags: str) -> dict[str, list[str]]:
         values: dict[str, Any] = {flag: (make(name),) for flag, name in flags.items()}
         found = lora.resolve_loras(values | {"lora": tuple(map(make, names))}, checkpoint)
-        files = {n: [str(x.file.relative_to(tmp_path)) for x in ones] for n, ones in found.items()}
+        files = {n: [str(x.path.relative_to(tmp_path)) for x in ones] for n, ones in found.items()}
         lines = [
             line for line in lora.iter_lora_notices(found, "t2v", False) if "LoRA of" not in line
         ]

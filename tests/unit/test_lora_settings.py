@@ -95,7 +95,7 @@ def test_ranks_compare_content_and_strength_and_no_folders(tiny: Any, tmp_path: 
 
     def facts(one: str) -> dict[str, Any]:
         argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--base_seed", "1"]
-        return generate.resolve_arguments(
+        return generate.resolve_argv(
             [*argv, "--save_file", "v.mp4", "--lora", one]
         ).collect_rank_invariants("cpu")
 

@@ -96,7 +96,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
         argv = (*argv, "--lora", str(a_lora(folder, tmp_path / "lora.safetensors")))
     asked, pipeline = composed(folder, *argv)
     planner = Planner(asked.setup, asked.params)
-    stages, stay = planner.stage_memory(), planner.mapped_weights()
+    stages, stay = planner.compute_stage_memory(), planner.sum_mapped_weights()
     networks = {
         ("text encoder", "text encoder weights"): pipeline.text_encoder.get()._model,
         ("denoising", "DiT weights"): pipeline.experts.get("dit"),
@@ -116,8 +116,8 @@ def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
     asked, _ = composed(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
     planner = Planner(asked.setup, asked.params)
     need, stay = (
-        planner.stage_memory()["denoising"].total(),
-        planner.mapped_weights()["denoising"].total(),
+        planner.compute_stage_memory()["denoising"].total(),
+        planner.sum_mapped_weights()["denoising"].total(),
     )
 
     def least(memory: int) -> list[str]:

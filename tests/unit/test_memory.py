@@ -203,7 +203,7 @@ def streamed_vace(held: int) -> Run:
 @pytest.mark.parametrize("held", [0, 4])
 def test_the_plan_of_vace_has_two_buffers(held: int) -> None:
     run = streamed_vace(held)
-    measured = Planner(run.setup, run.params).stage_memory()["denoising"]["DiT weights"]
+    measured = Planner(run.setup, run.params).compute_stage_memory()["denoising"]["DiT weights"]
     assert measured == pytest.approx(vace_bytes(held), rel=0.01)
 
 
@@ -274,4 +274,4 @@ def test_host_memory_of_networks_that_wait(offload: str, parameters: int) -> Non
     words = ["--task", "t2v-A14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda"]
     words += ["--convert_model_dtype", "--offload_model", offload]
     run = planned(*words)
-    assert Planner(run.setup, run.params).host_bytes() == 2 * parameters
+    assert Planner(run.setup, run.params).compute_host_bytes() == 2 * parameters

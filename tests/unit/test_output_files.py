@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from tests.refusals import check_refusals, said
 from wan.output_files import (
-    LATENTS,
-    RECORD,
-    SUMMARY,
-    VIDEO,
+    LATENTS_KIND,
+    RECORD_KIND,
+    SUMMARY_KIND,
+    VIDEO_KIND,
     OutputKind,
     check_folder,
     check_output,
@@ -210,28 +210,31 @@ def _bytes(content: bytes) -> Callable[[Path], object]:
 
 OF_US: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
     "video": (
-        VIDEO,
+        VIDEO_KIND,
         lambda path: write_video(torch.zeros(3, 1, 16, 16), Output(save_file=path, fps=16)),
     ),
-    "video of 0.4.0": (VIDEO, _comment('{"task": "t2v-A14B", "seed": 1}')),
-    "video, moov first": (VIDEO, _comment('{"task": "t2v-A14B"}', "-movflags", "+faststart")),
-    "record": (RECORD, _text('{"settings": {}, "versions": {"wan": "0.4.0"}}')),
-    "latents": (LATENTS, lambda path: save_latents(torch.zeros(1, 1, 1, 1), path, {"prompt": "x"})),
-    "summary": (SUMMARY, _text('{"made": {}, "there already": [], "go on with": null}')),
+    "video of 0.4.0": (VIDEO_KIND, _comment('{"task": "t2v-A14B", "seed": 1}')),
+    "video, moov first": (VIDEO_KIND, _comment('{"task": "t2v-A14B"}', "-movflags", "+faststart")),
+    "record": (RECORD_KIND, _text('{"settings": {}, "versions": {"wan": "0.4.0"}}')),
+    "latents": (
+        LATENTS_KIND,
+        lambda path: save_latents(torch.zeros(1, 1, 1, 1), path, {"prompt": "x"}),
+    ),
+    "summary": (SUMMARY_KIND, _text('{"made": {}, "there already": [], "go on with": null}')),
 }
 OF_OTHERS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
-    "a video without a comment": (VIDEO, _mp4),
-    "a video of another comment": (VIDEO, _comment("my holidays, see {task}")),
-    "no video": (VIDEO, _text('{"task": "x"}')),
-    "half an atom": (VIDEO, _bytes(b"\0\0\1\0moov")),
-    "an endless atom": (VIDEO, _bytes(b"\0\0\0\1moov" + b"\xff" * 8)),
-    "another program's settings": (RECORD, _text('{"settings": {}}')),
-    "an array": (RECORD, _text("[]")),
-    "a number of many digits": (RECORD, _text("9" * 5000)),
-    "deep brackets": (RECORD, _text("[" * 100_000)),
-    "other weights": (LATENTS, lambda path: save_file({"x": torch.zeros(1)}, path)),
-    "a header of many bytes": (LATENTS, _bytes(b"\xff" * 20)),
-    "another summary": (SUMMARY, _text('{"made": 3}')),
+    "a video without a comment": (VIDEO_KIND, _mp4),
+    "a video of another comment": (VIDEO_KIND, _comment("my holidays, see {task}")),
+    "no video": (VIDEO_KIND, _text('{"task": "x"}')),
+    "half an atom": (VIDEO_KIND, _bytes(b"\0\0\1\0moov")),
+    "an endless atom": (VIDEO_KIND, _bytes(b"\0\0\0\1moov" + b"\xff" * 8)),
+    "another program's settings": (RECORD_KIND, _text('{"settings": {}}')),
+    "an array": (RECORD_KIND, _text("[]")),
+    "a number of many digits": (RECORD_KIND, _text("9" * 5000)),
+    "deep brackets": (RECORD_KIND, _text("[" * 100_000)),
+    "other weights": (LATENTS_KIND, lambda path: save_file({"x": torch.zeros(1)}, path)),
+    "a header of many bytes": (LATENTS_KIND, _bytes(b"\xff" * 20)),
+    "another summary": (SUMMARY_KIND, _text('{"made": 3}')),
 }
 
 

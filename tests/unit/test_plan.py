@@ -77,7 +77,7 @@ def test_weights_of_published_models_to_the_byte(
 ) -> None:
     """Counts of parameters from the published files' headers."""
     dtype, bytes_ = (("--precision", "fp32"), 4) if full else (("--convert_model_dtype",), 2)
-    stages = quarter(task, *dtype).stage_memory()
+    stages = quarter(task, *dtype).compute_stage_memory()
     assert stages["denoising"]["DiT weights"] == bytes_ * parameters
     assert stages["decoding"]["VAE weights"] == 4 * vae
     assert stages["text encoder"]["text encoder weights"] == 2 * 5_680_910_336
@@ -91,16 +91,16 @@ def test_vae_takes_what_was_measured() -> None:
         ("ti2v-5B", "decoding"): 0.7346,
     }
     for (task, stage), gigabytes in measured.items():
-        stages = quarter(task, "--convert_model_dtype").stage_memory()
+        stages = quarter(task, "--convert_model_dtype").compute_stage_memory()
         found = stages[stage]["activations"] / GB
         assert found == pytest.approx(gigabytes, rel=0.005), (task, stage)
 
 
 def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
     """Compares with the sums, by hand, of the tensors that the layers hold."""
-    stages, stream = hd.stage_memory(), 9450 * 5120
+    stages, stream = hd.compute_stage_memory(), 9450 * 5120
     denoising = stages["denoising"]
-    assert hd.peak_bytes() == denoising.total() > stages["decoding"].total()
+    assert hd.compute_peak_bytes() == denoising.total() > stages["decoding"].total()
     assert denoising["text K/V"] == 2 * 40 * 2 * 512 * 5120 * 2  # branches, layers, K and V
     chunk = 75600 * 128 * 2  # q, k, v or the result of the one head that a rank has of a chunk
     held = 4 * stream + 2 * stream + 3 * 2 * stream + 2 * stream  # residual, normed, qkv, result
@@ -136,7 +136,9 @@ def test_latents_in_the_loop(hd: Planner) -> None:
             conditions = DenoiseInputs(torch.zeros(request.latent_shape), empty, empty)
             DenoisingLoop(request, conditions).advance(network)
         one = 4 * prod(request.latent_shape)
-        assert hd.stage_memory()["denoising"]["latents"] / 1e6 == pytest.approx(6 * LATENT_MB)
+        assert hd.compute_stage_memory()["denoising"]["latents"] / 1e6 == pytest.approx(
+            6 * LATENT_MB
+        )
         assert 5 <= max(network.held) // one <= 6  # without the solver's tables
 
 
@@ -175,7 +177,7 @@ def test_a_ring_gathers_what_cannot_be_merged() -> None:
 @pytest.mark.slow
 def test_sharded_weights() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--device", "cuda", "--convert_model_dtype")
-    stages = planner(*argv, "--dit_fsdp", "--t5_fsdp").stage_memory()
+    stages = planner(*argv, "--dit_fsdp", "--t5_fsdp").compute_stage_memory()
     weights = 2 * 14_288_491_584
     assert stages["denoising"]["DiT weights"] == pytest.approx(weights / 8, rel=1e-3)
     assert stages["text encoder"]["text encoder weights"] == pytest.approx(11.36 * GB / 8, rel=1e-3)
@@ -187,7 +189,7 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
     before = set(sys.modules)
     argv = ("--task", "t2v-1.3B", "--ulysses_size", "2", "--size", "832*480", "--frame_num", "5")
     npu = ("--chip", "A5", "--fa_quant", "fp8", "--quant_alltoall", "--fa_freq_cap", "1200")
-    assert planner(*argv, *npu).peak_bytes()
+    assert planner(*argv, *npu).compute_peak_bytes()
     new = {name for name in set(sys.modules) - before if name.startswith(("torch_npu", "mindiesd"))}
     assert not new
 
@@ -195,13 +197,13 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
 @pytest.mark.slow
 def test_vendors_kernels_hold_what_they_should() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT)
-    plain = planner(*argv, "--chip", "A2").peak_bytes()
-    assert plain < planner(*argv, "--chip", "A2", "--attention_algo", "laser").peak_bytes()
+    plain = planner(*argv, "--chip", "A2").compute_peak_bytes()
+    assert plain < planner(*argv, "--chip", "A2", "--attention_algo", "laser").compute_peak_bytes()
     fp8 = ("--chip", "A5", "--fa_quant", "fp8")
-    assert plain < (quantised := planner(*argv, *fp8).peak_bytes())
-    assert planner(*argv, *fp8, "--quant_alltoall").peak_bytes() < quantised
+    assert plain < (quantised := planner(*argv, *fp8).compute_peak_bytes())
+    assert planner(*argv, *fp8, "--quant_alltoall").compute_peak_bytes() < quantised
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
-    assert planner(*argv, "--chip", "A5", *v3).stage_memory()["denoising"]["masks"] > 1e6
+    assert planner(*argv, "--chip", "A5", *v3).compute_stage_memory()["denoising"]["masks"] > 1e6
 
 
 @pytest.mark.slow
@@ -209,7 +211,8 @@ def test_cpu_slices_are_smaller() -> None:
     """In this run the float32 copies of a norm are part of the peak."""
     argv = ("--task", "ti2v-5B", "--ulysses_size", "4", "--precision", "bf16", "--device")
     cpu, cuda = (
-        planner(*argv, device).stage_memory()["denoising"].total() for device in ("cpu", "cuda")
+        planner(*argv, device).compute_stage_memory()["denoising"].total()
+        for device in ("cpu", "cuda")
     )
     assert cpu < cuda
 
@@ -245,7 +248,7 @@ def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> Non
     """The largest of the plan's stages but decoding, which does not run here."""
     sizes = () if "--ring_size" in argv else ("--ulysses_size", "2")
     found = planned("--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *sizes, *argv)
-    want = Planner(found.setup, found.params).stage_memory()["denoising"].total()
+    want = Planner(found.setup, found.params).compute_stage_memory()["denoising"].total()
     real = max(peak for peak, _ in run(2, living, found))
     # Of 5 MB in all, what gloo's thread frees a moment earlier or later is 2 % from run to run.
     assert 0.95 * real <= want <= 1.08 * real
@@ -255,8 +258,10 @@ def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> Non
 def test_an_image_is_planned(tmp_path: Path) -> None:
     Image.new("RGB", (64, 96)).save(tmp_path / "a.png")
     size = ("--size", "64*96", "--frame_num", "9")
-    without = planner("--task", "ti2v-5B", *size).stage_memory()
-    image = planner("--task", "ti2v-5B", *size, "--image", tmp_path / "a.png").stage_memory()
+    without = planner("--task", "ti2v-5B", *size).compute_stage_memory()
+    image = planner(
+        "--task", "ti2v-5B", *size, "--image", tmp_path / "a.png"
+    ).compute_stage_memory()
     assert "image encoder" in image and "image encoder" not in without
     assert image["denoising"].total() > without["denoising"].total()
 
@@ -302,7 +307,9 @@ def test_decoding_goes_over_to_less_memory() -> None:
 def test_shared_rows_take_their_part(ranks: int) -> None:
     argv = ("--task", "t2v-1.3B", "--size", "832*480", "--device", "cuda")
     given = (*argv, "--ring_size", str(ranks), "--ulysses_size", "1")
-    whole, shared = (planner(*given, *more).stage_memory() for more in ((), ("--vae_parallel",)))
+    whole, shared = (
+        planner(*given, *more).compute_stage_memory() for more in ((), ("--vae_parallel",))
+    )
     video = 832 * 480 * 81 * 3 * 4
     part = (whole["decoding"]["activations"] - video) / ranks
     found = shared["decoding"].total() - shared["decoding"]["VAE weights"] - video
@@ -332,7 +339,7 @@ def test_fp8_exchanges_carry_scales() -> None:
 
 def bound_and_plan(*argv: object) -> tuple[dict[str, int], dict[str, int]]:
     found = planner(*argv, "--device", "cuda")
-    stages = {name: parts.total() for name, parts in found.stage_memory().items()}
+    stages = {name: parts.total() for name, parts in found.compute_stage_memory().items()}
     sizes = memory.estimate_network_sizes(found.setup, found.params)
     least = memory.compute_stage_memory(found.setup, found.params, sizes)
     return {name: usage.total() for name, usage in least.items()}, stages
@@ -361,7 +368,7 @@ def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:
 
 
 def estimated_as_measured(found: Planner) -> None:
-    measured, (width, height) = found.stage_memory(), found.params.video_size
+    measured, (width, height) = found.compute_stage_memory(), found.params.video_size
     for verb, stage in (("decode", "decoding"), ("encode", "image encoder")):
         if stage not in measured:
             continue

@@ -135,7 +135,7 @@ def test_bytes_against_the_layers(
     words = "--task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
     words += f" {ulysses} --ring_size {ring} --comm_type {comm_type * (ulysses > 1)}"
     run = planned(*words.split())
-    sent = Planner(run.setup, run.params).measure_forwards(run.setup.parallel)[0].sends[0]
+    sent = Planner(run.setup, run.params).measure_forwards(run.setup.parallel)[0].collectives[0]
     to_all = sum(size for name, size in sent if name == "alltoall_base_")
     hops = sum(size for name, size in sent if name == "send")
     # One byte takes one second, and computing takes no time.

@@ -159,7 +159,7 @@ def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread
         block.register_forward_hook(lambda *_: seen.append(held(network)))
     pipeline.generate_latents(asked.params)
     assert len(seen) == LAYERS * 2
-    plan = Planner(asked.setup, asked.params).stage_memory()
+    plan = Planner(asked.setup, asked.params).compute_stage_memory()
     whole = held(composed(folder, "--offload_model", "true")[1].experts.get("dit"))
     assert plan["denoising"]["DiT weights"] < whole
     assert plan["denoising"]["DiT weights"] == pytest.approx(max(seen), rel=0.03)
@@ -557,7 +557,7 @@ def test_the_bound_lies_below_the_plan(device_type: str) -> None:
     told = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
     asked = planned(*told, *argv)
-    stages = Planner(asked.setup, asked.params).stage_memory()
+    stages = Planner(asked.setup, asked.params).compute_stage_memory()
     sizes = memory.estimate_network_sizes(asked.setup, asked.params)
     least = memory.compute_stage_memory(asked.setup, asked.params, sizes)
     for name, usage in least.items():

@@ -137,7 +137,7 @@ def test_a_lora_in_comfyuis_folder(tiny: Any, tmp_path: Path) -> None:
     save({"blocks.0.self_attn.q.diff": torch.ones_like(weight)}, root / "loras" / "a.safetensors")
     asked, _ = composed(root, "--task", "ti2v-5B", "--lora", "a.safetensors=0.5")
     (lora,) = asked.setup.loras["dit"]
-    assert (lora.file, lora.strength) == (root / "loras" / "a.safetensors", 0.5)
+    assert (lora.path, lora.strength) == (root / "loras" / "a.safetensors", 0.5)
 
 
 def test_a_plan_lists_every_file(tiny: Any, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _measure_video(bench: Bench, network: Autoencoder, version: str, verb: str) 
             preset=preset,
             checkpoint=layout.make_reference_checkpoint(preset),
         )
-        planned = Planner(setup, request).stage_memory()["decoding"]
+        planned = Planner(setup, request).compute_stage_memory()["decoding"]
         most = planned.total() - planned["VAE weights"] - inputs.nbytes
         figures.append(Figure("measured / planned", held / most, "", PLAN))
     return figures

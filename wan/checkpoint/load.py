@@ -475,7 +475,7 @@ def open_lora_sources(
         for index, delta in enumerate(deltas_by_layer[layer]):
             source = matrix_sources[f"{layer}.{index}.{side}"]
             matrix = source.read_checked(slice(None)).to(torch.float64).flatten(1)
-            matrices.append(matrix * delta.factor if side == "up" else matrix)
+            matrices.append(matrix * delta.scale if side == "up" else matrix)
         stacked = torch.cat(matrices, dim=1 if side == "up" else 0)[rows].to(dtype)
         _check_finite(stacked, deltas_by_layer[layer])
         return stacked
@@ -544,11 +544,11 @@ def _make_merged_source(
         for delta in deltas:
             if delta.full is not None:
                 full = read_values(delta.full, rows)
-                total.add_(full.reshape(total.shape), alpha=delta.factor)
+                total.add_(full.reshape(total.shape), alpha=delta.scale)
                 continue
             assert delta.up is not None and delta.down is not None
             up, down = read_values(delta.up, rows), read_values(delta.down, slice(None))
-            total.addmm_(up.flatten(1), down.flatten(1), alpha=delta.factor)
+            total.addmm_(up.flatten(1), down.flatten(1), alpha=delta.scale)
         _check_finite(total.float(), deltas)
         return total.reshape(base_rows.shape)
 

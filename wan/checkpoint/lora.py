@@ -85,7 +85,7 @@ DIFFERENCES = {
 }
 """Suffix of a full weight delta -> the parameter to which it is added."""
 _PREFIXES = [naming.prefix for naming in NAMINGS if naming.prefix]
-_SUFFIX_KINDS = {  # suffix -> role of the tensor
+_SUFFIX_ROLES = {  # suffix -> role of the tensor
     **{naming.down: "down" for naming in NAMINGS},
     **{naming.up: "up" for naming in NAMINGS},
     **{suffix: f"difference of the {parameter}" for suffix, parameter in DIFFERENCES.items()},
@@ -112,7 +112,7 @@ _MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
 class WeightDelta:
     """A weight delta of one parameter: scale * up @ down, or scale * full."""
 
-    factor: float
+    scale: float
     up: TensorInfo | None = None
     down: TensorInfo | None = None
     full: TensorInfo | None = None
@@ -132,7 +132,7 @@ class Lora:
         tag: The expert tag in the file's name that selected the network; "" if a flag did.
     """
 
-    file: Path
+    path: Path
     strength: float
     deltas: dict[str, tuple[WeightDelta, ...]]
     tag: str = ""
@@ -142,7 +142,7 @@ class Lora:
 class LoraFile:
     """A LoRA file and its strength, given as `FILE=STRENGTH`."""
 
-    file: Path
+    path: Path
     strength: float = 1.0
 
 
@@ -174,7 +174,7 @@ def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]
         InputError: A folder of `lora_dir` lacks a file, or a strength is "nan" or above 1e6 in
             magnitude.
     """
-    lora_files = {
+    files_by_network = {
         network: tuple(parse_lora_file(text) for text in values.get(flag, ()))
         for network, flag in _FLAGS.items()
     }
@@ -184,15 +184,15 @@ def list_lora_files(values: Mapping[str, Any]) -> dict[str, tuple[LoraFile, ...]
             files = " and ".join(f"{name}_model.safetensors" for name in EXPERTS)
             remedy = f"give a folder with {files}, or `lora_high_noise` and `lora_low_noise`"
             raise InputError("`lora_dir`", path.parent, f"has no {path.name}", remedy)
-        lora_files[expert] += (LoraFile(path),)
-    return lora_files
+        files_by_network[expert] += (LoraFile(path),)
+    return files_by_network
 
 
 def _locate_lora_file(lora_file: LoraFile, folder: Path) -> LoraFile:
     """Falls back to ComfyUI's folder `loras` in the checkpoint's if the file does not exist."""
-    path, cwd = Path(os.path.abspath(lora_file.file)), Path.cwd()
+    path, cwd = Path(os.path.abspath(lora_file.path)), Path.cwd()
     fallback = folder / "loras" / (path.relative_to(cwd) if path.is_relative_to(cwd) else path.name)
-    if not lora_file.file.exists() and fallback.is_file():
+    if not lora_file.path.exists() and fallback.is_file():
         return LoraFile(fallback, lora_file.strength)
     return lora_file
 
@@ -208,25 +208,27 @@ def _assign_by_name(
     Raises:
         InputError: A name contradicts the flag, or only one file of a pair has an expert tag.
     """
-    tags = detect_experts({lora_file.file for loras in files.values() for lora_file in loras})
+    tags = detect_experts(
+        {lora_file.path for lora_files in files.values() for lora_file in lora_files}
+    )
     files_by_network: dict[str, tuple[LoraFile, ...]] = dict.fromkeys(files, ())
     applied_tags: dict[Path, ExpertTag] = {}
-    for network, loras in files.items():
-        for lora_file in loras:
-            tag = tags[lora_file.file]
-            if tag is None or (network == "both" and _holds_both_experts(lora_file.file)):
+    for network, lora_files in files.items():
+        for lora_file in lora_files:
+            tag = tags[lora_file.path]
+            if tag is None or (network == "both" and _holds_both_experts(lora_file.path)):
                 files_by_network[network] += (lora_file,)
             elif network == "both":
-                applied_tags[lora_file.file] = tag
+                applied_tags[lora_file.path] = tag
                 files_by_network[tag.expert] += (lora_file,)
             else:
                 if network != tag.expert and (tag.in_file_name or tag.has_noise):
                     remedy = f"give it with `{_FLAGS[tag.expert]}`, or rename it"
                     why = f"is named as the {tag.expert} expert"
-                    raise InputError(f"`{_FLAGS[network]}`", lora_file.file, why, remedy)
+                    raise InputError(f"`{_FLAGS[network]}`", lora_file.path, why, remedy)
                 files_by_network[network] += (lora_file,)
     for lora_file in files_by_network["both"]:
-        _check_untagged_pair(lora_file.file, applied_tags)
+        _check_untagged_pair(lora_file.path, applied_tags)
     return files_by_network, applied_tags
 
 
@@ -264,7 +266,7 @@ def _check_untagged_pair(file: Path, applied_tags: Mapping[Path, ExpertTag]) -> 
 
 
 def iter_lora_notices(
-    loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool
+    loras: Mapping[str, Sequence[Lora]], task_kind: str, recipe_has_pair: bool
 ) -> Iterator[str]:
     """Yields log lines: the LoRAs of each network, and probable mistakes.
 
@@ -276,16 +278,16 @@ def iter_lora_notices(
     for network, group in loras.items():
         for lora in group:
             layers = len({name.rpartition(".")[0] for name in lora.deltas})
-            yield f"LoRA of {network}: {lora.file}, strength {lora.strength:g}, {layers} layers."
+            yield f"LoRA of {network}: {lora.path}, strength {lora.strength:g}, {layers} layers."
     if len(loras) == len(EXPERTS):
         yield from _iter_name_notices(loras)
-    for file in dict.fromkeys(lora.file for group in loras.values() for lora in group):
+    for file in dict.fromkeys(lora.path for group in loras.values() for lora in group):
         named_kinds = re.findall(r"(?<![a-z])(?:ti2v|t2v|i2v|flf2v)(?![a-z])", file.stem.lower())
-        allowed_kinds = {kind, {"i2v": "flf2v", "vace": "t2v"}.get(kind, kind)}
+        allowed_kinds = {task_kind, {"i2v": "flf2v", "vace": "t2v"}.get(task_kind, task_kind)}
         if named_kinds and not allowed_kinds & {*named_kinds}:
-            yield f"{file} has {named_kinds[0]} in its name, but the task is a {kind} one."
+            yield f"{file} has {named_kinds[0]} in its name, but the task is a {task_kind} one."
     empty_networks = [network for network, group in loras.items() if not group]
-    if distilled and empty_networks and len(empty_networks) < len(loras):
+    if recipe_has_pair and empty_networks and len(empty_networks) < len(loras):
         yield (
             f"The {empty_networks[0]} expert has no LoRA, but the recipe has a pair; give its file "
             f"with `lora_{empty_networks[0]}`."
@@ -294,18 +296,18 @@ def iter_lora_notices(
 
 def _iter_name_notices(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
     """Yields log lines on files assigned to one expert by name, and on ambiguous names."""
-    files = {network: {lora.file for lora in group} for network, group in loras.items()}
+    files = {network: {lora.path for lora in group} for network, group in loras.items()}
     shared = files["high_noise"] & files["low_noise"]
     for network, other in (EXPERTS, EXPERTS[::-1]):
         if files[other] <= shared:  # otherwise each expert has a file
             for lora in loras[network]:
                 if lora.tag:
                     yield (
-                        f'{lora.file.name} goes into the {network} expert only, because of "'
+                        f'{lora.path.name} goes into the {network} expert only, because of "'
                         f'{lora.tag}" in its name; give the file of the other expert too, or '
                         "rename it if it is for both."
                     )
-    for file in dict.fromkeys(lora.file for lora in loras["high_noise"] if lora.file in shared):
+    for file in dict.fromkeys(lora.path for lora in loras["high_noise"] if lora.path in shared):
         tag = next((tag for tag in find_expert_tags(file.stem) if tag.is_ambiguous), None)
         if tag is not None:
             yield (
@@ -368,7 +370,7 @@ def resolve_loras(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str
         expert: tuple(
             replace(
                 _LoraReader(lora_file, checkpoint, expert).read(),
-                tag=tags[lora_file.file].text if lora_file.file in tags else "",
+                tag=tags[lora_file.path].text if lora_file.path in tags else "",
             )
             for lora_file in (*files["both"], *files.get(expert, ()))
         )
@@ -380,7 +382,7 @@ class _LoraReader:
     """Reads the header of one LoRA file, for one network of a checkpoint."""
 
     def __init__(self, lora_file: LoraFile, checkpoint: Checkpoint, expert: str) -> None:
-        self.path, self.strength, self.expert = lora_file.file, lora_file.strength, expert
+        self.path, self.strength, self.expert = lora_file.path, lora_file.strength, expert
         if not self.path.is_file():
             raise self.make_error("does not exist or is no file", "give a .safetensors file")
         if self.path.suffix not in (".safetensors", ".ckpt"):
@@ -420,13 +422,13 @@ class _LoraReader:
         # PEFT's scale settings apply only to files without alphas.
         is_low_noise = self.has_low_noise_tensors and self.expert == "low_noise"
         prefix = _LOW_NOISE_PREFIX if is_low_noise else _HIGH_NOISE_PREFIX
-        settings = read_peft_settings(self.path, prefix)
-        scales = {} if alphas else settings
+        peft_settings = read_peft_settings(self.path, prefix)
+        scaling = {} if alphas else peft_settings
         deltas: dict[str, list[WeightDelta]] = {}
         for layer, tensors in layers.items():
-            alpha = scalars[alphas[layer].name] if layer in alphas else scales.get("lora_alpha")
+            alpha = scalars[alphas[layer].name] if layer in alphas else scaling.get("lora_alpha")
             for name, delta in self.iter_deltas(
-                layer, tensors, alpha, bool(scales.get("use_rslora"))
+                layer, tensors, alpha, bool(scaling.get("use_rslora"))
             ):
                 deltas.setdefault(name, []).append(delta)
         return Lora(
@@ -440,14 +442,14 @@ class _LoraReader:
         if self.has_low_noise_tensors and self.expert == "dit":
             remedy = "this checkpoint has one network"
             raise self.make_error(f"is for two experts ({_LOW_NOISE_PREFIX}...)", remedy)
-        spellings = _list_layer_spellings(self.parameter_shapes)
+        spellings = _map_layer_spellings(self.parameter_shapes)
         layers: dict[str, dict[str, TensorInfo]] = {}
         for name, info in self.tensors.items():
-            for pattern, variant in _UNSUPPORTED.items():
+            for pattern, adapter_type in _UNSUPPORTED.items():
                 if re.search(pattern, name):
                     remedy = "merge it into the checkpoint with the program it was made with"
                     raise self.make_error(
-                        f"holds {name} ({variant}), which is not supported", remedy
+                        f"holds {name} ({adapter_type}), which is not supported", remedy
                     )
             if name.startswith(_TEXT_ENCODER_PREFIXES):
                 remedy = "only those of the video network are supported"
@@ -455,7 +457,7 @@ class _LoraReader:
             is_low_noise = name.startswith(_LOW_NOISE_PREFIX)
             if self.has_low_noise_tensors and is_low_noise != (self.expert == "low_noise"):
                 continue
-            suffix = next((suffix for suffix in _SUFFIX_KINDS if name.endswith(suffix)), None)
+            suffix = next((suffix for suffix in _SUFFIX_ROLES if name.endswith(suffix)), None)
             if suffix is None and name.endswith((".weight", ".bias", ".modulation")):
                 why = f"holds {name}: full weights, not differences"
                 raise self.make_error(why, "give such a file as a checkpoint (`ckpt_dir`)")
@@ -469,7 +471,7 @@ class _LoraReader:
                 network = f"the {self.expert} network of this checkpoint"
                 raise self.make_error(f"changes {stem or name}, which {network} does not have")
             layer = spellings[stem]
-            first_info = layers.setdefault(layer, {}).setdefault(_SUFFIX_KINDS[suffix], info)
+            first_info = layers.setdefault(layer, {}).setdefault(_SUFFIX_ROLES[suffix], info)
             if first_info is not info:
                 raise self.make_error(
                     f"changes {layer} twice ({first_info.name} and {name})", "remove one"
@@ -491,8 +493,8 @@ class _LoraReader:
             alpha: The pair is scaled by alpha / rank; None: by 1.
             use_rslora: Scale by alpha / sqrt(rank) instead.
         """
-        for kind, info in tensors.items():
-            if info.dtype not in FLOATS and kind != "alpha":
+        for role, info in tensors.items():
+            if info.dtype not in FLOATS and role != "alpha":
                 remedy = f"give it in one of {', '.join(FLOATS)}"
                 raise self.make_error(f"holds {info.name}, which is stored as {info.dtype}", remedy)
         up, down, scale = tensors.get("up"), tensors.get("down"), 1.0
@@ -511,20 +513,20 @@ class _LoraReader:
         elif "bias" in tensors or tensors.keys() == {"alpha"}:
             orphan = tensors.get("bias") or tensors["alpha"]
             raise self.make_error(f"has {orphan.name}, but no LoRA for this layer", "it is damaged")
-        difference_kinds = {
+        parameters_by_role = {
             f"difference of the {parameter}": parameter for parameter in DIFFERENCES.values()
         }
-        for kind, parameter in {**difference_kinds, "bias": "bias"}.items():
-            if kind in tensors:
-                info, name = tensors[kind], f"{layer}.{parameter}"
+        for role, parameter in {**parameters_by_role, "bias": "bias"}.items():
+            if role in tensors:
+                info, name = tensors[role], f"{layer}.{parameter}"
                 shape = self.parameter_shapes.get(name)
                 if info.shape != shape:
                     expected = "absent in this network" if shape is None else list(shape)
                     why = f"holds {info.name} {list(info.shape)}, which does not fit {name}"
                     why = f"{why} ({expected})"
                     raise self.make_error(why, "it was made for another model, or is damaged")
-                factor = scale if kind == "bias" else 1.0
-                yield name, WeightDelta(factor * self.strength, full=info)
+                full_scale = scale if role == "bias" else 1.0
+                yield name, WeightDelta(full_scale * self.strength, full=info)
 
     def check_pair(self, up: TensorInfo, down: TensorInfo, name: str) -> None:
         """Refuses a pair that does not fit the parameter.
@@ -548,7 +550,7 @@ def _read_lora_header(path: Path) -> dict[str, TensorInfo]:
     return read_headers(path, str)
 
 
-def _list_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
+def _map_layer_spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
     """Maps every spelling of a layer's name, without a prefix, to its official name."""
     spellings: dict[str, str] = {}
     for name in parameters:
@@ -579,9 +581,9 @@ def make_lora_record(loras: Mapping[str, Sequence[Lora]]) -> dict[str, Any]:
     return {
         network: [
             {
-                "file": str(lora.file.absolute()),
+                "file": str(lora.path.absolute()),
                 "strength": lora.strength,
-                "fingerprint": compute_fingerprint([lora.file]),
+                "fingerprint": compute_fingerprint([lora.path]),
             }
             for lora in network_loras
         ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import wan
 from wan.checkpoint.files import compute_file_digest, read_safetensors_metadata
 from wan.log import logger
-from wan.output_files import VIDEO, make_safetensors_kind, remove_output, write_output
+from wan.output_files import VIDEO_KIND, make_safetensors_kind, remove_output, write_output
 from wan.pipeline import video
 from wan.run import Run, drop_paths_and_seed
 from wan.settings.errors import FileChangedError, InputError
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from wan.pipeline.clips import Clip
 
 NUMBERED_SAFETENSORS = "[0-9][0-9][0-9][0-9].safetensors"
-CLIP_STATE = make_safetensors_kind("a state of generate.py --num_clip", "settings")
-CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO, NUMBERED_SAFETENSORS: CLIP_STATE}
+CLIP_STATE_KIND = make_safetensors_kind("a state of generate.py --num_clip", "settings")
+CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO_KIND, NUMBERED_SAFETENSORS: CLIP_STATE_KIND}
 """File name pattern in the folder of clips -> kind of the file."""
 _VARIABLE_SETTINGS = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
 """Settings that may differ between the runs that generate the clips of one video."""
@@ -84,7 +84,7 @@ class ClipFiles:
         }
         return None if current_digests == digests else "was changed, or is of another run"
 
-    def read_state(self, num_clips_done: int) -> Tensor | None:
+    def read_last_state(self, num_clips_done: int) -> Tensor | None:
         """Returns the state of the last of the first `num_clips_done` clips; None for 0."""
         return self._read_state(num_clips_done - 1) if num_clips_done else None
 
@@ -116,7 +116,7 @@ class ClipFiles:
         }
         metadata = {"settings": self._collect_settings(index), "digests": digests}
         texts = {name: json.dumps(value, default=str) for name, value in metadata.items()}
-        with write_output(self._state_path(index), CLIP_STATE) as temporary:
+        with write_output(self._state_path(index), CLIP_STATE_KIND) as temporary:
             temporary.write_bytes(save({"end": clip_state}, metadata=texts))
 
     def join_clips(self, path: Path, comment: str) -> None:

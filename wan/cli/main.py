@@ -15,7 +15,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import failures, flags
 from wan.cli.output import check_current_folder, refuse_unusable_paths
 from wan.cli.resolve import resolve_command_line
-from wan.cli.videos import Video
+from wan.cli.videos import VideoJob
 from wan.log import logger
 from wan.run import Run
 from wan.settings.errors import InputError, get_exit_code
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def execute_command_line(
-    argv: Sequence[str], work: RunFunction, require_inputs: bool = True
+    argv: Sequence[str], execute: RunFunction, require_inputs: bool = True
 ) -> int:
     """Resolves and executes a command line, in one process or on the ranks of torchrun.
 
@@ -64,8 +64,8 @@ def execute_command_line(
         require_inputs: As for `wan.run.resolve_run`.
     """
     if env.world_size() > 1:
-        return _execute_as_rank(argv, work, require_inputs)
-    return work(resolve_arguments(argv, require_inputs=require_inputs), None)
+        return _execute_as_rank(argv, execute, require_inputs)
+    return execute(resolve_argv(argv, require_inputs=require_inputs), None)
 
 
 @system.sample_peak_memory()
@@ -86,7 +86,7 @@ def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
     pipeline = build.build_pipeline(run.setup, device, groups)
     if not run.lines:
         device.reset_peak_memory()
-        video = Video(run, pipeline, groups, None if groups is None else groups.close)
+        video = VideoJob(run, pipeline, groups, None if groups is None else groups.close)
         video.extend_prompt()
         video.make()
         return 0
@@ -98,7 +98,7 @@ def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
     return 1 if has_failed else 0
 
 
-def resolve_arguments(
+def resolve_argv(
     argv: Sequence[str],
     run_once: RunOncePerNode = lambda make: make(),
     plan: bool = False,
@@ -122,12 +122,15 @@ def resolve_arguments(
 
             resolve = partial(
                 resolve_command_line,
-                make_demo=partial(make_demo, run_once),
+                make_demo=partial(make_random_checkpoint, run_once),
                 inspect_folder=cache(inspect_checkpoint),
             )
             return prompt_file.resolve_prompt_file(user_settings, resolve)
         return resolve_command_line(
-            user_settings, partial(make_demo, run_once), plan, require_inputs=require_inputs
+            user_settings,
+            partial(make_random_checkpoint, run_once),
+            plan,
+            require_inputs=require_inputs,
         )
 
 
@@ -135,7 +138,7 @@ def _print_plan(argv: Sequence[str]) -> int:
     """Prints the plan of a run; under torchrun on the main rank only."""
     if env.rank() > 0:
         return 0
-    run = resolve_arguments(argv, plan=True)
+    run = resolve_argv(argv, plan=True)
     load_torch()
     from wan.planner import report
 
@@ -143,34 +146,36 @@ def _print_plan(argv: Sequence[str]) -> int:
     return 0
 
 
-def _execute_as_rank(argv: Sequence[str], work: RunFunction, require_inputs: bool) -> int:
+def _execute_as_rank(argv: Sequence[str], execute: RunFunction, require_inputs: bool) -> int:
     """Executes a command line as one of several ranks."""
     load_torch()
     from wan import device as devices
     from wan.distributed import rendezvous
 
     def prepare(run_once: RunOncePerNode) -> PreparedRun[Run]:
-        run = resolve_arguments(argv, run_once, require_inputs=require_inputs)
+        run = resolve_argv(argv, run_once, require_inputs=require_inputs)
         device = devices.select_device(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.capabilities)
-        values = run.collect_rank_invariants(device.type) | {"the version of wan": wan.__version__}
+        invariants = run.collect_rank_invariants(device.type) | {
+            "the version of wan": wan.__version__
+        }
         if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
             from wan.pipeline import build
 
-            values["what computes attention"] = build.describe_dense_kernel(run.setup, device)
+            invariants["what computes attention"] = build.describe_dense_kernel(run.setup, device)
         return rendezvous.PreparedRun(
             seed=run.params.base_seed,
             with_seed=run.with_seed,
             device=device,
             mesh_sizes=run.setup.parallel.mesh_shape,
             timeout=timedelta(minutes=run.setup.parallel.dist_timeout),
-            invariants=values,
+            invariants=invariants,
         )
 
-    return rendezvous.run_ranks(prepare, work, failures.describe_error, failures.print_error)
+    return rendezvous.run_ranks(prepare, execute, failures.describe_error, failures.print_error)
 
 
-def make_demo(run_once: RunOncePerNode, task: str, folder: Path) -> None:
+def make_random_checkpoint(run_once: RunOncePerNode, task: str, folder: Path) -> None:
     """Writes a randomly initialized checkpoint on one rank of each node; the others wait."""
     load_torch()
     from wan.pipeline.tiny import make_checkpoint

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from wan import log
 from wan.checkpoint.files import read_json
 from wan.cli import failures
-from wan.cli.videos import Video
+from wan.cli.videos import VideoJob
 from wan.log import logger
-from wan.output_files import SUMMARY, write_output
+from wan.output_files import SUMMARY_KIND, write_output
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Pipeline
 from wan.run import PromptLine, Run
@@ -43,7 +43,7 @@ class LineJob(Job):
     """
 
     line: str
-    video: Video
+    video: VideoJob
     error: str = ""
 
 
@@ -60,7 +60,7 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
     if groups is not None:  # only the main rank reads the folder
         pending = groups.broadcast_object_from_rank0(pending)
     videos = {
-        line.name: Video(line.run, pipeline, groups)
+        line.name: VideoJob(line.run, pipeline, groups)
         for line in run.lines
         if line.run is not None and line.name in pending
     }
@@ -71,11 +71,11 @@ def make_videos(run: Run, pipeline: Pipeline, groups: ParallelGroups | None) -> 
     finished_jobs: list[LineJob] = []
 
     def keep_latents(job: LineJob, latents: Tensor) -> None:
-        job.video.keep_latents(latents)
+        job.video.save_denoised_latents(latents)
 
     def handle_failure(job: LineJob, error: Exception) -> None:
         if isinstance(error, NotFiniteError):
-            job.video.keep_latents(error.latents)
+            job.video.save_denoised_latents(error.latents)
         elif groups is not None and not job.video.is_main_only:
             raise error
         sentence = failures.describe_error(error)
@@ -174,7 +174,7 @@ def _write_summary(
     }
     assert run.summary is not None
     try:
-        with write_output(run.summary, SUMMARY) as temporary:
+        with write_output(run.summary, SUMMARY_KIND) as temporary:
             temporary.write_text(json.dumps(summary, indent=1, ensure_ascii=False), "utf-8")
     except OSError as error:
         logger.error("%s could not be written (%s).", run.summary, error.strerror or error)

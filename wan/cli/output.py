@@ -11,13 +11,13 @@ from pathlib import Path
 from wan import env
 from wan.cli.clip_files import CLIP_KINDS, NUMBERED_SAFETENSORS
 from wan.cli.failures import DECODING_NOTE
-from wan.evidence.exchange_order import TRACE, make_trace_path
+from wan.evidence.exchange_order import TRACE_KIND, make_trace_path
 from wan.log import logger
 from wan.output_files import (
-    KERNEL_TRACE,
-    LATENTS,
-    RECORD,
-    VIDEO,
+    KERNEL_TRACE_KIND,
+    LATENTS_KIND,
+    RECORD_KIND,
+    VIDEO_KIND,
     check_folder,
     check_output,
     check_output_folder,
@@ -70,8 +70,8 @@ def check_video_path(path: Path) -> None:
         raise InputError(flag, path, "must end in .mp4, the only format written")
     if (size := len(os.fsencode(path.name))) > 200:
         raise InputError(flag, None, f"has a name of {size} bytes; 200 are allowed", "shorten it")
-    check_output(path, VIDEO, flag)
-    check_output(path.with_suffix(".json"), RECORD, flag)
+    check_output(path, VIDEO_KIND, flag)
+    check_output(path.with_suffix(".json"), RECORD_KIND, flag)
 
 
 @refuse_unusable_paths()
@@ -86,9 +86,11 @@ def check_run_outputs(run: Run) -> None:
     if env.rank() != 0:
         return
     if output.save_latents:
-        check_output(output.latents_path, LATENTS, "`save_latents`")
+        check_output(output.latents_path, LATENTS_KIND, "`save_latents`")
     if output.save_latents == "steps":
-        check_output_folder(output.steps_dir, {NUMBERED_SAFETENSORS: LATENTS}, "`save_latents`")
+        check_output_folder(
+            output.steps_dir, {NUMBERED_SAFETENSORS: LATENTS_KIND}, "`save_latents`"
+        )
     if run.params.chain is not None:
         check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
 
@@ -115,9 +117,9 @@ def check_trace_options(output: Output, compiled: bool, steps: int) -> None:
         raise InputError("`trace_steps`", None, f"{why}: 0 to {steps - 1}")
     if output.trace is not None:
         check_folder(output.trace.absolute(), "`trace`", output.trace)
-        check_output(make_trace_path(output.trace, env.rank()), TRACE, "`trace`")
+        check_output(make_trace_path(output.trace, env.rank()), TRACE_KIND, "`trace`")
         for path in output.trace.glob(f"rank{env.rank()}.step*.kernels.json"):
-            check_output(path, KERNEL_TRACE, "`trace`")
+            check_output(path, KERNEL_TRACE_KIND, "`trace`")
 
 
 @contextmanager

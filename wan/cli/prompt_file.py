@@ -22,7 +22,7 @@ from wan.checkpoint.files import open_regular_file
 from wan.cli import failures
 from wan.cli.output import check_run_outputs
 from wan.log import logger
-from wan.output_files import SUMMARY, check_output
+from wan.output_files import SUMMARY_KIND, check_output
 from wan.run import PromptLine, Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
@@ -86,7 +86,7 @@ def resolve_prompt_file(
     skip_existing = user_settings.get("skip_existing", False)
     summary = folder / f"{path.stem}.summary.json"
     if env.rank() == 0:
-        check_output(summary, SUMMARY, "`save_file`")
+        check_output(summary, SUMMARY_KIND, "`save_file`")
     run_options = {
         "skip_existing": skip_existing,
         "group_by_expert": is_grouped,

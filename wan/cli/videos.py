@@ -24,9 +24,9 @@ from wan.cli.clip_files import NUMBERED_SAFETENSORS, ClipFiles
 from wan.cli.output import report_saved_latents
 from wan.log import logger
 from wan.output_files import (
-    LATENTS,
-    RECORD,
-    VIDEO,
+    LATENTS_KIND,
+    RECORD_KIND,
+    VIDEO_KIND,
     has_process_ended,
     make_process_name,
     move_to_free_name,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from wan.pipeline.pipeline import Inputs, Pipeline
 
 
-class Video:
+class VideoJob:
     """Generates one video of the command line and writes its files and record.
 
     Attributes:
@@ -75,7 +75,7 @@ class Video:
         self._on_main_only = on_main_only
         self.latents_file, self.is_main_only = run.decode_latents, False
         self._is_main = groups is None or groups.is_main
-        self._replaced_identity = _read_file_identity(run.output.save_file)
+        self._old_file_identity = _read_file_identity(run.output.save_file)
 
     def make(self, denoise: Callable[[], Tensor] | None = None) -> None:
         """Generates the video and its record.
@@ -85,22 +85,22 @@ class Video:
                 they are computed here, or read from `decode_latents`.
         """
         run, pipeline = self.run, self._pipeline
-        meter: AbstractContextManager[VideoMeter | None] = nullcontext()
+        meter_context: AbstractContextManager[VideoMeter | None] = nullcontext()
         if run.power:
             from wan.evidence.meter import VideoMeter
 
             includes_denoising = run.decode_latents is None
-            meter = VideoMeter(
+            meter_context = VideoMeter(
                 pipeline.device, "text to decoded video" if includes_denoising else "decoding only"
             )
         if run.decode_latents is None:
             logger.info("Prompt: %s", log.format_prompt(run.params.prompt))
-        with meter as video_meter:
+        with meter_context as video_meter:
             if run.params.chain is not None:
-                self._write_clip_files(video_meter)
+                self._generate_clip_files(video_meter)
                 return
             if run.params.has_clips:
-                self._write_clips_to_video(video_meter)
+                self._generate_and_encode_clips(video_meter)
                 return
             if run.decode_latents is not None:
                 latents = video.load_latents(run.decode_latents)
@@ -122,7 +122,7 @@ class Video:
         try:
             folder.mkdir(exist_ok=True)
             for old_file in folder.glob(NUMBERED_SAFETENSORS) if num_steps_done == 1 else ():
-                remove_output(old_file, LATENTS)
+                remove_output(old_file, LATENTS_KIND)
             video.save_latents(
                 latents, folder / f"{num_steps_done:04}.safetensors", self.run.settings
             )
@@ -149,7 +149,7 @@ class Video:
                 prompt = self._groups.broadcast_object_from_rank0(prompt)
         self.run = run.with_prompt(prompt)
 
-    def keep_latents(self, latents: Tensor) -> None:
+    def save_denoised_latents(self, latents: Tensor) -> None:
         """Writes the latents to disk on the main rank, before decoding can fail."""
         if not self._is_main:
             return
@@ -171,9 +171,9 @@ class Video:
         try:
             latents = self._pipeline.generate_latents(run.params, self.make_inputs())
         except NotFiniteError as error:
-            self.keep_latents(error.latents)
+            self.save_denoised_latents(error.latents)
             raise
-        self.keep_latents(latents)
+        self.save_denoised_latents(latents)
         return latents
 
     @contextmanager
@@ -207,9 +207,9 @@ class Video:
 
     def _write_video(self, latents: Tensor, meter: VideoMeter | None) -> None:
         """Decodes the latents; on the main rank writes the video and its record, logs a summary."""
-        release_ranks = partial(self._release_other_ranks, meter)
+        release_other_ranks = partial(self._release_other_ranks, meter)
         if not self._is_main:
-            self._pipeline.decode_to_sink(latents, NoFrames(), release_ranks)
+            self._pipeline.decode_to_sink(latents, NullSink(), release_other_ranks)
             return
         file = video.open_mp4_encoder(
             self.run.output, self._move_to_final_name, self._make_comment()
@@ -219,10 +219,10 @@ class Video:
             self._pipeline.stage_timer("writing"),
             file as encoder,
         ):
-            self._pipeline.decode_to_sink(latents, encoder, release_ranks)
+            self._pipeline.decode_to_sink(latents, encoder, release_other_ranks)
             power = None if meter is None else meter.stop()
         if self.run.decode_latents is None:
-            self._store_or_remove_latents()
+            self._move_or_remove_latents()
         self._log_summary(self._save_record(encoder.size, power), power)
         self._remove_stale_files()
 
@@ -245,12 +245,12 @@ class Video:
         comment |= {name: settings[name] for name in _COMMENT_SETTINGS if name in settings}
         return json.dumps(comment, ensure_ascii=False, default=str)
 
-    def _write_clip_files(self, meter: VideoMeter | None) -> None:
+    def _generate_clip_files(self, meter: VideoMeter | None) -> None:
         """Generates the clips that are not stored yet, writes each to a file, and joins all."""
         run, files = self.run, ClipFiles(self.run)
         params, num_clips = run.params, run.params.num_clip or 0
         num_done = files.count_finished() if self._is_main else 0
-        clip_state = files.read_state(num_done) if self._is_main else None
+        clip_state = files.read_last_state(num_done) if self._is_main else None
         if self._groups is not None:
             num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
         if num_done:
@@ -264,7 +264,7 @@ class Video:
                     clip = next(clip_iterator)
                 except BaseException as error:
                     if isinstance(error, NotFiniteError):
-                        self.keep_latents(error.latents)
+                        self.save_denoised_latents(error.latents)
                     if self._is_main and index:
                         logger.error(
                             "%d of %d clips are kept in %s; the same command with --base_seed %d "
@@ -282,7 +282,7 @@ class Video:
         self._release_other_ranks(meter)
         if not self._is_main:
             return
-        output_file = write_output(run.output.save_file, VIDEO, self._move_to_final_name)
+        output_file = write_output(run.output.save_file, VIDEO_KIND, self._move_to_final_name)
         with (
             self._pipeline.stage_timer("writing"),
             video.wrap_write_errors(run.output.save_file),
@@ -292,12 +292,12 @@ class Video:
         if not run.output.save_latents:
             files.remove_clips()
         width, height = params.video_size
-        frames = sum(map(params.count_clip_frames, range(num_clips)))
+        num_frames = sum(map(params.count_clip_frames, range(num_clips)))
         power = None if meter is None else meter.stop()
-        self._log_summary(self._save_record((frames, height, width), power), power)
+        self._log_summary(self._save_record((num_frames, height, width), power), power)
         self._remove_stale_files()
 
-    def _write_clips_to_video(self, meter: VideoMeter | None) -> None:
+    def _generate_and_encode_clips(self, meter: VideoMeter | None) -> None:
         """Generates a video in clips; the main rank writes each clip when it is finished."""
         run, pipeline = self.run, self._pipeline
         params, clip_iterator = run.params, pipeline.generate_clips(run.params, run.make_inputs())
@@ -309,7 +309,7 @@ class Video:
                     try:
                         clip = next(clip_iterator)
                     except NotFiniteError as error:
-                        self.keep_latents(error.latents)
+                        self.save_denoised_latents(error.latents)
                         raise
                 yield clip.frames
                 del clip  # before the next one is made
@@ -320,10 +320,10 @@ class Video:
                 pass
             return
         width, height = params.video_size
-        frames = sum(map(params.count_clip_frames, range(num_clips)))
+        num_frames = sum(map(params.count_clip_frames, range(num_clips)))
         file = video.open_mp4_encoder(run.output, self._move_with_audio, self._make_comment())
         with pipeline.stage_timer("writing"), file as encoder:
-            encoder.begin((frames, height, width))
+            encoder.begin((num_frames, height, width))
             num_clips_done = 0
             try:
                 for clip in iterate_frames():
@@ -345,8 +345,8 @@ class Video:
         """Saves the clips before a failure to a separate file, with audio."""
         path = self.run.output.save_file
         _, height, width = encoder.size
-        frames = sum(map(self.run.params.count_clip_frames, range(num_clips_done)))
-        encoder.size = (frames, height, width)
+        num_frames = sum(map(self.run.params.count_clip_frames, range(num_clips_done)))
+        encoder.size = (num_frames, height, width)
         try:
             encoder.finish()
             finished_file = self._add_audio(encoder.path)
@@ -386,10 +386,10 @@ class Video:
         """
         path = self.run.output.save_file
         if (
-            self._replaced_identity is not None
-            and _read_file_identity(path) == self._replaced_identity
+            self._old_file_identity is not None
+            and _read_file_identity(path) == self._old_file_identity
         ):
-            replace_output(temporary, path, VIDEO)
+            replace_output(temporary, path, VIDEO_KIND)
             return
         name = move_to_free_name(temporary, path)
         if name != path:
@@ -403,31 +403,33 @@ class Video:
         latents file must also have the content of one.
         """
         path = self.run.output.save_file.absolute()
-        stem, owner = re.escape(path.stem), r"([\w]+-\d+)"
-        hidden = re.compile(rf"\.{owner}-{stem}\.((sound\.)?mp4|json|\S+\.latents\.safetensors)")
-        latents = re.compile(rf"{stem}\.{owner}\.latents\.safetensors")
+        stem, process_pattern = re.escape(path.stem), r"([\w]+-\d+)"
+        hidden = re.compile(
+            rf"\.{process_pattern}-{stem}\.((sound\.)?mp4|json|\S+\.latents\.safetensors)"
+        )
+        latents = re.compile(rf"{stem}\.{process_pattern}\.latents\.safetensors")
         for stale_file in path.parent.iterdir():
-            name = hidden.fullmatch(stale_file.name)
-            if name is not None and has_process_ended(name[1]) and stale_file.is_file():
+            match = hidden.fullmatch(stale_file.name)
+            if match is not None and has_process_ended(match[1]) and stale_file.is_file():
                 stale_file.unlink(missing_ok=True)
             else:
-                name = latents.fullmatch(stale_file.name)
+                match = latents.fullmatch(stale_file.name)
                 if (
-                    name is None
-                    or not has_process_ended(name[1])
-                    or not remove_output(stale_file, LATENTS)
+                    match is None
+                    or not has_process_ended(match[1])
+                    or not remove_output(stale_file, LATENTS_KIND)
                 ):
                     continue
             logger.info("Removed %s, left by a killed run.", stale_file)
 
-    def _store_or_remove_latents(self) -> None:
+    def _move_or_remove_latents(self) -> None:
         """Stores the latents under the video's name with `save_latents`; removes them otherwise."""
         path, output = self.latents_file, self.run.output
         if path is None:
             return
         try:
             if output.save_latents:
-                with write_output(output.latents_path, LATENTS) as temporary:
+                with write_output(output.latents_path, LATENTS_KIND) as temporary:
                     shutil.copyfile(path, temporary)
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -439,7 +441,7 @@ class Video:
         """Writes the JSON record, to the temporary folder if the video's folder is not writable."""
         run, pipeline = self.run, self._pipeline
         execution, device = run.setup.execution, pipeline.device
-        count, height, width = size
+        num_frames, height, width = size
         precision = execution.get_precision(device.type)
         packages = run.setup.attention.required_packages
         record = {
@@ -455,7 +457,12 @@ class Video:
                 }
                 for input_file in run.input_files
             ],
-            "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
+            "video": {
+                "frames": num_frames,
+                "width": width,
+                "height": height,
+                "fps": run.output.fps,
+            },
             "used": {
                 "device": device.name(),
                 "precision": precision,
@@ -485,13 +492,13 @@ class Video:
         text = json.dumps(record, indent=1, ensure_ascii=False)
 
         def write(path: Path) -> None:
-            with write_output(path, RECORD) as temporary:
+            with write_output(path, RECORD_KIND) as temporary:
                 temporary.write_text(text, encoding="utf-8")
 
         paths = (run.output.record_path, *_make_unfinished_paths(run.output, ".json"))
         return _write_to_first_path(paths, write, "record")
 
-    def _log_summary(self, record: Path | None, power: PowerMeasurement | None) -> None:
+    def _log_summary(self, record_path: Path | None, power: PowerMeasurement | None) -> None:
         run, pipeline = self.run, self._pipeline
         memory = system.read_peak_memory().summary()
         if (peak := pipeline.device.peak_memory()) is not None:
@@ -505,14 +512,14 @@ class Video:
                 logger.info("%s", line)
         params = run.params
         logger.info("Seed %d, noise drawn on the %s.", params.base_seed, params.noise_device)
-        logger.info("Video: %s  Record: %s", run.output.save_file, record or "none")
+        logger.info("Video: %s  Record: %s", run.output.save_file, record_path or "none")
 
 
 _COMMENT_SETTINGS = ("prompt", "size", "frame_num", "sample_solver", "sample_steps", "sample_shift")
 """Settings in the comment of an mp4; the record has all settings."""
 
 
-class NoFrames:
+class NullSink:
     """Discards the frames, as a `wan.pipeline.vae.Sink` on ranks that write no video."""
 
     def begin(self, size: tuple[int, int, int]) -> None: ...

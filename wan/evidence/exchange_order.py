@@ -105,7 +105,7 @@ class ExchangePlan:
             raise ValueError(f"control is {str(plan.control)[:40]}")
         if plan.world_size > 1 << 16 or plan.rank >= plan.world_size or plan.heads < plan.sizes[2]:
             raise ValueError("sizes do not fit together in its plan")
-        _ = plan.mode, plan.valid_tokens_per_rank  # raise ValueError for invalid settings
+        _ = plan.mode, plan.valid_tokens_per_ring_rank  # raise ValueError for invalid settings
         return plan
 
     @property
@@ -127,7 +127,7 @@ class ExchangePlan:
         return self.rank // ulysses % ring
 
     @property
-    def valid_tokens_per_rank(self) -> list[int]:
+    def valid_tokens_per_ring_rank(self) -> list[int]:
         """Tokens without padding of each ring rank."""
         _, ring, ulysses = self.sizes
         tokens_per_rank = TokenPlan(self.tokens, ring * ulysses, self.multiple).shard_len * ulysses
@@ -155,17 +155,17 @@ def list_planned_items(plan: ExchangePlan, step: int) -> list[OrderItem]:
     for action, chunk in plan.mode.order(len(chunks)):
         items += [(chunk, name) for name in names_by_action[action] if has_exchanges]
         if action == "attend":
-            items += [(chunk, name) for name in _list_attention_names(plan, backend)]
+            items += [(chunk, name) for name in _iter_chunk_operations(plan, backend)]
             items += [(chunk, "A2A out")] if has_exchanges else []
     return items
 
 
-def _list_attention_names(plan: ExchangePlan, backend: str) -> Iterator[str]:
+def _iter_chunk_operations(plan: ExchangePlan, backend: str) -> Iterator[str]:
     """Yields the operations of a head chunk between its all-to-alls, in order.
 
     "hop" starts a transfer of K and V in the ring, and "in" waits for it.
     """
-    ring_size, valid_per_rank = plan.sizes[1], plan.valid_tokens_per_rank
+    ring_size, valid_per_rank = plan.sizes[1], plan.valid_tokens_per_ring_rank
     multiple = 1 if backend == "dense" else Q_ROWS
     ranges = q_ranges(valid_per_rank[plan.ring_rank], plan.mode.blocks, multiple)
     block_indices = range(sum(a < b for a, b in ranges))
@@ -320,10 +320,12 @@ def format_layer_order(events: Iterable[Event]) -> str:
     chunk_texts = []
     for chunk, group in groupby(items, key=lambda item: item[0]):
         entries = []
-        for action, action_names in groupby(
+        for operation, operation_names in groupby(
             (name.partition(" ") for _, name in group), lambda name_parts: name_parts[0]
         ):
-            entries.append(" ".join([action, *(suffix for *_, suffix in action_names if suffix)]))
+            entries.append(
+                " ".join([operation, *(suffix for *_, suffix in operation_names if suffix)])
+            )
         chunk_texts.append(f"{chunk}: {', '.join(entries)}")
     return " | ".join(chunk_texts) or "no exchange and no attention"
 
@@ -352,7 +354,7 @@ _PARSE_ERRORS = (
     ValueError,
 )
 _MAX_TIME_US = 1e15  # microseconds
-TRACE = make_json_kind("a trace of generate.py --trace", "traceEvents", "otherData")
+TRACE_KIND = make_json_kind("a trace of generate.py --trace", "traceEvents", "otherData")
 _FILE_NAME_PATTERN = re.compile(r"rank(\d{1,5})\.json")
 
 
@@ -390,7 +392,7 @@ def write_trace(trace: Trace, folder: Path, origin_ns: int) -> None:
         "otherData": {"plan": asdict(trace.plan), "about": dict(trace.metadata)},
     }
     with (
-        write_output(make_trace_path(folder, rank), TRACE) as temporary,
+        write_output(make_trace_path(folder, rank), TRACE_KIND) as temporary,
         temporary.open("w") as file,
     ):
         json.dump(content, file, allow_nan=False)

@@ -156,11 +156,11 @@ class VaeRunner:
 
         def attempt() -> T | None:
             if rows.is_idle:
-                rows.wait_for_steps(1 + num_agreements)
+                rows.join_memory_agreements(1 + num_agreements)
                 return None
-            return work(rows.run_together(load_vae), rows=rows)
+            return work(rows.run_with_memory_agreement(load_vae), rows=rows)
 
-        return rows.run_together(attempt)
+        return rows.run_with_memory_agreement(attempt)
 
     def _check_free_memory(self, min_bytes: float) -> None:
         """Raises MemoryError if fewer bytes are free on the device."""

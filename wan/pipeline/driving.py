@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-_PICTURE = "src_ref.png"
-_VIDEOS = {"pose": "src_pose.mp4", "face": "src_face.mp4"}
-_SCENE = {"background": "src_bg.mp4", "mask": "src_mask.mp4"}
-FILES = (_PICTURE, *_VIDEOS.values(), *_SCENE.values())
+_REFERENCE_IMAGE = "src_ref.png"
+_MOTION_VIDEOS = {"pose": "src_pose.mp4", "face": "src_face.mp4"}
+_SCENE_VIDEOS = {"background": "src_bg.mp4", "mask": "src_mask.mp4"}
+ANIMATE_FILES = (_REFERENCE_IMAGE, *_MOTION_VIDEOS.values(), *_SCENE_VIDEOS.values())
 """The files of a preprocessed folder."""
 _REMEDY = "run the preprocessing of Wan2.2 Animate again"
 
@@ -65,11 +65,14 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
     Raises:
         InputError: A file is missing or damaged, or differs from the others in size or length.
     """
-    setting, names = "`src_root_path`", _VIDEOS | (_SCENE if replace_character else {})
+    setting, names = (
+        "`src_root_path`",
+        _MOTION_VIDEOS | (_SCENE_VIDEOS if replace_character else {}),
+    )
     if not folder.is_dir():
         why = "is no folder" if folder.exists() else "does not exist"
         raise InputError(setting, folder, why, f"give a folder with {_list_file_names(names)}")
-    missing = [name for name in (_PICTURE, *names.values()) if not (folder / name).exists()]
+    missing = [name for name in (_REFERENCE_IMAGE, *names.values()) if not (folder / name).exists()]
     if missing:
         why = f"lacks {_join_with_and(missing)}"
         condition = " with `replace_flag`" if replace_character else ""
@@ -87,20 +90,20 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
         videos[kind] = video.synchronize(pose)
         num_frames = videos[kind].num_frames
         if num_frames != pose.num_frames:
-            why = f"has {num_frames} frames, not {pose.num_frames} as {_VIDEOS['pose']}"
+            why = f"has {num_frames} frames, not {pose.num_frames} as {_MOTION_VIDEOS['pose']}"
             raise InputError(setting, video.path, why, _REMEDY)
     return AnimateInputs(
-        images.read_image(folder / _PICTURE, "src_root_path"),
+        images.read_image(folder / _REFERENCE_IMAGE, "src_root_path"),
         pose.size,
         pose.num_frames,
         pose.fps,
         {kind: partial(read_frames_at, video) for kind, video in videos.items()},
-        (folder / _PICTURE, *paths.values()),
+        (folder / _REFERENCE_IMAGE, *paths.values()),
     )
 
 
 def _list_file_names(names: Mapping[str, str]) -> str:
-    return _join_with_and([_PICTURE, *names.values()])
+    return _join_with_and([_REFERENCE_IMAGE, *names.values()])
 
 
 def _join_with_and(names: Sequence[str]) -> str:
@@ -173,12 +176,12 @@ def _resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     if (width, height) == size:
         return image
 
-    def make_weights(source_size: int, target_size: int) -> tuple[np.ndarray, np.ndarray]:
+    def make_taps(source_size: int, target_size: int) -> tuple[np.ndarray, np.ndarray]:
         centers = np.float32((np.arange(target_size) + 0.5) * (source_size / target_size) - 0.5)
-        lower = np.floor(centers).astype(np.int64)
-        return lower, centers - lower.astype(np.float32)
+        floor_indices = np.floor(centers).astype(np.int64)
+        return floor_indices, centers - floor_indices.astype(np.float32)
 
-    (x, across), (y, down) = make_weights(width, size[0]), make_weights(height, size[1])
+    (x, across), (y, down) = make_taps(width, size[0]), make_taps(height, size[1])
     across = np.where((x < 0) | (x >= width - 1), np.float32(0), across)
     a0, a1 = (
         np.rint(2048 * fraction).astype(np.int64)[None, :, None]
@@ -186,9 +189,11 @@ def _resize_bilinear(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     )
     x = x.clip(0, width - 1)
     pixels = image.astype(np.int64)
-    rows = a0 * pixels[:, x] + a1 * pixels[:, (x + 1).clip(0, width - 1)]
+    interpolated_rows = a0 * pixels[:, x] + a1 * pixels[:, (x + 1).clip(0, width - 1)]
     b0, b1 = (
         np.rint(2048 * fraction).astype(np.int64)[:, None, None] for fraction in (1 - down, down)
     )
-    upper, lower = (rows[row_indices.clip(0, height - 1)] >> 4 for row_indices in (y, y + 1))
+    upper, lower = (
+        interpolated_rows[row_indices.clip(0, height - 1)] >> 4 for row_indices in (y, y + 1)
+    )
     return ((((b0 * upper) >> 16) + ((b1 * lower) >> 16) + 2) >> 2).astype(np.uint8)

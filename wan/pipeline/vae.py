@@ -104,7 +104,7 @@ class VideoVAE:
         Args:
             rows: The rows of this rank. Only the main rank receives the latents.
         """
-        video = rows.run_together(lambda: video_3FHW[None].to(self.device))
+        video = rows.run_with_memory_agreement(lambda: video_3FHW[None].to(self.device))
         mean = self._network.encode(video, rows).float()
         return ((mean - self.mean) * self.scale)[0]
 
@@ -117,7 +117,7 @@ class VideoVAE:
     @torch.no_grad()
     def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = ALL_ROWS) -> None:
         """Decodes latents, and writes the frames of each latent frame to the main rank's sink."""
-        latent = rows.run_together(partial(self._denormalize, latent_Zfhw))
+        latent = rows.run_with_memory_agreement(partial(self._denormalize, latent_Zfhw))
 
         def begin() -> None:
             if rows.is_main:
@@ -127,10 +127,10 @@ class VideoVAE:
             if rows.is_main:
                 sink.write_frames(frames_BCFHW[0].float().clamp_(-1, 1))
 
-        rows.run_together(begin)
+        rows.run_with_memory_agreement(begin)
         with make_progress_bar(latent.shape[2], "decoding", "latent frame") as bar:
             for frames in self._network.decode(latent, rows):
-                rows.run_together(partial(write_frames, frames))
+                rows.run_with_memory_agreement(partial(write_frames, frames))
                 bar.update()
 
     @torch.no_grad()

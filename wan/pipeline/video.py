@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import wan
 from wan.checkpoint.files import read_safetensors_header
-from wan.output_files import LATENTS, VIDEO, write_output
+from wan.output_files import LATENTS_KIND, VIDEO_KIND, write_output
 from wan.pipeline.ffmpeg import (
     build_concat_args,
     build_output_args,
@@ -134,7 +134,7 @@ class Mp4Encoder:
 
 _MAX_QUEUED_FRAMES = 8
 DEFAULT_COMMENT = json.dumps({"wan": wan.__version__})
-"""Comment of an mp4 without settings; `wan.output_files.VIDEO` recognizes an output by it."""
+"""Comment of an mp4 without settings; `wan.output_files.VIDEO_KIND` recognizes an output by it."""
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def open_mp4_encoder(
     """
     caller_error: BaseException | None = None
     try:
-        with write_output(output.save_file, VIDEO, move_into_place) as temporary:
+        with write_output(output.save_file, VIDEO_KIND, move_into_place) as temporary:
             encoder = Mp4Encoder(temporary, output, comment)
             try:
                 yield encoder
@@ -242,7 +242,7 @@ def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> 
     """Writes latents and the settings of their run for `--decode_latents`."""
     from safetensors.torch import save
 
-    with write_output(path, LATENTS) as temporary:
+    with write_output(path, LATENTS_KIND) as temporary:
         tensors = {"latents": latents_Zfhw.float().cpu().contiguous()}
         temporary.write_bytes(save(tensors, metadata={"settings": json.dumps(settings)}))
 

@@ -50,7 +50,7 @@ from wan.torch_private import (
 from wan.vae import tiles
 
 META = torch.device("meta")
-Sends = list[tuple[str, int]]
+Collectives = list[tuple[str, int]]
 """The collectives of a layer: c10d's name of the operation, bytes of this rank's input tensor."""
 _LAYERS = {  # submodule of a block -> name of its tensors in a plan
     "": "norms",
@@ -72,7 +72,7 @@ class ForwardMeasurement:
     """
 
     size: NetworkSize
-    sends: tuple[Sends, ...]
+    collectives: tuple[Collectives, ...]
     attention: str
 
 
@@ -84,39 +84,39 @@ class Planner:
         self.device = Device(META, memory.find_planned_capabilities(setup))
         self.precision = setup.execution.get_dit_precision(self.device.type)
         self.dtype = build.DTYPES[setup.execution.get_precision(self.device.type)]
-        self._text_encoder = cache(self._measure_text_encoder)
-        self._autoencoder = cache(self._measure_autoencoder)
-        self._transformer = cache(self._measure_transformer)
+        self._get_text_encoder_size = cache(self._measure_text_encoder)
+        self._get_vae_usage = cache(self._measure_vae)
+        self._get_forward_measurement = cache(self._measure_dit)
 
-    def stage_memory(self, setup: Setup | None = None) -> dict[str, Usage]:
+    def compute_stage_memory(self, setup: Setup | None = None) -> dict[str, Usage]:
         """Computes the peak memory of each stage on the rank with the most memory.
 
         Args:
             setup: The setup of the run, or a variant with another topology or memory settings.
         """
         setup = self.setup if setup is None else setup
-        return memory.compute_stage_memory(setup, self.params, self._network_sizes(setup))
+        return memory.compute_stage_memory(setup, self.params, self._collect_network_sizes(setup))
 
-    def peak_bytes(self, setup: Setup | None = None) -> int:
+    def compute_peak_bytes(self, setup: Setup | None = None) -> int:
         """Returns the peak memory of the rank with the most memory, in bytes."""
-        return max(usage.total() for usage in self.stage_memory(setup).values())
+        return max(usage.total() for usage in self.compute_stage_memory(setup).values())
 
-    def mapped_weights(self) -> dict[str, Usage]:
+    def sum_mapped_weights(self) -> dict[str, Usage]:
         """Sums the memory-mapped weights of each stage."""
-        return memory.get_mapped_weights_by_stage(self._network_sizes(self.setup))
+        return memory.get_mapped_weights_by_stage(self._collect_network_sizes(self.setup))
 
-    def host_bytes(self) -> int:
+    def compute_host_bytes(self) -> int:
         """Returns the page-locked host memory of the first rank for offloading, in bytes."""
         setup, execution = self.setup, self.setup.execution
         if self.device.type == "cpu" or isinstance(execution.offload_model, bool):
             return 0
         dit = self.measure_forwards(setup.parallel)[0].size
-        encoder = None if execution.t5_cpu else self._text_encoder(1)
+        encoder = None if execution.t5_cpu else self._get_text_encoder_size(1)
         if execution.offload_model == "block":  # networks are streamed one after the other
             return max(dit.all_blocks_bytes, encoder.all_blocks_bytes if encoder else 0)
         return len(setup.preset.experts) * dit.weights + (encoder.weights if encoder else 0)
 
-    def streaming_per_step(self) -> tuple[int, int, int]:
+    def count_streamed_blocks(self) -> tuple[int, int, int]:
         """Computes the copies of `offload_model=block` in a step.
 
         Returns:
@@ -124,24 +124,28 @@ class Planner:
             copies.
         """
         setup, execution = self.setup, self.setup.execution
-        layers = setup.checkpoint.config["num_layers"]
-        num_held = execution.count_blocks_on_device(layers, self.device.type)
-        num_streamed = 0 if num_held == layers else layers - (execution.resident_blocks or 0)
-        forwards = len(self.branches(setup.parallel))
-        size = self.measure_forwards(setup.parallel)[0].size.block_bytes if num_streamed else 0
-        return num_streamed, forwards, num_streamed * forwards * size
+        num_layers = setup.checkpoint.config["num_layers"]
+        num_held = execution.count_blocks_on_device(num_layers, self.device.type)
+        num_streamed = (
+            0 if num_held == num_layers else num_layers - (execution.resident_blocks or 0)
+        )
+        num_forwards = len(self.list_branches(setup.parallel))
+        block_bytes = (
+            self.measure_forwards(setup.parallel)[0].size.block_bytes if num_streamed else 0
+        )
+        return num_streamed, num_forwards, num_streamed * num_forwards * block_bytes
 
-    def branches(self, parallel: Parallel) -> tuple[str, ...]:
+    def list_branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
         return ("cond", "uncond")[
             : 2 if self.params.uses_guidance and parallel.cfg_size == 1 else 1
         ]
 
-    def token_plan(self, parallel: Parallel) -> TokenPlan:
+    def make_token_plan(self, parallel: Parallel) -> TokenPlan:
         """Plans how the ranks shard the tokens."""
-        ranks = parallel.sequence_size
-        multiple = self.setup.attention.row_multiple(parallel.ring_size) if ranks > 1 else 1
-        return TokenPlan(self.params.max_clip_tokens, ranks, multiple)
+        num_ranks = parallel.sequence_size
+        multiple = self.setup.attention.row_multiple(parallel.ring_size) if num_ranks > 1 else 1
+        return TokenPlan(self.params.max_clip_tokens, num_ranks, multiple)
 
     def measure_forwards(self, parallel: Parallel) -> list[ForwardMeasurement]:
         """Measures the forwards on one rank of each group of ranks with equal memory.
@@ -149,29 +153,32 @@ class Planner:
         The ranks are the first one, the last one if tokens are padded, and one in the middle of a
         bidirectional ring.
         """
-        tokens, last = self.token_plan(parallel), parallel.ring_size - 1
+        tokens, last = self.make_token_plan(parallel), parallel.ring_size - 1
         in_ring = {0, last if tokens.padded_len > tokens.tokens else 0}
         in_ring.add(parallel.ring_size // 2 if parallel.ring_type == "bidirectional" else 0)
         parallel = replace(parallel, t5_fsdp=False)  # it has no effect on a DiT
-        return [self._transformer(parallel, i * parallel.ulysses_size) for i in sorted(in_ring)]
+        return [
+            self._get_forward_measurement(parallel, i * parallel.ulysses_size)
+            for i in sorted(in_ring)
+        ]
 
-    def _network_sizes(self, setup: Setup) -> NetworkSizes:
+    def _collect_network_sizes(self, setup: Setup) -> NetworkSizes:
         execution, parallel = setup.execution, setup.parallel
         on_device = self.device.type == "cpu" or not execution.t5_cpu
-        ranks = parallel.world_size if execution.vae_parallel else 1
-        weights, encoding, decoding = self._autoencoder(execution.vae_tiling, ranks)
-        forwards = [forward.size for forward in self.measure_forwards(parallel)]
-        encoder_ranks = parallel.world_size if parallel.t5_fsdp else 1
+        num_vae_ranks = parallel.world_size if execution.vae_parallel else 1
+        weights, encoding, decoding = self._get_vae_usage(execution.vae_tiling, num_vae_ranks)
+        dit_sizes = [forward.size for forward in self.measure_forwards(parallel)]
+        num_encoder_ranks = parallel.world_size if parallel.t5_fsdp else 1
         return NetworkSizes(
-            text=self._text_encoder(encoder_ranks) if on_device else None,
-            clip=self._clip_weights(),
+            text=self._get_text_encoder_size(num_encoder_ranks) if on_device else None,
+            clip=self._measure_image_encoder(),
             vae=weights,
             encoding_activations=encoding,
             decoding_activations=decoding,
-            dit=max(forwards, key=lambda size: size.activations.total()),
+            dit=max(dit_sizes, key=lambda size: size.activations.total()),
         )
 
-    def _clip_weights(self) -> WeightBytes:
+    def _measure_image_encoder(self) -> WeightBytes:
         path, dtype = self.setup.checkpoint.image_encoder, self.dtype
         if not self.setup.preset.num_clip_vision_images:
             return WeightBytes(0)
@@ -188,7 +195,7 @@ class Planner:
         )
         return WeightBytes(count_weight_bytes(network) - mapped_total, mapped_total)
 
-    def _measure_text_encoder(self, ranks: int) -> NetworkSize:
+    def _measure_text_encoder(self, num_ranks: int) -> NetworkSize:
         """Measures the text encoder.
 
         Args:
@@ -196,29 +203,32 @@ class Planner:
         """
         checkpoint = self.setup.checkpoint
         path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
-        parallel = Parallel(ranks, 1, 1, ranks, t5_fsdp=ranks > 1)
-        with self._simulate_rank(0, parallel) as team:
+        parallel = Parallel(num_ranks, 1, 1, num_ranks, t5_fsdp=num_ranks > 1)
+        with self._simulate_rank(0, parallel) as groups:
             with META:
                 network: Any
                 if path is None:
                     network = text.build_published_text_encoder()
                 else:
                     network = text.read_text_encoder_spec(path).make()
-            _, sharding = build.make_weight_shardings(parallel, team)
+            _, sharding = build.make_weight_shardings(parallel, groups)
             blocks, dtypes = network.encoder.block, text.choose_text_encoder_dtypes(self.dtype)
             sources: TensorSources = {}
-            if path is not None and self.device.type == "cpu" and ranks == 1:
+            if path is not None and self.device.type == "cpu" and num_ranks == 1:
                 sources = open_sources(text.read_text_encoder_spec(path).tensors)
-            with _prepare_meta_network(network, blocks, dtypes, sharding, sources) as (live, size):
+            with _prepare_meta_network(network, blocks, dtypes, sharding, sources) as (
+                tracker,
+                size,
+            ):
                 text.TextEncoder(network, None, dtype=self.dtype, text_len=length)
-                ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
-                with live:
+                ids = torch.ones(1, length, dtype=torch.int64, device=tracker.device)
+                with tracker:
                     network(ids, torch.ones_like(ids))
-                table = count_weight_bytes(network.get_submodule(text.EMBEDDING_NAME))
-        block_bytes = max(0, size.weights - table)
-        return replace(size, all_blocks_bytes=block_bytes, activations=live.peak_bytes)
+                embedding_bytes = count_weight_bytes(network.get_submodule(text.EMBEDDING_NAME))
+        block_bytes = max(0, size.weights - embedding_bytes)
+        return replace(size, all_blocks_bytes=block_bytes, activations=tracker.peak_bytes)
 
-    def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[WeightBytes, Usage, Usage]:
+    def _measure_vae(self, tiling: bool, num_ranks: int) -> tuple[WeightBytes, Usage, Usage]:
         """Measures the weights and the activations of the VAE.
 
         Args:
@@ -236,82 +246,99 @@ class Planner:
             else:
                 network = vae.read_vae_spec(path).make()
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
-        model = vae.VideoVAE(network)
-        (channels, _, *size), sides = params.latent_shape, params.video_size[::-1]
-        frames = memory.count_decoded_frames(params)
-        time, scale, _ = preset.vae_stride
+        video_vae = vae.VideoVAE(network)
+        (channels, _, *latent_size), pixel_size = params.latent_shape, params.video_size[::-1]
+        num_latent_frames = memory.count_decoded_frames(params)
+        temporal_stride, spatial_stride, _ = preset.vae_stride
         if tiling:
-            size = [min(side, tiles.SIDE // scale) for side in size]
-        size[0] = -(-size[0] // ranks)
-        rows = size[0] * scale
+            latent_size = [min(side, tiles.SIDE // spatial_stride) for side in latent_size]
+        latent_size[0] = -(-latent_size[0] // num_ranks)
+        num_rows = latent_size[0] * spatial_stride
 
-        def decode(frames: int) -> None:
-            model.decode(torch.empty(channels, frames, *size))
+        def decode(num_latent_frames: int) -> None:
+            video_vae.decode(torch.empty(channels, num_latent_frames, *latent_size))
 
-        def encode(frames: int) -> None:
-            video = torch.empty(3, (frames - 1) * time + 1, *sides)
-            source = None  # the caller's video in host memory
+        def encode(num_latent_frames: int) -> None:
+            video = torch.empty(3, (num_latent_frames - 1) * temporal_stride + 1, *pixel_size)
+            host_video = None  # the caller's video in host memory
             if self.device.type == "cpu" and params.preset.kind == "vace":
-                source = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # RGB, two masks
+                host_video = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # RGB, two masks
             elif self.device.type == "cpu" and not params.has_clips:
-                source = video.clone()
-            model.encode(video[:, :, :rows] if ranks > 1 else video)
-            del source
+                host_video = video.clone()
+            video_vae.encode(video[:, :, :num_rows] if num_ranks > 1 else video)
+            del host_video
 
-        def measure_peak(work: Callable[[int], None], frames: int) -> Usage:
+        def measure_peak(work: Callable[[int], None], num_latent_frames: int) -> Usage:
             """Returns the peak usage of `work`, extrapolated from 3 and 4 latent frames.
 
             Each further frame adds as much as the fourth one.
             """
             peaks = []
-            for num_frames in (min(frames, 3), min(frames, 4)):
-                live = StorageTracker("meta")
-                live.exclude(network.parameters())
-                with self._simulate_rank(0, Parallel()), META, live:
+            for num_frames in (min(num_latent_frames, 3), min(num_latent_frames, 4)):
+                tracker = StorageTracker("meta")
+                tracker.exclude(network.parameters())
+                with self._simulate_rank(0, Parallel()), META, tracker:
                     work(num_frames)
-                peaks.append(live.peak_bytes)
-            further = max(0, frames - 4) * (peaks[1].total() - peaks[0].total())
+                peaks.append(tracker.peak_bytes)
+            further = max(0, num_latent_frames - 4) * (peaks[1].total() - peaks[0].total())
             return peaks[1] + Usage(activations=further)
 
         num_encoded_frames = memory.count_encoded_frames(params)
         encoding = measure_peak(encode, num_encoded_frames) if num_encoded_frames else Usage()
-        length = 1 + (frames - 1) * time
-        tile_bytes = tiles.estimate_tile_bytes(sides, length) if tiling else 0
-        received_bytes = (sides[0] - rows) * sides[1] * 3 * length * 4 if ranks > 1 else 0
-        decoding = measure_peak(decode, frames) + Usage(
+        num_pixel_frames = 1 + (num_latent_frames - 1) * temporal_stride
+        tile_bytes = tiles.estimate_tile_bytes(pixel_size, num_pixel_frames) if tiling else 0
+        received_bytes = (
+            (pixel_size[0] - num_rows) * pixel_size[1] * 3 * num_pixel_frames * 4
+            if num_ranks > 1
+            else 0
+        )
+        decoding = measure_peak(decode, num_latent_frames) + Usage(
             {"tiles": tile_bytes, "other ranks' rows": received_bytes}
         )
         tensors = {} if path is None else vae.read_vae_spec(path).tensors
         return self._split_mapped(network, tensors), encoding, decoding
 
-    def _measure_transformer(self, parallel: Parallel, rank: int) -> ForwardMeasurement:
+    def _measure_dit(self, parallel: Parallel, rank: int) -> ForwardMeasurement:
         """Measures a DiT with two or three blocks, and scales cached state to all blocks."""
         setup, checkpoint = replace(self.setup, parallel=parallel), self.setup.checkpoint
         compute = build.DTYPES[self.precision]
-        with self._simulate_rank(rank, parallel) as team:
+        with self._simulate_rank(rank, parallel) as groups:
             target = Target(self.device, checkpoint.head_dim, compute, operators.load_operator)
             selected = select_kernels(setup.attention, target, {})
-            caches = build.build_step_cache(setup, team)
-            components = build.build_components(setup, selected, team, caches)
-            caches.start_run(dict.fromkeys(BRANCHES, caches.memory_plan_steps))
+            step_cache = build.build_step_cache(setup, groups)
+            components = build.build_components(setup, selected, groups, step_cache)
+            step_cache.start_run(dict.fromkeys(BRANCHES, step_cache.memory_plan_steps))
             network, sources = self._build_first_expert(setup, components)
-            sharding, _ = build.make_weight_shardings(parallel, team)
+            sharding, _ = build.make_weight_shardings(parallel, groups)
             dtypes = make_dit_dtype_rule(compute, setup.execution.convert_model_dtype)
-            ranks = parallel.world_size if parallel.dit_fsdp else 1
+            num_ranks = parallel.world_size if parallel.dit_fsdp else 1
             with _prepare_meta_network(
-                network, network.blocks, dtypes, sharding, sources, network.adapter_modules, ranks
-            ) as (live, size):
-                sends = self._run_forwards(network, live, self.branches(parallel))
-                activations, cached = live.peak_bytes - live.live_bytes, +live.live_bytes
-                residual_bytes = caches.cached_bytes()
-        layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
+                network,
+                network.blocks,
+                dtypes,
+                sharding,
+                sources,
+                network.adapter_modules,
+                num_ranks,
+            ) as (tracker, size):
+                collectives = self._run_forwards(network, tracker, self.list_branches(parallel))
+                activations, cached_usage = (
+                    tracker.peak_bytes - tracker.live_bytes,
+                    +tracker.live_bytes,
+                )
+                residual_bytes = step_cache.cached_bytes()
+        num_layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.self_attention_blocks())
-        cached["text K/V"] = cached["text K/V"] * layers // num_measured
-        cached = cached - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
+        cached_usage["text K/V"] = cached_usage["text K/V"] * num_layers // num_measured
+        cached_usage = (
+            cached_usage - Usage(embeddings=residual_bytes) + Usage({"step cache": residual_bytes})
+        )
         cache_label = "masks" if setup.attention.use_rainfusion else "attention cache"
-        cached[cache_label] = cached.pop("self-attention", 0) * layers // num_measured
-        size = replace(size, cached=+cached, activations=activations)
-        return ForwardMeasurement(size, sends, build.describe_attention(setup, selected))
+        cached_usage[cache_label] = (
+            cached_usage.pop("self-attention", 0) * num_layers // num_measured
+        )
+        size = replace(size, cached=+cached_usage, activations=activations)
+        return ForwardMeasurement(size, collectives, build.describe_attention(setup, selected))
 
     def _build_first_expert(self, setup: Setup, components: Any) -> tuple[WanModel, TensorSources]:
         """Builds the first expert's DiT with its quantized layers on the meta device.
@@ -335,24 +362,24 @@ class Planner:
         return network, sources if uses_mapped else {}
 
     def _run_forwards(
-        self, network: WanModel, live: StorageTracker, branches: tuple[str, ...]
-    ) -> tuple[Sends, ...]:
+        self, network: WanModel, tracker: StorageTracker, branches: tuple[str, ...]
+    ) -> tuple[Collectives, ...]:
         """Runs each guidance branch in a dense and a sparse step; returns a layer's collectives.
 
         With a step cache the first step runs twice: the second time the cache holds the residuals
         of the first.
         """
-        live.track_module(network, "embeddings")
-        live.track_module(network.text_embedding, "text")
-        live.track_module(network.head, "head")
+        tracker.track_module(network, "embeddings")
+        tracker.track_module(network.text_embedding, "text")
+        tracker.track_module(network.head, "head")
         for block in network.self_attention_blocks():
             for name, label in _LAYERS.items():
-                live.track_module(block.get_submodule(name), label)
+                tracker.track_module(block.get_submodule(name), label)
         setup, params, config = self.setup, self.params, self.setup.checkpoint.config
         (channels, *size), grid, steps = params.latent_shape, params.grid, params.sample_steps
 
         def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=live.device)
+            return torch.empty(shape, dtype=dtype, device=tracker.device)
 
         x, y = empty(channels, *size), empty(config["in_dim"] - channels, *size)
         text_size = config["text_len"], config["text_dim"]
@@ -361,7 +388,7 @@ class Planner:
         model_kwargs: dict[str, Any] = {}
         if num_images:
             model_kwargs["clip_fea"] = empty(num_images, clip.NUM_TOKENS, config["image_dim"])
-        audios: list[Any] = [{}] * len(branches)
+        audio_kwargs_by_branch: list[Any] = [{}] * len(branches)
         if setup.preset.kind == "animate":
             num_face_images = 4 * (size[0] - 2) + 1
             model_kwargs["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
@@ -377,37 +404,46 @@ class Planner:
                 "drop_motion_frames": num_encoded_frames == 1,
             }
             features = AUDIO_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
-            audios = [{"audio_input": empty(1, *features)} for _ in branches]
-        live.exclude(
-            (x, y, *contexts, *chain.from_iterable(map(_iter_tensors, (model_kwargs, *audios))))
+            audio_kwargs_by_branch = [{"audio_input": empty(1, *features)} for _ in branches]
+        tracker.exclude(
+            (
+                x,
+                y,
+                *contexts,
+                *chain.from_iterable(map(_iter_tensors, (model_kwargs, *audio_kwargs_by_branch))),
+            )
         )
         t = torch.tensor([500.0])
         fixes_first_frame = setup.preset.kind == "ti2v" and memory.count_encoded_frames(params) == 1
-        if fixes_first_frame and live.device == "meta":  # the image's tokens have timestep 0
+        if fixes_first_frame and tracker.device == "meta":  # the image's tokens have timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
         attention, sparse_from = setup.attention, 0
         if attention.use_rainfusion:
             sparse_from = attention.resolve_sparse_start_step(steps)
-        step_indices, sends = sorted({0, sparse_from}), list[Sends]()
+        step_indices, collectives = sorted({0, sparse_from}), list[Collectives]()
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
-            live.sent_operations.clear()
-            for branch, text_LC, audio_input in zip(branches, contexts, audios, strict=True):
+            tracker.sent_operations.clear()
+            for branch, text_LC, audio_kwargs in zip(
+                branches, contexts, audio_kwargs_by_branch, strict=True
+            ):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
-                channels_of_image = {"y": [y]} if len(y) else {}
-                with live:
+                image_kwargs = {"y": [y]} if len(y) else {}
+                with tracker:
                     network(
                         [x],
                         t,
                         context=[text_LC],
                         seq_len=prod(grid),
-                        **{**model_kwargs, **audio_input, **channels_of_image},
+                        **{**model_kwargs, **audio_kwargs, **image_kwargs},
                         step=step,
                     )
-            layers = len(network.self_attention_blocks())
-            sends.append(
-                live.sent_operations[: len(live.sent_operations) // len(branches) // layers]
+            num_layers = len(network.self_attention_blocks())
+            collectives.append(
+                tracker.sent_operations[
+                    : len(tracker.sent_operations) // len(branches) // num_layers
+                ]
             )
-        return tuple(sends[-len(step_indices) :])
+        return tuple(collectives[-len(step_indices) :])
 
     @contextmanager
     def _simulate_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.ParallelGroups | None]:
@@ -438,7 +474,7 @@ def _prepare_meta_network(
     sharding: Sharding,
     sources: TensorSources,
     adapter_modules: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
-    ranks: int = 1,
+    num_ranks: int = 1,
 ) -> Iterator[tuple[StorageTracker, NetworkSize]]:
     """Prepares a network to run on meta or fake tensors, with two or three of its blocks.
 
@@ -457,26 +493,35 @@ def _prepare_meta_network(
         parameter.data = parameter.data.to(dtype_of(name, stored))
     prefix = next(name for name, module in network.named_modules() if module is blocks)
     mapped_total, count = count_mapped_bytes(network, sources), len(blocks)
-    in_blocks = count_mapped_bytes(network, sources, f"{prefix}.")
+    mapped_block_bytes = count_mapped_bytes(network, sources, f"{prefix}.")
     is_unsharded = sharding is UNSHARDED
     num_kept = 2 if is_unsharded else 3
     adapters = [[*adapter_modules(layer)] for layer in range(count)]
     names = {module: name for name, module in network.named_modules()}
     for module in chain.from_iterable(adapters):
-        in_blocks += count_mapped_bytes(network, sources, f"{names[module]}.")
-    adapter_bytes = [sum(map(count_weight_bytes, modules)) // ranks for modules in adapters]
+        mapped_block_bytes += count_mapped_bytes(network, sources, f"{names[module]}.")
+    adapter_bytes = [sum(map(count_weight_bytes, modules)) // num_ranks for modules in adapters]
     removed_blocks = blocks[num_kept:]
     del blocks[num_kept:]
     for module in chain.from_iterable(adapters[num_kept:]):
         network.set_submodule(names[module], nn.Identity())
     sharding.shard(network.eval().requires_grad_(False))
-    with materialize_without_data(network, sharded=not is_unsharded) as live:
-        block = count_weight_bytes(blocks[-1])
-        saved = count_weight_bytes(removed_blocks) if is_unsharded else len(removed_blocks) * block
-        block += (sum(adapter_bytes) - in_blocks) // count
-        weights = count_weight_bytes(network) + saved + sum(adapter_bytes[num_kept:]) - mapped_total
+    with materialize_without_data(network, sharded=not is_unsharded) as tracker:
+        block_bytes = count_weight_bytes(blocks[-1])
+        removed_bytes = (
+            count_weight_bytes(removed_blocks)
+            if is_unsharded
+            else len(removed_blocks) * block_bytes
+        )
+        block_bytes += (sum(adapter_bytes) - mapped_block_bytes) // count
+        weights = (
+            count_weight_bytes(network)
+            + removed_bytes
+            + sum(adapter_bytes[num_kept:])
+            - mapped_total
+        )
         largest = 0
         if any(adapter_bytes) and not mapped_total:
-            largest = block + max(adapter_bytes) - sum(adapter_bytes) // count
-        sizes = (weights, block, count * block)
-        yield live, NetworkSize(*sizes, mapped=mapped_total, largest_block_bytes=largest)
+            largest = block_bytes + max(adapter_bytes) - sum(adapter_bytes) // count
+        sizes = (weights, block_bytes, count * block_bytes)
+        yield tracker, NetworkSize(*sizes, mapped=mapped_total, largest_block_bytes=largest)

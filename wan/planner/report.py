@@ -55,7 +55,7 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
     """
     setup, params, parallel = planner.setup, planner.params, planner.setup.parallel
     folder, (width, height) = setup.checkpoint.folder, params.video_size
-    tokens, need = planner.token_plan(parallel), planner.peak_bytes()
+    tokens, need = planner.make_token_plan(parallel), planner.compute_peak_bytes()
     lines = [
         f"Plan: {task}, {width}*{height}, {_describe_frames(params)}, {planner.precision}, "
         f"{_format_count(parallel.world_size, 'rank')} ({planner.device.capabilities.name}); sizes "
@@ -71,18 +71,18 @@ def describe_plan(planner: Planner, task: str, host_gbs: float | None = None) ->
         *_describe_traffic(planner),
         f"Memory of the fullest rank: {_format_bytes(need)}",
     ]
-    mapped_by_stage = planner.mapped_weights()
-    for name, usage in planner.stage_memory().items():
+    mapped_by_stage = planner.sum_mapped_weights()
+    for name, usage in planner.compute_stage_memory().items():
         items = [
             f"{label} {_format_bytes(size)}" for label, size in usage.most_common() if size >= 1e6
         ]
         mapped = mapped_by_stage.get(name, Usage()).total()
         items += [f"and mapped from files {_format_bytes(mapped)}"] if mapped >= 1e6 else []
         lines.append(f"  {name} {_format_bytes(usage.total())}: {', '.join(items)}")
-    host_bytes = planner.host_bytes()
+    host_bytes = planner.compute_host_bytes()
     if host_bytes:
         lines.append(f"Page-locked host memory of a rank: {_format_bytes(host_bytes)}")
-    num_streamed, forwards, total = planner.streaming_per_step()
+    num_streamed, forwards, total = planner.count_streamed_blocks()
     if num_streamed:
         is_bound = setup.execution.resident_blocks is None and planner.device.type != "cpu"
         at_most = "at most " if is_bound else ""  # the run keeps as many blocks resident as fit
@@ -164,8 +164,11 @@ def describe_rereads(planner: Planner, memory: int) -> Iterator[str]:
     Args:
         memory: Available bytes; 0 if unknown.
     """
-    stages, forwards = planner.stage_memory(), len(planner.branches(planner.setup.parallel))
-    for name, usage in planner.mapped_weights().items():
+    stages, forwards = (
+        planner.compute_stage_memory(),
+        len(planner.list_branches(planner.setup.parallel)),
+    )
+    for name, usage in planner.sum_mapped_weights().items():
         size, need = usage.total(), stages[name].total()
         reread_bytes = min(size, size + need - memory)
         if memory and reread_bytes > 0:
@@ -184,7 +187,9 @@ def _describe_placement(
     """Describes the bytes that each layout sends inside and between `nodes` machines."""
     parallel, checkpoint = planner.setup.parallel, planner.setup.checkpoint
     num_bytes = (
-        planner.token_plan(parallel).padded_len * checkpoint.config["dim"] * planner.dtype.itemsize
+        planner.make_token_plan(parallel).padded_len
+        * checkpoint.config["dim"]
+        * planner.dtype.itemsize
     )
     rank_layouts = list_layouts(parallel.world_size, checkpoint.num_heads, nodes, num_bytes, rates)
     return placement.describe_layouts(rank_layouts, parallel.mesh_shape, rates)
@@ -201,10 +206,10 @@ def check_plan_memory(planner: Planner, memory: int | None) -> str:
     """
     if memory is None:
         return "Not compared with a device's memory; give `device_memory` in GB."
-    sizes = {name: usage.total() for name, usage in planner.stage_memory().items()}
+    sizes = {name: usage.total() for name, usage in planner.compute_stage_memory().items()}
     stage, need = max(sizes.items(), key=lambda item: item[1])
     for setup, condition in iter_decodings(planner.setup):
-        min_bytes = planner.peak_bytes(setup)
+        min_bytes = planner.compute_peak_bytes(setup)
         if min_bytes <= memory:
             return (
                 f"Fits{condition}: {_format_bytes(min_bytes)} of {_format_bytes(memory)} per rank."
@@ -223,17 +228,17 @@ def check_plan_memory(planner: Planner, memory: int | None) -> str:
 def _describe_traffic(planner: Planner) -> list[str]:
     """Describes the bytes that a layer sends to other ranks, in dense and in sparse steps."""
     forward, *_ = planner.measure_forwards(planner.setup.parallel)
-    step_kinds = ("",) if len(forward.sends) == 1 else (" in dense steps", " in sparse steps")
+    step_kinds = ("",) if len(forward.collectives) == 1 else (" in dense steps", " in sparse steps")
     checkpoint = planner.setup.checkpoint
     calls = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
-    calls *= len(planner.branches(planner.setup.parallel))
+    calls *= len(planner.list_branches(planner.setup.parallel))
     exchanges = {
         "alltoall_base_": "All-to-all (ranks exchange heads for tokens, and back)",
         "send": "Ring (keys and values are passed on)",
         "_allgather_base_": "Ring (keys and values are gathered)",
     }
     traffic_lines = []
-    for step_kind, sends in zip(step_kinds, forward.sends, strict=True):
+    for step_kind, sends in zip(step_kinds, forward.collectives, strict=True):
         for operation, exchange in exchanges.items():
             sizes = [size for name, size in sends if name == operation]
             tensor_sizes = " or ".join(

@@ -39,7 +39,7 @@ def find_nearest_run(planner: Planner, memory: int) -> tuple[str, int, int] | No
     for settings, setup in _iter_candidates(planner, memory):
         if find_fullest_stage(setup, planner.params)[1] <= memory:
             for decoding, _ in iter_decodings(setup):
-                need = planner.peak_bytes(decoding)
+                need = planner.compute_peak_bytes(decoding)
                 if need <= memory:
                     return settings, setup.parallel.world_size, need
     return None
@@ -100,7 +100,9 @@ def _list_saving_settings(planner: Planner, setup: Setup, memory: int) -> tuple[
     """Lists the missing settings that would reduce the memory of a stage that does not fit."""
     execution, parallel = setup.execution, setup.parallel
     is_distributed = setup.parallel.world_size > 1
-    stages = {name for name, usage in planner.stage_memory().items() if usage.total() > memory}
+    stages = {
+        name for name, usage in planner.compute_stage_memory().items() if usage.total() > memory
+    }
     reduces_text = "text encoder" in stages or execution.offload_model is False
     reduces_text = reduces_text and not (execution.t5_cpu or parallel.t5_fsdp)
     can_shard = is_distributed and isinstance(execution.offload_model, bool)

@@ -33,14 +33,14 @@ from wan.evidence import exchange_order
 from wan.evidence.meter import PowerMeasurement
 from wan.log import logger
 from wan.output_files import (
-    VIDEO,
+    VIDEO_KIND,
     check_folder,
     check_output,
     make_json_kind,
     make_marked_kind,
     write_output,
 )
-from wan.power.timeline import PLOT, PLOT_METADATA
+from wan.power.timeline import PLOT_KIND, PLOT_METADATA
 from wan.run import Run
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
         if name in user_settings:
             raise InputError(f"`{name}`", None, "cannot be used in a comparison", "drop it")
     if options.plan is not None:
-        return _print_comparison_plan(options, cli.resolve_arguments(arguments, plan=True))
+        return _print_comparison_plan(options, cli.resolve_argv(arguments, plan=True))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -179,13 +179,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_comparison_outputs(out: Path) -> None:
     """Refuses to overwrite files of other programs in the output folder."""
-    kinds = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": PLOT}
+    kinds = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": PLOT_KIND}
     for name, kind in kinds.items():
         check_output(out / name, kind, "--out")
     for path in out.glob("*.mp4"):
-        check_output(path, VIDEO, "--out")
+        check_output(path, VIDEO_KIND, "--out")
     for path in out.glob("traces/*/rank*.json"):
-        check_output(path, exchange_order.TRACE, "--out")
+        check_output(path, exchange_order.TRACE_KIND, "--out")
 
 
 def _parse_compare_options(argv: Sequence[str]) -> Namespace:
@@ -331,7 +331,7 @@ class TimeRatio:
     high: float
 
     @property
-    def gain_text(self) -> str:
+    def change_text(self) -> str:
         """The change of time in per cent, negative if faster: "-12.3 % (-14.0 to -10.1)"."""
         percent = [100 * (x - 1) for x in (self.median, self.low, self.high)]
         return "{:+.1f} % ({:+.1f} to {:+.1f})".format(*percent)
@@ -377,10 +377,10 @@ def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
         ratios[best_variant],
         next((ratios[candidate] for candidate in ratios if candidate.adds_idle_gaps), None),
     )
-    reason = f"{best_variant.name}: {best_ratio.gain_text} in time against the baseline. "
+    reason = f"{best_variant.name}: {best_ratio.change_text} in time against the baseline. "
     if control_ratio is None:
         return best_variant, f"{reason}No control was run."
-    reason += f"Rests without exchanges between them: {control_ratio.gain_text}, "
+    reason += f"Rests without exchanges between them: {control_ratio.change_text}, "
     if control_ratio.high < 1:
         reason += "so it is the rests that help."
     elif control_ratio.low > best_ratio.high:
@@ -392,18 +392,20 @@ def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
 
 def _explain_no_gain(measurements: Sequence[PowerMeasurement]) -> str:
     """Explains from the baseline's clock why no mode is faster."""
-    slower = "no mode is faster than the baseline with 95 % confidence"
+    no_gain = "no mode is faster than the baseline with 95 % confidence"
     shares = [result.throttled for result in measurements if result.throttled is not None]
     if not shares:
-        return f"{slower}; throttling could not be read here."
+        return f"{no_gain}; throttling could not be read here."
     share = statistics.mean(shares)
     if share < 0.01:
-        return f"{slower}, and the clock was never throttled, so rests can save nothing."
+        return f"{no_gain}, and the clock was never throttled, so rests can save nothing."
     names = sorted({name for result in measurements for name in result.reasons})
     why = "rests are too short, or attention draws too much power"
     if not any("power" in name for name in names):
         why = "but not for power, so rests cannot help"
-    return f"{slower}; the clock was throttled {share:.0%} of the time ({', '.join(names)}), {why}."
+    return (
+        f"{no_gain}; the clock was throttled {share:.0%} of the time ({', '.join(names)}), {why}."
+    )
 
 
 def measure_chunk_gaps(events: Sequence[Event]) -> list[float]:
@@ -474,7 +476,7 @@ def write_comparison(
         path.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
     params = run.params
     width, height = params.video_size
-    has_image = draw_gains(results, options.out)
+    has_image = draw_time_changes(results, options.out)
     image_line = "![Time against the baseline](gain.png)\n" if has_image else ""
     timing_note = "of denoising"
     if options.quick:
@@ -510,7 +512,7 @@ and readings. docs/measuring_power.md explains how to read it.
     return best, reason
 
 
-def draw_gains(results: Sequence[VariantResult], folder: Path) -> bool:
+def draw_time_changes(results: Sequence[VariantResult], folder: Path) -> bool:
     """Draws each variant's time ratio with its interval into gain.png.
 
     Returns:
@@ -537,7 +539,7 @@ def draw_gains(results: Sequence[VariantResult], folder: Path) -> bool:
     )
     axes.set_ylim(-0.6, len(other_results) - 0.4)
     axes.set_xlabel("time against the baseline, per cent:\nmedian and 95 % interval; left: faster")
-    with write_output(folder / "gain.png", PLOT) as path:
+    with write_output(folder / "gain.png", PLOT_KIND) as path:
         figure.savefig(path, format="png", dpi=120, metadata=PLOT_METADATA)
     return True
 
@@ -587,7 +589,7 @@ def format_variant_row(result: VariantResult, time_ratio: TimeRatio | None) -> l
     return [
         result.variant.name,
         f"{median:.2f} ({lowest:.2f} to {highest:.2f})",
-        "" if time_ratio is None else time_ratio.gain_text,
+        "" if time_ratio is None else time_ratio.change_text,
         format_medians(mean_w=".0f", joules=".0f"),
         format_medians(mean_mhz=".0f", throttled=".0%"),
         "not available" if result.peak_memory is None else f"{result.peak_memory / 2**30:.2f}",

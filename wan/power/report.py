@@ -206,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     has_equal_names = len({folder.name for folder in options.folders}) < len(options.folders)
     out_folder = options.out or options.folders[0]
     outputs = out_folder / "report.json", out_folder / "timeline.png"
-    for path, kind in zip(outputs, (_REPORT_KIND, timeline.PLOT), strict=True):
+    for path, kind in zip(outputs, (_REPORT_KIND, timeline.PLOT_KIND), strict=True):
         check_output(path, kind, "--out")
     reports = []
     for folder in options.folders:

@@ -18,7 +18,7 @@ from torch import Tensor
 from wan import trace
 from wan.distributed.exchange import SINGLE_RANK, Group, all_to_all_4D
 from wan.distributed.mesh import ParallelGroups
-from wan.evidence.exchange_order import TRACE
+from wan.evidence.exchange_order import TRACE_KIND
 from wan.evidence.meter import (
     Meter,
     MeterError,
@@ -176,7 +176,7 @@ class ComparisonRounds:
         self._latents: dict[Variant, Tensor] = {}
         if groups.is_main:  # traces of an earlier comparison, perhaps with more ranks
             for file in (out_folder / "traces").glob("*/rank*.json"):
-                remove_output(file, TRACE)
+                remove_output(file, TRACE_KIND)
         self._selected_name, self._gap_seconds = variants[0].name, 0.0
         self._clock_lock: ClockLock | None = None
         self._pipeline = build.build_pipeline(

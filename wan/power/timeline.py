@@ -13,7 +13,7 @@ from wan.settings.errors import InputError
 from wan.trace import Event
 
 PLOT_METADATA = {"Software": "wan.power"}
-PLOT = make_marked_kind("a plot of wan.power", b"Software\0wan.power")
+PLOT_KIND = make_marked_kind("a plot of wan.power", b"Software\0wan.power")
 _NS_PER_MS = 1e6  # nanoseconds
 QUANTIZE_KINDS = ("quantise", "prepare", "mask")
 """Event kinds of quantized and sparse attention."""
@@ -149,7 +149,7 @@ def draw_timeline(named_traces: Sequence[tuple[str, Trace]], path: Path) -> None
         "milliseconds from the beginning of the layer; numbers: head chunks", fontsize=8
     )
     _draw_legend(figure, [color for color in _COLORS if color in colors])
-    with write_output(path, PLOT) as temporary:
+    with write_output(path, PLOT_KIND) as temporary:
         figure.savefig(temporary, format="png", metadata=PLOT_METADATA)
 
 

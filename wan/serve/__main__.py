@@ -198,7 +198,7 @@ def _resolve_service_run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[R
     per_video = [name for name in user_settings if name in _PER_VIDEO_FLAGS]
     if per_video:
         raise InputError(f"`{per_video[0]}` is about one video", remedy="drop it")
-    return main.resolve_arguments(argv, require_inputs=False), user_settings
+    return main.resolve_argv(argv, require_inputs=False), user_settings
 
 
 def _read_api_key(path: Path | None, host: str) -> str | None:

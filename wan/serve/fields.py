@@ -34,7 +34,7 @@ PICTURES = "src_ref_images"
 """Setting whose value is one or several uploaded files."""
 UPLOADS = ("image", "last_image", "audio", "pose_video", "src_video", "src_mask", PICTURES)
 """Settings whose values are uploaded files."""
-_FOLDER_FILES = {Path(name).stem: f"{FOLDER}/{name}" for name in driving.FILES}
+_FOLDER_FILES = {Path(name).stem: f"{FOLDER}/{name}" for name in driving.ANIMATE_FILES}
 _GUIDANCE = ("guidance_high", "guidance_low")
 _API_FIELDS = (
     *("model", "seconds", "boundary_ratio", "priority"),

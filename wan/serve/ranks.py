@@ -24,7 +24,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import failures, flags, main
 from wan.cli.prompt_file import merge_line
 from wan.cli.resolve import resolve_command_line
-from wan.cli.videos import Video
+from wan.cli.videos import VideoJob
 from wan.log import logger
 from wan.pipeline.batch import Batch, Job
 from wan.run import Run
@@ -113,7 +113,7 @@ class RunningJob(Job):
     """
 
     id: str
-    video: Video
+    video: VideoJob
     cancellation_point: SharedCancellationPoint
     prompt_reuse: tuple[int, int] = (0, 0)
 
@@ -141,7 +141,7 @@ class RankWorker:
         self._shared, self._pipeline, self._team, self._link = shared, pipeline, team, link
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
-        make_demo = partial(main.make_demo, lambda make: make())
+        make_demo = partial(main.make_random_checkpoint, lambda make: make())
         self._resolve = partial(
             resolve_command_line, make_demo=make_demo, inspect_folder=cache(inspect_checkpoint)
         )
@@ -181,7 +181,7 @@ class RankWorker:
             run.params,
             run.make_inputs(),
             id=job,
-            video=Video(run, self._pipeline, self._team),
+            video=VideoJob(run, self._pipeline, self._team),
             cancellation_point=SharedCancellationPoint(
                 self._control, self._link, job, run.params.num_clip or 1
             ),
@@ -204,7 +204,7 @@ class RankWorker:
             self._pipeline,
             jobs,
             group_by_expert=len(jobs) > 1,
-            on_denoised=lambda job, latents: job.video.keep_latents(latents),
+            on_denoised=lambda job, latents: job.video.save_denoised_latents(latents),
             on_failed=self._report_failure,
         )
         if len(jobs) > 1:

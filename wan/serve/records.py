@@ -11,7 +11,7 @@ from typing import Any
 
 from wan.checkpoint.files import read_json
 from wan.log import logger
-from wan.output_files import RECORD, VIDEO, is_output
+from wan.output_files import RECORD_KIND, VIDEO_KIND, is_output
 from wan.run import PATH_SETTINGS
 from wan.serve.fields import FOLDER, UPLOADS
 from wan.serve.folders import JOB_ID
@@ -51,7 +51,9 @@ def restore_finished_jobs(jobs: Path, journal: Journal) -> None:
 def read_finished_job(folder: Path) -> ServiceJob | None:
     """Returns the completed job of a folder; None unless it has a whole video and a record."""
     video, record = folder / "video.mp4", folder / "video.json"
-    if not (is_output(video, VIDEO) and _is_complete_mp4(video) and is_output(record, RECORD)):
+    if not (
+        is_output(video, VIDEO_KIND) and _is_complete_mp4(video) and is_output(record, RECORD_KIND)
+    ):
         return None
     try:
         job = _make_completed_job(folder.name, read_json(record))

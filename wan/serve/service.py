@@ -124,7 +124,7 @@ class Service:
         self._max_batch_size = limits.batch_size if can_group_by_expert(run) else 1
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
         # The function runs directly, since the service is one process on its machine.
-        make_demo = partial(main.make_demo, lambda make: make())
+        make_demo = partial(main.make_random_checkpoint, lambda make: make())
         self._resolve = partial(
             resolve_command_line, make_demo=make_demo, inspect_folder=cache(inspect_checkpoint)
         )

@@ -232,11 +232,11 @@ class Autoencoder(nn.Module):
             moments = torch.cat(latent_frames, dim=2)
             return (self.quant_conv(moments) if moments.numel() else moments).chunk(2, dim=1)[0]
 
-        return rows.run_together(compute_mean)
+        return rows.run_with_memory_agreement(compute_mean)
 
     def decode(self, z_BZfhw: Tensor, rows: Rows = ALL_ROWS) -> Iterator[Tensor]:
         """Decodes latents; yields [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
         state = VaeState(rows)
-        z = rows.run_together(lambda: self.post_quant_conv(z_BZfhw.to(self.dtype)))
+        z = rows.run_with_memory_agreement(lambda: self.post_quant_conv(z_BZfhw.to(self.dtype)))
         for local_z in rows.slice_local_rows(z, 1).split(1, dim=2):
             yield rows.run_network(self.decoder, local_z, state)

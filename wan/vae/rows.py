@@ -50,7 +50,7 @@ class Rows:
         frames: Tensor = network(x_BCFHW, state)
         return frames
 
-    def run_together(self, make: Callable[[], T]) -> T:
+    def run_with_memory_agreement(self, make: Callable[[], T]) -> T:
         """Returns make(); raises MemoryError on all ranks if one of several ran out of memory."""
         return make()
 

@@ -45,9 +45,9 @@ class ShardedRows(Rows):
     def __init__(self, group: Group, heights: Sequence[int], device: torch.device) -> None:
         self.group, self.heights, self.device = group, tuple(heights), device
         self.rank = get_group_rank(group)
-        self.ranks = [rank for rank, height in enumerate(heights) if height]
+        self.active_ranks = [rank for rank, height in enumerate(heights) if height]
         stop = list(accumulate(heights))[self.rank]
-        self._rows = stop - heights[self.rank], stop
+        self._row_range = stop - heights[self.rank], stop
         self.num_exchanges = 0  # in this latent frame
 
     @property
@@ -57,7 +57,7 @@ class ShardedRows(Rows):
     @property
     def is_idle(self) -> bool:
         """Whether this rank has no rows."""
-        return self.rank not in self.ranks
+        return self.rank not in self.active_ranks
 
     @property
     def row_fraction(self) -> float:
@@ -65,37 +65,39 @@ class ShardedRows(Rows):
         return self.heights[self.rank] / sum(self.heights)
 
     def slice_local_rows(self, x_BCFHW: Tensor, scale: int) -> Tensor:
-        start, stop = (end * scale for end in self._rows)
+        start, stop = (end * scale for end in self._row_range)
         # Pixel rows that do not fill a latent row belong to the last rank.
-        return x_BCFHW[..., start : None if self.rank == self.ranks[-1] else stop, :]
+        return x_BCFHW[..., start : None if self.rank == self.active_ranks[-1] else stop, :]
 
     def exchange_halo(self, x_BCFHW: Tensor, num_above: int, num_below: int) -> None:
-        index, height = self.ranks.index(self.rank), x_BCFHW.shape[3]
-        rank_above = self.ranks[index - 1] if index else None
-        rank_below = self.ranks[index + 1] if index + 1 < len(self.ranks) else None
+        index, height = self.active_ranks.index(self.rank), x_BCFHW.shape[3]
+        rank_above = self.active_ranks[index - 1] if index else None
+        rank_below = self.active_ranks[index + 1] if index + 1 < len(self.active_ranks) else None
         top, bottom = x_BCFHW[..., :num_above, :], x_BCFHW[..., height - num_below :, :]
         end = height - num_below
-        to_send, received = dict[int, Tensor](), dict[int, Tensor]()
+        to_send, receive_buffers = dict[int, Tensor](), dict[int, Tensor]()
         if rank_above is not None and num_below:
             to_send[rank_above] = x_BCFHW[..., num_above : num_above + num_below, :].contiguous()
         if rank_below is not None and num_above:
             to_send[rank_below] = x_BCFHW[..., end - num_above : end, :].contiguous()
-        for peer, rows in ((rank_above, top), (rank_below, bottom)):
+        for peer, halo in ((rank_above, top), (rank_below, bottom)):
             if peer is None:
-                rows.zero_()
-            elif rows.shape[3]:
-                received[peer] = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        self._exchange(to_send, received)
-        for peer, rows in ((rank_above, top), (rank_below, bottom)):
-            if peer in received:
-                rows.copy_(received[peer])
+                halo.zero_()
+            elif halo.shape[3]:
+                receive_buffers[peer] = torch.empty(
+                    halo.shape, dtype=halo.dtype, device=halo.device
+                )
+        self._exchange(to_send, receive_buffers)
+        for peer, halo in ((rank_above, top), (rank_below, bottom)):
+            if peer in receive_buffers:
+                halo.copy_(receive_buffers[peer])
 
     def gather_rows(self, x_FLC: Tensor) -> Tensor:
         """Gathers the rows of one frame. F must be 1, so that each rank's rows are contiguous."""
         columns = x_FLC.shape[1] // self.heights[self.rank]
-        lengths = [self.heights[rank] * columns for rank in self.ranks]
+        lengths = [self.heights[rank] * columns for rank in self.active_ranks]
         all_rows = x_FLC.new_empty((1, sum(lengths), x_FLC.shape[2]))
-        rows_by_rank = dict(zip(self.ranks, all_rows.split(lengths, dim=1), strict=True))
+        rows_by_rank = dict(zip(self.active_ranks, all_rows.split(lengths, dim=1), strict=True))
         local_rows = rows_by_rank.pop(self.rank)
         local_rows.copy_(x_FLC)
         self._exchange(dict.fromkeys(rows_by_rank, local_rows), rows_by_rank)
@@ -106,21 +108,23 @@ class ShardedRows(Rows):
         self.num_exchanges = 0
 
         def finish_exchanges() -> None:
-            history = {
+            cached_frames = {
                 conv: deque(map(_to_meta, frames), frames.maxlen)
                 for conv, frames in (() if is_first else state.cached_frames.items())
             }
             state.cached_frames.clear()
             weights = {name: _to_meta(x) for name, x in network.named_parameters()}
-            rows = _FailedRankRows(self)
-            frames = functional_call(network, weights, (_to_meta(x_BCFHW), VaeState(rows, history)))
-            rows.gather_on_main(frames)
+            failed_rank_rows = _FailedRankRows(self)
+            frames = functional_call(
+                network, weights, (_to_meta(x_BCFHW), VaeState(failed_rank_rows, cached_frames))
+            )
+            failed_rank_rows.gather_on_main(frames)
 
-        return self.run_together(
+        return self.run_with_memory_agreement(
             lambda: self.gather_on_main(network(x_BCFHW, state)), finish_exchanges
         )
 
-    def run_together(
+    def run_with_memory_agreement(
         self, make: Callable[[], T], finish_exchanges: Callable[[], None] = lambda: None
     ) -> T:
         """Calls `make` on this rank, and returns its result if no rank ran out of memory.
@@ -147,9 +151,9 @@ class ShardedRows(Rows):
         self._check_all_succeeded(bool(results))
         return results[0]
 
-    def wait_for_steps(self, num_steps: int) -> Tensor:
+    def join_memory_agreements(self, num_agreements: int) -> Tensor:
         """Takes part in the all-reduces of as many `run_with_memory_agreement` of other ranks."""
-        for _ in range(num_steps):
+        for _ in range(num_agreements):
             self._check_all_succeeded(True)
         return torch.empty(0)
 
@@ -158,21 +162,23 @@ class ShardedRows(Rows):
         if self.rank:
             self._exchange({0: x_BCFHW.contiguous()}, {})
             return x_BCFHW[..., :0, :]
-        b, c, frames, rows, columns = x_BCFHW.shape
-        scale = rows // self.heights[0]
+        b, c, frames, num_rows, columns = x_BCFHW.shape
+        scale = num_rows // self.heights[0]
         rows_by_rank = {
             rank: x_BCFHW.new_empty((b, c, frames, self.heights[rank] * scale, columns))
-            for rank in self.ranks[1:]
+            for rank in self.active_ranks[1:]
         }
         self._exchange({}, rows_by_rank)
         return torch.cat((x_BCFHW, *rows_by_rank.values()), dim=3) if rows_by_rank else x_BCFHW
 
-    def _exchange(self, to_send: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+    def _exchange(
+        self, to_send: Mapping[int, Tensor], receive_buffers: Mapping[int, Tensor]
+    ) -> None:
         """Sends a contiguous tensor to each peer and receives one from each; keys are ranks."""
         group = to_process_group(self.group)
         operations = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
-            for operation, tensors in ((dist.isend, to_send), (dist.irecv, received))
+            for operation, tensors in ((dist.isend, to_send), (dist.irecv, receive_buffers))
             for peer, tensor in tensors.items()
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -196,11 +202,13 @@ class _FailedRankRows(ShardedRows):
         super().__init__(rows.group, rows.heights, rows.device)
         self._num_to_skip = rows.num_exchanges
 
-    def _exchange(self, to_send: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+    def _exchange(
+        self, to_send: Mapping[int, Tensor], receive_buffers: Mapping[int, Tensor]
+    ) -> None:
         if self._num_to_skip:
             self._num_to_skip -= 1
             return
-        super()._exchange(self._zeros(to_send), self._zeros(received))
+        super()._exchange(self._zeros(to_send), self._zeros(receive_buffers))
 
     def _zeros(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         device = self.device
