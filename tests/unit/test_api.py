@@ -57,17 +57,17 @@ def test_configs() -> None:
     assert WAN_CONFIGS["ti2v-5B"].sample_guide_scale == 5.0
     assert SIZE_CONFIGS["832*480"] == (832, 480) and MAX_AREA_CONFIGS["832*480"] == 399360
     assert SUPPORTED_SIZES["ti2v-5B"] == ("704*1280", "1280*704")
-    t2v.sample_neg_prompt, before = "changed", t2v.sample_neg_prompt
+    t2v.sample_neg_prompt, original_prompt = "changed", t2v.sample_neg_prompt
     assert WAN_CONFIGS["t2v-A14B"].sample_neg_prompt == "changed"
-    t2v.sample_neg_prompt = before
+    t2v.sample_neg_prompt = original_prompt
 
 
 def test_text_to_video(t2v) -> None:
     video = t2v.generate("a cat", guide_scale=4, **SMALL)
     assert video.shape == (3, 5, 32, 64) and video.dtype == torch.float32
     assert video.min() >= -1 and video.max() <= 1
-    again = t2v.generate("a cat", guide_scale=(4.0, 4.0), offload_model=False, **SMALL)
-    assert torch.equal(video, again)
+    repeated = t2v.generate("a cat", guide_scale=(4.0, 4.0), offload_model=False, **SMALL)
+    assert torch.equal(video, repeated)
 
 
 def test_latents_decode_to_the_video(tiny) -> None:
@@ -81,9 +81,9 @@ def test_latents_decode_to_the_video(tiny) -> None:
 @pytest.mark.parametrize("grouped", [slow(False), True])
 def test_many_videos(grouped: bool, t2v) -> None:
     calls = ["a cat", {"input_prompt": "a dog", "seed": 8}, {"input_prompt": "a", "frame_num": 1}]
-    found = list(t2v.generate_many(calls, group_by_expert=grouped, **SMALL))
+    videos = list(t2v.generate_many(calls, group_by_expert=grouped, **SMALL))
     single = [{"input_prompt": "a cat"}, *calls[1:]]
-    for video, call in zip(found, single, strict=True):
+    for video, call in zip(videos, single, strict=True):
         assert torch.equal(video, t2v.generate(**{**SMALL, **call}))
 
 
@@ -99,14 +99,16 @@ def test_many_videos_are_checked_first(t2v, tiny) -> None:
         "a number": ([3], {}),
         "no prompt": ([{}], {}),
     }
-    found = {name: said(t2v.generate_many, calls, **more) for name, (calls, more) in table.items()}
+    messages = {
+        name: said(t2v.generate_many, calls, **options) for name, (calls, options) in table.items()
+    }
     i2v = wan.WanI2V("i2v-A14B", tiny("i2v-A14B"))
-    found["no image"] = said(i2v.generate_many, [{"input_prompt": "a", "img": None}])
-    check_refusals("python: many videos", found)
+    messages["no image"] = said(i2v.generate_many, [{"input_prompt": "a", "img": None}])
+    check_refusals("python: many videos", messages)
 
 
 @pytest.mark.parametrize("grouped", [False, slow(True)])
-def test_many_videos_may_be_left_and_others_made_between(grouped: bool, t2v) -> None:
+def test_many_videos_may_be_interrupted_and_interleaved(grouped: bool, t2v) -> None:
     """Other calls may change offload_model; closing the generator frees its network."""
     expected = [t2v.generate(text, **LATENT) for text in ("one", "two")]
     videos = t2v.generate_many(["one", "two", "three"], group_by_expert=grouped, **LATENT)
@@ -114,9 +116,9 @@ def test_many_videos_may_be_left_and_others_made_between(grouped: bool, t2v) -> 
     for offload in ("block", False):
         assert torch.equal(t2v.generate("two", offload_model=offload, **LATENT), expected[1])
     assert torch.equal(next(videos), expected[1])
-    made = weakref.ref(t2v._pipeline.experts.get("high_noise"))
+    network_ref = weakref.ref(t2v._pipeline.experts.get("high_noise"))
     videos.close()
-    assert made() is None and not t2v._pipeline.cached_prompt_embeds
+    assert network_ref() is None and not t2v._pipeline.cached_prompt_embeds
 
 
 def test_embeddings_replace_prompts(t2v) -> None:
@@ -144,12 +146,12 @@ def test_dense_folders_have_no_boundary(tiny) -> None:
 def test_networks_that_a_tool_changed_stay(t2v, tiny) -> None:
     """As quantisation tools do: low_noise_model and high_noise_model, or model of one network."""
     args = {**LATENT, "sampling_steps": 4}
-    before = t2v.generate("a", **args)
+    original = t2v.generate("a", **args)
     model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
     for network in (model.high_noise_model, model.low_noise_model):
         network.head.head.bias.data.add_(1)
-    after = [model.generate("a", **args) for _ in range(2)]
-    assert torch.equal(after[0], after[1]) and not torch.equal(before, after[0])
+    modified = [model.generate("a", **args) for _ in range(2)]
+    assert torch.equal(modified[0], modified[1]) and not torch.equal(original, modified[0])
     assert model.low_noise_model is model.low_noise_model
     assert wan.WanTI2V(WAN_CONFIGS["ti2v-5B"], tiny("ti2v-5B")).model.num_heads == 24
     with pytest.raises(AttributeError, match="no attribute 'model'"):
@@ -168,10 +170,10 @@ def test_an_edited_negative_prompt_counts(tiny) -> None:
     config = deepcopy(WAN_CONFIGS["ti2v-5B"])
     config.sample_neg_prompt = "grey"
     args = {"size": (32, 32), "output_type": "latent", **QUICK}
-    usual, edited = (wan.WanTI2V(one, tiny("ti2v-5B")) for one in ("ti2v-5B", config))
-    found = edited.generate("a", **args)
-    assert torch.equal(found, usual.generate("a", n_prompt="grey", **args))
-    assert not torch.equal(found, usual.generate("a", **args))
+    usual, edited = (wan.WanTI2V(variant, tiny("ti2v-5B")) for variant in ("ti2v-5B", config))
+    latents = edited.generate("a", **args)
+    assert torch.equal(latents, usual.generate("a", n_prompt="grey", **args))
+    assert not torch.equal(latents, usual.generate("a", **args))
 
 
 def sparse(tiny, **settings) -> wan.WanT2V:
@@ -203,16 +205,18 @@ def test_refusals(t2v, tiny) -> None:
         "no prompt": {"input_prompt": None},
     }
     usual = {"input_prompt": "a", **SMALL}
-    found = {name: said(t2v.generate, **{**usual, **more}) for name, more in calls.items()}
+    messages = {
+        name: said(t2v.generate, **{**usual, **overrides}) for name, overrides in calls.items()
+    }
     i2v = wan.WanI2V("i2v-A14B", tiny("i2v-A14B"))
-    found["no image"] = said(i2v.generate, "a cat", [], **QUICK)
+    messages["no image"] = said(i2v.generate, "a cat", [], **QUICK)
     for start, steps in ((10, 10), (45, 45)):
         model = sparse(tiny, sparse_start_step=start)
-        more = {"sampling_steps": steps}
-        found[f"sparse from step {start}"] = said(model.generate, **{**usual, **more})
+        overrides = {"sampling_steps": steps}
+        messages[f"sparse from step {start}"] = said(model.generate, **{**usual, **overrides})
     model = sparse(tiny, sparse_start_step=1, sparsity=0.0, mask_refresh_interval=2)
-    found["one sparse step"] = said(model.generate, **usual)
-    check_refusals("python: calls", found)
+    messages["one sparse step"] = said(model.generate, **usual)
+    check_refusals("python: calls", messages)
     assert model.generate("a", **{**LATENT, "sampling_steps": 3}).shape == (16, 2, 4, 8)
 
 
@@ -276,21 +280,23 @@ def test_refused_settings(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     config, folder = WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B")
     usual = {"config": config, "checkpoint_dir": folder, "device": "cpu"}
-    found = {name: said(wan.WanT2V, **{**usual, **more}) for name, more in table.items()}
+    messages = {
+        name: said(wan.WanT2V, **{**usual, **overrides}) for name, overrides in table.items()
+    }
     for name, value in (("MINDIE_SD_FA_TYPE", "x"), ("USE_SUB_HEAD", "2")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            found[name] = said(wan.WanT2V, **usual)
-    check_refusals("python: settings", found)
-    assert max(map(len, found.values())) < 300
+            messages[name] = said(wan.WanT2V, **usual)
+    check_refusals("python: settings", messages)
+    assert max(map(len, messages.values())) < 300
     wan.WanT2V(config, folder, device="cpu", attention_backend="sdpa")
 
 
-def test_false_is_not_given(tiny) -> None:
+def test_false_equals_the_default(tiny) -> None:
     settings = [name for name, flag in FLAGS.items() if flag.python == "load"]
     usual, off = (
-        wan.WanTI2V("ti2v-5B", tiny("ti2v-5B"), **given).generate("a", **LATENT)
-        for given in ({}, dict.fromkeys(settings, False) | {"text_kv_cache": None})
+        wan.WanTI2V("ti2v-5B", tiny("ti2v-5B"), **options).generate("a", **LATENT)
+        for options in ({}, dict.fromkeys(settings, False) | {"text_kv_cache": None})
     )
     assert torch.equal(usual, off)
 
@@ -298,19 +304,19 @@ def test_false_is_not_given(tiny) -> None:
 def test_folders_as_text_or_as_paths(tiny, tmp_path: Path) -> None:
     folder = quantize_checkpoint(tiny("ti2v-5B"), tmp_path / "q")
     args = {**LATENT, "size": (32, 32), "frame_num": 1, "sampling_steps": 1}
-    given: dict[str, Any] = {"device": "cpu"}
-    found = [
-        wan.WanTI2V("ti2v-5B", tiny("ti2v-5B"), quant_dit_path=path, **given).generate("a", **args)
+    common: dict[str, Any] = {"device": "cpu"}
+    latents = [
+        wan.WanTI2V("ti2v-5B", tiny("ti2v-5B"), quant_dit_path=path, **common).generate("a", **args)
         for path in (None, folder, str(folder))
     ]
-    assert torch.equal(found[1], found[2]) and not torch.equal(found[0], found[1])
+    assert torch.equal(latents[1], latents[2]) and not torch.equal(latents[0], latents[1])
 
 
 def test_timesteps_may_be_an_array(tiny) -> None:
     model, steps = wan.WanT2V("t2v-1.3B", tiny("t2v-1.3B")), [1000.0, 757.0]
     small = {"size": (32, 32), "frame_num": 1, "seed": 1, "sample_solver": "euler"}
-    found = [
+    latents = [
         model.generate("a", timesteps=kind(steps), output_type="latent", **small)
         for kind in (tuple, list, np.array, torch.tensor)
     ]
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(sample, latents[0]) for sample in latents)

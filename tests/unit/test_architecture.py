@@ -124,64 +124,66 @@ def for_each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[
 
 
 @cache
-def imports(path: Path, *, at_once: bool = False) -> set[str]:
+def imports(path: Path, *, import_time_only: bool = False) -> set[str]:
     """Modules that a file imports outside of type-checking blocks.
 
     import_time_only: Leave out the imports inside of functions.
     """
-    apart = (ast.FunctionDef,) if at_once else ()
+    skipped_types = (ast.FunctionDef,) if import_time_only else ()
     skipped = {
         id(child)
         for node in nodes_of(path)
-        if isinstance(node, apart)
+        if isinstance(node, skipped_types)
         or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
         for child in ast.walk(node)
     }
-    found = set()
+    modules = set()
     for node in nodes_of(path):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 inner = REPO / Path(*node.module.split(".")) / alias.name
                 is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
-                found.add(f"{node.module}.{alias.name}" if is_module else node.module)
-    return found
+                modules.add(f"{node.module}.{alias.name}" if is_module else node.module)
+    return modules
 
 
-def under(name: str, prefixes: str) -> bool:
+def is_under(name: str, prefixes: str) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes.split())
 
 
 @for_each(FILES)
 def test_imports(path: Path) -> None:
     name, imported = module(path), imports(path)
-    own = {other for other in imported if other.startswith("wan.")}
+    wan_imports = {other for other in imported if other.startswith("wan.")}
     if name not in ("generate", "wan"):
         part = name.split(".")[1]
-        others = {other for other in own if other.split(".")[1] != part}
-        assert not {other for other in others if ROW[other.split(".")[1]] >= ROW[part]}
+        other_parts = {other for other in wan_imports if other.split(".")[1] != part}
+        assert not {other for other in other_parts if ROW[other.split(".")[1]] >= ROW[part]}
     for inner, users in ONLY_FOR.items():
-        assert under(name, f"{inner} {users}") or not {i for i in own if under(i, inner)}
-    if under(name, METERS):
-        assert not {other for other in own if not under(other, f"wan.system {METERS}")}
+        assert is_under(name, f"{inner} {users}") or not {
+            i for i in wan_imports if is_under(i, inner)
+        }
+    if is_under(name, METERS):
+        assert not {other for other in wan_imports if not is_under(other, f"wan.system {METERS}")}
     assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
     for library, users in ONLY_IN.items():
-        assert under(name, users) or not {i for i in imported if under(i, library)}
-    if under(name, " ".join(WITHOUT_TORCH)):
-        assert not {i for i in imports(path, at_once=True) if under(i, "torch numpy")}
+        assert is_under(name, users) or not {i for i in imported if is_under(i, library)}
+    if is_under(name, " ".join(WITHOUT_TORCH)):
+        assert not {i for i in imports(path, import_time_only=True) if is_under(i, "torch numpy")}
 
 
 @for_each(FILES)
-def test_where_things_are_asked_for(path: Path) -> None:
+def test_restricted_interfaces_stay_in_their_modules(path: Path) -> None:
     """Few modules use the environment, the vendors' runtimes, or private names of PyTorch."""
     name, text = module(path), path.read_text()
-    if not under(name, "wan.env wan.system wan.distributed.rendezvous wan.cli.extend_prompt"):
+    if not is_under(name, "wan.env wan.system wan.distributed.rendezvous wan.cli.extend_prompt"):
         assert "os.environ" not in text and "getenv" not in text
     assert "MethodType" not in text
-    if not under(name, "wan.device wan.kernels"):
+    if not is_under(name, "wan.device wan.kernels"):
         assert "torch.cuda." not in text and "torch.npu." not in text
     if name != "wan.torch_private":
         assert not {i for i in imports(path) if i.startswith("torch") and "._" in i}
@@ -195,7 +197,7 @@ def test_one_module_starts_ffmpeg() -> None:
     users = {
         path.relative_to(REPO).as_posix()
         for path in [REPO / "generate.py", *files]
-        if {one for one in imports(path) if under(one, "imageio imageio_ffmpeg")}
+        if {imported for imported in imports(path) if is_under(imported, "imageio imageio_ffmpeg")}
     }
     assert users == {"wan/pipeline/ffmpeg.py"}
 
@@ -297,10 +299,10 @@ def test_names_say_what_they_name(path: Path) -> None:
 
 def test_import_wan_is_light() -> None:
     script = "import wan, sys; print('torch' in sys.modules); wan.WanT2V; import wan.configs"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
     )
-    assert done.stdout.strip() == "False" and done.returncode == 0, done.stderr
+    assert process.stdout.strip() == "False" and process.returncode == 0, process.stderr
 
 
 def test_nothing_is_left_without_a_use() -> None:
@@ -324,8 +326,8 @@ def test_nothing_is_left_without_a_use() -> None:
             elif isinstance(node, ast.ImportFrom):
                 used |= {alias.name for alias in node.names}
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                named = re.fullmatch(r"(wan[.\w]+)?:?(\w*)", node.value)
-                used |= {*named.groups()} if named is not None else set()
+                match = re.fullmatch(r"(wan[.\w]+)?:?(\w*)", node.value)
+                used |= {*match.groups()} if match is not None else set()
     unused = {name for name in defined if not {name, name.rpartition(".")[2]} & used}
     assert not unused, sorted(unused)
 
@@ -362,7 +364,7 @@ REMOVES = {
 
 def removals(path: Path) -> set[str]:
     """The calls of a module that remove or replace files, as source text."""
-    found = set()
+    calls = set()
     for node in nodes_of(path):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -370,8 +372,8 @@ def removals(path: Path) -> set[str]:
         of_os = owner == "os" and name in ("replace", "remove", "renames", "truncate")
         of_path = name == "replace" and len(node.args) == 1 and not node.keywords
         if name in REPLACES or of_os or of_path or (owner == "shutil" and name == "move"):
-            found.add(f"{owner}.{name}")
-    return found
+            calls.add(f"{owner}.{name}")
+    return calls
 
 
 @for_each(PROGRAMS)

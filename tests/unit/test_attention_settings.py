@@ -53,38 +53,40 @@ def sizes(ring: int, ulysses: int, **more: Any) -> Parallel:
     st.builds(sizes, st.integers(1, 3), st.integers(1, 3)),
     st.sampled_from((64, 96)),
 )
-def test_what_is_accepted_has_an_effect_and_no_contradiction(
-    found: Attention, execution: Execution, steps: int, parallel: Parallel, dim: int
+def test_accepted_settings_have_an_effect_and_no_contradiction(
+    attention: Attention, execution: Execution, steps: int, parallel: Parallel, dim: int
 ) -> None:
     try:
-        subject.check_attention(found, execution)
-        subject.check_attention_layout(found, parallel, dim)
-        subject.check_attention_request(found, parallel, steps, 9000)
+        subject.check_attention(attention, execution)
+        subject.check_attention_layout(attention, parallel, dim)
+        subject.check_attention_request(attention, parallel, steps, 9000)
     except InputError as error:
         text = str(error)
         assert text.endswith(".") and "\n" not in text
-        assert any(one.name in text for one in fields(found)), "it names a setting"
+        assert any(field.name in text for field in fields(attention)), "it names a setting"
         return
-    if found.use_rainfusion:
-        start = found.resolve_sparse_start_step(steps)
-        assert found.rainfusion_type in ("v2", "v3") and start < steps and not execution.compile
-        assert found.mask_refresh_interval == 1 or steps - start > 1, "no step uses a mask again"
-        assert found.attention_algo == "fused" or start > 0, "no step is dense"
-    if found.fp8:
-        assert dim == 64 and found.attention_algo == "fused" and not execution.compile
-        assert not found.use_rainfusion or found.rainfusion_type == "v3"
-    if found.attention_backend != "auto":
-        row = DENSE_KERNELS[found.attention_backend]
-        assert found.attention_algo == "fused" and not found.fp8
-        assert not found.use_rainfusion or found.resolve_sparse_start_step(steps) > 0, (
+    if attention.use_rainfusion:
+        start = attention.resolve_sparse_start_step(steps)
+        assert attention.rainfusion_type in ("v2", "v3") and start < steps and not execution.compile
+        assert attention.mask_refresh_interval == 1 or steps - start > 1, (
+            "no step uses a mask again"
+        )
+        assert attention.attention_algo == "fused" or start > 0, "no step is dense"
+    if attention.fp8:
+        assert dim == 64 and attention.attention_algo == "fused" and not execution.compile
+        assert not attention.use_rainfusion or attention.rainfusion_type == "v3"
+    if attention.attention_backend != "auto":
+        row = DENSE_KERNELS[attention.attention_backend]
+        assert attention.attention_algo == "fused" and not attention.fp8
+        assert not attention.use_rainfusion or attention.resolve_sparse_start_step(steps) > 0, (
             "no step is dense"
         )
         assert execution.precision in ("auto", *row.precisions)
         assert not execution.compile or row.xfuser_member is None
-    if found.quant_alltoall:
-        assert found.fp8 and not found.use_rainfusion and parallel.ulysses_size > 1
-    if found.fa_freq_cap is not None:
-        assert found.fa_freq_cap <= found.fa_freq_restore and not execution.compile
+    if attention.quant_alltoall:
+        assert attention.fp8 and not attention.use_rainfusion and parallel.ulysses_size > 1
+    if attention.fa_freq_cap is not None:
+        assert attention.fa_freq_cap <= attention.fa_freq_restore and not execution.compile
 
 
 @given(
@@ -102,11 +104,13 @@ def test_laser_is_refused_where_any_call_would_be_too_short(
     parallel = sizes(ring, ulysses, **modes)
     attention = Attention(attention_algo="laser", use_rainfusion=sparse)
     plan = TokenPlan(tokens, ring * ulysses, attention.row_multiple(ring))
-    held = [
+    rows_by_ring = [
         sum(plan.count_valid_tokens(r * ulysses + u) for u in range(ulysses)) for r in range(ring)
     ]
     blocks = parallel.mode.blocks
-    calls = [b - a for rows in held for a, b in attention_modes.q_ranges(rows, blocks) if a < b]
+    calls = [
+        b - a for rows in rows_by_ring for a, b in attention_modes.q_ranges(rows, blocks) if a < b
+    ]
     if min(calls) >= LASER_ROWS:
         subject.check_attention_request(attention, parallel, 8, tokens)
         return
@@ -114,28 +118,28 @@ def test_laser_is_refused_where_any_call_would_be_too_short(
         subject.check_attention_request(attention, parallel, 8, tokens)
 
 
-def test_what_is_refused() -> None:
+def test_layouts_and_requests_that_are_refused() -> None:
     """The values next to the refused ones are accepted."""
     exchanged = Attention(fa_quant="fp8", quant_alltoall=True)
     rain = Attention(use_rainfusion=True, sparse_start_step=40, mask_refresh_interval=2)
     compiled = Execution(compile=True)
-    one, two = Parallel(), sizes(1, 2)
-    found = {
-        "an exchange of one rank": said(subject.check_attention_layout, exchanged, one, 128),
-        "an exchange of heads of 6": said(subject.check_attention_layout, exchanged, two, 6),
-        "LASER's heads": said(subject.check_attention_layout, LASER, one, 256),
-        "one sparse step": said(subject.check_attention_request, rain, one, 41, 9000),
-        "no sparse step": said(subject.check_attention_request, rain, one, 40, 9000),
-        "LASER's rows": said(subject.check_attention_request, LASER, one, 40, LASER_ROWS - 1),
+    one_rank, two_ranks = Parallel(), sizes(1, 2)
+    messages = {
+        "an exchange of one rank": said(subject.check_attention_layout, exchanged, one_rank, 128),
+        "an exchange of heads of 6": said(subject.check_attention_layout, exchanged, two_ranks, 6),
+        "LASER's heads": said(subject.check_attention_layout, LASER, one_rank, 256),
+        "one sparse step": said(subject.check_attention_request, rain, one_rank, 41, 9000),
+        "no sparse step": said(subject.check_attention_request, rain, one_rank, 40, 9000),
+        "LASER's rows": said(subject.check_attention_request, LASER, one_rank, 40, LASER_ROWS - 1),
         "LASER in fp32": said(subject.check_attention, LASER, Execution(precision="fp32")),
         "a clock above": said(subject.check_attention, Attention(fa_freq_cap=1651), Execution()),
         "a clock, compiled": said(subject.check_attention, Attention(fa_freq_cap=1650), compiled),
     }
-    check_refusals("attention: settings", found)
-    subject.check_attention_layout(exchanged, two, 128)
-    subject.check_attention_layout(LASER, one, 128)
-    subject.check_attention_request(rain, one, 42, 9000)
-    subject.check_attention_request(LASER, one, 40, LASER_ROWS)
+    check_refusals("attention: settings", messages)
+    subject.check_attention_layout(exchanged, two_ranks, 128)
+    subject.check_attention_layout(LASER, one_rank, 128)
+    subject.check_attention_request(rain, one_rank, 42, 9000)
+    subject.check_attention_request(LASER, one_rank, 40, LASER_ROWS)
     subject.check_attention(LASER, Execution(precision="auto"))
     subject.check_attention(Attention(fa_freq_cap=1650), Execution())
 
@@ -160,19 +164,26 @@ def test_shards_are_padded_for_blocks_only_where_one_can_be_split() -> None:
 
 
 def test_a_choice_of_several_words() -> None:
-    read = values.subset_of("a", "b", "c")
-    assert read("--x", "c, a,a") == read("--x", ["a", "c"]) == ("a", "c")
-    assert read("--x", "none") == read("--x", ["none"]) == read("--x", []) == ()
-    assert read("--x", "auto") == read("--x", ["auto"]) == ("auto",)
+    parse_subset = values.subset_of("a", "b", "c")
+    assert parse_subset("--x", "c, a,a") == parse_subset("--x", ["a", "c"]) == ("a", "c")
+    assert (
+        parse_subset("--x", "none")
+        == parse_subset("--x", ["none"])
+        == parse_subset("--x", [])
+        == ()
+    )
+    assert parse_subset("--x", "auto") == parse_subset("--x", ["auto"]) == ("auto",)
     wrong = {repr(x): x for x in ("d", "a,none", "a,auto", "", None, 3, [1], {"a": 1})}
-    check_refusals("values: some words", {name: said(read, "--x", x) for name, x in wrong.items()})
+    check_refusals(
+        "values: some words", {name: said(parse_subset, "--x", x) for name, x in wrong.items()}
+    )
 
 
 def test_real_numbers_within_bounds() -> None:
-    share = values.real(0, 1, exclude_max=True)
-    assert share("--x", "0") == 0.0 and share("--x", 0.999) == 0.999
+    parse_share = values.real(0, 1, exclude_max=True)
+    assert parse_share("--x", "0") == 0.0 and parse_share("--x", 0.999) == 0.999
     wrong = (1, "1e9", None, "inf", True, "-1e-9", "nan")
-    found = {f"share {x!r}": said(share, "--x", x) for x in wrong}
-    above = values.real(0, 5, exclude_min=True)
-    assert above("--x", 5) == 5.0
-    check_refusals("values: numbers", found | {"above 0": said(above, "--x", 0)})
+    messages = {f"share {x!r}": said(parse_share, "--x", x) for x in wrong}
+    parse_positive = values.real(0, 5, exclude_min=True)
+    assert parse_positive("--x", 5) == 5.0
+    check_refusals("values: numbers", messages | {"above 0": said(parse_positive, "--x", 0)})

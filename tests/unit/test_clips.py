@@ -27,14 +27,14 @@ TEXTS = torch.full((2, 4), 1.0), torch.full((3, 4), -1.0)
 SAMPLING = {"prompt": "", "base_seed": 7, "sample_steps": 2, "sample_guide_scale": (2.0, 2.0)}
 
 
-def encoded(video_3FHW: Tensor) -> Tensor:
+def encode_by_averages(video_3FHW: Tensor) -> Tensor:
     """A fake VAE: average over 4 frames (the first frame alone) and over cells of 8 x 8 pixels."""
     ends = range(1, video_3FHW.shape[1] + 1, 4)
     means = torch.stack([video_3FHW[:, max(0, i - 4) : i].mean(dim=1) for i in ends], dim=1)
     return F.pad(F.avg_pool2d(means, 8), (0, 0) * 3 + (0, 13))
 
 
-class Loop:
+class FakePipeline:
     """A fake pipeline whose network predicts zeros and records its inputs.
 
     Attributes:
@@ -46,10 +46,10 @@ class Loop:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.decoded: list[tuple[Tensor, Tensor]] = []
-        self.looked: list[Tensor] = []
+        self.clip_images: list[Tensor] = []
         self.stages, self.work_sharing, self.vae = StageTimer(lambda: None), WorkSharing(), object()
         self.device, self.experts = SimpleNamespace(torch_device=torch.device("cpu")), self
-        self.encode = encoded
+        self.encode = encode_by_averages
 
     def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:
         return TEXTS
@@ -58,7 +58,7 @@ class Loop:
         return sound[..., :count]
 
     def encode_image(self, images: list[Tensor]) -> Tensor:
-        self.looked += images
+        self.clip_images += images
         return torch.ones(1, 5, 6)
 
     def denoise(self, video: Any) -> Tensor:
@@ -67,8 +67,8 @@ class Loop:
     def get(self, _: str) -> Any:
         return self._forward
 
-    def _forward(self, x: list[Tensor], t: Tensor, *, step: Any, **more: Any) -> list[Tensor]:
-        self.calls.append((step.branch, {**more, "x": x[0].clone()}))
+    def _forward(self, x: list[Tensor], t: Tensor, *, step: Any, **kwargs: Any) -> list[Tensor]:
+        self.calls.append((step.branch, {**kwargs, "x": x[0].clone()}))
         return [torch.zeros_like(x[0])]
 
     def prefetch(self, _: str) -> None: ...
@@ -84,13 +84,13 @@ class Loop:
 
     def of_clip(self, index: int, branch: str) -> list[dict[str, Any]]:
         """Keyword arguments of the network in both steps of a clip."""
-        own = self.calls[4 * index : 4 * index + 4]
-        return [given for name, given in own if name == branch]
+        clip_calls = self.calls[4 * index : 4 * index + 4]
+        return [kwargs for name, kwargs in clip_calls if name == branch]
 
 
-def same(found: Tensor, expected: Tensor, what: str = "") -> None:
-    assert found.shape == expected.shape, what
-    assert (found - expected).abs().max() <= 1e-5, what
+def assert_same(actual: Tensor, expected: Tensor, message: str = "") -> None:
+    assert actual.shape == expected.shape, message
+    assert (actual - expected).abs().max() <= 1e-5, message
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -103,11 +103,11 @@ def levels(pixels: Any) -> Tensor:
     return torch.from_numpy(np.array(pixels)).movedim(-1, 0).float().div(127.5).sub(1)
 
 
-def antialiased(frame: np.ndarray, side: int) -> Tensor:
+def resize_antialiased(frame: np.ndarray, side: int) -> Tensor:
     """A square frame scaled by Pillow in floats, [3,side,side] in [-1, 1]."""
     planes = [Image.fromarray(plane.astype(np.float32)) for plane in np.moveaxis(frame, -1, 0)]
-    made = [plane.resize((side, side), Image.Resampling.BILINEAR) for plane in planes]
-    return torch.from_numpy(np.stack([np.asarray(plane) for plane in made])) / 127.5 - 1
+    scaled_planes = [plane.resize((side, side), Image.Resampling.BILINEAR) for plane in planes]
+    return torch.from_numpy(np.stack([np.asarray(plane) for plane in scaled_planes])) / 127.5 - 1
 
 
 @pytest.mark.parametrize("from_picture", [False, True])
@@ -120,117 +120,123 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
     request = make_video_params(PRESETS["s2v-14B"], {**values, "max_area": 128 * 64}, (128, 64))
     rows = torch.randn(1, 25, 6, 24)
     pose = SimpleNamespace(iter_poses=lambda: iter(poses)) if posed else None
-    loop: Any = Loop()
-    done = list(clips.generate_s2v_clips(loop, request, Inputs(image, audio=rows, pose=pose)))  # type: ignore[arg-type]
-    assert len(done) == 3 and len(loop.calls) == 3 * 2 * 2
-    reference, history = encoded(levels(image)[:, None]), torch.zeros(3, 73, 64, 128)
+    pipeline: Any = FakePipeline()
+    all_clips = list(
+        clips.generate_s2v_clips(pipeline, request, Inputs(image, audio=rows, pose=pose))
+    )  # type: ignore[arg-type]
+    assert len(all_clips) == 3 and len(pipeline.calls) == 3 * 2 * 2
+    reference, history = encode_by_averages(levels(image)[:, None]), torch.zeros(3, 73, 64, 128)
     if from_picture:
         history[:, -6:] = levels(image)[:, None]
-    scaled = torch.stack([antialiased(frame, 64) for frame in poses], dim=1)
-    shown = torch.cat((F.pad(scaled, (32, 32)), torch.full((3, 13, 64, 128), -1.0)), dim=1)
-    for index, clip in enumerate(done):
+    scaled = torch.stack([resize_antialiased(frame, 64) for frame in poses], dim=1)
+    pose_frames = torch.cat((F.pad(scaled, (32, 32)), torch.full((3, 13, 64, 128), -1.0)), dim=1)
+    for index, clip in enumerate(all_clips):
         alone = index == 0 and not from_picture
         noise = torch.randn(16, 2, 8, 16, generator=torch.Generator().manual_seed(7 + index))
-        same(loop.of_clip(index, "cond")[0]["x"], noise, "noise")
-        motion, own = encoded(history), slice(8 * index, 8 * index + 8)
-        for branch, text, heard in (
-            ("cond", TEXTS[0], rows[..., own]),
+        assert_same(pipeline.of_clip(index, "cond")[0]["x"], noise, "noise")
+        motion, clip_range = encode_by_averages(history), slice(8 * index, 8 * index + 8)
+        for branch, text, audio_rows in (
+            ("cond", TEXTS[0], rows[..., clip_range]),
             ("uncond", TEXTS[1], torch.zeros(1, 25, 6, 8)),
         ):
-            for given in loop.of_clip(index, branch):
-                assert given["context"][0] is text and given["drop_motion_frames"] == alone
-                same(given["audio_input"], heard, branch)
-                same(given["ref_latents"][0], reference)
+            for kwargs in pipeline.of_clip(index, branch):
+                assert kwargs["context"][0] is text and kwargs["drop_motion_frames"] == alone
+                assert_same(kwargs["audio_input"], audio_rows, branch)
+                assert_same(kwargs["ref_latents"][0], reference)
                 if not alone:
-                    same(given["motion_latents"][0], motion, "end of the clip before")
+                    assert_same(kwargs["motion_latents"][0], motion, "end of the clip before")
                 if not posed:
-                    assert given["cond_states"] is None
+                    assert kwargs["cond_states"] is None
                     continue
-                frames = shown[:, own]
+                frames = pose_frames[:, clip_range]
                 repeated = torch.cat((frames[:, :1], frames), dim=1)
-                same(given["cond_states"][0], encoded(repeated)[:, 1:], "poses")
-        latents, frames = loop.decoded[index]
-        same(latents, torch.cat((reference if alone else motion, clip.latents), dim=1))
+                assert_same(kwargs["cond_states"][0], encode_by_averages(repeated)[:, 1:], "poses")
+        latents, frames = pipeline.decoded[index]
+        assert_same(latents, torch.cat((reference if alone else motion, clip.latents), dim=1))
         new = frames[:, -5 if alone else -8 :]
         assert clip.frames is not None and torch.equal(clip.frames, new)
         history = torch.cat((history, new), dim=1)[:, -73:]
 
 
-@pytest.mark.parametrize(("replaces", "again"), [(False, 1), (True, 1), (False, 5), (True, 5)])
-def test_clips_of_a_character(replaces: bool, again: int) -> None:
+@pytest.mark.parametrize(("replaces", "overlap"), [(False, 1), (True, 1), (False, 5), (True, 5)])
+def test_clips_of_a_character(replaces: bool, overlap: int) -> None:
     """Poses of 23 frames, in clips of 13; after the last frame, the poses run backwards."""
     random, size = np.random.default_rng(3), (64, 48)
     sides = {"pose": (48, 64), "face": (32, 32), "background": (48, 64), "mask": (48, 64)}
     videos = {n: random.integers(0, 256, (23, *s, 3), dtype=np.uint8) for n, s in sides.items()}
     takes: Any = {name: lambda at, x=x: x[list(at)] for name, x in videos.items()}
-    driving = AnimateInputs(picture(31, 48), size, 23, 30.0, takes)
-    count = count_clips(23, 13, again)
-    values = {**SAMPLING, "frame_num": 13, "refert_num": again, "replace_flag": replaces}
+    animate_inputs = AnimateInputs(picture(31, 48), size, 23, 30.0, takes)
+    count = count_clips(23, 13, overlap)
+    values = {**SAMPLING, "frame_num": 13, "refert_num": overlap, "replace_flag": replaces}
     values |= {"size": size, "num_source_frames": 23, "num_clip": count}
-    request, loop = make_video_params(PRESETS["animate-14B"], values), Loop()
-    assert count == {1: 2, 5: 3}[again]
-    made: Any = characters.generate_animate_clips(loop, request, Inputs(animate=driving))  # type: ignore[arg-type]
-    done, draw = list(made), torch.Generator().manual_seed(7)
+    request, pipeline = make_video_params(PRESETS["animate-14B"], values), FakePipeline()
+    assert count == {1: 2, 5: 3}[overlap]
+    clip_iterator: Any = characters.generate_animate_clips(
+        pipeline, request, Inputs(animate=animate_inputs)
+    )  # type: ignore[arg-type]
+    all_clips, draw = list(clip_iterator), torch.Generator().manual_seed(7)
     order = [*range(23), *range(21, 0, -1)]
-    shown = F.pad(levels(driving.reference_image), (16, 17), value=-1)
-    same(loop.looked[0], shown)
-    before: Tensor | None = None
-    for index, clip in enumerate(done):
-        start = index * (13 - again)
-        taken = order[start : start + 13]
-        own = {name: levels(x[taken]) for name, x in videos.items()}
+    padded_reference = F.pad(levels(animate_inputs.reference_image), (16, 17), value=-1)
+    assert_same(pipeline.clip_images[0], padded_reference)
+    previous_frames: Tensor | None = None
+    for index, clip in enumerate(all_clips):
+        start = index * (13 - overlap)
+        frame_indices = order[start : start + 13]
+        clip_inputs = {name: levels(x[frame_indices]) for name, x in videos.items()}
         noise = torch.randn(16, 5, 6, 8, generator=draw)
-        same(loop.of_clip(index, "cond")[0]["x"], noise, "noise")
-        known, keep = torch.zeros(3, 13, 48, 64), torch.zeros(13, 6, 8)
+        assert_same(pipeline.of_clip(index, "cond")[0]["x"], noise, "noise")
+        known_frames, keep = torch.zeros(3, 13, 48, 64), torch.zeros(13, 6, 8)
         if replaces:
-            known = own["background"].clone()
-            keep = 1 - torch.from_numpy(videos["mask"][taken, ::8, ::8, 0] / 255).float()
-        if before is not None:
-            known[:, :again], keep[:again] = before, 1
+            known_frames = clip_inputs["background"].clone()
+            keep = 1 - torch.from_numpy(videos["mask"][frame_indices, ::8, ::8, 0] / 255).float()
+        if previous_frames is not None:
+            known_frames[:, :overlap], keep[:overlap] = previous_frames, 1
         folded = torch.empty(4, 4, 6, 8)
         for channel in range(4):
             folded[channel, 0] = keep[0]
             for frame in (1, 2, 3):
                 folded[channel, frame] = keep[4 * frame - 3 + channel]
-        reference = torch.cat((torch.ones(4, 1, 6, 8), encoded(shown[:, None])))
-        y = torch.cat((reference, torch.cat((folded, encoded(known)))), dim=1)
-        faces = {"cond": own["face"], "uncond": torch.tensor(-1.0).expand(3, 13, 512, 512)}
+        reference = torch.cat(
+            (torch.ones(4, 1, 6, 8), encode_by_averages(padded_reference[:, None]))
+        )
+        y = torch.cat((reference, torch.cat((folded, encode_by_averages(known_frames)))), dim=1)
+        faces = {"cond": clip_inputs["face"], "uncond": torch.tensor(-1.0).expand(3, 13, 512, 512)}
         for (branch, face), text in zip(faces.items(), TEXTS, strict=True):
-            for given in loop.of_clip(index, branch):
-                assert given["context"][0] is text
-                same(given["face_pixel_values"][0], face, branch)
-                same(given["pose_latents"][0], encoded(own["pose"]))
-                same(given["y"][0], y, "what is known")
-                same(given["clip_fea"], torch.ones(1, 5, 6))
-        latents, frames = loop.decoded[index]
-        same(latents, clip.latents[:, 1:])
-        frames = frames[:, again if index else 0 :]
-        before = frames[:, -again:]
-        last = 23 - start - again if index + 1 == count else 13
+            for kwargs in pipeline.of_clip(index, branch):
+                assert kwargs["context"][0] is text
+                assert_same(kwargs["face_pixel_values"][0], face, branch)
+                assert_same(kwargs["pose_latents"][0], encode_by_averages(clip_inputs["pose"]))
+                assert_same(kwargs["y"][0], y, "what is known")
+                assert_same(kwargs["clip_fea"], torch.ones(1, 5, 6))
+        latents, frames = pipeline.decoded[index]
+        assert_same(latents, clip.latents[:, 1:])
+        frames = frames[:, overlap if index else 0 :]
+        previous_frames = frames[:, -overlap:]
+        last = 23 - start - overlap if index + 1 == count else 13
         assert clip.frames is not None and torch.equal(clip.frames, frames[:, :last])
-    assert sum(clip.frames.shape[1] for clip in done) == 23
+    assert sum(clip.frames.shape[1] for clip in all_clips) == 23
 
 
-def test_frames_behind_the_end_of_a_video() -> None:
+def test_frames_past_the_end_of_a_video() -> None:
     """The frames run back and forth; neither the last nor the first frame comes twice in a row."""
     assert make_ping_pong_indices(0, 4, 4) == [0, 1, 2, 3]
     assert make_ping_pong_indices(2, 11, 4) == [2, 3, 2, 1, 0, 1, 2, 3, 2, 1, 0]
     assert make_ping_pong_indices(5, 4, 2) == [1, 0, 1, 0]
     assert make_ping_pong_indices(2, 3, 1) == [0, 0, 0]
     table = {(9, 9, 1): 1, (10, 9, 1): 2, (17, 9, 1): 2, (18, 9, 1): 3, (13, 9, 5): 2, (3, 9, 1): 1}
-    assert {given: count_clips(*given) for given in table} == table
+    assert {arguments: count_clips(*arguments) for arguments in table} == table
 
 
-def between_bars(source: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def letterbox_by_pixel(source: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """OpenCV's bilinear interpolation pixel by pixel, in whole numbers, between black bars."""
     (columns, rows), (height, width, _) = size, source.shape
     scale = rows / height if height / width > rows / columns else columns / width
     inner = int(width * scale), int(height * scale)
     expected = np.zeros((rows, columns, 3), int)
-    left, top = (columns - inner[0]) // 2, (rows - inner[1]) // 2
+    left_margin, top_margin = (columns - inner[0]) // 2, (rows - inner[1]) // 2
 
-    def weights(place: int, own: int, side: int) -> tuple[int, int, int]:
-        centre = np.float32((place + 0.5) * own / side - 0.5)
+    def weights(index: int, source_size: int, target_size: int) -> tuple[int, int, int]:
+        centre = np.float32((index + 0.5) * source_size / target_size - 0.5)
         first = int(np.floor(centre))
         return first, round(2048 * (1 - (centre - first))), round(2048 * (centre - first))
 
@@ -241,19 +247,19 @@ def between_bars(source: np.ndarray, size: tuple[int, int]) -> np.ndarray:
             x, a0, a1 = weights(column, width, inner[0])
             if x < 0 or x >= width - 1:
                 x, a0, a1 = min(max(x, 0), width - 1), 2048, 0
-            after = min(x + 1, width - 1)
-            above, below = (a0 * line[x] + a1 * line[after] for line in (upper, lower))
-            value = ((b0 * (above >> 4)) >> 16) + ((b1 * (below >> 4)) >> 16) + 2 >> 2
-            expected[top + row, left + column] = value
+            next_x = min(x + 1, width - 1)
+            upper_value, lower_value = (a0 * line[x] + a1 * line[next_x] for line in (upper, lower))
+            value = ((b0 * (upper_value >> 4)) >> 16) + ((b1 * (lower_value >> 4)) >> 16) + 2 >> 2
+            expected[top_margin + row, left_margin + column] = value
     if inner == (width, height):
-        expected[top : top + height, left : left + width] = source
+        expected[top_margin : top_margin + height, left_margin : left_margin + width] = source
     return expected
 
 
 def test_a_character_between_bars() -> None:
     source = np.asarray(picture(12, 6))
     for size in ((24, 10), (7, 30), (9, 5), (20, 10)):
-        expected = between_bars(source.astype(int), size)
+        expected = letterbox_by_pixel(source.astype(int), size)
         assert (letterbox_image(source, size) == expected).all(), size
 
 
@@ -263,30 +269,30 @@ def test_the_picture_of_a_speaker() -> None:
     lit = np.asarray(wide)[..., 0] > 0
     assert lit.shape == (448, 832) and lit[:, 28:-28].all()
     assert not lit[:, :28].any() and not lit[:, -28:].any()
-    shown = picture(100, 64)
+    image = picture(100, 64)
     assert (
-        np.asarray(clips.fit_image_to_size(shown, (64, 64))) == np.asarray(shown)[:, 18:82]
+        np.asarray(clips.fit_image_to_size(image, (64, 64))) == np.asarray(image)[:, 18:82]
     ).all()
-    high = clips.fit_image_to_size(shown.transpose(Image.Transpose.ROTATE_90), (128, 64)).convert(
+    high = clips.fit_image_to_size(image.transpose(Image.Transpose.ROTATE_90), (128, 64)).convert(
         "L"
     )
     assert (np.asarray(high)[:, 31:97] > 0).mean() > 0.95 and not np.asarray(high)[:, :30].any()
 
 
-def test_every_how_many_frames_a_pose_is_taken() -> None:
+def test_pose_frame_steps() -> None:
     """Halves are rounded to even numbers, as in the official code."""
     table = {8: 1, 16: 1, 24: 2, 25: 2, 30: 2, 40: 2, 56: 4, 60: 4}
-    found = {fps: PoseVideo(Path("x"), (8, 8), fps, [], []).step for fps in table}
-    assert found == table
+    steps = {fps: PoseVideo(Path("x"), (8, 8), fps, [], []).step for fps in table}
+    assert steps == table
 
 
 def test_the_sound_of_each_frame() -> None:
     """Each of 16 frames takes the nearest of 30 features a second (halves to even), then zeros."""
-    heard = torch.arange(1.0, 25).expand(2, 3, 24)
-    found = sound.sample_features_per_frame(heard, 16)
-    assert found.shape == (1, 2, 3, 16)
+    features = torch.arange(1.0, 25).expand(2, 3, 24)
+    frame_features = sound.sample_features_per_frame(features, 16)
+    assert frame_features.shape == (1, 2, 3, 16)
     expected = [0, 2, 4, 6, 8, 9, 11, 13, 15, 17, 19, 21, 22]
-    assert found[0, 1, 2].tolist() == [place + 1.0 for place in expected] + [0.0] * 3
+    assert frame_features[0, 1, 2].tolist() == [index + 1.0 for index in expected] + [0.0] * 3
 
 
 @torch.no_grad()
@@ -294,7 +300,7 @@ def test_the_features_of_a_sound(tiny) -> None:
     """Hidden states of transformers' network, normed, interpolated from 50 to 30 a second."""
     folder = tiny("s2v-14B") / "wav2vec2-large-xlsr-53-english"
     samples = np.random.default_rng(4).standard_normal(9000).astype(np.float32) * 0.02 + 0.1
-    heard = Audio(Path("x"), samples)
+    audio = Audio(Path("x"), samples)
     network: Any = Wav2Vec2Model.from_pretrained(folder, attn_implementation="eager").eval()
     raw: list[Tensor] = []
     network.encoder.layers[-1].register_forward_hook(
@@ -305,9 +311,9 @@ def test_the_features_of_a_sound(tiny) -> None:
     states = network(values, output_hidden_states=True).hidden_states[:-1]
     states = torch.cat((*states, network.encoder.layer_norm(raw[0])))
     count = int(states.shape[1] / 50 * 30)
-    at = np.linspace(0, states.shape[1] - 1, count)
-    found = sound.extract_audio_features(folder, heard)
-    assert found.shape == (25, states.shape[2], count) and heard.num_features == count
+    positions = np.linspace(0, states.shape[1] - 1, count)
+    features = sound.extract_audio_features(folder, audio)
+    assert features.shape == (25, states.shape[2], count) and audio.num_features == count
     for layer, channel in ((0, 0), (12, 3), (24, 1), (24, 7)):
-        line = np.interp(at, np.arange(states.shape[1]), states[layer, :, channel].numpy())
-        assert np.abs(found[layer, channel].numpy() - line).max() <= 1e-4
+        line = np.interp(positions, np.arange(states.shape[1]), states[layer, :, channel].numpy())
+        assert np.abs(features[layer, channel].numpy() - line).max() <= 1e-4

@@ -42,36 +42,36 @@ def test_arguments_are_accepted() -> None:
 
 def test_differences(tmp_path: Path) -> None:
     """Folders below the results, as of runs of many videos, are compared, too."""
-    of, zeros = "latents of out/1.latents.safetensors", torch.zeros(2, 3)
-    were = f"{of} were torch.float32 [2, 3], are torch."
+    label, zeros = "latents of out/1.latents.safetensors", torch.zeros(2, 3)
+    changed_type = f"{label} were torch.float32 [2, 3], are torch."
     table: dict[str, tuple[Tensor | None, list[str]]] = {
         "equal": (zeros, []),
-        "a bit": (torch.tensor([[0, 0, 0], [0, 0, 2**-140]]), [f"{of} differ by up to 7.2e-43"]),
-        "NaN": (torch.full((2, 3), torch.nan), [f"{of} differ by up to nan"]),
-        "dtype": (zeros.double(), [f"{were}float64 [2, 3]"]),
-        "shape": (zeros.T.contiguous(), [f"{were}float32 [3, 2]"]),
-        "missing": (None, [f"{of} only in base"]),
+        "a bit": (torch.tensor([[0, 0, 0], [0, 0, 2**-140]]), [f"{label} differ by up to 7.2e-43"]),
+        "NaN": (torch.full((2, 3), torch.nan), [f"{label} differ by up to nan"]),
+        "dtype": (zeros.double(), [f"{changed_type}float64 [2, 3]"]),
+        "shape": (zeros.T.contiguous(), [f"{changed_type}float32 [3, 2]"]),
+        "missing": (None, [f"{label} only in base"]),
     }
-    for name, (other, says) in table.items():
+    for name, (other, differences) in table.items():
         base, present = tmp_path / name / "base", tmp_path / name / "present"
         for folder, tensor in ((base, zeros), (present, other)):
             (folder / "out").mkdir(parents=True)
             if tensor is not None:
                 save_file({"latents": tensor}, folder / "out/1.latents.safetensors")
-        assert list(find_differences(base, present)) == says, name
+        assert list(find_differences(base, present)) == differences, name
 
 
 def test_nothing_is_not_equal(tmp_path: Path) -> None:
     assert list(find_differences(tmp_path / "base", tmp_path / "present"))
 
 
-def test_what_the_base_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_results_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command runs once on the base, also after an interrupted comparison."""
-    ran: list[str] = []
+    commands: list[str] = []
     codes = iter(["it failed", "", ""])
 
     def play(case: Case, *_: object) -> str:
-        ran.append(case.command)
+        commands.append(case.command)
         return next(codes)
 
     monkeypatch.setattr("tools.compare_versions.run_on_ranks", play)
@@ -79,7 +79,7 @@ def test_what_the_base_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folders = Folders(tmp_path, tmp_path)
     for command in ("a", "a", "a", "b", "b"):
         run_base_case(Case("name", command), folders, "base")
-    assert ran == ["a", "a", "b"]
+    assert commands == ["a", "a", "b"]
 
 
 def test_a_folder_keeps_one_commit(tmp_path: Path) -> None:

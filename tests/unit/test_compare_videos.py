@@ -18,7 +18,7 @@ from tests.refusals import check_refusals, said
 from tools.compare_videos import main
 
 SIDE, FRAMES = 96, 9
-OTHERS = ("same", "shifted", "other_seed", "noise", "black", "frozen", "lost_part", "lossy")
+VARIANTS = ("same", "shifted", "other_seed", "noise", "black", "frozen", "lost_part", "lossy")
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +32,31 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for frame in frames:
                 writer.append_data(frame.clip(0, 255).astype(np.uint8))
 
-    def drawn(seed: int = 0, shift: int = 0, noise: float = 0) -> list[np.ndarray]:
+    def draw_frames(seed: int = 0, shift: int = 0, noise: float = 0) -> list[np.ndarray]:
         random, added = np.random.default_rng(seed), np.random.default_rng(9)
         ground = random.integers(60, 200, 3) + random.normal(0, 18, (SIDE, SIDE, 1))
         frames = [ground.copy() for _ in range(FRAMES)]
         for time, frame in enumerate(frames):
-            left = 8 + 4 * (time + shift)
-            frame[30:60, left : left + 24] = (220, 40, 30)
+            left_edge = 8 + 4 * (time + shift)
+            frame[30:60, left_edge : left_edge + 24] = (220, 40, 30)
             frame += added.normal(0, noise, frame.shape) if noise else 0
         return frames
 
-    black, frozen, part = drawn(), drawn(), drawn()
+    black, frozen, part = draw_frames(), draw_frames(), draw_frames()
     black[6][:] = 0
     frozen[4:] = [frozen[4]] * (FRAMES - 4)
     for frame in part:
         frame[48:] = 128
-    write("same", drawn())
-    write("shifted", drawn(shift=1))
-    write("other_seed", drawn(seed=3))
-    write("noise", drawn(noise=8))
+    write("same", draw_frames())
+    write("shifted", draw_frames(shift=1))
+    write("other_seed", draw_frames(seed=3))
+    write("noise", draw_frames(noise=8))
     write("black", black)
     write("frozen", frozen)
     write("lost_part", part)
-    write("lossy", drawn(), 40)
-    write("short", drawn()[:-1])
-    write("join", drawn()[:6] + drawn(shift=6)[6:])
+    write("lossy", draw_frames(), 40)
+    write("short", draw_frames()[:-1])
+    write("join", draw_frames()[:6] + draw_frames(shift=6)[6:])
     (folder / "text.mp4").write_text("no video")
     return folder
 
@@ -72,16 +72,16 @@ def compared(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("compared")
     (folder / "a").mkdir()
     (folder / "b").mkdir()
-    for name in OTHERS:
+    for name in VARIANTS:
         shutil.copy(clips / "same.mp4", folder / "a" / f"{name}.mp4")
         shutil.copy(clips / f"{name}.mp4", folder / "b")
-    found = figures(folder / "all.json", folder / "a", folder / "b")
-    return {Path(one["videos"][1]).stem: one for one in found}
+    pairs = figures(folder / "all.json", folder / "a", folder / "b")
+    return {Path(pair["videos"][1]).stem: pair for pair in pairs}
 
 
 def test_the_order_of_the_figures(compared: dict[str, dict[str, Any]]) -> None:
     """The figures fall from the same frames to another video; a black frame has the worst one."""
-    assert compared.keys() == {*OTHERS}
+    assert compared.keys() == {*VARIANTS}
     for names in (
         ("same", "noise", "other_seed"),
         ("same", "lossy"),
@@ -95,30 +95,32 @@ def test_the_order_of_the_figures(compared: dict[str, dict[str, Any]]) -> None:
     assert same["psnr"] == 100 and black["worst_psnr"] < 10 and black["worst_vmaf"] < 5
 
 
-def test_what_is_suspicious(compared: dict[str, dict[str, Any]]) -> None:
+def test_suspicious_frames_and_areas(compared: dict[str, dict[str, Any]]) -> None:
     begins = {"black": "black: frames 6", "frozen": f"frozen: frames 5-{FRAMES - 1}"}
     begins |= {"lost_part": "areas lost their texture", "lossy": "blocky"}
     wrong = {}
     for name in ("same", "shifted", *begins):
-        reference, found = compared[name]["suspicious"]
+        reference, warnings = compared[name]["suspicious"]
         begin = begins.get(name)
-        as_meant = any(one.startswith(begin) for one in found) if begin else not found
-        if reference or not as_meant:
-            wrong[name] = reference, found
+        as_expected = (
+            any(warning.startswith(begin) for warning in warnings) if begin else not warnings
+        )
+        if reference or not as_expected:
+            wrong[name] = reference, warnings
     assert not wrong
 
 
 def test_a_join(clips: Path, tmp_path: Path) -> None:
     """The square jumps by 28 pixels instead of 4."""
     pair = clips / "same.mp4", clips / "join.mp4"
-    (found,) = figures(tmp_path / "x.json", *pair, "--joins", "6")
+    (record,) = figures(tmp_path / "x.json", *pair, "--joins", "6")
     smooth, jump = (
-        float(lines[0].removeprefix("join at 6: ").split()[0]) for lines in found["suspicious"]
+        float(lines[0].removeprefix("join at 6: ").split()[0]) for lines in record["suspicious"]
     )
     assert smooth < 1.2 and 1.3 < jump < 8
 
 
-def test_what_is_refused(clips: Path) -> None:
+def test_arguments_that_are_refused(clips: Path) -> None:
     table = {
         "no video": ("missing.mp4",),
         "fewer frames": ("short.mp4",),
@@ -128,14 +130,14 @@ def test_what_is_refused(clips: Path) -> None:
         "a join behind the end": ("black.mp4", "--joins", "99"),
     }
     same = str(clips / "same.mp4")
-    found = {
+    messages = {
         name: said(main, [same, str(clips / other), *flags])
         for name, (other, *flags) in table.items()
     }
-    check_refusals("tools: compare_videos.py", found)
+    check_refusals("tools: compare_videos.py", messages)
 
 
-def test_folders_and_their_page_as_a_user_asks_for_them(clips: Path, tmp_path: Path) -> None:
+def test_folders_and_their_page_from_the_command_line(clips: Path, tmp_path: Path) -> None:
     """As a script, from any folder."""
     for folder, names in (("a", ("same", "black")), ("b", ("same", "noise"))):
         (tmp_path / folder).mkdir()
@@ -143,11 +145,11 @@ def test_folders_and_their_page_as_a_user_asks_for_them(clips: Path, tmp_path: P
             shutil.copy(clips / f"{name}.mp4", tmp_path / folder / f"{number}.mp4")
     (tmp_path / "a" / "more.mp4").write_bytes(b"")
     command = [sys.executable, str(REPO / "tools" / "compare_videos.py"), "a", "b"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--page", "page.html"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
-    assert "mean of 2" in done.stdout and "a/1.mp4: black: frames 6" in done.stdout
-    assert "Only in one folder: more.mp4" in done.stderr
+    assert process.returncode == 0, process.stderr
+    assert "mean of 2" in process.stdout and "a/1.mp4: black: frames 6" in process.stdout
+    assert "Only in one folder: more.mp4" in process.stderr
     text = (tmp_path / "page.html").read_text()
     assert text.count("<img") == 4 and "A: black: frames 6" in text

@@ -46,7 +46,7 @@ def rms(x: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * AFFINE.weight
 
 
-def turned(x: Tensor) -> Tensor:
+def rotate_by_definition(x: Tensor) -> Tensor:
     """RoPE by its definition, a product of complex numbers."""
     pairs = torch.view_as_complex(x.unflatten(-1, (HEADS, -1, 2)))
     angles = compute_rope_angles(GRID, HEAD_DIM)
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Call, Exact]] = {
     ),
     "norm_rope": (
         lambda ops, x, y: ops.norm_and_rotate(y, AFFINE.weight, HEADS, EPS, TABLE),
-        lambda x, y: (x, turned(rms(y))),
+        lambda x, y: (x, rotate_by_definition(rms(y))),
     ),
     "rms_norm": (
         lambda ops, x, y: ops.norm_and_rotate(y, AFFINE.weight, HEADS, EPS),
@@ -103,18 +103,18 @@ def test_compiled_steps_compute_the_same(name: str, dtype: torch.dtype) -> None:
     x, y = random(1, L, C, seed=4), random(1, L, C, seed=5).to(dtype)
     changed, expected = exact(x.double(), y.double())
     with torch.inference_mode():
-        found = call(BlockOps(run_op=run), x, y)
+        output = call(BlockOps(run_op=run), x, y)
     assert run.compiled, "the compiler did not work"
-    limit = LIMITS[found.dtype]
-    assert_close(found.double(), expected, atol=limit, rtol=limit)
+    limit = LIMITS[output.dtype]
+    assert_close(output.double(), expected, atol=limit, rtol=limit)
     assert_close(x.double(), changed, atol=4e-6, rtol=0)
 
 
 def model(run: CompiledOps) -> WanModel:
     torch.manual_seed(0)
     sizes = {"dim": C, "ffn_dim": 64, "num_heads": HEADS, "num_layers": 2}
-    given = ModelComponents(ops=BlockOps(run_op=run))
-    net = WanModel("ti2v", **sizes, text_dim=16, text_len=8, components=given)
+    components = ModelComponents(ops=BlockOps(run_op=run))
+    net = WanModel("ti2v", **sizes, text_dim=16, text_len=8, components=components)
     return net.requires_grad_(False)
 
 
@@ -129,17 +129,17 @@ class Graphs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch._dynamo.reset()
-        self.made: Counter[str] = Counter()
+        self.graph_counts: Counter[str] = Counter()
         compile = torch.compile
 
-        def counting(step: Callable[..., Tensor], **_: Any) -> Any:
+        def compile_and_count(step: Callable[..., Tensor], **_: Any) -> Any:
             def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-                self.made[step.__name__] += 1
+                self.graph_counts[step.__name__] += 1
                 return graph.forward
 
             return compile(step, backend=backend, fullgraph=True)
 
-        monkeypatch.setattr(torch, "compile", counting)
+        monkeypatch.setattr(torch, "compile", compile_and_count)
 
 
 @pytest.mark.slow
@@ -148,42 +148,42 @@ def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     net = model(CompiledOps(STEPS_BY_OP, min_elements=0))
     for frames in (3, 5, 2):
-        found = velocity(net, frames, torch.tensor([500.0]))
-        assert_close(found, velocity(model(CompiledOps(())), frames, torch.tensor([500.0])))
+        output = velocity(net, frames, torch.tensor([500.0]))
+        assert_close(output, velocity(model(CompiledOps(())), frames, torch.tensor([500.0])))
         first_at_zero = torch.full((1, frames * 6), 500.0).index_fill(1, torch.arange(6), 0)
         velocity(net, frames, first_at_zero)
     # one graph for the first number of tokens, and one for any number
-    assert set(graphs.made) == {step for steps in STEPS_BY_OP.values() for step in steps}
-    assert max(graphs.made.values()) == 2
+    assert set(graphs.graph_counts) == {step for steps in STEPS_BY_OP.values() for step in steps}
+    assert max(graphs.graph_counts.values()) == 2
     net.bfloat16()
     for frames in (3, 5):
         velocity(net, frames, torch.tensor([500.0]))
-    assert max(graphs.made.values()) <= 4
+    assert max(graphs.graph_counts.values()) <= 4
 
 
 def test_small_tensors_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     run = CompiledOps(STEPS_BY_OP)
     velocity(model(run), 3, torch.tensor([500.0]))
-    assert not graphs.made
+    assert not graphs.graph_counts
     with torch.inference_mode():
         BlockOps(run_op=run).gelu(torch.zeros(1, 4, MIN_ELEMENTS // 4))
-        assert set(graphs.made) == {"_gelu"}
+        assert set(graphs.graph_counts) == {"_gelu"}
         BlockOps(run_op=run).gelu(torch.zeros(1, 4, MIN_ELEMENTS // 4 - 1))
-    assert graphs.made == {"_gelu": 1}
+    assert graphs.graph_counts == {"_gelu": 1}
 
 
 def test_only_the_chosen_steps_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     velocity(model(CompiledOps(("add_norm",), min_elements=0)), 3, torch.tensor([500.0]))
-    assert set(graphs.made) == set(STEPS_BY_OP["add_norm"])
+    assert set(graphs.graph_counts) == set(STEPS_BY_OP["add_norm"])
 
 
 def test_with_autograd_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     net = model(CompiledOps(STEPS_BY_OP, min_elements=0)).requires_grad_(True)
     net([random(16, 3, 4, 6)], torch.tensor([5.0]), [random(5, 16)], 18)[0].sum().backward()
-    assert not graphs.made and net.blocks[0].self_attn.q.weight.grad.abs().sum() > 0
+    assert not graphs.graph_counts and net.blocks[0].self_attn.q.weight.grad.abs().sum() > 0
 
 
 def test_without_a_compiler_everything_runs_as_it_is_written(
@@ -195,8 +195,8 @@ def test_without_a_compiler_everything_runs_as_it_is_written(
     torch._dynamo.reset()
     net = model(CompiledOps(STEPS_BY_OP, min_elements=0))
     with config.patch({"cpp.cxx": (str(tmp_path / "g++"),)}), caplog.at_level(logging.WARNING):
-        found = velocity(net, 3, torch.tensor([500.0]))
-    assert torch.equal(found, velocity(model(CompiledOps(())), 3, torch.tensor([500.0])))
+        output = velocity(net, 3, torch.tensor([500.0]))
+    assert torch.equal(output, velocity(model(CompiledOps(())), 3, torch.tensor([500.0])))
     (notice,) = caplog.messages
     assert notice.startswith("The small operations are not compiled, which costs speed only: ")
     assert "\n" not in notice and notice.endswith("(--fused_ops none does not try).")

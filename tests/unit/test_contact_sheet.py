@@ -18,14 +18,14 @@ from wan.settings.command import Output
 @pytest.fixture
 def videos(tmp_path: Path) -> list[Path]:
     """Two videos that go from black to one colour; the first has a record."""
-    made = []
+    paths = []
     for name, channel, frames in (("a", 0, 9), ("b", 2, 17)):
         clip = torch.full((3, frames, 64, 64), -1.0)
         clip[channel] = torch.linspace(-1, 1, frames)[:, None, None]
-        made.append(tmp_path / f"{name}.mp4")
-        write_video(clip, Output(made[-1], fps=8))
+        paths.append(tmp_path / f"{name}.mp4")
+        write_video(clip, Output(paths[-1], fps=8))
     (tmp_path / "a.json").write_text(json.dumps({"settings": {"prompt": "red comes"}}))
-    return made
+    return paths
 
 
 def test_a_strip_shows_first_to_last(videos: list[Path]) -> None:
@@ -39,7 +39,7 @@ def test_a_strip_shows_first_to_last(videos: list[Path]) -> None:
         assert centres[0] < 12 and centres[-1] > 235
 
 
-def test_the_prompt_or_the_name_stands_under_a_strip(videos: list[Path]) -> None:
+def test_the_prompt_or_the_name_is_under_a_strip(videos: list[Path]) -> None:
     assert contact_sheet.read_prompt(videos[0]) == "red comes"
     assert contact_sheet.read_prompt(videos[1]) == "b.mp4"
     sheet = np.asarray(contact_sheet.make_contact_sheet(videos).convert("L"))

@@ -17,7 +17,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
 
 
-def predicted(task: str, folder: Path, expert: str) -> torch.Tensor:
+def predict_velocity(task: str, folder: Path, expert: str) -> torch.Tensor:
     network = on_cpu(task, folder, precision="bf16").experts.get(expert)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(network.in_dim, 2, 4, 6, generator=generator)
@@ -26,7 +26,7 @@ def predicted(task: str, folder: Path, expert: str) -> torch.Tensor:
         return network([x], torch.tensor([400.0]), [text], 12)[0]
 
 
-def in_float32(folder: Path, copy: Path) -> Path:
+def convert_to_float32(folder: Path, copy: Path) -> Path:
     """Copy a checkpoint with DiTs in float32, as the official checkpoints are stored."""
     shutil.copytree(folder, copy)
     for dit in inspect_checkpoint(copy).experts.values():
@@ -37,33 +37,33 @@ def in_float32(folder: Path, copy: Path) -> Path:
 
 @pytest.mark.parametrize("layout", ["official", "diffusers"])
 def test_the_same_bits_from_half_the_bytes(layout: str, tiny, tmp_path: Path) -> None:
-    source, out = in_float32(tiny("t2v-A14B", layout), tmp_path / "fp32"), tmp_path / "bf16"
+    source, out = convert_to_float32(tiny("t2v-A14B", layout), tmp_path / "fp32"), tmp_path / "bf16"
     assert tool.main(["--ckpt_dir", str(source), "--out", str(out)]) == 0
     names = sorted(path.relative_to(source) for path in source.rglob("*"))
     assert sorted(path.relative_to(out) for path in out.rglob("*")) == names
-    before, after = inspect_checkpoint(source), inspect_checkpoint(out)
-    for name in before.experts:
-        infos = after.experts[name].tensors.values()
+    source_checkpoint, converted_checkpoint = inspect_checkpoint(source), inspect_checkpoint(out)
+    for name in source_checkpoint.experts:
+        infos = converted_checkpoint.experts[name].tensors.values()
         assert {info.dtype for info in infos} == {"BF16", "F32"}
         assert all(info.dtype == "BF16" for info in infos if info.name.endswith("ffn.0.weight"))
-        assert torch.equal(*(predicted("t2v-A14B", f, name) for f in (source, out)))
-    large = sum(info.nbytes for info in before.experts[name].tensors.values())
+        assert torch.equal(*(predict_velocity("t2v-A14B", f, name) for f in (source, out)))
+    large = sum(info.nbytes for info in source_checkpoint.experts[name].tensors.values())
     assert sum(info.nbytes for info in infos) < 0.7 * large
 
 
-def test_an_interruption_is_gone_on_from(tiny, tmp_path: Path, monkeypatch) -> None:
+def test_a_conversion_resumes_after_an_interruption(tiny, tmp_path: Path, monkeypatch) -> None:
     source, out = tiny("t2v-A14B"), tmp_path / "bf16"
-    real, written = tool.stream_safetensors, []
+    write_file, written = tool.stream_safetensors, []
 
-    def interrupted(path: Path, *args: object) -> None:
+    def interrupt_second_file(path: Path, *args: object) -> None:
         if len(written) == 1:
             raise KeyboardInterrupt
         written.append(path)
-        real(path, *args)  # type: ignore[arg-type]
+        write_file(path, *args)  # type: ignore[arg-type]
 
     arguments = ["--ckpt_dir", str(source), "--out", str(out)]
     with monkeypatch.context() as patch:
-        patch.setattr(tool, "stream_safetensors", interrupted)
+        patch.setattr(tool, "stream_safetensors", interrupt_second_file)
         assert tool.main(arguments) == 130
     (mark,) = out.glob(tool.UNFINISHED)
     (first,) = (path for path in out.rglob("*.safetensors") if "model" in path.parent.name)
@@ -76,7 +76,7 @@ def test_an_interruption_is_gone_on_from(tiny, tmp_path: Path, monkeypatch) -> N
     )
 
 
-def published_file(folder: Path, expert: str, file: Path) -> Path:
+def write_published_file(folder: Path, expert: str, file: Path) -> Path:
     """One expert as rCM and TurboDiffusion publish it."""
     sources = open_sources(inspect_checkpoint(folder).experts[expert].tensors)
     state = {f"net.{name}": source.read(slice(None)).float() for name, source in sources.items()}
@@ -88,36 +88,44 @@ def published_file(folder: Path, expert: str, file: Path) -> Path:
 
 def test_networks_of_pth_files(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base, out = tiny("t2v-A14B"), tmp_path / "TurboWan2.2-T2V-A14B"
-    given = {  # exchanged, to distinguish them from the weights of the base
-        name: published_file(base, other, tmp_path / f"{name}.pth")
+    pth_files = {  # exchanged, to distinguish them from the weights of the base
+        name: write_published_file(base, other, tmp_path / f"{name}.pth")
         for name, other in (("high_noise", "low_noise"), ("low_noise", "high_noise"))
     }
-    networks = [word for name, file in given.items() for word in (f"--{name}", str(file))]
+    networks = [
+        argument for name, file in pth_files.items() for argument in (f"--{name}", str(file))
+    ]
     assert tool.main(["--ckpt_dir", str(base), "--out", str(out), *networks]) == 0
     for name, other in (("high_noise", "low_noise"), ("low_noise", "high_noise")):
-        assert torch.equal(predicted("t2v-A14B", out, name), predicted("t2v-A14B", base, other))
+        assert torch.equal(
+            predict_velocity("t2v-A14B", out, name), predict_velocity("t2v-A14B", base, other)
+        )
     (tmp_path / "again").mkdir()
     arguments = ["--ckpt_dir", str(base), "--out", str(tmp_path / "again")]
-    found = {"one of two": refused([*arguments, *networks[:2]], capfd)}
-    torch.save(torch.load(given["low_noise"]) | {"net.more": torch.ones(1)}, given["low_noise"])
-    found["a tensor more"] = refused([*arguments, *networks], capfd)
-    shutil.copy(given["low_noise"], tmp_path / "again")
-    again = ["--ckpt_dir", str(tmp_path / "again"), "--out", str(out)]
-    found["pth files in a folder"] = refused(again, capfd)
-    check_refusals("tools: convert_checkpoint.py, pth files", found)
+    messages = {"one of two": get_refusal([*arguments, *networks[:2]], capfd)}
+    torch.save(
+        torch.load(pth_files["low_noise"]) | {"net.more": torch.ones(1)}, pth_files["low_noise"]
+    )
+    messages["a tensor more"] = get_refusal([*arguments, *networks], capfd)
+    shutil.copy(pth_files["low_noise"], tmp_path / "again")
+    pth_arguments = ["--ckpt_dir", str(tmp_path / "again"), "--out", str(out)]
+    messages["pth files in a folder"] = get_refusal(pth_arguments, capfd)
+    check_refusals("tools: convert_checkpoint.py, pth files", messages)
 
 
-def refused(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+def get_refusal(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     assert tool.main(argv) == 2
     return capfd.readouterr().err
 
 
-def test_what_is_refused(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_arguments_and_weights_that_are_refused(
+    tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Also broken weights: NaN, and meta tensors in a .pth file."""
     (tmp_path / "taken").write_text("x")
-    begun = tmp_path / "begun"
-    begun.mkdir()
-    (begun / tool.UNFINISHED).write_text('{"from": "another", "dtype": "bf16"}')
+    started_folder = tmp_path / "begun"
+    started_folder.mkdir()
+    (started_folder / tool.UNFINISHED).write_text('{"from": "another", "dtype": "bf16"}')
     folder = shutil.copytree(tiny("t2v-1.3B"), tmp_path / "checkpoint")
     (file,) = folder.glob("diffusion*.safetensors")
     weights = load_file(file)
@@ -125,21 +133,21 @@ def test_what_is_refused(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     weights["blocks.0.ffn.0.bias"][0] = float("nan")
     save_file(weights, file)
     out = ["--out", str(tmp_path / "new")]
-    given = ["--ckpt_dir", str(tiny("t2v-1.3B"))]
+    checkpoint_flags = ["--ckpt_dir", str(tiny("t2v-1.3B"))]
     table = {
-        "a folder with files": [*given, "--out", str(tmp_path)],
-        "a file": [*given, "--out", str(tmp_path / "taken")],
-        "begun of another": [*given, "--out", str(begun)],
+        "a folder with files": [*checkpoint_flags, "--out", str(tmp_path)],
+        "a file": [*checkpoint_flags, "--out", str(tmp_path / "taken")],
+        "begun of another": [*checkpoint_flags, "--out", str(started_folder)],
         "nothing": [],
-        "another flag": [*given, *out, "--colour", "red"],
-        "no such network": [*given, *out, "--dit", str(tmp_path / "none.pth")],
+        "another flag": [*checkpoint_flags, *out, "--colour", "red"],
+        "no such network": [*checkpoint_flags, *out, "--dit", str(tmp_path / "none.pth")],
         "no such checkpoint": ["--ckpt_dir", str(tmp_path / "no"), *out],
-        "no values": [*given, *out, "--dit", str(tmp_path / "meta.pth")],
+        "no values": [*checkpoint_flags, *out, "--dit", str(tmp_path / "meta.pth")],
         "NaN": ["--ckpt_dir", str(folder), *out],
     }
-    found = {}
+    messages = {}
     for name, argv in table.items():
-        found[name] = refused(argv, capfd)
+        messages[name] = get_refusal(argv, capfd)
         assert name == "NaN" or not (tmp_path / "new").exists(), name
-    check_refusals("tools: convert_checkpoint.py", found)
-    assert os.listdir(begun) == [tool.UNFINISHED]
+    check_refusals("tools: convert_checkpoint.py", messages)
+    assert os.listdir(started_folder) == [tool.UNFINISHED]

@@ -28,7 +28,7 @@ from wan.kernels.sdpa import SdpaKernel
 from wan.settings.presets import PRESETS
 
 
-def single(shape: str = "circle", colour: str = "red", motion: str = "left") -> Scene:
+def make_scene(shape: str = "circle", colour: str = "red", motion: str = "left") -> Scene:
     ends = {"left": ((0.7, 0.5), (0.3, 0.5)), "up": ((0.5, 0.7), (0.5, 0.3))}
     start, end = ends.get(motion, ((0.5, 0.5), (0.5, 0.5)))
     return Scene("black", (Actor(shape, colour, "large", motion, start, end),))
@@ -39,9 +39,9 @@ def test_scenes_follow_from_seed_and_index():
         make_random_scene(3, n) for n in range(9)
     ]
     assert make_random_scene(3, 0) != make_random_scene(3, 1) != make_random_scene(4, 1)
-    first, again = (render_scene(make_random_scene(3, 5), 5, 32) for _ in range(2))
+    first, second = (render_scene(make_random_scene(3, 5), 5, 32) for _ in range(2))
     assert first.shape == (5, 32, 32, 3) and first.dtype == np.uint8
-    assert np.array_equal(first, again)
+    assert np.array_equal(first, second)
 
 
 def test_held_out_combinations_are_never_trained_on():
@@ -59,7 +59,7 @@ def test_scenes_cover_what_captions_can_say():
 
 
 def test_plain_caption():
-    scene = single("star", "blue", "up")
+    scene = make_scene("star", "blue", "up")
     assert make_caption(scene) == "a large blue star moves up on a black background"
 
 
@@ -73,15 +73,18 @@ def test_every_wording_is_in_the_vocabulary_and_fits():
     assert make_tokenizer().encode("a zebra").ids[1] == 2 and "zebra" not in list_words()
 
 
-def test_targets_ask_each_word_for_its_own_object():
-    actors = (single().actors[0], single("star", "blue", "up").actors[0])
+def test_targets_of_each_word_describe_its_own_object():
+    actors = (make_scene().actors[0], make_scene("star", "blue", "up").actors[0])
     scene = Scene("gray", actors)
-    wanted = make_targets("a red circle moves left and a blue star moves up", scene)
-    left, up = MOTIONS.index("left"), MOTIONS.index("up")
-    assert wanted[:5, -1].tolist() == [left] * 5 and wanted[6:11, -1].tolist() == [up] * 5
-    assert wanted[5, -1] == wanted[11, -1] == -100
-    assert wanted[11, 0] == COLOURS.index("red"), "the last token is asked for everything"
-    assert (wanted[:, -2] == -100).all(), "a background that is not said is not asked for"
+    targets = make_targets("a red circle moves left and a blue star moves up", scene)
+    left_index, up_index = MOTIONS.index("left"), MOTIONS.index("up")
+    assert (
+        targets[:5, -1].tolist() == [left_index] * 5
+        and targets[6:11, -1].tolist() == [up_index] * 5
+    )
+    assert targets[5, -1] == targets[11, -1] == -100
+    assert targets[11, 0] == COLOURS.index("red"), "the last token is asked for everything"
+    assert (targets[:, -2] == -100).all(), "a background that is not said is not asked for"
 
 
 def test_scorer_is_right_on_the_ground_truth():
@@ -94,22 +97,31 @@ def test_scorer_is_right_on_the_ground_truth():
     assert compute_rates(verdicts) == {"colour": 100.0, "shape": 100.0, "motion": 100.0}
 
 
-def test_scorer_says_what_is_wrong():
-    asked, shown = single("circle", "red", "left"), single("square", "blue", "up")
-    verdicts = judge_shapes(asked, score.detect_shapes(render_scene(shown, 9, 64)))
+def test_scorer_detects_wrong_attributes():
+    requested_scene, rendered_scene = (
+        make_scene("circle", "red", "left"),
+        make_scene("square", "blue", "up"),
+    )
+    verdicts = judge_shapes(
+        requested_scene, score.detect_shapes(render_scene(rendered_scene, 9, 64))
+    )
     assert verdicts == {"colour": [False], "shape": [False], "motion": [False]}
     empty = np.full((9, 64, 64, 3), 10, np.uint8)
     assert score.detect_shapes(empty) == []
-    assert judge_shapes(asked, []) == {"colour": [False], "shape": [False], "motion": [False]}
+    assert judge_shapes(requested_scene, []) == {
+        "colour": [False],
+        "shape": [False],
+        "motion": [False],
+    }
 
 
 def test_scorer_needs_no_exact_pixels():
     noise = np.random.default_rng(0).normal(0, 8, (9, 64, 64, 3))
     for shape in SHAPES:
-        scene = single(shape, "yellow", "left")
+        scene = make_scene(shape, "yellow", "left")
         video = np.clip(render_scene(scene, 9, 64) + noise, 0, 255).astype(np.uint8)
-        seen = score.detect_shapes(video)[0]
-        assert (seen.colour, seen.shape, seen.motion) == ("yellow", shape, "left")
+        detection = score.detect_shapes(video)[0]
+        assert (detection.colour, detection.shape, detection.motion) == ("yellow", shape, "left")
 
 
 def test_scorer_is_independent_of_the_renderer():
@@ -141,9 +153,9 @@ def test_dit_is_the_real_model_and_small():
 def test_training_attends_as_inference_does():
     for length in (48, 200):  # as products, and as PyTorch's attention
         q, k, v = (torch.randn(2, length, 3, 8) for _ in range(3))
-        found = dit.TrainingKernel()(q, k, v)
-        assert found.shape == q.shape
-        torch.testing.assert_close(found, SdpaKernel()(q, k, v), atol=2e-6, rtol=1e-5)
+        output = dit.TrainingKernel()(q, k, v)
+        assert output.shape == q.shape
+        torch.testing.assert_close(output, SdpaKernel()(q, k, v), atol=2e-6, rtol=1e-5)
 
 
 def test_i2v_starts_as_t2v(tmp_path: Path):
@@ -153,12 +165,12 @@ def test_i2v_starts_as_t2v(tmp_path: Path):
     i2v = dit.make_initial_dit("i2v", "low_noise", tmp_path)
     x, y, context = torch.randn(16, 3, 8, 8), torch.randn(20, 3, 8, 8), [torch.randn(5, 64)]
     with torch.no_grad():
-        wanted = t2v([x], torch.tensor([500.0]), context, 48)
-        found = i2v([x], torch.tensor([500.0]), context, 48, [y])
-    torch.testing.assert_close(found, wanted)
+        expected = t2v([x], torch.tensor([500.0]), context, 48)
+        output = i2v([x], torch.tensor([500.0]), context, 48, [y])
+    torch.testing.assert_close(output, expected)
 
 
-def test_the_demo_asks_for_what_was_never_trained_on():
+def test_the_demo_prompts_are_held_out():
     motions = {verbs[0]: motion for motion, verbs in VERBS.items()}
     for prompt in (*PROMPTS, I2V_PROMPT):
         text, background = prompt.removesuffix(" background").split(" on a ")
@@ -170,7 +182,7 @@ def test_the_demo_asks_for_what_was_never_trained_on():
         assert make_caption(scene) == prompt and is_held_out(scene), prompt
 
 
-def test_verbs_tell_motions_apart():
+def test_each_verb_names_one_motion():
     wordings = [verb for verbs in VERBS.values() for verb in verbs]
     assert len(wordings) == len(set(wordings))
 
@@ -179,18 +191,24 @@ def test_verbs_tell_motions_apart():
 def test_clips_under_control(task: str) -> None:
     """Changed pixels are masked; captions use the vocabulary; the scorer's clips are held out."""
     for index in range(8):
-        one = vace.make_clip(task, vace.SEED, index)
-        known = one.mask == 0
-        assert one.source.shape == one.wanted.shape == (9, 64, 64, 3)
-        assert (one.source[known] == one.wanted[known]).all() and (one.source != one.wanted).any()
-        assert not (tokenize_texts([one.text]) == 2).any()
+        clip = vace.make_clip(task, vace.SEED, index)
+        unmasked = clip.mask == 0
+        assert clip.source.shape == clip.wanted.shape == (9, 64, 64, 3)
+        assert (clip.source[unmasked] == clip.wanted[unmasked]).all() and (
+            clip.source != clip.wanted
+        ).any()
+        assert not (tokenize_texts([clip.text]) == 2).any()
         if task != "frames":
-            shown = score.find_foreground(one.wanted.astype(np.float32))
-            assert shown.any((1, 2)).all() and not (shown & known).any()
+            foreground = score.find_foreground(clip.wanted.astype(np.float32))
+            assert foreground.any((1, 2)).all() and not (foreground & unmasked).any()
     for seed in (vace.SEED, vace.SEED + 1):
-        said = [vace.make_clip(task, seed, index).text for index in range(8)]
-        assert len({*said}) > 3
+        captions = [vace.make_clip(task, seed, index).text for index in range(8)]
+        assert len({*captions}) > 3
         if task == "path":
-            words = [text.split() for text in said]  # a SIZE COLOUR SHAPE on a BACKGROUND ...
-            scenes = [Scene(w[6], (single(w[3], w[2], "path").actors[0],)) for w in words]
+            caption_words = [
+                text.split() for text in captions
+            ]  # a SIZE COLOUR SHAPE on a BACKGROUND ...
+            scenes = [
+                Scene(w[6], (make_scene(w[3], w[2], "path").actors[0],)) for w in caption_words
+            ]
             assert all(is_held_out(scene) == (seed != vace.SEED) for scene in scenes)

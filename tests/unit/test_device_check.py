@@ -39,7 +39,7 @@ CHECK = str(REPO / "tools" / "check_device.py")
 CPU = DeviceProperties("cpu", "CPU", False, None, 1)
 
 
-def run(*argv: str, ranks: int = 1, program: str = CHECK, timeout: float = 280) -> Any:
+def run_check(*argv: str, ranks: int = 1, program: str = CHECK, timeout: float = 280) -> Any:
     """Run the command in a process, under torchrun for several ranks."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.run(
@@ -58,17 +58,17 @@ def verdicts(path: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_first_steps(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    done = run("--device", "cpu", "--only", "machine,merge,groups", "--json", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run_check("--device", "cpu", "--only", "machine,merge,groups", "--json", str(file))
+    assert process.returncode == 0, process.stdout + process.stderr
     record = json.loads(file.read_text())
     assert verdicts(file) == {"machine": OK, "merge": OK, "groups": ABSENT}
     assert record["verdict"] == OK and record["facts"]["type"] == "cpu"
     assert record["environment"]["torch"] and record["environment"]["cpu"]
     figures = {f["name"] for s in record["steps"] for o in s["lines"] for f in o["figures"]}
     assert {"rate", "error", "host memory free", "times q"} <= figures
-    words = done.stdout
-    assert "TFLOP/s" in words and "4 parts merged: error" in words and "(<= 0.0001)" in words
-    assert "torchrun" in words and "3 steps: 2 ok, 1 not available" in words
+    output = process.stdout
+    assert "TFLOP/s" in output and "4 parts merged: error" in output and "(<= 0.0001)" in output
+    assert "torchrun" in output and "3 steps: 2 ok, 1 not available" in output
 
 
 @pytest.mark.slow
@@ -77,8 +77,8 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     file = tmp_path / "report.json"
     assert main(["--device", "cpu", "--json", str(file)], check_steps.ALONE) == 1
     steps = json.loads(file.read_text())["steps"]
-    found = [(step["name"], step["verdict"]) for step in steps]
-    assert found == [
+    step_verdicts = [(step["name"], step["verdict"]) for step in steps]
+    assert step_verdicts == [
         ("good", OK),
         ("raises", WRONG),
         ("good", OK),
@@ -104,23 +104,23 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert by_name["nan"]["lines"][0]["figures"][0]["value"] == "nan"
     broken, good = by_name["measurement_fails"]["lines"]
     assert broken["words"] == "ValueError: this is broken" and good["verdict"] == OK
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     wrong = "raises, hangs, crashes, stops, nan, measurement_fails"
-    assert "is 1 GB/s" in said and f"wrong: {wrong}" in said
+    assert "is 1 GB/s" in output and f"wrong: {wrong}" in output
 
 
-def interrupted(file: str) -> int:
+def run_interruptible_check(file: str) -> int:
     steps = check_steps.step(check_steps.good), check_steps.step(check_steps.hangs)
     return main(["--device", "cpu", "--json", file], steps)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
-def test_what_was_measured_before_an_interruption_is_kept(
+def test_an_interrupted_check_writes_its_measurements(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     file = tmp_path / "report.json"
-    with Ranks([{"PYTHONUNBUFFERED": "1"}], interrupted, str(file)) as check:
+    with Ranks([{"PYTHONUNBUFFERED": "1"}], run_interruptible_check, str(file)) as check:
         check.until(0, "good")
         os.kill(check.processes[0].pid, number)
         assert check.ended()[0] in (130, 143) and "is 1 GB/s" in check.texts[0]
@@ -135,7 +135,7 @@ def test_wrong_kernel(tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--json", str(file)], steps) == 1
     (step,) = json.loads(file.read_text())["steps"]
     assert step["words"] == "" and len(step["lines"]) > 2
-    by_kernel = {(found["what"].split(", ")[-1], found["verdict"]) for found in step["lines"]}
+    by_kernel = {(line["what"].split(", ")[-1], line["verdict"]) for line in step["lines"]}
     assert by_kernel == {("fused", WRONG), ("sdpa", OK)}
 
 
@@ -152,16 +152,16 @@ def test_bad_input(
         "an unknown flag": ["--fast"],
         "a kernel that is replaced": [],
     }
-    found = {}
+    messages = {}
     for name, argv in table.items():
         with monkeypatch.context() as patch:
             if not argv:
                 patch.setenv("MINDIE_SD_FA_TYPE", "1")
             assert main(argv) == 2
-        told = capsys.readouterr()
-        found[name] = told.err
-        assert not told.out and not list(tmp_path.iterdir()), name
-    check_refusals("tools: check_device.py", found, [r"choose from [^)]*"])
+        captured = capsys.readouterr()
+        messages[name] = captured.err
+        assert not captured.out and not list(tmp_path.iterdir()), name
+    check_refusals("tools: check_device.py", messages, [r"choose from [^)]*"])
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_ranks_are_joined() -> None:
     closed = Outcome(WRONG, 1.0, (), "RuntimeError: connection closed by peer")
     assert merge_outcomes([closed, broken]).words == "rank 1: ValueError: broken"
     assert merge_outcomes([closed, closed]).words == closed.words
-    assert [one.what for one in merge_outcomes([good, bad]).lines] == ["a", "rank 1: a"]
+    assert [line.what for line in merge_outcomes([good, bad]).lines] == ["a", "rank 1: a"]
     assert merge_outcomes([ended, Outcome(ABSENT, 1.0, (), "no memory")]).verdict == ABSENT
     assert merge_outcomes([good, Outcome(ABSENT)]).verdict == OK
 
@@ -247,11 +247,11 @@ def test_table_has_figures_and_units() -> None:
 @pytest.mark.slow
 def test_whole_check(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    done = run("--device", "cpu", "--json", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run_check("--device", "cpu", "--json", str(file))
+    assert process.returncode == 0, process.stdout + process.stderr
     several = {step.name for step in STEPS if step.ranks == "several"}
-    found = verdicts(file)
-    assert {name for name, verdict in found.items() if verdict == ABSENT} == {
+    verdict_by_step = verdicts(file)
+    assert {name for name, verdict in verdict_by_step.items() if verdict == ABSENT} == {
         *several,
         "loops",
         "npu",
@@ -263,8 +263,8 @@ def test_whole_check(tmp_path: Path) -> None:
 def test_two_ranks(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     only = "machine,groups,slow-rank,layers,ring,fsdp"
-    done = run("--device", "cpu", "--only", only, "--json", str(file), ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run_check("--device", "cpu", "--only", only, "--json", str(file), ranks=2)
+    assert process.returncode == 0, process.stdout + process.stderr
     assert set(verdicts(file).values()) <= {OK, SLOW}
 
 
@@ -273,8 +273,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_fails_costs_the_others_one_step(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     program = str(REPO / "tests" / "check_steps.py")
-    done = run("--device", "cpu", "--json", str(file), ranks=2, program=program)
-    assert done.returncode == 1, done.stdout + done.stderr
+    process = run_check("--device", "cpu", "--json", str(file), ranks=2, program=program)
+    assert process.returncode == 1, process.stdout + process.stderr
     steps = json.loads(file.read_text())["steps"]
     assert [step["verdict"] for step in steps] == [OK, WRONG, WRONG, OK]
     assert steps[1]["words"] == "rank 1: ValueError: the second rank is broken"

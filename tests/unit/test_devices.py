@@ -21,10 +21,10 @@ def test_npu_of_a_soc_version() -> None:
     """From mindiesd's own device table; 260 alone is an A5."""
     ends = {200: "Duo", 205: "Duo", 220: "A2", 225: "A2", 250: "A3", 255: "A3", 260: "A5"}
     assert {soc: devices.get_capabilities("npu", soc).name for soc in ends} == ends
-    others = (0, 199, 206, 219, 226, 249, 256, 259, 261)
-    found = {str(soc): said(devices.get_capabilities, "npu", soc) for soc in others}
-    assert all(found.values())
-    check_refusals("devices: SOC versions", {"261": found["261"]})
+    unknown_socs = (0, 199, 206, 219, 226, 249, 256, 259, 261)
+    messages = {str(soc): said(devices.get_capabilities, "npu", soc) for soc in unknown_socs}
+    assert all(messages.values())
+    check_refusals("devices: SOC versions", {"261": messages["261"]})
 
 
 def test_what_a_device_flag_may_mean() -> None:
@@ -52,7 +52,7 @@ def refusal(
 PLAIN, LASER = Attention(), Attention(attention_algo="laser")
 FP8 = Attention(fa_quant="fp8")
 # Requested feature -> the devices that support it.
-TAKEN = {
+DEVICES_BY_FEATURE = {
     "plain": (PLAIN, ALL),
     "laser": (LASER, {"A2", "A3"}),
     "fp8": (FP8, ALL - {"A2", "A3"}),
@@ -69,22 +69,22 @@ TAKEN = {
 }
 
 
-def test_what_each_device_takes() -> None:
-    found: dict[str, str] = {}
-    for asked, (attention, takers) in TAKEN.items():
+def test_devices_that_support_each_feature() -> None:
+    messages: dict[str, str] = {}
+    for feature, (attention, takers) in DEVICES_BY_FEATURE.items():
         refusals = {name: refusal(row, attention) for name, row in devices.DEVICES.items()}
-        assert {name for name, sentence in refusals.items() if not sentence} == takers, asked
-        if asked != "plain":  # the Duo is refused with every feature
+        assert {name for name, sentence in refusals.items() if not sentence} == takers, feature
+        if feature != "plain":  # the Duo is refused with every feature
             del refusals["Duo"]
-        found |= {f"{asked} on {name}": text for name, text in refusals.items() if text}
-    check_refusals("devices: attention", found)
+        messages |= {f"{feature} on {name}": text for name, text in refusals.items() if text}
+    check_refusals("devices: attention", messages)
 
 
 def test_compile_is_refused_on_npus() -> None:
     compiled = Execution(precision="bf16", compile=True)
-    found = {name: refusal(row, PLAIN, compiled) for name, row in devices.DEVICES.items()}
-    assert not found.pop("CPU") and not found.pop("CUDA GPU")
-    check_refusals("devices: compile", found)
+    messages = {name: refusal(row, PLAIN, compiled) for name, row in devices.DEVICES.items()}
+    assert not messages.pop("CPU") and not messages.pop("CUDA GPU")
+    check_refusals("devices: compile", messages)
 
 
 INTEGERS = ("W8A8", "W8A8_TIMESTEP", "W4A4_DYNAMIC", "W8A16", "W4A16")
@@ -93,33 +93,33 @@ MX = ("W8A8_MXFP8", "W4A4_MXFP4", "W4A4_MXFP4_DUALSCALE")
 
 def test_weights_that_each_device_takes() -> None:
     takers = {"W8A8_DYNAMIC": ALL} | dict.fromkeys(INTEGERS, NPUS) | {name: {"A5"} for name in MX}
-    found = {}
+    messages = {}
     for algorithm in takers:
         weights = ("W8A8_DYNAMIC", algorithm)
         for name in sorted(ALL):
             sentence = refusal(devices.DEVICES[name], PLAIN, weights=weights)
             assert (not sentence) == (name in takers[algorithm]), (name, algorithm)
             if sentence and name in ("CPU", "A2"):
-                found[f"{algorithm} on {name}"] = sentence
-    check_refusals("devices: weights", found)
+                messages[f"{algorithm} on {name}"] = sentence
+    check_refusals("devices: weights", messages)
 
 
 def test_dtypes_and_heads() -> None:
     flash, row = Attention(attention_backend="flash"), devices.DEVICES
-    found = {
+    messages = {
         "heads of 96": refusal(row["A5"], FP8, BF16, 96),
         "fp8 of fp32": refusal(row["A5"], FP8, FP32),
         "v2 of fp32": refusal(row["A3"], rain("v2"), FP32),
         "Duo": refusal(row["Duo"], PLAIN, FP32),
         "flash of fp32": refusal(row["CUDA GPU"], flash, FP32),
     }
-    check_refusals("devices: dtypes and heads", found)
+    check_refusals("devices: dtypes and heads", messages)
 
 
 def test_float32_where_the_kernels_take_it() -> None:
-    asked = [(name, PLAIN, 96) for name in ALL]
-    asked += [(name, rain("v3", "fp8"), 64) for name in ("CPU", "CUDA GPU")]
-    assert not any(refusal(devices.DEVICES[name], x, FP32, head) for name, x, head in asked)
+    cases = [(name, PLAIN, 96) for name in ALL]
+    cases += [(name, rain("v3", "fp8"), 64) for name in ("CPU", "CUDA GPU")]
+    assert not any(refusal(devices.DEVICES[name], x, FP32, head) for name, x, head in cases)
 
 
 def test_refused_only_where_every_device_that_may_be_meant_refuses() -> None:
@@ -131,4 +131,6 @@ def test_refused_only_where_every_device_that_may_be_meant_refuses() -> None:
 def test_kernels_name_npus_of_the_table() -> None:
     for row in (*DENSE_KERNELS.values(), *RAINFUSION.values(), *SMALL_OPS.values(), KERNEL):
         assert set(row.chips) <= set(devices.CHIPS)
-        assert set(row.factories) <= {one.type for one in devices.DEVICES.values()}
+        assert set(row.factories) <= {
+            capabilities.type for capabilities in devices.DEVICES.values()
+        }

@@ -48,19 +48,19 @@ def expected(video: Video) -> Tensor:
     return video.latents(video.pipe())
 
 
-def as_both_experts(pipe: Any) -> Any:
+def reuse_as_second_expert(pipe: Any) -> Any:
     pipe.register_to_config(boundary_ratio=0.9)
     pipe.transformer_2 = pipe.transformer
     return pipe
 
 
-def grouped(pipe: Any) -> None:
+def offload_groups(pipe: Any) -> None:
     if RELEASE < (0, 41):
         pytest.skip("diffusers' group offloading needs an accelerator")
     pipe.transformer.enable_group_offload(CPU, CPU, "block_level", num_blocks_per_group=1)
 
 
-def adapted(pipe: Any) -> None:
+def load_lora(pipe: Any) -> None:
     """Load a LoRA of two blocks and of the two modules around the blocks."""
     pytest.importorskip("peft")
     generator = torch.Generator().manual_seed(0)
@@ -76,17 +76,17 @@ def adapted(pipe: Any) -> None:
 class Int8(torch.nn.Module):
     """A quantised linear layer with an int8 weight, as quantisation libraries insert it."""
 
-    def __init__(self, of: torch.nn.Linear) -> None:
+    def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
-        weight = of.weight.detach()
-        self.scale, self.bias = weight.abs().amax(1, keepdim=True) / 127, of.bias
+        weight = linear.weight.detach()
+        self.scale, self.bias = weight.abs().amax(1, keepdim=True) / 127, linear.bias
         self.register_buffer("weight", (weight / self.scale).round().to(torch.int8))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
 
 
-def quantised(pipe: Any) -> None:
+def quantize_layers(pipe: Any) -> None:
     for block in pipe.transformer.blocks:
         for name, layer in list(block.named_modules()):
             if isinstance(layer, torch.nn.Linear):
@@ -97,32 +97,32 @@ def quantised(pipe: Any) -> None:
 CHANGES: dict[str, Callable[[Any], object]] = {
     "nothing": lambda pipe: None,
     "fused projections": lambda pipe: pipe.transformer.fuse_qkv_projections(),
-    "group offloading": grouped,
-    "LoRA": adapted,
-    "weights in int8": quantised,
+    "group offloading": offload_groups,
+    "LoRA": load_lora,
+    "weights in int8": quantize_layers,
     "weights in FP8": lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_it_goes_with(video: Video, expected: Tensor, change: str) -> None:
+def test_changes_of_a_pipeline_stay_compatible(video: Video, expected: Tensor, change: str) -> None:
     """Changes made before and after parallelize_pipe, also with a cache that skips no block."""
-    plain, before, after = (video.pipe() for _ in range(3))
-    CHANGES[change](plain), CHANGES[change](before)
-    wanted = video.latents(plain)
-    assert torch.equal(wanted, expected) != (change == "LoRA" or change.startswith("weights"))
-    parallelize_pipe(before)
-    CHANGES[change](apply_cache_on_pipe(parallelize_pipe(after), "steps:0,1", force=True))
-    for pipe in (before, after):
-        assert (video.latents(pipe) - wanted).abs().max() <= TOLERANCE
+    plain, changed_before, changed_after = (video.pipe() for _ in range(3))
+    CHANGES[change](plain), CHANGES[change](changed_before)
+    reference = video.latents(plain)
+    assert torch.equal(reference, expected) != (change == "LoRA" or change.startswith("weights"))
+    parallelize_pipe(changed_before)
+    CHANGES[change](apply_cache_on_pipe(parallelize_pipe(changed_after), "steps:0,1", force=True))
+    for pipe in (changed_before, changed_after):
+        assert (video.latents(pipe) - reference).abs().max() <= TOLERANCE
 
 
-def test_undone(video: Video, pipe: Any, expected: Tensor) -> None:
-    before = pipe.transformer.attn_processors
+def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Tensor) -> None:
+    processors = pipe.transformer.attn_processors
     apply_cache_on_pipe(parallelize_pipe(pipe), "steps:0", force=True)
     assert not torch.equal(video.latents(pipe), expected)
     assert deparallelize(pipe) is pipe
-    assert pipe.transformer.attn_processors == before
+    assert pipe.transformer.attn_processors == processors
     assert torch.equal(video.latents(pipe), expected)
     transformer = parallelize_transformer(pipe.transformer)
     assert (video.latents(pipe) - expected).abs().max() <= TOLERANCE
@@ -130,7 +130,7 @@ def test_undone(video: Video, pipe: Any, expected: Tensor) -> None:
     assert torch.equal(video.latents(pipe), expected)
 
 
-def test_undone_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> None:
+def test_deparallelize_refuses_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> None:
     """The offload's hooks are outside of ours, and must be removed first."""
     cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu")
     assert said(deparallelize, pipe)
@@ -140,17 +140,17 @@ def test_undone_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> N
     assert torch.equal(video.latents(pipe), expected)
 
 
-def without(pipe: Any) -> Any:
+def remove_transformer(pipe: Any) -> Any:
     pipe.transformer = None
     return pipe
 
 
-def parallel(pipe: Any) -> Any:
+def parallelize(pipe: Any) -> Any:
     return parallelize_pipe(pipe)
 
 
 UNTOUCHED: dict[str, Callable[[Any], object]] = {
-    "no pipeline": lambda pipe: parallel(pipe.transformer),
+    "no pipeline": lambda pipe: parallelize(pipe.transformer),
     "a compiled network": lambda pipe: parallelize_transformer(torch.compile(pipe.transformer)),
     "no keyword": lambda pipe: parallelize_pipe(pipe, dit_fsdp=True),
     "cfg_size of a network": lambda pipe: parallelize_transformer(pipe.transformer, cfg_size=2),
@@ -159,38 +159,38 @@ UNTOUCHED: dict[str, Callable[[Any], object]] = {
     "of another policy": lambda pipe: apply_cache_on_pipe(pipe, "mag", order=1, interval=3),
 }
 REFUSED: dict[str, Callable[[Any], object]] = {
-    "no network": lambda pipe: parallel(without(pipe)),
-    "compiled in place": lambda pipe: (pipe.transformer.compile(), parallel(pipe)),
-    "one network twice": lambda pipe: parallel(as_both_experts(pipe)),
+    "no network": lambda pipe: parallelize(remove_transformer(pipe)),
+    "compiled in place": lambda pipe: (pipe.transformer.compile(), parallelize(pipe)),
+    "one network twice": lambda pipe: parallelize(reuse_as_second_expert(pipe)),
     "a cache for a network alone": lambda pipe: (
         parallelize_transformer(pipe.transformer),
         apply_cache_on_pipe(pipe, "first_block"),
     ),
-    "twice": lambda pipe: parallel(parallel(pipe)),
-    "float16": lambda pipe: parallel(pipe.to(torch.float16)),
+    "twice": lambda pipe: parallelize(parallelize(pipe)),
+    "float16": lambda pipe: parallelize(pipe.to(torch.float16)),
     "another cache": lambda pipe: (
         pipe.transformer.enable_cache(FirstBlockCacheConfig()),
-        parallel(pipe),
+        parallelize(pipe),
     ),
     "another backend": lambda pipe: (
         pipe.transformer.set_attention_backend("native"),
-        parallel(pipe),
+        parallelize(pipe),
     ),
     "an offload before": lambda pipe: (
         cpu_offload_with_hook(pipe.transformer, "cpu"),
-        parallel(pipe),
+        parallelize(pipe),
     ),
     "an offload after": lambda pipe: (
-        cpu_offload_with_hook(parallel(pipe).transformer, "cpu"),
+        cpu_offload_with_hook(parallelize(pipe).transformer, "cpu"),
         deparallelize(pipe),
     ),
 }
 
 
-def test_refused(video: Video, pipe: Any) -> None:
-    found = {case: said(call, pipe) for case, call in UNTOUCHED.items()}
-    found |= {case: said(call, video.pipe()) for case, call in REFUSED.items()}
-    check_refusals("diffusers: calls", found, [r"(?<=attention backend )\S+(?=;)"])
+def test_pipelines_and_keywords_that_are_refused(video: Video, pipe: Any) -> None:
+    messages = {case: said(call, pipe) for case, call in UNTOUCHED.items()}
+    messages |= {case: said(call, video.pipe()) for case, call in REFUSED.items()}
+    check_refusals("diffusers: calls", messages, [r"(?<=attention backend )\S+(?=;)"])
 
 
 @pytest.mark.parametrize("settings", [{"comm_type": 1}, {"cfg_size": 2, "ulysses_size": 4}])
@@ -208,23 +208,23 @@ def test_refused_when_called(video: Video, pipe: Any) -> None:
 
     Also diffusers' own cache together with ours, and calls of the network without the pipeline.
     """
-    found, sparse = {}, {"use_rainfusion": True}
+    messages, sparse = {}, {"use_rainfusion": True}
     parallelize_pipe(pipe, **sparse, sparse_start_step=2)
-    found["too few steps for sparsity"] = said(video.latents, pipe)
+    messages["too few steps for sparsity"] = said(video.latents, pipe)
     apply_cache_on_pipe(deparallelize(pipe), "first_block")
-    found["too few steps for a cache"] = said(video.latents, pipe)
+    messages["too few steps for a cache"] = said(video.latents, pipe)
     video.latents(apply_cache_on_pipe(pipe, "none"))
     deparallelize(pipe)
     parallelize_pipe(pipe, **sparse, sparse_start_step=0)
-    given = torch.zeros(1, 16, 3, 8, 12), torch.tensor([5]), torch.zeros(1, 4, 64)
-    found["the network alone"] = said(pipe.transformer, *given)
+    network_inputs = torch.zeros(1, 16, 3, 8, 12), torch.tensor([5]), torch.zeros(1, 4, 64)
+    messages["the network alone"] = said(pipe.transformer, *network_inputs)
     shares = video.pipe()
     shares.transformer = pipe.transformer
-    found["another pipeline"] = said(video.latents, shares)
+    messages["another pipeline"] = said(video.latents, shares)
     deparallelize(pipe), parallelize_pipe(pipe)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    found["diffusers' cache"] = said(video.latents, pipe)
-    check_refusals("diffusers: videos", found)
+    messages["diffusers' cache"] = said(video.latents, pipe)
+    check_refusals("diffusers: videos", messages)
     pipe.transformer.disable_cache()
     video.latents(pipe)
 
@@ -232,13 +232,13 @@ def test_refused_when_called(video: Video, pipe: Any) -> None:
 def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video) -> None:
     steps = replace(video, steps=12)
     pipe = video.pipe().to(torch.bfloat16)
-    found = steps.latents(apply_cache_on_pipe(pipe, "cfg"))
-    assert found.isfinite().all()
+    latents = steps.latents(apply_cache_on_pipe(pipe, "cfg"))
+    assert latents.isfinite().all()
 
 
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"\ndiffusers{VERSIONS} " in (REPO / "requirements.txt").read_text()
-    found = {}
+    messages = {}
     for version in ("0.36.1", "0.43.0"):
         info = tmp_path / version / f"diffusers-{version}.dist-info"
         info.mkdir(parents=True)
@@ -246,8 +246,8 @@ def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.syspath_prepend(info.parent)
             patch.delitem(sys.modules, "wan.diffusers")
-            found[version] = said(importlib.import_module, "wan.diffusers")
-    check_refusals("diffusers: versions", found)
+            messages[version] = said(importlib.import_module, "wan.diffusers")
+    check_refusals("diffusers: versions", messages)
 
 
 def test_a_network_of_another_program(pipe: Any) -> None:

@@ -17,7 +17,7 @@ SECTIONS = dict(re.findall(r"^## ([^\n(]+)[^\n]*\n(.*?)(?=^## |\Z)", EXTENDING, 
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_what_a_checklist_names_is_there(section: str) -> None:
+def test_files_and_names_of_a_checklist_exist(section: str) -> None:
     """The files of a checklist exist, and its names occur in one of them."""
     quoted = re.findall(r"`([^`\n]+)`", SECTIONS[section])
     paths = [REPO / name for name in quoted if re.fullmatch(r"[\w/]+(/|\.(py|md|sh))", name)]
@@ -26,8 +26,8 @@ def test_what_a_checklist_names_is_there(section: str) -> None:
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
     text = "\n".join(file.read_text() for file in {*files})
     names = [name for name in quoted if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)?", name)]
-    found = [name for name in names if not (REPO / name).exists()]
-    assert not [n for n in found if not re.search(rf"\b{n.rpartition('.')[2]}\b", text)]
+    code_names = [name for name in names if not (REPO / name).exists()]
+    assert not [n for n in code_names if not re.search(rf"\b{n.rpartition('.')[2]}\b", text)]
 
 
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name not in ("unipc", "dpm++")])

@@ -43,13 +43,17 @@ def test_other_values_are_refused() -> None:
     table = {"ALGO": "2", "OVERLAP": "yes", "QUANT_ALLTOALL": "", "ROPE_OPT": "2"}
     table |= {"FAST_LAYERNORM": "on", "T5_LOAD_CPU": "true", "PRECISION": "bf16"}
     table |= {"USE_SUB_HEAD": "4", "MINDIE_SD_FA_TYPE": "fused_attn_score"}
-    given = {name: {name: value} for name, value in table.items()}
-    given["MINDIE_SD_FA_TYPE, empty"] = {"MINDIE_SD_FA_TYPE": ""}
-    found = {name: said(env.read_variable_settings, environ) for name, environ in given.items()}
-    check_refusals("variables", found)
-    for name, environ in given.items():
+    environments = {name: {name: value} for name, value in table.items()}
+    environments["MINDIE_SD_FA_TYPE, empty"] = {"MINDIE_SD_FA_TYPE": ""}
+    messages = {
+        name: said(env.read_variable_settings, environ) for name, environ in environments.items()
+    }
+    check_refusals("variables", messages)
+    for name, environ in environments.items():
         read_elsewhere = {"USE_SUB_HEAD", "MINDIE_SD_FA_TYPE"} & environ.keys()
-        assert said(env.check_environment, environ) == (found[name] if read_elsewhere else ""), name
+        assert said(env.check_environment, environ) == (messages[name] if read_elsewhere else ""), (
+            name
+        )
 
 
 def attention(*argv: str) -> Attention:
@@ -74,8 +78,8 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_and_flags_that_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALGO", "3")
     assert attention() == Attention(fa_quant="fp8")
-    found = {"ALGO=3 and laser": said(attention, "--attention_algo", "laser")}
+    messages = {"ALGO=3 and laser": said(attention, "--attention_algo", "laser")}
     monkeypatch.setenv("QUANT_ALLTOALL", "1")
-    found["QUANT_ALLTOALL=1 of one rank"] = said(attention)
-    check_refusals("variables and flags", found)
+    messages["QUANT_ALLTOALL=1 of one rank"] = said(attention)
+    check_refusals("variables and flags", messages)
     assert attention("--ulysses_size", "2").quant_alltoall

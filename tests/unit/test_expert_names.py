@@ -11,8 +11,8 @@ HIGH, LOW = "high_noise", "low_noise"
 
 def experts(*names: str) -> list[str | None]:
     """The expert of each file, where all files are passed together."""
-    found = detect_experts([Path("/data", name) for name in names])
-    return [None if mark is None else mark.expert for mark in found.values()]
+    expert_marks = detect_experts([Path("/data", name) for name in names])
+    return [None if mark is None else mark.expert for mark in expert_marks.values()]
 
 
 ALONE = {

@@ -44,11 +44,11 @@ class Recorder:
         self.calls.append(f"prefetch {name}")
 
 
-def six(**more: Any) -> tuple[VideoParams, DenoiseInputs]:
+def make_six_steps(**overrides: Any) -> tuple[VideoParams, DenoiseInputs]:
     """Six steps of two experts."""
     values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 6}
     values |= {"base_seed": 0, "sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
-    request = make_video_params(PRESETS["t2v-A14B"], values | more)
+    request = make_video_params(PRESETS["t2v-A14B"], values | overrides)
     context = torch.zeros(1, 4)
     conditions = prepare_denoise_inputs(
         request, (context, context), [], lambda v: v, None, torch.device("cpu")
@@ -59,60 +59,62 @@ def six(**more: Any) -> tuple[VideoParams, DenoiseInputs]:
 def test_a_video_may_pause_between_experts() -> None:
     """A paused video runs the same steps, one expert at a time."""
     source = Recorder()
-    video = DenoisingLoop(*six())
+    video = DenoisingLoop(*make_six_steps())
     assert video.remaining_experts == ["high_noise", "low_noise"]
     video.advance(source, num_experts=1)
     video.offload()
     assert set(source.calls) == {"high_noise"} and video.remaining_experts == ["low_noise"]
-    found = video.advance(source)
+    latents = video.advance(source)
     assert video.remaining_experts == [] and torch.equal(
-        found, DenoisingLoop(*six()).advance(Recorder())
+        latents, DenoisingLoop(*make_six_steps()).advance(Recorder())
     )
 
 
-def latents_within(root: object) -> list[torch.Tensor]:
+def find_latents(root: object) -> list[torch.Tensor]:
     """All tensors with the shape of latents that an object refers to, directly or not."""
-    found, seen, waiting = [], set(), [root]
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen or isinstance(one, type | ModuleType):
+    tensors, visited, pending = [], set(), [root]
+    while pending:
+        item = pending.pop()
+        if id(item) in visited or isinstance(item, type | ModuleType):
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif not (isinstance(one, dict) and "__builtins__" in one):  # globals of a function
-            waiting += gc.get_referents(one)
-    return [x for x in found if x.shape == (16, 1, 4, 4)]
+        visited.add(id(item))
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif not (isinstance(item, dict) and "__builtins__" in item):  # globals of a function
+            pending += gc.get_referents(item)
+    return [x for x in tensors if x.shape == (16, 1, 4, 4)]
 
 
 def test_a_paused_video_leaves_its_device() -> None:
     """The tensors that a solver keeps from earlier steps leave the device, too."""
     for solver in ("unipc", "dpm++", "euler", "rcm"):
         steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
-        video = DenoisingLoop(*six(sample_solver=solver, **steps))
+        video = DenoisingLoop(*make_six_steps(sample_solver=solver, **steps))
         video.advance(Recorder(), num_experts=1)
-        before = latents_within(video)
-        assert len(before) >= {"unipc": 3, "dpm++": 3}.get(solver, 1), solver
+        latents_before = find_latents(video)
+        assert len(latents_before) >= {"unipc": 3, "dpm++": 3}.get(solver, 1), solver
         video.to(torch.device("meta"))
-        after = latents_within(video)
-        assert {x.device.type for x in after} == {"meta"} and len(after) == len(before), solver
+        latents_after = find_latents(video)
+        assert {x.device.type for x in latents_after} == {"meta"} and len(latents_after) == len(
+            latents_before
+        ), solver
 
 
 def test_a_video_goes_on_where_its_network_is() -> None:
     """All inputs of both branches return from the host to the device."""
-    here = torch.device("meta")
-    request, plain = six(sample_guide_scale=(2.0, 2.0))
+    meta = torch.device("meta")
+    request, plain = make_six_steps(sample_guide_scale=(2.0, 2.0))
     control = {"vace_context": [torch.zeros(5, 1)], "vace_context_scale": 1.0}
     more = {"y": torch.zeros(4, 1), "clip_fea": torch.zeros(1, 2, 3)}
-    given = {"cond": control, "uncond": control}
-    video = DenoisingLoop(request, replace(plain, model_kwargs=given, **more))
+    branch_kwargs = {"cond": control, "uncond": control}
+    video = DenoisingLoop(request, replace(plain, model_kwargs=branch_kwargs, **more))
     video.advance(Recorder(), num_experts=1)
     video.offload()
-    video.to(here)
+    video.to(meta)
     calls: list[dict[str, Any]] = []
 
-    def forward(x: list[torch.Tensor], _: object, **given: Any) -> list[torch.Tensor]:
-        calls.append({"x": x, **given})
+    def forward(x: list[torch.Tensor], _: object, **kwargs: Any) -> list[torch.Tensor]:
+        calls.append({"x": x, **kwargs})
         if len(calls) == 2:
             raise InterruptedError  # latents without data cannot be looked at
         return x
@@ -120,41 +122,45 @@ def test_a_video_goes_on_where_its_network_is() -> None:
     with pytest.raises(InterruptedError):
         video.advance(SimpleNamespace(get=lambda _: forward))  # type: ignore[arg-type]
     for call in calls:
-        listed = [one if isinstance(one, list) else [one] for one in call.values()]
-        tensors = [one for many in listed for one in many if isinstance(one, torch.Tensor)]
-        assert len(tensors) == 5 and {one.device for one in tensors} == {here}
+        listed = [value if isinstance(value, list) else [value] for value in call.values()]
+        tensors = [
+            value for values in listed for value in values if isinstance(value, torch.Tensor)
+        ]
+        assert len(tensors) == 5 and {value.device for value in tensors} == {meta}
 
 
-def test_of_grouped_videos_the_latents_alone_wait() -> None:
+def test_grouped_videos_keep_only_latents() -> None:
     """All denoising state is freed before the first decoding; each expert loads once."""
     source, loops = Recorder(), list[weakref.ref[DenoisingLoop]]()
 
-    def prepared(*_: object) -> DenoisingLoop:
-        video = DenoisingLoop(*six(base_seed=len(loops)))
+    def prepare_loop(*_: object) -> DenoisingLoop:
+        video = DenoisingLoop(*make_six_steps(base_seed=len(loops)))
         loops.append(weakref.ref(video))
         return video
 
-    here = SimpleNamespace(torch_device=torch.device("cpu"), empty_cache=lambda: None)
+    cpu_device = SimpleNamespace(torch_device=torch.device("cpu"), empty_cache=lambda: None)
     pipeline: Any = SimpleNamespace(
         offload_manager=SimpleNamespace(offload=True),
         stages=SimpleNamespace(seconds={}),
-        device=here,
+        device=cpu_device,
         experts=source,
-        prepare_denoising=prepared,
+        prepare_denoising=prepare_loop,
         denoise=lambda video, num_experts: video.advance(source, num_experts=num_experts),
         cache_prompt_embeds=lambda *_: None,
         set_offload=lambda _: None,
         release=lambda _: None,
     )
-    jobs = [Job(f"Line {seed}", six(base_seed=seed)[0], NO_INPUTS) for seed in (0, 1)]
+    jobs = [Job(f"Line {seed}", make_six_steps(base_seed=seed)[0], NO_INPUTS) for seed in (0, 1)]
     batch = Batch(pipeline, jobs, group_by_expert=True)
 
     def make(_: Job, latents: Any) -> torch.Tensor:
         assert len(loops) == 2 and not any(loop() is not None for loop in loops)
         return latents()
 
-    for seed, found in enumerate(batch.generate_videos(make)):
-        assert torch.equal(found, DenoisingLoop(*six(base_seed=seed)).advance(Recorder()))
+    for seed, result in enumerate(batch.generate_videos(make)):
+        assert torch.equal(
+            result, DenoisingLoop(*make_six_steps(base_seed=seed)).advance(Recorder())
+        )
     assert list(dict.fromkeys(source.calls)) == ["high_noise", "low_noise"]
     assert source.calls == sorted(source.calls), "no expert comes back"
 
@@ -166,54 +172,54 @@ class Network(torch.nn.Module):
 
 def test_one_network_has_gone_before_the_next_is_loaded() -> None:
     for offload in (True, False):
-        made: list[weakref.ref[Network]] = []
-        there: list[int] = []
+        network_refs: list[weakref.ref[Network]] = []
+        live_counts: list[int] = []
 
-        def load(_: str, made=made, there=there) -> Any:
-            there.append(sum(network() is not None for network in made))
+        def load(_: str, network_refs=network_refs, live_counts=live_counts) -> Any:
+            live_counts.append(sum(network() is not None for network in network_refs))
             network = Network()
-            made.append(weakref.ref(network))
+            network_refs.append(weakref.ref(network))
             return network
 
-        DenoisingLoop(*six()).advance(Experts(load, offload=offload))
-        assert there == [0, 0 if offload else 1]
+        DenoisingLoop(*make_six_steps()).advance(Experts(load, offload=offload))
+        assert live_counts == [0, 0 if offload else 1]
 
 
 def test_the_next_expert_is_announced_when_the_first_is_there() -> None:
     source = Recorder()
-    DenoisingLoop(*six()).advance(source)
-    high = sum(timestep >= 875 for timestep in make_noise_schedule(six()[0]).timesteps)
+    DenoisingLoop(*make_six_steps()).advance(source)
+    high = sum(timestep >= 875 for timestep in make_noise_schedule(make_six_steps()[0]).timesteps)
     assert 0 < high < 6
     steps = ["high_noise"] * high + ["low_noise"] * (6 - high)
     assert source.calls == ["high_noise", "prefetch low_noise", *steps]
 
 
-def cached(path: Path) -> float:
+def measure_cached_share(path: Path) -> float:
     """Share of a file's pages in the system's page cache."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     size, page = path.stat().st_size, mmap.PAGESIZE
     with path.open("rb") as file:
-        where = libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ, 1, file.fileno(), 0)
+        address = libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ, 1, file.fileno(), 0)
     pages = (ctypes.c_ubyte * -(-size // page))()
-    assert libc.mincore(ctypes.c_void_p(where), ctypes.c_size_t(size), pages) == 0
-    libc.munmap(ctypes.c_void_p(where), ctypes.c_size_t(size))
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
     return sum(state & 1 for state in pages) / len(pages)
 
 
-def evict(path: Path) -> None:
+def evict_file(path: Path) -> None:
     """Evict a file from the system's page cache."""
     with path.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert cached(path) < 0.1
+    assert measure_cached_share(path) < 0.1
 
 
-def wait_for(path: Path, share: float) -> float:
-    until = time.monotonic() + 30
-    while cached(path) < share and time.monotonic() < until:
+def wait_for_cached_share(path: Path, share: float) -> float:
+    deadline = time.monotonic() + 30
+    while measure_cached_share(path) < share and time.monotonic() < deadline:
         time.sleep(0.02)
-    return cached(path)
+    return measure_cached_share(path)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
@@ -231,9 +237,9 @@ def test_prefetch_reads_files_ahead(tmp_path: Path) -> None:
     experts.get("high_noise")
     for prefetch in (lambda: experts.prefetch("low_noise"), LazyModule(load, files).prefetch):
         for file in files:
-            evict(file)
+            evict_file(file)
         prefetch()
-        assert min(wait_for(file, 0.9) for file in files) >= 0.9
+        assert min(wait_for_cached_share(file, 0.9) for file in files) >= 0.9
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
@@ -241,23 +247,25 @@ def test_a_mapped_tensor_is_read_ahead(tmp_path: Path) -> None:
     """Also a tensor that a LoRA changes, which is read from the file."""
     path, rows = tmp_path / "x.safetensors", 12 << 10
     save_file({"x": torch.ones(rows, 1024), "y": torch.ones(rows, 1024)}, path)
-    evict(path)
+    evict_file(path)
     sources = merge_loras(open_sources(read_headers(path, str)), ())
-    assert cached(path) < 0.1
+    assert measure_cached_share(path) < 0.1
     sources["x"].prefetch()
-    assert 0.45 < wait_for(path, 0.45) < 0.6, "one of the two"
+    assert 0.45 < wait_for_cached_share(path, 0.45) < 0.6, "one of the two"
 
 
 def test_files_larger_than_memory_are_not_read_ahead(tmp_path: Path, monkeypatch) -> None:
     """Reading ahead the end of the files would evict their beginning."""
-    asked: list[int] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda *piece: asked.append(piece[1]), raising=False)
+    offsets: list[int] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda *arguments: offsets.append(arguments[1]), raising=False
+    )
     monkeypatch.setattr(system, "read_available_memory", lambda: 3 << 20)
     (tmp_path / "a").write_bytes(bytes(2 << 20))
     system.prefetch_files([tmp_path / "a"])
-    assert asked == [0, 1 << 20]
+    assert offsets == [0, 1 << 20]
     system.prefetch_files([tmp_path / "a"] * 2)
-    assert len(asked) == 2
+    assert len(offsets) == 2
 
 
 def test_a_local_rank_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,16 +281,16 @@ def test_an_accelerator_that_pytorch_does_not_see(
     """A driver too old for the wheel is refused, unless the user hides all devices."""
     (tmp_path / "nvidiactl").touch()
     assert device.find_hidden_accelerator(tmp_path) is None
-    found, variables = {}, {"nvidia0": "CUDA_VISIBLE_DEVICES"}
+    messages, variables = {}, {"nvidia0": "CUDA_VISIBLE_DEVICES"}
     for name, variable in (variables | {"davinci3": "ASCEND_RT_VISIBLE_DEVICES"}).items():
         (tmp_path / name).touch()
-        found[name] = str(device.find_hidden_accelerator(tmp_path))
+        messages[name] = str(device.find_hidden_accelerator(tmp_path))
         for hidden in ("", "-1"):
             with monkeypatch.context() as patch:
                 patch.setenv(variable, hidden)
                 assert device.find_hidden_accelerator(tmp_path) is None
         (tmp_path / name).unlink()
-    check_refusals("devices: hidden", found, [r"(?<=torch )\S+ is built[^;]*"])
+    check_refusals("devices: hidden", messages, [r"(?<=torch )\S+ is built[^;]*"])
 
 
 def test_auto_does_not_fall_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

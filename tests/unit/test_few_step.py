@@ -31,9 +31,9 @@ from wan.settings.request import VideoParams, make_video_params
 from wan.settings.solvers import SOLVERS
 
 
-def planned(words: str) -> Run:
+def plan_run(arguments: str) -> Run:
     return resolve_command_line(
-        flags.parse_flags(["--plan", *words.split()]), lambda *_: None, plan=True
+        flags.parse_flags(["--plan", *arguments.split()]), lambda *_: None, plan=True
     )
 
 
@@ -52,10 +52,10 @@ def test_euler_levels() -> None:
         plan = make_noise_schedule(
             request(sample_solver="euler", sample_steps=steps, sample_shift=shift)
         )
-        wanted = euler(steps, shift)
-        np.testing.assert_allclose(plan.sigmas, [*wanted, 0], atol=1e-15)
-        np.testing.assert_allclose(plan.timesteps, [1000 * s for s in wanted], atol=1e-12)
-        high = sum(1000 * s >= 875 for s in wanted)
+        expected = euler(steps, shift)
+        np.testing.assert_allclose(plan.sigmas, [*expected, 0], atol=1e-15)
+        np.testing.assert_allclose(plan.timesteps, [1000 * s for s in expected], atol=1e-12)
+        high = sum(1000 * s >= 875 for s in expected)
         assert plan.high_noise_steps == high and plan.experts[0] == "high_noise"
 
 
@@ -65,8 +65,8 @@ def test_rcm_levels() -> None:
         plan = make_noise_schedule(request(**four, sigma_max=first))
         np.testing.assert_allclose(plan.sigmas, [share, 0.9338, 0.8529, 0.6090, 0], atol=5e-5)
         angles = (math.atan(first), 1.5, 1.4, 1.0)
-        wanted = [math.sin(t) / (math.sin(t) + math.cos(t)) for t in angles]
-        np.testing.assert_allclose(plan.sigmas[:-1], wanted, atol=1e-15)
+        expected = [math.sin(t) / (math.sin(t) + math.cos(t)) for t in angles]
+        np.testing.assert_allclose(plan.sigmas[:-1], expected, atol=1e-15)
         two = make_noise_schedule(request(sample_solver="rcm", sample_steps=2, sigma_max=first))
         assert two.sigmas == (*plan.sigmas[:2], 0)
     # a run starts from noise of the first level
@@ -76,14 +76,14 @@ def test_rcm_levels() -> None:
         )
 
 
-def stepped(
-    asked: VideoParams, velocities: Tensor, start: Tensor, draw: Any = None
+def run_steps(
+    params: VideoParams, velocities: Tensor, start: Tensor, draw: Any = None
 ) -> list[Tensor]:
-    solver, told = make_solver(asked, make_noise_schedule(asked), draw)
-    found = [start]
-    for t, v in zip(told, velocities, strict=True):
-        found.append(solver.step(v, t.float(), found[-1], return_dict=False)[0])
-    return found[1:]
+    solver, timesteps = make_solver(params, make_noise_schedule(params), draw)
+    latents = [start]
+    for t, v in zip(timesteps, velocities, strict=True):
+        latents.append(solver.step(v, t.float(), latents[-1], return_dict=False)[0])
+    return latents[1:]
 
 
 STEPS = {
@@ -97,40 +97,40 @@ STEPS = {
 
 def test_steps_against_the_formulas_in_float64() -> None:
     for name, values in STEPS.items():
-        asked, generator = request(**values), torch.Generator().manual_seed(0)
-        plan, count = make_noise_schedule(asked), asked.sample_steps
+        params, generator = request(**values), torch.Generator().manual_seed(0)
+        plan, count = make_noise_schedule(params), params.sample_steps
         velocities = torch.randn(count, 3, 4, generator=generator)
         start, *fresh = torch.randn(10, 3, 4, generator=generator)
-        found = stepped(asked, velocities, start, iter(fresh).__next__)
+        latents = run_steps(params, velocities, start, iter(fresh).__next__)
         x = start.double()
         for index in range(count):
-            sigma, after = plan.sigmas[index : index + 2]
+            sigma, next_sigma = plan.sigmas[index : index + 2]
             v = velocities[index].double()
-            if asked.sample_solver == "euler" or asked.ode:
-                wanted = x + (after - sigma) * v
+            if params.sample_solver == "euler" or params.ode:
+                expected = x + (next_sigma - sigma) * v
             else:
-                wanted = (1 - after) * (x - sigma * v) + after * fresh[index].double()
-            x = found[index].double()
-            assert torch.allclose(x, wanted, rtol=1e-7, atol=1e-7), (name, index)
+                expected = (1 - next_sigma) * (x - sigma * v) + next_sigma * fresh[index].double()
+            x = latents[index].double()
+            assert torch.allclose(x, expected, rtol=1e-7, atol=1e-7), (name, index)
     assert make_noise_schedule(request(**STEPS["dmd"])).sigmas == (1.0, 0.757, 0.522, 0.0)
 
 
 def test_euler_is_diffusers() -> None:
-    asked = request(**STEPS["euler"])
+    params = request(**STEPS["euler"])
     velocities, start = torch.randn(4, 2, 3), torch.randn(2, 3)
-    theirs = diffusers.FlowMatchEulerDiscreteScheduler()
-    theirs.set_timesteps(sigmas=make_noise_schedule(asked).sigmas[:-1])
-    x, found = start, stepped(asked, velocities, start)
-    for index, t in enumerate(theirs.timesteps):
-        x = theirs.step(velocities[index], t, x, return_dict=False)[0]
-        assert torch.equal(found[index], x)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(sigmas=make_noise_schedule(params).sigmas[:-1])
+    x, latents = start, run_steps(params, velocities, start)
+    for index, t in enumerate(scheduler.timesteps):
+        x = scheduler.step(velocities[index], t, x, return_dict=False)[0]
+        assert torch.equal(latents[index], x)
 
 
 def test_noise_is_drawn_anew() -> None:
-    draw, again = (make_noise_sampler(request(base_seed=3), torch.device("cpu")) for _ in range(2))
+    draw, redraw = (make_noise_sampler(request(base_seed=3), torch.device("cpu")) for _ in range(2))
     first, second = draw(), draw()
-    assert torch.equal(again(), first) and not torch.equal(first, second)
-    assert torch.equal(again(), second) and first.shape == (16, 2, 8, 8)
+    assert torch.equal(redraw(), first) and not torch.equal(first, second)
+    assert torch.equal(redraw(), second) and first.shape == (16, 2, 8, 8)
 
 
 def test_experts_by_step() -> None:
@@ -143,7 +143,7 @@ def test_experts_by_step() -> None:
     assert make_noise_schedule(request(**four, boundary_step=4)).high_noise_steps == 4
 
 
-def test_refused() -> None:
+def test_flags_that_are_refused() -> None:
     eight = "1000,700,600,500,400,300,200,100"
     table = {
         "rising": "--timesteps 500,1000",
@@ -164,29 +164,29 @@ def test_refused() -> None:
         "recipe": "--task ti2v-5B --recipe lightning-4step",
         "mag": f"--timesteps {eight} --sample_solver dmd --step_cache mag",
     }
-    found = {name: said(planned, words) for name, words in table.items()}
-    check_refusals("few steps: flags", found)
+    messages = {name: said(plan_run, arguments) for name, arguments in table.items()}
+    check_refusals("few steps: flags", messages)
 
 
 def test_recipes() -> None:
-    run = planned("--recipe lightning-4step").params
+    run = plan_run("--recipe lightning-4step").params
     assert (run.sample_solver, run.sample_steps, run.sample_shift) == ("euler", 4, 5.0)
     assert run.sample_guide_scale == (1.0, 1.0) and not run.uses_guidance
     assert make_noise_schedule(run).high_noise_steps == 2
-    more = planned("--recipe distill-4step --sample_steps 8 --sample_guide_scale 2")
+    more = plan_run("--recipe distill-4step --sample_steps 8 --sample_guide_scale 2")
     assert more.params.sample_steps == 8 and more.params.boundary_step is None
     assert any("guidance blurs" in line for line in more.notices)
-    fast = planned("--task ti2v-5B --recipe fastwan-3step").params
+    fast = plan_run("--task ti2v-5B --recipe fastwan-3step").params
     assert fast.timesteps == (1000, 757, 522) and fast.sample_steps == 3
-    five = planned("--task ti2v-5B --recipe fastwan-3step --sample_steps 5").params
+    five = plan_run("--task ti2v-5B --recipe fastwan-3step --sample_steps 5").params
     assert five.timesteps is None and five.sample_solver == "dmd" and five.sample_steps == 5
-    rcm = planned("--recipe rcm-4step --sigma_max 1600 --ode").params
+    rcm = plan_run("--recipe rcm-4step --sigma_max 1600 --ode").params
     assert rcm.ode and rcm.first_sigma == 1600
 
 
 def test_recipes_are_recognised_by_names() -> None:
     lightning = "Wan2.2-Lightning/Wan2.2-T2V-A14B-4steps-lora-rank64-V1/x"
-    for name, task, *found in (
+    for name, task, *expected_recipes in (
         (lightning, "t2v-A14B", "lightning-4step"),
         ("wan2.2_i2v_A14b_high_noise_lightx2v_4step.safetensors", "i2v-A14B", "distill-4step"),
         ("Wan2.2-Distill-Models", "t2v-A14B", "distill-4step"),
@@ -196,9 +196,11 @@ def test_recipes_are_recognised_by_names() -> None:
         ("Wan2.2-Lightning", "ti2v-5B"),
     ):
         path = Path("/models") / name
-        where = ([], [path]) if "ora" in name or "Lightning" in name else ([path], [])
-        assert recipes.choose_recipes("auto", *where, PRESETS[task])[0] == tuple(found), name
-        assert recipes.choose_recipes("none", *where, PRESETS[task]) == ((), {}), name
+        locations = ([], [path]) if "ora" in name or "Lightning" in name else ([path], [])
+        assert recipes.choose_recipes("auto", *locations, PRESETS[task])[0] == tuple(
+            expected_recipes
+        ), name
+        assert recipes.choose_recipes("none", *locations, PRESETS[task]) == ((), {}), name
 
 
 def test_a_folder_around_a_base_model_shows_no_recipe() -> None:
@@ -206,39 +208,42 @@ def test_a_folder_around_a_base_model_shows_no_recipe() -> None:
         assert recipes.choose_recipes("auto", [Path(name)], [], PRESETS["t2v-A14B"])[0] == ()
 
 
-def test_a_recipe_is_asked_for_anew_of_a_record(tmp_path: Path) -> None:
+def test_a_recipe_replaces_the_schedule_of_a_record(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    path.write_text(json.dumps({"settings": planned("--sample_steps 30").settings}))
-    settings = planned("--sample_steps 30 --frame_num 33 --fps 9").settings
+    path.write_text(json.dumps({"settings": plan_run("--sample_steps 30").settings}))
+    settings = plan_run("--sample_steps 30 --frame_num 33 --fps 9").settings
     path.write_text(json.dumps({"settings": settings}))
-    again = planned(f"--from_json {path} --recipe lightning-4step")
-    assert (again.params.frame_num, again.output.fps) == (33, 9)  # which the recipe does not set
-    run = planned(f"--from_json {path} --recipe rcm-4step --ode").params
+    replayed = plan_run(f"--from_json {path} --recipe lightning-4step")
+    assert (replayed.params.frame_num, replayed.output.fps) == (
+        33,
+        9,
+    )  # which the recipe does not set
+    run = plan_run(f"--from_json {path} --recipe rcm-4step --ode").params
     assert (run.sample_solver, run.sample_steps, run.uses_guidance) == ("rcm", 4, False)
-    path.write_text(json.dumps({"settings": planned("--recipe lightning-4step").settings}))
-    again = planned(f"--from_json {path}").params
-    assert (again.sample_solver, again.sample_steps) == ("euler", 4)
-    off = planned(f"--from_json {path} --recipe none").params
+    path.write_text(json.dumps({"settings": plan_run("--recipe lightning-4step").settings}))
+    replayed = plan_run(f"--from_json {path}").params
+    assert (replayed.sample_solver, replayed.sample_steps) == ("euler", 4)
+    off = plan_run(f"--from_json {path} --recipe none").params
     demo = "unipc", 20, 12.0
     assert (off.sample_solver, off.sample_steps, off.sample_shift) == demo
 
 
 def test_a_recipes_own_value_changes_nothing() -> None:
-    given = "--task ti2v-5B --recipe fastwan-3step"
-    assert planned(f"{given} --sample_solver dmd").params.timesteps == (1000, 757, 522)
-    other = planned(f"{given} --sample_solver euler").params
+    arguments = "--task ti2v-5B --recipe fastwan-3step"
+    assert plan_run(f"{arguments} --sample_solver dmd").params.timesteps == (1000, 757, 522)
+    other = plan_run(f"{arguments} --sample_solver euler").params
     assert other.timesteps is None and (other.sample_steps, other.sample_shift) == (3, 5.0)
 
 
 def test_a_record_keeps_the_schedule_and_steps_take_it_back(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    run = planned("--sample_solver dmd --timesteps 1000,757,522 --boundary_step 1")
+    run = plan_run("--sample_solver dmd --timesteps 1000,757,522 --boundary_step 1")
     path.write_text(json.dumps({"settings": run.settings}))
-    again = planned(f"--from_json {path}").params
-    assert again == run.params and again.timesteps == (1000, 757, 522)
-    other = planned(f"--from_json {path} --sample_steps 6").params
+    replayed = plan_run(f"--from_json {path}").params
+    assert replayed == run.params and replayed.timesteps == (1000, 757, 522)
+    other = plan_run(f"--from_json {path} --sample_steps 6").params
     assert other.timesteps is None and other.boundary_step is None and other.sample_steps == 6
-    listed = planned(f"--from_json {path} --timesteps 900,300").params
+    listed = plan_run(f"--from_json {path} --timesteps 900,300").params
     assert listed.sample_steps == 2 and listed.boundary_step is None
 
 
@@ -247,14 +252,20 @@ def test_python_classes_take_a_recipe(tiny: Any) -> None:
     """A recipe sets only the arguments that the call leaves out."""
     model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
     common: dict[str, Any] = {"size": (32, 32), "frame_num": 1, "seed": 2, "output_type": "latent"}
-    found = model.generate("a cat", **common, recipe="lightning-4step")
+    latents = model.generate("a cat", **common, recipe="lightning-4step")
     four = {"sample_solver": "euler", "sampling_steps": 4, "shift": 5.0, "guide_scale": 1.0}
-    assert torch.equal(found, model.generate("a cat", **common, **four))
+    assert torch.equal(latents, model.generate("a cat", **common, **four))
     three = model.generate("a cat", **common, recipe="lightning-4step", sampling_steps=3)
     assert torch.equal(three, model.generate("a cat", **common, **four | {"sampling_steps": 3}))
-    given = {"sampling_steps": 50, "guide_scale": 5.0, "shift": 5.0}  # generate's own defaults
-    fifty = model.generate("a cat", **common, recipe="lightning-4step", **given)
-    assert torch.equal(fifty, model.generate("a cat", **common, **given, sample_solver="euler"))
+    default_settings = {
+        "sampling_steps": 50,
+        "guide_scale": 5.0,
+        "shift": 5.0,
+    }  # generate's own defaults
+    fifty = model.generate("a cat", **common, recipe="lightning-4step", **default_settings)
+    assert torch.equal(
+        fifty, model.generate("a cat", **common, **default_settings, sample_solver="euler")
+    )
     with pytest.raises(InputError, match="recipe=fastwan-3step is for ti2v-5B, not for t2v-A14B"):
         model.generate("a cat", **common, recipe="fastwan-3step")
 
@@ -268,38 +279,38 @@ def test_last_images(tiny: Any, image_path: Path) -> None:
         "flf2v-14B": image,
         "i2v-A14B": f"{image} {last} --frame_num 1",
     }
-    found = {
-        task: said(planned, f"--task {task} --ckpt_dir {tiny(task)} {images}")
+    messages = {
+        task: said(plan_run, f"--task {task} --ckpt_dir {tiny(task)} {images}")
         for task, images in table.items()
     }
     flf2v = f"--task flf2v-14B --ckpt_dir {tiny('i2v-14B')} {image}"
-    found["flf2v-14B of one image"] = said(planned, flf2v)
-    check_refusals("images: last ones", found)
+    messages["flf2v-14B of one image"] = said(plan_run, flf2v)
+    check_refusals("images: last ones", messages)
 
 
 def test_the_folder_decides_which_image_model_it_is(tiny: Any, image_path: Path) -> None:
-    for folder, task, more in (
+    for folder, task, extra_flags in (
         ("i2v-A14B", "i2v-A14B", ""),
         ("i2v-14B", "i2v-14B", ""),
         ("flf2v-14B", "flf2v-14B", f" --last_image {image_path}"),
     ):
-        given = f"--task i2v-14B --ckpt_dir {tiny(folder)} --image {image_path}{more}"
-        run = planned(f"{given} --size 832*480")
+        arguments = f"--task i2v-14B --ckpt_dir {tiny(folder)} --image {image_path}{extra_flags}"
+        run = plan_run(f"{arguments} --size 832*480")
         assert run.params.preset.task == task
         if folder == "i2v-14B":
             assert (run.params.sample_shift, run.params.sample_steps) == (3.0, 4)
             assert run.params.negative_prompt.startswith("镜头晃动，")
-            assert planned(f"{given} --size 1280*720").params.sample_shift == 5.0
+            assert plan_run(f"{arguments} --size 1280*720").params.sample_shift == 5.0
 
 
 def test_networks_that_need_more_are_named(tiny: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "checkpoint"))
     file = folder / "diffusion_pytorch_model.safetensors"
-    state, found = load_file(file), {}
+    state, messages = load_file(file), {}
     for name in ("blocks.0.self_attn.gate_compress.weight", "time_embedding_r.0.weight"):
         save_file({**state, name: torch.zeros(2, 2)}, file)
-        found[name] = said(inspect_checkpoint, folder)
-    check_refusals("checkpoints: networks that need more", found)
+        messages[name] = said(inspect_checkpoint, folder)
+    check_refusals("checkpoints: networks that need more", messages)
 
 
 def test_turbo_weights_attend_densely(tiny: Any, tmp_path: Path) -> None:
@@ -321,10 +332,10 @@ def test_every_solver_ends_where_a_known_flow_ends() -> None:
     shape, exact = (4, 3, 5, 5), {"generator": generator, "dtype": torch.float64}
     video = torch.randn(shape, **exact)
     for solver in SOLVERS:
-        asked = request(sample_solver=solver, sample_steps=4 if solver == "rcm" else 12)
-        levels, x = make_noise_schedule(asked), torch.randn(shape, **exact)
-        stepper, told = make_solver(asked, levels, lambda: torch.randn(shape, **exact))
-        for timestep, sigma in zip(told, levels.sigmas, strict=False):
+        params = request(sample_solver=solver, sample_steps=4 if solver == "rcm" else 12)
+        levels, x = make_noise_schedule(params), torch.randn(shape, **exact)
+        stepper, timesteps = make_solver(params, levels, lambda: torch.randn(shape, **exact))
+        for timestep, sigma in zip(timesteps, levels.sigmas, strict=False):
             velocity = (x - video) / sigma
             (x,) = stepper.step(velocity, timestep, x, return_dict=False)
             assert x.isfinite().all(), solver

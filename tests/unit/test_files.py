@@ -58,40 +58,42 @@ def test_a_header(tmp_path: Path) -> None:
 
 
 def test_damaged_headers(tmp_path: Path) -> None:
-    path, found = tmp_path / "x.safetensors", {}
+    path, messages = tmp_path / "x.safetensors", {}
     for case in (*DAMAGE, "truncated", "longer"):
         size = {"truncated": 27, "longer": 29}.get(case, 28)
-        found[case] = said(read_safetensors_header, small_file(path, DAMAGE.get(case, len), size))
+        messages[case] = said(
+            read_safetensors_header, small_file(path, DAMAGE.get(case, len), size)
+        )
     brackets = (10**5).to_bytes(8, "little") + b"[" * 10**5
     for case, content in (("empty", b""), ("brackets", brackets)):
         path.write_bytes(content)
-        found[case] = said(read_safetensors_header, path)
-    assert max(map(len, found.values())) < 400
-    check_refusals("files: headers", found, [r"(?<=file \().*(?=\); )"])
+        messages[case] = said(read_safetensors_header, path)
+    assert max(map(len, messages.values())) < 400
+    check_refusals("files: headers", messages, [r"(?<=file \().*(?=\); )"])
 
 
 def test_a_large_file_that_differs_in_a_byte(tmp_path: Path) -> None:
     """At its beginning, in its middle, at its end."""
-    path, seen = tmp_path / "x.safetensors", set()
-    for place in (None, 0, 20_000_000, 39_999_999):
+    path, fingerprints = tmp_path / "x.safetensors", set()
+    for offset in (None, 0, 20_000_000, 39_999_999):
         with path.open("wb") as file:
             file.truncate(40_000_000)
-            if place is not None:
-                file.seek(place)
+            if offset is not None:
+                file.seek(offset)
                 file.write(b"x")
-        seen.add(compute_fingerprint([path]))
-    assert len(seen) == 4
+        fingerprints.add(compute_fingerprint([path]))
+    assert len(fingerprints) == 4
 
 
 def test_a_small_file_that_differs_in_a_byte(tmp_path: Path) -> None:
     """At any offset: files of some megabytes, such as LoRAs, are hashed completely."""
-    path, found = tmp_path / "x.safetensors", set[str]()
-    for place in range(0, 1_000_000, 49_999):
+    path, fingerprints = tmp_path / "x.safetensors", set[str]()
+    for offset in range(0, 1_000_000, 49_999):
         content = bytearray(1_000_000)
-        content[place] = 1
+        content[offset] = 1
         path.write_bytes(content)
-        found.add(compute_fingerprint([path]))
-    assert len(found) == 21
+        fingerprints.add(compute_fingerprint([path]))
+    assert len(fingerprints) == 21
 
 
 def test_shards_are_numbered_with_as_many_digits_as_they_were(tmp_path: Path) -> None:

@@ -25,25 +25,27 @@ def layer(rows: int, columns: int, scale: Tensor | None, lora: int = 0) -> FP8Li
     generator = torch.Generator().manual_seed(rows)
     weight = (torch.randn(rows, columns, generator=generator) * 50).to(E4M3)
     bias = nn.Parameter(torch.randn(rows, generator=generator), requires_grad=False)
-    added = None
+    lora_factors = None
     if lora:
-        added = tuple(torch.randn(s, generator=generator) for s in ((rows, lora), (lora, columns)))
-    made = (weight, lambda x: x.float(), bias)
-    return FP8Linear(*made, in_features=columns, scale=scale, lora=added)  # type: ignore[arg-type]
+        lora_factors = tuple(
+            torch.randn(s, generator=generator) for s in ((rows, lora), (lora, columns))
+        )
+    arguments = (weight, lambda x: x.float(), bias)
+    return FP8Linear(*arguments, in_features=columns, scale=scale, lora=lora_factors)  # type: ignore[arg-type]
 
 
-def expected(linear: FP8Linear, x: Tensor) -> Tensor:
+def compute_expected(linear: FP8Linear, x: Tensor) -> Tensor:
     """The product by its definition, in float64, token by token."""
     weight = linear.weight.double()
     if linear.weight_scale is not None:
         weight = weight * linear.weight_scale.double().reshape(-1, 1)
-    found = []
+    token_outputs = []
     for token in x.reshape(-1, x.shape[-1]):
         scale = token.float().abs().max() / 448
         scale = scale if scale > 0 else torch.tensor(1.0)
         rounded = (token.float() / scale).to(E4M3).double() * scale.double()
-        found.append(weight @ rounded + linear.bias.double())
-    out = torch.stack(found).view(*x.shape[:-1], -1)
+        token_outputs.append(weight @ rounded + linear.bias.double())
+    out = torch.stack(token_outputs).view(*x.shape[:-1], -1)
     if linear.lora_up is not None and linear.lora_down is not None:
         out += x.double() @ linear.lora_down.double().T @ linear.lora_up.double().T
     return out
@@ -55,18 +57,18 @@ def test_a_layer() -> None:
     x[0, 3], x[1, 5] = 0, x[1, 5] * 1e4
     for scale, lora in product((None, torch.tensor([0.013]), torch.rand(72, 1) + 0.1), (0, 3)):
         linear = layer(72, 40, scale, lora)
-        found, wanted = linear(x), expected(linear, x)
-        assert found.dtype == torch.float32 and found.shape == (2, 33, 72)
-        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), (scale, lora)
+        output, reference = linear(x), compute_expected(linear, x)
+        assert output.dtype == torch.float32 and output.shape == (2, 33, 72)
+        assert (output - reference).abs().max() <= 1e-6 * reference.abs().max(), (scale, lora)
         assert linear(x[:, :0]).shape == (2, 0, 72)
 
 
 def test_bfloat16_is_rounded_once() -> None:
     linear = layer(72, 40, torch.tensor([0.013]))
     x = torch.randn(33, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = linear(x)
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - expected(linear, x)).abs().max() <= 2**-8 * found.abs().max()
+    output = linear(x)
+    assert output.dtype == torch.bfloat16
+    assert (output.double() - compute_expected(linear, x)).abs().max() <= 2**-8 * output.abs().max()
 
 
 @pytest.mark.parametrize("kind", [WeightOnlyLinear, FP8Linear])
@@ -88,26 +90,31 @@ def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> N
     state = load_file(path)
     stored, _ = written(state, "float8")
     exact = "blocks.0.ffn.0"
-    said = mark(format="float8_e4m3fn", full_precision_matrix_mult=True)
-    stored[f"{exact}.comfy_quant"] = said
+    comfy_quant = mark(format="float8_e4m3fn", full_precision_matrix_mult=True)
+    stored[f"{exact}.comfy_quant"] = comfy_quant
     save_file(stored, path)
-    words = ["--sample_steps", "2", "--precision", precision, "--fp8_weights"]
-    kept, found = latents(folder, *words, "keep"), latents(folder, *words, "multiply")
-    assert 1e-4 < (found - kept).norm() / kept.norm() < 0.1
-    assert torch.equal(latents(folder, *words, "multiply", "--offload_model", "block"), found)
-    _, pipeline = composed(folder, *words, "multiply")
+    arguments = ["--sample_steps", "2", "--precision", precision, "--fp8_weights"]
+    upcast_latents, fp8_latents = (
+        latents(folder, *arguments, "keep"),
+        latents(folder, *arguments, "multiply"),
+    )
+    assert 1e-4 < (fp8_latents - upcast_latents).norm() / upcast_latents.norm() < 0.1
+    assert torch.equal(
+        latents(folder, *arguments, "multiply", "--offload_model", "block"), fp8_latents
+    )
+    _, pipeline = composed(folder, *arguments, "multiply")
     network = pipeline.experts.get("dit")
     kinds = {name: type(module) for name, module in network.named_modules()}
     assert kinds.pop(exact) is WeightOnlyLinear
     assert [*kinds.values()].count(FP8Linear) == 10 * len(network.blocks) - 1
 
 
-def test_what_is_refused(tiny: Any) -> None:
+def test_weights_and_devices_that_are_refused(tiny: Any) -> None:
     flags = "--task", "t2v-1.3B", "--fp8_weights", "multiply"
-    found = {
+    messages = {
         "other weights": said(composed, tiny("t2v-1.3B"), *flags),
         "an NPU": said(composed, tiny("t2v-1.3B"), *flags, "--device", "npu"),
         "an older GPU": said(check_fp8_capability, (8, 6)),
     }
-    check_refusals("fp8 weights", found)
+    check_refusals("fp8 weights", messages)
     check_fp8_capability((8, 9))

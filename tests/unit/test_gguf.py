@@ -60,10 +60,10 @@ def test_values_of_any_bytes() -> None:
     for kind in KINDS:
         size = 300, quantise(torch.zeros(1, 512), kind).shape[1]
         stored = torch.randint(256, size, generator=generator, dtype=torch.uint8)
-        found, expected = dequantize_gguf(kind, stored), meant(stored.numpy(), kind)
+        values, expected = dequantize_gguf(kind, stored), meant(stored.numpy(), kind)
         assert expected.isnan().any(), kind
-        if not torch.equal(*(x.nan_to_num(torch.inf) for x in (found, expected))) or not (
-            torch.equal(found.isnan(), expected.isnan())
+        if not torch.equal(*(x.nan_to_num(torch.inf) for x in (values, expected))) or not (
+            torch.equal(values.isnan(), expected.isnan())
         ):
             wrong.append(kind)
     assert not wrong
@@ -83,10 +83,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_headers_are_those_of_the_package(file: Path) -> None:
-    found, expected = read_file_headers(file), gguf.GGUFReader(file).tensors
-    assert list(found) == [tensor.name for tensor in expected]
+    headers, expected = read_file_headers(file), gguf.GGUFReader(file).tensors
+    assert list(headers) == [tensor.name for tensor in expected]
     for tensor in expected:
-        info = found[tensor.name]
+        info = headers[tensor.name]
         assert info.dtype == tensor.tensor_type.name
         assert info.data_offset == tensor.data_offset and info.nbytes == tensor.n_bytes
         assert info.shape == tuple(tensors()[tensor.name].shape)  # also where it was flattened
@@ -116,15 +116,23 @@ def test_headers_with_any_legal_metadata(tmp_path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[4:8] = version.to_bytes(4, "little")  # their layouts are the same
         path.write_bytes(content)
-        found, expected = read_file_headers(path), gguf.GGUFReader(path).tensors
-        assert {name: info.data_offset for name, info in found.items()} == {
+        headers, expected = read_file_headers(path), gguf.GGUFReader(path).tensors
+        assert {name: info.data_offset for name, info in headers.items()} == {
             tensor.name: tensor.data_offset for tensor in expected
         }
         for name, tensor in tensors().items():
-            assert torch.equal(open_sources(found)[name].read(slice(None)), tensor)
-        wanted = {"x.bool": True, "x.float64": 0.5, "x.int64": 100, "x.text": "Übergröße"}
-        wanted |= {"x.array.2": (True, False, True), "x.array.3": ("a", "", "数")}
-        assert read_gguf_metadata(path, list(wanted)) == wanted, (alignment, version)
+            assert torch.equal(open_sources(headers)[name].read(slice(None)), tensor)
+        expected_metadata = {
+            "x.bool": True,
+            "x.float64": 0.5,
+            "x.int64": 100,
+            "x.text": "Übergröße",
+        }
+        expected_metadata |= {"x.array.2": (True, False, True), "x.array.3": ("a", "", "数")}
+        assert read_gguf_metadata(path, list(expected_metadata)) == expected_metadata, (
+            alignment,
+            version,
+        )
 
 
 def test_rows_of_a_file(file: Path, tmp_path: Path) -> None:
@@ -151,18 +159,18 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
     The counts are of keys, and of strings in an array; the rest of the file is zeros.
     """
-    found, path = {}, tmp_path / "x.gguf"
+    messages, path = {}, tmp_path / "x.gguf"
     for kind in ("IQ4_NL", "TQ1_0"):
         values, size = gguf.GGML_QUANT_SIZES[kind_of(kind)]
         writer = gguf.GGUFWriter(path, "wan")
         stored = np.zeros((4, 256 // values * size), np.uint8)
         writer.add_tensor("blocks.0.x", stored, raw_dtype=kind_of(kind))
         finish(writer)
-        found[kind] = said(read_file_headers, path)
+        messages[kind] = said(read_file_headers, path)
     path.unlink()
     for size in (0, 10):
         (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").write_bytes(b"GGUF" * 3 if size else b"")
-        found[f"{size} bytes"] = said(inspect_checkpoint, tmp_path)
+        messages[f"{size} bytes"] = said(inspect_checkpoint, tmp_path)
     counts = 2**64 - 1, 2**31, 70_000
     contents = {f"{keys} keys": struct.pack("<IQQ", 3, 0, keys) for keys in counts}
     contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
@@ -170,73 +178,75 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         path.write_bytes(b"GGUF" + content)
         os.truncate(path, 1 << 26)
         started = time.process_time()
-        found[name] = said(read_file_headers, path)
+        messages[name] = said(read_file_headers, path)
         assert time.process_time() - started < 0.5, name
-    check_refusals("gguf: files", found)
+    check_refusals("gguf: files", messages)
 
 
 def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
     """Either a refusal, or a header with tensors inside the file; fast and with little memory."""
-    whole, chance, refused = file.read_bytes(), random.Random(0), 0
+    content, chance, refused = file.read_bytes(), random.Random(0), 0
     data = min(info.data_offset for info in read_file_headers(file).values())
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    memory_before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     path = tmp_path / "damaged.gguf"
     for number in range(500):
-        damaged = bytearray(whole)
-        at = chance.randrange(data)
-        how = number % 5
-        if how == 0:
-            del damaged[at:]
-        elif how == 1:
-            damaged[at] ^= 1 << chance.randrange(8)
-        elif how == 2:
+        damaged = bytearray(content)
+        offset = chance.randrange(data)
+        damage_kind = number % 5
+        if damage_kind == 0:
+            del damaged[offset:]
+        elif damage_kind == 1:
+            damaged[offset] ^= 1 << chance.randrange(8)
+        elif damage_kind == 2:
             large = chance.choice([1 << 60, 1 << 31, (1 << 64) - 1])
-            damaged[at : at + 8] = large.to_bytes(8, "little")
-        elif how == 3:
-            damaged[at:at] = chance.randbytes(chance.randrange(1, 40))
+            damaged[offset : offset + 8] = large.to_bytes(8, "little")
+        elif damage_kind == 3:
+            damaged[offset:offset] = chance.randbytes(chance.randrange(1, 40))
         else:
-            damaged[at : at + 4] = chance.randbytes(4)
+            damaged[offset : offset + 4] = chance.randbytes(4)
         path.write_bytes(damaged)
         try:
-            found = read_file_headers(path)
+            headers = read_file_headers(path)
         except InputError as error:
             assert "\n" not in str(error) and len(str(error)) < 600
             refused += 1
         else:
-            assert all(i.data_offset + i.nbytes <= len(damaged) for i in found.values())
+            assert all(i.data_offset + i.nbytes <= len(damaged) for i in headers.values())
     assert refused > 250
     assert time.monotonic() - started < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # kB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before < 64 << 10  # kB
 
 
-def test_a_kept_layer_is_the_upcast_one() -> None:
+def test_a_weight_only_layer_equals_the_upcast_layer() -> None:
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(40, 512, generator=generator) / 20, torch.randn(40)
     x, wrong = torch.randn(2, 7, 512, generator=generator), []
     for kind in KINDS:
         stored = quantise(weight, kind)
-        kept = torch.from_numpy(stored), TO_FLOAT[kind], nn.Parameter(bias.clone())
-        layer = WeightOnlyLinear(*kept, in_features=512)
+        arguments = torch.from_numpy(stored), TO_FLOAT[kind], nn.Parameter(bias.clone())
+        layer = WeightOnlyLinear(*arguments, in_features=512)
         for dtype in (torch.float32, torch.bfloat16):
-            found = layer.to(dtype)(x.to(dtype))
+            output = layer.to(dtype)(x.to(dtype))
             values = meant(stored, kind).to(dtype)
-            wanted = torch.nn.functional.linear(x.to(dtype), values, bias.to(dtype))
-            if not torch.equal(found, wanted):
+            expected = torch.nn.functional.linear(x.to(dtype), values, bias.to(dtype))
+            if not torch.equal(output, expected):
                 wrong.append((kind, dtype))
     assert not wrong
 
 
 def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> None:
     state = torch.load(tiny("t2v-1.3B") / "models_t5_umt5-xxl-enc-bf16.pth")
-    named = {}
+    llama_state = {}
     for name, tensor in state.items():
         other = "enc.output_norm.weight" if name == "norm.weight" else name
         for official, llama in LLAMA:
             other = other.replace(official, llama)
-        named[other] = tensor
-    kinds = {name: "Q8_0" for name, x in named.items() if x.dim() == 2 and "rel_b" not in name}
+        llama_state[other] = tensor
+    kinds = {
+        name: "Q8_0" for name, x in llama_state.items() if x.dim() == 2 and "rel_b" not in name
+    }
     path = tmp_path / "umt5.gguf"
-    values = gguf_files.write(path, named, kinds)
+    values = gguf_files.write(path, llama_state, kinds)
     network = text.read_text_encoder_spec(path).load(
         device=torch.device("cpu"), dtype_of=text.choose_text_encoder_dtypes(torch.float32)
     )
@@ -273,11 +283,13 @@ def test_a_run_from_gguf_is_that_of_its_values(
     source = request.getfixturevalue("wide") if task == "wide" else tiny(task)
     source = Path(shutil.copytree(source, tmp_path / ("t2v-1.3B" if task == "wide" else task)))
     files, plain = with_gguf(source, kind, tmp_path)
-    words = ["--sample_steps", "2", "--precision", precision]
-    expected = latents(plain, *words)
-    for how in ("keep", "upcast", "auto"):
-        assert torch.equal(latents(files, *words, "--gguf_weights", how), expected), how
-    assert torch.equal(latents(files, *words, "--offload_model", "block"), expected)
+    arguments = ["--sample_steps", "2", "--precision", precision]
+    expected = latents(plain, *arguments)
+    for weight_mode in ("keep", "upcast", "auto"):
+        assert torch.equal(latents(files, *arguments, "--gguf_weights", weight_mode), expected), (
+            weight_mode
+        )
+    assert torch.equal(latents(files, *arguments, "--offload_model", "block"), expected)
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +299,7 @@ def stored_as(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", [slow("Q8_0"), "Q4_K"])
-def test_a_lora_beside_kept_weights(
+def test_a_lora_on_weight_only_layers(
     kind: str, stored_as: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """Low-rank and full differences, and two files for one layer, against merging in float64."""
@@ -295,7 +307,7 @@ def test_a_lora_beside_kept_weights(
     plain = Path(shutil.copytree(values, tmp_path / values.name))
     path = plain / "diffusion_pytorch_model.safetensors"
     state, generator = load_file(path), torch.Generator().manual_seed(2)
-    added: list[dict[str, Tensor]] = [{}, {}]
+    lora_tensors: list[dict[str, Tensor]] = [{}, {}]
     for name, weight in list(state.items()):
         layer, total = name.removesuffix(".weight"), weight.double()
         if weight.dim() != 2 or not name.startswith("blocks."):
@@ -303,39 +315,39 @@ def test_a_lora_beside_kept_weights(
         for number, rank in enumerate((4, 2)):
             up = torch.randn(len(weight), rank, generator=generator) / 20
             down = torch.randn(rank, weight.shape[1], generator=generator) / 20
-            added[number] |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+            lora_tensors[number] |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
             total += (0.5, 0.25)[number] * up.double() @ down.double()
         if layer.endswith("self_attn.k"):
-            added[0][f"{layer}.diff"] = torch.randn(weight.shape, generator=generator) / 50
-            total += 0.5 * added[0][f"{layer}.diff"].double()
+            lora_tensors[0][f"{layer}.diff"] = torch.randn(weight.shape, generator=generator) / 50
+            total += 0.5 * lora_tensors[0][f"{layer}.diff"].double()
         state[name] = total.float()
     save_file(state, path)
     loras = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
-    for lora, tensors in zip(loras, added, strict=True):
+    for lora, tensors in zip(loras, lora_tensors, strict=True):
         save_file(tensors, lora)
-    words = ["--sample_steps", "1", "--precision", "fp32"]
-    expected = latents(plain, *words)
-    words += ["--lora", f"{loras[0]}=0.5", "--lora", f"{loras[1]}=0.25"]
-    for how, offload in (("keep", "false"), ("keep", "block"), ("upcast", "block")):
-        ways = ["--gguf_weights", how, "--offload_model", offload]
-        found = latents(files, *words, *ways)
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), ways
+    arguments = ["--sample_steps", "1", "--precision", "fp32"]
+    expected = latents(plain, *arguments)
+    arguments += ["--lora", f"{loras[0]}=0.5", "--lora", f"{loras[1]}=0.25"]
+    for weight_mode, offload in (("keep", "false"), ("keep", "block"), ("upcast", "block")):
+        mode_flags = ["--gguf_weights", weight_mode, "--offload_model", offload]
+        result = latents(files, *arguments, *mode_flags)
+        assert (result - expected).abs().max() <= 1e-5 * expected.abs().max(), mode_flags
 
 
-def test_kept_weights_take_the_bytes_of_the_file(stored_as: Any) -> None:
+def test_weight_only_layers_take_the_bytes_of_the_file(stored_as: Any) -> None:
     """In memory, and in the copies of streamed blocks."""
     files, _ = stored_as("Q4_K")
-    found = {}
-    for how in ("keep", "upcast"):
-        words = ["--gguf_weights", how, "--precision", "bf16", "--frame_num", "1"]
-        asked, pipeline = composed(files, *words, "--offload_model", "false")
+    block_bytes = {}
+    for weight_mode in ("keep", "upcast"):
+        arguments = ["--gguf_weights", weight_mode, "--precision", "bf16", "--frame_num", "1"]
+        run, pipeline = composed(files, *arguments, "--offload_model", "false")
         network = pipeline.experts.get("dit")
-        planned = Planner(asked.setup, asked.params).compute_stage_memory()["denoising"][
+        planned_bytes = Planner(run.setup, run.params).compute_stage_memory()["denoising"][
             "DiT weights"
         ]
-        assert planned == pytest.approx(held(network), rel=0.03)
-        found[how] = held(network.blocks)
-        streams, _ = composed(files, *words, "--offload_model", "block")
-        copied = Planner(streams.setup, streams.params).count_streamed_blocks()
-        assert copied == (2, 2, pytest.approx(2 * found[how], rel=0.03))
-    assert found["keep"] < 0.35 * found["upcast"]
+        assert planned_bytes == pytest.approx(held(network), rel=0.03)
+        block_bytes[weight_mode] = held(network.blocks)
+        streaming_run, _ = composed(files, *arguments, "--offload_model", "block")
+        copied_per_step = Planner(streaming_run.setup, streaming_run.params).count_streamed_blocks()
+        assert copied_per_step == (2, 2, pytest.approx(2 * block_bytes[weight_mode], rel=0.03))
+    assert block_bytes["keep"] < 0.35 * block_bytes["upcast"]

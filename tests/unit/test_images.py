@@ -37,12 +37,12 @@ def rgb(array: np.ndarray = RGB) -> Image.Image:
     return Image.fromarray(array)
 
 
-def saved(folder: Path, image: Image.Image, name: str, **options: object) -> Path:
+def save_image(folder: Path, image: Image.Image, name: str, **options: object) -> Path:
     image.save(folder / name, **options)
     return folder / name
 
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+def encode_image(image: Image.Image, kind: str, **options: object) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
@@ -63,7 +63,7 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 def test_a_file_and_what_python_holds_of_it_give_the_same_pixels(tmp_path: Path) -> None:
     for extension in ("png", "jpg", "webp", "bmp", "tiff", "gif", *AVIF):
-        path = saved(tmp_path, rgb(SMOOTH), f"x.{extension}")
+        path = save_image(tmp_path, rgb(SMOOTH), f"x.{extension}")
         expected = np.asarray(Image.open(path).convert("RGB"))
         values = path, str(path), Image.open(path), expected
         for image in (images.read_image(path), *map(images.convert_to_image, values)):
@@ -72,7 +72,7 @@ def test_a_file_and_what_python_holds_of_it_give_the_same_pixels(tmp_path: Path)
 
 
 def test_neither_torch_nor_numpy_is_needed_for_a_file(tmp_path: Path) -> None:
-    path = saved(tmp_path, rgb(), "x.png")
+    path = save_image(tmp_path, rgb(), "x.png")
     script = (
         "import sys\nfrom wan.pipeline import images\n"
         f"images.convert_to_image({str(path)!r})\n"
@@ -103,11 +103,11 @@ def test_turned_as_exif_says(tmp_path: Path) -> None:
         stored = rgb(SMOOTH).convert(mode)
         for orientation, turn in TURNS.items():
             exif[0x0112] = orientation
-            path = saved(tmp_path, stored, f"x.{extension}", exif=exif)
+            path = save_image(tmp_path, stored, f"x.{extension}", exif=exif)
             expected = turn(np.asarray(stored.convert("RGB"))).astype(int)
-            for given in (path, Image.open(io.BytesIO(path.read_bytes()))):
-                found = pixels(images.convert_to_image(given))
-                if found.shape != expected.shape or np.abs(found - expected).mean() >= 12:
+            for source in (path, Image.open(io.BytesIO(path.read_bytes()))):
+                actual = pixels(images.convert_to_image(source))
+                if actual.shape != expected.shape or np.abs(actual - expected).mean() >= 12:
                     wrong.append((extension, mode, orientation))
     assert not wrong
 
@@ -118,7 +118,7 @@ def test_of_several_images_the_first_is_taken(tmp_path: Path) -> None:
     exif[0x0112] = 6
     for name, options in (("x.mpo", {"exif": exif}), ("x.tiff", {})):
         options |= {"save_all": True, "append_images": [Image.new("L", (5, 5))]}
-        path = saved(tmp_path, rgb(), name, **options)
+        path = save_image(tmp_path, rgb(), name, **options)
         assert Image.open(path).n_frames == 2
     phone = images.read_image((tmp_path / "x.mpo").rename(tmp_path / "phone.jpg"))
     assert phone.size == (SIZE[1], SIZE[0])
@@ -130,7 +130,7 @@ def test_a_very_large_image_is_read_without_a_warning(
 ) -> None:
     """Pillow warns from half of its pixel limit on; phones take 108 million pixels."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", RGB.size // 3 - 1)
-    path = saved(tmp_path, rgb(), "x.png")
+    path = save_image(tmp_path, rgb(), "x.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.array_equal(pixels(images.read_image(path)), RGB)
@@ -151,12 +151,12 @@ def test_grey_of_16_bits(tmp_path: Path) -> None:
     exif = Image.Exif()
     for name, orientation in product(("x.png", "x.tiff"), (1, 6)):
         exif[0x0112] = orientation
-        path = saved(tmp_path, Image.fromarray(DEEP), name, exif=exif)
+        path = save_image(tmp_path, Image.fromarray(DEEP), name, exif=exif)
         expected = np.rint(DEEP / 257)
         expected = np.rot90(expected, -1) if orientation == 6 else expected
-        for given in (path, Image.open(io.BytesIO(path.read_bytes()))):
-            found = grey(images.convert_to_image(given))
-            assert np.array_equal(found, expected), (name, orientation)
+        for source in (path, Image.open(io.BytesIO(path.read_bytes()))):
+            actual = grey(images.convert_to_image(source))
+            assert np.array_equal(actual, expected), (name, orientation)
 
 
 def grey_tiff(bits: int, photometric: int, data: bytes, size: tuple[int, int]) -> bytes:
@@ -192,10 +192,10 @@ def test_grey_of_32_bits(tmp_path: Path) -> None:
         "16 bits": (large, large / 257),
     }
     for name, (values, expected) in table.items():
-        path = saved(tmp_path, Image.fromarray(values), "x.tiff")
-        found = grey(images.read_image(path))
-        assert np.abs(found - expected).max() <= 0.5 + 1e-4, name
-        assert np.array_equal(grey(images.convert_to_image(Image.fromarray(values))), found), name
+        path = save_image(tmp_path, Image.fromarray(values), "x.tiff")
+        actual = grey(images.read_image(path))
+        assert np.abs(actual - expected).max() <= 0.5 + 1e-4, name
+        assert np.array_equal(grey(images.convert_to_image(Image.fromarray(values))), actual), name
 
 
 # Transparency and colour
@@ -205,7 +205,7 @@ RGBA = np.dstack((RGB, ALPHA))
 WARNING = "is transparent in places; they become white"
 
 
-def over_white(array: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+def blend_over_white(array: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     share = alpha[..., None] / 255
     return array * share + 255 * (1 - share)
 
@@ -216,8 +216,10 @@ def test_transparent_parts_become_white(caplog: pytest.LogCaptureFixture) -> Non
         if mode in ("LA", "La"):
             image = image.convert("LA")
             array = np.repeat(np.asarray(image)[..., :1], 3, -1)
-        found = pixels(images.convert_to_image(image.convert(mode)))
-        assert np.abs(found - over_white(array, ALPHA)).max() <= (1 if mode[-1] == "A" else 2), mode
+        actual = pixels(images.convert_to_image(image.convert(mode)))
+        assert np.abs(actual - blend_over_white(array, ALPHA)).max() <= (
+            1 if mode[-1] == "A" else 2
+        ), mode
         assert caplog.messages == [f"The image {WARNING}."], mode
         caplog.clear()
 
@@ -229,7 +231,7 @@ def test_a_fully_transparent_file_is_white(
     image = Image.fromarray(np.dstack((RGB, np.zeros_like(ALPHA))))
     for name in ("x.png", "x.webp", "x.tiff", "x.gif"):
         lossless = {"lossless": True, "exact": True} if name == "x.webp" else {}
-        path = saved(tmp_path, image, name, **lossless)
+        path = save_image(tmp_path, image, name, **lossless)
         assert (pixels(images.read_image(path)) == 255).all(), name
         assert caplog.messages == [f"{path} {WARNING}."]
         caplog.clear()
@@ -249,11 +251,11 @@ def test_one_transparent_colour(tmp_path: Path) -> None:
         array[1] = 200
         image = Image.fromarray(array)
         if mode == "I;16":  # Pillow 10 does not write it
-            data = encoded(image, "PNG")
+            data = encode_image(image, "PNG")
             path.write_bytes(data[:33] + chunk(b"tRNS", struct.pack(">H", 200)) + data[33:])
         else:
             key = (200,) * 3 if mode == "RGB" else 200
-            saved(tmp_path, image.convert(mode), "x.png", transparency=key)
+            save_image(tmp_path, image.convert(mode), "x.png", transparency=key)
         assert np.array_equal(grey(images.read_image(path)), expected), mode
 
 
@@ -262,10 +264,10 @@ def test_colours_of_every_mode() -> None:
     three, wrong = Image.new("RGB", (3, 1)), {}
     three.putdata([(255, 0, 0), (255, 255, 255), (0, 0, 0)])
     lab = Image.frombytes("LAB", (3, 1), bytes([138, 208, 195, 255, 128, 128, 0, 128, 128]))
-    lab = Image.merge("LAB", [lab.getchannel(0), *map(_signed, lab.split()[1:])])
-    made = {"LAB": lab, "PA": three.quantize(3).convert("PA")}
-    made |= {x: three.convert(x) for x in ("1", "L", "P", "CMYK", "YCbCr", "HSV", "RGBX")}
-    for mode, image in made.items():
+    lab = Image.merge("LAB", [lab.getchannel(0), *map(_convert_to_signed, lab.split()[1:])])
+    image_by_mode = {"LAB": lab, "PA": three.quantize(3).convert("PA")}
+    image_by_mode |= {x: three.convert(x) for x in ("1", "L", "P", "CMYK", "YCbCr", "HSV", "RGBX")}
+    for mode, image in image_by_mode.items():
         red, white, black = pixels(images.convert_to_image(image))[0]
         coloured = mode in ("1", "L") or (red[0] >= 245 and (red[1:] <= 25).all())
         if not ((white >= 250).all() and (black <= 5).all() and coloured):
@@ -273,7 +275,7 @@ def test_colours_of_every_mode() -> None:
     assert not wrong
 
 
-def _signed(channel: Image.Image) -> Image.Image:
+def _convert_to_signed(channel: Image.Image) -> Image.Image:
     """Pillow keeps a and b of LAB as signed bytes."""
     return channel.point(lambda value: (value - 128) % 256)
 
@@ -294,9 +296,9 @@ def test_arrays_and_tensors() -> None:
 
 def test_values_that_are_no_image(tmp_path: Path) -> None:
     """Also opened images whose files are damaged or closed."""
-    damaged = saved(tmp_path, rgb(), "x.png")
+    damaged = save_image(tmp_path, rgb(), "x.png")
     damaged.write_bytes(damaged.read_bytes()[:300])
-    closed = Image.open(saved(tmp_path, rgb(), "y.png"))
+    closed = Image.open(save_image(tmp_path, rgb(), "y.png"))
     closed.close()
     low, high = (np.full((4, 4), 7, dtype=np.int32) for _ in range(2))
     low[0, 0], high[0, 0] = -1, 65536
@@ -325,10 +327,10 @@ def test_values_that_are_no_image(tmp_path: Path) -> None:
         "no name": "",
         "no file at home": "~/no such image.png",
     }
-    found = {name: said(images.convert_to_image, value) for name, value in table.items()}
-    assert max(map(len, found.values())) < 200
+    messages = {name: said(images.convert_to_image, value) for name, value in table.items()}
+    assert max(map(len, messages.values())) < 200
     libraries = r"(?<=read as an image \().*(?=\))"
-    check_refusals("images: values", found, [re.escape(str(Path.home())), libraries])
+    check_refusals("images: values", messages, [re.escape(str(Path.home())), libraries])
 
 
 def test_of_a_damaged_tiff_only_the_sentence_is_seen(
@@ -336,10 +338,10 @@ def test_of_a_damaged_tiff_only_the_sentence_is_seen(
 ) -> None:
     """libtiff itself prints another message for each kind of compression."""
     for compression in ("tiff_lzw", "tiff_adobe_deflate", "jpeg"):
-        path = saved(tmp_path, rgb(), "x.tiff", compression=compression)
+        path = save_image(tmp_path, rgb(), "x.tiff", compression=compression)
         data = bytearray(path.read_bytes())
-        for place in range(20, len(data) // 2, 37):
-            data[place] ^= 0xFF
+        for offset in range(20, len(data) // 2, 37):
+            data[offset] ^= 0xFF
         path.write_bytes(data)
         with pytest.raises(InputError, match="cannot be read as an image"):
             images.read_image(path)
@@ -373,23 +375,25 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
 
     1.2 may be a highlight above white, or nearly black on a scale of 255: it is refused.
     """
-    found, path = {}, tmp_path / "x.png"
+    messages, path = {}, tmp_path / "x.png"
     for kind, content in CONTENT.items():
         path.write_bytes(content)
-        found[kind] = said(images.read_image, path)
+        messages[kind] = said(images.read_image, path)
     animated = set()
     for kind in ("gif", "webp", "png", *AVIF):
         path = tmp_path / f"x.{kind}"
         rgb().save(path, save_all=True, append_images=[rgb(SMOOTH)])
         animated.add(said(images.read_image, path).replace(path.name, "x"))
-    (found["animated"],) = animated
-    found["raw"] = said(images.read_image, saved(tmp_path, rgb(), "x.tiff", tiffinfo={254: 1}))
+    (messages["animated"],) = animated
+    messages["raw"] = said(
+        images.read_image, save_image(tmp_path, rgb(), "x.tiff", tiffinfo={254: 1})
+    )
     for bad in (np.nan, np.inf, -0.5, 1.2, 3.5, 256):
         values = UNIT.copy()
         values[3, 4] = bad
-        path = saved(tmp_path, Image.fromarray(values), "x.tiff")
-        found[f"grey of {bad}"] = said(images.read_image, path)
-    check_refusals("images: files", found)
+        path = save_image(tmp_path, Image.fromarray(values), "x.tiff")
+        messages[f"grey of {bad}"] = said(images.read_image, path)
+    check_refusals("images: files", messages)
 
 
 def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,16 +404,16 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     paths = [*("https://example.com/cat.jpg", "s3://bucket/cat.png", "data:image/png;base64,AAAA")]
     paths += ["no/cat.png", "~/cat.png", "file/cat.png", ".", "/dev/zero", "pipe.png"]
     paths += ["x" * 5000, "a\0b", "\ud800"]
-    found = {
+    messages = {
         ascii(path)[:30]: said(images.read_image, Path(path)).encode("unicode_escape").decode()
         for path in paths
     }
-    check_refusals("images: paths", found)
+    check_refusals("images: paths", messages)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
-    path = saved(tmp_path, rgb(), "x.png")
+    path = save_image(tmp_path, rgb(), "x.png")
     path.chmod(0)
     with pytest.raises(InputError, match=r"cannot be read as an image \(Permission denied\)"):
         images.read_image(path)
@@ -426,26 +430,28 @@ def samples() -> dict[str, bytes]:
     exif[0x0112] = 6
     text.add_text("Comment", "words " * 9, zip=True)
     rgba = Image.fromarray(RGBA)
-    found = {
-        "png": encoded(rgb(), "PNG", exif=exif, pnginfo=text),
-        "png palette": encoded(rgba.quantize(16), "PNG"),
-        "png 16": encoded(Image.fromarray(DEEP), "PNG"),
-        "jpeg": encoded(rgb(), "JPEG", exif=exif),
-        "jpeg cmyk": encoded(rgb().convert("CMYK"), "JPEG", progressive=True),
-        "mpo": encoded(rgb(), "MPO", save_all=True, append_images=[rgb(SMOOTH)], exif=exif),
-        "webp": encoded(rgba, "WEBP", exif=exif),
-        "bmp": encoded(rgb().quantize(16), "BMP"),
-        "tiff": encoded(rgb(), "TIFF", exif=exif),
-        "tiff deflate": encoded(Image.fromarray(UNIT), "TIFF", compression="tiff_adobe_deflate"),
-        "tiff fax": encoded(rgb().convert("1"), "TIFF", compression="group4"),
-        "gif": encoded(rgba.quantize(16), "GIF"),
+    contents = {
+        "png": encode_image(rgb(), "PNG", exif=exif, pnginfo=text),
+        "png palette": encode_image(rgba.quantize(16), "PNG"),
+        "png 16": encode_image(Image.fromarray(DEEP), "PNG"),
+        "jpeg": encode_image(rgb(), "JPEG", exif=exif),
+        "jpeg cmyk": encode_image(rgb().convert("CMYK"), "JPEG", progressive=True),
+        "mpo": encode_image(rgb(), "MPO", save_all=True, append_images=[rgb(SMOOTH)], exif=exif),
+        "webp": encode_image(rgba, "WEBP", exif=exif),
+        "bmp": encode_image(rgb().quantize(16), "BMP"),
+        "tiff": encode_image(rgb(), "TIFF", exif=exif),
+        "tiff deflate": encode_image(
+            Image.fromarray(UNIT), "TIFF", compression="tiff_adobe_deflate"
+        ),
+        "tiff fax": encode_image(rgb().convert("1"), "TIFF", compression="group4"),
+        "gif": encode_image(rgba.quantize(16), "GIF"),
     }
     if features.check("avif"):
-        found["avif"] = encoded(rgba, "AVIF", exif=exif)
-    return found
+        contents["avif"] = encode_image(rgba, "AVIF", exif=exif)
+    return contents
 
 
-def mutated(content: bytes, random_: random.Random) -> bytes:
+def mutate_content(content: bytes, random_: random.Random) -> bytes:
     """Some bytes changed, inserted, removed or set to extreme lengths; sometimes cut short."""
     data = bytearray(content)
     for _ in range(random_.choice((1, 1, 1, 2, 4, 16))):
@@ -470,7 +476,7 @@ def read_mutants(count: int, seed: int, folder: Path) -> int:
     for name, content in samples().items():
         random_ = random.Random(f"{seed} {name}")
         for index in range(count):
-            path.write_bytes(mutated(content, random_))
+            path.write_bytes(mutate_content(content, random_))
             try:
                 image = images.read_image(path)
             except InputError as error:

@@ -28,13 +28,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def control(folder: Path) -> Inputs:
+def read_vace_inputs(folder: Path) -> Inputs:
     video, mask = folder / "src_bg.mp4", folder / "src_mask.mp4"
     return Inputs(vace=sources.read_vace_files(video, mask, [folder / "a.png", folder / "b.png"]))
 
 
-MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
-    "vace": (control, ("src_bg.mp4", "src_mask.mp4", "a.png", "b.png")),
+INPUT_MAKERS: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
+    "vace": (read_vace_inputs, ("src_bg.mp4", "src_mask.mp4", "a.png", "b.png")),
     "animate": (
         lambda folder: Inputs(animate=driving.read_animate_folder(folder, replace_character=True)),
         driving.ANIMATE_FILES,
@@ -48,27 +48,28 @@ MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
 
 def test_each_file_counts(files: Path, tmp_path: Path) -> None:
     """A byte more in any file changes the digest; another folder does not."""
-    for name, (make, parts) in MADE.items():
-        found = [make(files).compute_digests()[name]]
+    for name, (make, parts) in INPUT_MAKERS.items():
+        digests = [make(files).compute_digests()[name]]
         assert (
-            make(changed_file(files, tmp_path / name / "copy")).compute_digests()[name] == found[0]
+            make(changed_file(files, tmp_path / name / "copy")).compute_digests()[name]
+            == digests[0]
         )
         for part in parts:
             copy = changed_file(files, tmp_path / name / part, part)
-            found.append(make(copy).compute_digests()[name])
-        assert None not in found and len({*found}) == 1 + len(parts), name
+            digests.append(make(copy).compute_digests()[name])
+        assert None not in digests and len({*digests}) == 1 + len(parts), name
         differing = {*make(files).compute_digests().items()} ^ {
             *NO_INPUTS.compute_digests().items()
         }
-        assert differing == {(name, None), (name, found[0])}
+        assert differing == {(name, None), (name, digests[0])}
 
 
-def test_what_is_no_file_counts_too(files: Path) -> None:
+def test_values_in_memory_count_too(files: Path) -> None:
     """Audio samples, pixels and tensors; VACE's reference pictures in memory, and their order."""
     pictures = [Image.open(files / name).convert("RGB") for name in ("a.png", "b.png")]
     values = torch.zeros(2, 3)
-    heard = media.read_audio(files / "voice.wav")
-    louder = media.Audio(heard.path, heard.samples * np.float32(1.5))
+    audio = media.read_audio(files / "voice.wav")
+    louder = media.Audio(audio.path, audio.samples * np.float32(1.5))
     pairs: list[tuple[str, Any, Any]] = [
         (
             "vace",
@@ -80,16 +81,17 @@ def test_what_is_no_file_counts_too(files: Path) -> None:
             sources.read_vace_files(None, None, pictures),
             sources.read_vace_files(None, None, pictures[:1]),
         ),
-        ("audio", heard, louder),
+        ("audio", audio, louder),
         *((name, *pictures) for name in ("image", "last_image")),
     ]
     tensors = ("prompt_embeds", "negative_prompt_embeds", "initial_latents", "clip_state")
     pairs += [(name, values, values + 1) for name in tensors]
     pairs += [(name, values, values.T.contiguous()) for name in tensors]
     pairs += [(name, values, values.double()) for name in tensors]
-    for name, one, other in pairs:
+    for name, first, second in pairs:
         digests = [
-            Inputs(**{name: value}).compute_digests()[name] for value in (one, one, other, None)
+            Inputs(**{name: value}).compute_digests()[name]
+            for value in (first, first, second, None)
         ]
         assert digests[0] == digests[1] and len({*digests}) == 3, name
         assert digests[3] is None

@@ -42,7 +42,7 @@ def qkv(head: int, rows: int = 19, keys: int = 33) -> list[Tensor]:
     return [torch.randn(2, n, 3, head, generator=generator) for n in (rows, keys, keys)]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend_by_definition(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp by definition, in float64; q, k, v and the result [B,N,S,D]."""
     q, k, v = (x.double() for x in (q, k, v))
     logits = q @ k.mT / q.shape[-1] ** 0.5
@@ -53,7 +53,7 @@ def test_with_lse() -> None:
     for head in (6, 8, 64, 128):
         tensors = qkv(head)
         out, lse = SdpaKernel().with_lse(*tensors)
-        expected, expected_lse = plain(*(x.transpose(1, 2) for x in tensors))
+        expected, expected_lse = attend_by_definition(*(x.transpose(1, 2) for x in tensors))
         assert lse.dtype == torch.float32 and lse.shape == (2, 3, 19)
         assert (out.transpose(1, 2) - expected).abs().max() <= 2e-6, head
         assert (lse - expected_lse).abs().max() <= 2e-6, head
@@ -62,18 +62,18 @@ def test_with_lse() -> None:
 def test_padded_heads() -> None:
     """Heads that need no padding are not copied."""
     for head in (6, 8, 20, 24, 128):
-        seen: list[Tensor] = []
+        inputs: list[Tensor] = []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen=seen) -> tuple:
-            seen.extend((q, k, v))
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, inputs=inputs) -> tuple:
+            inputs.extend((q, k, v))
             return F.scaled_dot_product_attention(q, k, v, scale=scale), q
 
         tensors = [x.transpose(1, 2) for x in qkv(head)]
         out, _ = attend_with_padded_heads(attend, *tensors)
-        assert seen[0].shape[-1] % 8 == 0 and out.shape == tensors[0].shape
-        assert (out - plain(*tensors)[0]).abs().max() <= 2e-6, head
+        assert inputs[0].shape[-1] % 8 == 0 and out.shape == tensors[0].shape
+        assert (out - attend_by_definition(*tensors)[0]).abs().max() <= 2e-6, head
         if head % 8 == 0:
-            assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in tensors]
+            assert [x.data_ptr() for x in inputs] == [x.data_ptr() for x in tensors]
             same, _ = attend_with_padded_heads(lambda q, k, v, scale: (q, q[..., 0]), *tensors)
             assert same.data_ptr() == tensors[0].data_ptr()
 
@@ -97,19 +97,23 @@ CHOICES = [  # capability, dtype, head, cuDNN -> the operator
 
 
 def test_the_operator_that_computes_on_a_gpu() -> None:
-    found = [(*given, select_cuda_operator(*given)) for *given, _ in CHOICES]
-    wrong = [one for one, row in zip(found, CHOICES, strict=True) if one[-1] is not row[-1]]
+    selections = [(*arguments, select_cuda_operator(*arguments)) for *arguments, _ in CHOICES]
+    wrong = [
+        selection
+        for selection, row in zip(selections, CHOICES, strict=True)
+        if selection[-1] is not row[-1]
+    ]
     assert not wrong
 
 
 def test_where_cudnn_is_refused() -> None:
-    found = {
+    messages = {
         "no cuDNN": said(check_cudnn, (9, 0), 128, None),
         "cuDNN 9.15": said(check_cudnn, (9, 0), 128, 91501),
         "an old GPU": said(check_cudnn, (7, 5), 128, 91900),
         "heads of 256": said(check_cudnn, (9, 0), 256, 91900),
     }
-    check_refusals("kernels: cuDNN", found)
+    check_refusals("kernels: cuDNN", messages)
     check_cudnn((8, 0), 128, 91600)
 
 
@@ -124,22 +128,24 @@ def test_operators_of_gpus_return_what_a_kernel_returns() -> None:
 
 
 def test_both_paths_of_a_kernel_use_one_operator() -> None:
-    used: list[str] = []
+    operator_calls: list[str] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        used.append("own")
+        operator_calls.append("own")
         return F.scaled_dot_product_attention(q, k, v, scale=scale), q[..., 0]
 
     kernel = CudaKernel(CudaOperator("own", attend))
     assert torch.equal(kernel(*qkv(8)), kernel.with_lse(*qkv(8))[0])
-    assert kernel.name == "own" and used == ["own", "own"]
+    assert kernel.name == "own" and operator_calls == ["own", "own"]
 
 
 def test_the_record_names_cudnn_on_gpus() -> None:
-    for where in ("cpu", "cuda", "npu"):
-        found = log.collect_versions(where, ("hypothesis", "no-such-package"))
-        assert ("cudnn" in found) == (where == "cuda") and found["hypothesis"][0].isdigit()
-        assert found["no-such-package"] == "not installed as a package"
+    for device_type in ("cpu", "cuda", "npu"):
+        versions = log.collect_versions(device_type, ("hypothesis", "no-such-package"))
+        assert ("cudnn" in versions) == (device_type == "cuda") and versions["hypothesis"][
+            0
+        ].isdigit()
+        assert versions["no-such-package"] == "not installed as a package"
 
 
 CPU = Device(torch.device("cpu"), get_capabilities("cpu"))
@@ -164,9 +170,9 @@ def test_a_selection_names_what_can_run() -> None:
         (RAIN, CUDA, {}, "rainfusion v3 (PyTorch FlexAttention)"),
         (replace(RAIN, fa_quant="fp8"), CPU, {}, f"rainfusion v3 (per-block E4M3; {TILES})"),
     )
-    for attention, device, exported, words in table:
+    for attention, device, exported, description in table:
         target = Target(device, 64, torch.float32, operators.load_operator)
-        assert select_kernels(attention, target, exported).describe() == words
+        assert select_kernels(attention, target, exported).describe() == description
 
 
 def makers() -> list[str]:
@@ -175,7 +181,7 @@ def makers() -> list[str]:
     return sorted({text for text in [*texts, *FP8.quantizers.values()] if ":" in text})
 
 
-def test_what_a_row_names_is_there() -> None:
+def test_factories_of_the_tables_exist() -> None:
     """The steps of compiled operations are methods of BlockOps, too."""
     assert all(callable(resolve_name(text)) for text in makers())
     for steps in STEPS_BY_OP.values():
@@ -200,29 +206,29 @@ def test_every_dense_kernel_of_cpus_computes_the_formula() -> None:
         near = {"atol": 2e-6, "rtol": 1e-5} if precision == "fp32" else {"atol": 2e-2, "rtol": 2e-2}
         for rows, keys in ((19, 33), (130, 257)):
             q, k, v = (x.to(dtype) for x in qkv(head, rows, keys))
-            expected, logsum = plain(*(x.transpose(1, 2) for x in (q, k, v)))
-            found = kernel(q, k, v)
-            assert found.dtype == dtype
-            assert_close(found.transpose(1, 2).double(), expected, **near)
+            expected, logsum = attend_by_definition(*(x.transpose(1, 2) for x in (q, k, v)))
+            output = kernel(q, k, v)
+            assert output.dtype == dtype
+            assert_close(output.transpose(1, 2).double(), expected, **near)
             if row.has_lse:
-                found, lse = kernel.with_lse(q, k, v)
-                assert_close(found.transpose(1, 2).double(), expected, **near)
+                output, lse = kernel.with_lse(q, k, v)
+                assert_close(output.transpose(1, 2).double(), expected, **near)
                 assert_close(lse.double(), logsum, **near)
 
 
 def test_every_method_of_cpus_computes_the_formula() -> None:
     """FP8 up to its rounding; block-sparse attention of sparsity 0 exactly."""
     for name in ("fp8", *(name for name, row in RAINFUSION.items() if row.factories)):
-        given = {"rainfusion_type": name, "sparsity": 0.0}
-        given = {"fa_quant": "fp8"} if name == "fp8" else given
-        asked = Attention(**given, use_rainfusion=name != "fp8", sparse_start_step=0)
-        (method,) = select_kernels(asked, Target(CPU, 64, torch.float32), {}).backends
+        settings = {"rainfusion_type": name, "sparsity": 0.0}
+        settings = {"fa_quant": "fp8"} if name == "fp8" else settings
+        attention = Attention(**settings, use_rainfusion=name != "fp8", sparse_start_step=0)
+        (method,) = select_kernels(attention, Target(CPU, 64, torch.float32), {}).backends
         q, k, v = qkv(64, 300, 300)
         step = StepInfo(0, 4, "cond", "dit", (3, 10, 10), 300, layer=0)
-        found = method.prepare_kv(*map(AttentionInput, (q, k, v)), step)(AttentionInput(q), 0)
-        expected, _ = plain(*(x.transpose(1, 2) for x in (q, k, v)))
-        off = (found.transpose(1, 2).double() - expected).norm() / expected.norm()
-        assert off < (0.1 if name == "fp8" else 1e-5), name
+        output = method.prepare_kv(*map(AttentionInput, (q, k, v)), step)(AttentionInput(q), 0)
+        expected, _ = attend_by_definition(*(x.transpose(1, 2) for x in (q, k, v)))
+        error = (output.transpose(1, 2).double() - expected).norm() / expected.norm()
+        assert error < (0.1 if name == "fp8" else 1e-5), name
 
 
 def test_a_backend_in_a_plan() -> None:
@@ -247,7 +253,7 @@ def test_backends_on_a_cpu() -> None:
     for name in ("auto", "sdpa"):
         kernel = make_dense_kernel(Attention(attention_backend=name), target)
         assert kernel.name == SDPA and kernel.can_return_lse
-    found = {"xfuser": said(make_dense_kernel, Attention(attention_backend="sdpa_math"), target)}
-    check_refusals("kernels: backends", found)
+    messages = {"xfuser": said(make_dense_kernel, Attention(attention_backend="sdpa_math"), target)}
+    check_refusals("kernels: backends", messages)
     with pytest.raises(ValueError, match=r"no kernel 'laser' on this device \(CPU\)"):
         select_kernels(Attention(attention_algo="laser"), target, {})

@@ -130,7 +130,7 @@ def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
-def renamed(tensors: dict[str, Tensor], rule: Callable[[str], str]) -> dict[str, Tensor]:
+def rename_tensors(tensors: dict[str, Tensor], rule: Callable[[str], str]) -> dict[str, Tensor]:
     """Rename tensors and convert them to float32; assert that the new names are unique."""
     result = {rule(name): tensor.float() for name, tensor in tensors.items()}
     assert len(result) == len(tensors)
@@ -138,7 +138,7 @@ def renamed(tensors: dict[str, Tensor], rule: Callable[[str], str]) -> dict[str,
 
 
 def assert_maps_onto(tensors: dict[str, Tensor], rule: Callable[[str], str], module: nn.Module):
-    mapped = {name: tuple(t.shape) for name, t in renamed(tensors, rule).items()}
+    mapped = {name: tuple(t.shape) for name, t in rename_tensors(tensors, rule).items()}
     assert mapped == shapes(module)
 
 
@@ -166,21 +166,21 @@ def test_names_one_by_one():
     """Official names and the libraries' names, both ways; nested VAE names are of Wan2.2."""
     wrong = []
     for official, other in pairs(DIT_PAIRS):
-        found = keymaps.rename_dit_to_official(other), keymaps.rename_dit_to_diffusers(official)
-        wrong += [] if found == (official, other) else [(official, other, found)]
+        actual = keymaps.rename_dit_to_official(other), keymaps.rename_dit_to_diffusers(official)
+        wrong += [] if actual == (official, other) else [(official, other, actual)]
     for official, other in pairs(VAE_PAIRS):
         nested = official.count("samples.") > 1
-        found = (
+        actual = (
             keymaps.rename_vae_to_official(other, nested),
             keymaps.rename_vae_to_diffusers(official),
         )
-        wrong += [] if found == (official, other) else [(official, other, found)]
+        wrong += [] if actual == (official, other) else [(official, other, actual)]
     for official, other in pairs(CLIP_PAIRS):
-        found = (
+        actual = (
             keymaps.rename_clip_to_official(other),
             keymaps.rename_clip_to_transformers(official),
         )
-        wrong += [] if found == (official, other) else [(official, other, found)]
+        wrong += [] if actual == (official, other) else [(official, other, actual)]
         assert keymaps.rename_clip_to_transformers(f"vision_model.{other}") == other
     assert not wrong
 
@@ -222,7 +222,7 @@ def test_official_dit_tensors_give_the_official_output(name: str, case: str):
     assert_maps_onto(weights, keymaps.rename_dit_to_diffusers, module)
     assert set(weights) == {keymaps.rename_dit_to_official(key) for key in shapes(module)}
 
-    module.load_state_dict(renamed(weights, keymaps.rename_dit_to_diffusers))
+    module.load_state_dict(rename_tensors(weights, keymaps.rename_dit_to_diffusers))
     x, text = cases[f"{case}.x"], cases[f"{case}.context"]
     if config["model_type"] == "i2v":
         x = torch.cat((x, cases[f"{case}.y"]))
@@ -242,7 +242,7 @@ def test_official_t5_tensors_give_the_official_output():
     assert_maps_onto(weights, keymaps.rename_t5_to_transformers, module)
     assert set(weights) == {keymaps.rename_t5_to_official(key) for key in shapes(module)}
 
-    mapped = renamed(weights, keymaps.rename_t5_to_transformers)
+    mapped = rename_tensors(weights, keymaps.rename_t5_to_transformers)
     mapped["encoder.embed_tokens.weight"] = mapped["shared.weight"]
     module.load_state_dict(mapped)
     with torch.no_grad():
@@ -261,7 +261,7 @@ def test_official_vae_tensors_give_the_official_outputs(residual: bool):
     assert_maps_onto(weights, keymaps.rename_vae_to_diffusers, module)
     assert set(weights) == {keymaps.rename_vae_to_official(key, residual) for key in shapes(module)}
 
-    module.load_state_dict(renamed(weights, keymaps.rename_vae_to_diffusers))
+    module.load_state_dict(rename_tensors(weights, keymaps.rename_vae_to_diffusers))
     mean, std = (cases[key].view(1, -1, 1, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
         for case in ("c0", "c1", "c2"):

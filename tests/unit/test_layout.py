@@ -60,23 +60,23 @@ VALUES: dict[str, list[Any]] = {
 }
 
 
-def copied(source: Path, tmp_path: Path) -> Path:
+def copy_checkpoint(source: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "checkpoint"))
 
 
 @pytest.fixture
 def folder(tiny: Any, tmp_path: Path) -> Path:
     """A copy of the smallest checkpoint: one network, one file."""
-    return copied(tiny("t2v-1.3B"), tmp_path)
+    return copy_checkpoint(tiny("t2v-1.3B"), tmp_path)
 
 
 def refusal(folder: Path) -> str:
     return said(inspect_checkpoint, folder)
 
 
-def check(table: str, found: dict[str, str]) -> None:
-    assert max(map(len, found.values())) < 600
-    check_refusals(f"checkpoints: {table}", found, [r"(?<=config.json \().*(?=\); )"])
+def check_messages(table: str, messages: dict[str, str]) -> None:
+    assert max(map(len, messages.values())) < 600
+    check_refusals(f"checkpoints: {table}", messages, [r"(?<=config.json \().*(?=\); )"])
 
 
 def set_config(folder: Path, name: str = "config.json", **values: Any) -> None:
@@ -84,36 +84,36 @@ def set_config(folder: Path, name: str = "config.json", **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def each_value(folder: Path, name: str, key: str, values: list[Any]) -> dict[str, str]:
+def collect_value_refusals(folder: Path, name: str, key: str, values: list[Any]) -> dict[str, str]:
     """Collect the refusal of each value of a key in a JSON file; restore the file afterwards."""
-    before, found = (folder / name).read_text(), {}
+    original_text, messages = (folder / name).read_text(), {}
     for value in values:
         set_config(folder, name, **{key: value})
-        found[f"{key} {value!r}"] = refusal(folder)
-    (folder / name).write_text(before)
-    return found
+        messages[f"{key} {value!r}"] = refusal(folder)
+    (folder / name).write_text(original_text)
+    return messages
 
 
 def test_hostile_values_in_a_config(folder: Path) -> None:
     """Types and ranges are checked before a size from the file is allocated."""
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for key, values in VALUES.items():
-        found |= each_value(folder, "config.json", key, values)
+        messages |= collect_value_refusals(folder, "config.json", key, values)
     wrong = {
         case: sentence
-        for case, sentence in found.items()
+        for case, sentence in messages.items()
         if f"{folder / 'config.json'}" not in sentence
         or case.split()[0] not in sentence
         or "download" not in sentence
         or "\n" in sentence
     }
     assert not wrong
-    firsts = {case.split()[0]: case for case in reversed(found)}
-    check("values of config.json", {case: found[case] for case in firsts.values()})
+    firsts = {case.split()[0]: case for case in reversed(messages)}
+    check_messages("values of config.json", {case: messages[case] for case in firsts.values()})
 
 
 def test_hostile_values_in_a_config_of_diffusers(tiny: Any, tmp_path: Path) -> None:
-    folder = copied(tiny("t2v-1.3B", "diffusers"), tmp_path)
+    folder = copy_checkpoint(tiny("t2v-1.3B", "diffusers"), tmp_path)
     table: dict[str, list[Any]] = {
         "num_attention_heads": [None, "12", True, 0, -12, 7, 1e18],
         "attention_head_dim": [None, [], True, 0, -8, 9, HUGE],
@@ -121,10 +121,10 @@ def test_hostile_values_in_a_config_of_diffusers(tiny: Any, tmp_path: Path) -> N
         "out_channels": [None, 48],
         "num_layers": [None, HUGE],
     }
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for key, values in table.items():
-        found |= each_value(folder, "transformer/config.json", key, values)
-    check("values of diffusers", found)
+        messages |= collect_value_refusals(folder, "transformer/config.json", key, values)
+    check_messages("values of diffusers", messages)
 
 
 def set_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -154,41 +154,41 @@ NO_DIT = {
 
 def test_networks_that_are_no_others(folder: Path, tiny: Any, tmp_path: Path) -> None:
     """Networks with wrong tensors, layers, class or task; and experts that do not match."""
-    file, found = folder / f"{STEM}.safetensors", {}
-    whole = file.read_bytes()
+    file, messages = folder / f"{STEM}.safetensors", {}
+    content = file.read_bytes()
     for case, change in NO_DIT.items():
         set_header(folder, change)
-        found[case] = refusal(folder)
-        file.write_bytes(whole)
+        messages[case] = refusal(folder)
+        file.write_bytes(content)
     for key, value in {"num_layers": 3, "_class_name": "VaseWanModel", "model_type": "s2v"}.items():
-        found |= each_value(folder, "config.json", key, [value])
+        messages |= collect_value_refusals(folder, "config.json", key, [value])
     both = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "both"))
     set_config(both / "low_noise_model", num_heads=20)
-    found["experts of other heads"] = refusal(both)
+    messages["experts of other heads"] = refusal(both)
     shutil.rmtree(both / "low_noise_model")
-    found["half of a pair"] = refusal(both)
+    messages["half of a pair"] = refusal(both)
     shutil.copytree(tiny("i2v-A14B") / "low_noise_model", both / "low_noise_model")
-    found["experts of other tasks"] = refusal(both)
+    messages["experts of other tasks"] = refusal(both)
     shutil.rmtree(both / "high_noise_model")
-    found["the other half"] = refusal(both)
-    check("networks", found)
+    messages["the other half"] = refusal(both)
+    check_messages("networks", messages)
 
 
 @pytest.fixture
 def sharded(tiny: Any, tmp_path: Path) -> Path:
-    return copied(tiny("ti2v-5B"), tmp_path)
+    return copy_checkpoint(tiny("ti2v-5B"), tmp_path)
 
 
 def test_an_index_stays_in_its_folder(sharded: Path) -> None:
     shutil.copy(next(sharded.glob("*-00001-*")), sharded.parent / "x.safetensors")
-    index, found = sharded / f"{STEM}.safetensors.index.json", {}
-    told = json.loads(index.read_text())
+    index, messages = sharded / f"{STEM}.safetensors.index.json", {}
+    record = json.loads(index.read_text())
     names = ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", 5, None, ["x"]]
     for name in names:
-        told["weight_map"] |= {"head.head.bias": name}
-        index.write_text(json.dumps(told))
-        found[repr(name)] = refusal(sharded)
-    check("places of an index", found)
+        record["weight_map"] |= {"head.head.bias": name}
+        index.write_text(json.dumps(record))
+        messages[repr(name)] = refusal(sharded)
+    check_messages("places of an index", messages)
 
 
 def test_shards_may_be_links(sharded: Path, tmp_path: Path) -> None:
@@ -209,14 +209,14 @@ def fifo(path: Path) -> Path:
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     """Devices have no end, and pipes block their reader; the size of JSON is limited."""
     os.mkfifo(tmp_path / "pipe")
-    found, large = {}, tmp_path / "large.json"
+    messages, large = {}, tmp_path / "large.json"
     for path in (Path("/dev/zero"), Path("/dev/null"), tmp_path / "pipe", tmp_path):
-        for look in (read_json, read_safetensors_header):
-            found[f"{path.name[:4]} by {look.__name__}"] = said(look, path)
+        for reader in (read_json, read_safetensors_header):
+            messages[f"{path.name[:4]} by {reader.__name__}"] = said(reader, path)
     with large.open("wb") as file:
         file.truncate(30 * 10**9)  # takes no space
-    found["30 GB of JSON"] = said(read_json, large)
-    check("what is no file", found)
+    messages["30 GB of JSON"] = said(read_json, large)
+    check_messages("what is no file", messages)
 
 
 @given(data=st.data())
@@ -232,7 +232,7 @@ def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path
     )
     keys = [*VALUES, "num_attention_heads", "attention_head_dim", "in_channels"]
     values = data.draw(st.dictionaries(st.sampled_from(keys), json_values, min_size=1, max_size=3))
-    before = (folder / "config.json").read_text()
+    original_text = (folder / "config.json").read_text()
     try:
         set_config(folder, **values)
         config = inspect_checkpoint(folder).config
@@ -242,29 +242,33 @@ def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path
         assert (config["dim"], config["num_layers"], config["patch_size"]) == (96, 2, (1, 2, 2))
         assert 0 < config["eps"] < 1 and 1 <= config["text_len"] <= 4096
     finally:
-        (folder / "config.json").write_text(before)
+        (folder / "config.json").write_text(original_text)
 
 
 def test_published_networks_are_described_like_folders(tiny: Any) -> None:
     same = ("model_type", "patch_size", "in_dim", "out_dim", "freq_dim", "text_len", "eps")
     for task, preset in PRESETS.items():
-        found, like = (
+        reference, stored = (
             make_reference_checkpoint(preset),
             inspect_checkpoint(tiny(task if task != "t2v-14B" else "t2v-1.3B")),
         )
-        assert found.folder is None and not found.list_files(), task
-        assert found.experts.keys() == like.experts.keys() and found.kind == like.kind, task
-        assert found.num_heads == preset.num_heads and found.head_dim == 128, task
-        assert {key: found.config[key] for key in same} == {key: like.config[key] for key in same}
-        assert found.config.keys() == like.config.keys(), task
+        assert reference.folder is None and not reference.list_files(), task
+        assert (
+            reference.experts.keys() == stored.experts.keys() and reference.kind == stored.kind
+        ), task
+        assert reference.num_heads == preset.num_heads and reference.head_dim == 128, task
+        assert {key: reference.config[key] for key in same} == {
+            key: stored.config[key] for key in same
+        }
+        assert reference.config.keys() == stored.config.keys(), task
         with pytest.raises(InputError, match="has no vae"):
-            found.require("vae")
+            reference.require("vae")
 
 
 @pytest.fixture
 def speaking(tiny: Any, tmp_path: Path) -> Path:
     """A copy of an S2V checkpoint."""
-    return copied(tiny("s2v-14B"), tmp_path)
+    return copy_checkpoint(tiny("s2v-14B"), tmp_path)
 
 
 def test_configurations_of_s2v(speaking: Path) -> None:
@@ -272,10 +276,10 @@ def test_configurations_of_s2v(speaking: Path) -> None:
     table: dict[str, list[Any]] = {"model_type": ["t2v"], "enable_motioner": [True]}
     table |= {"adain_mode": ["attn"], "zero_timestep": [False], "audio_dim": [768]}
     table |= {"num_audio_token": [5], "audio_inject_layers": layers}
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for key, values in table.items():
-        found |= each_value(speaking, "config.json", key, values)
-    check("configurations of S2V", found)
+        messages |= collect_value_refusals(speaking, "config.json", key, values)
+    check_messages("configurations of S2V", messages)
 
 
 def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path: Path) -> None:
@@ -283,15 +287,15 @@ def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path
     models = tmp_path / "models"
     (models / "diffusion_models").mkdir(parents=True)
     shards = sorted(speaking.glob("diffusion_pytorch_model*.safetensors"))
-    whole = {name: x for shard in shards for name, x in load_file(shard).items()}
-    save_file(whole, models / "diffusion_models" / "wan2.2_s2v_14B.safetensors")
+    state = {name: x for shard in shards for name, x in load_file(shard).items()}
+    save_file(state, models / "diffusion_models" / "wan2.2_s2v_14B.safetensors")
     shutil.copy(speaking / "config.json", models / "diffusion_models")  # heads are not of 128 here
     t2v = tiny("t2v-1.3B")
     shutil.copy(t2v / f"{STEM}.safetensors", models / "diffusion_models" / "t2v.safetensors")
     shutil.copytree(speaking / WAV2VEC2_FOLDER, models / WAV2VEC2_FOLDER)
-    found = inspect_checkpoint(models, presets=(PRESETS["s2v-14B"],))
-    assert found.kind == "s2v" and found.audio_encoder == models / WAV2VEC2_FOLDER
-    assert found.config["audio_inject_layers"] == (0, 1)  # type: ignore[typeddict-item]
+    checkpoint = inspect_checkpoint(models, presets=(PRESETS["s2v-14B"],))
+    assert checkpoint.kind == "s2v" and checkpoint.audio_encoder == models / WAV2VEC2_FOLDER
+    assert checkpoint.config["audio_inject_layers"] == (0, 1)  # type: ignore[typeddict-item]
     (models / "diffusion_models" / "config.json").unlink()
     assert inspect_checkpoint(models, presets=(PRESETS["t2v-1.3B"],)).kind == "t2v"
 
@@ -300,14 +304,14 @@ def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     path = speaking / WAV2VEC2_FOLDER
     assert inspect_checkpoint(speaking).require("audio_encoder") == path
     sound.check_audio_encoder(path, 32)
-    found = {"another width": said(sound.check_audio_encoder, path, 1024)}
+    messages = {"another width": said(sound.check_audio_encoder, path, 1024)}
     set_config(path, num_hidden_layers=12)
-    found["fewer layers"] = said(sound.check_audio_encoder, path, 32)
+    messages["fewer layers"] = said(sound.check_audio_encoder, path, 32)
     (path / "config.json").write_text("{")
-    found["half a file"] = said(sound.check_audio_encoder, path, 32)
+    messages["half a file"] = said(sound.check_audio_encoder, path, 32)
     shutil.rmtree(path)
-    found["none"] = said(inspect_checkpoint(speaking).require, "audio_encoder")
-    check("sound encoders", found)
+    messages["none"] = said(inspect_checkpoint(speaking).require, "audio_encoder")
+    check_messages("sound encoders", messages)
 
 
 def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
@@ -323,8 +327,10 @@ def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     animate = inspect_checkpoint(tmp_path)
     assert (animate.kind, animate.config["model_type"]) == ("animate", "animate")
-    found = {"for i2v": said(check_task, animate, PRESETS["i2v-14B"])}
-    check("Animate", found | each_value(tmp_path, "config.json", "model_type", ["i2v"]))
+    messages = {"for i2v": said(check_task, animate, PRESETS["i2v-14B"])}
+    check_messages(
+        "Animate", messages | collect_value_refusals(tmp_path, "config.json", "model_type", ["i2v"])
+    )
 
 
 # Diffusers folders: the parts that model_index.json names.
@@ -343,30 +349,32 @@ NO_PART = {"transformer_2": [None, None]}
 def test_parts_that_diffusers_names(pipeline: Path, tiny: Any, tmp_path: Path) -> None:
     """model_index.json may name one network, or have the boundary_ratio null, as diffusers'."""
     assert {*inspect_checkpoint(tiny("t2v-1.3B", "diffusers")).experts} == {"dit"}
-    found = {}
+    messages = {}
     for missing in ("transformer", "transformer_2"):
         (pipeline / missing).rename(tmp_path / "away")
-        found[f"no {missing}"] = refusal(pipeline)
-        before = (pipeline / INDEX).read_text()
+        messages[f"no {missing}"] = refusal(pipeline)
+        index_text = (pipeline / INDEX).read_text()
         set_config(pipeline, INDEX, **NO_PART)
-        found[f"no {missing}, but a boundary"] = refusal(pipeline)
-        (pipeline / INDEX).write_text(before)
+        messages[f"no {missing}, but a boundary"] = refusal(pipeline)
+        (pipeline / INDEX).write_text(index_text)
         (tmp_path / "away").rename(pipeline / missing)
     ratios = [0, 1, -0.5, 1.5, 10**400, "0.9", True, [], {}, float("nan")]
-    found |= each_value(pipeline, INDEX, "boundary_ratio", ratios)
+    messages |= collect_value_refusals(pipeline, INDEX, "boundary_ratio", ratios)
     classes = ["WanTransformer3DModel", 5, {}, [], ["diffusers"], True]
-    found |= each_value(pipeline, INDEX, "transformer_2", classes)
+    messages |= collect_value_refusals(pipeline, INDEX, "transformer_2", classes)
     set_config(pipeline, INDEX, boundary_ratio=None)
-    one = inspect_checkpoint(pipeline)
-    assert {*one.experts} == {"dit"} and one.experts["dit"].folder.name == "transformer"
-    found["no boundary"] = said(check_task, one, PRESETS["t2v-A14B"])
+    checkpoint = inspect_checkpoint(pipeline)
+    assert {*checkpoint.experts} == {"dit"} and checkpoint.experts[
+        "dit"
+    ].folder.name == "transformer"
+    messages["no boundary"] = said(check_task, checkpoint, PRESETS["t2v-A14B"])
     set_config(pipeline, INDEX, boundary_ratio=None, **NO_PART)
     shutil.rmtree(pipeline / "transformer_2")
     assert {*inspect_checkpoint(pipeline).experts} == {"dit"}
     set_config(pipeline, INDEX, transformer_2=["diffusers", "WanTransformer3DModel"])
-    found["a part without a boundary"] = refusal(pipeline)
-    short = {case.replace("0" * 400, "0..."): text for case, text in found.items()}
-    check("parts of diffusers", short)
+    messages["a part without a boundary"] = refusal(pipeline)
+    short = {case.replace("0" * 400, "0..."): text for case, text in messages.items()}
+    check_messages("parts of diffusers", short)
 
 
 def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
@@ -381,12 +389,12 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
             report.describe_checkpoint_files(Planner(run.setup, run.params))
         )
         model = WanT2V("t2v-A14B", str(pipeline))
-        made, _ = model._make_call_params(
+        call_params, _ = model._make_call_params(
             inspect.signature(model.generate).bind("a", sampling_steps=4, shift=12.0).arguments
             | {"settings": {}},
             model._setup,
         )
-        assert make_noise_schedule(made).high_noise_steps == high
+        assert make_noise_schedule(call_params).high_noise_steps == high
 
 
 def test_ranks_compare_the_content_of_every_part(pipeline: Path) -> None:
@@ -396,22 +404,20 @@ def test_ranks_compare_the_content_of_every_part(pipeline: Path) -> None:
     files += [pipeline / INDEX, pipeline / "tokenizer/tokenizer.json"]
     for part in ("transformer_2", "vae", "text_encoder"):
         files.append(next((pipeline / part).glob("*.safetensors")))
-    seen = {compute_fingerprint(inspect_checkpoint(pipeline).list_files())}
+    fingerprints = {compute_fingerprint(inspect_checkpoint(pipeline).list_files())}
     for file in files:
-        before = file.read_bytes()
-        content = bytearray(before)
+        original = file.read_bytes()
+        content = bytearray(original)
         digits = (i for i in range(len(content) // 2, len(content)) if content[i] in b"0123456789")
         middle = next(digits)
         content[middle] = ord("7" if content[middle] != ord("7") else "6")
         file.write_bytes(content)
-        seen.add(compute_fingerprint(inspect_checkpoint(pipeline).list_files()))
-        file.write_bytes(before)
-    assert len(seen) == 1 + len(files)
+        fingerprints.add(compute_fingerprint(inspect_checkpoint(pipeline).list_files()))
+        file.write_bytes(original)
+    assert len(fingerprints) == 1 + len(files)
 
 
-def test_a_class_says_that_it_runs_another_task(
-    tiny: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_class_warns_about_another_task(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
     WanT2V("t2v-A14B", str(tiny("t2v-1.3B")))
     assert "runs as t2v-" in caplog.text and "not as t2v-A14B" in caplog.text
     caplog.clear()
@@ -435,68 +441,68 @@ def shards(folder: Path) -> list[Path]:
 
 
 def test_a_shard_brings_the_others(shards: list[Path], folder: Path, tiny: Any) -> None:
-    whole = inspect_checkpoint(tiny("t2v-1.3B")).experts["dit"].tensors.keys()
+    tensor_names = inspect_checkpoint(tiny("t2v-1.3B")).experts["dit"].tensors.keys()
     for shard in shards:
-        found = inspect_checkpoint(folder, NetworkFiles(dit=shard), (PRESETS["t2v-1.3B"],))
-        assert found.experts["dit"].tensors.keys() == whole
-        assert {*shards} <= {*found.list_files()}
+        checkpoint = inspect_checkpoint(folder, NetworkFiles(dit=shard), (PRESETS["t2v-1.3B"],))
+        assert checkpoint.experts["dit"].tensors.keys() == tensor_names
+        assert {*shards} <= {*checkpoint.list_files()}
     for path in shards:
         path.rename(folder / path.name)
-    assert inspect_checkpoint(folder).experts["dit"].tensors.keys() == whole
+    assert inspect_checkpoint(folder).experts["dit"].tensors.keys() == tensor_names
 
 
 def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
     """Shards without the others, with a wrong number, or with a tensor of another shard."""
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for missing, other in (shards, shards[::-1]):
         content = missing.read_bytes()
         missing.unlink()
-        found[f"no {missing.name}"] = said(inspect_checkpoint, folder, NetworkFiles(dit=other))
+        messages[f"no {missing.name}"] = said(inspect_checkpoint, folder, NetworkFiles(dit=other))
         other.rename(folder / other.name)
-        found[f"no {missing.name} there"] = refusal(folder)
+        messages[f"no {missing.name} there"] = refusal(folder)
         (folder / other.name).rename(other)
         missing.write_bytes(content)
     for name in ("w-00003-of-00002", "w-00000-of-00002", "w-00001-of-99999999"):
         path = folder.parent / f"{name}.safetensors"
         shutil.copy(shards[0], path)
-        found[name] = said(inspect_checkpoint, folder, NetworkFiles(dit=path))
+        messages[name] = said(inspect_checkpoint, folder, NetworkFiles(dit=path))
     shutil.copy(shards[0], shards[1])
-    found["a tensor twice"] = said(inspect_checkpoint, folder, NetworkFiles(dit=shards[0]))
-    check("shards", found)
+    messages["a tensor twice"] = said(inspect_checkpoint, folder, NetworkFiles(dit=shards[0]))
+    check_messages("shards", messages)
 
 
 def test_a_published_networks_first_blocks_are_no_network() -> None:
     """A shard under another name, built from the shapes in headers alone."""
-    one = make_reference_checkpoint(PRESETS["t2v-1.3B"]).config
+    config = make_reference_checkpoint(PRESETS["t2v-1.3B"]).config
     shapes = {
-        "patch_embedding.weight": (one["dim"], 16, 1, 2, 2),
-        "time_embedding.0.weight": (one["dim"], 256),
-        "text_embedding.0.weight": (one["dim"], 4096),
-        "head.head.weight": (64, one["dim"]),
-        "blocks.0.self_attn.norm_q.weight": (one["dim"],),
-        **{f"blocks.{i}.ffn.0.weight": (one["ffn_dim"], one["dim"]) for i in range(30)},
+        "patch_embedding.weight": (config["dim"], 16, 1, 2, 2),
+        "time_embedding.0.weight": (config["dim"], 256),
+        "text_embedding.0.weight": (config["dim"], 4096),
+        "head.head.weight": (64, config["dim"]),
+        "blocks.0.self_attn.norm_q.weight": (config["dim"],),
+        **{f"blocks.{i}.ffn.0.weight": (config["ffn_dim"], config["dim"]) for i in range(30)},
     }
 
-    def read(count: int) -> Any:
+    def read_config(count: int) -> Any:
         names = [n for n in shapes if not n.startswith("blocks.") or int(n.split(".")[1]) < count]
         file = Path("x.safetensors")
         return read_dit_config(file, {n: TensorInfo(file, n, "BF16", shapes[n], 0) for n in names})
 
-    assert read(30)["num_layers"] == 30
+    assert read_config(30)["num_layers"] == 30
     with pytest.raises(InputError, match="has 20 blocks"):
-        read(20)
+        read_config(20)
 
 
 # Names of chosen experts.
 
 
 def test_a_chosen_file_of_another_expert(folder: Path) -> None:
-    path, found = folder.rename(folder.parent / "x") / f"{STEM}.safetensors", {}
-    others = {"dit_low_noise": "wan_high", "dit_high_noise": "Wan-LowNoise"}
-    for flag, name in (others | {"dit": "wan_high_noise_14B"}).items():
+    path, messages = folder.rename(folder.parent / "x") / f"{STEM}.safetensors", {}
+    wrong_names = {"dit_low_noise": "wan_high", "dit_high_noise": "Wan-LowNoise"}
+    for flag, name in (wrong_names | {"dit": "wan_high_noise_14B"}).items():
         path = path.rename(path.with_name(f"{name}.safetensors"))
-        found[flag] = said(inspect_checkpoint, path.parent, NetworkFiles(**{flag: path}))
-    check("chosen experts", found)
+        messages[flag] = said(inspect_checkpoint, path.parent, NetworkFiles(**{flag: path}))
+    check_messages("chosen experts", messages)
 
 
 def test_experts_of_files_by_letters(tiny: Any, tmp_path: Path) -> None:
@@ -512,11 +518,11 @@ def test_experts_of_files_by_letters(tiny: Any, tmp_path: Path) -> None:
     assert files == {"high_noise": {high}, "low_noise": {low}}
     other = low.rename(tmp_path / "a_2.safetensors")
     high = high.rename(tmp_path / "a_1.safetensors")
-    found = {"no letters": refusal(tmp_path)}
+    messages = {"no letters": refusal(tmp_path)}
     other.unlink()
     high.rename(tmp_path / "a_high_noise.safetensors")
-    found["half of a pair"] = said(inspect_checkpoint, tmp_path, presets=(PRESETS["t2v-14B"],))
-    check("experts by letters", found)
+    messages["half of a pair"] = said(inspect_checkpoint, tmp_path, presets=(PRESETS["t2v-14B"],))
+    check_messages("experts by letters", messages)
 
 
 def test_files_of_tensors_that_are_joined_are_of_the_checkpoint(tmp_path: Path) -> None:

@@ -35,34 +35,34 @@ def linear() -> nn.Linear:
     return nn.Linear(2, 3)
 
 
-def plan(file: Path, make: Callable[[], nn.Module] = linear) -> ModelSpec[Any]:
+def make_spec(file: Path, make: Callable[[], nn.Module] = linear) -> ModelSpec[Any]:
     return ModelSpec("net", make, read_headers(file, str), file)
 
 
-def checked(file: Path) -> ModelSpec[Any]:
-    blueprint = plan(file)
+def make_checked_spec(file: Path) -> ModelSpec[Any]:
+    blueprint = make_spec(file)
     blueprint.check()
     return blueprint
 
 
-def changed(call: Callable[..., Any], *args: Any, **keywords: Any) -> str:
+def get_change_error(call: Callable[..., Any], *args: Any, **keywords: Any) -> str:
     """The message of the FileChangedError that a call raises."""
     with pytest.raises(FileChangedError) as caught:
         call(*args, **keywords)
     return str(caught.value)
 
 
-def load(file: Path, make: Callable[[], nn.Module] = linear, **how: Any) -> Any:
-    return plan(file, make).load(device=CPU, dtype_of=lambda _, dtype: dtype, **how)
+def load_network(file: Path, make: Callable[[], nn.Module] = linear, **options: Any) -> Any:
+    return make_spec(file, make).load(device=CPU, dtype_of=lambda _, dtype: dtype, **options)
 
 
-def write(state: dict[str, Tensor], file: Path) -> Path:
+def write_state(state: dict[str, Tensor], file: Path) -> Path:
     (torch.save if file.suffix == ".pth" else save_file)(state, file)
     return file
 
 
-def ones(**changed: Tensor | None) -> dict[str, Tensor]:
-    state = {"weight": torch.ones(3, 2), "bias": torch.ones(3), **changed}
+def ones(**overrides: Tensor | None) -> dict[str, Tensor]:
+    state = {"weight": torch.ones(3, 2), "bias": torch.ones(3), **overrides}
     return {name: tensor for name, tensor in state.items() if tensor is not None}
 
 
@@ -73,57 +73,57 @@ def test_names_shapes_and_dtypes_are_strict(tmp_path: Path) -> None:
         "a shape": {"bias": torch.ones(1)},  # would be broadcast
         "a dtype": {"bias": torch.ones(3, dtype=torch.int8)},
     }
-    found = {}
+    messages = {}
     for suffix in (".pth", ".safetensors"):
-        for name, changed in table.items():
-            file = write(ones(**changed), tmp_path / f"weights{suffix}")
-            found[f"{name} in {suffix}"] = said(checked, file)
-    check_refusals("weights: strict", found)
+        for name, overrides in table.items():
+            file = write_state(ones(**overrides), tmp_path / f"weights{suffix}")
+            messages[f"{name} in {suffix}"] = said(make_checked_spec, file)
+    check_refusals("weights: strict", messages)
 
 
 @SUFFIXES
 def test_the_network_that_was_checked_is_the_one_that_is_filled(
     suffix: str, tmp_path: Path
 ) -> None:
-    made: list[nn.Module] = []
+    networks: list[nn.Module] = []
 
     def make() -> nn.Module:
-        made.append(linear())
-        assert all(parameter.is_meta for parameter in made[-1].parameters())
-        return made[-1]
+        networks.append(linear())
+        assert all(parameter.is_meta for parameter in networks[-1].parameters())
+        return networks[-1]
 
-    blueprint = plan(write(ones(), tmp_path / f"weights{suffix}"), make)
+    blueprint = make_spec(write_state(ones(), tmp_path / f"weights{suffix}"), make)
     blueprint.check()
     blueprint.check()
-    how: dict[str, Any] = {"device": CPU, "dtype_of": lambda *_: torch.bfloat16}
-    first, second = blueprint.load(**how), blueprint.load(**how)
-    assert made == [first, second]  # a second load creates another network
-    for network in made:
+    options: dict[str, Any] = {"device": CPU, "dtype_of": lambda *_: torch.bfloat16}
+    first, second = blueprint.load(**options), blueprint.load(**options)
+    assert networks == [first, second]  # a second load creates another network
+    for network in networks:
         assert not network.training
         for name, parameter in network.named_parameters():
             assert parameter.dtype == torch.bfloat16 and not parameter.requires_grad
             assert torch.equal(parameter, ones()[name].bfloat16())
 
 
-def alignable(file: Path) -> Path:
+def align_tensors(file: Path) -> Path:
     """Pad the header until the first tensor begins at a multiple of 64 bytes."""
     if file.suffix == ".safetensors":
         start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-        shift(file, -start % 64)
+        shift_tensors(file, -start % 64)
     return file
 
 
 @SUFFIXES
-def test_what_is_stored_as_it_is_used_stays_mapped(suffix: str, tmp_path: Path) -> None:
+def test_tensors_stored_in_their_dtype_stay_mapped(suffix: str, tmp_path: Path) -> None:
     """Other tensors are copies; in-place changes of a network's tensors change no file."""
     state = ones(bias=torch.ones(3, dtype=torch.bfloat16))
-    file = alignable(write(state, tmp_path / f"weights{suffix}"))
-    network = plan(file).load(device=CPU, dtype_of=lambda *_: torch.float32)
+    file = align_tensors(write_state(state, tmp_path / f"weights{suffix}"))
+    network = make_spec(file).load(device=CPU, dtype_of=lambda *_: torch.float32)
     assert not owns_memory(network.weight) and owns_memory(network.bias)
     assert file.name in mapping_of(network.weight) and file.name not in mapping_of(network.bias)
     assert materialize_tensors(network) is network and owns_memory(network.weight)
     network.weight.zero_(), network.bias.zero_()
-    assert torch.equal(load(file).weight, torch.ones(3, 2))
+    assert torch.equal(load_network(file).weight, torch.ones(3, 2))
 
 
 def mapping_of(tensor: Tensor) -> str:
@@ -135,15 +135,17 @@ def mapping_of(tensor: Tensor) -> str:
     raise AssertionError("is in no mapping")
 
 
-def test_nothing_is_allocated_for_what_stays_mapped(tmp_path: Path) -> None:
-    file = alignable(write({"weight": torch.ones(8 << 20, 2)}, tmp_path / "x.safetensors"))
-    before = anonymous()
-    network = load(file, lambda: nn.Linear(2, 8 << 20, bias=False))
+def test_mapped_tensors_allocate_no_memory(tmp_path: Path) -> None:
+    file = align_tensors(
+        write_state({"weight": torch.ones(8 << 20, 2)}, tmp_path / "x.safetensors")
+    )
+    memory_before = read_anonymous_memory()
+    network = load_network(file, lambda: nn.Linear(2, 8 << 20, bias=False))
     assert network.weight.sum() == 16 << 20
-    assert anonymous() - before < 16 << 20, "of 64 MiB"
+    assert read_anonymous_memory() - memory_before < 16 << 20, "of 64 MiB"
 
 
-def anonymous() -> int:
+def read_anonymous_memory() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
@@ -152,54 +154,54 @@ def anonymous() -> int:
 def test_files_that_change_while_they_are_used(suffix: str, tmp_path: Path) -> None:
     """Reading a mapped page past the end of a file would kill the process (SIGBUS)."""
     state = {"weight": torch.ones(3, 4096), "bias": torch.ones(3)}
-    found, x = {}, torch.ones(1, 4096)
-    for how in ("replaced", "truncated", "written"):
-        file = alignable(write(state, tmp_path / f"{how}{suffix}"))
-        network = load(file, lambda: nn.Linear(4096, 3))
+    messages, x = {}, torch.ones(1, 4096)
+    for method in ("replaced", "truncated", "written"):
+        file = align_tensors(write_state(state, tmp_path / f"{method}{suffix}"))
+        network = load_network(file, lambda: nn.Linear(4096, 3))
         assert (network(x) == 4097).all()
         content = file.read_bytes()
-        if how == "replaced":
+        if method == "replaced":
             other = tmp_path / "other"
             other.write_bytes(bytes(len(content)))
             other.replace(file)
             assert (network(x) == 4097).all(), "it has the file that it had"
             continue
-        if how == "truncated":
+        if method == "truncated":
             os.truncate(file, 100)
         else:
             os.utime(file, ns=(0, 0))
-        found[how] = changed(network, x)
+        messages[method] = get_change_error(network, x)
         file.write_bytes(content)  # so that no page past the end is read when the process ends
-    check_refusals(f"weights: changed in use, {suffix}", found)
+    check_refusals(f"weights: changed in use, {suffix}", messages)
 
 
 def test_a_file_that_was_truncated_before_it_is_copied(tmp_path: Path) -> None:
-    file = write(ones(weight=torch.ones(3, 4096)), tmp_path / "weights.safetensors")
+    file = write_state(ones(weight=torch.ones(3, 4096)), tmp_path / "weights.safetensors")
 
     def adapt(_: nn.Module, sources: TensorSources) -> TensorSources:
         os.truncate(file, 100)
         return sources
 
     with pytest.raises(FileChangedError, match="was changed"):
-        plan(file, lambda: nn.Linear(4096, 3)).load(
+        make_spec(file, lambda: nn.Linear(4096, 3)).load(
             device=CPU, dtype_of=lambda *_: torch.bfloat16, transform=adapt
         )
 
 
-def change(file: Path, how: str) -> None:
+def change_file(file: Path, method: str) -> None:
     """Change a weight file as another program would."""
     content, other = file.read_bytes(), file.with_name("other")
-    if how == "truncated":
+    if method == "truncated":
         os.truncate(file, 100)
-    elif how == "emptied":
+    elif method == "emptied":
         os.truncate(file, 0)
-    elif how == "deleted":
+    elif method == "deleted":
         file.unlink()
-    elif how == "a folder":
+    elif method == "a folder":
         file.unlink()
         file.mkdir()
     else:
-        other.write_bytes(content if how == "replaced" else bytes(len(content)))
+        other.write_bytes(content if method == "replaced" else bytes(len(content)))
         os.utime(other, ns=(0, 0))
         other.replace(file)
 
@@ -208,28 +210,28 @@ CHANGES = ("truncated", "emptied", "deleted", "a folder", "replaced", "of zeros"
 
 
 def test_files_that_change_between_check_and_load(tmp_path: Path) -> None:
-    found = {}
-    for suffix, how in product((".pth", ".safetensors", ".gguf"), CHANGES):
-        file = tmp_path / how / f"weights{suffix}"
+    messages = {}
+    for suffix, method in product((".pth", ".safetensors", ".gguf"), CHANGES):
+        file = tmp_path / method / f"weights{suffix}"
         file.parent.mkdir(exist_ok=True)
         if suffix == ".gguf":
             gguf_files.write(file, ones(), {})
         else:
-            write(ones(), file)
-        blueprint = checked(file)
-        change(file, how)
-        same: dict[str, Any] = {"device": CPU, "dtype_of": lambda _, dtype: dtype}
-        found[f"{suffix} {how}"] = changed(blueprint.load, **same)
-    last = {case: found[case] for case in found if ".gguf" in case}
-    assert all("weights" in sentence for sentence in found.values())
+            write_state(ones(), file)
+        blueprint = make_checked_spec(file)
+        change_file(file, method)
+        options: dict[str, Any] = {"device": CPU, "dtype_of": lambda _, dtype: dtype}
+        messages[f"{suffix} {method}"] = get_change_error(blueprint.load, **options)
+    last = {case: messages[case] for case in messages if ".gguf" in case}
+    assert all("weights" in sentence for sentence in messages.values())
     check_refusals("weights: changed after the check", last)
 
 
 def test_a_file_that_is_gone_has_no_fingerprint(tmp_path: Path) -> None:
-    file = write(ones(), tmp_path / "weights.safetensors")
-    before = compute_fingerprint([file])
-    change(file, "truncated")
-    assert compute_fingerprint([file]) != before
+    file = write_state(ones(), tmp_path / "weights.safetensors")
+    original = compute_fingerprint([file])
+    change_file(file, "truncated")
+    assert compute_fingerprint([file]) != original
     file.unlink()
     with pytest.raises(FileChangedError, match="weights"):
         compute_fingerprint([file])
@@ -244,15 +246,15 @@ def test_products_have_the_same_bits_wherever_weights_begin(
     weight, mapped_at = torch.randn(96, 80).to(dtype), []
     inputs = [torch.randn(rows, 80).to(dtype) for rows in (1, 7, 64)]
     for _ in range(64):
-        file = write({"weight": weight}, tmp_path / "x.safetensors")
-        shift(file, len(mapped_at))
-        network = load(file, lambda: nn.Linear(80, 96, bias=False))
-        place = network.weight.data_ptr() % 64
-        mapped_at.append(None if owns_memory(network.weight) else place)
+        file = write_state({"weight": weight}, tmp_path / "x.safetensors")
+        shift_tensors(file, len(mapped_at))
+        network = load_network(file, lambda: nn.Linear(80, 96, bias=False))
+        offset = network.weight.data_ptr() % 64
+        mapped_at.append(None if owns_memory(network.weight) else offset)
         for x in inputs:
-            assert torch.equal(network(x), nn.functional.linear(x, weight)), place
-    found = sorted(place for place in mapped_at if place is not None)
-    assert found == ([0] if dtype == torch.float32 else list(range(0, 64, 2)))
+            assert torch.equal(network(x), nn.functional.linear(x, weight)), offset
+    offsets = sorted(offset for offset in mapped_at if offset is not None)
+    assert offsets == ([0] if dtype == torch.float32 else list(range(0, 64, 2)))
 
 
 def test_a_parameter_of_two_names(tmp_path: Path) -> None:
@@ -264,38 +266,38 @@ def test_a_parameter_of_two_names(tmp_path: Path) -> None:
 
     for names in ("a", "ab"):
         state = {f"{name}.weight": torch.full((3, 2), 7.0) for name in names}
-        network = load(write(state, tmp_path / f"{names}.safetensors"), make)
+        network = load_network(write_state(state, tmp_path / f"{names}.safetensors"), make)
         assert network["a"].weight is network["b"].weight
         assert torch.equal(network["b"].weight, torch.full((3, 2), 7.0)), names
-    file = write({"b.weight": torch.ones(3, 2)}, tmp_path / "x.safetensors")
+    file = write_state({"b.weight": torch.ones(3, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(InputError, match=r"lacks tensor a\.weight"):
-        load(file, make)
+        load_network(file, make)
 
 
-def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
+def test_a_source_merges_rows_while_it_is_read(tmp_path: Path) -> None:
     """W + B A, as a LoRA is merged: the source computes it, for a few rows at a time."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = 3, 7 << 20
     weight = torch.randn(rows, columns, generator=generator).bfloat16()
-    file = write({"weight": weight}, tmp_path / "x.safetensors")
+    file = write_state({"weight": weight}, tmp_path / "x.safetensors")
     b, a = torch.randn(rows, 2, generator=generator), torch.ones(2, columns)
     reads: list[slice] = []
 
-    def merged(of: slice, stored: TensorSource) -> Tensor:
-        reads.append(of)
-        return stored.read(of).float() + b[of] @ a
+    def read_merged(row_slice: slice, stored: TensorSource) -> Tensor:
+        reads.append(row_slice)
+        return stored.read(row_slice).float() + b[row_slice] @ a
 
     def adapt(_: nn.Module, sources: TensorSources) -> TensorSources:
         (stored,) = sources.values()
         assert stored.shape == (rows, columns) and stored.dtype == torch.bfloat16
-        return {"weight": replace(stored, read=partial(merged, stored=stored))}
+        return {"weight": replace(stored, read=partial(read_merged, stored=stored))}
 
-    network = load(file, lambda: nn.Linear(columns, rows, bias=False), transform=adapt)
+    network = load_network(file, lambda: nn.Linear(columns, rows, bias=False), transform=adapt)
     assert torch.equal(network.weight, (weight.float() + b @ a).bfloat16())
     assert [(part.start, part.stop) for part in reads] == [(0, 2), (2, 3)]
 
 
-def test_what_has_memory_already_stays(tmp_path: Path) -> None:
+def test_parameters_with_memory_stay(tmp_path: Path) -> None:
     """As layers that a vendor's library inserts into a network on the meta device."""
 
     def adapt(network: nn.Module, sources: TensorSources) -> TensorSources:
@@ -309,7 +311,7 @@ def test_what_has_memory_already_stays(tmp_path: Path) -> None:
 
     state = {f"{i}.{name}": t for i in "01" for name, t in ones().items()}
     state["1.weight"] = torch.ones(3, 3)
-    network = load(write(state, tmp_path / "x.safetensors"), make, transform=adapt)
+    network = load_network(write_state(state, tmp_path / "x.safetensors"), make, transform=adapt)
     assert torch.equal(network[0].weight, torch.ones(3, 2))
     assert network[1].weight is network.kept and (network[1].scale == 5).all()
 
@@ -331,18 +333,20 @@ def test_pickles_with_other_contents(tmp_path: Path, capsys: pytest.CaptureFixtu
         "one value for many": {"weight": torch.ones(1).expand(1 << 40)},
         "nothing": {},
     }
-    whole, found, file = io.BytesIO(), {}, tmp_path / "x.pth"
+    buffer, messages, file = io.BytesIO(), {}, tmp_path / "x.pth"
     for name, content in table.items():
         torch.save(content, file)
-        found[name] = said(read_headers, file, str)
-    torch.save(ones(), whole)
+        messages[name] = said(read_headers, file, str)
+    torch.save(ones(), buffer)
     damaged = {"plain pickle": pickle.dumps(Payload()), "noise": bytes(range(256)) * 8}
-    for name, content in (damaged | {"truncated": whole.getvalue()[:-200]}).items():
+    for name, content in (damaged | {"truncated": buffer.getvalue()[:-200]}).items():
         file.write_bytes(content)
-        found[name] = said(read_headers, file, str)
-    file = write({"x.weight": torch.ones(1), "weight": torch.ones(1)}, tmp_path / "x.safetensors")
-    found["twice"] = said(read_headers, file, lambda name: name.removeprefix("x."))
-    check_refusals("weights: other contents", found, [r"(?<=read \().*(?=\); )"])
+        messages[name] = said(read_headers, file, str)
+    file = write_state(
+        {"x.weight": torch.ones(1), "weight": torch.ones(1)}, tmp_path / "x.safetensors"
+    )
+    messages["twice"] = said(read_headers, file, lambda name: name.removeprefix("x."))
+    check_refusals("weights: other contents", messages, [r"(?<=read \().*(?=\); )"])
     assert not capsys.readouterr().out
 
 
@@ -360,7 +364,7 @@ def test_a_file_larger_than_memory(tmp_path: Path) -> None:
     assert source.shape == (rows, 1024) and not source.read(slice(rows - 2, rows)).any()
 
 
-def shift(file: Path, count: int) -> None:
+def shift_tensors(file: Path, count: int) -> None:
     """Pad the header, so that all tensors begin `count` bytes later."""
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -372,10 +376,10 @@ def test_tensors_that_are_not_aligned(tmp_path: Path) -> None:
     """As after a header of odd length, where a tensor cannot be a view of the bytes."""
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         values = torch.arange(12.0).reshape(4, 3).to(dtype)
-        file = write({"x": values}, tmp_path / "x.safetensors")
-        shift(file, 1)
-        found = open_sources(read_headers(file, str))["x"].read(slice(1, 3))
-        assert torch.equal(found.float(), values[1:3].float()), dtype
+        file = write_state({"x": values}, tmp_path / "x.safetensors")
+        shift_tensors(file, 1)
+        rows = open_sources(read_headers(file, str))["x"].read(slice(1, 3))
+        assert torch.equal(rows.float(), values[1:3].float()), dtype
 
 
 class Copies(TorchDispatchMode):
@@ -383,43 +387,48 @@ class Copies(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[tuple[str, torch.dtype], tuple[str, torch.dtype]]] = []
+        self.copy_pairs: list[tuple[tuple[str, torch.dtype], tuple[str, torch.dtype]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
             source = args[-1]
-            self.seen.append(((source.device.type, source.dtype), (out.device.type, out.dtype)))
+            self.copy_pairs.append(
+                ((source.device.type, source.dtype), (out.device.type, out.dtype))
+            )
         return out
 
 
-def test_a_device_converts_what_it_gets(tmp_path: Path) -> None:
+def test_a_device_converts_the_dtypes_of_its_tensors(tmp_path: Path) -> None:
     """Converting on the CPU would take longer than the transfer. Here, the device is meta."""
-    plain = plan(write(ones(), tmp_path / "weights.safetensors"))
+    plain = make_spec(write_state(ones(), tmp_path / "weights.safetensors"))
     with Copies() as copies:
         plain.load(device=torch.device("meta"), dtype_of=lambda *_: torch.bfloat16)
-    stored, held = torch.float32, torch.bfloat16
-    each = [(("cpu", stored), ("meta", stored)), (("meta", stored), ("meta", held))]
+    stored_dtype, loaded_dtype = torch.float32, torch.bfloat16
+    each = [
+        (("cpu", stored_dtype), ("meta", stored_dtype)),
+        (("meta", stored_dtype), ("meta", loaded_dtype)),
+    ]
     assert copies.seen[-4:] == each * 2
 
 
 def test_loading_uses_this_ranks_share_of_the_cores(tmp_path: Path, monkeypatch) -> None:
-    file, seen = write(ones(), tmp_path / "weights.safetensors"), []
+    file, thread_counts = write_state(ones(), tmp_path / "weights.safetensors"), []
 
     def adapt(_: nn.Module, sources: TensorSources) -> TensorSources:
         def read(stored: TensorSource, rows: slice) -> Tensor:
-            seen.append(torch.get_num_threads())
+            thread_counts.append(torch.get_num_threads())
             return stored.read(rows)
 
         return {name: replace(s, read=partial(read, s)) for name, s in sources.items()}
 
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         monkeypatch.setattr(system, "count_cores", lambda: 3)
-        load(file, transform=adapt)
+        load_network(file, transform=adapt)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun, which allows one thread
-        load(file, transform=adapt)
-        assert seen == [1, 1, 3, 3] and torch.get_num_threads() == 1
+        load_network(file, transform=adapt)
+        assert thread_counts == [1, 1, 3, 3] and torch.get_num_threads() == 1
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)

@@ -31,29 +31,37 @@ A, B = torch.ones(2, 96), torch.ones(96, 2)
 PAIR = {f"{Q}.lora_down.weight": A, f"{Q}.lora_up.weight": B}
 
 
-def theirs(layer: str) -> str:
+def rename_to_diffusers(layer: str) -> str:
     return rename_dit_to_diffusers(f"{layer}.weight").removesuffix(".weight")
 
 
 def processor(layer: str) -> str:
     """attn1.processor.to_q_lora, to_out_lora"""
-    return theirs(layer).replace("attn1.", "attn1.processor.").replace("to_out.0", "to_out")
+    return (
+        rename_to_diffusers(layer)
+        .replace("attn1.", "attn1.processor.")
+        .replace("to_out.0", "to_out")
+    )
 
 
 FAMILIES: dict[str, tuple[Callable[[str], str], str, str]] = {
     "lightx2v": (lambda x: f"diffusion_model.{x}", ".lora_down.weight", ".lora_up.weight"),
     "official": (str, ".lora_A.weight", ".lora_B.weight"),
     "peft": (lambda x: f"base_model.model.{x}", ".lora_A.default.weight", ".lora_B.default.weight"),
-    "diffusers": (lambda x: f"transformer.{theirs(x)}", ".lora_A.weight", ".lora_B.weight"),
+    "diffusers": (
+        lambda x: f"transformer.{rename_to_diffusers(x)}",
+        ".lora_A.weight",
+        ".lora_B.weight",
+    ),
     "old diffusers": (processor, "_lora.down.weight", "_lora.up.weight"),
-    "lora modules": (theirs, ".lora.down.weight", ".lora.up.weight"),
+    "lora modules": (rename_to_diffusers, ".lora.down.weight", ".lora.up.weight"),
     "musubi": (
         lambda x: f"lora_unet_{x.replace('.', '_')}",
         ".lora_down.weight",
         ".lora_up.weight",
     ),
     "kohya of diffusers": (
-        lambda x: f"lora_unet_{theirs(x).replace('.', '_')}",
+        lambda x: f"lora_unet_{rename_to_diffusers(x).replace('.', '_')}",
         ".lora_down.weight",
         ".lora_up.weight",
     ),
@@ -80,13 +88,15 @@ def pair_of(checkpoint: Checkpoint, rank: int = 2) -> tuple[Tensor, Tensor]:
     return pair(torch.Size(shape), rank, 0, torch.float32)
 
 
-def read(path: Path, folder: Path, strength: float = 1.0, expert: str = "dit") -> dict[str, Tensor]:
+def read_merged_weights(
+    path: Path, folder: Path, strength: float = 1.0, expert: str = "dit"
+) -> dict[str, Tensor]:
     """The merged weights of a network that the file changes."""
     checkpoint = inspect_checkpoint(folder)
     values = {"lora": (f"{path}={strength}",)}
     loras = lora.resolve_loras(values, checkpoint)[expert]
     sources = merge_loras(open_sources(checkpoint.experts[expert].tensors), loras)
-    return {name: sources[name].read(slice(None)) for one in loras for name in one.deltas}
+    return {name: sources[name].read(slice(None)) for adapter in loras for name in adapter.deltas}
 
 
 def test_families(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
@@ -103,13 +113,13 @@ def test_families(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None
             if alpha is not None:
                 tensors[f"{spell(layer)}.alpha"] = torch.tensor(alpha, dtype=dtype)
             factor = 0.7 * (1 if alpha is None else alpha / rank)
-            added = up.double() @ down.double().flatten(1)
-            expected[f"{layer}.weight"] = weight.double() + factor * added.reshape(weight.shape)
+            delta = up.double() @ down.double().flatten(1)
+            expected[f"{layer}.weight"] = weight.double() + factor * delta.reshape(weight.shape)
         save_file(tensors, tmp_path / "x.safetensors")
-        found = read(tmp_path / "x.safetensors", tiny("t2v-1.3B"), 0.7)
+        actual = read_merged_weights(tmp_path / "x.safetensors", tiny("t2v-1.3B"), 0.7)
         near = {"atol": 0, "rtol": 1.2e-7}
-        if found.keys() != expected.keys() or not all(
-            torch.allclose(found[name].double(), exact, **near) for name, exact in expected.items()
+        if actual.keys() != expected.keys() or not all(
+            torch.allclose(actual[name].double(), exact, **near) for name, exact in expected.items()
         ):
             wrong.append((family, rank))
     assert not wrong
@@ -131,9 +141,9 @@ def test_every_naming_of_the_table(weights: dict[str, Tensor], tiny: Any, tmp_pa
             tensors[f"{prefix}{name}{naming.bias}"] = torch.full_like(bias, 0.25)
             expected[f"{name}.bias"] = (bias.double() + 0.25).float()
         save_file(tensors, path)
-        found = read(path, tiny("t2v-1.3B"))
-        if found.keys() != expected.keys() or any(
-            not torch.equal(found[key], exact) for key, exact in expected.items()
+        actual = read_merged_weights(path, tiny("t2v-1.3B"))
+        if actual.keys() != expected.keys() or any(
+            not torch.equal(actual[key], exact) for key, exact in expected.items()
         ):
             wrong.append((prefix, naming.up))
     assert not wrong
@@ -168,10 +178,10 @@ def test_every_kind_of_difference(weights: dict[str, Tensor], tiny: Any, tmp_pat
     expected[f"{layer}.weight"] = weights[f"{layer}.weight"].double() + up.double() @ down.double()
     expected[f"{layer}.bias"] = weights[f"{layer}.bias"].double() + bias.double()
     save_file(tensors, tmp_path / "x.safetensors")
-    found = read(tmp_path / "x.safetensors", tiny("t2v-1.3B"), 0.5)
-    assert found.keys() == expected.keys()
+    actual = read_merged_weights(tmp_path / "x.safetensors", tiny("t2v-1.3B"), 0.5)
+    assert actual.keys() == expected.keys()
     for name, exact in expected.items():
-        torch.testing.assert_close(found[name].double(), exact, atol=1e-9, rtol=1.2e-7)
+        torch.testing.assert_close(actual[name].double(), exact, atol=1e-9, rtol=1.2e-7)
 
 
 def test_a_convolutions_pair(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
@@ -179,9 +189,11 @@ def test_a_convolutions_pair(weights: dict[str, Tensor], tiny: Any, tmp_path: Pa
     down, up = pair(weight.shape, 2, 0, torch.float32)
     tensors = {"patch_embedding.lora_down.weight": down, "patch_embedding.lora_up.weight": up}
     save_file(tensors, tmp_path / "x.safetensors")
-    found = read(tmp_path / "x.safetensors", tiny("t2v-1.3B"))["patch_embedding.weight"]
-    added = torch.einsum("orabc,rixyz->oixyz", up.double(), down.double())
-    torch.testing.assert_close(found.double(), weight.double() + added, atol=1e-9, rtol=1.2e-7)
+    actual = read_merged_weights(tmp_path / "x.safetensors", tiny("t2v-1.3B"))[
+        "patch_embedding.weight"
+    ]
+    delta = torch.einsum("orabc,rixyz->oixyz", up.double(), down.double())
+    torch.testing.assert_close(actual.double(), weight.double() + delta, atol=1e-9, rtol=1.2e-7)
 
 
 def test_rows_are_the_same_bits_wherever_they_are_cut(
@@ -193,12 +205,14 @@ def test_rows_are_the_same_bits_wherever_they_are_cut(
     halves = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
     save_file(halves, tmp_path / "x.safetensors")
     checkpoint = inspect_checkpoint(tiny("t2v-1.3B"))
-    (one,) = lora.resolve_loras({"lora": (str(tmp_path / "x.safetensors"),)}, checkpoint)["dit"]
-    source = merge_loras(open_sources(checkpoint.experts["dit"].tensors), [one])[f"{layer}.weight"]
-    whole = source.read(slice(None))
-    for cut in (1, 7, 100, len(whole) - 1):
+    (adapter,) = lora.resolve_loras({"lora": (str(tmp_path / "x.safetensors"),)}, checkpoint)["dit"]
+    source = merge_loras(open_sources(checkpoint.experts["dit"].tensors), [adapter])[
+        f"{layer}.weight"
+    ]
+    all_rows = source.read(slice(None))
+    for cut in (1, 7, 100, len(all_rows) - 1):
         parts = (source.read(slice(0, cut)), source.read(slice(cut, None)))
-        assert torch.equal(torch.cat(parts), whole)
+        assert torch.equal(torch.cat(parts), all_rows)
 
 
 def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> None:
@@ -218,15 +232,15 @@ def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> No
         "lora": (str(tmp_path / "both.safetensors"),),
         "lora_high_noise": (f"{tmp_path / 'one.safetensors'}=-2",),
     }
-    found = lora.resolve_loras(values, checkpoint)
+    loras = lora.resolve_loras(values, checkpoint)
     with pytest.raises(InputError, match="both experts' tensors"):
         lora.resolve_loras({"lora_low_noise": (str(tmp_path / "both.safetensors"),)}, checkpoint)
-    added = {"high_noise": -1.0, "low_noise": 4.0}
-    for expert, factor in added.items():
+    factors = {"high_noise": -1.0, "low_noise": 4.0}
+    for expert, factor in factors.items():
         plain = open_sources(checkpoint.experts[expert].tensors)
         name = f"{Q}.weight"
         exact = plain[name].read(slice(None)).double() + factor * up.double() @ down.double()
-        changed = merge_loras(plain, found[expert])[name].read(slice(None))
+        changed = merge_loras(plain, loras[expert])[name].read(slice(None))
         torch.testing.assert_close(changed.double(), exact, atol=1e-9, rtol=1.2e-7)
 
 
@@ -243,8 +257,8 @@ def test_experts_in_capitals_and_names_that_say_none(tiny: Any, tmp_path: Path) 
     for name, experts in names.items():
         file = tmp_path / f"{name}.safetensors"
         save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, file)
-        found = lora.resolve_loras({"lora": (str(file),)}, checkpoint)
-        assert {expert for expert, ones in found.items() if ones} == experts
+        loras = lora.resolve_loras({"lora": (str(file),)}, checkpoint)
+        assert {expert for expert, adapters in loras.items() if adapters} == experts
 
 
 def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None:
@@ -258,13 +272,15 @@ def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None
     files = {name: f"{stem}{end}.safetensors" for name, end in ends.items()}
     for file in files.values():
         save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, file)
-    found = lora.resolve_loras({"lora": tuple(files.values())}, checkpoint)
-    given = {name: [str(one.path) for one in ones] for name, ones in found.items()}
-    assert given == {name: [file] for name, file in files.items()}
+    loras = lora.resolve_loras({"lora": tuple(files.values())}, checkpoint)
+    files_by_expert = {
+        name: [str(adapter.path) for adapter in adapters] for name, adapters in loras.items()
+    }
+    assert files_by_expert == {name: [file] for name, file in files.items()}
     with pytest.raises(InputError, match="is named as the high_noise expert"):
         lora.resolve_loras({"lora_low_noise": (files["high_noise"],)}, checkpoint)
-    said = list(lora.iter_lora_notices(found, "t2v", recipe_has_pair=True))
-    assert said == [f"LoRA of {n}: {files[n]}, strength 1, 1 layers." for n in found]
+    notices = list(lora.iter_lora_notices(loras, "t2v", recipe_has_pair=True))
+    assert notices == [f"LoRA of {n}: {files[n]}, strength 1, 1 layers." for n in loras]
     alone = lora.resolve_loras({"lora": (files["high_noise"],)}, checkpoint)
     assert (
         "low_noise expert has no LoRA"
@@ -286,52 +302,55 @@ def styles(tiny: Any, tmp_path: Path) -> Callable[..., dict[str, list[str]]]:
         save_file({layer.format("A"): down, layer.format("B"): up}, path)
         return str(path)
 
-    def resolved(*names: str, **flags: str) -> dict[str, list[str]]:
+    def resolve_files(*names: str, **flags: str) -> dict[str, list[str]]:
         values: dict[str, Any] = {flag: (make(name),) for flag, name in flags.items()}
-        found = lora.resolve_loras(values | {"lora": tuple(map(make, names))}, checkpoint)
-        files = {n: [str(x.path.relative_to(tmp_path)) for x in ones] for n, ones in found.items()}
+        loras = lora.resolve_loras(values | {"lora": tuple(map(make, names))}, checkpoint)
+        files = {
+            n: [str(x.path.relative_to(tmp_path)) for x in adapters]
+            for n, adapters in loras.items()
+        }
         lines = [
-            line for line in lora.iter_lora_notices(found, "t2v", False) if "LoRA of" not in line
+            line for line in lora.iter_lora_notices(loras, "t2v", False) if "LoRA of" not in line
         ]
         return {n: [x.removesuffix(".safetensors") for x in xs] for n, xs in files.items()} | {
             "notices": lines
         }
 
-    return resolved
+    return resolve_files
 
 
 def test_each_expert_gets_its_file_of_a_pair(styles: Any) -> None:
     pairs = ("style_high", "style_low"), ("StyleHigh", "StyleLow"), ("fox_H", "fox_L")
     for names in (*pairs, ("h/x", "l/x")):
-        found = {"high_noise": [names[0]], "low_noise": [names[1]], "notices": []}
-        assert styles(*names) == styles(*names[::-1]) == found
+        expected = {"high_noise": [names[0]], "low_noise": [names[1]], "notices": []}
+        assert styles(*names) == styles(*names[::-1]) == expected
         both = styles(*names, "other")
         assert both["high_noise"] == ["other", names[0]]
         assert both["low_noise"] == ["other", names[1]]
 
 
-def test_a_name_that_decides_alone_is_told(styles: Any) -> None:
-    found = styles("style_high")
-    assert (found["high_noise"], found["low_noise"]) == (["style_high"], [])
-    assert "style_high.safetensors goes into the high_noise expert only" in found["notices"][0]
+def test_an_unpaired_expert_name_is_reported(styles: Any) -> None:
+    result = styles("style_high")
+    assert (result["high_noise"], result["low_noise"]) == (["style_high"], [])
+    assert "style_high.safetensors goes into the high_noise expert only" in result["notices"][0]
     assert styles("style_high", lora_low_noise="other")["notices"] == []
     assert styles(lora_high_noise="style_high")["notices"] == [], "a flag decides"
 
 
-def test_a_doubtful_name_is_told(styles: Any) -> None:
+def test_an_ambiguous_expert_name_is_reported(styles: Any) -> None:
     for name, flag in (("style_l", "lora_low_noise"), ("high_quality", "lora_high_noise")):
-        found = styles(name)
-        assert found["high_noise"] == found["low_noise"] == [name]
-        assert "into both experts" in found["notices"][0] and flag in found["notices"][0]
+        result = styles(name)
+        assert result["high_noise"] == result["low_noise"] == [name]
+        assert "into both experts" in result["notices"][0] and flag in result["notices"][0]
     assert styles("yellow_highway")["notices"] == []
 
 
 def test_flags_against_names(styles: Any) -> None:
     """Also half of a pair whose other half names no expert."""
     halves = ("style_high", "style"), ("fox", "fox-LOW"), ("a/x", "xLow")
-    found = {" and ".join(names): said(styles, *names) for names in halves}
-    found["a flag of the other"] = said(styles, lora_low_noise="style_high")
-    check_refusals("LoRA: experts", found)
+    messages = {" and ".join(names): said(styles, *names) for names in halves}
+    messages["a flag of the other"] = said(styles, lora_low_noise="style_high")
+    check_refusals("LoRA: experts", messages)
     assert styles("style_high", "style_low", "style")["notices"] == [], "the pair is whole"
     for name in ("style_H", "high_quality", "high/style"):
         assert styles(lora_low_noise=name)["low_noise"] == [name]
@@ -346,8 +365,8 @@ def test_a_file_of_both_experts_whatever_its_name(tiny: Any, tmp_path: Path) -> 
         for part, tensor in (("A", down), ("B", up))
     }
     save_file(tensors, path)
-    found = lora.resolve_loras({"lora": (str(path),)}, checkpoint)
-    assert [len(ones) for ones in found.values()] == [1, 1]
+    loras = lora.resolve_loras({"lora": (str(path),)}, checkpoint)
+    assert [len(adapters) for adapters in loras.values()] == [1, 1]
 
 
 def peft_folder(folder: Path, weight: Tensor, **config: Any) -> tuple[Path, Tensor]:
@@ -371,8 +390,18 @@ def peft_folder(folder: Path, weight: Tensor, **config: Any) -> tuple[Path, Tens
     return folder / "adapter_model.safetensors", merged_weight.state_dict()[f"{Q}.weight"]
 
 
-STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_4", "olora")
-OTHERS: tuple[dict[str, Any], ...] = (
+INIT_METHODS = (
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+    "eva",
+    "mica",
+    "pissa",
+    "pissa_niter_4",
+    "olora",
+)
+PEFT_VARIANTS: tuple[dict[str, Any], ...] = (
     {"use_rslora": True},
     {"rank_pattern": {"q": 2}},
     {"fan_in_fan_out": True},
@@ -385,16 +414,18 @@ OTHERS: tuple[dict[str, Any], ...] = (
 def test_an_adapter_is_merged_as_peft_does_or_refused(
     weights: dict[str, Tensor], tiny: Any, tmp_path: Path
 ) -> None:
-    refused, q = {}, weights[f"{Q}.weight"].float()
-    for number, config in enumerate((*({"init_lora_weights": x} for x in STARTS), *OTHERS)):
-        path, wanted = peft_folder(tmp_path / str(number), q, **config)
+    messages, q = {}, weights[f"{Q}.weight"].float()
+    for number, config in enumerate(
+        (*({"init_lora_weights": x} for x in INIT_METHODS), *PEFT_VARIANTS)
+    ):
+        path, expected = peft_folder(tmp_path / str(number), q, **config)
         is_plain = config.get("init_lora_weights", True) not in ("pissa", "pissa_niter_4", "olora")
         if is_plain and not {"alpha_pattern", "use_dora"} & {*config}:
-            found = read(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
-            assert torch.allclose(found, wanted, atol=1e-6, rtol=1e-5), config
+            actual = read_merged_weights(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
+            assert torch.allclose(actual, expected, atol=1e-6, rtol=1e-5), config
         else:
-            refused[str(config)] = said(read, path, tiny("t2v-1.3B"))
-    check_refusals("LoRA: adapters of PEFT", refused, [r"(?<=magnitude_vector)\S*"])
+            messages[str(config)] = said(read_merged_weights, path, tiny("t2v-1.3B"))
+    check_refusals("LoRA: adapters of PEFT", messages, [r"(?<=magnitude_vector)\S*"])
 
 
 UNKNOWN: tuple[dict[str, Any], ...] = (
@@ -409,33 +440,33 @@ UNKNOWN: tuple[dict[str, Any], ...] = (
 
 def test_settings_of_peft_that_are_not_computed(tiny: Any, tmp_path: Path) -> None:
     """In adapter_config.json for a file of any name, or in its metadata, also with alphas."""
-    found: dict[str, str] = {}
-    places = "beside", "renamed", "diffusers", "with alphas"
-    for number, (config, where) in enumerate(product(UNKNOWN, places)):
-        name = "style" if where == "renamed" else "adapter_model"
+    messages: dict[str, str] = {}
+    locations = "beside", "renamed", "diffusers", "with alphas"
+    for number, (config, location) in enumerate(product(UNKNOWN, locations)):
+        name = "style" if location == "renamed" else "adapter_model"
         path, tensors = tmp_path / str(number) / f"{name}.safetensors", dict(PAIR)
         path.parent.mkdir()
-        if where == "with alphas":
+        if location == "with alphas":
             tensors[f"{Q}.alpha"] = torch.tensor(4.0)
         metadata = None
-        if where in ("diffusers", "with alphas"):
-            told = {f"transformer.{key}": value for key, value in config.items()}
-            metadata = {"lora_adapter_metadata": json.dumps(told)}
+        if location in ("diffusers", "with alphas"):
+            peft_settings = {f"transformer.{key}": value for key, value in config.items()}
+            metadata = {"lora_adapter_metadata": json.dumps(peft_settings)}
         else:
             path.with_name("adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, path, metadata)
-        sentence = said(read, path, tiny("t2v-1.3B"))
-        assert next(iter(config)) in sentence and "\n" not in sentence, (config, where)
-        if number % len(places) == 0 or number < len(places):
-            found[f"{config} {where}"] = sentence
-    check_refusals("LoRA: settings of PEFT", found)
+        sentence = said(read_merged_weights, path, tiny("t2v-1.3B"))
+        assert next(iter(config)) in sentence and "\n" not in sentence, (config, location)
+        if number % len(locations) == 0 or number < len(locations):
+            messages[f"{config} {location}"] = sentence
+    check_refusals("LoRA: settings of PEFT", messages)
 
 
 def test_a_configuration_among_other_files_is_adapter_models(tiny: Any, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"init_lora_weights": "pissa"}))
     save_file(PAIR, tmp_path / "style.safetensors")
     save_file(PAIR, tmp_path / "adapter_model.safetensors")
-    assert read(tmp_path / "style.safetensors", tiny("t2v-1.3B"))
+    assert read_merged_weights(tmp_path / "style.safetensors", tiny("t2v-1.3B"))
 
 
 def test_a_file_that_changes_after_the_check(tiny: Any, tmp_path: Path) -> None:
@@ -443,19 +474,21 @@ def test_a_file_that_changes_after_the_check(tiny: Any, tmp_path: Path) -> None:
     path, checkpoint = tmp_path / "x.safetensors", inspect_checkpoint(tiny("t2v-1.3B"))
     base = open_sources(checkpoint.experts["dit"].tensors)
 
-    def source(use: Any, ones: Any) -> Any:
+    def source(use: Any, adapters: Any) -> Any:
         if use is merge_loras:
-            return merge_loras(base, ones)[f"{Q}.weight"]
-        return open_lora_sources({Q: ones[0].deltas[f"{Q}.weight"]}, torch.float32)[f"{Q}.lora_up"]
+            return merge_loras(base, adapters)[f"{Q}.weight"]
+        return open_lora_sources({Q: adapters[0].deltas[f"{Q}.weight"]}, torch.float32)[
+            f"{Q}.lora_up"
+        ]
 
     for use, mapped_before in product((merge_loras, open_lora_sources), (True, False)):
         path.unlink(missing_ok=True)
         save_file(PAIR, path)
-        ones = lora.resolve_loras({"lora": (str(path),)}, checkpoint)["dit"]
-        one = source(use, ones) if mapped_before else None
+        adapters = lora.resolve_loras({"lora": (str(path),)}, checkpoint)["dit"]
+        mapped_source = source(use, adapters) if mapped_before else None
         os.truncate(path, 300)
         with pytest.raises(FileChangedError, match=r"x\.safetensors"):
-            one.read(slice(None)) if mapped_before else source(use, ones)
+            mapped_source.read(slice(None)) if mapped_before else source(use, adapters)
 
 
 def test_strength_is_split_off_at_the_last_equals_sign() -> None:
@@ -508,26 +541,26 @@ BAD: dict[str, dict[str, Tensor]] = {
 
 def test_bad_files(tiny: Any, tmp_path: Path) -> None:
     """Also files with an invalid alpha in PEFT's metadata, and shards."""
-    path, found = tmp_path / "x.safetensors", {}
+    path, messages = tmp_path / "x.safetensors", {}
     for case, tensors in BAD.items():
         save_file({name: value.clone() for name, value in tensors.items()}, path)
-        found[case] = said(read, path, tiny("t2v-1.3B"))
-        assert str(path) in found[case], case
+        messages[case] = said(read_merged_weights, path, tiny("t2v-1.3B"))
+        assert str(path) in messages[case], case
     for alpha in (True, 10**400, "2", None):
-        told = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": alpha})}
-        save_file(PAIR, path, metadata=told)
+        metadata = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": alpha})}
+        save_file(PAIR, path, metadata=metadata)
         if alpha is None:
-            read(path, tiny("t2v-1.3B"))
+            read_merged_weights(path, tiny("t2v-1.3B"))
         else:
-            found[f"alpha {str(alpha)[:9]}"] = said(read, path, tiny("t2v-1.3B"))
+            messages[f"alpha {str(alpha)[:9]}"] = said(read_merged_weights, path, tiny("t2v-1.3B"))
     for number in (2, 1):
         path = tmp_path / f"style-0000{number}-of-00002.safetensors"
         save_file(PAIR, path)
-    found["a shard"] = said(read, path, tiny("t2v-1.3B"))
-    check_refusals("LoRA: files", found)
+    messages["a shard"] = said(read_merged_weights, path, tiny("t2v-1.3B"))
+    check_refusals("LoRA: files", messages)
 
 
-def test_bad_places(tiny: Any, tmp_path: Path) -> None:
+def test_bad_paths(tiny: Any, tmp_path: Path) -> None:
     for name in ("TEXT.pt", "TEXT.safetensors"):
         (tmp_path / name).write_text("<html>not found</html>")
     folder, text = tmp_path / "FOLDER", f"{tmp_path}/TEXT.safetensors"
@@ -544,8 +577,10 @@ def test_bad_places(tiny: Any, tmp_path: Path) -> None:
         "an export": quantised,
     }
     checkpoint = inspect_checkpoint(tiny("t2v-1.3B"))
-    found = {name: said(lora.resolve_loras, values, checkpoint) for name, values in table.items()}
-    check_refusals("LoRA: places", found, [r"(?<=file \().*(?=\); )"])
+    messages = {
+        name: said(lora.resolve_loras, values, checkpoint) for name, values in table.items()
+    }
+    check_refusals("LoRA: places", messages, [r"(?<=file \().*(?=\); )"])
 
 
 def test_a_pipeline_runs_with_merged_weights(
@@ -556,6 +591,6 @@ def test_a_pipeline_runs_with_merged_weights(
     path = tmp_path / "x.safetensors"
     save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, path)
     network = on_cpu("t2v-1.3B", tiny("t2v-1.3B"), lora=(str(path),)).experts.get("dit")
-    kept = network.blocks[0].self_attn.q.weight
+    merged_weight = network.blocks[0].self_attn.q.weight
     exact = weights[f"{Q}.weight"].double() + up.double() @ down.double()
-    torch.testing.assert_close(kept.double(), exact, atol=1e-9, rtol=1.2e-7)
+    torch.testing.assert_close(merged_weight.double(), exact, atol=1e-9, rtol=1.2e-7)

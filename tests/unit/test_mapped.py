@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.conftest import slow
 from tests.pipelines import composed, latents
-from tests.unit.test_load import shift
+from tests.unit.test_load import shift_tensors
 from tests.unit.test_residency import LAYERS, a_lora, with_fp8
 from tools.quantize_dit import quantize_checkpoint
 from tools.safetensors_stream import stream_safetensors
@@ -65,7 +65,7 @@ def test_every_layout_of_a_file_gives_the_same_bits(
         folder = copied(folder, tmp_path / "fp32", in_float32)
     odd = tmp_path / "odd"
     shutil.copytree(folder, odd)
-    shift(odd / DIT, 1)
+    shift_tensors(odd / DIT, 1)
     as_mapped, as_copied = (composed(f, *task, *argv)[1].experts.get("dit") for f in (folder, odd))
     assert split(as_mapped)[1] > 0.5 * sum(split(as_mapped)), "what is not aligned is small"
     assert split(as_copied)[1] == 0
