@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.conftest import slow
 from tests.pipelines import composed, latents
 from tests.refusals import check_refusals, said
-from tests.unit.test_marks import mark, written
+from tests.unit.test_marks import encode_quant_metadata, quantise_state
 from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear, check_fp8_capability
 
 E4M3 = torch.float8_e4m3fn
@@ -88,9 +88,9 @@ def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> N
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
     path = folder / "diffusion_pytorch_model.safetensors"
     state = load_file(path)
-    stored, _ = written(state, "float8")
+    stored, _ = quantise_state(state, "float8")
     exact = "blocks.0.ffn.0"
-    comfy_quant = mark(format="float8_e4m3fn", full_precision_matrix_mult=True)
+    comfy_quant = encode_quant_metadata(format="float8_e4m3fn", full_precision_matrix_mult=True)
     stored[f"{exact}.comfy_quant"] = comfy_quant
     save_file(stored, path)
     arguments = ["--sample_steps", "2", "--precision", precision, "--fp8_weights"]

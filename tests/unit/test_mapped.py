@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.conftest import slow
 from tests.pipelines import composed, latents
 from tests.unit.test_load import shift_tensors
-from tests.unit.test_residency import LAYERS, a_lora, with_fp8
+from tests.unit.test_residency import LAYERS, write_fp8_checkpoint, write_lora
 from tools.quantize_dit import quantize_checkpoint
 from tools.safetensors_stream import stream_safetensors
 from wan.checkpoint.source import owns_memory
@@ -30,22 +30,24 @@ BF16 = ("--precision", "bf16", "--sample_steps", "2")
 DIT = "diffusion_pytorch_model.safetensors"
 
 
-def split(network: nn.Module) -> tuple[int, int]:
+def count_tensor_bytes(network: nn.Module) -> tuple[int, int]:
     """Returns the bytes of a network's tensors in allocated memory and in mapped files."""
-    found = [0, 0]
+    sizes = [0, 0]
     for tensor in (*network.parameters(), *network.buffers()):
-        found[not owns_memory(tensor)] += tensor.nbytes
-    return found[0], found[1]
+        sizes[not owns_memory(tensor)] += tensor.nbytes
+    return sizes[0], sizes[1]
 
 
-def copied(folder: Path, out: Path, change: Callable[[dict[str, Tensor], Path], None]) -> Path:
+def copy_with_dit(
+    folder: Path, out: Path, change: Callable[[dict[str, Tensor], Path], None]
+) -> Path:
     """Returns a copy of the checkpoint whose DiT file `change` has written."""
     shutil.copytree(folder, out)
     change({name: x.clone() for name, x in load_file(out / DIT).items()}, out / DIT)
     return out
 
 
-def in_float32(state: dict[str, Tensor], file: Path) -> None:
+def save_as_float32(state: dict[str, Tensor], file: Path) -> None:
     stream_safetensors(
         file,
         {name: (torch.float32, tuple(x.shape)) for name, x in state.items()},
@@ -62,13 +64,15 @@ def test_every_layout_of_a_file_gives_the_same_bits(
     folder, argv = tiny("t2v-1.3B"), ("--precision", precision, "--sample_steps", "2")
     task = ("--task", "t2v-1.3B")
     if precision == "fp32":
-        folder = copied(folder, tmp_path / "fp32", in_float32)
+        folder = copy_with_dit(folder, tmp_path / "fp32", save_as_float32)
     odd = tmp_path / "odd"
     shutil.copytree(folder, odd)
     shift_tensors(odd / DIT, 1)
     as_mapped, as_copied = (composed(f, *task, *argv)[1].experts.get("dit") for f in (folder, odd))
-    assert split(as_mapped)[1] > 0.5 * sum(split(as_mapped)), "what is not aligned is small"
-    assert split(as_copied)[1] == 0
+    assert count_tensor_bytes(as_mapped)[1] > 0.5 * sum(count_tensor_bytes(as_mapped)), (
+        "what is not aligned is small"
+    )
+    assert count_tensor_bytes(as_copied)[1] == 0
     assert torch.equal(latents(folder, *task, *argv), latents(odd, *task, *argv))
 
 
@@ -88,48 +92,50 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
 ) -> None:
     folder, argv = tiny("t2v-1.3B"), (*BF16, "--task", "t2v-1.3B", *argv)
     if case == "FP8":
-        folder = with_fp8(folder, tmp_path / "fp8")
+        folder = write_fp8_checkpoint(folder, tmp_path / "fp8")
     elif case == "int8":
         argv = (*argv, "--quant_dit_path", str(quantize_checkpoint(folder, tmp_path / "export")))
     elif case == "LoRA":
         folder = make_checkpoint("t2v-1.3B", tmp_path / "deep", sizes={"num_layers": LAYERS})
-        argv = (*argv, "--lora", str(a_lora(folder, tmp_path / "lora.safetensors")))
-    asked, pipeline = composed(folder, *argv)
-    planner = Planner(asked.setup, asked.params)
-    stages, stay = planner.compute_stage_memory(), planner.sum_mapped_weights()
+        argv = (*argv, "--lora", str(write_lora(folder, tmp_path / "lora.safetensors")))
+    run, pipeline = composed(folder, *argv)
+    planner = Planner(run.setup, run.params)
+    stages, mapped = planner.compute_stage_memory(), planner.sum_mapped_weights()
     networks = {
         ("text encoder", "text encoder weights"): pipeline.text_encoder.get()._model,
         ("denoising", "DiT weights"): pipeline.experts.get("dit"),
         ("decoding", "VAE weights"): pipeline.vae.get()._network,
     }
     for (stage, name), network in networks.items():
-        own, in_files = split(network)
-        assert stay.get(stage, {}).get(name, 0) == pytest.approx(in_files, rel=0.03), stage
+        allocated, in_files = count_tensor_bytes(network)
+        assert mapped.get(stage, {}).get(name, 0) == pytest.approx(in_files, rel=0.03), stage
         if "block" not in argv:  # weights that come and go are counted while it runs
-            assert stages[stage][name] == pytest.approx(own, rel=0.03, abs=64), stage
-    in_files = split(networks["denoising", "DiT weights"])[1]
+            assert stages[stage][name] == pytest.approx(allocated, rel=0.03, abs=64), stage
+    in_files = count_tensor_bytes(networks["denoising", "DiT weights"])[1]
     assert (in_files == 0) == (case == "fp32")
 
 
 def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
     """Guided steps call the network twice; each call rereads at most all of its weights."""
-    asked, _ = composed(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
-    planner = Planner(asked.setup, asked.params)
-    need, stay = (
+    run, _ = composed(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
+    planner = Planner(run.setup, run.params)
+    need, mapped = (
         planner.compute_stage_memory()["denoising"].total(),
         planner.sum_mapped_weights()["denoising"].total(),
     )
 
-    def least(memory: int) -> list[str]:
-        said = [line for line in describe_rereads(planner, memory) if "denoising" in line]
-        return [line.partition("at least ")[2].partition(" from")[0] for line in said]
+    def reread_sizes(memory: int) -> list[str]:
+        lines = [line for line in describe_rereads(planner, memory) if "denoising" in line]
+        return [line.partition("at least ")[2].partition(" from")[0] for line in lines]
 
-    assert least(need + stay) == [] == least(0)
-    assert least(need + stay - 10_000) == ["20.00 kB"]
-    assert least(1) == [
-        f"{2 * stay / 1e3:.2f} kB" if 2 * stay < 1e5 else f"{2 * stay / 1e6:.2f} MB"
+    assert reread_sizes(need + mapped) == [] == reread_sizes(0)
+    assert reread_sizes(need + mapped - 10_000) == ["20.00 kB"]
+    assert reread_sizes(1) == [
+        f"{2 * mapped / 1e3:.2f} kB" if 2 * mapped < 1e5 else f"{2 * mapped / 1e6:.2f} MB"
     ]
-    assert stay < 1e6 or any("mapped from files" in line for line in describe_plan(planner, "t2v"))
+    assert mapped < 1e6 or any(
+        "mapped from files" in line for line in describe_plan(planner, "t2v")
+    )
 
 
 def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
@@ -138,16 +144,16 @@ def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
     for loaded in (False, True):
         experts = composed(folder, *argv)[1].experts
         network = experts.get("dit") if loaded else None
-        kept = experts.load_editable("dit")
-        assert network is None or kept is network
-        assert split(kept)[1] == 0
-        for parameter in kept.parameters():
+        editable = experts.load_editable("dit")
+        assert network is None or editable is network
+        assert count_tensor_bytes(editable)[1] == 0
+        for parameter in editable.parameters():
             parameter.zero_()
 
 
-@pytest.mark.parametrize("how", ["truncated", slow("replaced")])
+@pytest.mark.parametrize("change", ["truncated", slow("replaced")])
 def test_a_file_that_changes_between_steps(
-    how: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    change: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """A truncated file ends the run with one message; a replaced file does not change it."""
     folder, video = tmp_path / "folder", tmp_path / "video.mp4"
@@ -157,38 +163,38 @@ def test_a_file_that_changes_between_steps(
     argv += ["--save_latents"]
     content, calls, forward = (folder / DIT).read_bytes(), [], WanModel.forward
 
-    def changing(self: WanModel, *args: Any, **kwargs: Any) -> Any:
+    def forward_and_change(self: WanModel, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
         calls.append(out)
         if len(calls) == 2:  # of the first step
-            if how == "truncated":
+            if change == "truncated":
                 os.truncate(folder / DIT, 4096)
             else:
                 (tmp_path / "other").write_bytes(bytes(len(content)))
                 (tmp_path / "other").replace(folder / DIT)
         return out
 
-    if how == "replaced":
+    if change == "replaced":
         assert generate.main(argv) == 0
         expected = load_file(video.with_suffix(".latents.safetensors"))["latents"]
-    monkeypatch.setattr(WanModel, "forward", changing)
+    monkeypatch.setattr(WanModel, "forward", forward_and_change)
     code = generate.main(argv)
-    if how == "replaced":
-        found = load_file(video.with_suffix(".latents.safetensors"))["latents"]
-        assert code == 0 and torch.equal(found, expected) and len(calls) == 4
+    if change == "replaced":
+        result = load_file(video.with_suffix(".latents.safetensors"))["latents"]
+        assert code == 0 and torch.equal(result, expected) and len(calls) == 4
         return
-    said = capfd.readouterr().err.strip().splitlines()[-1]
+    message = capfd.readouterr().err.strip().splitlines()[-1]
     assert code == 1 and len(calls) == 2
-    assert DIT in said and "was changed while its weights were used" in said
-    assert "Traceback" not in said and not video.exists()
+    assert DIT in message and "was changed while its weights were used" in message
+    assert "Traceback" not in message and not video.exists()
 
 
 def test_streamed_files_begin_large_tensors_at_64_bytes(tmp_path: Path) -> None:
     state = {"a": torch.ones(3), "b": torch.ones(16, 4), "c": torch.ones(5).bfloat16()}
     form = {name: (x.dtype, tuple(x.shape)) for name, x in state.items()}
     stream_safetensors(tmp_path / "x.safetensors", form, iter(state.items()), "x")
-    found = load_file(tmp_path / "x.safetensors")
-    assert all(torch.equal(found[name], x) for name, x in state.items())
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(loaded[name], x) for name, x in state.items())
     save_file(state, tmp_path / "y.safetensors")  # the format's own writer
     header = int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little")
     assert (8 + header) % 64 == 0

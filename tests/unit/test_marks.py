@@ -27,11 +27,11 @@ from wan.settings.errors import InputError
 
 Stored = tuple[dict[str, Tensor], Tensor]
 """A layer's stored tensors by name suffix, and the dequantised weight."""
-WORDS = ("--sample_steps", "2")
+FLAGS = ("--sample_steps", "2")
 
 
-def mark(**said: Any) -> Tensor:
-    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+def encode_quant_metadata(**fields: Any) -> Tensor:
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
 
 
 def float8(weight: Tensor) -> Stored:
@@ -49,25 +49,27 @@ def int8(weight: Tensor, by_row: bool = False) -> Stored:
 def nvfp4(weight: Tensor) -> Stored:
     """Quantises to NVFP4, with the block scales in cuBLAS's layout, element by element."""
     rows, columns = weight.shape
-    whole = weight.abs().max() / (448 * 6)
+    tensor_scale = weight.abs().max() / (448 * 6)
     blocks = weight.view(rows, -1, 16)
-    each = (blocks.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
-    known = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    scaled = blocks / (whole * each.float()).unsqueeze(-1)
-    bits = (scaled.abs().unsqueeze(-1) - known).abs().argmin(-1)
-    meant = known[bits] * torch.where(scaled < 0, -1.0, 1.0)
-    meant = (meant * (whole * each.float()).unsqueeze(-1)).view(rows, columns)
+    block_scales = (blocks.abs().amax(2) / 6 / tensor_scale).to(torch.float8_e4m3fn)
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scaled = blocks / (tensor_scale * block_scales.float()).unsqueeze(-1)
+    bits = (scaled.abs().unsqueeze(-1) - levels).abs().argmin(-1)
+    dequantised = levels[bits] * torch.where(scaled < 0, -1.0, 1.0)
+    dequantised = (dequantised * (tensor_scale * block_scales.float()).unsqueeze(-1)).view(
+        rows, columns
+    )
     bits = (bits + 8 * (scaled < 0)).view(rows, columns).to(torch.uint8)
-    down, across = -(-rows // 128), -(-each.shape[1] // 4)
-    tiled = torch.zeros(down * across * 512, dtype=torch.uint8)
+    tile_rows, tile_columns = -(-rows // 128), -(-block_scales.shape[1] // 4)
+    tiled = torch.zeros(tile_rows * tile_columns * 512, dtype=torch.uint8)
     for row in range(rows):
-        for column in range(each.shape[1]):
-            tile = row // 128 * across + column // 4
-            at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-            tiled[at] = each.view(torch.uint8)[row, column]
-    scales = tiled.view(torch.float8_e4m3fn).view(128 * down, 4 * across)
+        for column in range(block_scales.shape[1]):
+            tile = row // 128 * tile_columns + column // 4
+            offset = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            tiled[offset] = block_scales.view(torch.uint8)[row, column]
+    scales = tiled.view(torch.float8_e4m3fn).view(128 * tile_rows, 4 * tile_columns)
     packed = bits[:, 0::2] << 4 | bits[:, 1::2]
-    return {"weight": packed, "weight_scale": scales, "weight_scale_2": whole}, meant
+    return {"weight": packed, "weight_scale": scales, "weight_scale_2": tensor_scale}, dequantised
 
 
 FORMATS: dict[str, tuple[str, Callable[[Tensor], Stored]]] = {
@@ -78,25 +80,25 @@ FORMATS: dict[str, tuple[str, Callable[[Tensor], Stored]]] = {
 }
 
 
-def written(
-    state: Mapping[str, Tensor], form: str, prefix: str = "", **said: Any
+def quantise_state(
+    state: Mapping[str, Tensor], form: str, prefix: str = "", **fields: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the tensors of a file with quantised blocks, and the dequantised tensors."""
     name, quantise = FORMATS[form]
-    stored, meant = {}, {}
+    stored, dequantised = {}, {}
     for key, tensor in state.items():
         layer = f"{prefix}{key.removesuffix('.weight')}"
         if not ("blocks." in key or "block." in key) or tensor.dim() != 2 or layer == prefix + key:
-            stored[prefix + key] = meant[key] = tensor.float()
+            stored[prefix + key] = dequantised[key] = tensor.float()
             continue
-        parts, meant[key] = quantise(tensor.float())
+        parts, dequantised[key] = quantise(tensor.float())
         stored |= {f"{layer}.{part}": x.contiguous() for part, x in parts.items()}
-        stored[f"{layer}.comfy_quant"] = mark(format=name, **said)
+        stored[f"{layer}.comfy_quant"] = encode_quant_metadata(format=name, **fields)
         stored[f"{layer}.input_scale"] = torch.ones(())
-    return stored, meant
+    return stored, dequantised
 
 
-def of_file(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> dict[str, Any]:
+def save_and_collect(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> dict[str, Any]:
     """Saves the tensors and returns the network tensors that the loader finds in the file."""
     save_file(dict(tensors), path, metadata)
     return collect_network_tensors(read_safetensors_header(path), str)
@@ -105,14 +107,14 @@ def of_file(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> dict[
 def test_values(tmp_path: Path) -> None:
     for form, shape in product(FORMATS, ((96, 192), (256, 64), (300, 48))):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        stored, meant = written({"blocks.0.q.weight": weight}, form)
-        found = of_file(tmp_path / "x.safetensors", stored)
-        assert found.keys() == meant.keys()
-        source = open_sources(found)["blocks.0.q.weight"]
+        stored, dequantised = quantise_state({"blocks.0.q.weight": weight}, form)
+        tensors = save_and_collect(tmp_path / "x.safetensors", stored)
+        assert tensors.keys() == dequantised.keys()
+        source = open_sources(tensors)["blocks.0.q.weight"]
         assert source.shape == shape
         for rows in (slice(None), slice(5, 6), slice(40, 96)):
             values = source.read(rows)
-            assert torch.equal(values, meant["blocks.0.q.weight"][rows]), (form, shape, rows)
+            assert torch.equal(values, dequantised["blocks.0.q.weight"][rows]), (form, shape, rows)
 
 
 @pytest.mark.parametrize("form", [slow("float8"), slow("int8"), slow("int8 by row"), "nvfp4"])
@@ -120,27 +122,29 @@ def test_a_run_is_that_of_the_values(
     form: str, tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
     source, file = tiny("t2v-1.3B"), "diffusion_pytorch_model.safetensors"
-    marked, plain = (Path(shutil.copytree(source, tmp_path / n / "t2v-1.3B")) for n in "ab")
-    said = {"full_precision_matrix_mult": True}
-    stored, meant = written(load_file(source / file), form, "model.diffusion_model.", **said)
-    (marked / file).unlink()
-    save_file(stored, marked / f"wan2.1_t2v_1.3B_{form.replace(' ', '_')}.safetensors")
-    save_file(meant, plain / file)
-    expected = latents(plain, *WORDS)
-    assert torch.equal(latents(marked, *WORDS), expected)
+    quantised, plain = (Path(shutil.copytree(source, tmp_path / n / "t2v-1.3B")) for n in "ab")
+    fields = {"full_precision_matrix_mult": True}
+    stored, dequantised = quantise_state(
+        load_file(source / file), form, "model.diffusion_model.", **fields
+    )
+    (quantised / file).unlink()
+    save_file(stored, quantised / f"wan2.1_t2v_1.3B_{form.replace(' ', '_')}.safetensors")
+    save_file(dequantised, plain / file)
+    expected = latents(plain, *FLAGS)
+    assert torch.equal(latents(quantised, *FLAGS), expected)
     if form == "float8":
-        assert torch.equal(latents(marked, *WORDS, "--fp8_weights", "keep"), expected)
-    assert torch.equal(latents(marked, *WORDS, "--offload_model", "block"), expected)
+        assert torch.equal(latents(quantised, *FLAGS, "--fp8_weights", "keep"), expected)
+    assert torch.equal(latents(quantised, *FLAGS, "--offload_model", "block"), expected)
 
 
 def test_marks_in_the_metadata(tmp_path: Path) -> None:
     weight = torch.randn(32, 32)
-    stored, meant = int8(weight)
+    stored, dequantised = int8(weight)
     tensors = {f"a.{part}": x for part, x in stored.items()}
     layers = {"a": {"format": "int8_tensorwise"}}
-    marks = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
-    found = open_sources(of_file(tmp_path / "x.safetensors", tensors, **marks))
-    assert torch.equal(found["a.weight"].read(slice(None)), meant)
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    sources = open_sources(save_and_collect(tmp_path / "x.safetensors", tensors, **metadata))
+    assert torch.equal(sources["a.weight"].read(slice(None)), dequantised)
 
 
 @pytest.mark.slow
@@ -149,23 +153,25 @@ def test_a_folder_of_modelopt(tiny: Any, tmp_path: Path, one_thread: None) -> No
     source = tiny("t2v-1.3B", "diffusers")
     quantised, plain = (Path(shutil.copytree(source, tmp_path / n / "t2v-1.3B")) for n in "ab")
     file = Path("transformer", "diffusion_pytorch_model.safetensors")
-    stored, meant = written(load_file(source / file), "float8")
+    stored, dequantised = quantise_state(load_file(source / file), "float8")
     stored = {name: x for name, x in stored.items() if not name.endswith("comfy_quant")}
     save_file(stored, quantised / file)
-    save_file(meant, plain / file)
+    save_file(dequantised, plain / file)
     path = quantised / "transformer" / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
     path.write_text(json.dumps(config))
-    for how in ("keep", "upcast"):
-        found = latents(quantised, *WORDS, "--fp8_weights", how)
-        assert torch.equal(found, latents(plain, *WORDS))
+    for mode in ("keep", "upcast"):
+        result = latents(quantised, *FLAGS, "--fp8_weights", mode)
+        assert torch.equal(result, latents(plain, *FLAGS))
 
 
 def test_the_text_encoder_in_one_file(tiny: Any, tmp_path: Path) -> None:
     """The file has transformers' tensor names, FP8 weights with scales, and the tokenizer."""
     state = torch.load(tiny("t2v-1.3B") / "models_t5_umt5-xxl-enc-bf16.pth")
-    stored, meant = written({rename_t5_to_transformers(k): x for k, x in state.items()}, "float8")
+    stored, dequantised = quantise_state(
+        {rename_t5_to_transformers(k): x for k, x in state.items()}, "float8"
+    )
     stored = {n.replace("weight_scale", "scale_weight"): x for n, x in stored.items()}
     stored = {name: x for name, x in stored.items() if "comfy_quant" not in name}
     stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
@@ -175,21 +181,21 @@ def test_the_text_encoder_in_one_file(tiny: Any, tmp_path: Path) -> None:
     dtypes = text.choose_text_encoder_dtypes(torch.float32)
     network = text.read_text_encoder_spec(path).load(device=torch.device("cpu"), dtype_of=dtypes)
     parameters = dict(network.named_parameters())
-    assert parameters.keys() == meant.keys()
-    assert all(torch.equal(parameters[name].float(), x) for name, x in meant.items())
+    assert parameters.keys() == dequantised.keys()
+    assert all(torch.equal(parameters[name].float(), x) for name, x in dequantised.items())
 
 
-def marked(stored: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+def set_quant_metadata(stored: Tensor) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.update({"blocks.0.q.comfy_quant": stored})
 
 
 WRONG: dict[str, Callable[[dict[str, Tensor]], Any]] = {
-    "unknown format": marked(mark(format="mxfp8")),
-    "no format": marked(mark()),
-    "rotated": marked(mark(format="int8_tensorwise", convrot=True)),
-    "not JSON": marked(torch.zeros(9, dtype=torch.uint8)),
-    "too long": marked(torch.full((1 << 20,), 32).byte()),
-    "another dtype": marked(mark(format="int8_tensorwise")),
+    "unknown format": set_quant_metadata(encode_quant_metadata(format="mxfp8")),
+    "no format": set_quant_metadata(encode_quant_metadata()),
+    "rotated": set_quant_metadata(encode_quant_metadata(format="int8_tensorwise", convrot=True)),
+    "not JSON": set_quant_metadata(torch.zeros(9, dtype=torch.uint8)),
+    "too long": set_quant_metadata(torch.full((1 << 20,), 32).byte()),
+    "another dtype": set_quant_metadata(encode_quant_metadata(format="int8_tensorwise")),
     "no scale": lambda t: t.pop("blocks.0.q.weight_scale"),
     "no second scale": lambda t: t.pop("blocks.0.q.weight_scale_2"),
     "a small scale": lambda t: t.update(
@@ -199,21 +205,24 @@ WRONG: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 }
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    path, found = tmp_path / "x.safetensors", {}
+def test_refused_files(tmp_path: Path) -> None:
+    path, messages = tmp_path / "x.safetensors", {}
     for name, change in WRONG.items():
-        tensors, _ = written({"blocks.0.q.weight": torch.randn(64, 96)}, "nvfp4")
+        tensors, _ = quantise_state({"blocks.0.q.weight": torch.randn(64, 96)}, "nvfp4")
         change(tensors)
-        found[name] = said(of_file, path, tensors)
+        messages[name] = said(save_and_collect, path, tensors)
     for form, dtype in (
         ("int8_tensorwise", torch.int8),
         ("nvfp4", torch.uint8),
         ("float8_e4m3fn", torch.float8_e4m3fn),
     ):
-        number = {"a.weight": torch.zeros(()).to(dtype), "a.comfy_quant": mark(format=form)}
-        number["a.weight_scale"] = torch.ones(7)
-        found[f"a number as {form}"] = said(of_file, path, number)
-    check_refusals("marks", found)
+        scalar = {
+            "a.weight": torch.zeros(()).to(dtype),
+            "a.comfy_quant": encode_quant_metadata(format=form),
+        }
+        scalar["a.weight_scale"] = torch.ones(7)
+        messages[f"a number as {form}"] = said(save_and_collect, path, scalar)
+    check_refusals("marks", messages)
 
 
 JSON: list[Any] = [None, True, 5, 1.5, "", "x", [], [1], {}, {"x": []}]
@@ -221,31 +230,31 @@ JSON: list[Any] = [None, True, 5, 1.5, "", "x", [], [1], {}, {"x": []}]
 
 def test_marks_of_any_value(tmp_path: Path) -> None:
     """Any JSON value in the tensor or the metadata is accepted or refused in one sentence."""
-    path, wrong = tmp_path / "x.safetensors", {}
+    path, failures = tmp_path / "x.safetensors", {}
     plain = {"a.weight": torch.zeros(8, 8, dtype=torch.int8)}
     for value in JSON:
-        whole = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        encoded = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
         files: dict[str, tuple[dict[str, Tensor], Any]] = {
-            "format": ({**plain, "a.comfy_quant": mark(format=value)}, None),
-            "mark": ({**plain, "a.comfy_quant": whole}, None),
+            "format": ({**plain, "a.comfy_quant": encode_quant_metadata(format=value)}, None),
+            "mark": ({**plain, "a.comfy_quant": encoded}, None),
             "metadata": (plain, value),
             "layers": (plain, {"layers": value}),
             "layer": (plain, {"layers": {"a": value}}),
             "format of a layer": (plain, {"layers": {"a": {"format": value}}}),
         }
-        for where, (tensors, metadata) in files.items():
-            marks = {"_quantization_metadata": json.dumps(metadata)}
-            sentence = said(lambda t=tensors, m=marks: of_file(path, t, **m))
+        for case, (tensors, metadata) in files.items():
+            header_fields = {"_quantization_metadata": json.dumps(metadata)}
+            sentence = said(lambda t=tensors, m=header_fields: save_and_collect(path, t, **m))
             if not sentence or "\n" in sentence:
-                wrong[where, str(value)] = sentence
-    assert not wrong
+                failures[case, str(value)] = sentence
+    assert not failures
 
 
 def test_int8_without_a_mark_is_refused(tiny: Any, tmp_path: Path) -> None:
     """Such a file may be rotated, or be an export for `--quant_dit_path`."""
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
     file = folder / "diffusion_pytorch_model.safetensors"
-    stored, _ = written(load_file(file), "int8")
+    stored, _ = quantise_state(load_file(file), "int8")
     save_file({name: x for name, x in stored.items() if "comfy_quant" not in name}, file)
     with pytest.raises(InputError, match="is stored as I8"):
         inspect_checkpoint(folder)

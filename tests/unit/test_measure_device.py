@@ -24,10 +24,10 @@ def test_limits_and_what_is_not_repeated(tmp_path: Path) -> None:
     (out / "weights").mkdir()
     (out / "weights" / "model_index.json").write_text("{}")
     command = [sys.executable, REPO / "tools" / "measure_device.py", "--minutes", 0.02]
-    done = subprocess.run(
+    result = subprocess.run(
         [*map(str, command), "--out", str(out)], capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1, done.stderr
+    assert result.returncode == 1, result.stderr
     state = json.loads((out / "state.json").read_text())
     assert state["check"] == "done in 3 s" and not (out / "check.txt").exists()
     assert state["compare"] == "left out: one rank has no exchanges to compare"

@@ -23,7 +23,7 @@ COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 90]])
 NAMES = ["concat:v.mp4", "-i.mp4", "%03d.mp4", "a\nb'\"c.mp4", "file:v.mp4"]
 MORE_NAMES = ["12:30.mp4", "tcp:127.0.0.1:9", "udp:127.0.0.1:9.mp4", "--x.mp4", "pipe:0"]
 MORE_NAMES += ["http:x?y#z.mp4"]
-KEPT = "lt(t,0.4)+not(mod(n,3))"  # frames: 30 a second at first, then 10
+FRAME_SELECTION = "lt(t,0.4)+not(mod(n,3))"  # frames: 30 a second at first, then 10
 
 
 def ffmpeg(*args: object) -> bytes:
@@ -35,10 +35,12 @@ def lavfi(source: str) -> list[str]:
     return ["-f", "lavfi", "-i", source]
 
 
-def clock(path: Path, *, late: float = 0.0, variable: bool = True, size: str = "96x64") -> Path:
+def write_clock_video(
+    path: Path, *, late: float = 0.0, variable: bool = True, size: str = "96x64"
+) -> Path:
     """Writes a video of a bar that grows from left to right in 1.2 s, perhaps after a sound."""
     bar = f"color=black:s={size}:r=30:d=1.2,geq=lum='255*lt(X,W*T/1.2)':cb=128:cr=128"
-    bar += f",select='{KEPT}'" if variable else ""
+    bar += f",select='{FRAME_SELECTION}'" if variable else ""
     inputs = ["-itsoffset", late, *lavfi(bar), *lavfi("sine=d=1.7")]
     maps = ["-map", "0:v", *(["-map", "1:a"] if late else [])]
     ffmpeg(*inputs, *maps, "-fps_mode", "vfr", "-c:v", "libx264", "-crf", 1, f"file:{path}")
@@ -49,7 +51,7 @@ def seconds_shown(frames: np.ndarray) -> np.ndarray:
     return (frames[:, 32, :, 0] > 127).mean(axis=1) * 1.2
 
 
-def stored(path: Path) -> np.ndarray:
+def decode_frames(path: Path) -> np.ndarray:
     """Returns the stored frames of a file, without repeats for timing."""
     raw = ffmpeg("-i", path, "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-")
     return np.frombuffer(raw, np.uint8).reshape(-1, 64, 96, 3)
@@ -98,31 +100,34 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     """The video, its mask and the poses each have 20 unevenly spaced frames in 1.2 s."""
-    path = clock(tmp_path / "clock.mp4")
-    assert len(stored(path)) == 20
-    found = sources.read_vace_files(path, clock(tmp_path / "mask.mp4"), ())
+    path = write_clock_video(tmp_path / "clock.mp4")
+    assert len(decode_frames(path)) == 20
+    source = sources.read_vace_files(path, write_clock_video(tmp_path / "mask.mp4"), ())
     assert "clock.mp4" in caplog.text
     pose = media.read_pose_video(path)
     poses = np.stack(list(pose.iter_poses()))
-    shown = found.video_reader(range(found.num_frames))
-    assert (found.mask_reader(range(found.num_frames)) == shown).all()
-    for frames, rate in ((shown, found.fps), (poses, 16)):
-        played = np.arange(len(frames)) / rate
-        assert np.abs(seconds_shown(frames) - played).max() < 0.1
+    video_frames = source.video_reader(range(source.num_frames))
+    assert (source.mask_reader(range(source.num_frames)) == video_frames).all()
+    for frames, rate in ((video_frames, source.fps), (poses, 16)):
+        times = np.arange(len(frames)) / rate
+        assert np.abs(seconds_shown(frames) - times).max() < 0.1
         assert len(frames) / rate == pytest.approx(1.2, abs=0.11)
-    assert len({one.tobytes() for one in shown}) == 20, "each stored frame is shown"
+    assert len({frame.tobytes() for frame in video_frames}) == 20, "each stored frame is shown"
     assert (
         video_reader.read_video(path, "`src_root_path`").num_frames
-        == found.num_frames
+        == source.num_frames
         == len(list(media.read_video(path, "x").iter_frames()))
     )
 
 
 def test_a_mask_of_a_constant_rate_fits_a_variable_video(tmp_path: Path) -> None:
-    path, mask = clock(tmp_path / "clock.mp4"), clock(tmp_path / "mask.mp4", variable=False)
-    found = sources.read_vace_files(path, mask, ())
-    mask_seconds = seconds_shown(found.mask_reader(range(found.num_frames)))
-    assert np.abs(mask_seconds - np.arange(found.num_frames) / found.fps).max() < 0.1
+    path, mask = (
+        write_clock_video(tmp_path / "clock.mp4"),
+        write_clock_video(tmp_path / "mask.mp4", variable=False),
+    )
+    source = sources.read_vace_files(path, mask, ())
+    mask_seconds = seconds_shown(source.mask_reader(range(source.num_frames)))
+    assert np.abs(mask_seconds - np.arange(source.num_frames) / source.fps).max() < 0.1
 
 
 def test_a_video_that_lost_frames_since_it_was_checked(tmp_path: Path) -> None:
@@ -138,18 +143,18 @@ def test_a_video_that_lost_frames_since_it_was_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variable", [False, True])
 def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> None:
     """The first frame is repeated until the video begins."""
-    path = clock(tmp_path / "late.mp4", late=0.5, variable=variable)
-    found = sources.read_vace_files(path, path, ())
+    path = write_clock_video(tmp_path / "late.mp4", late=0.5, variable=variable)
+    source = sources.read_vace_files(path, path, ())
     assert "late.mp4" in caplog.text
     frames = np.stack(list(media.read_video(path, "x").iter_frames()))
     assert (
         len(frames)
-        == found.num_frames
+        == source.num_frames
         == video_reader.read_video(path, "`src_root_path`").num_frames
     )
-    wanted = np.maximum(np.arange(len(frames)) / found.fps - 0.5, 0)
-    assert np.abs(seconds_shown(frames) - wanted).max() < 0.1
-    assert len({one.tobytes() for one in frames}) == len(stored(path))
+    expected = np.maximum(np.arange(len(frames)) / source.fps - 0.5, 0)
+    assert np.abs(seconds_shown(frames) - expected).max() < 0.1
+    assert len({frame.tobytes() for frame in frames}) == len(decode_frames(path))
 
 
 @pytest.mark.parametrize(
@@ -164,40 +169,42 @@ def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, 
     """Time stamps that are rounded to milliseconds change nothing."""
     path = tmp_path / f"v.{suffix}"
     ffmpeg(*lavfi(f"testsrc2=s=96x64:r={rate}:d=1.3"), "-pix_fmt", "yuv420p", path)
-    found = media.read_video(path, "x")
-    assert (np.stack(list(found.iter_frames())) == stored(path)).all()
-    assert f"{found.fps:.2f}" == f"{eval(rate):.2f}" and not caplog.messages
-    assert (np.stack(list(found.iter_frames(3))) == stored(path)[::3]).all()
+    clip = media.read_video(path, "x")
+    assert (np.stack(list(clip.iter_frames())) == decode_frames(path)).all()
+    assert f"{clip.fps:.2f}" == f"{eval(rate):.2f}" and not caplog.messages
+    assert (np.stack(list(clip.iter_frames(3))) == decode_frames(path)[::3]).all()
 
 
 def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
     """Each face belongs to its pose, also where the file of faces has a constant rate."""
     make_character.write_character_folder(tmp_path, (96, 64), 20)
-    poses = clock(tmp_path / "src_pose.mp4")
-    found = driving.read_animate_folder(tmp_path, replace_character=False)
-    assert found.num_frames == video_reader.read_video(poses, "`src_root_path`").num_frames > 20
-    shown, faces = (found.readers[part](range(found.num_frames)) for part in ("pose", "face"))
-    changes = [(frames[1:] != frames[:-1]).any(axis=(1, 2, 3)) for frames in (shown, faces)]
+    poses = write_clock_video(tmp_path / "src_pose.mp4")
+    character = driving.read_animate_folder(tmp_path, replace_character=False)
+    assert character.num_frames == video_reader.read_video(poses, "`src_root_path`").num_frames > 20
+    pose_frames, face_frames = (
+        character.readers[part](range(character.num_frames)) for part in ("pose", "face")
+    )
+    changes = [
+        (frames[1:] != frames[:-1]).any(axis=(1, 2, 3)) for frames in (pose_frames, face_frames)
+    ]
     assert (changes[0] == changes[1]).all() and changes[0].sum() == 19
 
 
 def test_a_rotated_video_is_read_as_it_is_shown(tmp_path: Path) -> None:
     ffmpeg(*lavfi("testsrc2=s=96x64:r=16:d=0.3"), "-pix_fmt", "yuv420p", tmp_path / "v.mp4")
     ffmpeg("-display_rotation", 90, "-i", tmp_path / "v.mp4", "-c", "copy", tmp_path / "r.mp4")
-    found = media.read_video(tmp_path / "r.mp4", "x")
-    assert found.size == (64, 96)
+    clip = media.read_video(tmp_path / "r.mp4", "x")
+    assert clip.size == (64, 96)
     upright = np.stack(list(media.read_video(tmp_path / "v.mp4", "x").iter_frames()))
     turned = np.rot90(upright, axes=(1, 2)).astype(int)
-    assert (
-        np.abs(np.stack(list(found.iter_frames())) - turned).mean() < 3
-    )  # chroma is turned before
+    assert np.abs(np.stack(list(clip.iter_frames())) - turned).mean() < 3  # chroma is turned before
 
 
 def first_loud(samples: np.ndarray) -> float:
     return float(np.argmax(np.abs(samples) > 0.02) / 16000)
 
 
-def played(path: Path) -> np.ndarray:
+def decode_sound_by_time(path: Path) -> np.ndarray:
     """Returns the sound of a file at its time stamps, as a player outputs it."""
     by_time = ["-af", "aresample=16000:async=1:first_pts=0", "-ac", 1, "-f", "f32le", "-"]
     return np.frombuffer(ffmpeg("-i", path, *by_time), np.float32)
@@ -216,11 +223,11 @@ def test_a_sound_that_begins_late(suffix: str, codec: str, cut: float, tmp_path:
     picture = lavfi("color=blue:s=64x64:r=16:d=1.7")
     ffmpeg(*late, *picture, "-map", "1", "-map", "0", "-pix_fmt", "yuv420p", "-c:a", codec, talk)
     ffmpeg(*lavfi("color=red:s=64x64:r=16:d=1.5"), "-pix_fmt", "yuv420p", silent)
-    heard = media.read_audio(talk).samples
-    assert first_loud(heard) == pytest.approx(0.5, abs=0.03)
-    assert len(heard) / 16000 == pytest.approx(1.7, abs=0.06)
+    samples = media.read_audio(talk).samples
+    assert first_loud(samples) == pytest.approx(0.5, abs=0.03)
+    assert len(samples) / 16000 == pytest.approx(1.7, abs=0.06)
     media.add_audio(silent, talk, out, cut)
-    sound = played(out)
+    sound = decode_sound_by_time(out)
     assert first_loud(sound) == pytest.approx(0.5 - cut, abs=0.03)
     assert len(sound) / 16000 == pytest.approx(1.5, abs=0.06)
 
@@ -238,24 +245,28 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     path, graph = tmp_path / "a.wav", "amerge,aformat=channel_layouts=stereo"
     tones = [*lavfi("sine=f=300:d=1.3:r=16000"), *lavfi("sine=f=700:d=1.3:r=16000,volume=3")]
     ffmpeg(*tones, "-filter_complex", graph, path)
-    left, right = np.frombuffer(ffmpeg("-i", path, "-f", "f32le", "-"), np.float32).reshape(-1, 2).T
-    assert np.abs(left - right).max() > 0.1
-    np.testing.assert_allclose(media.read_audio(path).samples, (left + right) / 2, atol=1e-6)
+    left_channel, right_channel = (
+        np.frombuffer(ffmpeg("-i", path, "-f", "f32le", "-"), np.float32).reshape(-1, 2).T
+    )
+    assert np.abs(left_channel - right_channel).max() > 0.1
+    np.testing.assert_allclose(
+        media.read_audio(path).samples, (left_channel + right_channel) / 2, atol=1e-6
+    )
 
 
-def stripes(path: Path, width: int, height: int) -> Path:
+def write_stripes(path: Path, width: int, height: int) -> Path:
     pixels = torch.from_numpy(COLOURS / 127.5 - 1).float().T.repeat_interleave(width // 4, 1)
     video.write_video(pixels[:, None, None].expand(3, 3, height, width), Output(path, fps=16))
     return path
 
 
-def described(path: Path) -> str:
+def describe_pixels(path: Path) -> str:
     """Returns ffmpeg's description of a video's pixel format and colours."""
-    said = subprocess.run([get_ffmpeg_exe(), "-i", path], capture_output=True, text=True).stderr
-    return re.search(r"Video: .*?(yuv\w+\([^)]*\))", said)[1]
+    output = subprocess.run([get_ffmpeg_exe(), "-i", path], capture_output=True, text=True).stderr
+    return re.search(r"Video: .*?(yuv\w+\([^)]*\))", output)[1]
 
 
-def boxes(path: Path) -> list[bytes]:
+def list_boxes(path: Path) -> list[bytes]:
     content, start, order = path.read_bytes(), 0, []
     while start < len(content):
         size, kind = struct.unpack_from(">I4s", content, start)
@@ -269,22 +280,22 @@ def boxes(path: Path) -> list[bytes]:
 )
 def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_path: Path) -> None:
     """Players depend on these tags; videos with an added sound and joined videos have them."""
-    path = stripes(tmp_path / "a.mp4", *size)
+    path = write_stripes(tmp_path / "a.mp4", *size)
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     media.add_audio(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")
     video.join_videos(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
-    for one in (path, tmp_path / "spoken.mp4", tmp_path / "joined.mp4"):
-        assert described(one).startswith(f"yuv420p(tv, {name}")
-        assert "/" not in described(one), "range, matrix, primaries and transfer"
-        assert boxes(one).index(b"moov") < boxes(one).index(b"mdat")
+    for file in (path, tmp_path / "spoken.mp4", tmp_path / "joined.mp4"):
+        assert describe_pixels(file).startswith(f"yuv420p(tv, {name}")
+        assert "/" not in describe_pixels(file), "range, matrix, primaries and transfer"
+        assert list_boxes(file).index(b"moov") < list_boxes(file).index(b"mdat")
         matrix = "bt709" if name == "bt709" else "bt601"
         graph = f"scale=in_color_matrix={matrix}:in_range=tv,format=rgb24"
-        raw = ffmpeg("-i", one, "-frames:v", 1, "-vf", graph, "-f", "rawvideo", "-")
+        raw = ffmpeg("-i", file, "-frames:v", 1, "-vf", graph, "-f", "rawvideo", "-")
         (width, height), step = size, size[0] // 8
         frame = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
-        ours = next(media.read_video(one, "x").iter_frames())
-        for seen in (frame, ours):
-            assert np.abs(seen[height // 2, step :: 2 * step].astype(int) - COLOURS).max() <= 4
+        first_frame = next(media.read_video(file, "x").iter_frames())
+        for picture in (frame, first_frame):
+            assert np.abs(picture[height // 2, step :: 2 * step].astype(int) - COLOURS).max() <= 4
 
 
 def test_a_source_is_read_by_its_tags_or_height(tmp_path: Path) -> None:
@@ -301,13 +312,13 @@ def test_a_source_is_read_by_its_tags_or_height(tmp_path: Path) -> None:
         graph = f"scale=out_color_matrix={matrix}:out_range=tv,format=yuv420p"
         graph += ",setparams=colorspace=" + (tag or "unknown")
         ffmpeg(*raw, "-vf", graph, "-c:v", "libx264", "-crf", 1, path)
-        assert (tag or "yuv420p(progressive") in described(path)
+        assert (tag or "yuv420p(progressive") in describe_pixels(path)
         frame = next(media.read_video(path, "x").iter_frames())
         errors[height, tag] = np.abs(frame[height // 2, 8::16].astype(int) - COLOURS).max()
     assert not {case: error for case, error in errors.items() if error > 4}
 
 
-def white(transfer: str, signal: float) -> Callable[[Path], None]:
+def white_video_writer(transfer: str, signal: float) -> Callable[[Path], None]:
     grey = f"nullsrc=s=64x64:r=16:d=0.2,format=yuv420p10le,geq=lum=64+{signal}*876:cb=512:cr=512"
     tags = f"colorprim=bt2020:transfer={transfer}:colormatrix=bt2020nc:log-level=error"
     coded = ["-c:v", "libx265", "-x265-params", tags, "-pix_fmt", "yuv420p10le"]
@@ -322,7 +333,7 @@ def test_hdr_is_tone_mapped_or_named(
     transfer: str, signal: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     path = tmp_path / "hdr.mp4"
-    white(transfer, signal)(path)
+    white_video_writer(transfer, signal)(path)
     frame = next(media.read_video(path, "x").iter_frames())
     assert frame.min() >= 235 and np.ptp(frame) <= 2 and not caplog.messages
     monkeypatch.setattr("wan.pipeline.video_reader.has_filters", lambda *names: False)

@@ -20,7 +20,7 @@ from wan.settings.presets import PRESETS
 from wan.settings.request import VideoParams, make_video_params
 
 
-def hd(device: str) -> tuple[Setup, VideoParams]:
+def make_hd_setup(device: str) -> tuple[Setup, VideoParams]:
     preset = PRESETS["t2v-A14B"]
     setup, _ = make_setup(
         {"device": device}, preset, make_reference_checkpoint(preset), world_size=1
@@ -32,7 +32,7 @@ def hd(device: str) -> tuple[Setup, VideoParams]:
 def test_the_least_that_a_run_takes_must_be_free(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup, request = hd(device)
+    setup, request = make_hd_setup(device)
     sizes = memory.estimate_network_sizes(setup, request)
     stages = memory.compute_stage_memory(setup, request, sizes)
     least = max(usage.total() for usage in stages.values())
@@ -62,10 +62,10 @@ def test_a_device_that_torch_chooses(
     monkeypatch.setattr(memory, "query_gpu_memory", lambda _: [gpu])
     monkeypatch.setattr(memory, "get_free_memory", free.get)
     if not where:
-        memory.check_memory(*hd("auto"), ranks_here=1)
+        memory.check_memory(*make_hd_setup("auto"), ranks_here=1)
         return
     with pytest.raises(InputError, match=where):
-        memory.check_memory(*hd("auto"), ranks_here=1)
+        memory.check_memory(*make_hd_setup("auto"), ranks_here=1)
 
 
 def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +141,11 @@ def test_peaks_tell_allocated_from_mapped(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(48 << 20))
     command = [sys.executable, "-c", PEAKS, str(file)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    anonymous, mapped, holds = said[0].split()
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    anonymous, mapped, holds = lines[0].split()
     assert int(anonymous) == pytest.approx(80 << 20, rel=0.03)
     assert int(mapped) == pytest.approx(48 << 20, rel=0.03)
-    assert holds == "True" and "allocated" in said[1] and "host_mapped" in said[2]
+    assert holds == "True" and "allocated" in lines[1] and "host_mapped" in lines[2]
 
 
 TRIMMED = """
@@ -167,25 +167,25 @@ print(before - anonymous())
 
 def test_freed_memory_goes_back_to_the_system() -> None:
     command = [sys.executable, "-c", TRIMMED]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(said) > 80_000_000
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(output) > 80_000_000
 
 
-def vace_bytes(held: int) -> float:
+def vace_bytes(resident: int) -> float:
     """Counts by hand: 8 of the 40 blocks move with a control block, so a buffer holds both."""
     c, f, layers, controls = 5120, 13824, 40, 8
     norms, modulation = 6 * c, 6 * c  # of q and k in both attentions, and norm3
     block = 8 * (c * c + c) + 2 * c * f + f + c + norms + modulation
     control, first = block + c * c + c, c * c + c
-    whole = layers * block + controls * control + first
+    block_weights = layers * block + controls * control + first
     outside = (4096 * c + c) + (c * c + c) + (256 * c + c) + (c * c + c) + 6 * (c * c + c)
     outside += 64 * (c + 1) + 2 * c + 64 * c + c + 384 * c + c  # head and patches
-    return 2 * (outside + held * whole / layers + 2 * (block + control + first))
+    return 2 * (outside + resident * block_weights / layers + 2 * (block + control + first))
 
 
 def test_the_largest_block_of_vace_has_two_buffers() -> None:
-    for held in (0, 4):
-        expected, run = vace_bytes(held), streamed_vace(held)
+    for resident in (0, 4):
+        expected, run = vace_bytes(resident), plan_streamed_vace(resident)
         sizes = memory.estimate_network_sizes(run.setup, run.params)
         estimated = memory.compute_stage_memory(run.setup, run.params, sizes)["denoising"][
             "DiT weights"
@@ -193,24 +193,30 @@ def test_the_largest_block_of_vace_has_two_buffers() -> None:
         assert 0.95 * expected <= estimated <= expected
 
 
-def streamed_vace(held: int) -> Run:
-    words = ("--task", "vace-14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda")
-    words += ("--offload_model", "block", "--convert_model_dtype", "--resident_blocks", str(held))
-    return planned(*words)
+def plan_streamed_vace(resident: int) -> Run:
+    flags = ("--task", "vace-14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda")
+    flags += (
+        "--offload_model",
+        "block",
+        "--convert_model_dtype",
+        "--resident_blocks",
+        str(resident),
+    )
+    return planned(*flags)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("held", [0, 4])
-def test_the_plan_of_vace_has_two_buffers(held: int) -> None:
-    run = streamed_vace(held)
+@pytest.mark.parametrize("resident", [0, 4])
+def test_the_plan_of_vace_has_two_buffers(resident: int) -> None:
+    run = plan_streamed_vace(resident)
     measured = Planner(run.setup, run.params).compute_stage_memory()["denoising"]["DiT weights"]
-    assert measured == pytest.approx(vace_bytes(held), rel=0.01)
+    assert measured == pytest.approx(vace_bytes(resident), rel=0.01)
 
 
-def needed(*words: object) -> dict[str, memory.Usage]:
+def estimate_stages(*flags: object) -> dict[str, memory.Usage]:
     """Estimates the stages of a 320 x 192 video on one GPU in bfloat16."""
-    given = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
-    run = planned(*given, *words)
+    base_flags = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
+    run = planned(*base_flags, *flags)
     return memory.compute_stage_memory(
         run.setup, run.params, memory.estimate_network_sizes(run.setup, run.params)
     )
@@ -227,43 +233,45 @@ PARAMETERS = {  # of the published files
 def test_weights_are_estimated_a_little_below() -> None:
     for task, parameters in PARAMETERS.items():
         for offload, networks in (("true", 1), ("false", len(PRESETS[task].experts))):
-            found = needed("--task", task, "--offload_model", offload)["denoising"]["DiT weights"]
-            assert 0.98 <= found / (2 * networks * parameters) <= 1, (task, offload)
+            estimate = estimate_stages("--task", task, "--offload_model", offload)["denoising"][
+                "DiT weights"
+            ]
+            assert 0.98 <= estimate / (2 * networks * parameters) <= 1, (task, offload)
 
 
-def test_what_is_kept_beside_the_weights() -> None:
+def test_stage_memory_outside_the_weights() -> None:
     """Compares with sums by hand: text keys and values, streams, faces, and earlier frames."""
-    plain, vace = (needed("--task", t, "--frame_num", 9) for t in ("t2v-A14B", "vace-14B"))
-    tokens, each = 3 * 12 * 20, 2 * 2 * 512 * 5120 * 2  # of a layer: branches, and K and V
-    assert plain["denoising"]["text K/V"] == 40 * each
-    assert vace["denoising"]["text K/V"] == (40 + 8) * each
+    plain, vace = (estimate_stages("--task", t, "--frame_num", 9) for t in ("t2v-A14B", "vace-14B"))
+    tokens, layer_bytes = 3 * 12 * 20, 2 * 2 * 512 * 5120 * 2  # of a layer: branches, and K and V
+    assert plain["denoising"]["text K/V"] == 40 * layer_bytes
+    assert vace["denoising"]["text K/V"] == (40 + 8) * layer_bytes
     stream = vace["denoising"]["activations"] - plain["denoising"]["activations"]
     assert stream == tokens * 5120 * 4, "the control has a residual stream of its own"
-    both = needed("--task", "t2v-A14B", "--frame_num", 9, "--offload_model", "false")
-    assert both["denoising"]["text K/V"] == 2 * 40 * each, "of each network that stays"
-    animate = needed("--task", "animate-14B", "--vae_tiling")
+    both = estimate_stages("--task", "t2v-A14B", "--frame_num", 9, "--offload_model", "false")
+    assert both["denoising"]["text K/V"] == 2 * 40 * layer_bytes, "of each network that stays"
+    animate = estimate_stages("--task", "animate-14B", "--vae_tiling")
     assert animate["denoising"]["pictures of the face"] == 3 * 77 * 512 * 512 * 4
     assert animate["decoding"]["activations"] == 3 * 77 * 320 * 192 * 4
-    s2v = needed("--task", "s2v-14B", "--vae_tiling")  # 19 latent frames precede its 20
+    s2v = estimate_stages("--task", "s2v-14B", "--vae_tiling")  # 19 latent frames precede its 20
     assert s2v["decoding"]["activations"] == 3 * (4 * (19 + 20) - 3) * 320 * 192 * 4
-    before = needed("--task", "s2v-14B", "--device", "cpu")
+    s2v_cpu = estimate_stages("--task", "s2v-14B", "--device", "cpu")
     for stage in ("denoising", "decoding"):
-        assert before[stage]["frames of the clip before"] == 3 * 73 * 320 * 192 * 4
+        assert s2v_cpu[stage]["frames of the clip before"] == 3 * 73 * 320 * 192 * 4
 
 
-def test_a_clip_is_decoded_beside_the_next_one() -> None:
+def test_overlapped_decoding_adds_to_denoising() -> None:
     """The last clip overlaps with no other clip, and there is one VAE."""
-    chain = ("--task", "i2v-A14B", "--chain", "latent", "--num_clip", 3, "--frame_num", 9)
-    apart, beside = needed(*chain), needed(*chain, "--overlap_decoding")
-    assert beside["decoding"] == apart["decoding"]
-    assert beside["denoising"] == apart["denoising"] + apart["decoding"]
+    flags = ("--task", "i2v-A14B", "--chain", "latent", "--num_clip", 3, "--frame_num", 9)
+    sequential, overlapped = estimate_stages(*flags), estimate_stages(*flags, "--overlap_decoding")
+    assert overlapped["decoding"] == sequential["decoding"]
+    assert overlapped["denoising"] == sequential["denoising"] + sequential["decoding"]
 
 
 @pytest.mark.parametrize("task", ["s2v-14B", "animate-14B"])
 def test_weights_that_are_used_where_they_are_mapped_take_nothing(task: str, tiny) -> None:
     """This includes attention to the sound or the face, which is not named as a block."""
-    words = ("--task", task, "--ckpt_dir", tiny(task), "--device", "cpu", "--precision", "bf16")
-    assert not needed(*words)["denoising"]["DiT weights"]
+    flags = ("--task", task, "--ckpt_dir", tiny(task), "--device", "cpu", "--precision", "bf16")
+    assert not estimate_stages(*flags)["denoising"]["DiT weights"]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +279,7 @@ def test_weights_that_are_used_where_they_are_mapped_take_nothing(task: str, tin
 )
 def test_host_memory_of_networks_that_wait(offload: str, parameters: int) -> None:
     """By hand: both experts and the text encoder in bfloat16."""
-    words = ["--task", "t2v-A14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda"]
-    words += ["--convert_model_dtype", "--offload_model", offload]
-    run = planned(*words)
+    flags = ["--task", "t2v-A14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda"]
+    flags += ["--convert_model_dtype", "--offload_model", offload]
+    run = planned(*flags)
     assert Planner(run.setup, run.params).compute_host_bytes() == 2 * parameters

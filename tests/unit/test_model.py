@@ -41,12 +41,15 @@ def test_official_tensor_names() -> None:
 
 
 def test_fp32_parameters() -> None:
-    kept = {name for name in model().state_dict() if keeps_fp32(name)}
-    assert "blocks.0.modulation" in kept and "head.head.weight" in kept
-    assert "time_embedding.0.weight" in kept and "blocks.0.cross_attn.norm_k.weight" in kept
-    assert "time_projection.1.weight" in kept
-    assert "blocks.0.ffn.0.weight" not in kept and "patch_embedding.weight" not in kept
-    assert "text_embedding.0.weight" not in kept
+    fp32_names = {name for name in model().state_dict() if keeps_fp32(name)}
+    assert "blocks.0.modulation" in fp32_names and "head.head.weight" in fp32_names
+    assert (
+        "time_embedding.0.weight" in fp32_names
+        and "blocks.0.cross_attn.norm_k.weight" in fp32_names
+    )
+    assert "time_projection.1.weight" in fp32_names
+    assert "blocks.0.ffn.0.weight" not in fp32_names and "patch_embedding.weight" not in fp32_names
+    assert "text_embedding.0.weight" not in fp32_names
 
 
 @torch.no_grad()
@@ -116,10 +119,10 @@ def test_modulation_by_runs_equals_expansion_per_token(grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         close(ops.modulated_norm(x, shift, scale, runs, eps, dtype), modulated(x))
         close(ops.gated_add(x.clone(), y, gate, runs), sums[0])
-        found = ops.gated_add_norm(x.clone(), y, gate, runs, affine, dtype)
-        close(found, (sums[0], affine(sums[0])))
-        found = ops.add_modulated_norm(x.clone(), y, shift, scale, runs, eps, dtype)
-        close(found, (sums[1], modulated(sums[1])))
+        output = ops.gated_add_norm(x.clone(), y, gate, runs, affine, dtype)
+        close(output, (sums[0], affine(sums[0])))
+        output = ops.add_modulated_norm(x.clone(), y, shift, scale, runs, eps, dtype)
+        close(output, (sums[1], modulated(sums[1])))
 
 
 @torch.no_grad()
@@ -128,19 +131,19 @@ def test_slices_of_tokens_cover_every_token(overwrite: bool) -> None:
     """There is more than one slice, and the last slice is shorter."""
     x, rows = torch.randn(1, 40_001, 64), torch.randn(40_001, 64)
     expected = x * 2 + rows
-    found = BlockOps().apply_in_slices(
+    output = BlockOps().apply_in_slices(
         lambda x, rows: x * 2 + rows, x, torch.float32, rows, overwrite=overwrite
     )
-    assert torch.equal(found, expected)
-    assert (found.data_ptr() == x.data_ptr()) == overwrite
+    assert torch.equal(output, expected)
+    assert (output.data_ptr() == x.data_ptr()) == overwrite
 
 
 def test_inputs_are_not_changed() -> None:
     net, (x, context) = model(), inputs()
-    before = x.clone(), context.clone()
+    copies = x.clone(), context.clone()
     with torch.no_grad():
         net([x], torch.tensor([5]), [context], 18)
-    assert torch.equal(x, before[0]) and torch.equal(context, before[1])
+    assert torch.equal(x, copies[0]) and torch.equal(context, copies[1])
 
 
 @torch.no_grad()
@@ -170,7 +173,7 @@ def test_training_uses_nothing_that_is_kept() -> None:
     for _ in range(2):
         net.zero_grad()
         net([x], torch.tensor([7]), [context], 18)[0].square().mean().backward()
-        assert [name for name, one in net.named_parameters() if one.grad is None] == []
+        assert [name for name, parameter in net.named_parameters() if parameter.grad is None] == []
 
 
 @torch.no_grad()
@@ -187,8 +190,8 @@ def test_moving_the_model_forgets_text() -> None:
 
 
 @torch.no_grad()
-def test_each_block_has_an_attention_layer_that_is_told_the_step() -> None:
-    seen = []
+def test_each_block_passes_the_step_to_its_attention_layer() -> None:
+    calls = []
 
     class Recorder(SingleDeviceAttention):
         def __init__(self, layer: int) -> None:
@@ -196,14 +199,14 @@ def test_each_block_has_an_attention_layer_that_is_told_the_step() -> None:
             self.layer = layer
 
         def __call__(self, q, k, v, /, *, valid_len=None, step=None):
-            seen.append((self.layer, valid_len, step))
+            calls.append((self.layer, valid_len, step))
             return super().__call__(q, k, v, valid_len=valid_len, step=step)
 
     recorded = ModelComponents(Recorder)
     net, (x, context) = model(components=recorded), inputs()
     step = StepInfo(1, 4, "cond", "dit", (3, 2, 3), 18)
     net([x], torch.tensor([7]), [context], 18, step=step)
-    assert seen == [(0, 18, step), (1, 18, step)]
+    assert calls == [(0, 18, step), (1, 18, step)]
 
 
 def test_padded_keys_are_not_attended_to() -> None:
@@ -216,17 +219,17 @@ def test_padded_keys_are_not_attended_to() -> None:
 def test_rope_tables_are_built_once_per_grid() -> None:
     tables = RopeCache(24)
 
-    def whole(x: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    def all_rows(x: Tensor, grid: tuple[int, int, int]) -> Tensor:
         return x
 
     for grid in ((2, 3, 4), (1, 3, 4)):
-        first, second = (tables.get(grid, torch.device("cpu"), whole) for _ in range(2))
+        first, second = (tables.get(grid, torch.device("cpu"), all_rows) for _ in range(2))
         assert first is second
-        for found, expected in zip(first, make_rope_table(grid, 24), strict=True):
-            assert torch.equal(found, expected)
+        for table, expected in zip(first, make_rope_table(grid, 24), strict=True):
+            assert torch.equal(table, expected)
     half = tables.get((1, 3, 4), torch.device("cpu"), lambda x, _: x[:, 6:])
-    for found, expected in zip(half, make_rope_table((1, 3, 4), 24), strict=True):
-        assert torch.equal(found, expected[6:]), "another device's rows"
+    for table, expected in zip(half, make_rope_table((1, 3, 4), 24), strict=True):
+        assert torch.equal(table, expected[6:]), "another device's rows"
 
 
 def test_axis_sizes() -> None:
@@ -250,8 +253,10 @@ def test_networks_and_calls_that_do_not_fit() -> None:
         "texts": (net, [x, x], t, [context], 18),
         "no image": (image, [x], t, [context], 18),
     }
-    found = {name: said(*call, kind=ValueError) for name, call in calls.items()}
-    check_refusals("networks", {name: f"{words.rstrip('.')}." for name, words in found.items()})
+    messages = {name: said(*call, kind=ValueError) for name, call in calls.items()}
+    check_refusals(
+        "networks", {name: f"{message.rstrip('.')}." for name, message in messages.items()}
+    )
 
 
 @pytest.mark.slow
@@ -266,9 +271,9 @@ def test_blocks_compile_without_a_break() -> None:
     for block in compiled.blocks:
         block.compile(backend=counter, fullgraph=True)
     with torch.no_grad():
-        for t, wanted in zip((900, 100), expected, strict=True):
-            found = compiled([x], torch.tensor([t]), [context], 18)[0]
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        for t, expected_output in zip((900, 100), expected, strict=True):
+            output = compiled([x], torch.tensor([t]), [context], 18)[0]
+            torch.testing.assert_close(output, expected_output, atol=1e-5, rtol=0)
         graphs = counter.frame_count
         compiled([x], torch.tensor([50]), [context], 18)
     assert counter.frame_count == graphs == 2  # text K/V computed, and taken from the cache

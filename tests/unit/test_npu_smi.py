@@ -46,7 +46,7 @@ READINGS = {
     ("power_910B", 0): DieReading(103.5),
     ("power_310B", 0): DieReading(9.1),
 }
-PLACES = {
+DIE_LOCATIONS = {
     "map_910B": {0: DieLocation(0, 0), 1: DieLocation(1, 0)},
     "map_A3": {0: DieLocation(0, 0), 1: DieLocation(0, 1), 2: DieLocation(1, 0)},
     "map_310P": {0: DieLocation(4, 0)},
@@ -73,7 +73,7 @@ def text(name: str) -> str:
 
 
 def test_every_fixture_is_read_and_has_a_source() -> None:
-    read = {*POWERS, *(name for name, _ in READINGS), *PLACES, *ERRORS}
+    read = {*POWERS, *(name for name, _ in READINGS), *DIE_LOCATIONS, *ERRORS}
     assert {path.stem for path in FIXTURES.glob("*.txt")} == read
     sources = (FIXTURES / "SOURCES.md").read_text()
     assert all(f"`{name}.txt`" in sources for name in read)
@@ -81,37 +81,43 @@ def test_every_fixture_is_read_and_has_a_source() -> None:
 
 def test_tables() -> None:
     assert {name: npu_smi.parse_die_powers(text(name)) for name in POWERS} == POWERS
-    found, expected = {}, {}
+    readings, expected = {}, {}
     for name, boards in POWERS.items():
-        for board, told in boards.items():
-            for die in range(len(told)):
-                watts = told[die] or told[0]
-                wanted = DieReading(watts) if watts else f"no power of NPU {board}"
-                expected[name, board, die] = wanted
+        for board, powers in boards.items():
+            for die in range(len(powers)):
+                watts = powers[die] or powers[0]
+                expected_reading = DieReading(watts) if watts else f"no power of NPU {board}"
+                expected[name, board, die] = expected_reading
                 try:
                     reading = npu_smi.parse_power_table(text(name), DieLocation(board, die))
                 except MeterError as reason:
-                    reading = f"no power of NPU {board}" if wanted in str(reason) else str(reason)
-                found[name, board, die] = reading
-    assert found == expected
+                    reading = (
+                        f"no power of NPU {board}"
+                        if expected_reading in str(reason)
+                        else str(reason)
+                    )
+                readings[name, board, die] = reading
+    assert readings == expected
 
 
 def test_fields() -> None:
-    found = {
+    readings = {
         (n, die): npu_smi.parse_power_fields(text(n), DieLocation(0, die)) for n, die in READINGS
     }
-    assert found == READINGS
+    assert readings == READINGS
 
 
 def test_mapping() -> None:
-    assert {name: npu_smi.parse_die_locations(text(name)) for name in PLACES} == PLACES
+    assert {
+        name: npu_smi.parse_die_locations(text(name)) for name in DIE_LOCATIONS
+    } == DIE_LOCATIONS
 
 
 def test_mapping_of_an_a5() -> None:
     assert npu_smi.parse_die_locations(A5_MAP) == {0: DieLocation(0, 0), 1: DieLocation(1, 0)}
 
 
-def whatever(parse: Any, broken: str) -> Any:
+def parse_or_none(parse: Any, broken: str) -> Any:
     """Returns the parsed text, or None after a MeterError with a message."""
     try:
         return parse(broken)
@@ -122,28 +128,32 @@ def whatever(parse: Any, broken: str) -> Any:
 
 def test_tables_that_break_off() -> None:
     """Text that is cut off at any character gives only values that the full text has."""
-    for name, expected in (*POWERS.items(), *PLACES.items()):
-        whole = text(name)
+    for name, expected in (*POWERS.items(), *DIE_LOCATIONS.items()):
+        output = text(name)
         parse = npu_smi.parse_die_powers if name in POWERS else npu_smi.parse_die_locations
-        for end in range(len(whole)):
-            for key, value in (whatever(parse, whole[:end]) or {}).items():
-                told = expected[key]
-                read = told[: len(value)] if isinstance(told, list) else told
-                assert value == read, (name, end)
+        for end in range(len(output)):
+            for key, value in (parse_or_none(parse, output[:end]) or {}).items():
+                expected_value = expected[key]
+                expected_prefix = (
+                    expected_value[: len(value)]
+                    if isinstance(expected_value, list)
+                    else expected_value
+                )
+                assert value == expected_prefix, (name, end)
 
 
 def test_fields_that_break_off() -> None:
     for (name, die), expected in READINGS.items():
-        whole, place = text(name), DieLocation(0, die)
-        told = {r.watts for (n, _), r in READINGS.items() if n == name}
-        told |= {16.9} if name == "power_310B" else set()
-        for end in range(len(whole)):
-            found = whatever(
-                lambda t, place=place: npu_smi.parse_power_fields(t, place), whole[:end]
+        output, location = text(name), DieLocation(0, die)
+        powers = {r.watts for (n, _), r in READINGS.items() if n == name}
+        powers |= {16.9} if name == "power_310B" else set()
+        for end in range(len(output)):
+            reading = parse_or_none(
+                lambda t, location=location: npu_smi.parse_power_fields(t, location), output[:end]
             )
-            if found is not None:
-                assert found.watts in told, (name, end)
-                assert found.mhz in (None, expected.mhz), (name, end)
+            if reading is not None:
+                assert reading.watts in powers, (name, end)
+                assert reading.mhz in (None, expected.mhz), (name, end)
 
 
 BROKEN = {
@@ -163,21 +173,21 @@ BROKEN = {
 
 
 def test_outputs_that_cannot_be_used() -> None:
-    here = DieLocation(0, 0)
+    location = DieLocation(0, 0)
     calls = {
         "boards": npu_smi.parse_die_powers,
         "mapping": npu_smi.parse_die_locations,
-        "table": lambda t: npu_smi.parse_power_table(t, here),
-        "fields": lambda t: npu_smi.parse_power_fields(t, here),
+        "table": lambda t: npu_smi.parse_power_table(t, location),
+        "fields": lambda t: npu_smi.parse_power_fields(t, location),
     }
-    found = {
+    messages = {
         f"{read}: {name}": said(parse, broken, kind=MeterError)
         for read, parse in calls.items()
         for name, broken in BROKEN.items()
     }
-    assert not {case: text for case, text in found.items() if "it says " not in text}
-    some = [case for case in found if "boards:" in case or case.endswith(": help")]
-    check_refusals("npu-smi", {case: f"{found[case]}." for case in some})
+    assert not {case: text for case, text in messages.items() if "it says " not in text}
+    recorded = [case for case in messages if "boards:" in case or case.endswith(": help")]
+    check_refusals("npu-smi", {case: f"{messages[case]}." for case in recorded})
 
 
 def test_outputs_with_random_damage() -> None:
@@ -190,20 +200,20 @@ def test_outputs_with_random_damage() -> None:
     )
     for path in sorted(FIXTURES.glob("*.txt")):
         for _ in range(40):
-            characters = list(path.read_text())
+            chars = list(path.read_text())
             for _ in range(rng.randrange(1, 9)):
-                spot = rng.randrange(len(characters))
-                characters[spot : spot + rng.choice((0, 1, 30))] = rng.choice(
+                spot = rng.randrange(len(chars))
+                chars[spot : spot + rng.choice((0, 1, 30))] = rng.choice(
                     ("", "|", "\n", "-", "NA", ":", "9", "²", "\t")
                 )
             for parse in parsers:
-                whatever(parse, "".join(characters))
+                parse_or_none(parse, "".join(chars))
 
 
-def test_what_is_no_power() -> None:
-    for shown in ("0", "0.0", "-", "NA", "N/A", "nan", "inf", "-5.0", "1e3", ""):
-        output = text("power_910B").replace("103.5", shown)
-        assert said(npu_smi.parse_power_fields, output, DieLocation(0, 0), kind=MeterError), shown
+def test_refused_power_values() -> None:
+    for value in ("0", "0.0", "-", "NA", "N/A", "nan", "inf", "-5.0", "1e3", ""):
+        output = text("power_910B").replace("103.5", value)
+        assert said(npu_smi.parse_power_fields, output, DieLocation(0, 0), kind=MeterError), value
 
 
 def make_tool(folder: Path) -> Path:
@@ -298,8 +308,8 @@ def test_renumbered_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(variable, raising=False)
     assert system.find_machine_index(variable, 3) == 3
     numbers = {("0,1", 1): 1, ("6, 4", 0): 6, ("6,4", 2): None, ("", 0): None, ("x", 0): None}
-    found = {}
+    indices = {}
     for value, index in numbers:
         monkeypatch.setenv(variable, value)
-        found[value, index] = system.find_machine_index(variable, index)
-    assert found == numbers
+        indices[value, index] = system.find_machine_index(variable, index)
+    assert indices == numbers

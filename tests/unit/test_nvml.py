@@ -64,10 +64,10 @@ class Driver:
 
     def _nvmlDeviceGetFieldValues(self, handle: Any, count: Any, values: Any) -> int:
         for value in values._obj:
-            found = self.fields.get((value.fieldId, value.scopeId))
-            value.nvmlReturn = NOT_SUPPORTED if found is None else 0
+            number = self.fields.get((value.fieldId, value.scopeId))
+            value.nvmlReturn = NOT_SUPPORTED if number is None else 0
             value.valueType = 3
-            value.value.ullVal = found or 0
+            value.value.ullVal = number or 0
         return 0
 
 
@@ -83,10 +83,10 @@ def pynvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def driver(pynvml: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    found = Driver()
-    monkeypatch.setattr(pynvml, "CDLL", lambda name: found)
-    yield found
-    assert found.open == 0
+    library = Driver()
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: library)
+    yield library
+    assert library.open == 0
 
 
 def nvml() -> Any:
@@ -106,9 +106,9 @@ def test_nvml(driver: Driver) -> None:
 def test_nvml_metered(driver: Driver) -> None:
     with Meter(nvml(), period=1e-3) as meter:
         driver.millijoules += 250_000
-    found = meter.stop()
-    assert found.source == "NVML" and found.samples >= 1 and not found.failed
-    assert found.peak_w == 487.25 and found.throttled == 1 and found.limit_w == 700
+    result = meter.stop()
+    assert result.source == "NVML" and result.samples >= 1 and not result.failed
+    assert result.peak_w == 487.25 and result.throttled == 1 and result.limit_w == 700
 
 
 def test_reasons_of_nvml(driver: Driver) -> None:

@@ -40,27 +40,27 @@ def normalised(x: Tensor, eps: float) -> Tensor:
 def test_norms_are_float32(dtype: torch.dtype) -> None:
     """Inputs of any dtype; nothing but the inputs is rounded to 16 bits."""
     x, weight, bias = torch.randn(2, 5, 48).to(dtype) * 3, torch.randn(48), torch.randn(48)
-    before = x.clone()
+    original = x.clone()
     rms = x.double() / (x.double().square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
-    found = compute_rms_norm(x, weight, 0.1)
-    assert found.dtype == torch.float32
-    assert_close(found.double(), rms, rtol=2e-6, atol=2e-6)
+    output = compute_rms_norm(x, weight, 0.1)
+    assert output.dtype == torch.float32
+    assert_close(output.double(), rms, rtol=2e-6, atol=2e-6)
     for w, b in ((weight, bias), (None, None)):
-        found = compute_layer_norm(x, w, b, 0.1)
+        output = compute_layer_norm(x, w, b, 0.1)
         expected = normalised(x, 0.1) * (1 if w is None else w) + (0 if b is None else b)
-        assert found.dtype == torch.float32
-        assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
-    assert torch.equal(x, before)
+        assert output.dtype == torch.float32
+        assert_close(output.double(), expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(x, original)
 
 
 def test_modulated_norm_is_float32() -> None:
     for batch, dtype in product((1, 2), DTYPES):
         x = torch.randn(batch, 5, 48).to(dtype)
         shift, scale = torch.randn(batch, 1, 48), torch.randn(batch, 1, 48)
-        found = modulated_norm(x, shift, scale, 1e-3)
+        output = modulated_norm(x, shift, scale, 1e-3)
         expected = normalised(x, 1e-3) * (1 + scale.double()) + shift
-        assert found.dtype == torch.float32
-        assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+        assert output.dtype == torch.float32
+        assert_close(output.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 def test_rope_is_a_complex_product() -> None:
@@ -74,11 +74,11 @@ def test_rope_is_a_complex_product() -> None:
 def model(**ops: Any) -> WanModel:
     torch.manual_seed(0)
     sizes = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2}
-    given = ModelComponents(ops=BlockOps(SmallOps(**ops)))
-    return WanModel(**sizes, text_dim=16, text_len=8, components=given).requires_grad_(False)
+    components = ModelComponents(ops=BlockOps(SmallOps(**ops)))
+    return WanModel(**sizes, text_dim=16, text_len=8, components=components).requires_grad_(False)
 
 
-def velocity(net: WanModel) -> Tensor:
+def compute_velocity(net: WanModel) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(16, 3, 4, 6, generator=generator)
     context = torch.randn(5, 16, generator=generator)
@@ -86,30 +86,32 @@ def velocity(net: WanModel) -> Tensor:
         return net([x], torch.tensor([500.0]), [context], 18)[0]
 
 
-def test_every_norm_and_rotation_goes_through_the_given_operations() -> None:
+def test_every_norm_and_rotation_uses_the_operations_passed_in() -> None:
     """Two layers: q, k norms of both attentions, norm3, two modulated norms and the head's."""
     calls: Counter[str] = Counter()
 
-    def counted(name: str) -> Any:
+    def count_calls(name: str) -> Any:
         def call(*args: Any, **keywords: Any) -> Tensor:
             calls[name] += 1
             return PLAIN[name](*args, **keywords)
 
         return call
 
-    net = model(**{name: counted(name) for name in PLAIN})
-    found = velocity(net)
+    net = model(**{name: count_calls(name) for name in PLAIN})
+    output = compute_velocity(net)
     assert calls == {"rms_norm": 2 * 4, "layer_norm": 2, "modulated_norm": 2 * 2 + 1, "rope": 2 * 2}
-    assert torch.equal(found, velocity(model()))
+    assert torch.equal(output, compute_velocity(model()))
     assert net.state_dict().keys() == model().state_dict().keys()
 
 
 def test_each_operation_decides_the_result() -> None:
     assert {field.name for field in fields(SmallOps)} == PLAIN.keys()
-    plain = velocity(model())
+    plain = compute_velocity(model())
     for name, op in PLAIN.items():
-        other = velocity(model(**{name: lambda *args, op=op, **kw: op(*args, **kw) * 1.5 + 0.25}))
-        assert not torch.allclose(other, plain, atol=1e-4), name
+        changed = compute_velocity(
+            model(**{name: lambda *args, op=op, **kw: op(*args, **kw) * 1.5 + 0.25})
+        )
+        assert not torch.allclose(changed, plain, atol=1e-4), name
 
 
 @pytest.mark.parametrize(("gated", "dtype"), [*product((True, False), DTYPES)])
@@ -123,5 +125,9 @@ def test_the_residual_stream_takes_any_dtype(dtype: torch.dtype, gated: bool, mo
         add: Any = partial(ops.gated_add, x, y, row, [64])
         if not gated:
             add = partial(ops.add_modulated_norm, x, y, row, row, [64], 1e-6, torch.bfloat16)
-        held = measure_peak_bytes(add, torch.device("cpu"))  # also what PyTorch itself converts
-    assert torch.equal(x, expected) and held <= result + 3 * 48 * 10 * 4  # this slice and the next
+        peak_bytes = measure_peak_bytes(
+            add, torch.device("cpu")
+        )  # also what PyTorch itself converts
+    assert (
+        torch.equal(x, expected) and peak_bytes <= result + 3 * 48 * 10 * 4
+    )  # this slice and the next

@@ -94,20 +94,20 @@ def test_a_folder_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    before = sorted(tmp_path.rglob("*"))
+    paths_before = sorted(tmp_path.rglob("*"))
 
-    def write(taken: str) -> None:
-        with write_folder(Path(taken)):
+    def write(folder: str) -> None:
+        with write_folder(Path(folder)):
             pytest.fail("the block must not begin")
 
-    found = {taken: said(write, taken) for taken in ("file", "full", "link", ".")}
-    check_refusals("output files: folders", found)
-    assert sorted(tmp_path.rglob("*")) == before
+    messages = {name: said(write, name) for name in ("file", "full", "link", ".")}
+    check_refusals("output files: folders", messages)
+    assert sorted(tmp_path.rglob("*")) == paths_before
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
 
 
 CONFLICTS: dict[str, Callable[[Path], object]] = {
@@ -121,28 +121,28 @@ CONFLICTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_what_is_not_ours_is_refused_and_kept(tmp_path: Path) -> None:
+def test_foreign_files_are_refused_and_kept(tmp_path: Path) -> None:
     """The check applies before the work, after it, and when files are removed."""
 
     def write(path: Path) -> None:
         with write_output(path, TEXT) as temporary:
             temporary.write_text(OURS)
 
-    found = {"a device": said(check_output, Path("/dev/null"), TEXT, "--out")}
-    for number, (what, make) in enumerate(CONFLICTS.items()):
+    messages = {"a device": said(check_output, Path("/dev/null"), TEXT, "--out")}
+    for number, (case, make) in enumerate(CONFLICTS.items()):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "ours").write_text(OURS)
         path = folder / "x"
         make(path)
         inode = path.lstat().st_ino
-        found[what] = said(check_output, path, TEXT, "--out")
-        found[f"{what}, when it is written"] = said(write, path, kind=WriteError)
-        assert not remove_output(path, TEXT), what
-        assert path.lstat().st_ino == inode, what
-        assert what != "a foreign file" or path.read_text() == "precious"
-        assert (folder / "ours").read_text() == OURS and len(list(folder.iterdir())) == 2, what
-    check_refusals("output files: not ours", found)
+        messages[case] = said(check_output, path, TEXT, "--out")
+        messages[f"{case}, when it is written"] = said(write, path, kind=WriteError)
+        assert not remove_output(path, TEXT), case
+        assert path.lstat().st_ino == inode, case
+        assert case != "a foreign file" or path.read_text() == "precious"
+        assert (folder / "ours").read_text() == OURS and len(list(folder.iterdir())) == 2, case
+    check_refusals("output files: not ours", messages)
 
 
 def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def test_a_new_name_never_replaces_a_file(hard_links: bool, tmp_path: Path, monk
     temporary = tmp_path / "temporary"
     temporary.write_text("new")
     assert move_to_free_name(temporary, tmp_path / "x.mp4") == tmp_path / "x-3.mp4"
-    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert found == {"x.mp4": "x.mp4", "x-2.mp4": "x-2.mp4", "x-3.mp4": "new"}
+    contents = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert contents == {"x.mp4": "x.mp4", "x-2.mp4": "x-2.mp4", "x-3.mp4": "new"}
 
 
 def _mp4(path: Path, *more: str) -> None:
@@ -208,7 +208,7 @@ def _bytes(content: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(content)
 
 
-OF_US: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
+WAN_OUTPUTS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
     "video": (
         VIDEO_KIND,
         lambda path: write_video(torch.zeros(3, 1, 16, 16), Output(save_file=path, fps=16)),
@@ -222,7 +222,7 @@ OF_US: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
     ),
     "summary": (SUMMARY_KIND, _text('{"made": {}, "there already": [], "go on with": null}')),
 }
-OF_OTHERS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
+FOREIGN_OUTPUTS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
     "a video without a comment": (VIDEO_KIND, _mp4),
     "a video of another comment": (VIDEO_KIND, _comment("my holidays, see {task}")),
     "no video": (VIDEO_KIND, _text('{"task": "x"}')),
@@ -239,16 +239,18 @@ OF_OTHERS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
 
 
 def test_an_output_is_known_by_its_content(tmp_path: Path) -> None:
-    path, found = tmp_path / "x", {}
-    for what, (kind, write) in {**OF_US, **OF_OTHERS}.items():
+    path, results = tmp_path / "x", {}
+    for case, (kind, write) in {**WAN_OUTPUTS, **FOREIGN_OUTPUTS}.items():
         write(path)
         content = path.read_bytes()
-        found[what] = is_output(path, kind), remove_output(path, kind), not path.exists()
+        results[case] = is_output(path, kind), remove_output(path, kind), not path.exists()
         if path.exists():
-            assert path.read_bytes() == content, what
+            assert path.read_bytes() == content, case
             path.unlink()
-    known = dict.fromkeys(OF_US, (True,) * 3) | dict.fromkeys(OF_OTHERS, (False,) * 3)
-    assert found == known
+    expected = dict.fromkeys(WAN_OUTPUTS, (True,) * 3) | dict.fromkeys(
+        FOREIGN_OUTPUTS, (False,) * 3
+    )
+    assert results == expected
 
 
 FITS: list[tuple[dict[str, str], bool]] = [
@@ -263,7 +265,7 @@ FITS: list[tuple[dict[str, str], bool]] = [
 
 
 def test_a_derived_folder_is_ours_or_refused(tmp_path: Path) -> None:
-    found = {}
+    messages = {}
     for number, (files, fits) in enumerate(FITS):
         folder = tmp_path / f"{number}.clips"
         folder.mkdir()
@@ -271,22 +273,24 @@ def test_a_derived_folder_is_ours_or_refused(tmp_path: Path) -> None:
             (folder / name).write_text(text)
         refusal = said(check_output_folder, folder, {"[0-9].txt": TEXT}, "`save_file`")
         assert (refusal == "") == fits, files
-        found |= {} if fits else {", ".join(f"{n}: {t.strip()}" for n, t in files.items()): refusal}
+        messages |= (
+            {} if fits else {", ".join(f"{n}: {t.strip()}" for n, t in files.items()): refusal}
+        )
         assert {path.name: path.read_text() for path in folder.iterdir()} == files
     (tmp_path / "a file").touch()
     (tmp_path / "a link to a folder").symlink_to(tmp_path)
     (tmp_path / "a link to nowhere").symlink_to(tmp_path / "nowhere")
     for name in ("a file", "a link to a folder", "a link to nowhere"):
-        found[name] = said(check_output_folder, tmp_path / name, {"*": TEXT}, "`save_file`")
-    check_refusals("output files: derived folders", found)
+        messages[name] = said(check_output_folder, tmp_path / name, {"*": TEXT}, "`save_file`")
+    check_refusals("output files: derived folders", messages)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/nowhere/at/all")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
-    before, found = sorted(tmp_path.iterdir()), {}
+    paths_before, messages = sorted(tmp_path.iterdir()), {}
     for path in ("link/x", "link/new/x", "loop/x", "file/x", f"new/{'n' * 300}/x", "/proc/x/y"):
-        found[path[:20]] = said(check_folder, (tmp_path / path).parent, "--out", Path(path))
-    check_refusals("output files: folders that cannot be made", found)
-    assert sorted(tmp_path.iterdir()) == before
+        messages[path[:20]] = said(check_folder, (tmp_path / path).parent, "--out", Path(path))
+    check_refusals("output files: folders that cannot be made", messages)
+    assert sorted(tmp_path.iterdir()) == paths_before

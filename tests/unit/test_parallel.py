@@ -23,21 +23,21 @@ from wan.settings.parallel import (
     resolve_topology,
 )
 
-BOTH = (3.0, 4.0)
+GUIDE_SCALES = (3.0, 4.0)
 
 
 def sizes(world: int, heads: int = 40, **flags: Any) -> tuple[int, int, int]:
     return resolve_topology(flags, world, heads)[0].mesh_shape
 
 
-def refusal(world: int, heads: int = 40, guide: Any = BOTH, **flags: Any) -> str:
+def refusal(world: int, heads: int = 40, guide: Any = GUIDE_SCALES, **flags: Any) -> str:
     with pytest.raises(InputError) as caught:
-        checked(flags, world, heads, guide)
+        resolve_and_check(flags, world, heads, guide)
     caught.value.naming = COMMAND_LINE_NAMING
     return str(caught.value)
 
 
-def checked(
+def resolve_and_check(
     flags: dict[str, Any], world: int, heads: int, guide: tuple[float, float]
 ) -> tuple[Parallel, tuple[str, ...]]:
     parallel, notices = resolve_topology(flags, world, heads)
@@ -62,7 +62,7 @@ CHOSEN: list[tuple[int, int, dict[str, int], tuple[int, int, int]]] = [
 ]
 
 
-def test_sizes_that_are_not_given_are_chosen() -> None:
+def test_missing_sizes_are_chosen() -> None:
     assert [(*case[:3], sizes(case[0], case[1], **case[2])) for case in CHOSEN] == CHOSEN
 
 
@@ -73,7 +73,7 @@ def test_choices_are_announced() -> None:
 
 
 def test_refusals_list_what_works() -> None:
-    found = {
+    messages = {
         "too many": refusal(64, 40, ulysses_size=64),
         "another product": refusal(8, ring_size=2, ulysses_size=3, heads=24),
         "one branch": refusal(4, guide=(1.0, 1.0), cfg_size=2),
@@ -84,8 +84,10 @@ def test_refusals_list_what_works() -> None:
         "shards on the CPU": refusal(2, t5_fsdp=True, t5_cpu=True),
     }
     authors = "comm_type optimization requires ulysses_size > 1."
-    assert all(found[case].startswith(authors) for case in ("one rank", "one head each"))
-    check_refusals("parallel", {case: text.removeprefix(authors) for case, text in found.items()})
+    assert all(messages[case].startswith(authors) for case in ("one rank", "one head each"))
+    check_refusals(
+        "parallel", {case: text.removeprefix(authors) for case, text in messages.items()}
+    )
 
 
 def test_notes() -> None:
@@ -93,7 +95,9 @@ def test_notes() -> None:
         resolve_topology({}, 6, 40)[1][1]
         == "40 heads on 6 ranks of a Ulysses group: 7, 7, 7, 7, 6, 6."
     )
-    _, notices = checked({"cfg_size": 2, "ulysses_size": 2, "ring_size": 1}, 4, 40, (1.0, 4.0))
+    _, notices = resolve_and_check(
+        {"cfg_size": 2, "ulysses_size": 2, "ring_size": 1}, 4, 40, (1.0, 4.0)
+    )
     assert len(notices) == 1 and "low-noise" in notices[0]
     flags = {"comm_type": 1, "ulysses_size": 12, "ring_size": 1}
     assert "nothing to interleave" in resolve_topology(flags, 12, 12)[1][0]
@@ -125,7 +129,7 @@ def test_any_flags_resolve_or_are_refused(
 ) -> None:
     """Resolved flags are consistent and keep their values; proposals of refusals resolve."""
     try:
-        parallel, _ = checked(flags, world, heads, guide)
+        parallel, _ = resolve_and_check(flags, world, heads, guide)
     except InputError as error:
         error.naming = COMMAND_LINE_NAMING
         assert "\n" not in str(error) and str(error).endswith(".")
@@ -159,15 +163,17 @@ def test_groups_that_span_machines_are_noticed() -> None:
 
 def test_layouts_on_two_machines() -> None:
     """There are 8 ranks, 4 on each machine, and q of a rank's tokens takes 1 MB."""
-    by_sizes = {one.sizes: one for one in list_layouts(8, 40, 2, 8e6, (100.0, 10.0))}
-    whole, both = by_sizes[1, 1, 8], by_sizes[1, 2, 4]
-    assert (whole.bytes_inside, whole.bytes_between) == pytest.approx((4e6 * 3 / 8, 4e6 * 4 / 8))
-    assert (both.bytes_inside, both.bytes_between) == pytest.approx((4e6 * 3 / 4, 2e6))
-    assert whole.seconds == pytest.approx(1.5e6 / 1e11 + 2e6 / 1e10)
-    only = by_sizes[1, 8, 1]  # the rank that passes on to the other machine
-    assert (only.bytes_inside, only.bytes_between) == pytest.approx((0, 14e6))
+    by_sizes = {layout.sizes: layout for layout in list_layouts(8, 40, 2, 8e6, (100.0, 10.0))}
+    ulysses_only, hybrid = by_sizes[1, 1, 8], by_sizes[1, 2, 4]
+    assert (ulysses_only.bytes_inside, ulysses_only.bytes_between) == pytest.approx(
+        (4e6 * 3 / 8, 4e6 * 4 / 8)
+    )
+    assert (hybrid.bytes_inside, hybrid.bytes_between) == pytest.approx((4e6 * 3 / 4, 2e6))
+    assert ulysses_only.seconds == pytest.approx(1.5e6 / 1e11 + 2e6 / 1e10)
+    ring_only = by_sizes[1, 8, 1]  # the rank that passes on to the other machine
+    assert (ring_only.bytes_inside, ring_only.bytes_between) == pytest.approx((0, 14e6))
     assert list_layouts(8, 40, 2, 8e6, None)[0].bytes_between == min(
-        o.bytes_between for o in by_sizes.values()
+        item.bytes_between for item in by_sizes.values()
     )
     with pytest.raises(InputError, match="does not divide the 8 ranks"):
         list_layouts(8, 40, 3, 8e6, None)

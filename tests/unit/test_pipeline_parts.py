@@ -68,9 +68,9 @@ def test_noise_is_the_first_draw_of_the_seed() -> None:
 
 def test_later_noise_is_that_of_the_seed_whatever_a_video_begins_with() -> None:
     r, start = request("t2v-A14B"), torch.ones(16, 3, 8, 12)
-    drawn, given = (prepare(r, None, None, latents) for latents in (None, start))
-    assert torch.equal(given.initial_latents, start)
-    assert torch.equal(given.sample_noise(), drawn.sample_noise())
+    from_seed, from_start = (prepare(r, None, None, latents) for latents in (None, start))
+    assert torch.equal(from_start.initial_latents, start)
+    assert torch.equal(from_start.sample_noise(), from_seed.sample_noise())
 
 
 def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
     ]
     official = next(tiny("i2v-14B").glob("models_clip*.pth"))
     save_file(torch.load(official), tmp_path / "clip.safetensors")
-    found = [
+    results = [
         clip.ClipVision(
             clip.make_clip_spec(path).load(
                 device=torch.device("cpu"),
@@ -96,18 +96,18 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
         for path in (folder, official, tmp_path / "clip.safetensors")
     ]
     network = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, layer_norm_eps=1e-5)
-    shown = torch.cat([clip.preprocess_clip_image(image) for image in images])
+    pixels = torch.cat([clip.preprocess_clip_image(image) for image in images])
     with torch.no_grad():
-        expected = network(pixel_values=shown, output_hidden_states=True).hidden_states[-2]
-    assert all(torch.equal(features, expected) for features in found)
+        expected = network(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
+    assert all(torch.equal(features, expected) for features in results)
 
 
 def test_i2v_channels() -> None:
     """4 mask channels (1 for the given frame), then the encoded [image, grey, grey, ...]."""
-    r, image, seen = request("i2v-A14B", image_size=(200, 150)), noise(200, 150), []
+    r, image, videos = request("i2v-A14B", image_size=(200, 150)), noise(200, 150), []
 
     def encode(video: torch.Tensor) -> torch.Tensor:
-        seen.append(video)
+        videos.append(video)
         width, height = r.video_size
         return torch.full((16, 3, height // 8, width // 8), 0.5)
 
@@ -116,7 +116,7 @@ def test_i2v_channels() -> None:
     assert r.video_size == (80, 64)
     assert y.shape == (20, 3, height // 8, width // 8)
     assert (y[:4, 0] == 1).all() and (y[:4, 1:] == 0).all() and (y[4:] == 0.5).all()
-    (video,) = seen
+    (video,) = videos
     assert video.shape == (3, 9, height, width) and (video[:, 1:] == 0).all()
     source = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 * 2 - 1
     expected = F.interpolate(source[None], size=(height, width), mode="bicubic")[0]
@@ -143,8 +143,8 @@ def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
     t = conditions.make_model_timesteps(torch.tensor(900))
     assert t.shape == (1, 4 * 2 * 3) and t.dtype == torch.float32
     assert (t[0, :6] == 0).all() and (t[0, 6:] == 900).all()
-    moved = conditions.restore_fixed_frames(torch.zeros(48, 4, 4, 6))
-    assert (moved[:, :1] == 7).all() and (moved[:, 1:] == 0).all()
+    fixed = conditions.restore_fixed_frames(torch.zeros(48, 4, 4, 6))
+    assert (fixed[:, :1] == 7).all() and (fixed[:, 1:] == 0).all()
 
 
 def test_official_share_of_the_experts() -> None:
@@ -165,24 +165,24 @@ def test_boundary_itself_is_high_noise() -> None:
 
 def test_guidance_formula() -> None:
     results = {"cond": torch.full((2,), 2.0), "uncond": torch.full((2,), 0.5)}
-    for given in ({}, {"run_branches": lambda branch: (branch("cond"), branch("uncond"))}):
-        asked: list[str] = []
-        assert apply_guidance(results.get, 4, **given).tolist() == [6.5, 6.5]
-        alone = apply_guidance(
-            lambda name, asked=asked: asked.append(name) or results[name], 1, **given
+    for arguments in ({}, {"run_branches": lambda branch: (branch("cond"), branch("uncond"))}):
+        branches: list[str] = []
+        assert apply_guidance(results.get, 4, **arguments).tolist() == [6.5, 6.5]
+        unguided = apply_guidance(
+            lambda name, branches=branches: branches.append(name) or results[name], 1, **arguments
         )
-        assert alone is results["cond"]
-        assert asked == ["cond"], "without guidance the other branch is not computed"
+        assert unguided is results["cond"]
+        assert branches == ["cond"], "without guidance the other branch is not computed"
 
 
-def test_what_the_model_is_told() -> None:
+def test_model_inputs_of_each_branch() -> None:
     prompts = {"context": torch.tensor(2.0), "negative_context": torch.tensor(0.5)}
     latents, t = torch.ones(2), torch.tensor([1])
     step = StepInfo(3, 4, "cond", "low_noise", (1, 2, 3), 6)
-    told: list[Any] = []
+    calls: list[Any] = []
 
     def model(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        told.append((args, kwargs))
+        calls.append((args, kwargs))
         return [torch.full((2,), 7.0)]
 
     for y, (branch, context) in product(
@@ -190,25 +190,25 @@ def test_what_the_model_is_told() -> None:
     ):
         conditions = DenoiseInputs(initial_latents=torch.zeros(1), **prompts, y=y)
         assert predict_velocity(model, latents, t, conditions, step, branch).tolist() == [7, 7]
-        ([x], given_t), kwargs = told.pop()
+        ([x], timestep), kwargs = calls.pop()
         [text] = kwargs.pop("context")
-        assert not told and x is latents and given_t is t and text == context
-        given_y = kwargs.pop("y", None)
-        assert given_y is None if y is None else given_y[0] is y
+        assert not calls and x is latents and timestep is t and text == context
+        y_input = kwargs.pop("y", None)
+        assert y_input is None if y is None else y_input[0] is y
         assert kwargs == {"step": replace(step, branch=branch), "seq_len": 6}
 
 
-@pytest.mark.parametrize(("broken", "noticed"), [(0, 1), (1, 3), (2, 3)])
-def test_latents_that_are_not_finite_make_no_video(broken: int, noticed: int) -> None:
+@pytest.mark.parametrize(("broken_step", "reported_step"), [(0, 1), (1, 3), (2, 3)])
+def test_latents_that_are_not_finite_make_no_video(broken_step: int, reported_step: int) -> None:
     """Latents are checked after the first and the last step; each check waits for the device."""
-    asked = replace(request("t2v-1.3B"), sample_steps=3)
+    params = replace(request("t2v-1.3B"), sample_steps=3)
 
     def network(x: list[torch.Tensor], *_: object, step: StepInfo, **__: object) -> Any:
-        return [torch.full_like(x[0], torch.nan if step.index == broken else 0.0)]
+        return [torch.full_like(x[0], torch.nan if step.index == broken_step else 0.0)]
 
     experts: Any = SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
-    with pytest.raises(NotFiniteError, match=f"after step {noticed} of 3"):
-        DenoisingLoop(asked, prepare(asked, None, None)).advance(experts)
+    with pytest.raises(NotFiniteError, match=f"after step {reported_step} of 3"):
+        DenoisingLoop(params, prepare(params, None, None)).advance(experts)
 
 
 @pytest.mark.parametrize(("offload", "loads"), [(True, "abab"), (False, "ab")])
@@ -234,11 +234,11 @@ def test_experts_in_memory(offload: bool, loads: str) -> None:
 CLIP = torch.rand(3, 5, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
-def decoded(path: Path) -> np.ndarray:
+def decode_rgb(path: Path) -> np.ndarray:
     return np.stack(list(imageio.get_reader(path).iter_data()))
 
 
-def stored(path: Path) -> bytes:
+def decode_planes(path: Path) -> bytes:
     """The planes of all frames, as ffmpeg decodes them."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", path, "-f", "rawvideo", "-"]
     return subprocess.run(command, check=True, capture_output=True).stdout
@@ -247,12 +247,14 @@ def stored(path: Path) -> bytes:
 def test_a_video_is_encoded_as_officially(tmp_path: Path) -> None:
     """The official code's imageio call gives the same frames, before any conversion to RGB."""
     write_video(CLIP, Output(tmp_path / "ours.mp4", fps=24))
-    theirs = tmp_path / "theirs.mp4"
-    with imageio.get_writer(theirs, fps=24, codec="libx264", quality=8) as writer:
+    official_path = tmp_path / "theirs.mp4"
+    with imageio.get_writer(official_path, fps=24, codec="libx264", quality=8) as writer:
         for frame in to_uint8(CLIP):
             writer.append_data(frame.numpy())
-    ours, officially = (stored(tmp_path / name) for name in ("ours.mp4", "theirs.mp4"))
-    assert ours == officially and len(ours) == 5 * 32 * 64 * 3 // 2
+    planes, official_planes = (
+        decode_planes(tmp_path / name) for name in ("ours.mp4", "theirs.mp4")
+    )
+    assert planes == official_planes and len(planes) == 5 * 32 * 64 * 3 // 2
 
 
 def test_video_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +265,7 @@ def test_video_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
         monkeypatch.chdir(folder)
         write_video(CLIP, Output(Path(path), fps=8))
-        assert decoded(folder / path).shape == (5, 32, 64, 3), path
+        assert decode_rgb(folder / path).shape == (5, 32, 64, 3), path
         assert [p.name for p in (folder / path).parent.iterdir()] == [Path(path).name]
     assert not (tmp_path / "home").exists()
 
@@ -271,24 +273,24 @@ def test_video_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """Limits the size of files, as a full disk does: further writes get SIGXFSZ or EFBIG."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize("before", [None, b"an earlier video"])
-def test_a_full_disk_while_frames_are_written(before: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("earlier", [None, b"an earlier video"])
+def test_a_full_disk_while_frames_are_written(earlier: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "v.mp4"
-    if before is not None:
-        path.write_bytes(before)
+    if earlier is not None:
+        path.write_bytes(earlier)
     noise = torch.rand(3, 40, 64, 128) * 2 - 1
     sentence = r"v\.mp4 could not be written \(File too large\); raise .* \(ulimit -f\), or give an"
     with files_of_at_most(20_000), pytest.raises(OSError, match=sentence):
         write_video(noise, Output(path, fps=8))
-    assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if earlier is None else [earlier])
 
 
 ENCODERS = (  # scripts that replace ffmpeg
@@ -301,14 +303,14 @@ ENCODERS = (  # scripts that replace ffmpeg
 
 
 def test_an_encoder_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, path, found = tmp_path / "ffmpeg", tmp_path / "out" / "v.mp4", {}
+    program, path, messages = tmp_path / "ffmpeg", tmp_path / "out" / "v.mp4", {}
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
     for script in ENCODERS:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        found[script] = said(write_video, CLIP, Output(path, fps=8), kind=OSError)
+        messages[script] = said(write_video, CLIP, Output(path, fps=8), kind=OSError)
         assert not list(path.parent.iterdir()), script
-    check_refusals("video: encoders that fail", found)
+    check_refusals("video: encoders that fail", messages)
 
 
 def test_a_video_without_frames_or_in_no_folder(tmp_path: Path) -> None:
@@ -351,8 +353,12 @@ def test_messages_to_who_left_early(monkeypatch: pytest.MonkeyPatch, capfd) -> N
         monkeypatch.setattr(log.logger, name, getattr(log.logger, name))
     reader, writer = os.pipe()
     os.close(reader)
-    with suppress(BrokenPipeError), open(writer, "w") as gone, monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", gone)
+    with (
+        suppress(BrokenPipeError),
+        open(writer, "w") as closed_pipe,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr("sys.stdout", closed_pipe)
         log.set_up_logging()
         log.logger.info("lost")
         lost = capfd.readouterr().err
@@ -376,5 +382,5 @@ def test_silence_is_that_of_one_thread(
         with log.make_progress_bar(3, "sampling", "step") as bar:
             assert bar.disable
     log.logger.info("afterwards")
-    said = [line.split("] ")[1] for line in capfd.readouterr().out.splitlines()]
-    assert said == ["other thread", "a warning", "afterwards"]
+    messages = [line.split("] ")[1] for line in capfd.readouterr().out.splitlines()]
+    assert messages == ["other thread", "a warning", "afterwards"]

@@ -41,11 +41,11 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def planner(*argv: object) -> Planner:
-    found = planned(*argv)
-    return Planner(found.setup, found.params)
+    planned_run = planned(*argv)
+    return Planner(planned_run.setup, planned_run.params)
 
 
-def tall(parts: dict[str, int], *leave_out: str) -> int:
+def total_bytes(parts: dict[str, int], *leave_out: str) -> int:
     return sum(size for part, size in parts.items() if part not in leave_out)
 
 
@@ -92,8 +92,8 @@ def test_vae_takes_what_was_measured() -> None:
     }
     for (task, stage), gigabytes in measured.items():
         stages = quarter(task, "--convert_model_dtype").compute_stage_memory()
-        found = stages[stage]["activations"] / GB
-        assert found == pytest.approx(gigabytes, rel=0.005), (task, stage)
+        estimate = stages[stage]["activations"] / GB
+        assert estimate == pytest.approx(gigabytes, rel=0.005), (task, stage)
 
 
 def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
@@ -103,10 +103,10 @@ def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
     assert hd.compute_peak_bytes() == denoising.total() > stages["decoding"].total()
     assert denoising["text K/V"] == 2 * 40 * 2 * 512 * 5120 * 2  # branches, layers, K and V
     chunk = 75600 * 128 * 2  # q, k, v or the result of the one head that a rank has of a chunk
-    held = 4 * stream + 2 * stream + 3 * 2 * stream + 2 * stream  # residual, normed, qkv, result
+    streams = 4 * stream + 2 * stream + 3 * 2 * stream + 2 * stream  # residual, normed, qkv, result
     working = 4 * chunk + 75600 * 4  # with its log-sum-exp
-    beside = tall(denoising, "DiT weights", "text K/V", "latents", "text")
-    assert beside == pytest.approx(held + working, rel=0.05)
+    activations = total_bytes(denoising, "DiT weights", "text K/V", "latents", "text")
+    assert activations == pytest.approx(streams + working, rel=0.05)
 
 
 class Recorder:
@@ -135,11 +135,11 @@ def test_latents_in_the_loop(hd: Planner) -> None:
             empty = torch.zeros(0)
             conditions = DenoiseInputs(torch.zeros(request.latent_shape), empty, empty)
             DenoisingLoop(request, conditions).advance(network)
-        one = 4 * prod(request.latent_shape)
+        latent_bytes = 4 * prod(request.latent_shape)
         assert hd.compute_stage_memory()["denoising"]["latents"] / 1e6 == pytest.approx(
             6 * LATENT_MB
         )
-        assert 5 <= max(network.held) // one <= 6  # without the solver's tables
+        assert 5 <= max(network.held) // latent_bytes <= 6  # without the solver's tables
 
 
 def forward(hd: Planner, **changes: object) -> int:
@@ -186,11 +186,15 @@ def test_sharded_weights() -> None:
 
 
 def test_vendors_packages_are_not_needed_and_stay_away() -> None:
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     argv = ("--task", "t2v-1.3B", "--ulysses_size", "2", "--size", "832*480", "--frame_num", "5")
     npu = ("--chip", "A5", "--fa_quant", "fp8", "--quant_alltoall", "--fa_freq_cap", "1200")
     assert planner(*argv, *npu).compute_peak_bytes()
-    new = {name for name in set(sys.modules) - before if name.startswith(("torch_npu", "mindiesd"))}
+    new = {
+        name
+        for name in set(sys.modules) - modules_before
+        if name.startswith(("torch_npu", "mindiesd"))
+    }
     assert not new
 
 
@@ -217,20 +221,20 @@ def test_cpu_slices_are_smaller() -> None:
     assert cpu < cuda
 
 
-def living(found: Run) -> tuple[int, int]:
+def measure_live_bytes(planned_run: Run) -> tuple[int, int]:
     """Returns a rank's peak bytes of tensors during denoising, and the bytes at its end."""
     ranks = torch.distributed.get_world_size()
     team = (
-        mesh.make_parallel_groups(device("cpu"), found.setup.parallel.mesh_shape)
+        mesh.make_parallel_groups(device("cpu"), planned_run.setup.parallel.mesh_shape)
         if ranks > 1
         else None
     )
-    pipeline = build.build_pipeline(found.setup, device("cpu"), team)
+    pipeline = build.build_pipeline(planned_run.setup, device("cpu"), team)
     texts = torch.zeros(2, *pipeline.text_size)
     live = StorageTracker("cpu")
     live.exclude([texts])
     with live:
-        pipeline.generate_latents(found.params, Inputs(found.image, None, *texts))
+        pipeline.generate_latents(planned_run.params, Inputs(planned_run.image, None, *texts))
     return live.peak_bytes.total(), live.live_bytes.total()
 
 
@@ -247,11 +251,15 @@ def living(found: Run) -> tuple[int, int]:
 def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> None:
     """The largest of the plan's stages but decoding, which does not run here."""
     sizes = () if "--ring_size" in argv else ("--ulysses_size", "2")
-    found = planned("--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *sizes, *argv)
-    want = Planner(found.setup, found.params).compute_stage_memory()["denoising"].total()
-    real = max(peak for peak, _ in run(2, living, found))
+    planned_run = planned(
+        "--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *sizes, *argv
+    )
+    estimate = (
+        Planner(planned_run.setup, planned_run.params).compute_stage_memory()["denoising"].total()
+    )
+    measured = max(peak for peak, _ in run(2, measure_live_bytes, planned_run))
     # Of 5 MB in all, what gloo's thread frees a moment earlier or later is 2 % from run to run.
-    assert 0.95 * real <= want <= 1.08 * real
+    assert 0.95 * measured <= estimate <= 1.08 * measured
 
 
 @pytest.mark.slow
@@ -267,56 +275,56 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "proposal"),
     [
         slow(("--offload_model", "false"), "fits with offload_model=true on 8 ranks (30.70 GB)"),
         slow(("--device_memory", "30"), "fits with dit_fsdp on 8 ranks"),
         slow(("--device_memory", "2"), "choose a smaller size or frame_num"),
     ],
 )
-def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None:
-    found = planned("--task", "t2v-A14B", *HD, *EIGHT, "--device_memory", "64", *argv)
-    with pytest.raises(InputError) as refused:
-        check_plan_memory(Planner(found.setup, found.params), found.device_memory)
-    assert words in str(refused.value)
-    given = {word[2:] for word in argv if word.startswith("--")} - {"offload_model"}
-    assert not given & set(str(refused.value).split("fits with")[-1].split())
+def test_refusals_name_what_would_fit(argv: tuple[str, ...], proposal: str) -> None:
+    planned_run = planned("--task", "t2v-A14B", *HD, *EIGHT, "--device_memory", "64", *argv)
+    with pytest.raises(InputError) as caught:
+        check_plan_memory(Planner(planned_run.setup, planned_run.params), planned_run.device_memory)
+    assert proposal in str(caught.value)
+    flag_names = {word[2:] for word in argv if word.startswith("--")} - {"offload_model"}
+    assert not flag_names & set(str(caught.value).split("fits with")[-1].split())
 
 
 @pytest.mark.slow
-def test_only_flags_that_are_not_given_and_topologies_that_are_allowed() -> None:
+def test_refusals_propose_only_free_flags_and_allowed_topologies() -> None:
     argv = ("--task", "t2v-A14B", *HD, "--comm_type", "1", "--ulysses_size", "2", "--dit_fsdp")
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as caught:
         check_plan_memory(
             planner(*argv, "--t5_fsdp", "--vae_tiling", "--device", "cuda"), 12 * 10**9
         )
-    assert "fits with ring_size=1 ulysses_size" in str(refused.value)
-    assert "fsdp" not in str(refused.value) and "ulysses_size=1 " not in str(refused.value)
+    assert "fits with ring_size=1 ulysses_size" in str(caught.value)
+    assert "fsdp" not in str(caught.value) and "ulysses_size=1 " not in str(caught.value)
 
 
 @pytest.mark.slow
 def test_decoding_goes_over_to_less_memory() -> None:
     argv = ("--task", "t2v-A14B", *HD, "--dit_fsdp", "--t5_fsdp", "--device", "cuda")
     assert check_plan_memory(planner(*argv, *EIGHT), 14 * 10**9).startswith("Fits: 13.52 GB")
-    words = "Fits, if all ranks share the rows of the VAE: "
-    assert check_plan_memory(planner(*argv, *EIGHT), 13 * 10**9).startswith(words)
+    prefix = "Fits, if all ranks share the rows of the VAE: "
+    assert check_plan_memory(planner(*argv, *EIGHT), 13 * 10**9).startswith(prefix)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_shared_rows_take_their_part(ranks: int) -> None:
     argv = ("--task", "t2v-1.3B", "--size", "832*480", "--device", "cuda")
-    given = (*argv, "--ring_size", str(ranks), "--ulysses_size", "1")
-    whole, shared = (
-        planner(*given, *more).compute_stage_memory() for more in ((), ("--vae_parallel",))
+    flags = (*argv, "--ring_size", str(ranks), "--ulysses_size", "1")
+    unshared, shared = (
+        planner(*flags, *more).compute_stage_memory() for more in ((), ("--vae_parallel",))
     )
     video = 832 * 480 * 81 * 3 * 4
-    part = (whole["decoding"]["activations"] - video) / ranks
-    found = shared["decoding"].total() - shared["decoding"]["VAE weights"] - video
-    assert part <= found <= 1.15 * part  # padding, and rows that cannot be halved
+    part = (unshared["decoding"]["activations"] - video) / ranks
+    activations = shared["decoding"].total() - shared["decoding"]["VAE weights"] - video
+    assert part <= activations <= 1.15 * part  # padding, and rows that cannot be halved
 
 
-def test_what_is_said(hd: Planner) -> None:
+def test_plan_description(hd: Planner) -> None:
     text = "\n".join(describe_plan(hd, "t2v-14B"))
     for fact in (
         "Plan: t2v-14B, 1280*720, 81 frames, bf16, 8 ranks (CUDA GPU)",
@@ -338,17 +346,17 @@ def test_fp8_exchanges_carry_scales() -> None:
 
 
 def bound_and_plan(*argv: object) -> tuple[dict[str, int], dict[str, int]]:
-    found = planner(*argv, "--device", "cuda")
-    stages = {name: parts.total() for name, parts in found.compute_stage_memory().items()}
-    sizes = memory.estimate_network_sizes(found.setup, found.params)
-    least = memory.compute_stage_memory(found.setup, found.params, sizes)
-    return {name: usage.total() for name, usage in least.items()}, stages
+    cuda_planner = planner(*argv, "--device", "cuda")
+    stages = {name: parts.total() for name, parts in cuda_planner.compute_stage_memory().items()}
+    sizes = memory.estimate_network_sizes(cuda_planner.setup, cuda_planner.params)
+    bounds = memory.compute_stage_memory(cuda_planner.setup, cuda_planner.params, sizes)
+    return {name: usage.total() for name, usage in bounds.items()}, stages
 
 
-def within(least: dict[str, int], stages: dict[str, int]) -> bool:
-    assert least.keys() == stages.keys()
-    return 0.85 <= max(least.values()) / max(stages.values()) <= 1 and all(
-        least[name] <= size for name, size in stages.items()
+def is_tight_bound(bounds: dict[str, int], stages: dict[str, int]) -> bool:
+    assert bounds.keys() == stages.keys()
+    return 0.85 <= max(bounds.values()) / max(stages.values()) <= 1 and all(
+        bounds[name] <= size for name, size in stages.items()
     )
 
 
@@ -364,25 +372,25 @@ def within(least: dict[str, int], stages: dict[str, int]) -> bool:
     ],
 )
 def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:
-    assert within(*bound_and_plan(*argv))
+    assert is_tight_bound(*bound_and_plan(*argv))
 
 
-def estimated_as_measured(found: Planner) -> None:
-    measured, (width, height) = found.compute_stage_memory(), found.params.video_size
+def check_vae_estimate(task_planner: Planner) -> None:
+    measured, (width, height) = task_planner.compute_stage_memory(), task_planner.params.video_size
     for verb, stage in (("decode", "decoding"), ("encode", "image encoder")):
         if stage not in measured:
             continue
-        encodes_one = verb == "encode" and found.params.preset.kind == "ti2v"
-        steps = 1 if encodes_one else found.params.latent_shape[1]
-        least = memory.estimate_vae_activations(found.setup, verb, (steps, height, width))
-        want = measured[stage].total() - measured[stage]["VAE weights"]
-        assert 0.92 * want <= least <= want, (verb, least / want)
+        encodes_one = verb == "encode" and task_planner.params.preset.kind == "ti2v"
+        steps = 1 if encodes_one else task_planner.params.latent_shape[1]
+        estimate = memory.estimate_vae_activations(task_planner.setup, verb, (steps, height, width))
+        expected = measured[stage].total() - measured[stage]["VAE weights"]
+        assert 0.92 * expected <= estimate <= expected, (verb, estimate / expected)
 
 
 def test_the_vae_is_estimated_as_it_is_measured() -> None:
     """Decoding selects its memory savings by this estimate, without the weights."""
     for task in ("i2v-A14B", "ti2v-5B"):
-        estimated_as_measured(quarter(task, "--convert_model_dtype"))
+        check_vae_estimate(quarter(task, "--convert_model_dtype"))
 
 
 @pytest.mark.slow
@@ -392,7 +400,7 @@ def test_the_vae_is_estimated_as_it_is_measured() -> None:
 def test_the_vae_is_estimated_everywhere(task: str, frames: int, size: str, tmp_path: Path) -> None:
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     argv = ("--task", task, "--size", size, "--frame_num", frames, "--device", "cuda")
-    estimated_as_measured(planner(*argv, "--image", tmp_path / "a.png"))
+    check_vae_estimate(planner(*argv, "--image", tmp_path / "a.png"))
 
 
 @pytest.mark.slow
@@ -409,6 +417,6 @@ def test_the_bound_everywhere(
     for size in sizes:
         for frames in ("17", "81", "161"):
             argv = ("--task", task, "--size", size, "--frame_num", frames, *ranks)
-            assert within(
+            assert is_tight_bound(
                 *bound_and_plan(*argv, "--precision", precision, "--offload_model", offload)
             )

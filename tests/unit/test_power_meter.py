@@ -41,12 +41,12 @@ class Recorded(PowerSource):
     limit_w, rated_mhz = 700.0, 1980.0
 
     def __init__(self, samples: Sequence[Sample | None]) -> None:
-        self.left, self.given, self.closed = list(samples), threading.Event(), 0
+        self.remaining, self.exhausted, self.closed = list(samples), threading.Event(), 0
 
     def read_sample(self) -> Sample:
-        sample = self.left.pop(0) if self.left else None
-        if not self.left:
-            self.given.set()
+        sample = self.remaining.pop(0) if self.remaining else None
+        if not self.remaining:
+            self.exhausted.set()
         if sample is None:
             raise MeterError("nothing is left")
         return sample
@@ -55,13 +55,13 @@ class Recorded(PowerSource):
         self.closed += 1
 
 
-def measured(samples: Sequence[Sample | None]) -> PowerMeasurement:
+def run_meter(samples: Sequence[Sample | None]) -> PowerMeasurement:
     source = Recorded(samples)
     with Meter(source, period=1e-4) as meter:
-        assert source.given.wait(60)
-    found = meter.stop()
-    assert meter.stop() == found and source.closed == 1
-    return found
+        assert source.exhausted.wait(60)
+    result = meter.stop()
+    assert meter.stop() == result and source.closed == 1
+    return result
 
 
 def times(count: int) -> np.ndarray:
@@ -69,82 +69,91 @@ def times(count: int) -> np.ndarray:
     return 1e5 + np.cumsum(np.random.default_rng(0).uniform(0.01, 0.2, count))
 
 
-def area(values: np.ndarray, at: np.ndarray) -> float:
+def integrate(values: np.ndarray, moments: np.ndarray) -> float:
     """The integral by trapezoids, which NumPy 1 and 2 name differently."""
-    return float(((values[1:] + values[:-1]) / 2 * np.diff(at)).sum())
+    return float(((values[1:] + values[:-1]) / 2 * np.diff(moments)).sum())
 
 
 def test_constant_power() -> None:
-    at = times(200)
-    found = measured([Sample(300.0, time=t) for t in at])
-    assert found.seconds == pytest.approx(at[-1] - at[0])
-    assert found.joules == pytest.approx(300 * (at[-1] - at[0]))
-    assert found.mean_w == pytest.approx(300) and found.peak_w == 300 and found.samples == 200
-    assert found.joules_by == "integral of power"
-    assert found.throttled is None and found.mean_mhz is None
+    moments = times(200)
+    result = run_meter([Sample(300.0, time=t) for t in moments])
+    assert result.seconds == pytest.approx(moments[-1] - moments[0])
+    assert result.joules == pytest.approx(300 * (moments[-1] - moments[0]))
+    assert result.mean_w == pytest.approx(300) and result.peak_w == 300 and result.samples == 200
+    assert result.joules_by == "integral of power"
+    assert result.throttled is None and result.mean_mhz is None
 
 
 def test_power_and_clock_that_change() -> None:
-    at = times(500)
-    watts = np.linspace(100, 600, 500) + 50 * np.sin(at)
-    mhz = 1500 + 400 * np.cos(at)
-    found = measured([Sample(w, mhz=f, time=t) for w, f, t in zip(watts, mhz, at, strict=True)])
-    span = at[-1] - at[0]
-    assert found.joules == pytest.approx(area(watts, at))
-    assert found.mean_w == pytest.approx(area(watts, at) / span)
-    assert found.mean_mhz == pytest.approx(area(mhz, at) / span)
-    assert (found.peak_w, found.min_mhz) == (watts.max(), mhz.min())
+    moments = times(500)
+    watts = np.linspace(100, 600, 500) + 50 * np.sin(moments)
+    mhz = 1500 + 400 * np.cos(moments)
+    result = run_meter(
+        [Sample(w, mhz=f, time=t) for w, f, t in zip(watts, mhz, moments, strict=True)]
+    )
+    span = moments[-1] - moments[0]
+    assert result.joules == pytest.approx(integrate(watts, moments))
+    assert result.mean_w == pytest.approx(integrate(watts, moments) / span)
+    assert result.mean_mhz == pytest.approx(integrate(mhz, moments) / span)
+    assert (result.peak_w, result.min_mhz) == (watts.max(), mhz.min())
 
 
 def test_an_energy_counter_is_believed() -> None:
     """It takes precedence over the integral: readings of power may be means of a second."""
-    at = times(50)
-    joules = 7e6 + 400 * (at - at[0])
-    found = measured([Sample(100.0, j, time=t) for j, t in zip(joules, at, strict=True)])
-    assert found.joules == pytest.approx(400 * (at[-1] - at[0])) and found.peak_w == 100
-    assert found.mean_w == pytest.approx(400) and found.joules_by == "energy counter"
+    moments = times(50)
+    joules = 7e6 + 400 * (moments - moments[0])
+    result = run_meter([Sample(100.0, j, time=t) for j, t in zip(joules, moments, strict=True)])
+    assert result.joules == pytest.approx(400 * (moments[-1] - moments[0])) and result.peak_w == 100
+    assert result.mean_w == pytest.approx(400) and result.joules_by == "energy counter"
 
 
 def test_power_from_a_counter_alone() -> None:
-    at = times(100)
+    moments = times(100)
     joules = 5 + np.cumsum(np.random.default_rng(1).uniform(0, 30, 100))
-    found = measured([Sample(joules=j, time=t) for j, t in zip(joules, at, strict=True)])
-    assert found.joules == pytest.approx(joules[-1] - joules[0])
-    assert found.peak_w == pytest.approx((np.diff(joules) / np.diff(at)).max())
+    result = run_meter([Sample(joules=j, time=t) for j, t in zip(joules, moments, strict=True)])
+    assert result.joules == pytest.approx(joules[-1] - joules[0])
+    assert result.peak_w == pytest.approx((np.diff(joules) / np.diff(moments)).max())
 
 
 def test_shares_of_reasons() -> None:
-    at, names = times(300), ("SW power cap", "HW slowdown")
-    held = np.random.default_rng(2).random((2, 300)) < 0.3
-    reasons = [frozenset(n for n, h in zip(names, row, strict=True) if h) for row in held.T]
-    found = measured([Sample(1.0, reasons=r, time=t) for r, t in zip(reasons, at, strict=True)])
-    span = at[-1] - at[0]
-    for name, row in zip(names, held, strict=True):
-        assert found.reasons[name] == pytest.approx(area(row.astype(float), at) / span)
-    assert found.throttled == pytest.approx(area(held.any(axis=0).astype(float), at) / span)
-    assert "throttled" in found.summary() and "SW power cap" in found.summary()
+    moments, names = times(300), ("SW power cap", "HW slowdown")
+    active = np.random.default_rng(2).random((2, 300)) < 0.3
+    reasons = [frozenset(n for n, h in zip(names, row, strict=True) if h) for row in active.T]
+    result = run_meter(
+        [Sample(1.0, reasons=r, time=t) for r, t in zip(reasons, moments, strict=True)]
+    )
+    span = moments[-1] - moments[0]
+    for name, row in zip(names, active, strict=True):
+        assert result.reasons[name] == pytest.approx(integrate(row.astype(float), moments) / span)
+    assert result.throttled == pytest.approx(
+        integrate(active.any(axis=0).astype(float), moments) / span
+    )
+    assert "throttled" in result.summary() and "SW power cap" in result.summary()
 
 
 def test_readings_that_fail() -> None:
     samples = [Sample(200.0, time=float(t)) for t in range(10)]
-    found = measured([None, *samples[:5], None, None, *samples[7:]])
-    assert found.joules == pytest.approx(200 * 9) and found.samples == 8 and found.failed >= 3
-    nothing = measured([None, None])
-    assert not nothing.samples and nothing.summary() == "Power: not available (nothing is left)."
-    assert nothing.to_record() == {"source": "none", "why": "nothing is left"}
+    result = run_meter([None, *samples[:5], None, None, *samples[7:]])
+    assert result.joules == pytest.approx(200 * 9) and result.samples == 8 and result.failed >= 3
+    unavailable = run_meter([None, None])
+    assert (
+        not unavailable.samples
+        and unavailable.summary() == "Power: not available (nothing is left)."
+    )
+    assert unavailable.to_record() == {"source": "none", "why": "nothing is left"}
 
 
-def test_values_that_are_told_now_and_then() -> None:
+def test_missing_readings_count_as_the_mean() -> None:
     """Missing values count as the mean of the others."""
     samples = [Sample(100.0 if t % 2 else None, time=float(t)) for t in range(11)]
-    found = measured(samples)
-    assert found.mean_w == pytest.approx(100) and found.joules == pytest.approx(1000)
+    result = run_meter(samples)
+    assert result.mean_w == pytest.approx(100) and result.joules == pytest.approx(1000)
 
 
 def test_one_reading() -> None:
-    found = measured([Sample(250.0, 1.0, 1500.0, frozenset(), time=3.0)])
-    assert found.samples == 1 and found.mean_w == 250 and found.joules is None
-    assert found.mean_mhz == 1500 and found.throttled == 0 and "J per" not in found.summary()
+    result = run_meter([Sample(250.0, 1.0, 1500.0, frozenset(), time=3.0)])
+    assert result.samples == 1 and result.mean_w == 250 and result.joules is None
+    assert result.mean_mhz == 1500 and result.throttled == 0 and "J per" not in result.summary()
 
 
 def test_without_a_meter() -> None:
@@ -167,19 +176,19 @@ def test_a_failing_run_does_not_wait_for_the_meter() -> None:
 def test_a_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The record of a long run has evenly spaced readings, and sums over all readings."""
     monkeypatch.setattr(meter, "MAX_SERIES_ROWS", 100)
-    found = measured([Sample(float(t), time=float(t)) for t in range(10_001)])
-    assert found.series is not None and (found.peak_w, found.mean_w) == (10_000, 5_000)
-    seconds = found.series["seconds"]
+    result = run_meter([Sample(float(t), time=float(t)) for t in range(10_001)])
+    assert result.series is not None and (result.peak_w, result.mean_w) == (10_000, 5_000)
+    seconds = result.series["seconds"]
     assert 50 <= len(seconds) <= 100 and seconds[0] == 0 and seconds[-1] > 9_700
-    assert len({*np.diff(np.array(seconds))}) == 1 and found.series["watts"] == seconds
-    assert {len(column) for column in found.series.values()} == {len(seconds)}
-    json.dumps(found.series, allow_nan=False)
+    assert len({*np.diff(np.array(seconds))}) == 1 and result.series["watts"] == seconds
+    assert {len(column) for column in result.series.values()} == {len(seconds)}
+    json.dumps(result.series, allow_nan=False)
 
 
 def test_a_record_is_json() -> None:
-    at = times(5)
-    found = measured([Sample(1 / 3, j, None, frozenset({"x"}), t) for j, t in enumerate(at)])
-    record = json.loads(json.dumps(found.to_record(), allow_nan=False))
+    moments = times(5)
+    result = run_meter([Sample(1 / 3, j, None, frozenset({"x"}), t) for j, t in enumerate(moments)])
+    record = json.loads(json.dumps(result.to_record(), allow_nan=False))
     assert record["reasons"] == {"x": 1.0} and record["throttled"] == 1.0
     assert record["joules"] == 4 and "series" not in record
 
@@ -187,7 +196,9 @@ def test_a_record_is_json() -> None:
 # Several devices
 
 
-def one(device: str, machine: str, seconds: float, watts: float, **more: Any) -> PowerMeasurement:
+def make_measurement(
+    device: str, machine: str, seconds: float, watts: float, **more: Any
+) -> PowerMeasurement:
     values = {"source": "NVML", "device": device, "machine": machine, "seconds": seconds}
     values |= {"samples": 9, "mean_w": watts, "peak_w": 2 * watts, "joules": watts * seconds}
     return PowerMeasurement(**{**values, **more})
@@ -195,59 +206,69 @@ def one(device: str, machine: str, seconds: float, watts: float, **more: Any) ->
 
 def test_spans_of_time_are_as_one() -> None:
     """Joules and seconds are sums, means are weighted by the seconds of each span."""
-    held = [frozenset({"cap"}), frozenset[str]()]
+    reasons = [frozenset({"cap"}), frozenset[str]()]
     spans = [
-        measured([Sample(100.0, None, 1000.0, held[0], time=t) for t in (0.0, 1.0)]),
-        measured([Sample(300.0, None, 1600.0, held[1], time=t) for t in (5.0, 8.0)]),
+        run_meter([Sample(100.0, None, 1000.0, reasons[0], time=t) for t in (0.0, 1.0)]),
+        run_meter([Sample(300.0, None, 1600.0, reasons[1], time=t) for t in (5.0, 8.0)]),
     ]
-    found = combine_spans(spans)
-    assert (found.seconds, found.samples, found.joules) == (4.0, 4, 100.0 + 900.0)
-    assert (found.mean_w, found.mean_mhz, found.min_mhz) == (250.0, 1450.0, 1000.0)
-    assert (found.throttled, found.reasons, found.peak_w) == (0.25, {"cap": 0.25}, 300.0)
-    assert found.series is not None and found.series["seconds"] == [0.0, 1.0, 1.0, 4.0]
+    result = combine_spans(spans)
+    assert (result.seconds, result.samples, result.joules) == (4.0, 4, 100.0 + 900.0)
+    assert (result.mean_w, result.mean_mhz, result.min_mhz) == (250.0, 1450.0, 1000.0)
+    assert (result.throttled, result.reasons, result.peak_w) == (0.25, {"cap": 0.25}, 300.0)
+    assert result.series is not None and result.series["seconds"] == [0.0, 1.0, 1.0, 4.0]
     assert combine_spans([PowerMeasurement(why="none"), spans[0]]) == spans[0]
-    several = combine_spans([combine_devices([one, replace(one, device="other")]) for one in spans])
-    assert several.joules == 2000.0 and [one.joules for one in several.parts] == [1000.0, 1000.0]
+    combined = combine_spans(
+        [
+            combine_devices([measurement, replace(measurement, device="other")])
+            for measurement in spans
+        ]
+    )
+    assert combined.joules == 2000.0 and [measurement.joules for measurement in combined.parts] == [
+        1000.0,
+        1000.0,
+    ]
 
 
 def test_devices_together() -> None:
-    found = combine_devices(
+    result = combine_devices(
         [
-            one(
+            make_measurement(
                 "a", "m", 10, 100, mean_mhz=1000.0, min_mhz=900.0, throttled=0.5, reasons={"x": 0.5}
             ),
-            one(
+            make_measurement(
                 "b", "m", 30, 300, mean_mhz=2000.0, min_mhz=800.0, throttled=0.1, reasons={"y": 0.1}
             ),
         ]
     )
-    assert (found.mean_w, found.joules, found.peak_w) == (400, 10_000, 600)
-    assert found.mean_mhz == pytest.approx(1750) and found.min_mhz == 800
-    assert found.throttled == pytest.approx(0.2)
-    assert found.reasons == pytest.approx({"x": 0.125, "y": 0.075})
-    assert [part["device"] for part in found.to_record()["devices"]] == ["a", "b"]
-    assert "mean 400.0 W of 2 devices, peak 600.0 W of one" in found.summary()
+    assert (result.mean_w, result.joules, result.peak_w) == (400, 10_000, 600)
+    assert result.mean_mhz == pytest.approx(1750) and result.min_mhz == 800
+    assert result.throttled == pytest.approx(0.2)
+    assert result.reasons == pytest.approx({"x": 0.125, "y": 0.075})
+    assert [part["device"] for part in result.to_record()["devices"]] == ["a", "b"]
+    assert "mean 400.0 W of 2 devices, peak 600.0 W of one" in result.summary()
 
 
 def test_a_device_counts_once() -> None:
     """One CPU that two ranks have metered, and a like-named one of another machine."""
-    cpu = [one("CPU", machine, s, 50) for machine, s in (("m", 20), ("m", 10), ("n", 10))]
-    found = combine_devices(cpu)
-    assert (found.mean_w, found.joules, len(found.parts)) == (100, 1500, 2)
+    cpu = [
+        make_measurement("CPU", machine, s, 50) for machine, s in (("m", 20), ("m", 10), ("n", 10))
+    ]
+    result = combine_devices(cpu)
+    assert (result.mean_w, result.joules, len(result.parts)) == (100, 1500, 2)
     assert combine_devices(cpu[:2]).joules == 1000 and not combine_devices(cpu[:2]).parts
 
 
 def test_devices_without_a_meter() -> None:
     absent = PowerMeasurement(why="no driver")
-    found = combine_devices([absent, one("a", "m", 10, 100)])
-    assert found.joules == 1000 and "is not available (no driver)" in found.summary()
+    result = combine_devices([absent, make_measurement("a", "m", 10, 100)])
+    assert result.joules == 1000 and "is not available (no driver)" in result.summary()
     assert combine_devices([absent, absent]).summary() == "Power: not available (no driver)."
 
 
 # RAPL
 
 
-def write(path: Path, text: object) -> None:
+def write_line(path: Path, text: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n")
 
@@ -264,19 +285,19 @@ def sysfs(tmp_path: Path) -> Path:
         ("intel-rapl:2", "psys", 7_000_000),
         ("intel-rapl-mmio:0", "package-0", 8_000_000),
     ):
-        write(powercap / zone / "name", name)
-        write(powercap / zone / "energy_uj", energy)
-        write(powercap / zone / "max_energy_range_uj", 262_143_328_850)
-        write(powercap / zone / "constraint_0_power_limit_uw", 205_000_000)
+        write_line(powercap / zone / "name", name)
+        write_line(powercap / zone / "energy_uj", energy)
+        write_line(powercap / zone / "max_energy_range_uj", 262_143_328_850)
+        write_line(powercap / zone / "constraint_0_power_limit_uw", 205_000_000)
     for core in range(64):
         policy = tmp_path / f"devices/system/cpu/cpufreq/policy{core}"
-        write(policy / "scaling_cur_freq", 2_400_000)
-        write(policy / "cpuinfo_max_freq", 3_700_000)
+        write_line(policy / "scaling_cur_freq", 2_400_000)
+        write_line(policy / "cpuinfo_max_freq", 3_700_000)
     return tmp_path
 
 
-def energy(sysfs: Path, package: int, microjoules: int) -> None:
-    write(sysfs / f"class/powercap/intel-rapl:{package}/energy_uj", microjoules)
+def set_energy(sysfs: Path, package: int, microjoules: int) -> None:
+    write_line(sysfs / f"class/powercap/intel-rapl:{package}/energy_uj", microjoules)
 
 
 def test_rapl_sums_packages_and_goes_on_where_counters_begin_again(sysfs: Path) -> None:
@@ -284,18 +305,18 @@ def test_rapl_sums_packages_and_goes_on_where_counters_begin_again(sysfs: Path) 
     assert (source.limit_w, source.rated_mhz, source.device) == (410, 3700, "2 CPU packages")
     first = source.read_sample()
     assert first.watts is None and first.mhz == 2400 and first.reasons is None
-    energy(sysfs, 0, 171_150)  # 500 000 further on, over the end of its range
-    energy(sysfs, 1, 4_000_000)
+    set_energy(sysfs, 0, 171_150)  # 500 000 further on, over the end of its range
+    set_energy(sysfs, 1, 4_000_000)
     second = source.read_sample()
     assert second.joules - first.joules == pytest.approx(0.5 + 3)
-    energy(sysfs, 0, 100_000)
+    set_energy(sysfs, 0, 100_000)
     assert source.read_sample().joules - second.joules == pytest.approx(262_143.328850 - 0.07115)
 
 
 def test_rapl_without_clocks_and_limits(sysfs: Path) -> None:
     for path in [*sysfs.glob("devices/**/scaling_*"), *sysfs.glob("class/*/*/constraint_0*")]:
         path.unlink()
-    write(sysfs / "class/powercap/intel-rapl:0/constraint_0_power_limit_uw", "broken")
+    write_line(sysfs / "class/powercap/intel-rapl:0/constraint_0_power_limit_uw", "broken")
     source = rapl.Rapl(sysfs)
     assert source.read_sample().mhz is None and source.limit_w is None
 
@@ -303,21 +324,21 @@ def test_rapl_without_clocks_and_limits(sysfs: Path) -> None:
 def test_rapl_that_is_not_there(tmp_path: Path, sysfs: Path) -> None:
     with pytest.raises(MeterError, match=r"no RAPL in .*virtual machines"):
         rapl.Rapl(tmp_path / "nowhere")
-    write(sysfs / "class/powercap/intel-rapl:1/energy_uj", "not a number")
+    write_line(sysfs / "class/powercap/intel-rapl:1/energy_uj", "not a number")
     with pytest.raises(MeterError, match=r"intel-rapl:1/energy_uj cannot be read"):
         rapl.Rapl(sysfs)
 
 
 def test_rapl_for_root_only(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only root may read RAPL since Linux 5.10; the test also works as root."""
-    opened = Path.open
+    original_open = Path.open
 
-    def refused(path: Path, *arguments: Any, **more: Any) -> Any:
+    def refuse_energy_file(path: Path, *arguments: Any, **more: Any) -> Any:
         if path.name == "energy_uj":
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *arguments, **more)
+        return original_open(path, *arguments, **more)
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(Path, "open", refuse_energy_file)
     with pytest.raises(MeterError, match=r"root only: .*sudo chmod a\+r"):
         rapl.Rapl(sysfs)
 
@@ -325,9 +346,9 @@ def test_rapl_for_root_only(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # generate.py --power
 
 
-def check_metered(video: Path, said: str) -> None:
+def check_metered(video: Path, output: str) -> None:
     power = json.loads(video.with_suffix(".json").read_text())["power"]
-    (line,) = re.findall(r"Power\b.*", said)
+    (line,) = re.findall(r"Power\b.*", output)
     if power["source"] == "none":
         assert line == f"Power: not available ({power['why']})."
     else:  # a machine with RAPL that may be read

@@ -29,36 +29,44 @@ SIZES = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "text_len": 512}
 PUBLISHED_WORK = Workload(TokenPlan(147_600, 4), SIZES, ulysses=4, ring=1, layers=160)
 
 
-def stepped(layers: list[tuple[str, float]], by: Constants) -> tuple[float, float, float]:
+def integrate_by_euler(
+    layers: list[tuple[str, float]], constants: Constants
+) -> tuple[float, float, float]:
     """Returns seconds, energy and throttled seconds by Euler's method with steps of 20 us."""
-    dt, now, average, lowered_until = 2e-5, 0.0, by.ps, -1.0
+    dt, now, average, lowered_until = 2e-5, 0.0, constants.ps, -1.0
     energy = throttled = 0.0
-    activity = {"fa": 1.0, "linear": by.a_linear, "comm": by.a_comm, "idle": 0.0}
-    for kind, left in layers:
-        while left > 0:
+    activity = {"fa": 1.0, "linear": constants.a_linear, "comm": constants.a_comm, "idle": 0.0}
+    for kind, remaining in layers:
+        while remaining > 0:
             if now >= lowered_until and average >= 1:
-                lowered_until = now + by.hold
-            clock = by.f_low if now < lowered_until else 1.0
-            power = by.ps + activity[kind] * (by.pfa - by.ps) * clock**by.alpha
-            average += dt / by.tau * (power - average)
+                lowered_until = now + constants.hold
+            clock = constants.f_low if now < lowered_until else 1.0
+            power = (
+                constants.ps
+                + activity[kind] * (constants.pfa - constants.ps) * clock**constants.alpha
+            )
+            average += dt / constants.tau * (power - average)
             energy += power * dt
             throttled += dt * (clock < 1)
-            left -= dt * (clock if kind in ("fa", "linear") else 1)
+            remaining -= dt * (clock if kind in ("fa", "linear") else 1)
             now += dt
     return now, energy, throttled
 
 
 def test_governor_against_small_steps() -> None:
     for comm_type, changes in product(MODES, ({}, {"pfa": 1.3}, {"tau": 0.02, "hold": 0.05})):
-        by = Constants(**changes)
-        layer = PUBLISHED_WORK.list_layer_work(MODES[comm_type], MODES[comm_type].chunks, by)
-        found, exact = predict.simulate_layers(layer, 6, by), stepped(layer * 6, by)
-        assert found == pytest.approx(exact, rel=0.02), (comm_type, changes)
+        constants = Constants(**changes)
+        layer = PUBLISHED_WORK.list_layer_work(MODES[comm_type], MODES[comm_type].chunks, constants)
+        simulated, exact = (
+            predict.simulate_layers(layer, 6, constants),
+            integrate_by_euler(layer * 6, constants),
+        )
+        assert simulated == pytest.approx(exact, rel=0.02), (comm_type, changes)
 
 
 def test_published_row() -> None:
-    found = predict.predict_modes(PUBLISHED_WORK, Constants())
-    for row, measured in zip(found, predict.PUBLISHED_SECONDS.values(), strict=False):
+    predictions = predict.predict_modes(PUBLISHED_WORK, Constants())
+    for row, measured in zip(predictions, predict.PUBLISHED_SECONDS.values(), strict=False):
         assert row.seconds == pytest.approx(measured, rel=0.003)
 
 
@@ -69,10 +77,10 @@ def test_many_layers_are_extrapolated() -> None:
 
 
 def test_power_below_the_limit_is_not_throttled() -> None:
-    by = Constants(pfa=0.99)
-    found = predict.predict_modes(PUBLISHED_WORK, by)
-    assert all(row.throttled == 0 for row in found)
-    assert len(found) == len(MODES) + 1  # there is nothing to lock a clock for
+    constants = Constants(pfa=0.99)
+    predictions = predict.predict_modes(PUBLISHED_WORK, constants)
+    assert all(row.throttled == 0 for row in predictions)
+    assert len(predictions) == len(MODES) + 1  # there is nothing to lock a clock for
 
 
 def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,22 +88,22 @@ def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -
         "fewer chunks", chunks=5, blocks=3, order=attention_modes.order_sequentially
     )
     monkeypatch.setitem(MODES, 3, mode)
-    found = {row.name: row for row in predict.predict_modes(PUBLISHED_WORK, Constants())}
-    assert found["3 fewer chunks"].chunks == 5
+    predictions = {row.name: row for row in predict.predict_modes(PUBLISHED_WORK, Constants())}
+    assert predictions["3 fewer chunks"].chunks == 5
     assert main(["predict"]) == 0
 
 
 def test_orders() -> None:
-    by = Constants(launch_us=0)
+    constants = Constants(launch_us=0)
     kinds = {
-        key: [kind for kind, _ in PUBLISHED_WORK.list_layer_work(mode, mode.chunks, by)]
+        key: [kind for kind, _ in PUBLISHED_WORK.list_layer_work(mode, mode.chunks, constants)]
         for key, mode in MODES.items()
     }
     assert kinds[0] == ["comm", "fa", "comm", "linear"]
     assert kinds[1] == ["comm", "fa", "comm"] * 10 + ["linear"]
     assert kinds[2] == ["comm", "fa", "fa", "comm"] * 10 + ["linear"]
     in_order, hidden = (
-        sum(s for kind, s in PUBLISHED_WORK.list_layer_work(mode, 10, by) if kind == "comm")
+        sum(s for kind, s in PUBLISHED_WORK.list_layer_work(mode, 10, constants) if kind == "comm")
         for mode in (MODES[1], OVERLAP)
     )
     assert hidden == pytest.approx(in_order / 10)  # the first tensors and the last result
@@ -106,7 +114,7 @@ def test_flops_against_the_block() -> None:
     tokens, channels, ffn, heads, text = 96, 256, 640, 2, 24
     sizes = {"dim": channels, "ffn_dim": ffn, "num_heads": heads, "text_len": text}
     work = Workload(TokenPlan(tokens, 1), sizes, ulysses=1, ring=1, layers=1)
-    by = Constants(fa_tflops=1e-3, linear_tflops=1e-3, launch_us=0, exchange_us=0)
+    constants = Constants(fa_tflops=1e-3, linear_tflops=1e-3, launch_us=0, exchange_us=0)
     block = WanAttentionBlock(BlockSizes(channels, ffn, heads), 0, ModelComponents())
     x_BLC, e0_BR6C = torch.zeros(1, tokens, channels), torch.zeros(1, 1, 6, channels)
     rope = (torch.ones(tokens, 1, channels // heads), torch.zeros(tokens, 1, channels // heads))
@@ -120,7 +128,7 @@ def test_flops_against_the_block() -> None:
             kv,
             ForwardContext((tokens,), rope, tokens),
         )
-    seconds = sum(seconds for _, seconds in work.list_layer_work(MODES[0], 1, by))
+    seconds = sum(seconds for _, seconds in work.list_layer_work(MODES[0], 1, constants))
     assert counter.get_total_flops() == pytest.approx(seconds * 1e9)
 
 
@@ -132,30 +140,32 @@ def test_bytes_against_the_layers(
     """Compares with the bytes that the real layers pass to a group without transport."""
     monkeypatch.chdir(tmp_path)
     ulysses, ring = sizes
-    words = "--task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
-    words += f" {ulysses} --ring_size {ring} --comm_type {comm_type * (ulysses > 1)}"
-    run = planned(*words.split())
+    flags = "--task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
+    flags += f" {ulysses} --ring_size {ring} --comm_type {comm_type * (ulysses > 1)}"
+    run = planned(*flags.split())
     sent = Planner(run.setup, run.params).measure_forwards(run.setup.parallel)[0].collectives[0]
     to_all = sum(size for name, size in sent if name == "alltoall_base_")
     hops = sum(size for name, size in sent if name == "send")
     # One byte takes one second, and computing takes no time.
-    by = Constants(link_gbs=1e-3, fa_tflops=1e5, linear_tflops=1e5, launch_us=0, exchange_us=0)
+    constants = Constants(
+        link_gbs=1e-3, fa_tflops=1e5, linear_tflops=1e5, launch_us=0, exchange_us=0
+    )
     mode = run.setup.parallel.mode
-    layer = Workload.from_run(run).list_layer_work(mode, mode.chunks, by)
+    layer = Workload.from_run(run).list_layer_work(mode, mode.chunks, constants)
     waited = sum(seconds for kind, seconds in layer if kind == "comm") * 1e6
     assert waited == pytest.approx(to_all * (ulysses - 1) / ulysses + hops, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("words", "branches"), [("", 2), ("--cfg_size 2", 1), ("--sample_guide_scale 1", 1)]
+    ("more_flags", "branches"), [("", 2), ("--cfg_size 2", 1), ("--sample_guide_scale 1", 1)]
 )
 def test_a_rank_calls_each_layer_once_a_step_and_branch(
-    words: str, branches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more_flags: str, branches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank computes both guidance branches, one of two, or the only branch."""
     monkeypatch.chdir(tmp_path)
-    given = f"--task t2v-1.3B --ulysses_size 2 --sample_steps 5 {words}"
-    run = planned(*given.split())
+    flags = f"--task t2v-1.3B --ulysses_size 2 --sample_steps 5 {more_flags}"
+    run = planned(*flags.split())
     assert Workload.from_run(run).layers == 30 * 5 * branches
 
 
@@ -172,17 +182,19 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {}
+    messages = {}
     for argv in (
         *("--ulysses_size 1", "--pfa 0.2", "--tau x", "--task s2v", "--nonsense 1", "--ps 1"),
         "--pfa 2 --f_low 0.9",
     ):
         assert main(["predict", *argv.split()]) == 2
-        found[argv] = capsys.readouterr().err
-    check_refusals("power: predict", found, hide=[r"(?<=invalid choice: ).*?\)"])
+        messages[argv] = capsys.readouterr().err
+    check_refusals("power: predict", messages, hide=[r"(?<=invalid choice: ).*?\)"])
 
 
 def test_needs_no_torch() -> None:
     script = "import sys, wan.power.predict as p; p.main([]); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
-    assert done.stdout.endswith("False\n"), done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True
+    )
+    assert result.stdout.endswith("False\n"), result.stderr

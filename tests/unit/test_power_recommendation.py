@@ -19,55 +19,55 @@ from wan.power.compare import (
 from wan.settings.attention import Attention
 from wan.trace import Event
 
-BASE, INSERT, BLOCK, RESTS, _ = list_variants((0, 1, 2), ())
-FEW = Variant("InsertComm, 5 chunks", 1, 5)
+BASE, INSERT, BLOCK, CONTROL, _ = list_variants((0, 1, 2), ())
+FIVE_CHUNKS = Variant("InsertComm, 5 chunks", 1, 5)
 
 
-def concluded(
+def recommend_from_factors(
     factors: dict[Variant, float], *power: PowerMeasurement, noise: float = 0.004, rounds: int = 7
 ) -> tuple[Variant, str]:
     """Recommends among variants whose times are the baseline's by a factor, drift and noise."""
     random = np.random.default_rng(3)
     drift = np.linspace(10, 12, rounds)
     results = [
-        VariantResult(one, list(factor * drift * (1 + noise * random.standard_normal(rounds))))
-        for one, factor in {BASE: 1.0, **factors}.items()
+        VariantResult(variant, list(factor * drift * (1 + noise * random.standard_normal(rounds))))
+        for variant, factor in {BASE: 1.0, **factors}.items()
     ]
     results[0].power += power
     return recommend_variant(results)
 
 
 def test_a_ratio_and_its_interval_hold_the_true_one() -> None:
-    held = 0
+    covered = 0
     for seed in range(200):
         random = np.random.default_rng(seed)
         drift, noise = np.linspace(5, 9, 7), 1 + 0.02 * random.standard_normal((2, 7))
-        found = compute_time_ratio(list(0.9 * drift * noise[0]), list(drift * noise[1]))
-        assert found.low <= found.median <= found.high
-        held += found.low <= 0.9 <= found.high
-    assert held >= 170  # seven rounds: a bootstrap of the median is a little too narrow
+        ratio = compute_time_ratio(list(0.9 * drift * noise[0]), list(drift * noise[1]))
+        assert ratio.low <= ratio.median <= ratio.high
+        covered += ratio.low <= 0.9 <= ratio.high
+    assert covered >= 170  # seven rounds: a bootstrap of the median is a little too narrow
 
 
 def test_the_fastest_mode_is_recommended() -> None:
-    chosen, reason = concluded({INSERT: 0.84, BLOCK: 0.93, RESTS: 0.85})
+    chosen, reason = recommend_from_factors({INSERT: 0.84, BLOCK: 0.93, CONTROL: 0.85})
     assert chosen == INSERT and chosen.flags == "--comm_type 1"
     assert "InsertComm: -1" in reason and "it is the rests that help" in reason
 
 
-def test_what_nothing_tells_apart_is_the_simpler_one() -> None:
-    assert concluded({INSERT: 0.9, BLOCK: 0.8999, RESTS: 0.9})[0] == INSERT
-    assert concluded({INSERT: 0.9, FEW: 0.8999, RESTS: 0.9})[0] == INSERT
-    chosen, _ = concluded({INSERT: 0.95, FEW: 0.85, RESTS: 0.9})
-    assert chosen == FEW and chosen.flags == "--comm_type 1 --chunks 5"
+def test_the_simpler_of_equal_variants_is_recommended() -> None:
+    assert recommend_from_factors({INSERT: 0.9, BLOCK: 0.8999, CONTROL: 0.9})[0] == INSERT
+    assert recommend_from_factors({INSERT: 0.9, FIVE_CHUNKS: 0.8999, CONTROL: 0.9})[0] == INSERT
+    chosen, _ = recommend_from_factors({INSERT: 0.95, FIVE_CHUNKS: 0.85, CONTROL: 0.9})
+    assert chosen == FIVE_CHUNKS and chosen.flags == "--comm_type 1 --chunks 5"
 
 
 def test_a_mode_whose_interval_overlaps_the_fastest_ones_is_as_good() -> None:
     """By hand: medians of 0.92 and 0.91 of the baseline's 10 s, and rounds that differ by more."""
     seconds = {BASE: [10.0] * 5, INSERT: [9.0, 9.1, 9.2, 9.3, 9.4]}
     seconds |= {BLOCK: [8.9, 9.0, 9.1, 9.2, 9.3]}
-    results = [VariantResult(variant, each) for variant, each in seconds.items()]
+    results = [VariantResult(variant, times) for variant, times in seconds.items()]
     assert recommend_variant(results)[0] == INSERT
-    results[2].seconds = [each - 1 for each in results[2].seconds]
+    results[2].seconds = [times - 1 for times in results[2].seconds]
     assert recommend_variant(results)[0] == BLOCK
 
 
@@ -81,32 +81,32 @@ def test_a_mode_must_be_certainly_faster(seconds: list[float], is_faster: bool) 
     assert chosen == (INSERT if is_faster else BASE)
 
 
-def test_rest_is_told_from_overlap() -> None:
-    words = {
+def test_the_reason_separates_rests_from_overlap() -> None:
+    expected_texts = {
         0.97: "the rests that help.",
         1.02: "not the rests that help",
         None: "No control was run",
     }
-    for factor, told in words.items():
-        more = {} if factor is None else {RESTS: factor}
-        assert told in concluded({INSERT: 0.9, **more})[1], factor
+    for factor, text in expected_texts.items():
+        extra = {} if factor is None else {CONTROL: factor}
+        assert text in recommend_from_factors({INSERT: 0.9, **extra})[1], factor
 
 
 def test_no_gain_has_a_reason() -> None:
-    told: dict[str, list[PowerMeasurement]] = {
+    measurements: dict[str, list[PowerMeasurement]] = {
         "could not be read here": [],
         "the clock was never throttled": [PowerMeasurement(throttled=0.0, samples=9)],
     }
-    for reason, words in (
+    for reason, text in (
         ("SW thermal slowdown", "40% of the time (SW thermal slowdown), but not for power"),
         ("SW power cap", "40% of the time (SW power cap), rests are too short"),
     ):
-        told[words] = [PowerMeasurement(throttled=0.4, reasons={reason: 0.4}, samples=9)]
-    for words, power in told.items():
+        measurements[text] = [PowerMeasurement(throttled=0.4, reasons={reason: 0.4}, samples=9)]
+    for text, power in measurements.items():
         for factor in (1.0, 1.05):
-            chosen, reason = concluded({INSERT: factor, BLOCK: factor}, *power)
+            chosen, reason = recommend_from_factors({INSERT: factor, BLOCK: factor}, *power)
             assert chosen.flags == "--comm_type 0" and reason.startswith("No gain on this machine")
-            assert words in reason
+            assert text in reason
 
 
 @pytest.mark.parametrize("setting", ["quant_alltoall", "use_rainfusion"])
@@ -114,7 +114,7 @@ def test_attention_settings_without_the_control_with_idle_gaps(setting: str) -> 
     variants = list_variants((0, 1, 2), ())
     assert drop_unsupported_control(variants, Attention()) == variants
     supported = drop_unsupported_control(variants, Attention(**{setting: True}))
-    assert supported == [variant for variant in variants if variant != RESTS]
+    assert supported == [variant for variant in variants if variant != CONTROL]
 
 
 def test_equal_numbers_of_a_row_are_both_shown() -> None:
@@ -130,20 +130,20 @@ def test_equal_numbers_of_a_row_are_both_shown() -> None:
 
 def test_few_rounds_decide_nothing() -> None:
     """As in the report of a comparison that was ended after two rounds."""
-    chosen, reason = concluded({INSERT: 0.5}, rounds=2)
+    chosen, reason = recommend_from_factors({INSERT: 0.5}, rounds=2)
     assert chosen == BASE and "Fewer than 5 rounds" in reason
 
 
 def test_a_control_is_never_recommended() -> None:
-    assert concluded({INSERT: 1.02, RESTS: 0.8})[0] == BASE
+    assert recommend_from_factors({INSERT: 1.02, CONTROL: 0.8})[0] == BASE
 
 
-def layer(at: float, index: int) -> list[Event]:
+def layer(start: float, index: int) -> list[Event]:
     """Returns the events of half a second from `start`: two chunks, the first in two blocks."""
 
-    def event(kind: str, begin: float, end: float, **facts: object) -> Event:
-        times = (round(1e9 * (at + x)) for x in (begin, end, begin))
-        return Event(kind, {"step": 0, "branch": "cond", "layer": index, **facts}, *times)
+    def event(kind: str, begin: float, end: float, **fields: object) -> Event:
+        times = (round(1e9 * (start + x)) for x in (begin, end, begin))
+        return Event(kind, {"step": 0, "branch": "cond", "layer": index, **fields}, *times)
 
     return [
         event("project", 0.0, 0.05),

@@ -103,28 +103,30 @@ def refuse(module: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
     return sentence
 
 
-def tried(
+def collect_refusals(
     programs: dict[str, str], values: Sequence[object], capsys: pytest.CaptureFixture[str]
 ) -> dict[str, str]:
     """Returns each program's message for each of these values of its options."""
-    found = {}
-    for module, words in programs.items():
-        options, _, others = words.partition("|")
+    messages = {}
+    for module, usage in programs.items():
+        options, _, required = usage.partition("|")
         for option in options.split() or [""]:
             for value in values:
                 if (option, value) == ("--chunks", ""):
                     continue  # none
-                given = f"{option}={value}" if option else str(value)
-                said = refuse(module, [*others.split(), given], capsys)
-                found[f"{module} {option} {str(value)[:40] or 'nothing'}"] = said
-    return found
+                argument = f"{option}={value}" if option else str(value)
+                message = refuse(module, [*required.split(), argument], capsys)
+                messages[f"{module} {option} {str(value)[:40] or 'nothing'}"] = message
+    return messages
 
 
 def test_numbers_have_ranges(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = tried(NUMBERS, BAD, capsys)
-    some = {case: found[case] for case in found if case.endswith((" -1", " many"))}
-    check_refusals("programs: numbers", {case: some[case] for case in some if "wan." in case})
+    messages = collect_refusals(NUMBERS, BAD, capsys)
+    recorded = {case: messages[case] for case in messages if case.endswith((" -1", " many"))}
+    check_refusals(
+        "programs: numbers", {case: recorded[case] for case in recorded if "wan." in case}
+    )
     assert not [*tmp_path.iterdir()]
 
 
@@ -143,7 +145,7 @@ def test_outputs_that_are_not_ours_are_refused(capsys, tmp_path: Path, monkeypat
     foreign, link = tmp_path / "mine.json", tmp_path / "link.json"
     foreign.write_text('{"settings": {}}')
     link.symlink_to(foreign)
-    assert tried(OUTPUTS, (foreign, link, Path("/dev/null")), capsys)
+    assert collect_refusals(OUTPUTS, (foreign, link, Path("/dev/null")), capsys)
     assert foreign.read_text() == '{"settings": {}}' and link.is_symlink()
     assert sorted(tmp_path.iterdir()) == [link, foreign]
 
@@ -155,8 +157,8 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path, capsys, monkeypat
         monkeypatch.setattr(sys, "argv", ["make_sound.py", *arguments])
         with pytest.raises(SystemExit, match=r"^2$"):
             runpy.run_path(str(REPO / "tools" / "make_sound.py"), run_name="__main__")
-        said = capsys.readouterr().err
-        assert said.startswith("make_sound.py: ") and said.count("\n") == 1
+        message = capsys.readouterr().err
+        assert message.startswith("make_sound.py: ") and message.count("\n") == 1
     assert path.read_text() == "precious" and [*tmp_path.iterdir()] == [path]
 
 
@@ -192,10 +194,10 @@ def test_outputs_are_known_again(tmp_path: Path) -> None:
         (state, lambda: save_atomically({}, state)),
         (picture, lambda: outputs.save_picture(torch.zeros(4, 4, 3).byte().numpy(), picture)),
     ):
-        before = path.read_bytes()
+        content = path.read_bytes()
         with pytest.raises(WriteError):
             write()
-        assert path.read_bytes() == before
+        assert path.read_bytes() == content
 
 
 def test_only_an_export_of_the_demo_is_removed(tmp_path: Path) -> None:

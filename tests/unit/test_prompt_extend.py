@@ -30,19 +30,19 @@ from wan.settings.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RED, BLUE = (Image.new("RGB", (64, 48), colour) for colour in ("red", "blue"))
-LOST = "Prompt extension failed, the original prompt is used: "
+FALLBACK_WARNING = "Prompt extension failed, the original prompt is used: "
 
 
-def ask(
+def rewrite(
     prompt: str, *, method: str = "dashscope", model: Any = None, lang: str = "en", **changes: Any
 ) -> str:
-    usual: dict[str, Any] = {"task_kind": "t2v", "image": None, "seed": 7, "device": "cpu"}
+    defaults: dict[str, Any] = {"task_kind": "t2v", "image": None, "seed": 7, "device": "cpu"}
     settings = PromptExtension(True, method, model and str(model), lang)
-    return rewrite_prompt(settings, prompt, **(usual | changes))
+    return rewrite_prompt(settings, prompt, **(defaults | changes))
 
 
-def local(prompt: str, model: Any, **changes: Any) -> str:
-    return ask(prompt, method="local_qwen", model=model, **changes)
+def rewrite_locally(prompt: str, model: Any, **changes: Any) -> str:
+    return rewrite(prompt, method="local_qwen", model=model, **changes)
 
 
 @pytest.fixture
@@ -56,19 +56,19 @@ class Service:
     """A fake dashscope: its replies in turn, and the requests that it received."""
 
     replies: list[Any]
-    asked: list[tuple[str, str, dict[str, Any]]]
+    requests: list[tuple[str, str, dict[str, Any]]]
     pauses: list[float]
 
     def answer(self, kind: str, model: str, options: dict[str, Any]) -> Any:
-        self.asked.append((kind, model, options))
-        reply = self.replies[len(self.asked) - 1]
+        self.requests.append((kind, model, options))
+        reply = self.replies[len(self.requests) - 1]
         if isinstance(reply, Exception):
             raise reply
         return reply
 
     def messages(self) -> tuple[Any, Any]:
         """System and user content of the latest call."""
-        system, user = self.asked[-1][2]["messages"]
+        system, user = self.requests[-1][2]["messages"]
         assert (system["role"], user["role"]) == ("system", "user")
         return system["content"], user["content"]
 
@@ -88,37 +88,37 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     for module in modules:
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    made = Service()
-    made.replies, made.asked, made.pauses = [answer("text")] * 20, [], []
+    fake = Service()
+    fake.replies, fake.requests, fake.pauses = [answer("text")] * 20, [], []
     for kind in ("Generation", "MultiModalConversation"):
-        call = lambda model, kind=kind, **options: made.answer(kind, model, options)  # noqa: E731
+        call = lambda model, kind=kind, **options: fake.answer(kind, model, options)  # noqa: E731
         setattr(modules[0], kind, SimpleNamespace(call=call))
     modules[2].__dict__["DashScopeException"] = CLIENT_ERROR
     monkeypatch.setenv("DASH_API_KEY", "sk-test")
     monkeypatch.delenv("DASH_API_URL", raising=False)
-    monkeypatch.setattr(extend_prompt.time, "sleep", made.pauses.append)
-    return made
+    monkeypatch.setattr(extend_prompt.time, "sleep", fake.pauses.append)
+    return fake
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The names queried at a fake hub, which has an empty cache and no model named absent."""
-    asked: list[str] = []
+    queried: list[str] = []
 
     def model_info(_: Any, name: str, *, timeout: float) -> None:
-        asked.append(name)
+        queried.append(name)
         if "absent" in name or timeout > 10:
             raise ConnectionError("no such model")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    return asked
+    return queried
 
 
 def test_a_text_question(service: Service, log: Any) -> None:
     service.replies = [answer("  A cat, in full.\n")]
-    assert ask(" a {cat} ", seed=2**62 + 5) == "A cat, in full."
-    [(kind, model, options)] = service.asked
+    assert rewrite(" a {cat} ", seed=2**62 + 5) == "A cat, in full."
+    [(kind, model, options)] = service.requests
     assert (kind, model) == ("Generation", "qwen-plus")
     # Never the prompt alone: the client uploads a text that is the name of a local file.
     assert service.messages()[1] == "Request: a {cat}"
@@ -131,13 +131,13 @@ def test_a_text_question(service: Service, log: Any) -> None:
 def test_an_image_question(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DASH_API_URL", "https://example.test/api/v1")
     service.replies = [answer([{"text": "A red "}, {"text": "cat."}])]
-    assert ask("a cat", image=Image.new("RGBA", (2000, 1000), (255, 0, 0, 255))) == "A red cat."
-    [(kind, model, options)] = service.asked
+    assert rewrite("a cat", image=Image.new("RGBA", (2000, 1000), (255, 0, 0, 255))) == "A red cat."
+    [(kind, model, options)] = service.requests
     assert (kind, model) == ("MultiModalConversation", "qwen-vl-max")
     assert options["base_address"] == "https://example.test/api/v1"
-    system, [image, words] = service.messages()
+    system, [image, text_part] = service.messages()
     assert [list(part) for part in (*system, image)] == [["text"], ["image"]]
-    assert words == {"text": "Request: a cat"}
+    assert text_part == {"text": "Request: a cat"}
     head, data = image["image"].split(",")
     assert head == "data:image/png;base64"
     sent = Image.open(io.BytesIO(base64.b64decode(data)))
@@ -146,7 +146,7 @@ def test_an_image_question(service: Service, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_large_images_shrink(service: Service) -> None:
     for size in ((40, 30), (512, 512), (513, 512), (300_000, 1), (1, 300_000)):
-        ask("a cat", image=Image.new("L", size))
+        rewrite("a cat", image=Image.new("L", size))
         data = service.messages()[1][0]["image"].split(",")[1]
         sent = Image.open(io.BytesIO(base64.b64decode(data))).size
         fits = size[0] * size[1] <= 512 * 512
@@ -154,31 +154,31 @@ def test_only_large_images_shrink(service: Service) -> None:
 
 
 def test_a_failed_try_is_repeated(service: Service, log: Any) -> None:
-    for bad in (BUSY, CLIENT_ERROR("key"), ConnectionError("route"), answer(" "), answer(None)):
-        service.replies, service.asked[:] = [bad, answer("at last")], []
-        assert ask("a cat", model="qwen-max") == "at last", bad
-        assert [model for _, model, _ in service.asked] == ["qwen-max"] * 2
+    for failure in (BUSY, CLIENT_ERROR("key"), ConnectionError("route"), answer(" "), answer(None)):
+        service.replies, service.requests[:] = [failure, answer("at last")], []
+        assert rewrite("a cat", model="qwen-max") == "at last", failure
+        assert [model for _, model, _ in service.requests] == ["qwen-max"] * 2
         assert not log.messages
 
 
 def test_four_failures_give_the_original_prompt_and_a_warning(service: Service, log: Any) -> None:
     service.replies = [OSError(), BUSY, BUSY, BUSY, answer("too late")]
-    assert ask(" a cat ") == " a cat "
+    assert rewrite(" a cat ") == " a cat "
     assert service.pauses == [0, 1, 2, 3]
     reason = "dashscope model 'qwen-plus' failed 4 times, at last status 429, Throttling: too many."
-    assert log.messages == [LOST + reason]
+    assert log.messages == [FALLBACK_WARNING + reason]
 
 
 def test_our_own_mistakes_are_not_swallowed(service: Service) -> None:
     service.replies = [AssertionError("a bug")]
     with pytest.raises(AssertionError):
-        ask("a cat")
+        rewrite("a cat")
 
 
 @pytest.mark.parametrize("lang", ["zh", "en"])
 def test_system_texts(service: Service, lang: str) -> None:
     def system(kind: str, image: Any, prompt: str = "a cat") -> str:
-        ask(prompt, task_kind=kind, image=image, lang=lang)
+        rewrite(prompt, task_kind=kind, image=image, lang=lang)
         system, user = service.messages()
         text = system if isinstance(system, str) else system[0]["text"]
         assert any("\u4e00" <= c <= "\u9fff" for c in text) == (lang == "zh")
@@ -205,39 +205,44 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=root)
 
 
-def refused(method: str, model: str | None) -> str:
+def get_extension_refusal(method: str, model: str | None) -> str:
     return said(
         lambda: check_prompt_extension(PromptExtension(True, method, model), has_image=False)
     )
 
 
-def test_what_is_not_available(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_methods(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     check_prompt_extension(PromptExtension(True, "dashscope"), has_image=False)
     monkeypatch.setenv("DASH_API_URL", "example.test")
-    found = {"no address": refused("dashscope", None)}
+    messages = {"no address": get_extension_refusal("dashscope", None)}
     monkeypatch.delenv("DASH_API_KEY")
-    found["no key"] = refused("dashscope", None)
+    messages["no key"] = get_extension_refusal("dashscope", None)
     for method, package in (("dashscope", "dashscope"), ("local_qwen", "transformers")):
         monkeypatch.setitem(sys.modules, package, None)
-        found[f"no {package}"] = refused(method, None)
-    found["no image"] = said(lambda: ask("a cat", task_kind="i2v"))
-    found["no prompt"] = said(lambda: ask(" ", task_kind="t2v"))
-    check_refusals("prompt extension: not available", found)
-    assert not service.asked
+        messages[f"no {package}"] = get_extension_refusal(method, None)
+    messages["no image"] = said(lambda: rewrite("a cat", task_kind="i2v"))
+    messages["no prompt"] = said(lambda: rewrite(" ", task_kind="t2v"))
+    check_refusals("prompt extension: not available", messages)
+    assert not service.requests
 
 
 def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    here = {"relative": ".", "of the user": "~", "absolute": str(tmp_path), "above": ".."}
-    found = {name: refused("local_qwen", f"{folder}/nowhere") for name, folder in here.items()}
-    present = [f"{folder}/model" for name, folder in here.items() if name != "above"]
+    folders = {"relative": ".", "of the user": "~", "absolute": str(tmp_path), "above": ".."}
+    messages = {
+        name: get_extension_refusal("local_qwen", f"{folder}/nowhere")
+        for name, folder in folders.items()
+    }
+    present = [f"{folder}/model" for name, folder in folders.items() if name != "above"]
     for folder in (*present, "model"):
-        assert "model' has no config.json; give the folder" in refused("local_qwen", folder)
+        assert "model' has no config.json; give the folder" in get_extension_refusal(
+            "local_qwen", folder
+        )
     for method in ("local_qwen", "dashscope"):
-        found[f"no name for {method}"] = refused(method, " ")
-    check_refusals("prompt extension: folders", found)
+        messages[f"no name for {method}"] = get_extension_refusal(method, " ")
+    check_refusals("prompt extension: folders", messages)
     (tmp_path / "model" / "config.json").touch()
     for folder in (*present, "model"):
         check_prompt_extension(PromptExtension(True, "local_qwen", folder), has_image=False)
@@ -276,7 +281,7 @@ def make_tokenizer() -> Any:
     )
 
 
-def save(kind: Any, config: Any, processor: Any, folder: Path, **generation: Any) -> Path:
+def save_model(kind: Any, config: Any, processor: Any, folder: Path, **generation: Any) -> Path:
     """Saves a random model that samples, as the Qwen Instruct models do."""
     torch.manual_seed(0)
     model = kind(config).bfloat16()
@@ -294,7 +299,7 @@ def save(kind: Any, config: Any, processor: Any, folder: Path, **generation: Any
 def make_text_model(folder: Path, **generation: Any) -> Path:
     tokenizer = make_tokenizer()
     config = tf.Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **SIZES)
-    return save(tf.Qwen2ForCausalLM, config, tokenizer, folder, **generation)
+    return save_model(tf.Qwen2ForCausalLM, config, tokenizer, folder, **generation)
 
 
 def make_vision_model(folder: Path) -> Path:
@@ -315,7 +320,7 @@ def make_vision_model(folder: Path) -> Path:
         image_token="<|image_pad|>",
         chat_template=TEMPLATE,
     )
-    return save(tf.LlavaForConditionalGeneration, config, processor, folder)
+    return save_model(tf.LlavaForConditionalGeneration, config, processor, folder)
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +336,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The inputs and outputs of each generate(), which makes few tokens in these tests."""
-    seen = []
+    calls = []
     original = tf.GenerationMixin.generate
 
     def generate(self: Any, *, max_new_tokens: int, **inputs: Any) -> Any:
@@ -340,33 +345,33 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         start = inputs["input_ids"].shape[1]
         assert torch.equal(out[:, :start], inputs["input_ids"])
         run = {"limit": max_new_tokens, "new": out[0, start:], "dtype": self.dtype, **inputs}
-        seen.append(SimpleNamespace(**run))
+        calls.append(SimpleNamespace(**run))
         return out
 
     monkeypatch.setattr(tf.GenerationMixin, "generate", generate)
-    return seen
+    return calls
 
 
 @pytest.mark.usefixtures("runs")
 def test_local_seeds_and_memory(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(text_model.parent))
     torch.manual_seed(3)
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     gc.disable()  # only the collection asked for counts
     try:
-        texts = [local("a cat", f"~/{text_model.name}", seed=seed) for seed in (1, 1, 2)]
+        texts = [rewrite_locally("a cat", f"~/{text_model.name}", seed=seed) for seed in (1, 1, 2)]
         alive = [x for x in gc.get_objects() if type(x) is tf.Qwen2ForCausalLM]
     finally:
         gc.enable()
     assert texts[0] == texts[1] != texts[2]
-    assert torch.equal(torch.get_rng_state(), before), "the caller's random state changed"
+    assert torch.equal(torch.get_rng_state(), rng_state), "the caller's random state changed"
     assert not alive
 
 
 def test_local_chat(text_model: Path, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[Any] = []
-    monkeypatch.setattr(tf.Qwen2ForCausalLM, "to", lambda _, place: places.append(place))
-    text = local("一只 cat", text_model, lang="zh", device="cpu:0")
+    devices: list[Any] = []
+    monkeypatch.setattr(tf.Qwen2ForCausalLM, "to", lambda _, device: devices.append(device))
+    text = rewrite_locally("一只 cat", text_model, lang="zh", device="cpu:0")
     [run] = runs
     tokenizer = make_tokenizer()
     assert text == tokenizer.decode(run.new, skip_special_tokens=True).strip() != ""
@@ -374,26 +379,28 @@ def test_local_chat(text_model: Path, runs: Any, monkeypatch: pytest.MonkeyPatch
     assert system.startswith("<|im_start|>system\n你把简短的需求改写成")
     assert user == "<|im_start|>user\n需求：一只 cat"
     assert end == "<|im_start|>assistant\n"
-    assert (run.limit, run.dtype, places) == (512, torch.bfloat16, [torch.device("cpu:0")])
+    assert (run.limit, run.dtype, devices) == (512, torch.bfloat16, [torch.device("cpu:0")])
 
 
 def test_local_vision(vision_model: Path, runs: Any) -> None:
     for image in (RED, BLUE):
-        assert local("a cat", vision_model, task_kind="i2v", image=image)
+        assert rewrite_locally("a cat", vision_model, task_kind="i2v", image=image)
     red, blue = (run.pixel_values[0, :, 9, 9] for run in runs)
     assert red.argmax() == 0 and blue.argmax() == 2, "the image reaches the model"
     user = make_tokenizer().decode(runs[0].input_ids[0]).split("<|im_end|>\n")[1]
     # 28*28 pixels in patches of 14*14 are 4 tokens.
     assert user == "<|im_start|>user\n" + 4 * "<|image_pad|>" + "Request: a cat"
     assert runs[0].limit == 512
-    assert local("a cat", vision_model), "a vision model also takes a prompt alone"
+    assert rewrite_locally("a cat", vision_model), "a vision model also takes a prompt alone"
 
 
 def test_local_silence_gives_the_original_prompt(tmp_path: Path, log: Any) -> None:
     eos = make_tokenizer().eos_token_id
-    others = [i for i in range(len(make_tokenizer())) if i != eos]
-    assert local(" a cat", make_text_model(tmp_path, suppress_tokens=others)) == " a cat"
-    assert log.messages == [LOST + "the answer is empty."]
+    other_ids = [i for i in range(len(make_tokenizer())) if i != eos]
+    assert (
+        rewrite_locally(" a cat", make_text_model(tmp_path, suppress_tokens=other_ids)) == " a cat"
+    )
+    assert log.messages == [FALLBACK_WARNING + "the answer is empty."]
 
 
 SOURCES = {
@@ -418,7 +425,9 @@ def test_local_names_and_no_network(
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
     for model, has_image in SOURCES:
         check_prompt_extension(PromptExtension(True, "local_qwen", model), has_image=has_image)
-        refusal = said(lambda m=model, i=has_image: local("a cat", m, image=RED if i else None))
+        refusal = said(
+            lambda m=model, i=has_image: rewrite_locally("a cat", m, image=RED if i else None)
+        )
         assert f"(no network for {hub[-1]}); give the local" in refusal
     assert hub == [*SOURCES.values()]
     fetches = [f"Prompt extension fetches {source} from the model hub." for source in hub]
@@ -428,7 +437,9 @@ def test_local_names_and_no_network(
 def test_a_model_that_the_hub_does_not_give(hub: list[str]) -> None:
     """This includes texts that are no valid model name there."""
     names = ("me/absent", "a/b/c", "two words", "a--b")
-    check_refusals("prompt extension: hub", {name: refused("local_qwen", name) for name in names})
+    check_refusals(
+        "prompt extension: hub", {name: get_extension_refusal("local_qwen", name) for name in names}
+    )
 
 
 def test_a_model_that_was_fetched_before(
@@ -445,7 +456,7 @@ def test_local_missing_package(vision_model: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tf.AutoProcessor, "from_pretrained", missing)
     with pytest.raises(InputError, match=r"\(needs the Torchvision library\); install that"):
-        local("a cat", vision_model, image=RED)
+        rewrite_locally("a cat", vision_model, image=RED)
 
 
 UNUSABLE: dict[str, tuple[str, bytes | None]] = {  # text of the message -> a file and its content
@@ -458,12 +469,12 @@ UNUSABLE: dict[str, tuple[str, bytes | None]] = {  # text of the message -> a fi
 
 
 def test_local_models_that_cannot_be_used(text_model: Path, tmp_path: Path) -> None:
-    found = {"a text model, ": said(lambda: local("a cat", text_model, image=RED))}
-    for words, (file, content) in UNUSABLE.items():
-        folder = Path(shutil.copytree(text_model, tmp_path / words))
+    messages = {"a text model, ": said(lambda: rewrite_locally("a cat", text_model, image=RED))}
+    for expected_text, (file, content) in UNUSABLE.items():
+        folder = Path(shutil.copytree(text_model, tmp_path / expected_text))
         (folder / file).unlink()
         if content is not None:
             (folder / file).write_bytes(content)
-        found[words] = said(local, "a cat", folder)
-    for words, sentence in found.items():
-        assert re.search(f"cannot be used .*{words}.*_extend_model", sentence), sentence
+        messages[expected_text] = said(rewrite_locally, "a cat", folder)
+    for expected_text, sentence in messages.items():
+        assert re.search(f"cannot be used .*{expected_text}.*_extend_model", sentence), sentence

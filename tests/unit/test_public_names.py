@@ -38,28 +38,28 @@ CALLS = (
 )
 
 
-def signatures() -> Iterator[str]:
+def list_signatures() -> Iterator[str]:
     for path in CALLS:
         parts = path.split(".")
         depth = next(i for i, part in enumerate(parts) if part[0].isupper() or i == len(parts) - 1)
-        found: Any = import_module(".".join(parts[:depth]))
+        target: Any = import_module(".".join(parts[:depth]))
         for part in parts[depth:]:
-            found = getattr(found, part, None)
-        if found is None:
+            target = getattr(target, part, None)
+        if target is None:
             continue
-        for name, parameter in inspect.signature(found).parameters.items():
+        for name, parameter in inspect.signature(target).parameters.items():
             yield f"call {path}({parameter.kind.description}: {name})"
 
 
-def keys(value: Any, path: str) -> Iterator[str]:
+def list_keys(value: Any, path: str) -> Iterator[str]:
     """The keys of a JSON value; of a list, those of all its items."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield f"{path}.{key}"
-            yield from keys(item, f"{path}.{key}")
+            yield from list_keys(item, f"{path}.{key}")
     elif isinstance(value, list):
         for item in value:
-            yield from keys(item, f"{path}[]")
+            yield from list_keys(item, f"{path}[]")
 
 
 def metric_names() -> Iterator[str]:
@@ -94,14 +94,14 @@ def files_of_a_run(checkpoint: Path, folder: Path) -> Iterator[str]:
     argv = ["--task", "t2v-A14B", "--ckpt_dir", str(checkpoint), "--size", "32*32"]
     argv += ["--frame_num", "1", "--sample_steps", "2", "--trace", str(folder / "trace")]
     assert cli.main([*argv, "--base_seed", "0", "--save_file", str(folder / "v.mp4")]) == 0
-    yield from keys(json.loads((folder / "v.json").read_text()), "record")
-    yield from keys(json.loads((folder / "trace" / "rank0.json").read_text()), "trace")
+    yield from list_keys(json.loads((folder / "v.json").read_text()), "record")
+    yield from list_keys(json.loads((folder / "trace" / "rank0.json").read_text()), "trace")
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_public_names(tiny: Tiny, tmp_path: Path) -> None:
     sources: list[Callable[[], Iterator[str]]] = [
-        command_line, request_fields, metric_names, signatures,
+        command_line, request_fields, metric_names, list_signatures,
         lambda: files_of_a_run(tiny("t2v-A14B"), tmp_path),
     ]  # fmt: skip
     names = "".join(f"{name}\n" for name in sorted({n for source in sources for n in source()}))

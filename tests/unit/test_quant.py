@@ -36,33 +36,35 @@ ROWS, HEADS, TILES = 525, 3, 5
 VENDOR_SIGNS = {64: 0xD1F200B251DABD64, 128: 0xD1F200B251DABD64E3FAA01D35A307AA}
 
 
-def randoms(shape: tuple[int, ...], count: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+def make_random_tensors(
+    shape: tuple[int, ...], count: int, dtype: torch.dtype, seed: int = 0
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
 
 
-def method(head: int, dtype: torch.dtype, before_exchange: bool = False) -> Fp8Attention:
+def make_method(head: int, dtype: torch.dtype, before_exchange: bool = False) -> Fp8Attention:
     quantiser = Fp8Quantizer(Rotations(head))
     return Fp8Attention(quantiser, dtype, quantize_before_exchange=before_exchange)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """From the definition, in float64; [B,S,N,D]. mask: bool [B,N,Sq,Sk]."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     logits = q @ k.mT / q.shape[-1] ** 0.5
-    if seen is not None:
-        logits = logits.masked_fill(~seen, -torch.inf)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
     return (logits.softmax(-1) @ v).transpose(1, 2)
 
 
-def run(fp8: Fp8Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def run_attention(fp8: Fp8Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The method on whole tensors."""
     return fp8.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), None)(
         AttentionInput(q), 0
     )
 
 
-def same(a: AttentionInput, b: AttentionInput) -> bool:
+def have_equal_bits(a: AttentionInput, b: AttentionInput) -> bool:
     bits = [[part.view(torch.uint8) for part in x.tensors] for x in (a, b)]
     return a.rows_per_scale == b.rows_per_scale and all(
         torch.equal(*pair) for pair in zip(*bits, strict=True)
@@ -77,40 +79,40 @@ def e4m3_values() -> np.ndarray:
     return np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
+def round_to_e4m3(x: np.ndarray) -> np.ndarray:
     """Nearest E4M3 value; halfway, the one of even code; above 448, 448."""
     values, size = e4m3_values(), np.abs(x.astype(np.float64))
-    above = np.searchsorted(values, size).clip(1, 126)
-    low, high = values[above - 1], values[above]
-    up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
+    index = np.searchsorted(values, size).clip(1, 126)
+    low, high = values[index - 1], values[index]
+    up = (size - low > high - size) | ((size - low == high - size) & (index % 2 == 0))
     return np.copysign(np.where(up, high, low), x)
 
 
-def naive(x_BSND: Tensor, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def quantise_naively(x_BSND: Tensor, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """(values, scales), block by block."""
     x = x_BSND.float().numpy()
     batch, tokens, heads, _ = x.shape
     payload, scale = np.zeros_like(x), np.zeros((batch, -(-tokens // rows), heads, 1), np.float32)
     for b, n, k in np.ndindex(batch, heads, scale.shape[1]):
-        here = slice(k * rows, (k + 1) * rows)
-        top = np.abs(x[b, here, n]).max() / np.float32(448)
-        scale[b, k, n, 0] = top if top > 0 else 1
-        payload[b, here, n] = rounded(x[b, here, n] / scale[b, k, n, 0])
+        block = slice(k * rows, (k + 1) * rows)
+        largest = np.abs(x[b, block, n]).max() / np.float32(448)
+        scale[b, k, n, 0] = largest if largest > 0 else 1
+        payload[b, block, n] = round_to_e4m3(x[b, block, n] / scale[b, k, n, 0])
     return payload, scale
 
 
 def test_blocks_are_quantised_as_the_definition_says() -> None:
     wrong = []
     for (tokens, rows), dtype in product([(1, 128), (127, 128), (513, 256), (600, 128)], DTYPES):
-        x = randoms((2, tokens, 3, 64), 1, dtype, seed=tokens)[0]
+        x = make_random_tensors((2, tokens, 3, 64), 1, dtype, seed=tokens)[0]
         x[1, :rows, 2] = 0  # a block of zeros
         x[0, :, 1] *= 300
-        found = quantize_blocks(x, rows)
-        payload, scale = naive(x, rows)
-        assert found.values.dtype == torch.float8_e4m3fn and found.rows_per_scale == rows
-        assert found.values.shape == x.shape
-        same_values = np.array_equal(found.values.float().numpy(), payload)
-        if not same_values or not np.array_equal(found.scale.numpy(), scale):
+        quantised = quantize_blocks(x, rows)
+        payload, scale = quantise_naively(x, rows)
+        assert quantised.values.dtype == torch.float8_e4m3fn and quantised.rows_per_scale == rows
+        assert quantised.values.shape == x.shape
+        same_values = np.array_equal(quantised.values.float().numpy(), payload)
+        if not same_values or not np.array_equal(quantised.scale.numpy(), scale):
             wrong.append((tokens, rows, dtype))
     assert not wrong
 
@@ -118,26 +120,26 @@ def test_blocks_are_quantised_as_the_definition_says() -> None:
 def test_rounding_is_half_to_even_and_the_largest_value_is_448() -> None:
     values = np.concatenate([e4m3_values(), np.array([448.0])])
     x = np.concatenate([(values[:-1] + values[1:]) / 2, values]).astype(np.float32)
-    found = quantize_blocks(torch.from_numpy(x).view(1, 1, 1, -1), 128)  # its scale is 1
-    assert found.scale.item() == 1
-    assert np.array_equal(found.values.float().numpy().ravel(), rounded(x))
-    assert found.values.float().max() == 448
+    quantised = quantize_blocks(torch.from_numpy(x).view(1, 1, 1, -1), 128)  # its scale is 1
+    assert quantised.scale.item() == 1
+    assert np.array_equal(quantised.values.float().numpy().ravel(), round_to_e4m3(x))
+    assert quantised.values.float().max() == 448
 
 
 def test_values_near_the_smallest_ones_stay_finite() -> None:
     for units in (1, 100, 300, 600, 700, 5000):
         x = torch.full((1, 3, 1, 2), units * 2.0**-149)
-        found = quantize_blocks(x, 128)
-        assert np.array_equal(found.values.float().numpy(), naive(x, 128)[0]), units
-        assert not found.dequantize(torch.float32).isnan().any(), units
+        quantised = quantize_blocks(x, 128)
+        assert np.array_equal(quantised.values.float().numpy(), quantise_naively(x, 128)[0]), units
+        assert not quantised.dequantize(torch.float32).isnan().any(), units
 
 
 def test_a_payload_is_cut_and_dequantised_with_any_strides() -> None:
-    x = randoms((2, 3, 700, 16), 1, torch.float32)[0].transpose(1, 2)
+    x = make_random_tensors((2, 3, 700, 16), 1, torch.float32)[0].transpose(1, 2)
     for rows in (128, 256):
-        whole = quantize_blocks(x, rows)
-        strided = whole.map(lambda part: part.transpose(1, 2).contiguous().transpose(1, 2))
-        payload, scale = naive(x, rows)
+        quantised = quantize_blocks(x, rows)
+        strided = quantised.map(lambda part: part.transpose(1, 2).contiguous().transpose(1, 2))
+        payload, scale = quantise_naively(x, rows)
         expected = payload * scale.repeat(rows, axis=1)[:, :700]
         for first, last in [(0, 700), (256, 700), (256, 512), (512, 600)]:
             part = strided.slice_rows(first, last)
@@ -146,7 +148,7 @@ def test_a_payload_is_cut_and_dequantised_with_any_strides() -> None:
             assert part.scale.shape == (2, -(-last // rows) - first // rows, 3, 1)
             assert part.dequantize(torch.bfloat16).dtype == torch.bfloat16
         with pytest.raises(ValueError, match=f"multiple of {rows} rows, not at 200"):
-            whole.slice_rows(200, 700)
+            quantised.slice_rows(200, 700)
 
 
 def test_a_payload_without_scales() -> None:
@@ -201,65 +203,68 @@ HEAD_RANGES = st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).map(
     ],
 )
 def test_rotated_rows_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
-    x = randoms((1, ROWS, HEADS, head), 1, dtype, seed=head)[0]
+    x = make_random_tensors((1, ROWS, HEADS, head), 1, dtype, seed=head)[0]
     rotation = make_hadamard_rotation(head, dtype)
-    whole = rotate_heads(x, rotation)
-    assert whole.dtype == dtype
+    rotated = rotate_heads(x, rotation)
+    assert rotated.dtype == dtype
     exact = x.double() @ rotation.double()
     torch.set_num_threads(2)
-    assert torch.equal(rotate_heads(x, rotation), whole)
-    assert (whole - exact).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert torch.equal(rotate_heads(x, rotation), rotated)
+    assert (rotated - exact).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
 
     @CALM
     @given(CUTS, HEAD_RANGES)
     def check(cut: tuple[int, int], heads: tuple[int, int]) -> None:
         (a, b), (first, last) = cut, heads
-        assert torch.equal(rotate_heads(x[:, a:b, first:last], rotation), whole[:, a:b, first:last])
+        assert torch.equal(
+            rotate_heads(x[:, a:b, first:last], rotation), rotated[:, a:b, first:last]
+        )
 
     check()
 
 
 PAIRED = {(16, 0, False), (16, 1, True), (128, 0, True), (128, 1, False)}
-WHOLE = {*product((16, 128), (0, 1), (False, True))}
+ALL_CASES = {*product((16, 128), (0, 1), (False, True))}
 
 
 @pytest.mark.parametrize(
-    ("head", "kind", "masked"), [*sorted(PAIRED), *(slow(*one) for one in sorted(WHOLE - PAIRED))]
+    ("head", "kind", "masked"),
+    [*sorted(PAIRED), *(slow(*case) for case in sorted(ALL_CASES - PAIRED))],
 )
 def test_tiles(head: int, kind: int, masked: bool) -> None:
     """Each cut, choice of heads and number of threads gives the same, correct bits."""
     dtype, blocks = DTYPES[kind], None
-    q, k, v = randoms((1, 700, HEADS, head), 3, dtype, seed=head)
+    q, k, v = make_random_tensors((1, 700, HEADS, head), 3, dtype, seed=head)
     q = q[:, :ROWS]
     if masked:
         blocks = torch.rand(1, HEADS, TILES, 3, generator=torch.Generator().manual_seed(1)) < 0.5
         blocks[..., 2] |= ~blocks.any(-1)
-    whole = attend_in_tiles(q, k, v, blocks, 256)
-    seen = None
+    output = attend_in_tiles(q, k, v, blocks, 256)
+    mask = None
     if blocks is not None:
-        seen = torch.kron(blocks, torch.ones(128, 256, dtype=torch.bool))[..., :ROWS, :700]
-    exact = attention(q, k, v, seen)
+        mask = torch.kron(blocks, torch.ones(128, 256, dtype=torch.bool))[..., :ROWS, :700]
+    exact = attention(q, k, v, mask)
     once_rounded = 2e-6 + torch.finfo(dtype).eps / 2 * exact.abs()
-    assert whole.dtype == dtype and ((whole - exact).abs() <= once_rounded).all()
+    assert output.dtype == dtype and ((output - exact).abs() <= once_rounded).all()
     shorter = attend_in_tiles(q[:, :513], k, v, blocks, 256)
-    assert torch.equal(shorter, whole[:, :513]), "also a last tile of one row"
+    assert torch.equal(shorter, output[:, :513]), "also a last tile of one row"
     torch.set_num_threads(2)
-    assert torch.equal(attend_in_tiles(q, k, v, blocks, 256), whole)
+    assert torch.equal(attend_in_tiles(q, k, v, blocks, 256), output)
 
     @CALM
     @given(CUTS, HEAD_RANGES)
     def check(cut: tuple[int, int], heads: tuple[int, int]) -> None:
         (a, b), (first, last) = cut, heads
         of_head = [x[:, :, first:last] for x in (q, k, v)]
-        own = None if blocks is None else blocks[:, first:last, a // 128 : -(-b // 128)]
-        found = attend_in_tiles(of_head[0][:, a:b], *of_head[1:], own, 256)
-        assert torch.equal(found, whole[:, a:b, first:last])
+        head_blocks = None if blocks is None else blocks[:, first:last, a // 128 : -(-b // 128)]
+        part = attend_in_tiles(of_head[0][:, a:b], *of_head[1:], head_blocks, 256)
+        assert torch.equal(part, output[:, a:b, first:last])
 
     check()
 
 
 def test_a_mask_must_fit() -> None:
-    q, k, v = randoms((1, 300, 1, 16), 3, torch.float32)
+    q, k, v = make_random_tensors((1, 300, 1, 16), 3, torch.float32)
     for mask in (torch.ones(1, 1, 3, 2).bool(), torch.ones(1, 1, 3, 3)):
         with pytest.raises(ValueError, match=r"bool and end with \[3, 3\]"):
             attend_in_tiles(q, k, v, mask)
@@ -279,44 +284,48 @@ def test_the_error_of_fp8_attention(
     head: int, dtype: torch.dtype, record_property: pytest.RecordProperty
 ) -> None:
     """Compares with exact attention, and with attention on the dequantised values."""
-    q, k, v = randoms((1, 2100, 1, head), 3, dtype, seed=head)
-    found = run(method(head, dtype), q, k, v).double()
+    q, k, v = make_random_tensors((1, 2100, 1, head), 3, dtype, seed=head)
+    output = run_attention(make_method(head, dtype), q, k, v).double()
     exact = attention(q, k, v)
-    error = found - exact
+    error = output - exact
     relative = (error.square().mean() / exact.square().mean()).sqrt().item()
     record_property("max error", error.abs().max().item())
     record_property("relative RMS", relative)
     assert error.abs().max() < 0.02 and relative < 0.05
 
-    def left(x: Tensor, rows: int) -> Tensor:
-        payload, scale = naive(x, rows)
+    def dequantise_naively(x: Tensor, rows: int) -> Tensor:
+        payload, scale = quantise_naively(x, rows)
         return torch.from_numpy(payload * scale.repeat(rows, axis=1)[:, : x.shape[1]])
 
     rotation = make_hadamard_rotation(head, dtype)
-    after = attention(left(q @ rotation, 128), left(k @ rotation, 256), left(v, 256))
+    expected = attention(
+        dequantise_naively(q @ rotation, 128),
+        dequantise_naively(k @ rotation, 256),
+        dequantise_naively(v, 256),
+    )
     # a product of another shape may round a rotated number, and with it a payload, differently
-    assert (found - after).abs().max() < (2e-4 if dtype == torch.float32 else 1e-3)
+    assert (output - expected).abs().max() < (2e-4 if dtype == torch.float32 else 1e-3)
 
 
 @HEADS_AND_DTYPES
 def test_fp8_attention_does_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
-    q, k, v = randoms((1, ROWS, HEADS, head), 3, dtype, seed=head)
-    fp8 = method(head, dtype)
-    whole = run(fp8, q, k, v)
-    assert whole.dtype == dtype and fp8.q_multiple == 128
+    q, k, v = make_random_tensors((1, ROWS, HEADS, head), 3, dtype, seed=head)
+    fp8 = make_method(head, dtype)
+    output = run_attention(fp8, q, k, v)
+    assert output.dtype == dtype and fp8.q_multiple == 128
 
     @CALM
     @given(HEAD_RANGES, st.lists(st.integers(1, TILES - 1), unique=True, max_size=3))
     def check(heads: tuple[int, int], inner: list[int]) -> None:
         a, b = heads
-        own = [AttentionInput(x[:, :, a:b]) for x in (q, k, v)]
-        attend = fp8.prepare_kv(*own, None)
+        head_parts = [AttentionInput(x[:, :, a:b]) for x in (q, k, v)]
+        attend = fp8.prepare_kv(*head_parts, None)
         borders = [0, *(128 * i for i in sorted(inner)), ROWS]
         parts = [
-            attend(own[0].slice_rows(first, last), first)
+            attend(head_parts[0].slice_rows(first, last), first)
             for first, last in zip(borders, borders[1:], strict=False)
         ]
-        assert torch.equal(torch.cat(parts, dim=1), whole[:, :, a:b])
+        assert torch.equal(torch.cat(parts, dim=1), output[:, :, a:b])
 
     check()
 
@@ -329,17 +338,20 @@ def test_quantised_before_the_exchange_is_quantised_later(
     shard: int, ranks: int, tokens: int, dtype: torch.dtype
 ) -> None:
     """The content of padding does not matter, also on ranks that hold only padding."""
-    qkv = randoms((1, shard * ranks, 3, 64), 3, dtype)
+    qkv = make_random_tensors((1, shard * ranks, 3, 64), 3, dtype)
     for x in qkv:
         x[:, tokens:] = 1e4
-    later, before = method(64, dtype), method(64, dtype, before_exchange=True)
+    after_exchange, before_exchange = (
+        make_method(64, dtype),
+        make_method(64, dtype, before_exchange=True),
+    )
     packed = []
     for rank in range(ranks):
         valid = min(max(tokens - rank * shard, 0), shard)
-        own = [x[:, rank * shard : (rank + 1) * shard] for x in qkv]
-        packed.append(before.quantize(*own, valid, None))
-        for x, kept in zip(own, later.quantize(*own, valid, None), strict=True):
-            assert kept.values is x and kept.scale is None
+        local = [x[:, rank * shard : (rank + 1) * shard] for x in qkv]
+        packed.append(before_exchange.quantize(*local, valid, None))
+        for x, passed in zip(local, after_exchange.quantize(*local, valid, None), strict=True):
+            assert passed.values is x and passed.scale is None
     joined = [
         AttentionInput(
             torch.cat([x.values.view(torch.uint8) for x in parts], 1).view(torch.float8_e4m3fn),
@@ -350,66 +362,70 @@ def test_quantised_before_the_exchange_is_quantised_later(
     ]
     q, k, v = (x[:, :tokens] for x in qkv)
     quantiser = Fp8Quantizer(Rotations(64))
-    for found, expected in zip(
+    for actual, expected in zip(
         joined,
         (quantiser.quantize_q(q, None), quantiser.quantize_k(k, None), quantiser.quantize_v(v)),
         strict=True,
     ):
-        assert same(found, expected)
-    expected = run(later, q, k, v)
-    found = before.prepare_kv(*joined, None)(joined[0], 0)
-    assert found.dtype == dtype and torch.equal(found, expected)
+        assert have_equal_bits(actual, expected)
+    expected = run_attention(after_exchange, q, k, v)
+    actual = before_exchange.prepare_kv(*joined, None)(joined[0], 0)
+    assert actual.dtype == dtype and torch.equal(actual, expected)
 
 
 def test_shards_that_end_within_a_block_are_refused() -> None:
-    q, k, v = randoms((1, 384, 1, 64), 3, torch.float32)
+    q, k, v = make_random_tensors((1, 384, 1, 64), 3, torch.float32)
     with pytest.raises(ValueError, match="multiple of 256 tokens on each rank, but here are 384"):
-        method(64, torch.float32, before_exchange=True).quantize(q, k, v, 384, None)
+        make_method(64, torch.float32, before_exchange=True).quantize(q, k, v, 384, None)
 
 
 def test_keys_and_values_are_quantised_once() -> None:
-    seen = []
+    calls = []
 
     def recording(x_BSND: Tensor, rows: int) -> AttentionInput:
-        seen.append((x_BSND.shape[1], rows))
+        calls.append((x_BSND.shape[1], rows))
         return quantize_blocks(x_BSND, rows)
 
-    q, k, v = map(AttentionInput, randoms((1, ROWS, 1, 64), 3, torch.float32))
+    q, k, v = map(AttentionInput, make_random_tensors((1, ROWS, 1, 64), 3, torch.float32))
     fp8 = Fp8Attention(Fp8Quantizer(Rotations(64), recording), torch.float32)
     assert fp8.applies_to(None)
     attend = fp8.prepare_kv(q, k, v, None)
     attend(q.slice_rows(0, 384), 0)
     attend(q.slice_rows(384, ROWS), 384)
-    assert seen == [(ROWS, 256), (ROWS, 256), (384, 128), (141, 128)]
+    assert calls == [(ROWS, 256), (ROWS, 256), (384, 128), (141, 128)]
 
 
 def test_a_layer_may_bring_its_own_rotations() -> None:
     generator = torch.Generator().manual_seed(3)
-    own = [torch.linalg.qr(torch.randn(64, 64, generator=generator))[0] for _ in range(2)]
-    rotations = Rotations(64, exported={("high", 7): (own[0], own[1])})
-    x = randoms((1, 256, 2, 64), 1, torch.bfloat16)[0]
+    matrices = [torch.linalg.qr(torch.randn(64, 64, generator=generator))[0] for _ in range(2)]
+    rotations = Rotations(64, exported={("high", 7): (matrices[0], matrices[1])})
+    x = make_random_tensors((1, 256, 2, 64), 1, torch.bfloat16)[0]
 
     def call(expert: str, layer: int | None) -> StepInfo:
         return StepInfo(0, 1, "cond", expert, (1, 16, 16), 256, layer=layer)
 
     exported = rotations.get_pair(x, call("high", 7))
-    for found, given_matrix in zip(exported, own, strict=True):
-        assert torch.equal(found, given_matrix.bfloat16())
+    for rotation, matrix in zip(exported, matrices, strict=True):
+        assert torch.equal(rotation, matrix.bfloat16())
     for other in (None, call("high", None), call("low", 7), call("high", 6)):
         assert all(
-            torch.equal(found, make_hadamard_rotation(64, x.dtype))
-            for found in rotations.get_pair(x, other)
+            torch.equal(rotation, make_hadamard_rotation(64, x.dtype))
+            for rotation in rotations.get_pair(x, other)
         )
     assert rotations.get_pair(x, call("high", 7)) is exported, "moved once"
     quantiser = Fp8Quantizer(rotations)
-    at = call("high", 7)
-    assert same(quantiser.quantize_q(x, at), quantize_blocks(rotate_heads(x, exported[0]), 128))
-    assert same(quantiser.quantize_k(x, at), quantize_blocks(rotate_heads(x, exported[1]), 256))
-    assert same(quantiser.quantize_v(x), quantize_blocks(x, 256))
+    step = call("high", 7)
+    assert have_equal_bits(
+        quantiser.quantize_q(x, step), quantize_blocks(rotate_heads(x, exported[0]), 128)
+    )
+    assert have_equal_bits(
+        quantiser.quantize_k(x, step), quantize_blocks(rotate_heads(x, exported[1]), 256)
+    )
+    assert have_equal_bits(quantiser.quantize_v(x), quantize_blocks(x, 256))
 
 
 def test_the_shared_rotation_spreads_outliers_and_keeps_the_logits() -> None:
-    q, k = randoms((1, 128, 1, 128), 2, torch.float32)
+    q, k = make_random_tensors((1, 128, 1, 128), 2, torch.float32)
     q[..., 5] *= 100
     turned = [rotate_heads(x, make_hadamard_rotation(128))[0, :, 0] for x in (q, k)]
     logits = q[0, :, 0].double() @ k[0, :, 0].double().mT
@@ -418,7 +434,9 @@ def test_the_shared_rotation_spreads_outliers_and_keeps_the_logits() -> None:
 
 
 def test_attention_on_other_devices() -> None:
-    q, k, v = (quantize_blocks(x, 256) for x in randoms((1, 300, 2, 64), 3, torch.float32))
+    q, k, v = (
+        quantize_blocks(x, 256) for x in make_random_tensors((1, 300, 2, 64), 3, torch.float32)
+    )
     exact = attention(*(x.dequantize(torch.float32) for x in (q, k, v)))
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
         assert (attend_dequantized(q, k, v, dtype) - exact).abs().max() < limit, dtype
@@ -428,7 +446,7 @@ def test_no_value_is_read_on_the_host() -> None:
     """Tensors of the meta device have none, and go the way of GPUs."""
     x = torch.empty(1, 512, 2, 64, dtype=torch.bfloat16, device="meta")
     for before_exchange in (False, True):
-        fp8 = method(64, torch.bfloat16, before_exchange)
+        fp8 = make_method(64, torch.bfloat16, before_exchange)
         q, k, v = fp8.quantize(x, x, x, 400, None)
-        found = fp8.prepare_kv(q, k, v, None)(q, 0)
-        assert found.shape == x.shape and found.dtype == x.dtype and found.device == x.device
+        output = fp8.prepare_kv(q, k, v, None)(q, 0)
+        assert output.shape == x.shape and output.dtype == x.dtype and output.device == x.device

@@ -50,12 +50,12 @@ Export = Callable[..., Path]
 @pytest.fixture(scope="module")
 def export(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
     """export(task, fa=None): the folder that the tool writes for a tiny checkpoint, once."""
-    root, made = tmp_path_factory.mktemp("exports"), {}
+    root, exports = tmp_path_factory.mktemp("exports"), {}
 
     def make(task: str = "t2v-1.3B", fa: str | None = None) -> Path:
-        if (task, fa) not in made:
-            made[task, fa] = quantize_checkpoint(tiny(task), root / f"{task}-{fa}", fa=fa)
-        return made[task, fa]
+        if (task, fa) not in exports:
+            exports[task, fa] = quantize_checkpoint(tiny(task), root / f"{task}-{fa}", fa=fa)
+        return exports[task, fa]
 
     return make
 
@@ -66,24 +66,26 @@ def broken(export: Export, tmp_path: Path) -> Path:
     return Path(shutil.copytree(export(fa="fp8"), tmp_path / "broken"))
 
 
-def read(folder: Path, checkpoint: Path, **how: Any) -> QuantizedDit:
-    given = {"device": "cpu", "dit_fsdp": False, "fa_quant": None, **how}
-    return read_quantized_dit(folder, inspect_checkpoint(checkpoint), **given)
+def read_export(folder: Path, checkpoint: Path, **changes: Any) -> QuantizedDit:
+    options = {"device": "cpu", "dit_fsdp": False, "fa_quant": None, **changes}
+    return read_quantized_dit(folder, inspect_checkpoint(checkpoint), **options)
 
 
 # --- the layer
 
 
-def layer(rows: int = 24, columns: int = 40, smooth: bool = False, **how: Any) -> W8A8Linear:
+def make_layer(
+    rows: int = 24, columns: int = 40, smooth: bool = False, **options: Any
+) -> W8A8Linear:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
     scale = torch.rand(rows, 1, generator=generator) / 500
     bias = torch.randn(rows, generator=generator)
     factors = torch.rand(columns, generator=generator) + 0.5 if smooth else None
-    return W8A8Linear(weight, scale, bias, factors, **{"dtype": torch.float32, **how})
+    return W8A8Linear(weight, scale, bias, factors, **{"dtype": torch.float32, **options})
 
 
-def by_numpy(linear: W8A8Linear, x: np.ndarray) -> np.ndarray:
+def apply_with_numpy(linear: W8A8Linear, x: np.ndarray) -> np.ndarray:
     """The definition in float32, sums as 64-bit integers."""
     if linear.factors is not None:
         x = x * linear.factors.numpy()
@@ -95,25 +97,28 @@ def by_numpy(linear: W8A8Linear, x: np.ndarray) -> np.ndarray:
 
 def test_layer_bit_for_bit() -> None:
     for smooth in (False, True):
-        linear = layer(smooth=smooth)
+        linear = make_layer(smooth=smooth)
         x = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(1)) * 3
         out = linear(x)
         assert out.shape == (2, 7, 24) and out.dtype == torch.float32
-        assert np.array_equal(out.numpy(), by_numpy(linear, x.numpy())), smooth
+        assert np.array_equal(out.numpy(), apply_with_numpy(linear, x.numpy())), smooth
 
 
 def test_layer_rounds_its_parameters_to_the_model_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        exact, linear = layer(), layer(dtype=dtype)
+        exact, linear = make_layer(), make_layer(dtype=dtype)
         assert torch.equal(linear.weight_scale, exact.weight_scale.to(dtype).float())
         assert torch.equal(linear.bias, exact.bias.to(dtype).float())
         x = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)).to(dtype)
-        out, expected = linear(x), torch.from_numpy(by_numpy(linear, x.float().numpy())).to(dtype)
+        out, expected = (
+            linear(x),
+            torch.from_numpy(apply_with_numpy(linear, x.float().numpy())).to(dtype),
+        )
         assert out.dtype == dtype and torch.equal(out, expected)
 
 
 def test_layer_is_close_to_the_product_of_the_dequantised_weight() -> None:
-    linear = layer(128, 256)
+    linear = make_layer(128, 256)
     x = torch.randn(50, 256, generator=torch.Generator().manual_seed(3))
     exact = F.linear(x.double(), linear.weight * linear.weight_scale.double()[:, None])
     error = linear(x).double() - linear.bias - exact
@@ -122,18 +127,18 @@ def test_layer_is_close_to_the_product_of_the_dequantised_weight() -> None:
 
 def test_layer_sees_each_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of a token are the same in any call and in any slice of one."""
-    linear = layer()
+    linear = make_layer()
     x = torch.randn(1, 33, 40, generator=torch.Generator().manual_seed(4))
-    whole = linear(x)
+    output = linear(x)
     for part in (slice(0, 1), slice(5, 29)):
-        assert torch.equal(linear(x[:, part]), whole[:, part])
+        assert torch.equal(linear(x[:, part]), output[:, part])
     ten_rows = 24 * 10
     monkeypatch.setattr("wan.kernels.int8_linear.get_int8_slice_numel", lambda _: ten_rows)
-    assert torch.equal(linear(x), whole)
+    assert torch.equal(linear(x), output)
 
 
 def test_layer_of_zeros_gives_the_bias() -> None:
-    linear = layer()
+    linear = make_layer()
     out = linear(torch.zeros(2, 40))
     assert torch.equal(out, linear.bias.expand(2, -1))
     assert linear(torch.zeros(1, 0, 40)).shape == (1, 0, 24)
@@ -149,7 +154,7 @@ def test_product_within_the_limits_of_cuda() -> None:
         return torch._int_mm(a, b)
 
     for rows, sizes in product((1, 17, 40), ((24, 40), (30, 45))):
-        weight, x = layer(*sizes).weight, layer(rows, sizes[1]).weight
+        weight, x = make_layer(*sizes).weight, make_layer(rows, sizes[1]).weight
         out = multiply_padded(multiply, x, weight)
         exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
         assert np.array_equal(out, exact), (rows, sizes)
@@ -166,7 +171,7 @@ def test_tool_writes_the_format(task: str, tiny: Any, export: Export) -> None:
         files = {path.name: path for path in (folder / sub).iterdir() if path.is_file()}
         assert files.keys() == {DESCRIPTION, WEIGHTS}
         assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o640}
-        stored, source = load_file(files[WEIGHTS]), floats(tiny(task) / sub)
+        stored, source = load_file(files[WEIGHTS]), load_floats(tiny(task) / sub)
         blocks = {name.split(".")[1] for name in source if name.startswith("blocks.")}
         linears = [f"blocks.{block}.{layer}" for block in blocks for layer in LAYERS]
         parts = ("weight", "weight_scale", "bias")
@@ -178,13 +183,13 @@ def test_tool_writes_the_format(task: str, tiny: Any, export: Export) -> None:
             assert stored[f"{name}.weight"].dtype == torch.int8
             assert np.array_equal(stored[f"{name}.weight"], np.rint(weight / scale))
             assert torch.equal(stored[f"{name}.bias"], source[f"{name}.bias"])
-        said = json.loads(files[DESCRIPTION].read_text())
-        assert said.pop("model_quant_type") == "W8A8_DYNAMIC" and said.pop("version")
-        assert {k for k, v in said.items() if v == "W8A8_DYNAMIC"} == stored.keys()
-        assert {k for k, v in said.items() if v == "FLOAT"} == source.keys() - stored.keys()
+        description = json.loads(files[DESCRIPTION].read_text())
+        assert description.pop("model_quant_type") == "W8A8_DYNAMIC" and description.pop("version")
+        assert {k for k, v in description.items() if v == "W8A8_DYNAMIC"} == stored.keys()
+        assert {k for k, v in description.items() if v == "FLOAT"} == source.keys() - stored.keys()
 
 
-def floats(folder: Path) -> dict[str, Tensor]:
+def load_floats(folder: Path) -> dict[str, Tensor]:
     return {
         name: tensor.float()
         for file in sorted(folder.glob("*.safetensors"))
@@ -194,17 +199,19 @@ def floats(folder: Path) -> dict[str, Tensor]:
 
 def test_tool_writes_fp8_attention(tiny: Any, export: Export) -> None:
     folder = export(fa="fp8")
-    said = json.loads((folder / DESCRIPTION).read_text())
-    assert [said[f"blocks.{i}.self_attn.quant_type"] for i in range(2)] == ["FP8_DYNAMIC"] * 2
-    found = load_rotations(read(folder, tiny("t2v-1.3B"), fa_quant="fp8"))
-    assert found.keys() == {("dit", 0), ("dit", 1)}
-    for q_rot, k_rot in found.values():
+    description = json.loads((folder / DESCRIPTION).read_text())
+    assert [description[f"blocks.{i}.self_attn.quant_type"] for i in range(2)] == [
+        "FP8_DYNAMIC"
+    ] * 2
+    rotations = load_rotations(read_export(folder, tiny("t2v-1.3B"), fa_quant="fp8"))
+    assert rotations.keys() == {("dit", 0), ("dit", 1)}
+    for q_rot, k_rot in rotations.values():
         assert q_rot.dtype == torch.bfloat16 and torch.equal(q_rot, k_rot)
         assert (
             torch.equal(q_rot.float() @ q_rot.float().T, torch.eye(8))
             or (q_rot.float() @ q_rot.float().T - torch.eye(8)).abs().max() < 4e-3
         )
-    assert load_rotations(read(export(), tiny("t2v-1.3B"), fa_quant="fp8")) == {}
+    assert load_rotations(read_export(export(), tiny("t2v-1.3B"), fa_quant="fp8")) == {}
 
 
 def test_tool_reads_diffusers_folders(tiny: Any, export: Export, tmp_path: Path) -> None:
@@ -223,7 +230,7 @@ def test_tool_refuses_and_leaves_nothing(
     (tmp_path / "full" / "file").touch()
     for target in ("empty", "none"):
         (tmp_path / f"link to {target}").symlink_to(tmp_path / target)
-    there, q = {path.name for path in tmp_path.iterdir()}, tmp_path / "q"
+    names_before, q = {path.name for path in tmp_path.iterdir()}, tmp_path / "q"
     small = ["--ckpt_dir", tiny("t2v-1.3B"), "--out"]
     relit = ["--ckpt_dir", tiny("animate-14B"), "--out", q, "--use_relighting_lora"]
     cases: dict[str, list[object]] = {
@@ -243,12 +250,12 @@ def test_tool_refuses_and_leaves_nothing(
     cases |= {f"a link to {name}": [*small, f"link to {name}"] for name in ("empty", "none")}
     # Nothing may be read before.
     monkeypatch.setattr("wan.checkpoint.load.map_safetensors", None)
-    found = {}
+    messages = {}
     for name, arguments in cases.items():
         assert quantize_dit.main([str(a) for a in arguments]) == 2, name
-        found[name] = capsys.readouterr().err
-    check_refusals("quantize_dit: refused", found, hide=[r"\(choose from .*?\)"])
-    assert {path.name for path in tmp_path.iterdir()} == there
+        messages[name] = capsys.readouterr().err
+    check_refusals("quantize_dit: refused", messages, hide=[r"\(choose from .*?\)"])
+    assert {path.name for path in tmp_path.iterdir()} == names_before
 
 
 def test_tool_says_what_it_could_not_read(
@@ -296,13 +303,13 @@ def test_tool_terminated(tiny: Any, tmp_path: Path) -> None:
 # --- refusals
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    said = json.loads((folder / DESCRIPTION).read_text())
-    change(said)
-    (folder / DESCRIPTION).write_text(json.dumps(said))
+def edit_description(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    description = json.loads((folder / DESCRIPTION).read_text())
+    change(description)
+    (folder / DESCRIPTION).write_text(json.dumps(description))
 
 
-def retensor(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     tensors = load_file(folder / WEIGHTS)
     change(tensors)
     save_file(tensors, folder / WEIGHTS)
@@ -314,27 +321,31 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "no description": lambda f: (f / DESCRIPTION).unlink(),
     "no JSON": lambda f: (f / DESCRIPTION).write_text("{"),
     "rank": lambda f: (f / DESCRIPTION).rename(f / DESCRIPTION.replace(".", "_0.")),
-    "no type": lambda f: edit(f, lambda d: d.pop("model_quant_type")),
-    "type": lambda f: edit(f, lambda d: d.update(model_quant_type=3)),
+    "no type": lambda f: edit_description(f, lambda d: d.pop("model_quant_type")),
+    "type": lambda f: edit_description(f, lambda d: d.update(model_quant_type=3)),
     "no weights": lambda f: (f / WEIGHTS).unlink(),
     "weights of a rank": lambda f: (f / WEIGHTS).rename(f / WEIGHTS.replace(".", "_1.")),
     "truncated": lambda f: (f / WEIGHTS).write_bytes(b"\0" * 9),
-    "nothing": lambda f: edit(f, lambda d: d.update({k: "FLOAT" for k in d if "blocks" in k})),
-    "no scale": lambda f: retensor(f, lambda t: t.pop(f"{Q}.weight_scale")),
-    "no bias": lambda f: retensor(f, lambda t: t.pop(f"{Q}.bias")),
-    "no rotation": lambda f: retensor(f, lambda t: t.pop("blocks.1.self_attn.k_rot")),
-    "dtype": lambda f: retensor(f, lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()})),
-    "shape": lambda f: retensor(
+    "nothing": lambda f: edit_description(
+        f, lambda d: d.update({k: "FLOAT" for k in d if "blocks" in k})
+    ),
+    "no scale": lambda f: edit_tensors(f, lambda t: t.pop(f"{Q}.weight_scale")),
+    "no bias": lambda f: edit_tensors(f, lambda t: t.pop(f"{Q}.bias")),
+    "no rotation": lambda f: edit_tensors(f, lambda t: t.pop("blocks.1.self_attn.k_rot")),
+    "dtype": lambda f: edit_tensors(
+        f, lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()})
+    ),
+    "shape": lambda f: edit_tensors(
         f, lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][1:].clone()})
     ),
-    "scales per group": lambda f: retensor(
+    "scales per group": lambda f: edit_tensors(
         f, lambda t: t.update({f"{Q}.weight_scale": torch.ones(96, 3)})
     ),
-    "rotation of other heads": lambda f: retensor(
+    "rotation of other heads": lambda f: edit_tensors(
         f, lambda t: t.update({"blocks.0.self_attn.q_rot": torch.eye(64)})
     ),
-    "file with a gap": lambda f: reheader(f, lambda h: h.pop(f"{Q}.weight")),
-    "metadata": lambda f: reheader(f, lambda h: h.update(__metadata__={"format": 5})),
+    "file with a gap": lambda f: edit_header(f, lambda h: h.pop(f"{Q}.weight")),
+    "metadata": lambda f: edit_header(f, lambda h: h.update(__metadata__={"format": 5})),
 }
 ENTRIES = {  # of the description
     "algorithm": {f"{Q}.weight": "W9A9"},
@@ -347,7 +358,7 @@ ENTRIES = {  # of the description
 }
 
 
-def reheader(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def edit_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = (folder / WEIGHTS).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -371,16 +382,16 @@ def test_only_linear_layers_can_be_quantised(broken: Path, tiny: Any) -> None:
     """mindiesd passes over such an entry in silence."""
     description = (broken / DESCRIPTION).read_text()
     for entry, algorithm in product(NO_LINEAR, ("W8A8_DYNAMIC", "w4a16")):
-        edit(broken, lambda d, given={entry: algorithm}: d.update(given))
-        words = f"quantises {NO_LINEAR[entry]} as {algorithm.upper()}, but it is no linear layer;"
-        assert words in said(read, broken, tiny("t2v-1.3B")), (entry, algorithm)
+        edit_description(broken, lambda d, entries={entry: algorithm}: d.update(entries))
+        message = f"quantises {NO_LINEAR[entry]} as {algorithm.upper()}, but it is no linear layer;"
+        assert message in said(read_export, broken, tiny("t2v-1.3B")), (entry, algorithm)
         (broken / DESCRIPTION).write_text(description)
 
 
 DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32)
 INT8, FP8 = {torch.int8: 96}, {torch.float8_e4m3fn: 96}
 FLOATS, BYTES = (torch.float32, torch.bfloat16), (torch.uint8,)
-TAKEN = {  # algorithm -> dtypes of a weight with 96 columns and how many each has, of its scales
+ACCEPTED_DTYPES = {  # algorithm -> dtypes of a weight with 96 columns and how many each has, of its scales
     "W8A8": (INT8, DTYPES),  # has no such scales
     "W8A8_TIMESTEP": (INT8, FLOATS),
     "W8A16": (INT8, FLOATS),
@@ -398,72 +409,72 @@ def test_numbers_of_weights_that_only_npus_take(broken: Path, tiny: Any) -> None
     wrong = []
 
     def refusal(algorithm: str, weight: torch.dtype, scale: torch.dtype, rows: int = 96) -> str:
-        given = {f"{Q}.{part}": torch.ones(96) for part in parts}
-        columns = TAKEN[algorithm][0].get(weight, 96)
-        given[f"{Q}.weight"] = torch.zeros(rows, columns, dtype=weight)
-        given[f"{Q}.weight_scale"] = torch.zeros(96, 1, dtype=scale)
-        retensor(broken, lambda t: t.update(given))
+        tensors = {f"{Q}.{part}": torch.ones(96) for part in parts}
+        columns = ACCEPTED_DTYPES[algorithm][0].get(weight, 96)
+        tensors[f"{Q}.weight"] = torch.zeros(rows, columns, dtype=weight)
+        tensors[f"{Q}.weight_scale"] = torch.zeros(96, 1, dtype=scale)
+        edit_tensors(broken, lambda t: t.update(tensors))
         try:
-            (export,) = read(broken, tiny("t2v-1.3B"), device="auto").experts.values()
+            (export,) = read_export(broken, tiny("t2v-1.3B"), device="auto").experts.values()
         except InputError as error:
             return str(error)
         assert export.linears[Q].algorithm == algorithm
         return ""
 
-    for algorithm, (weights, scales) in TAKEN.items():
-        edit(broken, lambda d, given={f"{Q}.weight": algorithm}: d.update(given))
+    for algorithm, (weights, scales) in ACCEPTED_DTYPES.items():
+        edit_description(broken, lambda d, entries={f"{Q}.weight": algorithm}: d.update(entries))
         for dtype in DTYPES:
-            words = refusal(algorithm, dtype, scales[0])
-            if words if dtype in weights else f"{Q}.weight is" not in words:
-                wrong.append((algorithm, "weight", dtype, words))
-            words = refusal(algorithm, next(iter(weights)), dtype)
-            if words if dtype in scales else f"{Q}.weight_scale is" not in words:
-                wrong.append((algorithm, "scale", dtype, words))
+            message = refusal(algorithm, dtype, scales[0])
+            if message if dtype in weights else f"{Q}.weight is" not in message:
+                wrong.append((algorithm, "weight", dtype, message))
+            message = refusal(algorithm, next(iter(weights)), dtype)
+            if message if dtype in scales else f"{Q}.weight_scale is" not in message:
+                wrong.append((algorithm, "scale", dtype, message))
         for dtype in weights:
-            words = refusal(algorithm, dtype, scales[0], rows=95)
-            if f"{Q}.weight is" not in words or f"but {algorithm} takes" not in words:
-                wrong.append((algorithm, "rows", dtype, words))
+            message = refusal(algorithm, dtype, scales[0], rows=95)
+            if f"{Q}.weight is" not in message or f"but {algorithm} takes" not in message:
+                wrong.append((algorithm, "rows", dtype, message))
     assert not wrong
 
 
 def test_refused_before_weights_are_read(export: Export, tiny: Any, tmp_path: Path) -> None:
-    found = {}
-    whole = export(fa="fp8")
+    messages = {}
+    intact = export(fa="fp8")
     for name in (*WRONG, *ENTRIES):
-        folder = Path(shutil.copytree(whole, tmp_path / name))
+        folder = Path(shutil.copytree(intact, tmp_path / name))
         if name in WRONG:
             WRONG[name](folder)
         else:
-            edit(folder, lambda d, name=name: d.update(ENTRIES[name]))
-        found[name] = said(read, folder, tiny("t2v-1.3B"))
+            edit_description(folder, lambda d, name=name: d.update(ENTRIES[name]))
+        messages[name] = said(read_export, folder, tiny("t2v-1.3B"))
     parser = r"(?<=(?:file|JSON)) \(.*\)(?=;)"
-    check_refusals("quantised weights", found, hide=[parser])
+    check_refusals("quantised weights", messages, hide=[parser])
 
 
 def test_two_experts_need_two_folders(tiny: Any, export: Export, tmp_path: Path) -> None:
     folder = shutil.copytree(export("t2v-A14B"), tmp_path / "q")
-    assert read(folder, tiny("t2v-A14B")).experts.keys() == {"high_noise", "low_noise"}
+    assert read_export(folder, tiny("t2v-A14B")).experts.keys() == {"high_noise", "low_noise"}
     shutil.rmtree(folder / "low_noise_model")
     with pytest.raises(InputError, match="low_noise_model holds no description"):
-        read(folder, tiny("t2v-A14B"))
+        read_export(folder, tiny("t2v-A14B"))
 
 
 def test_combinations_that_cannot_run(broken: Path, tiny: Any) -> None:
     checkpoint = tiny("t2v-1.3B")
     with pytest.raises(InputError, match="dit_fsdp"):
-        read(broken, checkpoint, dit_fsdp=True)
-    edit(broken, lambda d: d.update({"blocks.0.self_attn.quant_type": "MXFP8_DYNAMIC"}))
-    (export,) = read(broken, checkpoint).experts.values()
+        read_export(broken, checkpoint, dit_fsdp=True)
+    edit_description(broken, lambda d: d.update({"blocks.0.self_attn.quant_type": "MXFP8_DYNAMIC"}))
+    (export,) = read_export(broken, checkpoint).experts.values()
     assert export.attentions[0].algorithm == "MXFP8_DYNAMIC"
     with pytest.raises(InputError, match="MXFP8_DYNAMIC, but fa_quant=fp8"):
-        read(broken, checkpoint, fa_quant="fp8")
+        read_export(broken, checkpoint, fa_quant="fp8")
 
 
 def test_file_modes_matter_to_npus_only(broken: Path, tiny: Any) -> None:
     checkpoint = tiny("t2v-1.3B")
-    assert read(broken, checkpoint, device="npu").algorithms == ("W8A8_DYNAMIC",)
+    assert read_export(broken, checkpoint, device="npu").algorithms == ("W8A8_DYNAMIC",)
     (broken / WEIGHTS).chmod(0o644)
-    loose = read(broken, checkpoint, device="auto")
+    loose = read_export(broken, checkpoint, device="auto")
     check_export_device(loose, "cpu")
     with pytest.raises(InputError, match=f"mode 0644.*chmod 0640 .*{WEIGHTS}"):
         check_export_device(loose, "npu")
@@ -472,8 +483,8 @@ def test_file_modes_matter_to_npus_only(broken: Path, tiny: Any) -> None:
     (broken / DESCRIPTION).rename(broken / "elsewhere.json")
     (broken / DESCRIPTION).symlink_to(broken / "elsewhere.json")
     with pytest.raises(InputError, match="symbolic link"):
-        read(broken, checkpoint, device="npu")
-    read(broken, checkpoint, device="cpu")
+        read_export(broken, checkpoint, device="npu")
+    read_export(broken, checkpoint, device="cpu")
 
 
 def test_layouts_of_other_exporters(broken: Path, tiny: Any) -> None:
@@ -485,18 +496,18 @@ def test_layouts_of_other_exporters(broken: Path, tiny: Any) -> None:
         tensors[f"{Q}.linear.weight_scale"] = tensors.pop(f"{Q}.weight_scale")[:, 0].clone()
         tensors[f"{Q}.div.mul_scale"] = torch.ones(96)
 
-    def rename(said: dict[str, Any]) -> None:
-        del said[f"{Q}.weight"]
-        said |= {f"{Q}.linear.weight": "w8a8_dynamic", "blocks.1.ffn.0.weight": "FLOAT"}
-        del said["blocks.1.self_attn.quant_type"]
-        said["blocks.1.self_attn.fa_q.scale"] = "FP8_DYNAMIC"
+    def rename(description: dict[str, Any]) -> None:
+        del description[f"{Q}.weight"]
+        description |= {f"{Q}.linear.weight": "w8a8_dynamic", "blocks.1.ffn.0.weight": "FLOAT"}
+        del description["blocks.1.self_attn.quant_type"]
+        description["blocks.1.self_attn.fa_q.scale"] = "FP8_DYNAMIC"
 
-    retensor(broken, smooth)
-    edit(broken, rename)
-    found = read(broken, tiny("t2v-1.3B")).experts["dit"]
-    assert found.linears[Q].tensors.keys() == {"weight", "weight_scale", "bias", "mul_scale"}
-    assert "blocks.1.ffn.0" not in found.linears and len(found.linears) == 19
-    assert found.attentions.keys() == {0, 1}
+    edit_tensors(broken, smooth)
+    edit_description(broken, rename)
+    network = read_export(broken, tiny("t2v-1.3B")).experts["dit"]
+    assert network.linears[Q].tensors.keys() == {"weight", "weight_scale", "bias", "mul_scale"}
+    assert "blocks.1.ffn.0" not in network.linears and len(network.linears) == 19
+    assert network.attentions.keys() == {0, 1}
 
 
 Entries = dict[str, str | None]  # None: there is no such entry
@@ -523,16 +534,18 @@ FIRST: dict[str, tuple[Entries, str | None]] = {
 def test_which_entry_counts(broken: Path, tiny: Any) -> None:
     """As mindiesd's quantize looks a layer up: get_key_patterns, get_cfg_and_weights."""
     parts = ("weight_scale", "input_scale", "input_offset", "deq_scale", "quant_bias")
-    retensor(broken, lambda t: t.update({f"{Q}.{part}": torch.ones(96) for part in parts}))
-    whole, found = json.loads((broken / DESCRIPTION).read_text()), {}
+    edit_tensors(broken, lambda t: t.update({f"{Q}.{part}": torch.ones(96) for part in parts}))
+    original, algorithms = json.loads((broken / DESCRIPTION).read_text()), {}
     for case, (entries, _) in FIRST.items():
-        given = {Q + suffix: value for suffix, value in entries.items()}
-        description = {name: value for name, value in (whole | given).items() if value is not None}
+        overrides = {Q + suffix: value for suffix, value in entries.items()}
+        description = {
+            name: value for name, value in (original | overrides).items() if value is not None
+        }
         (broken / DESCRIPTION).write_text(json.dumps(description))
-        (export,) = read(broken, tiny("t2v-1.3B"), device="auto").experts.values()
+        (export,) = read_export(broken, tiny("t2v-1.3B"), device="auto").experts.values()
         layer = export.linears.get(Q)
-        found[case] = None if layer is None else layer.algorithm
-    assert found == {case: algorithm for case, (_, algorithm) in FIRST.items()}
+        algorithms[case] = None if layer is None else layer.algorithm
+    assert algorithms == {case: algorithm for case, (_, algorithm) in FIRST.items()}
 
 
 def test_a_lora_is_merged_before(tiny: Any, tmp_path: Path) -> None:
@@ -546,16 +559,16 @@ def test_a_lora_is_merged_before(tiny: Any, tmp_path: Path) -> None:
     up = torch.randn(out_features, 2, generator=generator) / 10
     pair = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
     save_file(pair, tmp_path / "lora.safetensors")
-    given = [f"{tmp_path / 'lora.safetensors'}=0.5"]
-    found = load_file(quantize_checkpoint(checkpoint, tmp_path / "out", lora=given) / WEIGHTS)
+    loras = [f"{tmp_path / 'lora.safetensors'}=0.5"]
+    exported = load_file(quantize_checkpoint(checkpoint, tmp_path / "out", lora=loras) / WEIGHTS)
     merged = weights[f"{layer}.weight"].double() + 0.5 * up.double() @ down.double()
     payload, scale = quantize_per_token(merged.float())
-    assert torch.equal(found[f"{layer}.weight"], payload)
-    assert torch.equal(found[f"{layer}.weight_scale"], scale)
+    assert torch.equal(exported[f"{layer}.weight"], payload)
+    assert torch.equal(exported[f"{layer}.weight_scale"], scale)
     plain = load_file(quantize_checkpoint(checkpoint, tmp_path / "plain") / WEIGHTS)
     assert not torch.equal(plain[f"{layer}.weight"], payload)
     assert all(
-        torch.equal(found[n], plain[n]) for n in plain if not n.startswith(f"{layer}.weight")
+        torch.equal(exported[n], plain[n]) for n in plain if not n.startswith(f"{layer}.weight")
     )
     save_file({"blocks.0.norm3.diff": torch.ones(in_features)}, tmp_path / "norm.safetensors")
     with pytest.raises(
@@ -569,12 +582,12 @@ def test_a_lora_is_merged_before(tiny: Any, tmp_path: Path) -> None:
 # --- loading
 
 
-def loaded(checkpoint: Path, folder: Path | None, precision: str = "fp32") -> WanModel:
-    given = {} if folder is None else {"quant_dit_path": folder}
-    return on_cpu("t2v-1.3B", checkpoint, precision=precision, **given).experts.get("dit")
+def load_dit(checkpoint: Path, folder: Path | None, precision: str = "fp32") -> WanModel:
+    options = {} if folder is None else {"quant_dit_path": folder}
+    return on_cpu("t2v-1.3B", checkpoint, precision=precision, **options).experts.get("dit")
 
 
-def velocity(model: WanModel) -> Tensor:
+def compute_velocity(model: WanModel) -> Tensor:
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(model.in_dim, 2, 8, 8, generator=generator)
     text = torch.randn(9, model.text_dim, generator=generator)
@@ -586,15 +599,15 @@ def velocity(model: WanModel) -> Tensor:
 def test_network_is_the_float_network_with_rounded_weights(
     precision: str, tiny: Any, export: Export
 ) -> None:
-    plain, model = (loaded(tiny("t2v-1.3B"), f, precision) for f in (None, export()))
+    plain, model = (load_dit(tiny("t2v-1.3B"), f, precision) for f in (None, export()))
     quantised = {n for n, module in model.named_modules() if isinstance(module, W8A8Linear)}
     assert quantised == {f"blocks.{block}.{layer}" for block in range(2) for layer in LAYERS}
-    kept = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, tensor in plain.named_parameters():
         if name.rpartition(".")[0] not in quantised:
-            assert torch.equal(kept.pop(name), tensor) and not tensor.requires_grad
-    assert not kept and not model.training
-    expected, out = velocity(plain), velocity(model)
+            assert torch.equal(parameters.pop(name), tensor) and not tensor.requires_grad
+    assert not parameters and not model.training
+    expected, out = compute_velocity(plain), compute_velocity(model)
     assert 1e-4 < (out - expected).norm() / expected.norm() < 0.02
 
 
@@ -603,14 +616,16 @@ def test_float_weights_of_quantised_layers_are_not_read(
 ) -> None:
     """They may be anything: with NaN in their place the network computes the same."""
     checkpoint = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "nan"))
-    expected = velocity(loaded(checkpoint, export()))
+    expected = compute_velocity(load_dit(checkpoint, export()))
     file = checkpoint / "diffusion_pytorch_model.safetensors"
     with safe_open(export() / WEIGHTS, "pt") as handle:
-        gone = set(handle.keys())
+        quantised_names = set(handle.keys())
     tensors = load_file(file)
-    save_file({n: t * float("nan") if n in gone else t for n, t in tensors.items()}, file)
-    assert torch.equal(velocity(loaded(checkpoint, export())), expected)
-    assert velocity(loaded(checkpoint, None)).isnan().any()
+    save_file(
+        {n: t * float("nan") if n in quantised_names else t for n, t in tensors.items()}, file
+    )
+    assert torch.equal(compute_velocity(load_dit(checkpoint, export())), expected)
+    assert compute_velocity(load_dit(checkpoint, None)).isnan().any()
 
 
 def test_whole_run(tiny: Any, export: Export) -> None:
@@ -618,8 +633,8 @@ def test_whole_run(tiny: Any, export: Export) -> None:
     values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 4, "base_seed": 0}
     request = make_video_params(PRESETS["t2v-A14B"], values)
     latents = []
-    for given in ({}, {"quant_dit_path": export("t2v-A14B")}):
-        pipeline = on_cpu("t2v-A14B", tiny("t2v-A14B"), convert_model_dtype=True, **given)
+    for options in ({}, {"quant_dit_path": export("t2v-A14B")}):
+        pipeline = on_cpu("t2v-A14B", tiny("t2v-A14B"), convert_model_dtype=True, **options)
         generator = torch.Generator().manual_seed(7)
         texts = torch.randn(2, 5, pipeline.text_size[1], generator=generator)
         latents.append(pipeline.generate_latents(request, Inputs(None, None, *texts)))

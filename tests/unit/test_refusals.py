@@ -19,72 +19,72 @@ from wan.settings.step_cache import POLICIES
 REPO = Path(__file__).parents[2]
 OF_CACHES = [rule for row in POLICIES.values() for rule in row.conflicts]
 ROWS = (*rules.ALL_RULES, *flags.NEEDS_RULES, *OF_CACHES)
-FRONTS = {
+FRONT_ENDS = {
     "command line": (COMMAND_LINE_NAMING, {*FLAGS}),
     "Python": (PYTHON_NAMING, {n for n, flag in FLAGS.items() if flag.python or flag.keyword}),
     "diffusers": (DIFFUSERS_NAMING, {n for n, flag in FLAGS.items() if flag.diffusers}),
 }
 
 
-class Blank:
+class Placeholder:
     """A placeholder for any value in the text of a rule."""
 
-    def __getattr__(self, _: str) -> Blank:
+    def __getattr__(self, _: str) -> Placeholder:
         return self
 
     def __format__(self, _: str) -> str:
         return "7"
 
 
-class Facts(dict[str, object]):
-    def __missing__(self, _: str) -> Blank:
-        return Blank()
+class Placeholders(dict[str, object]):
+    def __missing__(self, _: str) -> Placeholder:
+        return Placeholder()
 
 
-def foreign(text: str, front: str) -> set[str]:
+def find_foreign_names(text: str, front: str) -> set[str]:
     """Returns the names in the text that users of this front end do not write."""
-    words, _ = FRONTS[front]
+    naming, _ = FRONT_ENDS[front]
     if front == "command line":
-        found = {name for name in FLAGS if re.search(rf"\b{name}=", text)}
+        names = {name for name in FLAGS if re.search(rf"\b{name}=", text)}
     else:
-        others = {name for name in FLAGS if "_" in name and words.names.get(name, name) != name}
-        found = {name for name in others if re.search(rf"\b{name}\b", text)} - {
-            *words.names.values()
+        renamed = {name for name in FLAGS if "_" in name and naming.names.get(name, name) != name}
+        names = {name for name in renamed if re.search(rf"\b{name}\b", text)} - {
+            *naming.names.values()
         }
-        found |= set(re.findall(r"--\w+", text)) - {"--nproc_per_node"}  # torchrun's
-    return found | set(re.findall("[`{}]", text))
+        names |= set(re.findall(r"--\w+", text)) - {"--nproc_per_node"}  # torchrun's
+    return names | set(re.findall("[`{}]", text))
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", FRONT_ENDS)
 def test_every_row_is_written_in_a_front_ends_own_words(front: str) -> None:
     """A row names only settings of this front end, by the front end's names."""
-    words, has = FRONTS[front]
+    naming, supported = FRONT_ENDS[front]
     wrong = []
     for row in ROWS:
         settings = {condition.partition("=")[0] for condition in row.conditions} & FLAGS.keys()
-        if not settings <= has:
+        if not settings <= supported:
             continue  # the front end cannot ask for it
-        text = f"{row.full_subject} {row.why}; {row.remedy}.".format_map(Facts())
+        text = f"{row.full_subject} {row.why}; {row.remedy}.".format_map(Placeholders())
         named = set(re.findall(r"`([a-z]\w*)[`=]", text))
-        unknown = named - (FLAGS.keys() & has)
-        if unknown or foreign(words.render(text), front):
-            wrong.append((text, unknown, foreign(words.render(text), front)))
+        unknown = named - (FLAGS.keys() & supported)
+        if unknown or find_foreign_names(naming.render(text), front):
+            wrong.append((text, unknown, find_foreign_names(naming.render(text), front)))
     assert not wrong
 
 
-def test_words() -> None:
+def test_namings_of_each_front_end() -> None:
     texts = {
         "--sample_steps 7 and --step_cache_threshold": COMMAND_LINE_NAMING,
         "sampling_steps=7 and step_cache_threshold": PYTHON_NAMING,
         "num_inference_steps=7 and threshold": DIFFUSERS_NAMING,
     }
-    given = "`sample_steps=7` and `step_cache_threshold`"
-    assert [words.render(given) for words in texts.values()] == [*texts]
+    text = "`sample_steps=7` and `step_cache_threshold`"
+    assert [naming.render(text) for naming in texts.values()] == [*texts]
 
 
-def refusals() -> list[tuple[str, int, str]]:
+def list_refusals() -> list[tuple[str, int, str]]:
     """Every text of a refusal in the package: (file, line, text)."""
-    found = []
+    texts = []
     for path in sorted((REPO / "wan").rglob("*.py")):
         if path.is_relative_to(REPO / "wan" / "power"):
             continue  # separate commands
@@ -96,13 +96,13 @@ def refusals() -> list[tuple[str, int, str]]:
                     for part in ast.walk(argument)
                     if isinstance(part, ast.Constant) and isinstance(part.value, str)
                 ]
-                found.append((str(path.relative_to(REPO)), node.lineno, "".join(parts)))
-    return found
+                texts.append((str(path.relative_to(REPO)), node.lineno, "".join(parts)))
+    return texts
 
 
 def test_no_refusal_is_written_for_one_front_end_only() -> None:
     """Texts quote settings in backticks, so that each front end can rename them."""
-    texts = refusals()
+    texts = list_refusals()
     assert len(texts) > 200
     dashes = [
         (file, line, text)
@@ -128,14 +128,14 @@ def test_a_value_is_written_as_it_was_typed() -> None:
     assert str(error) == "--size `frame_num` must be WIDTH*HEIGHT; see --task."
 
 
-def test_a_variable_is_named_where_it_says_what_the_sentence_says() -> None:
-    words = env.make_flag_naming({"ALGO": "1", "OVERLAP": "1", "ROPE_OPT": "1"})
-    assert words.render("`attention_algo=laser`") == "--attention_algo laser (or ALGO=1)"
-    assert words.render("`attention_algo=fused`") == "--attention_algo fused"
-    assert words.render("`fa_alltoall_overlap`") == "--fa_alltoall_overlap (or OVERLAP=1)"
-    assert words.render("`fused_ops=rope`") == "--fused_ops rope (or ROPE_OPT=1)"
-    assert words.render("`fused_ops=gelu`") == "--fused_ops gelu"
-    assert words.render("`fa_quant=fp8`") == "--fa_quant fp8"
+def test_equivalent_environment_variables_are_named() -> None:
+    naming = env.make_flag_naming({"ALGO": "1", "OVERLAP": "1", "ROPE_OPT": "1"})
+    assert naming.render("`attention_algo=laser`") == "--attention_algo laser (or ALGO=1)"
+    assert naming.render("`attention_algo=fused`") == "--attention_algo fused"
+    assert naming.render("`fa_alltoall_overlap`") == "--fa_alltoall_overlap (or OVERLAP=1)"
+    assert naming.render("`fused_ops=rope`") == "--fused_ops rope (or ROPE_OPT=1)"
+    assert naming.render("`fused_ops=gelu`") == "--fused_ops gelu"
+    assert naming.render("`fa_quant=fp8`") == "--fa_quant fp8"
 
 
 def test_steps_of_thousands_of_digits_are_refused() -> None:
@@ -146,10 +146,10 @@ def test_steps_of_thousands_of_digits_are_refused() -> None:
 
 def test_a_plan_that_no_device_can_carry_out_is_refused() -> None:
     """Each setting is of another device."""
-    found = {}
-    for given in ("--fused_ops=rope --fa_quant=fp8", "--attention_algo=laser --fused_ops=gelu"):
-        found[given] = said(planned, *given.split())
-    check_refusals("plan: no device", found, hide=["this device is .*?(?=;)"])
+    messages = {}
+    for arguments in ("--fused_ops=rope --fa_quant=fp8", "--attention_algo=laser --fused_ops=gelu"):
+        messages[arguments] = said(planned, *arguments.split())
+    check_refusals("plan: no device", messages, hide=["this device is .*?(?=;)"])
 
 
 def test_a_long_word_is_shortened() -> None:

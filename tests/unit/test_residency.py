@@ -44,17 +44,17 @@ EXPERTS = ("high_noise", "low_noise")
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """deep(task): a random checkpoint of four layers. Do not write into it."""
-    root, made = tmp_path_factory.mktemp("deep"), {}
+    root, checkpoints = tmp_path_factory.mktemp("deep"), {}
 
     def make(task: str) -> Path:
-        if task not in made:
-            made[task] = make_checkpoint(task, root / task, sizes={"num_layers": LAYERS})
-        return made[task]
+        if task not in checkpoints:
+            checkpoints[task] = make_checkpoint(task, root / task, sizes={"num_layers": LAYERS})
+        return checkpoints[task]
 
     return make
 
 
-def with_fp8(folder: Path, out: Path) -> Path:
+def write_fp8_checkpoint(folder: Path, out: Path) -> Path:
     """Writes the folder's network with the block weights in FP8, each with a scale."""
     out.mkdir()
     for path in folder.iterdir():
@@ -70,7 +70,7 @@ def with_fp8(folder: Path, out: Path) -> Path:
     return out
 
 
-def a_lora(folder: Path, path: Path) -> Path:
+def write_lora(folder: Path, path: Path) -> Path:
     """Writes a LoRA for the feed-forward of every layer of a network."""
     generator, tensors = torch.Generator().manual_seed(5), {}
     for layer in range(LAYERS):
@@ -84,28 +84,28 @@ def a_lora(folder: Path, path: Path) -> Path:
 
 FIRST = ("--step_cache", "first_block", "--step_cache_threshold", "0.6", "--sample_steps", "9")
 REUSED = ("--use_attentioncache", "--start_step", "1", "--end_step", "7", "--sample_steps", "8")
-FEW = ("--sample_steps", "3")
+THREE_STEPS = ("--sample_steps", "3")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "bf16": ("ti2v-5B", (*FEW, "--precision", "bf16")),
-    "fp32": ("t2v-1.3B", (*FEW, "--precision", "fp32")),
-    "all in bf16": ("t2v-1.3B", (*FEW, "--convert_model_dtype")),
+    "bf16": ("ti2v-5B", (*THREE_STEPS, "--precision", "bf16")),
+    "fp32": ("t2v-1.3B", (*THREE_STEPS, "--precision", "fp32")),
+    "all in bf16": ("t2v-1.3B", (*THREE_STEPS, "--convert_model_dtype")),
     "two experts": ("t2v-A14B", ("--sample_steps", "4", "--precision", "bf16")),
     "one branch": ("t2v-A14B", ("--sample_steps", "4", "--sample_guide_scale", "1")),
-    "no text cache": ("t2v-1.3B", (*FEW, "--text_kv_cache", "false")),
+    "no text cache": ("t2v-1.3B", (*THREE_STEPS, "--text_kv_cache", "false")),
     "step cache": ("t2v-1.3B", FIRST),
     "attention cache": ("t2v-1.3B", REUSED),
     "recipe": ("t2v-A14B", ("--recipe", "lightning-4step")),
-    "fp8 attention": ("t2v-1.3B", (*FEW, "--fa_quant", "fp8")),
-    "int8": ("t2v-1.3B", (*FEW, "--quant_dit_path", "EXPORT")),
-    "LoRA": ("t2v-1.3B", (*FEW, "--lora", "LORA=0.5")),
-    "LoRA in bf16": ("t2v-1.3B", (*FEW, "--lora", "LORA=0.5", "--precision", "bf16")),
-    "FP8 weights": ("FP8", (*FEW, "--precision", "bf16")),
-    "FP8, upcast": ("FP8", (*FEW, "--precision", "bf16", "--fp8_weights", "upcast")),
+    "fp8 attention": ("t2v-1.3B", (*THREE_STEPS, "--fa_quant", "fp8")),
+    "int8": ("t2v-1.3B", (*THREE_STEPS, "--quant_dit_path", "EXPORT")),
+    "LoRA": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5")),
+    "LoRA in bf16": ("t2v-1.3B", (*THREE_STEPS, "--lora", "LORA=0.5", "--precision", "bf16")),
+    "FP8 weights": ("FP8", (*THREE_STEPS, "--precision", "bf16")),
+    "FP8, upcast": ("FP8", (*THREE_STEPS, "--precision", "bf16", "--fp8_weights", "upcast")),
 }
-QUICKLY = ("two experts", "int8")
+FAST_CASES = ("two experts", "int8")
 
 
-def case(name: str, deep: Any, tmp_path: Path) -> tuple[Path, list[str]]:
+def prepare_case(name: str, deep: Any, tmp_path: Path) -> tuple[Path, list[str]]:
     """The checkpoint folder of a case, with the files that it names, and its flags."""
     task, argv = CASES[name]
     folder = deep("t2v-1.3B" if task == "FP8" else task)
@@ -113,21 +113,21 @@ def case(name: str, deep: Any, tmp_path: Path) -> tuple[Path, list[str]]:
     if "EXPORT" in argv:
         quantize_checkpoint(folder, files["EXPORT"])
     if name.startswith("LoRA"):
-        a_lora(folder, files["LORA"])
+        write_lora(folder, files["LORA"])
     if task == "FP8":
-        folder, task = with_fp8(folder, tmp_path / "fp8"), "t2v-1.3B"
-    words = [word.replace("EXPORT", str(files["EXPORT"])) for word in argv]
-    return folder, ["--task", task, *(w.replace("LORA", str(files["LORA"])) for w in words)]
+        folder, task = write_fp8_checkpoint(folder, tmp_path / "fp8"), "t2v-1.3B"
+    flags = [word.replace("EXPORT", str(files["EXPORT"])) for word in argv]
+    return folder, ["--task", task, *(w.replace("LORA", str(files["LORA"])) for w in flags)]
 
 
-@pytest.mark.parametrize("name", [name if name in QUICKLY else slow(name) for name in CASES])
+@pytest.mark.parametrize("name", [name if name in FAST_CASES else slow(name) for name in CASES])
 def test_the_same_bits(name: str, deep: Any, tmp_path: Path, one_thread: None) -> None:
-    folder, words = case(name, deep, tmp_path)
-    expected = latents(folder, *words, "--offload_model", "false")
+    folder, flags = prepare_case(name, deep, tmp_path)
+    expected = latents(folder, *flags, "--offload_model", "false")
     assert expected.isfinite().all()
     for resident in ("0", "1"):
-        found = latents(folder, *words, "--offload_model", "block", "--resident_blocks", resident)
-        assert torch.equal(found, expected), resident
+        result = latents(folder, *flags, "--offload_model", "block", "--resident_blocks", resident)
+        assert torch.equal(result, expected), resident
 
 
 @pytest.mark.slow
@@ -137,15 +137,15 @@ def test_the_same_bits_of_many(
     name: str, offload: str, deep: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """Both videos of a --prompt_file, and the first video again after another."""
-    folder, words = case(name, deep, tmp_path)
-    words += ["--ckpt_dir", str(folder), "--offload_model", offload, "--save_latents", *QUICK]
+    folder, flags = prepare_case(name, deep, tmp_path)
+    flags += ["--ckpt_dir", str(folder), "--offload_model", offload, "--save_latents", *QUICK]
     file, out = tmp_path / "prompts.txt", tmp_path / "out"
     file.write_text("one\ntwo\none")
-    assert generate.main([*words, "--prompt_file", str(file), "--save_file", str(out)]) == 0
-    made = [load_file(path)["latents"] for path in sorted(out.glob("*.safetensors"))]
-    assert torch.equal(made[0], made[2]) and not torch.equal(made[0], made[1])
-    for found, prompt in zip(made, ("one", "two"), strict=False):
-        assert torch.equal(found, latents(folder, *words, "--prompt", prompt).cpu())
+    assert generate.main([*flags, "--prompt_file", str(file), "--save_file", str(out)]) == 0
+    videos = [load_file(path)["latents"] for path in sorted(out.glob("*.safetensors"))]
+    assert torch.equal(videos[0], videos[2]) and not torch.equal(videos[0], videos[1])
+    for video, prompt in zip(videos, ("one", "two"), strict=False):
+        assert torch.equal(video, latents(folder, *flags, "--prompt", prompt).cpu())
 
 
 @pytest.mark.parametrize("resident", [slow(0), 1, slow(2)])
@@ -153,16 +153,16 @@ def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread
     """At most the planned bytes are held, and one block of the text encoder at a time."""
     argv = ("--offload_model", "block", "--resident_blocks", str(resident), "--sample_steps", "1")
     folder = deep("t2v-1.3B")
-    asked, pipeline = composed(folder, *argv)
-    network, seen = pipeline.experts.get("dit"), []
+    run, pipeline = composed(folder, *argv)
+    network, held_bytes = pipeline.experts.get("dit"), []
     for block in network.blocks:
-        block.register_forward_hook(lambda *_: seen.append(held(network)))
-    pipeline.generate_latents(asked.params)
-    assert len(seen) == LAYERS * 2
-    plan = Planner(asked.setup, asked.params).compute_stage_memory()
-    whole = held(composed(folder, "--offload_model", "true")[1].experts.get("dit"))
-    assert plan["denoising"]["DiT weights"] < whole
-    assert plan["denoising"]["DiT weights"] == pytest.approx(max(seen), rel=0.03)
+        block.register_forward_hook(lambda *_: held_bytes.append(held(network)))
+    pipeline.generate_latents(run.params)
+    assert len(held_bytes) == LAYERS * 2
+    plan = Planner(run.setup, run.params).compute_stage_memory()
+    full_bytes = held(composed(folder, "--offload_model", "true")[1].experts.get("dit"))
+    assert plan["denoising"]["DiT weights"] < full_bytes
+    assert plan["denoising"]["DiT weights"] == pytest.approx(max(held_bytes), rel=0.03)
     encoder = pipeline.text_encoder.get()._model
     pipeline.text_encoder.get()("a cat")
     assert held(encoder) == pytest.approx(plan["text encoder"]["text encoder weights"], rel=0.1)
@@ -171,21 +171,23 @@ def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread
 def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
     """No part of a network stays in memory after its stage, also with streamed blocks."""
     argv = ("--offload_model", "block", "--sample_steps", "2", "--sample_guide_scale", "1")
-    asked, pipeline = composed(deep("t2v-A14B"), *argv)
-    weak = [weakref.ref(pipeline.experts.get(name)) for name in EXPERTS]
-    assert weak[0]() is None and weak[1]() is not None, "asking for one releases the other"
-    pipeline.generate_latents(asked.params)
-    assert weak[1]() is None
+    run, pipeline = composed(deep("t2v-A14B"), *argv)
+    references = [weakref.ref(pipeline.experts.get(name)) for name in EXPERTS]
+    assert references[0]() is None and references[1]() is not None, (
+        "asking for one releases the other"
+    )
+    pipeline.generate_latents(run.params)
+    assert references[1]() is None
 
 
-@pytest.mark.parametrize(("before", "after"), [(False, "block"), ("block", False)])
-def test_another_way_releases_what_was_loaded(before: Any, after: Any, deep: Any) -> None:
-    _, pipeline = composed(deep("t2v-1.3B"), "--offload_model", str(before))
-    weak = [weakref.ref(pipeline.experts.get("dit")), weakref.ref(pipeline.vae.get())]
-    pipeline.set_offload(before)
-    assert all(one() is not None for one in weak)
-    pipeline.set_offload(after)
-    assert all(one() is None for one in weak)
+@pytest.mark.parametrize(("old", "new"), [(False, "block"), ("block", False)])
+def test_another_way_releases_what_was_loaded(old: Any, new: Any, deep: Any) -> None:
+    _, pipeline = composed(deep("t2v-1.3B"), "--offload_model", str(old))
+    references = [weakref.ref(pipeline.experts.get("dit")), weakref.ref(pipeline.vae.get())]
+    pipeline.set_offload(old)
+    assert all(reference() is not None for reference in references)
+    pipeline.set_offload(new)
+    assert all(reference() is None for reference in references)
 
 
 class Sum(nn.Module):
@@ -202,7 +204,7 @@ class Sum(nn.Module):
         return x
 
 
-class Counted:
+class CountedSources:
     """Sources that count the reads of each tensor."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -238,29 +240,31 @@ class Counted:
         load_weights(network, sources, device=CPU, dtype_of=lambda *_: dtype, label="sum")
         return network
 
-    def times(self) -> list[int]:
+    def take_read_counts(self) -> list[int]:
         """How often each block was read since the last call."""
-        found = [self.read[f"blocks.{layer}.weight"] for layer in range(LAYERS)]
+        counts = [self.read[f"blocks.{layer}.weight"] for layer in range(LAYERS)]
         self.read.clear()
-        return found
+        return counts
 
 
 def test_blocks_are_read_when_they_are_called_and_not_otherwise() -> None:
-    counted, x = Counted(), torch.randn(2, 3)
+    counted, x = CountedSources(), torch.randn(2, 3)
     network = counted.network()
-    assert counted.times() == [0] * LAYERS, "nothing is read before it is needed"
-    assert torch.equal(network(x), counted.plain(x)) and counted.times() == [1] * LAYERS
+    assert counted.take_read_counts() == [0] * LAYERS, "nothing is read before it is needed"
+    assert torch.equal(network(x), counted.plain(x)) and counted.take_read_counts() == [1] * LAYERS
     for _ in range(3):
         network(x, last=1)
-    assert counted.times() == [1, 0, 0, 0], "a skipped block is not read, nor one that is there"
-    assert torch.equal(network(x), counted.plain(x)) and counted.times() == [0, 1, 1, 1]
+    assert counted.take_read_counts() == [1, 0, 0, 0], (
+        "a skipped block is not read, nor one that is there"
+    )
+    assert torch.equal(network(x), counted.plain(x)) and counted.take_read_counts() == [0, 1, 1, 1]
 
 
 def test_a_block_is_read_again_where_memory_ran_out_in_the_middle() -> None:
-    counted, x = Counted(), torch.randn(2, 3)
+    counted, x = CountedSources(), torch.randn(2, 3)
     failing = replace(counted.sources["blocks.0.bias"], read=mock.Mock(side_effect=MemoryError))
-    whole = counted.sources | {"blocks.0.bias": failing}
-    network = counted.network(sources=whole)
+    sources = counted.sources | {"blocks.0.bias": failing}
+    network = counted.network(sources=sources)
     with pytest.raises(MemoryError):
         network(x)
     failing.read.side_effect = counted.sources["blocks.0.bias"].read
@@ -269,21 +273,21 @@ def test_a_block_is_read_again_where_memory_ran_out_in_the_middle() -> None:
 
 def test_resident_blocks_are_read_once() -> None:
     """They are spread evenly, from the first one on; one buffer would hold the last one too."""
-    again = {1: [0, 1, 1, 1], 2: [0, 1, 0, 1], 3: [0] * 4, 4: [0] * 4, 9: [0] * 4}
-    found = {}
-    for resident in again:
-        counted, x = Counted(), torch.randn(2, 3)
+    expected = {1: [0, 1, 1, 1], 2: [0, 1, 0, 1], 3: [0] * 4, 4: [0] * 4, 9: [0] * 4}
+    counts = {}
+    for resident in expected:
+        counted, x = CountedSources(), torch.randn(2, 3)
         network = counted.network(resident)
         for _ in range(2):
             assert torch.equal(network(x), counted.plain(x))
-            counted.times(), network(x)
-        found[resident] = counted.times()
-    assert found == again
+            counted.take_read_counts(), network(x)
+        counts[resident] = counted.take_read_counts()
+    assert counts == expected
 
 
 def test_weights_that_are_elsewhere_are_seen_at_once() -> None:
     """Reading such weights gives NaN in the network's dtype and shape, on the run's device."""
-    network = Counted().network(dtype=torch.bfloat16)
+    network = CountedSources().network(dtype=torch.bfloat16)
     network(torch.randn(2, 3, dtype=torch.bfloat16))
     first, last = network.blocks[0].weight, network.blocks[-1].weight
     assert first.isnan().all() and first.shape == (3, 3) and first.dtype == torch.bfloat16
@@ -292,15 +296,15 @@ def test_weights_that_are_elsewhere_are_seen_at_once() -> None:
 
 def test_rows_of_a_table_come_from_its_file() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        counted = Counted()
+        counted = CountedSources()
         network, ids = counted.network(dtype=dtype), torch.tensor([[7, 2, 7], [2, 2, 7]])
-        found = network.table(ids)
-        assert torch.equal(found, counted.plain.table(ids).to(dtype)) and found.dtype == dtype
+        rows = network.table(ids)
+        assert torch.equal(rows, counted.plain.table(ids).to(dtype)) and rows.dtype == dtype
         assert counted.read["table.weight"] == 2
         assert network.table.weight.untyped_storage().nbytes() == dtype.itemsize
 
 
-class Beside(nn.Module):
+class ModelWithAdapters(nn.Module):
     """Blocks with further modules after every second block, which move with it."""
 
     def __init__(self) -> None:
@@ -321,7 +325,7 @@ class Beside(nn.Module):
         return x
 
 
-class Ordered:
+class RecordingStream:
     """Replaces an accelerator's two streams and logs the copies."""
 
     log: list[str]
@@ -344,7 +348,7 @@ class Ordered:
         self.log.append(f"copy after {''.join(event)}")
 
 
-class Unpinned:
+class FakePinnedMemory:
     """Replaces page-locked memory, which only an accelerator has."""
 
     def __init__(self, size: int) -> None: ...
@@ -359,14 +363,14 @@ def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On an accelerator, a copy into a buffer waits for the last module of its block."""
-    monkeypatch.setattr(residency, "CopyStream", Ordered)
-    monkeypatch.setattr(residency, "PinnedMemory", Unpinned)
-    meta, Ordered.log = torch.device("meta"), []
+    monkeypatch.setattr(residency, "CopyStream", RecordingStream)
+    monkeypatch.setattr(residency, "PinnedMemory", FakePinnedMemory)
+    meta, RecordingStream.log = torch.device("meta"), []
     with meta:
-        network = Beside().requires_grad_(False)
+        network = ModelWithAdapters().requires_grad_(False)
     sources = {
         name: TensorSource(x.dtype, tuple(x.shape), lambda rows, x=x: x[rows])
-        for name, x in Beside().named_parameters()
+        for name, x in ModelWithAdapters().named_parameters()
     }
     adapt = stream_blocks(
         *(keep_sources, "blocks", meta, lambda *_: torch.float32),
@@ -382,12 +386,12 @@ def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
     for kind in ("blocks", "early", "late"):
         for index, module in enumerate(network.get_submodule(kind)):
             name = f"{kind} {index}"
-            module.register_forward_pre_hook(lambda *_, name=name: Ordered.log.append(name))
+            module.register_forward_pre_hook(lambda *_, name=name: RecordingStream.log.append(name))
     for _ in range(2):
         network(torch.empty(2, 3, device=meta))
     first, second = ["blocks 0", "early 0", "late 0"], ["blocks 2", "early 1", "late 1"]
     after_late, after_plain = ("copy after late 1", "copy after blocks 1"), "copy after blocks 3"
-    assert Ordered.log == [
+    assert RecordingStream.log == [
         *("copy after ", "copy after ", *first, "copy after late 0", "blocks 1"),
         *(after_late[1], *second, after_late[0], "blocks 3"),
         *(after_plain, *first, "copy after late 0", "blocks 1"),
@@ -407,12 +411,12 @@ NETWORKS: dict[str, Callable[[], Any]] = {
 def test_the_last_module_that_moves_with_a_block_is_called_last(kind: str) -> None:
     """Every module of these networks that is called moves with a block."""
     small = {"dim": 24, "num_heads": 2, "ffn_dim": 16, "freq_dim": 8, "text_dim": 4, "text_len": 3}
-    with mock.patch("wan.modules.animate.MotionEncoder", lambda _: Flat()):
+    with mock.patch("wan.modules.animate.MotionEncoder", lambda _: FlatMotionEncoder()):
         network = NETWORKS[kind](num_layers=5, **small)
     order: list[nn.Module] = []
-    for one in network.modules():
-        one.register_forward_hook(lambda module, *_: order.append(module))
-    given = {
+    for submodule in network.modules():
+        submodule.register_forward_hook(lambda module, *_: order.append(module))
+    inputs = {
         "vace": {"vace_context": [torch.zeros(4, 2, 8, 8)]},
         "s2v": {
             "ref_latents": [torch.zeros(16, 1, 8, 8)],
@@ -428,21 +432,21 @@ def test_the_last_module_that_moves_with_a_block_is_called_last(kind: str) -> No
         },
     }[kind]
     x, text = torch.zeros(16, 2, 8, 8), torch.zeros(2, 4)
-    network([x], torch.tensor([1]), context=[text], seq_len=99, **given)
+    network([x], torch.tensor([1]), context=[text], seq_len=99, **inputs)
     groups = [
         (block, *network.adapter_modules(layer)) for layer, block in enumerate(network.blocks)
     ]
     assert {len(group) > 1 for group in groups} == {False, True}
-    places = {module: place for place, module in enumerate(order)}
-    ends = [places[group[-1]] for group in groups]
+    positions = {module: position for position, module in enumerate(order)}
+    ends = [positions[group[-1]] for group in groups]
     begin = -1
     for group, end in zip(groups, ends, strict=True):
-        inside = {part for module in group for part in module.modules() if part in places}
-        assert all(begin < places[part] <= end for part in inside)
+        inside = {part for module in group for part in module.modules() if part in positions}
+        assert all(begin < positions[part] <= end for part in inside)
         begin = end
 
 
-class Flat(nn.Module):
+class FlatMotionEncoder(nn.Module):
     """Replaces the motion encoder, which takes seconds."""
 
     def forward(self, faces_P3HW: Tensor) -> Tensor:
@@ -452,15 +456,15 @@ class Flat(nn.Module):
 def test_a_network_that_is_kept_is_whole(deep: Any, one_thread: None) -> None:
     """Changed weights persist under all settings of later videos."""
     model = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu")
-    told = {"size": (64, 64), "frame_num": 5, "sampling_steps": 1, "seed": 0}
-    told |= {"output_type": "latent", "offload_model": "block"}
-    before = model.generate("a cat", **told)
+    settings = {"size": (64, 64), "frame_num": 5, "sampling_steps": 1, "seed": 0}
+    settings |= {"output_type": "latent", "offload_model": "block"}
+    expected = model.generate("a cat", **settings)
     network = model.model
     assert network.blocks[1].ffn[0].weight.isfinite().all()
     network.blocks[1].ffn[0].weight.mul_(1.5)
-    changed = model.generate("a cat", **told)
-    assert not torch.equal(changed, before)
-    assert torch.equal(changed, model.generate("a cat", **told | {"offload_model": False}))
+    changed = model.generate("a cat", **settings)
+    assert not torch.equal(changed, expected)
+    assert torch.equal(changed, model.generate("a cat", **settings | {"offload_model": False}))
 
 
 def test_a_video_may_ask_for_another_way(
@@ -470,95 +474,95 @@ def test_a_video_may_ask_for_another_way(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(devices, "find_hidden_accelerator", lambda: None)
     model = WanTI2V("ti2v-5B", deep("ti2v-5B"), resident_blocks=1)
-    told = {"size": (64, 64), "frame_num": 5, "sampling_steps": 2, "seed": 0}
+    settings = {"size": (64, 64), "frame_num": 5, "sampling_steps": 2, "seed": 0}
     videos = [
-        model.generate("a cat", **told, output_type="latent", offload_model="block")
+        model.generate("a cat", **settings, output_type="latent", offload_model="block")
         for _ in range(2)
     ]
     assert torch.equal(*videos)
 
-    def asked(way: Any, model: WanTI2V = model) -> str:
-        return said(lambda: model.generate("a cat", **told, offload_model=way))
+    def get_message(way: Any, model: WanTI2V = model) -> str:
+        return said(lambda: model.generate("a cat", **settings, offload_model=way))
 
-    found = {f"offload_model={way}": asked(way) for way in (True, "cpu", "disk")}
+    messages = {f"offload_model={way}": get_message(way) for way in (True, "cpu", "disk")}
     compiled = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu", compile=True)
-    found["compiled"] = asked("block", compiled)
-    check_refusals("residency: another way", found)
+    messages["compiled"] = get_message("block", compiled)
+    check_refusals("residency: another way", messages)
 
 
 def test_shards_stay_where_they_are() -> None:
-    found = {}
+    messages = {}
     for way, flag in product(("cpu", "block"), ("--dit_fsdp", "--t5_fsdp")):
-        words = ("--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
-        found[f"{flag} {way}"] = said(planned, *words)
-    check_refusals("residency: shards", found)
+        flags = ("--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
+        messages[f"{flag} {way}"] = said(planned, *flags)
+    check_refusals("residency: shards", messages)
 
 
 def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -> None:
     """mindiesd has changed the layout of these weights."""
     folder = deep("t2v-1.3B")
-    told = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
-    told += [
+    flags = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
+    flags += [
         "--quant_dit_path",
         str(quantize_checkpoint(folder, tmp_path / "export")),
         "--offload_model",
     ]
-    planned(*told, "true")
-    found = {way: said(planned, *told, way) for way in ("cpu", "block")}
-    check_refusals("residency: int8 weights of an NPU", found)
+    planned(*flags, "true")
+    messages = {way: said(planned, *flags, way) for way in ("cpu", "block")}
+    check_refusals("residency: int8 weights of an NPU", messages)
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streaming is proposed where it would fit and no other setting excludes it."""
-    told = ("--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9", "--device", "cpu")
-    found = {}
+    flags = ("--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9", "--device", "cpu")
+    messages = {}
     for gigabytes, argv in ((8, ()), (2, ()), (8, ("--compile",))):
-        asked = planned(*told, *argv)
+        run = planned(*flags, *argv)
         monkeypatch.setattr(system, "read_available_memory", lambda free=gigabytes: free * 10**9)
         name = f"{gigabytes} GB {' '.join(argv)}".strip()
-        found[name] = said(memory.check_memory, asked.setup, asked.params, 1)
-        block = replace(asked.setup.execution, offload_model="block", compile=False)
+        messages[name] = said(memory.check_memory, run.setup, run.params, 1)
+        block = replace(run.setup.execution, offload_model="block", compile=False)
         if gigabytes == 8:
-            memory.check_memory(replace(asked.setup, execution=block), asked.params, 1)
-    check_refusals("residency: too little memory", found)
+            memory.check_memory(replace(run.setup, execution=block), run.params, 1)
+    check_refusals("residency: too little memory", messages)
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "proposal"),
     [
         slow(("--device_memory", "20"), "it fits with offload_model=block on 1 rank"),
         slow(("--device_memory", "7"), "it fits with offload_model=block on 1 rank"),
         slow(("--device_memory", "40", "--offload_model", "false"), "with offload_model=true on"),
     ],
 )
-def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], words: str) -> None:
-    told = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
-    asked = planned(*told, *argv)
-    with pytest.raises(InputError) as refused:
-        check_plan_memory(Planner(asked.setup, asked.params), asked.device_memory)
-    assert words in str(refused.value)
+def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], proposal: str) -> None:
+    flags = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
+    run = planned(*flags, *argv)
+    with pytest.raises(InputError) as caught:
+        check_plan_memory(Planner(run.setup, run.params), run.device_memory)
+    assert proposal in str(caught.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "gigabytes"), [("block", "3"), ("cpu", "6")])
 def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
-    told = ("--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
-    told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
-    asked = planned(*told)
-    with pytest.raises(InputError) as refused:
-        check_plan_memory(Planner(asked.setup, asked.params), asked.device_memory)
-    assert "fsdp" not in str(refused.value)
-    assert (way == "block") == ("fits with offload_model=block" not in str(refused.value))
+    flags = ("--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
+    flags = (*flags, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
+    run = planned(*flags)
+    with pytest.raises(InputError) as caught:
+        check_plan_memory(Planner(run.setup, run.params), run.device_memory)
+    assert "fsdp" not in str(caught.value)
+    assert (way == "block") == ("fits with offload_model=block" not in str(caught.value))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_the_bound_lies_below_the_plan(device_type: str) -> None:
-    told = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
+    flags = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
-    asked = planned(*told, *argv)
-    stages = Planner(asked.setup, asked.params).compute_stage_memory()
-    sizes = memory.estimate_network_sizes(asked.setup, asked.params)
-    least = memory.compute_stage_memory(asked.setup, asked.params, sizes)
-    for name, usage in least.items():
+    run = planned(*flags, *argv)
+    stages = Planner(run.setup, run.params).compute_stage_memory()
+    sizes = memory.estimate_network_sizes(run.setup, run.params)
+    bounds = memory.compute_stage_memory(run.setup, run.params, sizes)
+    for name, usage in bounds.items():
         assert 0.75 * stages[name].total() <= usage.total() <= stages[name].total(), name

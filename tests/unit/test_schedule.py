@@ -57,8 +57,8 @@ CHUNKS: dict[tuple[int, int], list[int]] = {  # heads and ranks -> heads of each
 
 def test_chunk_table() -> None:
     """As in the feature's description."""
-    whole = {case: [case[1] * h for h in per_rank] for case, per_rank in CHUNKS.items()}
-    assert {case: sizes(list_head_ranges(*case, 10)) for case in CHUNKS} == whole
+    expected = {case: [case[1] * h for h in per_rank] for case, per_rank in CHUNKS.items()}
+    assert {case: sizes(list_head_ranges(*case, 10)) for case in CHUNKS} == expected
     assert {case: list(count_heads_per_chunk(*case, 10)) for case in CHUNKS} == CHUNKS
 
 
@@ -153,11 +153,11 @@ def test_a_run_asks_for_a_row() -> None:
 def test_another_number_of_chunks() -> None:
     """Modes with chunks accept another number; the rest of the row is unchanged."""
     for comm_type, overlap in ((1, False), (2, False), (0, True)):
-        row, asked = (
+        row, selected = (
             select_attention_mode(comm_type, overlap),
             select_attention_mode(comm_type, overlap, 3),
         )
-        assert asked == replace(row, chunks=3)
+        assert selected == replace(row, chunks=3)
     for comm_type, chunks in ((0, 2), (0, 1), (1, 0), (2, -1)):
         with pytest.raises(ValueError, match="chunks must be at least 1, and None for mode 0"):
             select_attention_mode(comm_type, chunks=chunks)

@@ -31,72 +31,74 @@ from wan.planner.measure import Planner
 
 TEXT = "umt5_xxl_fp16.safetensors"
 VAES = {"Wan2.1_VAE": "wan_2.1_vae.safetensors", "Wan2.2_VAE": "wan2.2_vae.safetensors"}
-WORDS = ("--sample_steps", "2")
+QUICK_FLAGS = ("--sample_steps", "2")
 PARSERS = [r"(?<=safetensors file) \(.*\)(?=;)"]
-PIECES = [
+SAMPLE_TEXTS = [
     *("A cat walks", "Übergröße, naïve café!", "  two  spaces ", "数猫", "</s> x"),
     "fi ligature ﬁ ½ ① ™",
 ]
 
 
-def state(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a file or folder."""
     if path.suffix == ".pth":
         return torch.load(path)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in [path] if path.is_file() else path.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
-def save(tensors: dict[str, Tensor], path: Path) -> Path:
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
     return path
 
 
-def comfy(source: Path, root: Path, dits: str = "diffusion_models") -> Path:
+def make_comfyui_tree(source: Path, root: Path, dits: str = "diffusion_models") -> Path:
     """An official folder's networks where ComfyUI has them, under names as they are published."""
     for network in [path for path in source.glob("*_model") if path.is_dir()] or [source]:
         name = {"high_noise_model": "t2v_high_noise_14B", "low_noise_model": "t2v_low_noise_14B"}
         file = f"wan2.2_{name.get(network.name, 'ti2v_5B')}_fp16.safetensors"
-        save(state(network), root / dits / file)
-    encoder = state(next(source.glob("models_t5*")))
+        save_tensors(load_tensors(network), root / dits / file)
+    encoder = load_tensors(next(source.glob("models_t5*")))
     named = {rename_t5_to_transformers(name): tensor for name, tensor in encoder.items()}
-    save(named, root / "text_encoders" / TEXT)
+    save_tensors(named, root / "text_encoders" / TEXT)
     for stem, name in VAES.items():
         for file in source.glob(f"{stem}.*"):
-            save(state(file), root / "vae" / name)
+            save_tensors(load_tensors(file), root / "vae" / name)
     shutil.copytree(source / "google", root / "google")
     config = next(source.rglob("config.json"))
     shutil.copy(config, root / dits)  # the head size of tiny networks is not the published one
     return root
 
 
-def with_others(root: Path, others: Path) -> None:
+def add_other_models(root: Path, source: Path) -> None:
     """Adds files of other models: another task's, an image model's, a LoRA, and no weights."""
-    five = root / "diffusion_models" / "5B"
-    save(state(others), five / "wan2.2_ti2v_5B_fp16.safetensors")
-    shutil.copy(others / "config.json", five)
-    save(state(next(others.glob("Wan2.2_VAE.*"))), root / "vae" / VAES["Wan2.2_VAE"])
-    save({"double_blocks.0.weight": torch.zeros(2)}, root / "diffusion_models" / "flux.safetensors")
+    folder_5b = root / "diffusion_models" / "5B"
+    save_tensors(load_tensors(source), folder_5b / "wan2.2_ti2v_5B_fp16.safetensors")
+    shutil.copy(source / "config.json", folder_5b)
+    save_tensors(load_tensors(next(source.glob("Wan2.2_VAE.*"))), root / "vae" / VAES["Wan2.2_VAE"])
+    save_tensors(
+        {"double_blocks.0.weight": torch.zeros(2)}, root / "diffusion_models" / "flux.safetensors"
+    )
     flat = {f"encoder.{x}": torch.zeros(2, 2, 1, 1) for x in ("conv_in.weight", "conv1.weight")}
-    save(
+    save_tensors(
         {**flat, "post_quant_conv.weight": torch.zeros(16, 16, 1, 1)},
         root / "vae" / "ae.safetensors",
     )
-    save({"a.lora_down.weight": torch.zeros(2, 2)}, root / "loras" / "style.safetensors")
+    save_tensors({"a.lora_down.weight": torch.zeros(2, 2)}, root / "loras" / "style.safetensors")
     (root / "diffusion_models" / "put_models_here").touch()
 
 
 @pytest.mark.parametrize("task", ["t2v-A14B", slow("ti2v-5B")])
 def test_comfyuis_tree(task: str, tiny: Any, tmp_path: Path, one_thread: None) -> None:
     """The tree also holds models of other tasks."""
-    root = comfy(tiny(task), tmp_path / "models")
+    root = make_comfyui_tree(tiny(task), tmp_path / "models")
     if task == "t2v-A14B":
-        with_others(root, tiny("ti2v-5B"))
-    words = ("--task", task, *WORDS)
-    assert torch.equal(latents(root, *words), latents(tiny(task), *words))
+        add_other_models(root, tiny("ti2v-5B"))
+    flags = ("--task", task, *QUICK_FLAGS)
+    assert torch.equal(latents(root, *flags), latents(tiny(task), *flags))
 
 
 @pytest.mark.parametrize("task", ["t2v-A14B", slow("ti2v-5B")])
@@ -107,55 +109,59 @@ def test_files_of_any_layout_in_one_folder(
     files, plain = gguf_files.with_gguf(tiny(task), "Q8_0", tmp_path)
     root = tmp_path / "mixed"
     root.mkdir()
-    found = sorted(files.rglob("*.gguf"))
-    for path, name in zip(found, ("a-HIGH", "b-low")[: len(found)], strict=True):
+    experts = sorted(files.rglob("*.gguf"))
+    for path, name in zip(experts, ("a-HIGH", "b-low")[: len(experts)], strict=True):
         shutil.copy(path, root / f"{name}.gguf")
-    save(state(tiny(task, "diffusers") / "text_encoder"), root / "some text.safetensors")
-    save(state(next(tiny(task).glob("Wan2.*_VAE.*"))), root / "c.safetensors")
+    save_tensors(
+        load_tensors(tiny(task, "diffusers") / "text_encoder"), root / "some text.safetensors"
+    )
+    save_tensors(load_tensors(next(tiny(task).glob("Wan2.*_VAE.*"))), root / "c.safetensors")
     shutil.copytree(tiny(task) / "google", root / "google")
     shutil.copy(files / "config.json", root)
-    words = ("--task", task, *WORDS)
-    assert torch.equal(latents(root, *words), latents(plain, *words))
+    flags = ("--task", task, *QUICK_FLAGS)
+    assert torch.equal(latents(root, *flags), latents(plain, *flags))
 
 
 def test_files_that_are_chosen(tiny: Any, tmp_path: Path, one_thread: None) -> None:
     """One expert, the text encoder and the VAE from elsewhere; a file or a folder."""
-    task, other = "t2v-A14B", comfy(tiny("t2v-A14B"), tmp_path / "models")
+    task, other = "t2v-A14B", make_comfyui_tree(tiny("t2v-A14B"), tmp_path / "models")
     broken = Path(shutil.copytree(tiny(task), tmp_path / "broken"))
     for path in (*broken.glob("*_VAE*"), *broken.glob("models_t5*")):
         path.unlink()
     shutil.rmtree(broken / "low_noise_model")
-    words = ["--task", task, *WORDS, "--text_encoder", str(other / "text_encoders" / TEXT)]
-    words += ["--vae", str(tiny(task, "diffusers") / "vae")]
-    words += ["--dit_low_noise", str(next(other.rglob("*low_noise*")))]
-    assert torch.equal(latents(broken, *words), latents(tiny(task), *words[:4]))
+    flags = ["--task", task, *QUICK_FLAGS, "--text_encoder", str(other / "text_encoders" / TEXT)]
+    flags += ["--vae", str(tiny(task, "diffusers") / "vae")]
+    flags += ["--dit_low_noise", str(next(other.rglob("*low_noise*")))]
+    assert torch.equal(latents(broken, *flags), latents(tiny(task), *flags[:4]))
 
 
 def test_a_lora_in_comfyuis_folder(tiny: Any, tmp_path: Path) -> None:
-    root = comfy(tiny("ti2v-5B"), tmp_path / "models")
-    weight = state(tiny("ti2v-5B"))["blocks.0.self_attn.q.weight"]
-    save({"blocks.0.self_attn.q.diff": torch.ones_like(weight)}, root / "loras" / "a.safetensors")
-    asked, _ = composed(root, "--task", "ti2v-5B", "--lora", "a.safetensors=0.5")
-    (lora,) = asked.setup.loras["dit"]
+    root = make_comfyui_tree(tiny("ti2v-5B"), tmp_path / "models")
+    weight = load_tensors(tiny("ti2v-5B"))["blocks.0.self_attn.q.weight"]
+    save_tensors(
+        {"blocks.0.self_attn.q.diff": torch.ones_like(weight)}, root / "loras" / "a.safetensors"
+    )
+    run, _ = composed(root, "--task", "ti2v-5B", "--lora", "a.safetensors=0.5")
+    (lora,) = run.setup.loras["dit"]
     assert (lora.path, lora.strength) == (root / "loras" / "a.safetensors", 0.5)
 
 
 def test_a_plan_lists_every_file(tiny: Any, tmp_path: Path) -> None:
     files, _ = gguf_files.with_gguf(tiny("t2v-A14B"), "Q8_0", tmp_path)
-    asked, _ = composed(files, "--task", "t2v-A14B", "--precision", "bf16")
-    found = list(report.describe_checkpoint_files(Planner(asked.setup, asked.params)))
+    run, _ = composed(files, "--task", "t2v-A14B", "--precision", "bf16")
+    lines = list(report.describe_checkpoint_files(Planner(run.setup, run.params)))
     names = ["DiT high_noise", "DiT low_noise", "text encoder", "tokenizer", "VAE"]
-    assert [line.strip().partition(":")[0] for line in found] == names
-    assert "HighNoise/Wan2.2-HighNoise-Q8_0.gguf (" in found[0] and "Q8_0 1.47 MB" in found[0]
-    assert found[0].endswith("; Q8_0 stays until it is used, the rest becomes bf16")
-    assert found[3] == "  tokenizer: google/umt5-xxl"
-    assert found[4].startswith("  VAE: Wan2.1_VAE.") and found[4].endswith("becomes fp32")
+    assert [line.strip().partition(":")[0] for line in lines] == names
+    assert "HighNoise/Wan2.2-HighNoise-Q8_0.gguf (" in lines[0] and "Q8_0 1.47 MB" in lines[0]
+    assert lines[0].endswith("; Q8_0 stays until it is used, the rest becomes bf16")
+    assert lines[3] == "  tokenizer: google/umt5-xxl"
+    assert lines[4].startswith("  VAE: Wan2.1_VAE.") and lines[4].endswith("becomes fp32")
 
 
-Wrong = Callable[[Path, dict[str, Any]], Any]
+Change = Callable[[Path, dict[str, Any]], Any]
 
 
-def twice(name: str) -> Wrong:
+def duplicate(name: str) -> Change:
     def copy(root: Path, _: Any) -> None:
         path = next(root.rglob(name))
         shutil.copy(path, path.with_name(f"copy of {path.name}"))
@@ -163,7 +169,7 @@ def twice(name: str) -> Wrong:
     return copy
 
 
-def without(*names: str) -> Wrong:
+def delete(*names: str) -> Change:
     def remove(root: Path, _: Any) -> None:
         for name in names:
             for path in root.rglob(name):
@@ -172,12 +178,12 @@ def without(*names: str) -> Wrong:
     return remove
 
 
-def choose(flag: str, name: str) -> Wrong:
+def choose(flag: str, name: str) -> Change:
     """`name` is a file in the tree."""
-    return lambda root, words: words.update({flag: next(root.rglob(name), root / name)})
+    return lambda root, chosen: chosen.update({flag: next(root.rglob(name), root / name)})
 
 
-def cut(name: str, size: int) -> Wrong:
+def truncate_file(name: str, size: int) -> Change:
     def truncate(root: Path, _: Any) -> None:
         path = next(root.rglob(name))
         content = path.read_bytes()[:size]
@@ -188,18 +194,18 @@ def cut(name: str, size: int) -> Wrong:
 
 
 HIGH, LOW = "*high_noise*", "*low_noise*"
-WRONG: dict[str, Wrong] = {
-    "two high-noise experts": twice(HIGH),
-    "two low-noise experts": twice(LOW),
-    "two text encoders": twice("umt5*.safetensors"),
-    "two VAEs": twice("wan_2.1*"),
-    "no low-noise expert": without(LOW),
-    "no high-noise expert": without(HIGH),
-    "no DiT at all": without("diffusion_models"),
-    "only another task's DiT": without(HIGH, LOW),
-    "no text encoder": without("umt5*.safetensors"),
-    "no VAE": without("wan_2.1*"),
-    "no tokenizer": without("google"),
+WRONG: dict[str, Change] = {
+    "two high-noise experts": duplicate(HIGH),
+    "two low-noise experts": duplicate(LOW),
+    "two text encoders": duplicate("umt5*.safetensors"),
+    "two VAEs": duplicate("wan_2.1*"),
+    "no low-noise expert": delete(LOW),
+    "no high-noise expert": delete(HIGH),
+    "no DiT at all": delete("diffusion_models"),
+    "only another task's DiT": delete(HIGH, LOW),
+    "no text encoder": delete("umt5*.safetensors"),
+    "no VAE": delete("wan_2.1*"),
+    "no tokenizer": delete("google"),
     "a LoRA as an expert": choose("dit_high_noise", "style*"),
     "a VAE as the text encoder": choose("text_encoder", "wan_2.1*"),
     "another VAE": choose("vae", "wan2.2_vae*"),
@@ -209,19 +215,19 @@ WRONG: dict[str, Wrong] = {
     "the same file twice": lambda root, words: [choose(flag, HIGH)(root, words) for flag in FLAGS],
     "no such file": choose("vae", "no.safetensors"),
     "no weights": choose("vae", "put_models_here"),
-    "a truncated expert": cut(HIGH, 5000),
+    "a truncated expert": truncate_file(HIGH, 5000),
     "a truncated chosen one": lambda root, words: [
-        do(root, words) for do in (cut(HIGH, 9), choose("dit_high_noise", HIGH))
+        do(root, words) for do in (truncate_file(HIGH, 9), choose("dit_high_noise", HIGH))
     ],
-    "a truncated text encoder": cut("umt5*.safetensors", 0),
+    "a truncated text encoder": truncate_file("umt5*.safetensors", 0),
 }
 FLAGS = ("dit_high_noise", "dit_low_noise")
 
 
 @pytest.fixture(scope="module")
 def tree(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = comfy(tiny("t2v-A14B"), tmp_path_factory.mktemp("models"))
-    with_others(root, tiny("ti2v-5B"))
+    root = make_comfyui_tree(tiny("t2v-A14B"), tmp_path_factory.mktemp("models"))
+    add_other_models(root, tiny("ti2v-5B"))
     return root
 
 
@@ -249,23 +255,23 @@ def test_a_files_name_says_its_expert_before_its_folders(
 
 
 def test_wrong_mixtures(tree: Path, tmp_path: Path) -> None:
-    found = {}
+    messages = {}
     for name, change in WRONG.items():
         root, chosen = tmp_path / name, dict[str, Any]()
         shutil.copytree(tree, root, copy_function=os.link)
         change(root, chosen)
         argv = [word for flag, path in chosen.items() for word in (f"--{flag}", str(path))]
-        found[name] = said(composed, root, "--task", "t2v-A14B", *argv)
-    check_refusals("search: mixtures", found, hide=PARSERS)
+        messages[name] = said(composed, root, "--task", "t2v-A14B", *argv)
+    check_refusals("search: mixtures", messages, hide=PARSERS)
 
 
 def test_damaged_files_of_other_models_are_left_alone(tree: Path, tmp_path: Path) -> None:
     """Such as a download that was ended; what this task needs is there."""
     root = Path(shutil.copytree(tree, tmp_path / "models"))
     for name in ("flux*", VAES["Wan2.2_VAE"]):
-        cut(name, 9)(root, {})
-    asked, _ = composed(root, "--task", "t2v-A14B")
-    assert asked.setup.checkpoint.vae == root / "vae" / VAES["Wan2.1_VAE"]
+        truncate_file(name, 9)(root, {})
+    run, _ = composed(root, "--task", "t2v-A14B")
+    assert run.setup.checkpoint.vae == root / "vae" / VAES["Wan2.1_VAE"]
 
 
 # The tokenizer in a text encoder's file.
@@ -276,7 +282,7 @@ def spiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SentencePiece model with T5's special tokens, as the published one has them."""
     folder = tmp_path_factory.mktemp("spiece")
     lines = Path(text.__file__).with_name("tokenizer_text.txt").read_text().splitlines()
-    (folder / "lines.txt").write_text("\n".join([*lines, *PIECES]))
+    (folder / "lines.txt").write_text("\n".join([*lines, *SAMPLE_TEXTS]))
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "lines.txt"),
         model_prefix=str(folder / "spiece"),
@@ -296,13 +302,13 @@ def spiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "spiece.model"
 
 
-def in_safetensors(model: bytes, tiny: Any, folder: Path) -> Path:
-    encoder = state(tiny("t2v-A14B", "diffusers") / "text_encoder")
+def write_safetensors(model: bytes, tiny: Any, folder: Path) -> Path:
+    encoder = load_tensors(tiny("t2v-A14B", "diffusers") / "text_encoder")
     encoder["spiece_model"] = torch.tensor(list(model), dtype=torch.uint8)
-    return save(encoder, folder / TEXT)
+    return save_tensors(encoder, folder / TEXT)
 
 
-def in_gguf(spiece: Path, folder: Path) -> Path:
+def write_gguf(spiece: Path, folder: Path) -> Path:
     import gguf
 
     model = sentencepiece.SentencePieceProcessor(str(spiece))
@@ -325,36 +331,36 @@ def test_a_tokenizer_in_the_text_encoders_file(
     form: str, spiece: Path, tiny: Any, tmp_path: Path
 ) -> None:
     """The same ids as SentencePiece itself and as transformers."""
-    holds = in_gguf(spiece, tmp_path)
+    file = write_gguf(spiece, tmp_path)
     if form == "safetensors":
-        holds = in_safetensors(spiece.read_bytes(), tiny, tmp_path)
-    found = text.load_tokenizer(holds)
-    own, other = sentencepiece.SentencePieceProcessor(str(spiece)), T5Tokenizer
+        file = write_safetensors(spiece.read_bytes(), tiny, tmp_path)
+    tokenizer = text.load_tokenizer(file)
+    reference, other = sentencepiece.SentencePieceProcessor(str(spiece)), T5Tokenizer
     converted = other.from_pretrained(spiece.parent, extra_ids=2)
-    for words in PIECES:
-        ids = found(words).input_ids
-        assert ids == converted(words).input_ids, words
-        if "</s>" not in words:  # which is the end to transformers alone
-            assert ids == [*own.encode(words), 1], words
-    padded = found("A cat", padding="max_length", truncation=True, max_length=20)
+    for sample in SAMPLE_TEXTS:
+        ids = tokenizer(sample).input_ids
+        assert ids == converted(sample).input_ids, sample
+        if "</s>" not in sample:  # which is the end to transformers alone
+            assert ids == [*reference.encode(sample), 1], sample
+    padded = tokenizer("A cat", padding="max_length", truncation=True, max_length=20)
     assert len(padded.input_ids) == 20 and padded.input_ids[-1] == 0
-    assert sum(padded.attention_mask) == len(found("A cat").input_ids)
+    assert sum(padded.attention_mask) == len(tokenizer("A cat").input_ids)
 
 
 def test_a_tree_without_a_tokenizers_folder(
     spiece: Path, tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
-    root = comfy(tiny("t2v-A14B"), tmp_path / "models")
-    in_safetensors(spiece.read_bytes(), tiny, root / "text_encoders")
+    root = make_comfyui_tree(tiny("t2v-A14B"), tmp_path / "models")
+    write_safetensors(spiece.read_bytes(), tiny, root / "text_encoders")
     with_folder = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "official"))
     for folder in (root, with_folder):
         shutil.rmtree(folder / "google")
 
     converted = T5Tokenizer.from_pretrained(spiece.parent, extra_ids=2)
     converted.save_pretrained(with_folder / "tokenizer")
-    words = ("--task", "t2v-A14B", *WORDS)
+    flags = ("--task", "t2v-A14B", *QUICK_FLAGS)
     assert inspect_checkpoint(root).tokenizer == root / "text_encoders" / TEXT
-    assert torch.equal(latents(root, *words), latents(with_folder, *words))
+    assert torch.equal(latents(root, *flags), latents(with_folder, *flags))
 
 
 def field(number: int, value: int | float | bytes) -> bytes:
@@ -417,22 +423,24 @@ def gguf_tokenizer(path: Path, values: dict[str, Any]) -> Path:
 
 def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path) -> None:
     """Cut off, and with fields of other kinds, in both formats."""
-    found = {}
+    messages = {}
     for size in (0, 1, 7, 100, 3000):
-        path = in_safetensors(spiece.read_bytes()[:size], tiny, tmp_path)
-        found[f"{size} bytes"] = said(text.load_tokenizer, path)
+        path = write_safetensors(spiece.read_bytes()[:size], tiny, tmp_path)
+        messages[f"{size} bytes"] = said(text.load_tokenizer, path)
     path = tmp_path / "x.safetensors"
     for name, piece_ in ODD.items():
         save_file({"spiece_model": torch.tensor(list(FIRST + piece_), dtype=torch.uint8)}, path)
-        found[name] = said(read_embedded_tokenizer, path)
-    usual: dict[str, Any] = {"tokens": ["<pad>", "</s>", "<unk>"], "scores": [0.0, 0.0, 0.0]}
-    usual["token_type"] = [3, 3, 2]
-    assert not said(read_embedded_tokenizer, gguf_tokenizer(tmp_path / "x.gguf", usual))
+        messages[name] = said(read_embedded_tokenizer, path)
+    defaults: dict[str, Any] = {"tokens": ["<pad>", "</s>", "<unk>"], "scores": [0.0, 0.0, 0.0]}
+    defaults["token_type"] = [3, 3, 2]
+    assert not said(read_embedded_tokenizer, gguf_tokenizer(tmp_path / "x.gguf", defaults))
     for changed in STRANGE:
-        path = gguf_tokenizer(tmp_path / "x.gguf", usual | changed)
-        found[str(changed)] = said(read_embedded_tokenizer, path)
+        path = gguf_tokenizer(tmp_path / "x.gguf", defaults | changed)
+        messages[str(changed)] = said(read_embedded_tokenizer, path)
     sentence = re.compile(r"\S+ holds a damaged tokenizer \(.+\); download it again\.")
-    assert not {name: words for name, words in found.items() if not sentence.fullmatch(words)}
+    assert not {
+        name: message for name, message in messages.items() if not sentence.fullmatch(message)
+    }
 
 
 @pytest.mark.parametrize("kind", ["UINT8", "INT8", "INT32"])

@@ -29,13 +29,13 @@ from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.settings.request import compute_i2v_size, compute_ti2v_size, make_video_params
 
 
-def resolved(*argv: object) -> Run:
+def resolve_flags(*argv: object) -> Run:
     return resolve_command_line(flags.parse_flags([str(a) for a in argv]), no_demo)
 
 
 def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
-    folder = bare(tiny("t2v-A14B"), tmp_path)
-    request = resolved("--ckpt_dir", folder).params
+    folder = link_without_config(tiny("t2v-A14B"), tmp_path)
+    request = resolve_flags("--ckpt_dir", folder).params
     assert (request.size, request.frame_num) == ((1280, 720), 81)
     assert (request.sample_steps, request.sample_shift, request.boundary) == (40, 12.0, 0.875)
     assert request.sample_guide_scale == (3.0, 4.0) and request.sample_solver == "unipc"
@@ -44,14 +44,16 @@ def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
 
 
 def test_official_defaults_of_the_other_tasks(tiny, tmp_path: Path) -> None:
-    request = resolved("--task", "ti2v-5B", "--ckpt_dir", bare(tiny("ti2v-5B"), tmp_path)).params
+    request = resolve_flags(
+        "--task", "ti2v-5B", "--ckpt_dir", link_without_config(tiny("ti2v-5B"), tmp_path)
+    ).params
     assert (request.size, request.frame_num, request.sample_steps) == ((1280, 704), 121, 50)
     assert request.grid == (31, 22, 40) and request.boundary is None
     i2v = PRESETS["i2v-A14B"]
     assert (i2v.sample_shift, i2v.boundary, i2v.sample_guide_scale) == (5.0, 0.9, (3.5, 3.5))
 
 
-def bare(source: Path, tmp_path: Path) -> Path:
+def link_without_config(source: Path, tmp_path: Path) -> Path:
     """The checkpoint without its generation_config.json."""
     folder = tmp_path / "bare"
     folder.mkdir()
@@ -62,12 +64,12 @@ def bare(source: Path, tmp_path: Path) -> Path:
 
 
 def test_flags_over_record_over_checkpoint_over_presets(tiny, tmp_path: Path) -> None:
-    folder = bare(tiny("t2v-A14B"), tmp_path)
+    folder = link_without_config(tiny("t2v-A14B"), tmp_path)
     config = {"sample_steps": 4, "sample_shift": 3, "frame_num": 9, "sample_guide_scale": 1}
     (folder / "generation_config.json").write_text(json.dumps(config))
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"settings": {"sample_steps": 5, "sample_shift": 4}}))
-    run = resolved("--ckpt_dir", folder, "--from_json", record, "--sample_steps", 6)
+    run = resolve_flags("--ckpt_dir", folder, "--from_json", record, "--sample_steps", 6)
     assert run.params.sample_steps == 6
     assert run.params.sample_shift == 4
     assert run.params.frame_num == 9 and run.params.sample_guide_scale == (1.0, 1.0)
@@ -76,23 +78,27 @@ def test_flags_over_record_over_checkpoint_over_presets(tiny, tmp_path: Path) ->
 
 def test_the_record_repeats_itself(tiny, tmp_path: Path) -> None:
     args = ["--ckpt_dir", tiny("t2v-A14B"), "--sample_guide_scale", "2,3", "--vae_tiling"]
-    first = resolved(*args, "--offload_model", "f", "--save_file", tmp_path / "x.mp4")
+    first = resolve_flags(*args, "--offload_model", "f", "--save_file", tmp_path / "x.mp4")
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": first.settings}))
-    again = resolved("--from_json", path, "--save_file", tmp_path / "x.mp4")
-    assert (again.params, again.setup, again.output) == (first.params, first.setup, first.output)
+    repeated = resolve_flags("--from_json", path, "--save_file", tmp_path / "x.mp4")
+    assert (repeated.params, repeated.setup, repeated.output) == (
+        first.params,
+        first.setup,
+        first.output,
+    )
 
 
 def test_pairs_and_official_boolean_words() -> None:
     pairs = {"5": (5.0, 5.0), "3,4": (3.0, 4.0), "1.5, 2": (1.5, 2.0)}
-    words = dict.fromkeys(("yes", "TRUE", "t", "y", "1"), True) | {"No": False}
-    for name, values in (("sample_guide_scale", pairs), ("offload_model", words)):
+    booleans = dict.fromkeys(("yes", "TRUE", "t", "y", "1"), True) | {"No": False}
+    for name, values in (("sample_guide_scale", pairs), ("offload_model", booleans)):
         assert {raw: flags.parse_flags([f"--{name}", raw])[name] for raw in values} == values
 
 
 def test_an_empty_prompt_stays_empty(tiny) -> None:
-    assert resolved("--ckpt_dir", tiny("t2v-A14B"), "--prompt", "").params.prompt == ""
-    request = resolved("--ckpt_dir", tiny("t2v-A14B"), "--negative_prompt", "").params
+    assert resolve_flags("--ckpt_dir", tiny("t2v-A14B"), "--prompt", "").params.prompt == ""
+    request = resolve_flags("--ckpt_dir", tiny("t2v-A14B"), "--negative_prompt", "").params
     assert request.negative_prompt == NEGATIVE_PROMPT
 
 
@@ -185,13 +191,13 @@ def latents_file(path: Path, name: str = "latents", **metadata: str) -> Path:
 
 def test_latents_of_others_are_refused(tmp_path: Path) -> None:
     hostile = {"none": {}, "nested": "[" * 100_000, "digits": "9" * 5000, "cut off": "{"}
-    path, found = tmp_path / "x.safetensors", {}
+    path, messages = tmp_path / "x.safetensors", {}
     for case, value in hostile.items():
         latents_file(path, **({"settings": value} if value else {}))
-        found[f"settings: {case}"] = said(resolved, "--decode_latents", path)
+        messages[f"settings: {case}"] = said(resolve_flags, "--decode_latents", path)
     latents_file(path, "other")
-    found["no latents"] = said(resolved, "--decode_latents", path)
-    check_refusals("settings: latents of others", found)
+    messages["no latents"] = said(resolve_flags, "--decode_latents", path)
+    check_refusals("settings: latents of others", messages)
 
 
 def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path) -> None:
@@ -201,7 +207,7 @@ def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path) -> Non
     def target(name: str, *more: object) -> Path:
         settings = {"task": task, "ckpt_dir": str(tiny(task)), "save_file": name}
         latents_file(path, settings=json.dumps(settings), format="pt")
-        return resolved("--decode_latents", path, *more).output.save_file
+        return resolve_flags("--decode_latents", path, *more).output.save_file
 
     for name in ("../../other/v.mp4", "/nowhere/v.mp4", "~/v.mp4", "C:\\v.mp4"):
         assert target(name) == tmp_path / "v.mp4", name
@@ -301,7 +307,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "trace_kernels": ("true", True, ("--trace", "/tmp/trace")),
     "log_level": ("debug", "debug", ()),
 }
-ELSEWHERE = {  # flags without a field of the same name in a run
+INDIRECT_FLAGS = {  # flags without a field of the same name in a run
     *("prompt_file", "skip_existing", "group_by_expert", "power"),
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("dit", "dit_high_noise", "dit_low_noise", "text_encoder", "vae"),
@@ -319,41 +325,45 @@ def no_check_of_prompt_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extend_prompt, "check_prompt_extension", lambda *_: None)
 
 
-def fields_of(run: Run) -> dict[str, object]:
+def collect_fields(run: Run) -> dict[str, object]:
     setup = run.setup
     parts = (run.params, setup.execution, setup.parallel, setup.attention, setup.cache, run.output)
-    found = {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
-    return found | (vars(run.prompt_extension) if run.prompt_extension else {})
+    fields = {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
+    return fields | (vars(run.prompt_extension) if run.prompt_extension else {})
 
 
 def test_every_flag_is_followed_to_the_run() -> None:
-    assert flags.FLAGS.keys() - CASES.keys() == ELSEWHERE
+    assert flags.FLAGS.keys() - CASES.keys() == INDIRECT_FLAGS
 
 
-def test_a_given_value_reaches_the_run_and_its_record() -> None:
+def test_each_flag_reaches_the_run_and_its_record() -> None:
     """A run without the flag has another value."""
-    wrong, usual = {}, functools.cache(lambda *more: fields_of(planned(*more)))
+    failures, default_fields = {}, functools.cache(lambda *more: collect_fields(planned(*more)))
     for name, (text, value, more) in CASES.items():
         run = planned(*more, f"--{name}", text)
         record = flags.read_settings(json.loads(json.dumps(run.settings)), "{}")
-        found = fields_of(run)[name], record.get(name), usual(*more)[name] != value
-        if found != (value, value if flags.FLAGS[name].record else None, True):
-            wrong[name] = found
-    assert not wrong
+        actual = collect_fields(run)[name], record.get(name), default_fields(*more)[name] != value
+        if actual != (value, value if flags.FLAGS[name].record else None, True):
+            failures[name] = actual
+    assert not failures
 
 
 def test_a_switch_of_a_record_is_turned_back(tmp_path: Path) -> None:
-    path, wrong = tmp_path / "record.json", {}
+    path, failures = tmp_path / "record.json", {}
     switches = [n for n in CASES if isinstance(CASES[n][1], bool) and flags.FLAGS[n].record]
     for name in switches:
         _, value, more = CASES[name]
         path.write_text(json.dumps({"settings": {name: value}}))
-        given = ("--from_json", path, *more)
-        back = planned(*given, f"--{name}", not value)
-        found = fields_of(planned(*given))[name], fields_of(back)[name], back.settings[name]
-        if found != (value, not value, not value):
-            wrong[name] = found
-    assert len(switches) > 9 and not wrong
+        arguments = ("--from_json", path, *more)
+        reverted = planned(*arguments, f"--{name}", not value)
+        actual = (
+            collect_fields(planned(*arguments))[name],
+            collect_fields(reverted)[name],
+            reverted.settings[name],
+        )
+        if actual != (value, not value, not value):
+            failures[name] = actual
+    assert len(switches) > 9 and not failures
 
 
 def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
@@ -361,19 +371,19 @@ def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
     settings = planned(*EXTEND).settings
     del settings["ckpt_dir"]
     path.write_text(json.dumps({"settings": settings}))
-    given = ("--from_json", path)
-    assert planned(*given).prompt_extension is not None
-    off = planned(*given, *EXTEND, "false")
-    assert off.prompt_extension is None and off.settings["use_prompt_extend"] is False
+    arguments = ("--from_json", path)
+    assert planned(*arguments).prompt_extension is not None
+    disabled = planned(*arguments, *EXTEND, "false")
+    assert disabled.prompt_extension is None and disabled.settings["use_prompt_extend"] is False
 
 
 def test_a_video_that_is_there_is_announced(tiny, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"
     args = ("--ckpt_dir", tiny("t2v-A14B"), "--save_file", out)
     notice = f"{out} exists and will be replaced."
-    assert notice not in resolved(*args).notices
+    assert notice not in resolve_flags(*args).notices
     out.touch()
-    assert notice in resolved(*args).notices
+    assert notice in resolve_flags(*args).notices
 
 
 def test_the_tables_of_the_documents() -> None:

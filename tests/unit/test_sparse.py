@@ -41,17 +41,19 @@ def qkv(grid: tuple[int, int, int], heads: int = 3, head: int = 64, batch: int =
     return [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
-def call(grid: tuple[int, int, int], **other: object) -> StepInfo:
-    known = {"index": 0, "count": 99, "expert": "high", "branch": "cond", "layer": 0}
-    return StepInfo(**{**known, "grid": grid, "valid_len": math.prod(grid), **other})
+def make_step(grid: tuple[int, int, int], **changes: object) -> StepInfo:
+    defaults = {"index": 0, "count": 99, "expert": "high", "branch": "cond", "layer": 0}
+    return StepInfo(**{**defaults, "grid": grid, "valid_len": math.prod(grid), **changes})
 
 
-def run(method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo) -> Tensor:
+def run_attention(
+    method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo
+) -> Tensor:
     """The method on whole tensors."""
-    return prepared(method, q, k, v, step)(AttentionInput(q), 0)
+    return prepare_rows(method, q, k, v, step)(AttentionInput(q), 0)
 
 
-def prepared(
+def prepare_rows(
     method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo
 ) -> AttendRows:
     return method.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), step)
@@ -62,17 +64,17 @@ def naive_order(grid: tuple[int, int, int]) -> list[int]:
     tiled_rows, tiled_columns = height // 8 * 8, width // 8 * 8
     order = []
     for f in range(frames):
-        places = list(product(range(height), range(width)))
+        positions = list(product(range(height), range(width)))
         if f or (tiled_rows, tiled_columns) == (height, width):
 
-            def key(place: tuple[int, int]) -> tuple[int, ...]:
-                y, x = place
+            def key(position: tuple[int, int]) -> tuple[int, ...]:
+                y, x = position
                 if y >= tiled_rows:
                     return (1, y, x)
                 return (2, y, x) if x >= tiled_columns else (0, y // 8, x // 8, y % 8, x % 8)
 
-            places.sort(key=key)
-        order += [f * height * width + y * width + x for y, x in places]
+            positions.sort(key=key)
+        order += [f * height * width + y * width + x for y, x in positions]
     return order
 
 
@@ -93,12 +95,12 @@ def naive_mask(q: Tensor, k: Tensor, grid: tuple, sparsity: float, k_rows: int) 
     return mask
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_rows: int) -> Tensor:
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_rows: int) -> Tensor:
     """Attention by a token mask, in float64."""
     i, j = torch.arange(q.shape[1]) // 128, torch.arange(k.shape[1]) // k_rows
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    seen = mask[:, :, i][..., j]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+    token_mask = mask[:, :, i][..., j]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=token_mask).transpose(1, 2)
 
 
 def fp8(head: int = 64) -> Fp8Quantizer:
@@ -129,38 +131,45 @@ def test_mask() -> None:
     for grid in GRIDS:
         q, k, _ = (x.double() for x in qkv(grid, heads=2, head=16, batch=2))
         for k_rows, sparsity in product((128, 256), (0.0, 0.3, 0.64, 0.95)):
-            found = make_rainfusion_mask(q, k, grid, sparsity, 0, k_rows)
-            right = torch.equal(found, naive_mask(q, k, grid, sparsity, k_rows))
-            if not right or (not sparsity and not found.all()):
+            mask = make_rainfusion_mask(q, k, grid, sparsity, 0, k_rows)
+            right = torch.equal(mask, naive_mask(q, k, grid, sparsity, k_rows))
+            if not right or (not sparsity and not mask.all()):
                 wrong.append((grid, k_rows, sparsity))
     assert not wrong
 
 
 # 10 * (1 - 0.7) is 3.0000000000000004 in floats, 10 * (1 - 0.9) is 0.9999999999999998.
-KEPT = {(10, 0.7): 4, (10, 0.9): 1, (10, 0.8): 2, (20, 0.7): 7, (591, 0.64): 213, (5, 0.999): 1}
+EXPECTED_COUNTS = {
+    (10, 0.7): 4,
+    (10, 0.9): 1,
+    (10, 0.8): 2,
+    (20, 0.7): 7,
+    (591, 0.64): 213,
+    (5, 0.999): 1,
+}
 
 
 def test_kept_blocks() -> None:
     """The blocks with the best scores are selected, in the expected number."""
-    found = {}
-    for blocks, sparsity in KEPT:
+    counts = {}
+    for blocks, sparsity in EXPECTED_COUNTS:
         k_pool = torch.randperm(blocks).double().view(1, blocks, 1, 1) / blocks
         mask = make_block_mask(torch.ones(1, 1, 1, 1).double(), k_pool, sparsity, 1.0)[0, 0, 0]
-        kept = found[blocks, sparsity] = int(mask.sum())
-        assert mask.tolist() == (k_pool.flatten() >= (blocks - kept) / blocks).tolist()
-    assert found == KEPT
+        count = counts[blocks, sparsity] = int(mask.sum())
+        assert mask.tolist() == (k_pool.flatten() >= (blocks - count) / blocks).tolist()
+    assert counts == EXPECTED_COUNTS
 
 
 def test_ties_are_kept() -> None:
     """This includes ties from rounding: 1 and 1 + 2^-10 are equal in bfloat16."""
     q_pool = torch.ones(1, 1, 1, 1)
     k_pool = torch.tensor([1 + 2**-10, 0.0, 1.0, 1.0, -1.0, -2.0]).view(1, 6, 1, 1)
-    found = make_block_mask(q_pool, k_pool, 5 / 6, 1.0).flatten()
-    assert found.tolist() == [True, False, False, False, False, False]
-    found = make_block_mask(q_pool, k_pool, 4 / 6, 1.0).flatten()
-    assert found.tolist() == [True, False, True, True, False, False]
-    found = make_block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 5 / 6, 1.0).flatten()
-    assert found.tolist() == [True, False, True, True, False, False]
+    mask = make_block_mask(q_pool, k_pool, 5 / 6, 1.0).flatten()
+    assert mask.tolist() == [True, False, False, False, False, False]
+    mask = make_block_mask(q_pool, k_pool, 4 / 6, 1.0).flatten()
+    assert mask.tolist() == [True, False, True, True, False, False]
+    mask = make_block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 5 / 6, 1.0).flatten()
+    assert mask.tolist() == [True, False, True, True, False, False]
 
 
 def test_scores_are_rounded_to_the_inputs_dtype() -> None:
@@ -170,7 +179,7 @@ def test_scores_are_rounded_to_the_inputs_dtype() -> None:
         torch.randint(-15, 16, (1, rows, 2, 48), generator=generator) / 8 for rows in (40, 60)
     )
     scale = 48**-0.5
-    found = make_block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 0.64, scale)
+    mask = make_block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 0.64, scale)
 
     def rounded(x: Tensor) -> Tensor:
         return x.bfloat16().double()
@@ -178,22 +187,22 @@ def test_scores_are_rounded_to_the_inputs_dtype() -> None:
     products = q_pool.double().transpose(1, 2) @ k_pool.double().permute(0, 2, 3, 1)
     exponentials = rounded(rounded(products) * scale).exp()
     shares = rounded(exponentials / exponentials.sum(-1, keepdim=True))
-    kept = shares >= shares.sort(descending=True).values[..., 21:22]
-    assert torch.equal(found, kept)
-    assert not torch.equal(found, make_block_mask(q_pool, k_pool, 0.64, scale))
+    expected = shares >= shares.sort(descending=True).values[..., 21:22]
+    assert torch.equal(mask, expected)
+    assert not torch.equal(mask, make_block_mask(q_pool, k_pool, 0.64, scale))
 
 
 def test_sink() -> None:
     wrong = []
     for frame, first in product([(8, 16), (8, 17), (24, 24), (1, 1)], (0, 1, 4, 6)):
         tokens = frame[0] * frame[1]
-        found = protect_first_frame(
+        mask = protect_first_frame(
             torch.zeros(1, 1, 4, 3, dtype=torch.bool), (9, *frame), first, 128, 256
         )
         wrong += [
             (frame, first, i, j)
             for i, j in product(range(4), range(3))
-            if found[0, 0, i, j] != ((first + i) * 128 < tokens or j * 256 < tokens)
+            if mask[0, 0, i, j] != ((first + i) * 128 < tokens or j * 256 < tokens)
         ]
     assert not wrong
 
@@ -203,14 +212,14 @@ def test_parts_have_the_whole_mask() -> None:
     grid, wrong = (5, 13, 14), []
     for k_rows, dtype in product((128, 256), (torch.float32, torch.bfloat16)):
         q, k, _ = (x.to(dtype) for x in qkv(grid, heads=5))
-        whole = make_rainfusion_mask(q, k, grid, 0.6, 0, k_rows)
+        full_mask = make_rainfusion_mask(q, k, grid, 0.6, 0, k_rows)
         for a, b in ((0, 512), (512, 896), (640, 910), (896, 910)):
             part = make_rainfusion_mask(q[:, a:b], k, grid, 0.6, a, k_rows)
-            if not torch.equal(part, whole[:, :, a // 128 : math.ceil(b / 128)]):
+            if not torch.equal(part, full_mask[:, :, a // 128 : math.ceil(b / 128)]):
                 wrong.append((k_rows, dtype, "queries", a, b))
         for a, b in ((0, 1), (1, 3), (2, 5)):
             part = make_rainfusion_mask(q[:, :, a:b], k[:, :, a:b], grid, 0.6, 0, k_rows)
-            if not torch.equal(part, whole[:, a:b]):
+            if not torch.equal(part, full_mask[:, a:b]):
                 wrong.append((k_rows, dtype, "heads", a, b))
     assert not wrong
 
@@ -220,12 +229,12 @@ def test_select_table() -> None:
         mask = torch.rand(2, nq, nk, generator=torch.Generator().manual_seed(nk)) < 0.5
         mask[0, 0] = False
         mask[1, 0] = True
-        blocks, kept = make_select_table(mask)
-        assert blocks.dtype == kept.dtype == torch.int64
+        blocks, counts = make_select_table(mask)
+        assert blocks.dtype == counts.dtype == torch.int64
         for n, i in product(range(2), range(nq)):
-            places = [j for j in range(nk) if mask[n, i, j]]
-            assert blocks[i, n].tolist() == places + [-1] * (nk - len(places))
-            assert kept[i, n] == len(places)
+            columns = [j for j in range(nk) if mask[n, i, j]]
+            assert blocks[i, n].tolist() == columns + [-1] * (nk - len(columns))
+            assert counts[i, n] == len(columns)
 
 
 # start_step 3, refresh 4; (step, other changes, whether a mask is made), in turn.
@@ -249,46 +258,48 @@ def test_refresh() -> None:
     wrong = []
     for name, turns in SCHEDULES.items():
         cache = MaskCache(lambda steps: 3, refresh=4)
-        for step, other, made in turns:
-            here = call((1, 1, 1), index=step, **other)
-            found = cache.take(here, (1, 1, 2, 2))
-            if (found is None) != made:
+        for step, other, is_new in turns:
+            step_info = make_step((1, 1, 1), index=step, **other)
+            mask = cache.take(step_info, (1, 1, 2, 2))
+            if (mask is None) != is_new:
                 wrong.append((name, step, other))
-            if found is None:
-                cache.store(here, torch.full((1, 1, 2, 2), step % 2 == 1))
-        assert cache.take(here, (1, 1, 2, 3)) is None, "a mask of another shape"
+            if mask is None:
+                cache.store(step_info, torch.full((1, 1, 2, 2), step % 2 == 1))
+        assert cache.take(step_info, (1, 1, 2, 3)) is None, "a mask of another shape"
     assert not wrong
 
 
 def test_each_call_of_a_step_has_a_mask_of_its_own() -> None:
     """Samples, branches, layers and parts of the heads take turns, step by step."""
-    cache, made = MaskCache(lambda steps: 3, refresh=4), dict[object, torch.Tensor]()
+    cache, masks = MaskCache(lambda steps: 3, refresh=4), dict[object, torch.Tensor]()
     turns = [*product((0, 1), ("cond", "uncond"), (0, 1), (0, 2))]
     for index, turn in product((3, 4, 5), turns):
         names = ("sample", "branch", "layer", "first_head")
-        here = call((1, 1, 1), index=index, **dict(zip(names, turn, strict=True)))
-        found = cache.take(here, (1, 1, 2, 2))
-        assert found is made.get(turn), (index, turn)
-        if found is None:
-            made[turn] = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-            cache.store(here, made[turn])
+        step_info = make_step((1, 1, 1), index=index, **dict(zip(names, turn, strict=True)))
+        mask = cache.take(step_info, (1, 1, 2, 2))
+        assert mask is masks.get(turn), (index, turn)
+        if mask is None:
+            masks[turn] = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+            cache.store(step_info, masks[turn])
 
 
 def test_masks_in_memory() -> None:
     """Only masks of one expert are stored, and none after their last use."""
-    for refresh, kept in ((2, 3), (1, 0)):
-        cache, made = MaskCache(lambda steps: 0, refresh), []
+    for refresh, alive_count in ((2, 3), (1, 0)):
+        cache, references = MaskCache(lambda steps: 0, refresh), []
         for expert, layer in product(("high", "low"), range(3)):
-            here = call((1, 1, 1), expert=expert, layer=layer)
-            assert cache.take(here, (1, 2, 5, 7)) is None
+            step_info = make_step((1, 1, 1), expert=expert, layer=layer)
+            assert cache.take(step_info, (1, 2, 5, 7)) is None
             mask = torch.ones(1, 2, 5, 7, dtype=torch.bool)
-            cache.store(here, mask)
-            made.append(weakref.ref(mask))
+            cache.store(step_info, mask)
+            references.append(weakref.ref(mask))
             del mask
-        assert [ref() is not None for ref in made] == [False] * (6 - kept) + [True] * kept
+        assert [ref() is not None for ref in references] == [False] * (6 - alive_count) + [
+            True
+        ] * alive_count
         for layer in range(3):
-            cache.take(call((1, 1, 1), index=1, expert="low", layer=layer), (1, 2, 5, 7))
-        assert not any(ref() is not None for ref in made)
+            cache.take(make_step((1, 1, 1), index=1, expert="low", layer=layer), (1, 2, 5, 7))
+        assert not any(ref() is not None for ref in references)
 
 
 def test_attention() -> None:
@@ -297,14 +308,18 @@ def test_attention() -> None:
     for grid, sparsity in product(GRIDS, (0.0, 0.6)):
         q, k, v = qkv(grid, heads=2, head=16)
         order = make_window_order(grid)
-        back = order.argsort()
+        inverse = order.argsort()
         ordered = [x[:, order] for x in (q, k, v)]
-        found = run(RainFusionAttention("v2", sparsity, 0), *ordered, call(grid))[:, back]
+        output = run_attention(RainFusionAttention("v2", sparsity, 0), *ordered, make_step(grid))[
+            :, inverse
+        ]
         mask = naive_mask(ordered[0].double(), ordered[1].double(), grid, sparsity, 128)
-        seen = mask[:, :, back // 128][..., back // 128]
+        token_mask = mask[:, :, inverse // 128][..., inverse // 128]
         q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen if sparsity else None)
-        errors[grid, sparsity] = (found - expected.transpose(1, 2)).abs().max().item()
+        expected = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=token_mask if sparsity else None
+        )
+        errors[grid, sparsity] = (output - expected.transpose(1, 2)).abs().max().item()
     assert not {case: error for case, error in errors.items() if not error <= 2e-6}
 
 
@@ -313,12 +328,14 @@ def test_fp8() -> None:
     for grid in ((3, 10, 20), (2, 16, 16), (5, 13, 14)):
         q, k, v = qkv(grid)
         mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
-        found = run(RainFusionAttention("v3", 0.6, 0, quantizer=fp8()), q, k, v, call(grid))
-        left = (fp8().quantize_q(q, None), fp8().quantize_k(k, None), fp8().quantize_v(v))
-        exact = masked(*(x.dequantize(torch.float64) for x in left), mask, 256)
-        assert (found - exact).abs().max() <= 2e-6, grid
-        error = found - masked(q, k, v, mask, 256)
-        assert 1e-4 < error.square().mean().sqrt() < 0.06 * found.square().mean().sqrt(), grid
+        output = run_attention(
+            RainFusionAttention("v3", 0.6, 0, quantizer=fp8()), q, k, v, make_step(grid)
+        )
+        quantised = (fp8().quantize_q(q, None), fp8().quantize_k(k, None), fp8().quantize_v(v))
+        exact = attend_masked(*(x.dequantize(torch.float64) for x in quantised), mask, 256)
+        assert (output - exact).abs().max() <= 2e-6, grid
+        error = output - attend_masked(q, k, v, mask, 256)
+        assert 1e-4 < error.square().mean().sqrt() < 0.06 * output.square().mean().sqrt(), grid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -327,57 +344,57 @@ def test_every_cut_gives_the_same_bits(quantised: bool, dtype: torch.dtype) -> N
     grid = (3, 13, 14)
     q, k, v = (x.to(dtype) for x in qkv(grid, heads=3))
     method = RainFusionAttention("v3", 0.6, 0, quantizer=fp8() if quantised else None)
-    attend = prepared(method, q, k, v, call(grid))
-    whole = attend(AttentionInput(q), 0)
-    assert whole.dtype == dtype and whole.shape == q.shape
+    attend = prepare_rows(method, q, k, v, make_step(grid))
+    output = attend(AttentionInput(q), 0)
+    assert output.dtype == dtype and output.shape == q.shape
     blocks = [attend(AttentionInput(q[:, a:b]), a) for a, b in ((0, 128), (128, 384), (384, 546))]
-    assert torch.equal(torch.cat(blocks, 1), whole)
+    assert torch.equal(torch.cat(blocks, 1), output)
     for a, b in ((0, 1), (1, 3)):
         heads = [x[:, :, a:b] for x in (q, k, v)]
-        assert torch.equal(run(method, *heads, call(grid)), whole[:, :, a:b])
+        assert torch.equal(run_attention(method, *heads, make_step(grid)), output[:, :, a:b])
     for a, b in ((0, 256), (256, 546)):
-        rank = prepared(method, q[:, a:b], k, v, call(grid, first_row=a))
-        assert torch.equal(rank(AttentionInput(q[:, a + 128 : b]), 128), whole[:, a + 128 : b])
+        rank = prepare_rows(method, q[:, a:b], k, v, make_step(grid, first_row=a))
+        assert torch.equal(rank(AttentionInput(q[:, a + 128 : b]), 128), output[:, a + 128 : b])
 
 
 def test_mask_is_used_again() -> None:
     grid = (3, 10, 20)
     (q, k, v), (_, other, _) = qkv(grid), qkv((3, 20, 10), batch=2)
     method = RainFusionAttention("v2", 0.6, 4, refresh=3)
-    assert [method.applies_to(call(grid, index=s)) for s in (3, 4, 9)] == [False, True, True]
-    run(method, q, k, v, call(grid, index=4))
-    later = run(method, q, other[1:], v, call(grid, index=5))
+    assert [method.applies_to(make_step(grid, index=s)) for s in (3, 4, 9)] == [False, True, True]
+    run_attention(method, q, k, v, make_step(grid, index=4))
+    later = run_attention(method, q, other[1:], v, make_step(grid, index=5))
     mask = naive_mask(q.double(), k.double(), grid, 0.6, 128)
     assert not torch.equal(mask, naive_mask(q.double(), other[1:].double(), grid, 0.6, 128))
-    assert (later - masked(q, other[1:], v, mask, 128)).abs().max() <= 2e-6
+    assert (later - attend_masked(q, other[1:], v, mask, 128)).abs().max() <= 2e-6
 
 
 def test_refusals() -> None:
-    one, x = torch.ones(1, 1, 1, 1), AttentionInput(torch.ones(1, 600, 1, 8))
-    asked = {
+    score, x = torch.ones(1, 1, 1, 1), AttentionInput(torch.ones(1, 600, 1, 8))
+    arguments = {
         "kind": ("v1", 0.5, 0, 1),
         "sparsity of 1": ("v2", 1.0, 0, 1),
         "negative sparsity": ("v2", -0.1, 0, 1),
         "negative start": ("v2", 0.5, -1, 1),
         "no refresh": ("v2", 0.5, 0, 0),
     }
-    calls = {name: partial(RainFusionAttention, *given) for name, given in asked.items()}
+    calls = {name: partial(RainFusionAttention, *values) for name, values in arguments.items()}
     calls["v2 of FP8"] = partial(RainFusionAttention, "v2", 0.5, 0, quantizer=fp8())
     for size in ((0, 8, 8), (2, -1, 8), (2, 8)):
         calls[f"order of {size}"] = partial(make_window_order, size)
     for sparsity in (-0.1, 1.0, 1.5):
-        calls[f"mask of {sparsity}"] = partial(make_block_mask, one, one, sparsity, 1.0)
+        calls[f"mask of {sparsity}"] = partial(make_block_mask, score, score, sparsity, 1.0)
     for rows, keys, first in ((600, 599, 0), (100, 600, 64), (128, 600, 512), (0, 600, 512)):
         q, k = torch.ones(1, rows, 1, 8), torch.ones(1, keys, 1, 8)
-        plan_of = partial(make_rainfusion_mask, q, k, (3, 10, 20), 0.5, first, 128)
-        calls[f"{rows} queries of {keys} from {first}"] = plan_of
+        make_mask = partial(make_rainfusion_mask, q, k, (3, 10, 20), 0.5, first, 128)
+        calls[f"{rows} queries of {keys} from {first}"] = make_mask
     calls["means of no rows"] = partial(mean_pool_blocks, x.values, 0)
     method = RainFusionAttention("v2", 0.5, 0)
     for name, step in (("step", None), ("layer", call((3, 10, 20), layer=None))):
         calls[f"no {name}"] = partial(method.applies_to, step)
         calls[f"no {name}, prepared"] = partial(method.prepare_kv, x, x, x, step)
-    found = {name: f"{said(call, kind=ValueError)}." for name, call in calls.items()}
-    check_refusals("RainFusion", found)
+    messages = {name: f"{said(call, kind=ValueError)}." for name, call in calls.items()}
+    check_refusals("RainFusion", messages)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -391,31 +408,33 @@ def test_flex() -> None:
         mask[..., -1] |= ~mask.any(-1)
         blocks = make_flex_mask(mask, queries, keys, k_rows)
         assert torch.equal(blocks.to_dense().bool(), mask)
-        first, behind = torch.tensor(0), torch.arange(keys, shape[-1] * k_rows)
-        assert not blocks.mask_mod(first, first, first, behind).any()
-        whole = keys // k_rows
-        assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
-        found = FlexBlocks(CPU)(
+        first, padding = torch.tensor(0), torch.arange(keys, shape[-1] * k_rows)
+        assert not blocks.mask_mod(first, first, first, padding).any()
+        full_blocks = keys // k_rows
+        assert torch.equal(
+            blocks.full_kv_num_blocks, mask[..., :full_blocks].sum(-1, dtype=torch.int32)
+        )
+        output = FlexBlocks(CPU)(
             AttentionInput(q), AttentionInput(k), AttentionInput(v), mask, k_rows
         )
-        assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6, (queries, keys)
+        assert (output - attend_masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6, (queries, keys)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_with_small_heads() -> None:
     """The compiled kernel takes heads of 16 channels or more; on an H100, 8 were refused."""
 
-    def compiled(q: Tensor, *others: Tensor, **how: object) -> Tensor:
+    def compiled(q: Tensor, *tensors: Tensor, **options: object) -> Tensor:
         assert q.shape[-1] >= 16
-        return flex_attention(q, *others, **how)
+        return flex_attention(q, *tensors, **options)
 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 256, 2, 8, generator=generator) for _ in range(3))
     mask = torch.tensor([[True, False], [True, True]]).expand(1, 2, 2, 2)
-    found = FlexBlocks(CPU, compiled)(
+    output = FlexBlocks(CPU, compiled)(
         AttentionInput(q), AttentionInput(k), AttentionInput(v), mask, 128
     )
-    assert (found - masked(q, k, v, mask, 128)).abs().max() <= 2e-6
+    assert (output - attend_masked(q, k, v, mask, 128)).abs().max() <= 2e-6
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -424,8 +443,10 @@ def test_flex_as_the_kernel_of_fp8() -> None:
     q, k, v = qkv(grid)
     kernel = FlexBlocks(CPU)
     by_flex, by_tiles = (
-        prepared(RainFusionAttention("v3", 0.6, 0, quantizer=fp8(), **given), q, k, v, call(grid))
-        for given in ({"kernel": kernel}, {})
+        prepare_rows(
+            RainFusionAttention("v3", 0.6, 0, quantizer=fp8(), **options), q, k, v, make_step(grid)
+        )
+        for options in ({"kernel": kernel}, {})
     )
     last = AttentionInput(q[:, 256:])
     assert (by_flex(last, 256) - by_tiles(last, 256)).abs().max() <= 2e-6

@@ -66,31 +66,31 @@ CONTRADICTIONS = {
 }
 
 
-def asked(words: str) -> Run:
-    return planned(*words.split())
+def plan_run(flags: str) -> Run:
+    return planned(*flags.split())
 
 
-def lists(run: Run, together: bool = False) -> policy.StepLists:
+def list_steps(run: Run, all_branches: bool = False) -> policy.StepLists:
     assert run.setup.policy is not None
-    found = run.setup.policy.list_steps(run.params, together)
-    assert found is not None
-    return found
+    steps = run.setup.policy.list_steps(run.params, all_branches)
+    assert steps is not None
+    return steps
 
 
-def skipped(computed: policy.StepMask) -> list[int]:
+def list_skipped_steps(computed: policy.StepMask) -> list[int]:
     return [step for step, all_ in enumerate(computed) if not all_]
 
 
-def kept(name: str, **parameters: Any) -> Any:
+def make_cache(name: str, **parameters: Any) -> Any:
     """The cache of a policy."""
-    made = policy.make_policy(StepCache(name, **parameters), PRESETS["t2v-1.3B"])
-    assert made is not None
-    return made.make_cache()
+    implementation = policy.make_policy(StepCache(name, **parameters), PRESETS["t2v-1.3B"])
+    assert implementation is not None
+    return implementation.make_cache()
 
 
 def test_refused() -> None:
-    found = {name: said(asked, words) for name, words in CONTRADICTIONS.items()}
-    check_refusals("step caches", found)
+    messages = {name: said(plan_run, flags) for name, flags in CONTRADICTIONS.items()}
+    check_refusals("step caches", messages)
 
 
 def test_mag_skips_what_the_published_rule_skips() -> None:
@@ -102,10 +102,12 @@ def test_mag_skips_what_the_published_rule_skips() -> None:
         return Mag(settings, PRESETS[task]).apply_rule(curve.ratios["cond"], T2V, "cond")
 
     # made by the authors' program
-    assert skipped(rule("t2v-A14B", 0.04)) == MAG_SKIPS
+    assert list_skipped_steps(rule("t2v-A14B", 0.04)) == MAG_SKIPS
     assert all(rule("t2v-A14B", 0))
     image = rule("i2v-A14B", 1, step_cache_max_skip=9)
-    assert skipped(image)[0] == 29, "image to video: all of the high-noise expert's steps"
+    assert list_skipped_steps(image)[0] == 29, (
+        "image to video: all of the high-noise expert's steps"
+    )
 
 
 def test_a_curve_is_the_growth_of_what_blocks_add(
@@ -116,8 +118,8 @@ def test_a_curve_is_the_growth_of_what_blocks_add(
 
     def note(module: nn.Module, args: tuple[Tensor, ...], output: Any = None) -> None:
         if isinstance(module, WanAttentionBlock):
-            kept, x = (inputs, args[0]) if output is None else (outputs, output[0])
-            kept.append(x.clone())
+            records, x = (inputs, args[0]) if output is None else (outputs, output[0])
+            records.append(x.clone())
 
     out, folder = tmp_path / "curve.json", tiny("t2v-A14B")
     argv = f"--task t2v-A14B --ckpt_dir {folder} --prompt x --device cpu --out {out}".split()
@@ -135,18 +137,21 @@ def test_a_curve_is_the_growth_of_what_blocks_add(
     assert (curve.task, curve.steps, curve.sample_shift) == ("t2v-A14B", 3, 12)
     pairs = zip(inputs[::2], outputs[1::2], strict=True)  # each expert has two blocks
     norms = [(last - first).norm(dim=-1) for first, last in pairs]
-    for branch, own in (("cond", norms[::2]), ("uncond", norms[1::2])):
-        growth = [(b / a).mean().item() for a, b in zip([own[0], *own], own, strict=False)]
+    for branch, branch_norms in (("cond", norms[::2]), ("uncond", norms[1::2])):
+        growth = [
+            (b / a).mean().item()
+            for a, b in zip([branch_norms[0], *branch_norms], branch_norms, strict=False)
+        ]
         assert curve.ratios[branch] == pytest.approx(growth, rel=1e-5)
     assert calibrate_mag.main([*argv, "--sample_guide_scale", "1"]) == 2
     assert "both guidance branches" in capsys.readouterr().err
 
 
 def test_forced_steps_are_added_and_change_no_counter() -> None:
-    found = lists(asked("--step_cache mag --task t2v-A14B"))
-    assert skipped(found["cond"]) == MAG_SKIPS
-    more = lists(asked("--step_cache mag --step_cache_warmup 9"))
-    assert skipped(more["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
+    steps = list_steps(plan_run("--step_cache mag --task t2v-A14B"))
+    assert list_skipped_steps(steps["cond"]) == MAG_SKIPS
+    with_warmup = list_steps(plan_run("--step_cache mag --step_cache_warmup 9"))
+    assert list_skipped_steps(with_warmup["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
     assert policy.list_forced_steps(T2V, 0) == tuple(step in (0, 26) for step in range(40))
     assert policy.list_forced_steps(T2V, 2) == tuple(
         step in (0, 1, 25, 26, 27, 39) for step in range(40)
@@ -154,36 +159,36 @@ def test_forced_steps_are_added_and_change_no_counter() -> None:
 
 
 def test_both_branches_agree_where_other_ranks_compute_each() -> None:
-    run = asked("--step_cache mag --step_cache_threshold 0.01")
-    apart, both = lists(run), lists(run, together=True)
-    assert apart["cond"] != apart["uncond"]
-    wanted = tuple(a or b for a, b in zip(apart["cond"], apart["uncond"], strict=True))
-    assert both == {"cond": wanted, "uncond": wanted}
+    run = plan_run("--step_cache mag --step_cache_threshold 0.01")
+    separate, combined = list_steps(run), list_steps(run, all_branches=True)
+    assert separate["cond"] != separate["uncond"]
+    expected = tuple(a or b for a, b in zip(separate["cond"], separate["uncond"], strict=True))
+    assert combined == {"cond": expected, "uncond": expected}
 
 
 def test_tea_sums_up_estimated_changes() -> None:
     # 2 change + 0.1 of each step: 0.3, 0.3, 0.3, 0.5 | 0.7
     settings = StepCache("tea", step_cache_threshold=0.65, step_cache_coefficients=(2.0, 0.1))
     tea = Tea(settings, PRESETS["t2v-A14B"])
-    wanted = (True, False, False, True, False, True)
-    assert tea.apply_rule([0.0, 0.1, 0.1, 0.1, 0.2, 0.0]) == wanted
+    expected = (True, False, False, True, False, True)
+    assert tea.apply_rule([0.0, 0.1, 0.1, 0.1, 0.2, 0.0]) == expected
 
 
 def test_tea_adds_up_for_each_branch_by_itself() -> None:
     """Estimates of 0.3 a step and a threshold of 0.85: both compute every third step."""
-    run = asked(
+    run = plan_run(
         "--task t2v-1.3B --sample_steps 15 --step_cache tea --step_cache_coefficients 1,0 "
         "--step_cache_threshold 0.85"
     )
     assert run.setup.policy is not None
 
-    def changes(_: str, told: Any) -> list[float]:
-        return [0.0, *[0.3] * (len(told) - 1)]
+    def changes(_: str, timesteps: Any) -> list[float]:
+        return [0.0, *[0.3] * (len(timesteps) - 1)]
 
-    wanted = tuple(step % 3 == 0 or step == 14 for step in range(15))
+    expected = tuple(step % 3 == 0 or step == 14 for step in range(15))
     for _ in range(2):  # a second video starts anew
-        found = run.setup.policy.list_steps(run.params, compute_changes=changes)
-        assert found == {"cond": wanted, "uncond": wanted}
+        steps = run.setup.policy.list_steps(run.params, compute_changes=changes)
+        assert steps == {"cond": expected, "uncond": expected}
 
 
 def test_changes_of_the_time_embedding() -> None:
@@ -196,25 +201,26 @@ def test_changes_of_the_time_embedding() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.SiLU(), torch.nn.Linear(8, 8))
     layers.load_state_dict({name.split(".", 1)[1]: value for name, value in weights.items()})
     angles = torch.tensor([[900.0], [700.0]]) * 10000.0 ** -(torch.arange(8) / 8)
-    before, after = layers(torch.cat((angles.cos(), angles.sin()), -1))
+    first_embedding, second_embedding = layers(torch.cat((angles.cos(), angles.sin()), -1))
     first, second = compute_embedding_changes(weights, [900, 700])
     assert first == 0
     assert second == pytest.approx(
-        ((after - before).abs().mean() / before.abs().mean()).item(), rel=1e-4
+        ((second_embedding - first_embedding).abs().mean() / first_embedding.abs().mean()).item(),
+        rel=1e-4,
     )
 
 
 def test_the_attention_cache_follows_the_vendors_rule() -> None:
-    found = lists(asked("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
+    steps = list_steps(plan_run("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
     # the second expert begins with step 26
-    wanted = [s for s in range(13, 38) if (s - 12) % 4 and s != 26]
-    assert skipped(found["cond"]) == wanted
+    expected = [s for s in range(13, 38) if (s - 12) % 4 and s != 26]
+    assert list_skipped_steps(steps["cond"]) == expected
 
 
 def test_the_unconditional_branch_is_left_out_late() -> None:
-    found = lists(asked("--step_cache cfg"))
-    assert all(found["cond"])
-    assert skipped(found["uncond"]) == [27, 28, 29, 30, 32, 33, 34, 35]
+    steps = list_steps(plan_run("--step_cache cfg"))
+    assert all(steps["cond"])
+    assert list_skipped_steps(steps["uncond"]) == [27, 28, 29, 30, 32, 33, 34, 35]
 
 
 def test_timesteps_are_the_solvers() -> None:
@@ -224,25 +230,28 @@ def test_timesteps_are_the_solvers() -> None:
         for steps in (4, 20, 40, 50, 333):
             start = float(np.float32(0.999)) if solver == "unipc" else 1.0
             ratios = np.linspace(start, 0, steps + 1)[:-1]
-            wanted = shift * ratios / (1 + (shift - 1) * ratios)
-            assert noise_schedule.compute_sigmas(solver, steps, shift) == wanted.tolist()
+            expected = shift * ratios / (1 + (shift - 1) * ratios)
+            assert noise_schedule.compute_sigmas(solver, steps, shift) == expected.tolist()
 
 
 def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
-    made = mag.load_published_curve("t2v-A14B", False)
-    assert made is not None
+    published = mag.load_published_curve("t2v-A14B", False)
+    assert published is not None
     path = tmp_path / "curve.json"
-    made.save(path)
-    again = mag.read_curve(path)
-    assert (again.ratios, again.steps, again.origin) == (made.ratios, 40, str(path))
-    request = asked("--step_cache mag").params
-    assert again.resample(request) is again.ratios
-    half = again.resample(replace(request, sample_steps=20))["cond"]
-    assert half[0] == made.ratios["cond"][0] and len(half) == 20
-    assert half[13] == made.ratios["cond"][26], "each phase begins with its own"
-    assert half[12] == made.ratios["cond"][25] and half[-1] == made.ratios["cond"][-1]
+    published.save(path)
+    loaded = mag.read_curve(path)
+    assert (loaded.ratios, loaded.steps, loaded.origin) == (published.ratios, 40, str(path))
+    request = plan_run("--step_cache mag").params
+    assert loaded.resample(request) is loaded.ratios
+    resampled = loaded.resample(replace(request, sample_steps=20))["cond"]
+    assert resampled[0] == published.ratios["cond"][0] and len(resampled) == 20
+    assert resampled[13] == published.ratios["cond"][26], "each phase begins with its own"
+    assert (
+        resampled[12] == published.ratios["cond"][25]
+        and resampled[-1] == published.ratios["cond"][-1]
+    )
     with pytest.raises(InputError, match="the boundary differs"):
-        again.resample(replace(request, boundary=0.95))
+        loaded.resample(replace(request, boundary=0.95))
     record = json.loads(path.read_text())
     for change in (
         {"steps": 39},
@@ -257,24 +266,24 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
 
 def test_curves_of_other_tasks_and_other_steps(tmp_path: Path) -> None:
     path = tmp_path / "curve.json"
-    made = mag.load_published_curve("i2v-A14B", True)
-    assert made is not None
-    made.save(path)
+    published = mag.load_published_curve("i2v-A14B", True)
+    assert published is not None
+    published.save(path)
     with pytest.raises(InputError, match="made for i2v-A14B, not for t2v-A14B"):
-        asked(f"--step_cache mag --step_cache_curve {path}")
-    notices = asked("--step_cache mag --sample_steps 20").notices
+        plan_run(f"--step_cache mag --step_cache_curve {path}")
+    notices = plan_run("--step_cache mag --sample_steps 20").notices
     assert any("made for the official weights" in line for line in notices)
     assert any("made with 40 steps; each of the 20" in line for line in notices)
 
 
 def test_another_policy_takes_back_a_records_parameters(tmp_path: Path) -> None:
-    path, given = tmp_path / "record.json", "--step_cache mag --step_cache_max_skip 3"
-    settings = asked(f"{given} --step_cache_threshold 0.05").settings
+    path, flags = tmp_path / "record.json", "--step_cache mag --step_cache_max_skip 3"
+    settings = plan_run(f"{flags} --step_cache_threshold 0.05").settings
     assert settings["step_cache_max_skip"] == 3
     path.write_text(json.dumps({"settings": settings}))
-    assert asked(f"--from_json {path}").setup.cache.step_cache_max_skip == 3
-    assert asked(f"--from_json {path} --step_cache none").setup.cache == StepCache()
-    other = asked(f"--from_json {path} --step_cache first_block").setup.cache
+    assert plan_run(f"--from_json {path}").setup.cache.step_cache_max_skip == 3
+    assert plan_run(f"--from_json {path} --step_cache none").setup.cache == StepCache()
+    other = plan_run(f"--from_json {path} --step_cache first_block").setup.cache
     assert other == StepCache("first_block", step_cache_threshold=0.05)
 
 
@@ -292,67 +301,69 @@ class Blocks:
         self.factors, self.calls = factors, [0] * len(factors)
 
     def __call__(self, x_BLC: Tensor, first: int, last: int | None) -> Tensor:
-        for place in range(first, len(self.factors) if last is None else last):
-            self.calls[place] += 1
-            x_BLC.add_(x_BLC, alpha=self.factors[place])
+        for index in range(first, len(self.factors) if last is None else last):
+            self.calls[index] += 1
+            x_BLC.add_(x_BLC, alpha=self.factors[index])
         return x_BLC
 
 
-def through(cache: Any, blocks: Any, x: Tensor, at: StepInfo, valid: int = 6) -> Tensor:
+def apply_cache(cache: Any, blocks: Any, x: Tensor, info: StepInfo, valid: int = 6) -> Tensor:
     with torch.inference_mode():
-        return cache(x.clone(), blocks, at, valid, torch.float32)
+        return cache(x.clone(), blocks, info, valid, torch.float32)
 
 
-def listed(*computed: bool) -> policy.StepLists:
+def make_step_lists(*computed: bool) -> policy.StepLists:
     return {"cond": computed, "uncond": computed}
 
 
 def test_a_skipped_step_adds_the_kept_residual() -> None:
-    cache, blocks = kept("tea"), Blocks(0.5, 1.0)
+    cache, blocks = make_cache("tea"), Blocks(0.5, 1.0)
     x = torch.randn(1, 6, 4)
-    cache.start_run(listed(True, False, True, False))
-    torch.testing.assert_close(through(cache, blocks, x, step(0)), 3 * x)
-    torch.testing.assert_close(through(cache, blocks, x + 1, step(1)), x + 1 + 2 * x)
-    torch.testing.assert_close(through(cache, blocks, 2 * x, step(2)), 6 * x)
-    torch.testing.assert_close(through(cache, blocks, x, step(3)), x + 4 * x)
+    cache.start_run(make_step_lists(True, False, True, False))
+    torch.testing.assert_close(apply_cache(cache, blocks, x, step(0)), 3 * x)
+    torch.testing.assert_close(apply_cache(cache, blocks, x + 1, step(1)), x + 1 + 2 * x)
+    torch.testing.assert_close(apply_cache(cache, blocks, 2 * x, step(2)), 6 * x)
+    torch.testing.assert_close(apply_cache(cache, blocks, x, step(3)), x + 4 * x)
     assert blocks.calls == [2, 2] and cache.computed == {"cond": [0, 2]}
 
 
 def test_order_one_extrapolates_the_residual() -> None:
     """R(0) = 1, R(2) = 5 per element: 2 a step, so R(3) = 7 and R(5) = 11."""
-    cache = kept("tea", step_cache_order=1)
-    cache.start_run(listed(True, False, True, False, False, False))
+    cache = make_cache("tea", step_cache_order=1)
+    cache.start_run(make_step_lists(True, False, True, False, False, False))
     x = torch.zeros(1, 6, 4)
 
     def adds(value: float) -> Callable[[Tensor, int, int | None], Tensor]:
         return lambda x_BLC, first, last: x_BLC.add_(value)
 
-    found = [through(cache, adds(value), x, step(i)) for i, value in enumerate((1, 0, 5, 0, 0, 0))]
-    assert [y.unique().tolist() for y in found] == [[1], [1], [5], [7], [9], [11]]
+    outputs = [
+        apply_cache(cache, adds(value), x, step(i)) for i, value in enumerate((1, 0, 5, 0, 0, 0))
+    ]
+    assert [y.unique().tolist() for y in outputs] == [[1], [1], [5], [7], [9], [11]]
 
 
 def test_another_expert_or_grid_reuses_nothing() -> None:
     for other in (step(1, expert=LOW), step(1, grid=(1, 3, 2))):
-        cache, blocks = kept("tea"), Blocks(1.0)
-        cache.start_run(listed(True, False, False))
+        cache, blocks = make_cache("tea"), Blocks(1.0)
+        cache.start_run(make_step_lists(True, False, False))
         x = torch.randn(1, 6, 4)
-        through(cache, blocks, x, step(0))
-        torch.testing.assert_close(through(cache, blocks, x, other), 2 * x)
-        through(cache, blocks, x, step(2))
+        apply_cache(cache, blocks, x, step(0))
+        torch.testing.assert_close(apply_cache(cache, blocks, x, other), 2 * x)
+        apply_cache(cache, blocks, x, step(2))
         assert blocks.calls == [3], "what the first expert kept is gone"
 
 
 def test_branches_samples_and_runs_have_their_own() -> None:
-    cache, blocks = kept("tea"), Blocks(1.0)
+    cache, blocks = make_cache("tea"), Blocks(1.0)
     x = torch.randn(1, 6, 4)
-    cache.start_run(listed(False, False))
+    cache.start_run(make_step_lists(False, False))
     for branch in ("cond", "uncond"):
-        through(cache, blocks, x, step(0, branch=branch))
+        apply_cache(cache, blocks, x, step(0, branch=branch))
     assert blocks.calls == [2]
-    through(cache, blocks, x, step(1))
+    apply_cache(cache, blocks, x, step(1))
     assert blocks.calls == [2] and cache.count_skipped_steps() == 1
-    cache.start_run(listed(False, False))
-    through(cache, blocks, x, step(1))
+    cache.start_run(make_step_lists(False, False))
+    apply_cache(cache, blocks, x, step(1))
     assert blocks.calls == [3] and cache.count_skipped_steps() == 0
 
 
@@ -362,26 +373,26 @@ TURNS = [(branch, sample) for branch in policy.BRANCHES for sample in (0, 1)]
 @pytest.mark.parametrize("name", ["tea", "attention"])
 def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
     """Branches and samples alternate within a step."""
-    cache, added = kept(name), {turn: torch.randn(1, 6, 4) for turn in TURNS}
-    cache.start_run(listed(True, False, True))
+    cache, added = make_cache(name), {turn: torch.randn(1, 6, 4) for turn in TURNS}
+    cache.start_run(make_step_lists(True, False, True))
     for index, (branch, sample) in product((0, 1), TURNS):
-        at = replace(step(index, branch=branch), sample=sample)
-        own = added[branch, sample] + index
+        info = replace(step(index, branch=branch), sample=sample)
+        value = added[branch, sample] + index
         with torch.inference_mode():
             if name == "attention":
-                found = cache(lambda own=own: own, at, 0)
+                output = cache(lambda value=value: value, info, 0)
             else:
-                blocks = lambda x, *_, own=own: x.add_(own)  # noqa: E731
-                found = cache(torch.zeros(1, 6, 4), blocks, at, 6, torch.float32)
-        assert torch.equal(found, added[branch, sample]), (index, branch, sample)
+                blocks = lambda x, *_, value=value: x.add_(value)  # noqa: E731
+                output = cache(torch.zeros(1, 6, 4), blocks, info, 6, torch.float32)
+        assert torch.equal(output, added[branch, sample]), (index, branch, sample)
     assert cache.skipped == {"cond": [1], "uncond": [1]}
 
 
 @pytest.mark.parametrize("name", ["tea", "attention", "cfg"])
 def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
     """Also where it ends before a step that would have used it."""
-    cache, live, shape = kept(name), StorageTracker("cpu"), (1, 6, 4)
-    cache.start_run(listed(True, False))
+    cache, live, shape = make_cache(name), StorageTracker("cpu"), (1, 6, 4)
+    cache.start_run(make_step_lists(True, False))
     with torch.inference_mode(), live:
         if name == "tea":
             cache(torch.ones(shape), Blocks(1.0), step(0), 6, torch.float32)
@@ -396,80 +407,82 @@ def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
 
 def test_small_changes_add_up() -> None:
     """A step is compared with the last one that was computed, not with the last one."""
-    cache, x = kept("first_block", step_cache_threshold=0.2), torch.randn(1, 6, 4)
-    cache.start_run(listed(*[False] * 4))
+    cache, x = make_cache("first_block", step_cache_threshold=0.2), torch.randn(1, 6, 4)
+    cache.start_run(make_step_lists(*[False] * 4))
     for index in range(4):
-        through(cache, Blocks(1.0, 1.0), 1.15**index * x, step(index))
+        apply_cache(cache, Blocks(1.0, 1.0), 1.15**index * x, step(index))
     assert cache.computed == {"cond": [0, 2]} and cache.skipped == {"cond": [1, 3]}
 
 
 def test_first_block_cache_compares_the_first_residual() -> None:
     """r = x in every step here: it changes by a fifth, and only real tokens count."""
     for threshold in (0.1, 0.3):
-        cache, blocks = kept("first_block", step_cache_threshold=threshold), Blocks(1.0, 1.0)
-        cache.start_run(listed(*[False] * 4))
+        cache, blocks = make_cache("first_block", step_cache_threshold=threshold), Blocks(1.0, 1.0)
+        cache.start_run(make_step_lists(*[False] * 4))
         x = torch.randn(1, 6, 4)
         padded = torch.cat((x, torch.randn(1, 2, 4)), 1)
-        through(cache, blocks, padded, step(0))
+        apply_cache(cache, blocks, padded, step(0))
         later = torch.cat((1.2 * x, 100 * torch.randn(1, 2, 4)), 1)
-        found = through(cache, blocks, later, step(1))
+        output = apply_cache(cache, blocks, later, step(1))
         if threshold < 0.2:
-            torch.testing.assert_close(found, 4 * later)
+            torch.testing.assert_close(output, 4 * later)
             assert blocks.calls == [2, 2]
         else:
-            torch.testing.assert_close(found, 2 * later + 2 * padded)
+            torch.testing.assert_close(output, 2 * later + 2 * padded)
             assert blocks.calls == [2, 1] and cache.computed == {"cond": [0]}
 
 
 def test_threshold_zero_changes_no_bit() -> None:
-    cache, blocks = kept("first_block", step_cache_threshold=0.0), Blocks(0.3, 0.7)
-    cache.start_run(listed(*[False] * 4))
+    cache, blocks = make_cache("first_block", step_cache_threshold=0.0), Blocks(0.3, 0.7)
+    cache.start_run(make_step_lists(*[False] * 4))
     for index in range(4):
         x = torch.randn(1, 6, 4)
         expected = Blocks(0.3, 0.7)(x.clone(), 0, None)
-        assert torch.equal(through(cache, blocks, x, step(index)), expected)
+        assert torch.equal(apply_cache(cache, blocks, x, step(index)), expected)
     assert cache.computed == {"cond": [0, 1, 2, 3]}
 
 
 def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
-    cache, made = kept("attention"), []
+    cache, computed = make_cache("attention"), []
 
     def attend() -> Tensor:
-        made.append(torch.randn(1, 6, 4))
-        return made[-1]
+        computed.append(torch.randn(1, 6, 4))
+        return computed[-1]
 
-    cache.start_run(listed(True, False, False, True))
+    cache.start_run(make_step_lists(True, False, False, True))
     with torch.inference_mode():
-        found = [[cache(attend, step(index), layer) for layer in (0, 1)] for index in range(4)]
-    assert len(made) == 4 and found[1][0] is found[0][0] and found[2][1] is found[0][1]
-    assert found[3][0] is made[2]
+        returned = [[cache(attend, step(index), layer) for layer in (0, 1)] for index in range(4)]
+    assert (
+        len(computed) == 4 and returned[1][0] is returned[0][0] and returned[2][1] is returned[0][1]
+    )
+    assert returned[3][0] is computed[2]
     assert (cache.computed, cache.skipped) == ({"cond": [0, 3]}, {"cond": [1, 2]})
-    alive = [weakref.ref(x) for x in made]
-    made.clear(), found.clear()
+    alive = [weakref.ref(x) for x in computed]
+    computed.clear(), returned.clear()
     assert not any(ref() is not None for ref in alive), "nobody will ask for them again"
 
 
 @pytest.mark.parametrize(("h", "w"), [(8, 8), (5, 7)])
 def test_the_rebuilt_branch_has_the_kept_difference(h: int, w: int) -> None:
     """Low frequencies of it as they were, high ones a fifth stronger."""
-    cache = kept("cfg")
+    cache = make_cache("cfg")
     cache.start_run({"cond": (True, True), "uncond": (True, False)})
     slow, fast = (
         torch.cos(2 * torch.pi * periods * torch.arange(w) / w).expand(2, 3, h, w)
         for periods in (1, w // 2)
     )
     cond, later = torch.randn(2, 3, h, w), torch.randn(2, 3, h, w)
-    told = {"cond": cond, "uncond": cond + slow + fast}
-    first = cache(0, run_both_branches, told.__getitem__)
-    assert torch.equal(first[1], told["uncond"])
-    told = {"cond": later}
-    found = cache(1, run_both_branches, told.__getitem__)
-    torch.testing.assert_close(found[1], later + slow + 1.2 * fast)
+    predictions = {"cond": cond, "uncond": cond + slow + fast}
+    first = cache(0, run_both_branches, predictions.__getitem__)
+    assert torch.equal(first[1], predictions["uncond"])
+    predictions = {"cond": later}
+    branches = cache(1, run_both_branches, predictions.__getitem__)
+    torch.testing.assert_close(branches[1], later + slow + 1.2 * fast)
     assert cache.computed == {"cond": [0, 1], "uncond": [0]} and cache.skipped == {"uncond": [1]}
 
 
 # Values and parameters with which a policy skips steps of a random network.
-GIVEN: dict[str, tuple[str, ...]] = {
+POLICY_FLAGS: dict[str, tuple[str, ...]] = {
     "first_block": ("--step_cache=first_block", "--step_cache_threshold=0.6"),
     "tea": ("--step_cache=tea", "--step_cache_coefficients=1,0", "--step_cache_threshold=1"),
     "steps": ("--step_cache=steps:0-3,9,15-19",),
@@ -480,31 +493,31 @@ Forward = tuple[str, int, int, int]
 """Branch, step, blocks and self-attentions that ran."""
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Forward]:
+def record_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Forward]:
     """Records the forwards of every network."""
-    forward, found, counts = WanModel.forward, list[Forward](), [0, 0]
+    forward, forwards, counts = WanModel.forward, list[Forward](), [0, 0]
 
-    def count(place: int) -> Callable[..., None]:
+    def count(index: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            counts[place] += 1
+            counts[index] += 1
 
         return hook
 
-    def counted(self: WanModel, *args: Any, step: StepInfo, **more: Any) -> list[Tensor]:
+    def count_and_forward(self: WanModel, *args: Any, step: StepInfo, **more: Any) -> list[Tensor]:
         hooks = [
-            module.register_forward_hook(count(place))
+            module.register_forward_hook(count(index))
             for block in self.blocks
-            for place, module in enumerate((block, block.self_attn))
+            for index, module in enumerate((block, block.self_attn))
         ]
         counts[:] = 0, 0
         result = forward(self, *args, step=step, **more)
-        found.append((step.branch, step.index, *counts))
+        forwards.append((step.branch, step.index, *counts))
         for hook in hooks:
             hook.remove()
         return result
 
-    monkeypatch.setattr(WanModel, "forward", counted)
-    return found
+    monkeypatch.setattr(WanModel, "forward", count_and_forward)
+    return forwards
 
 
 @pytest.mark.parametrize(
@@ -515,36 +528,42 @@ def test_a_run_computes_what_its_policy_promises(
     name: str, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compares the blocks that ran with the record, the list, and the text of `--plan`."""
-    given = GIVEN.get(name, (f"--step_cache={name}",))
+    flags = POLICY_FLAGS.get(name, (f"--step_cache={name}",))
     size = ["--size=96*64", "--frame_num=5", "--sample_steps=20", "--sample_shift=5"]
-    run = planned("--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *given)
-    forwards, made = watched(monkeypatch), run.setup.policy
-    assert made is not None
+    run = planned("--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *flags)
+    forwards, implementation = record_forwards(monkeypatch), run.setup.policy
+    assert implementation is not None
     settings = {name: value for name, value in vars(run.setup.cache).items() if value is not None}
     model = wan.WanTI2V(WAN_CONFIGS["ti2v-5B"], tiny("ti2v-5B"), **settings)
     texts = {"prompt_embeds": torch.randn(5, 64), "negative_prompt_embeds": torch.randn(3, 64)}
     more = {"sampling_steps": 20, "shift": 5.0, "seed": 1, "output_type": "latent"}
     model.generate("", size=(96, 64), frame_num=5, **more, **texts)
     layers = max(blocks for _, _, blocks, _ in forwards)
-    whole = {
+    full_steps = {
         branch: [s for name, s, *ran in forwards if name == branch and ran == [layers, layers]]
         for branch in policy.BRANCHES
     }
     factor = 40 / sum(blocks == layers for *_, blocks, _ in forwards)
-    assert model.step_cache == {"policy": name, "computed": whole}
-    assert min(map(len, whole.values())) < 20, "it leaves nothing out"
-    lists = made.list_steps(run.params, compute_changes=model._pipeline.step_cache.compute_changes)
-    assert lists is not None
-    for branch, row in lists.items():
-        listed = [step for step, computes in enumerate(row) if computes]
-        assert {*listed} <= {*whole[branch]} if made.decides_per_step else listed == whole[branch]
+    assert model.step_cache == {"policy": name, "computed": full_steps}
+    assert min(map(len, full_steps.values())) < 20, "it leaves nothing out"
+    planned_steps = implementation.list_steps(
+        run.params, compute_changes=model._pipeline.step_cache.compute_changes
+    )
+    assert planned_steps is not None
+    for branch, row in planned_steps.items():
+        row_steps = [step for step, computes in enumerate(row) if computes]
+        assert (
+            {*row_steps} <= {*full_steps[branch]}
+            if implementation.decides_per_step
+            else row_steps == full_steps[branch]
+        )
     (line,) = (
         line
         for line in report.describe_plan(Planner(run.setup, run.params), "ti2v-5B")
         if line.startswith("Step cache")
     )
-    for branch, listed in re.findall(r"(\w+) computes \d+ of 20 steps \(([\d,-]+)\)", line):
-        assert listed_values("", listed) == (*whole[branch],)
+    for branch, row_steps in re.findall(r"(\w+) computes \d+ of 20 steps \(([\d,-]+)\)", line):
+        assert listed_values("", row_steps) == (*full_steps[branch],)
     promised = re.search(r"at most ([\d.]+) times as fast", line)
     if promised is not None:
         assert float(promised[1]) == pytest.approx(factor, abs=0.005)
@@ -556,10 +575,10 @@ def test_the_documents_name_each_policy() -> None:
     lines = (Path(__file__).parents[2] / "docs" / "step_caches.md").read_text().splitlines()
     for row in POLICIES.values():
         (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))
-        own = [
+        parameters = [
             name for name in row.parameters if name not in ("step_cache_warmup", "step_cache_order")
         ]
-        assert all(f"`--{name}`" in line for name in own), row.value
+        assert all(f"`--{name}`" in line for name in parameters), row.value
         assert (
             row.default_threshold is None
             or f"`--step_cache_threshold` ({row.default_threshold:g}" in line

@@ -37,7 +37,9 @@ DIT_NUMBERS = {
 }
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
-EACH = pytest.mark.parametrize("task", ["t2v-A14B", slow("i2v-A14B"), "ti2v-5B", slow("t2v-1.3B")])
+EACH_TASK = pytest.mark.parametrize(
+    "task", ["t2v-A14B", slow("i2v-A14B"), "ti2v-5B", slow("t2v-1.3B")]
+)
 
 Make = Callable[[str, str], Path]
 
@@ -128,19 +130,19 @@ def test_official_dit_config_and_names(make: Make, task: str):
         model.load_state_dict(safetensors_in(folder), assign=True)  # strict
 
 
-@EACH
+@EACH_TASK
 def test_both_layouts_hold_the_same_tensors(make: Make, task: str):
     official, other = (official_tensors(make(task, x), task, x) for x in LAYOUTS)
     assert official.keys() == other.keys()
     for name, tensor in official.items():
-        wanted = torch.float32 if name.startswith("vae/") else torch.bfloat16
-        assert tensor.dtype == other[name].dtype == wanted
+        expected_dtype = torch.float32 if name.startswith("vae/") else torch.bfloat16
+        assert tensor.dtype == other[name].dtype == expected_dtype
         assert torch.equal(tensor, other[name]), name
     if "A14B" in task:
         assert not torch.equal(official["dit0/head.modulation"], official["dit1/head.modulation"])
 
 
-@EACH
+@EACH_TASK
 def test_diffusers_loads_its_folder(make: Make, task: str):
     """The library itself judges the layout, and finds no tensor missing or unknown."""
     folder = make(task, "diffusers")

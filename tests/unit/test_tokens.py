@@ -50,11 +50,11 @@ SHARDS = {  # tokens, ranks, multiple -> tokens of a shard, and those that count
 
 def test_shard_table() -> None:
     plans = {case: TokenPlan(*case) for case in SHARDS}
-    found = {
+    shards = {
         case: (plan.shard_len, [plan.count_valid_tokens(rank) for rank in range(plan.ranks)])
         for case, plan in plans.items()
     }
-    assert found == SHARDS
+    assert shards == SHARDS
 
 
 @CALM
@@ -79,20 +79,22 @@ def test_runs_follow_their_tokens(lengths: list[int], ranks: int, multiple: int)
 def test_a_shard_has_memory_of_its_own(ordered: bool) -> None:
     """Blocks update it in place, and the whole sequence may be used again."""
     order = (lambda _: torch.arange(5, -1, -1)) if ordered else None
-    whole = torch.arange(1.0, 13).view(1, 6, 2)
-    arranged, before = whole.flip(1) if ordered else whole.clone(), whole.clone()
+    sequence = torch.arange(1.0, 13).view(1, 6, 2)
+    arranged, original = sequence.flip(1) if ordered else sequence.clone(), sequence.clone()
     for ranks, multiple in product((1, 2, 3), (1, 4)):
-        tokens, found = ShardedSequence(SINGLE_RANK, multiple, order), []
+        tokens, shards = ShardedSequence(SINGLE_RANK, multiple, order), []
         for rank in range(ranks):
             tokens.num_ranks, tokens.rank = ranks, rank
-            found.append(tokens.shard(whole, (1, 2, 3)))
-            so_far = arranged[:, : len(found[0][0]) * (rank + 1)]
-            assert torch.equal(torch.cat(found, dim=1)[:, :6], so_far), (ranks, multiple)
-            kept = found[-1].clone()
-            found[-1].zero_()
-            assert torch.equal(whole, before), (ranks, multiple)
-            assert found[-1].untyped_storage().nbytes() == found[-1].nbytes, "nothing else is held"
-            found[-1] = kept
+            shards.append(tokens.shard(sequence, (1, 2, 3)))
+            so_far = arranged[:, : len(shards[0][0]) * (rank + 1)]
+            assert torch.equal(torch.cat(shards, dim=1)[:, :6], so_far), (ranks, multiple)
+            shard = shards[-1].clone()
+            shards[-1].zero_()
+            assert torch.equal(sequence, original), (ranks, multiple)
+            assert shards[-1].untyped_storage().nbytes() == shards[-1].nbytes, (
+                "nothing else is held"
+            )
+            shards[-1] = shard
 
 
 @pytest.mark.parametrize("ring_type", RING_TYPES)
@@ -109,9 +111,9 @@ def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str) -> None:
     for size in SIZES:
         plans = [plan_hops(ring_type, rank, size) for rank in range(size)]
         assert {len(plan) for plan in plans} == {size - 1}, "all ranks step together"
-        for together in zip(*plans, strict=True):
-            sent = [(me, to, b) for me, hop in enumerate(together) for to, b in hop.sends]
-            got = [(frm, me, b) for me, hop in enumerate(together) for frm, b in hop.receives]
+        for hops in zip(*plans, strict=True):
+            sent = [(me, to, b) for me, hop in enumerate(hops) for to, b in hop.sends]
+            got = [(frm, me, b) for me, hop in enumerate(hops) for frm, b in hop.receives]
             assert sorted(sent) == sorted(got), size
             assert len({(frm, to) for frm, to, _ in sent}) == len(sent), size
 
@@ -195,12 +197,12 @@ def test_bits_do_not_depend_on_how_many_heads_are_merged(seed: int, heads: int, 
         )
         for _ in range(3)
     ]
-    whole, single = LseMerger(), [LseMerger() for _ in range(heads)]
+    joint, single = LseMerger(), [LseMerger() for _ in range(heads)]
     for out, lse in parts:
-        for n, one in enumerate(single):
-            one.add(out[:, :, n : n + 1].clone(), lse[:, n : n + 1].clone())
-        whole.add(out.clone(), lse)
-    assert torch.equal(whole.result(), torch.cat([one.result() for one in single], dim=2))
+        for n, merger in enumerate(single):
+            merger.add(out[:, :, n : n + 1].clone(), lse[:, n : n + 1].clone())
+        joint.add(out.clone(), lse)
+    assert torch.equal(joint.result(), torch.cat([merger.result() for merger in single], dim=2))
 
 
 def test_one_part_stays_as_it_is() -> None:

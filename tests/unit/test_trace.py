@@ -44,30 +44,35 @@ PLAN = ExchangePlan(
     sparse_from=None,
     steps={0: "dit"},
 )
-INTO = "A2A q, A2A k, A2A v"
-GOT = "wait q, wait k, wait v"
-OUT = "A2A out, wait out"
+INPUT_SENDS = "A2A q, A2A k, A2A v"
+INPUT_WAITS = "wait q, wait k, wait v"
+OUTPUT_ITEMS = "A2A out, wait out"
 
 
-def names(plan: ExchangePlan, chunk: int = 0, step: int = 0) -> str:
+def list_planned_names(plan: ExchangePlan, chunk: int = 0, step: int = 0) -> str:
     """Returns the items of a chunk in the planned order."""
     return ", ".join(
-        name for place, name in exchange_order.list_planned_items(plan, step) if place == chunk
+        name
+        for item_chunk, name in exchange_order.list_planned_items(plan, step)
+        if item_chunk == chunk
     )
 
 
 def test_the_order_of_a_chunk() -> None:
     for comm_type, chunks in ((0, 1), (1, 2)):
         plan = replace(PLAN, comm_type=comm_type)
-        assert names(plan) == f"{INTO}, {GOT}, FA 0, {OUT}"
+        assert list_planned_names(plan) == f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, {OUTPUT_ITEMS}"
         assert {chunk for chunk, _ in exchange_order.list_planned_items(plan, 0)} == set(
             range(chunks)
         )
 
 
 CHANGED: list[tuple[dict[str, Any], str]] = [
-    ({"comm_type": 2}, f"{INTO}, {GOT}, FA 0, FA 1, {OUT}"),
-    ({"comm_type": 2, "tokens": 1}, f"{INTO}, {GOT}, FA 0, {OUT}"),  # one row is one block
+    ({"comm_type": 2}, f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, FA 1, {OUTPUT_ITEMS}"),
+    (
+        {"comm_type": 2, "tokens": 1},
+        f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, {OUTPUT_ITEMS}",
+    ),  # one row is one block
     ({"sizes": (1, 1, 1), "comm_type": 0}, "FA 0"),
     ({"sizes": (1, 2, 1), "comm_type": 0}, "hop, FA 0 of 0, in, FA 0 of 1"),
     ({"sizes": (1, 2, 1), "comm_type": 0, "merges": False}, "gather k, gather v, FA 0"),
@@ -84,19 +89,25 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"fp8": True, "fp8_exchange": True},
-        f"{INTO}, A2A q scale, A2A k scale, A2A v scale, {GOT}, wait q scale, wait k scale, "
-        f"wait v scale, FA 0, {OUT}",
+        f"{INPUT_SENDS}, A2A q scale, A2A k scale, A2A v scale, {INPUT_WAITS}, wait q scale, wait k scale, "
+        f"wait v scale, FA 0, {OUTPUT_ITEMS}",
     ),
-    ({"fp8": True, "fp8_exchange": True, "fused": True}, f"A2A qkv, wait qkv, FA 0, {OUT}"),
+    (
+        {"fp8": True, "fp8_exchange": True, "fused": True},
+        f"A2A qkv, wait qkv, FA 0, {OUTPUT_ITEMS}",
+    ),
     # 10 tokens: a sparse or quantised call divides queries at multiples of 128 rows.
-    ({"comm_type": 2, "sparse_from": 0}, f"{INTO}, {GOT}, FA 0, {OUT}"),
-    ({"comm_type": 2, "sparse_from": 1}, f"{INTO}, {GOT}, FA 0, FA 1, {OUT}"),
+    ({"comm_type": 2, "sparse_from": 0}, f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, {OUTPUT_ITEMS}"),
+    (
+        {"comm_type": 2, "sparse_from": 1},
+        f"{INPUT_SENDS}, {INPUT_WAITS}, FA 0, FA 1, {OUTPUT_ITEMS}",
+    ),
 ]
 
 
 def test_what_the_sizes_change() -> None:
-    found = [(changed, names(replace(PLAN, **changed))) for changed, _ in CHANGED]
-    assert found == CHANGED
+    orders = [(changed, list_planned_names(replace(PLAN, **changed))) for changed, _ in CHANGED]
+    assert orders == CHANGED
 
 
 def test_the_order_of_overlap() -> None:
@@ -126,11 +137,11 @@ class Ticks(HostClock):
         self.time = 0.0
 
     def now(self) -> Callable[[], int]:
-        found = round(self.time * 1e6)
-        return lambda: found
+        nanoseconds = round(self.time * 1e6)
+        return lambda: nanoseconds
 
 
-def recorded(work: Callable[[Ticks], None], steps: Sequence[int] = (0,)) -> list[Event]:
+def record_work(work: Callable[[Ticks], None], steps: Sequence[int] = (0,)) -> list[Event]:
     """Returns the recorded events of a step's work."""
     clock, events = Ticks(), list[Event]()
     with trace.use_recorder(Recorder(steps, clock, events.extend)), trace.record_step(0, "dit"):
@@ -140,10 +151,10 @@ def recorded(work: Callable[[Ticks], None], steps: Sequence[int] = (0,)) -> list
 
 def test_nothing_is_recorded_where_nobody_asks() -> None:
     x = torch.zeros(2, 3)
-    nothing = trace.span("a2a", x, what="q")
-    assert trace.span("layer", layer=1) is nothing is trace.add_context(chunk=1)
-    assert trace.record_step(0, "dit") is nothing
-    assert not recorded(lambda _: trace.record_marker("cache"), steps=(1,)), "of another step"
+    no_span = trace.span("a2a", x, what="q")
+    assert trace.span("layer", layer=1) is no_span is trace.add_context(chunk=1)
+    assert trace.record_step(0, "dit") is no_span
+    assert not record_work(lambda _: trace.record_marker("cache"), steps=(1,)), "of another step"
 
 
 def test_a_range_knows_where_it_is_and_what_it_holds() -> None:
@@ -159,17 +170,19 @@ def test_a_range_knows_where_it_is_and_what_it_holds() -> None:
             trace.record_marker("cache", distance=lambda: late[0])
         late.append(7)
 
-    step, branch, layer, a2a, project, cache = recorded(work)
+    step, branch, layer, a2a, project, cache = record_work(work)
     assert step.attributes == {"step": 0, "expert": "dit"} and step.duration == 3_000_000
     assert branch.attributes == {**step.attributes, "branch": "cond"}
     assert layer.attributes == {**branch.attributes, "layer": 3}
-    own = {"what": "q", "bytes": 12, "shape": [2, 3], "dtype": "bfloat16"}
-    assert a2a.attributes == {**layer.attributes, "chunk": 1, **own} and a2a.duration == 2_000_000
+    payload = {"what": "q", "bytes": 12, "shape": [2, 3], "dtype": "bfloat16"}
+    assert (
+        a2a.attributes == {**layer.attributes, "chunk": 1, **payload} and a2a.duration == 2_000_000
+    )
     assert project.attributes == {**layer.attributes, "what": "o"} and project.begin == a2a.end
     assert cache.attributes == {**layer.attributes, "distance": 7} and cache.duration == 0
 
 
-def test_a_failing_step_leaves_nothing_behind() -> None:
+def test_a_failing_step_leaves_no_open_spans() -> None:
     events = list[Event]()
     recorder = Recorder((0, 1), Ticks(), events.extend)
 
@@ -203,9 +216,11 @@ def play(
             for chunk, name in (
                 exchange_order.list_planned_items(plan, 0) if items is None else items(layer)
             ):
-                word, _, what = name.partition(" ")
-                facts = {"block": 0} if word == "FA" else {"what": what, "beside": plan.overlap}
-                with trace.add_context(chunk=chunk), trace.span(KINDS[word], **facts):
+                word, _, operand = name.partition(" ")
+                attributes = (
+                    {"block": 0} if word == "FA" else {"what": operand, "beside": plan.overlap}
+                )
+                with trace.add_context(chunk=chunk), trace.span(KINDS[word], **attributes):
                     clock.time += {"A2A": 2, "FA": 5, "wait": 1}[word]
             with trace.span("cross-attention"), trace.span("project", what="q"):
                 clock.time += 3
@@ -217,7 +232,7 @@ def play(
         clock.time += 4
 
     about = {"clock": "ticks", "run": "1", "device": "none", "kernel": "none"}
-    return Trace(plan, recorded(work), about)
+    return Trace(plan, record_work(work), about)
 
 
 def test_figures_of_a_rank() -> None:
@@ -232,7 +247,7 @@ def test_figures_of_a_rank() -> None:
     assert (rank.within.count, rank.within.median) == (2, 12)
     assert (rank.across.count, rank.across.longest) == (1, 15)
     assert rank.within.histogram[GAP_EDGES_MS.index(10.0) + 1] == 2 == sum(rank.within.histogram)
-    assert [(one["layer"], one["time"], one["attention"]) for one in rank.layers] == [
+    assert [(layer["layer"], layer["time"], layer["attention"]) for layer in rank.layers] == [
         (0, 37, 10),
         (1, 37, 10),
     ]
@@ -246,7 +261,7 @@ def test_what_is_hidden_under_attention() -> None:
     assert rank.hidden == 10, "chunk 1 comes in under FA 0, the result of 0 goes out under FA 1"
 
 
-def test_a_changed_order_is_found_and_named() -> None:
+def test_a_changed_order_is_reported() -> None:
     def swapped(layer: int) -> list[exchange_order.OrderItem]:
         items = exchange_order.list_planned_items(PLAN, 0)
         if layer == 1:
@@ -276,19 +291,19 @@ def test_layers_are_counted_up_to_the_first_deviation() -> None:
 
 
 def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
-    def work(what: str) -> Callable[[Ticks], None]:
+    def work(skipped: str) -> Callable[[Ticks], None]:
         def forward(_: Ticks) -> None:
             with trace.span("branch", branch="cond"):
-                if what == "blocks":
+                if skipped == "blocks":
                     trace.record_marker("cache", what="blocks", decision="skipped", first=0)
-                for layer in range(2 if what == "attention" else 0):
+                for layer in range(2 if skipped == "attention" else 0):
                     with trace.span("layer", layer=layer):
                         trace.record_marker("cache", what="attention", decision="skipped")
 
         return forward
 
-    for what in ("blocks", "attention"):
-        verdict = exchange_order.compare_with_plan(PLAN, recorded(work(what)))
+    for cached in ("blocks", "attention"):
+        verdict = exchange_order.compare_with_plan(PLAN, record_work(work(cached)))
         assert verdict == exchange_order.OrderComparison(layers=0, skipped=2, difference=None)
 
 
@@ -339,9 +354,9 @@ def assert_chrome(path: Path) -> None:
 def test_the_file_is_chromes_and_comes_back(folder: Path) -> None:
     assert_chrome(folder / "rank1.json")
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
-    found, expected = exchange_order.read_traces(folder)[1], play(replace(PLAN, rank=1))
-    assert (found.plan, found.metadata) == (expected.plan, expected.metadata)
-    times = [(event.kind, event.attributes, event.begin, event.end) for event in found.events]
+    loaded, expected = exchange_order.read_traces(folder)[1], play(replace(PLAN, rank=1))
+    assert (loaded.plan, loaded.metadata) == (expected.plan, expected.metadata)
+    times = [(event.kind, event.attributes, event.begin, event.end) for event in loaded.events]
     assert times == [(e.kind, e.attributes, e.begin, e.end) for e in expected.events]
 
 
@@ -352,9 +367,9 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         exchange_order.write_trace(play(replace(plan, rank=rank)), other, origin_ns=0)
     out = tmp_path / "out"
     assert power(["report", str(folder), str(other), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert said.count("Order: as planned") == 2 and "a layer, each rank: A2A 8, FA 2" in said
-    assert "run (InsertComm)" in said and "overlap (A2A/FA overlap)" in said
+    output = capsys.readouterr().out
+    assert output.count("Order: as planned") == 2 and "a layer, each rank: A2A 8, FA 2" in output
+    assert "run (InsertComm)" in output and "overlap (A2A/FA overlap)" in output
     first, second = json.loads((out / "report.json").read_text())
     assert first["order"] == second["order"] == "as planned"
     assert first["ranks"][1]["duty"] == 20 / 78 and second["ranks"][0]["hidden"] == 20
@@ -371,15 +386,15 @@ def test_an_edited_trace_is_caught(folder: Path, capsys: pytest.CaptureFixture[s
     sent[0]["ts"], sent[1]["ts"] = sent[1]["ts"], sent[0]["ts"]
     path.write_text(json.dumps(content))
     assert power(["report", str(folder)]) == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "Order: rank 1, step 0 (cond), layer 0, position 0: expected A2A q of chunk 0, found A2A k "
         "of chunk 0"
-    ) in said
+    ) in output
     assert json.loads((folder / "report.json").read_text())[0]["order"].startswith("rank 1")
 
 
-def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+def damage_trace(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     def edit(folder: Path) -> None:
         content = json.loads((folder / "rank1.json").read_text())
         change(content)
@@ -388,8 +403,8 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], objec
     return edit
 
 
-def data(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    return broken(lambda content: change(content["otherData"]))
+def damage_metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return damage_trace(lambda content: change(content["otherData"]))
 
 
 BROKEN: dict[str, Callable[[Path], object]] = {
@@ -399,27 +414,41 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "cut off": lambda folder: (folder / "rank1.json").write_text('{"traceEvents": ['),
     "other JSON": lambda folder: (folder / "rank0.json").write_text("[1]"),
     "not text": lambda folder: (folder / "rank0.json").write_bytes(b"\xff"),
-    "no plan": data(lambda content: content.pop("plan")),
-    "a plan of later days": data(lambda content: content["plan"].update(more=1)),
-    "an unknown mode": data(lambda content: content["plan"].update(comm_type=9)),
-    "no time": broken(lambda content: content["traceEvents"][5].update(ts=float("nan"))),
-    "another run": data(lambda content: content["about"].update(run="2")),
+    "no plan": damage_metadata(lambda content: content.pop("plan")),
+    "a plan of later days": damage_metadata(lambda content: content["plan"].update(more=1)),
+    "an unknown mode": damage_metadata(lambda content: content["plan"].update(comm_type=9)),
+    "no time": damage_trace(lambda content: content["traceEvents"][5].update(ts=float("nan"))),
+    "another run": damage_metadata(lambda content: content["about"].update(run="2")),
 }
 
 
 def test_broken_traces(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {}
+    messages = {}
     for name, breaks in BROKEN.items():
         traces = Path(shutil.copytree(folder, tmp_path / name))
         breaks(traces)
         assert power(["report", str(traces)]) == 2, name
-        told = capsys.readouterr()
-        assert not told.out, name
-        found[name] = told.err
-    check_refusals("trace: broken", found, hide=[r"(?<=--trace) \(.*\)(?=;)"])
+        captured = capsys.readouterr()
+        assert not captured.out, name
+        messages[name] = captured.err
+    check_refusals("trace: broken", messages, hide=[r"(?<=--trace) \(.*\)(?=;)"])
 
 
-NASTY = (None, True, -1, 10**19, 1e300, float("nan"), "x", "", [], [[1]], {}, {"a": []}, "9" * 5000)
+ODD_VALUES = (
+    None,
+    True,
+    -1,
+    10**19,
+    1e300,
+    float("nan"),
+    "x",
+    "",
+    [],
+    [[1]],
+    {},
+    {"a": []},
+    "9" * 5000,
+)
 
 
 @pytest.mark.parametrize("share", [9, slow(2)])
@@ -428,27 +457,27 @@ def test_damaged_values_are_one_sentence(share: int, folder: Path) -> None:
     path = folder / "rank1.json"
     content = json.loads(path.read_text())
 
-    def places(node: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    def list_entries(node: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
         items = node.items() if isinstance(node, dict) else enumerate(node)
         for key, value in list(items)[: 10 if depth else 100]:
             yield node, key
             if isinstance(value, dict | list):
-                yield from places(value, depth + 1)
+                yield from list_entries(value, depth + 1)
 
-    tried = 0
-    for node, key in places(content):
-        before = node[key]
-        for value in NASTY[tried % share :: share]:
+    attempts = 0
+    for node, key in list_entries(content):
+        original = node[key]
+        for value in ODD_VALUES[attempts % share :: share]:
             node[key] = value
             path.write_text(json.dumps(content))
-            tried += 1
+            attempts += 1
             try:
                 for trace_ in exchange_order.read_traces(folder):
                     json.dumps(asdict(analyze_trace(trace_)))
             except InputError as error:
                 assert "\n" not in str(error) and len(str(error)) < 600
-        node[key] = before
-    assert tried > 1000 / share
+        node[key] = original
+    assert attempts > 1000 / share
 
 
 def test_a_report_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -464,15 +493,18 @@ def test_one_process(tiny: Callable[[str], Path], tmp_path: Path, capfd: Any) ->
     arguments += ["--trace", str(tmp_path / "trace"), "--trace_steps", "0-1"]
     arguments += ["--trace_kernels", "--log_level", "debug", "--save_file", str(tmp_path / "v.mp4")]
     assert generate.main(arguments) == 0
-    said = capfd.readouterr().out
-    assert "step 0 cond layer 0 baseline: 0: FA 0" in said
+    output = capfd.readouterr().out
+    assert "step 0 cond layer 0 baseline: 0: FA 0" in output
     assert_chrome(tmp_path / "trace" / "rank0.json")
-    seen = {row["name"] for row in ranges(tmp_path / "trace" / "rank0.step0.kernels.json")}
-    assert {"step 0", "layer 1", "attention", "aten::scaled_dot_product_attention"} <= seen
+    kernel_names = {row["name"] for row in ranges(tmp_path / "trace" / "rank0.step0.kernels.json")}
+    assert {"step 0", "layer 1", "attention", "aten::scaled_dot_product_attention"} <= kernel_names
     decisions = [
         r["args"] for r in ranges(tmp_path / "trace" / "rank0.json") if r["cat"] == "cache"
     ]
-    assert [(facts["step"], facts["branch"], facts["decision"]) for facts in decisions] == [
+    assert [
+        (attributes["step"], attributes["branch"], attributes["decision"])
+        for attributes in decisions
+    ] == [
         (step, branch, decision)
         for step, decision in ((0, "computed"), (1, "skipped"))
         for branch in ("cond", "uncond")

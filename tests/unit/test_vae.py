@@ -20,11 +20,11 @@ FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.p
 VERSION = pytest.mark.parametrize("version", FILES)
 
 
-def theirs(version: str, base: int = 8, decoder_base: int = 8) -> Any:
+def make_diffusers_vae(version: str, base: int = 8, decoder_base: int = 8) -> Any:
     """diffusers' network of these widths; its weights are random."""
     sizes: dict[str, Any] = {"base_dim": base, "decoder_base_dim": decoder_base}
-    of, (mean, std) = VERSIONS[version], LATENT_STATISTICS[VERSIONS[version].z_dim]
-    sizes |= {"z_dim": of.z_dim, "latents_mean": mean, "latents_std": std}
+    architecture, (mean, std) = VERSIONS[version], LATENT_STATISTICS[VERSIONS[version].z_dim]
+    sizes |= {"z_dim": architecture.z_dim, "latents_mean": mean, "latents_std": std}
     if version == "2.2":
         sizes |= {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
         sizes |= {"scale_factor_spatial": 16}
@@ -39,16 +39,18 @@ def pair(tiny):
         task, file = FILES[version]
         state = torch.load(tiny(task) / file, weights_only=True)
         state = {rename_vae_to_diffusers(name): tensor for name, tensor in state.items()}
-        their = theirs(version, 8, 8 if version == "2.1" else 10)
-        their.load_state_dict(state)
-        our = Autoencoder(version, 8, 8 if version == "2.1" else 10).eval().requires_grad_(False)
-        our.load_state_dict(state)
-        return their, our
+        reference = make_diffusers_vae(version, 8, 8 if version == "2.1" else 10)
+        reference.load_state_dict(state)
+        network = (
+            Autoencoder(version, 8, 8 if version == "2.1" else 10).eval().requires_grad_(False)
+        )
+        network.load_state_dict(state)
+        return reference, network
 
     return load
 
 
-def decoded(network: Autoencoder, z: Tensor) -> Tensor:
+def decode_clamped(network: Autoencoder, z: Tensor) -> Tensor:
     return torch.cat(list(network.decode(z)), dim=2).clamp(-1, 1)
 
 
@@ -58,7 +60,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 LIMITS = {"contiguous": 2e-6, "channels last": 5e-6}  # channels-last convolutions use other kernels
-USUAL = {"contiguous": [(2, 1, 2), (2, 1, 256)], "channels last": [(1, 3, 5), (3, 4, 3)]}
+FAST_SIZES = {"contiguous": [(2, 1, 2), (2, 1, 256)], "channels last": [(1, 3, 5), (3, 4, 3)]}
 SIZES = [(1, 3, 5), (2, 1, 2), (3, 4, 3), (2, 1, 256), (21, 3, 2)]
 
 
@@ -66,7 +68,7 @@ SIZES = [(1, 3, 5), (2, 1, 2), (3, 4, 3), (2, 1, 256), (21, 3, 2)]
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
-        (layout, size) if size in USUAL[layout] else slow(layout, size)
+        (layout, size) if size in FAST_SIZES[layout] else slow(layout, size)
         for layout in LIMITS
         for size in SIZES
     ],
@@ -76,25 +78,28 @@ def test_the_same_as_diffusers(pair, version: str, layout: str, size: tuple[int,
 
     Those are compared in float32 only, because float64 takes seconds.
     """
-    their, our = pair(version)
-    our = our.to_channels_last() if layout == "channels last" else our
+    reference, network = pair(version)
+    network = network.to_channels_last() if layout == "channels last" else network
     random, (f, h, w) = torch.Generator().manual_seed(0), size
-    z = torch.randn(1, our.version.z_dim, *size, generator=random)
-    assert distance(decoded(our, z), their.decode(z).sample) <= LIMITS[layout]
-    scale = our.version.scale
+    z = torch.randn(1, network.version.z_dim, *size, generator=random)
+    assert distance(decode_clamped(network, z), reference.decode(z).sample) <= LIMITS[layout]
+    scale = network.version.scale
     video = torch.rand(1, 3, 4 * f - 3, h * scale, w * scale, generator=random) * 2 - 1
-    assert distance(our.encode(video), their.encode(video).latent_dist.mode()) <= LIMITS[layout]
+    assert (
+        distance(network.encode(video), reference.encode(video).latent_dist.mode())
+        <= LIMITS[layout]
+    )
     if w < 100:
-        ours, exact = our.double(), their.double()
-        found = ours.encode(video.double())
-        assert distance(found, exact.encode(video.double()).latent_dist.mode()) <= 1e-12
+        network_64, reference_64 = network.double(), reference.double()
+        latent = network_64.encode(video.double())
+        assert distance(latent, reference_64.encode(video.double()).latent_dist.mode()) <= 1e-12
 
 
 def test_rows_that_make_no_latent_are_left_out(pair) -> None:
     """Officially, too: 2.1 rounds heights and widths down."""
-    their, our = pair("2.1")
+    reference, network = pair("2.1")
     video = torch.rand(1, 3, 5, 8 * 3 + 7, 8 * 2 + 3) * 2 - 1
-    assert distance(our.encode(video), their.encode(video).latent_dist.mode()) <= 2e-6
+    assert distance(network.encode(video), reference.encode(video).latent_dist.mode()) <= 2e-6
 
 
 @VERSION
@@ -103,8 +108,10 @@ def test_parameters_have_the_published_shapes(version: str) -> None:
 
     with torch.device("meta"):
         widths = {"2.1": (96, 96), "2.2": (160, 256)}[version]
-        our, their = build_published_vae(version), theirs(version, *widths)
-    shapes = [{n: tuple(p.shape) for n, p in net.named_parameters()} for net in (our, their)]
+        network, reference = build_published_vae(version), make_diffusers_vae(version, *widths)
+    shapes = [
+        {n: tuple(p.shape) for n, p in model.named_parameters()} for model in (network, reference)
+    ]
     assert shapes[0] == shapes[1]
 
 
@@ -112,22 +119,22 @@ def test_parameters_have_the_published_shapes(version: str) -> None:
 @pytest.mark.parametrize("size", [slow((17, 4)), (2, 18), slow((17, 18))], ids=str)
 def test_tiles_are_those_of_diffusers(pair, version: str, size: tuple[int, int]) -> None:
     """size: rows and columns of 16 pixels."""
-    their, our = pair(version)
-    h, w = (side * 16 // our.version.scale for side in size)
-    latent = torch.randn(our.version.z_dim, 2, h, w, generator=torch.Generator().manual_seed(0))
-    vae = VideoVAE(our)
-    their.enable_tiling()
-    expected = their.decode(latent[None] / vae.scale + vae.mean).sample[0]
+    reference, network = pair(version)
+    h, w = (side * 16 // network.version.scale for side in size)
+    latent = torch.randn(network.version.z_dim, 2, h, w, generator=torch.Generator().manual_seed(0))
+    vae = VideoVAE(network)
+    reference.enable_tiling()
+    expected = reference.decode(latent[None] / vae.scale + vae.mean).sample[0]
     assert distance(vae.decode_in_tiles(latent), expected) <= 5e-6  # kernels choose by shape
     assert distance(vae.decode(latent), expected) > 1e-3
 
 
 @VERSION
 def test_bfloat16_is_near(pair, version: str) -> None:
-    _, our = pair(version)
-    z = torch.randn(1, our.version.z_dim, 2, 4, 6, generator=torch.Generator().manual_seed(0))
-    rounded = copy.deepcopy(our).bfloat16().to_channels_last()
-    near, exact = decoded(rounded, z), decoded(our, z)
+    _, network = pair(version)
+    z = torch.randn(1, network.version.z_dim, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+    rounded = copy.deepcopy(network).bfloat16().to_channels_last()
+    near, exact = decode_clamped(rounded, z), decode_clamped(network, z)
     assert near.dtype == torch.bfloat16
     assert ((near - exact).square().mean() / exact.square().mean()).sqrt() <= 0.05
 
@@ -141,10 +148,10 @@ def test_what_a_plan_counts_of_tiles() -> None:
 
 
 def test_a_video_that_is_decoded_anew_begins_with_its_first_frame() -> None:
-    whole, video = FrameCollector(torch.device("cpu")), torch.rand(3, 5, 4, 6)
-    whole.begin((5, 4, 6))
-    whole.write_frames(torch.rand(3, 1, 4, 6))  # then memory was too short
-    whole.begin((5, 4, 6))
+    collector, video = FrameCollector(torch.device("cpu")), torch.rand(3, 5, 4, 6)
+    collector.begin((5, 4, 6))
+    collector.write_frames(torch.rand(3, 1, 4, 6))  # then memory was too short
+    collector.begin((5, 4, 6))
     for first, end in ((0, 1), (1, 5)):
-        whole.write_frames(video[:, first:end])
-    assert torch.equal(whole.video, video)
+        collector.write_frames(video[:, first:end])
+    assert torch.equal(collector.video, video)
