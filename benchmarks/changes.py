@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common import CPU, results_file, write_json
 from tests.dist import GENERATE, REPO, TORCHRUN
-from tests.gguf_files import with_gguf
+from tests.gguf_files import make_gguf_folders
 from tools import compare_videos
 from tools.quantize_dit import quantize_checkpoint
 from wan.cli.flags import Parser
@@ -71,7 +71,7 @@ def make_variant_checkpoint(name: str, work: Path) -> Path:
         return (
             quantize_checkpoint(source, folder)
             if name == "int8"
-            else with_gguf(source, name, folder)[0]
+            else make_gguf_folders(source, name, folder)[0]
         )
     return folder if name == "int8" else folder / "gguf" / "t2v-A14B"
 

@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.common import results_file, write_json
-from tests.gguf_files import kind_of, quantise
+from tests.gguf_files import get_quant_type, quantize
 from tools.safetensors_stream import stream_safetensors
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import rename_t5_to_official, rename_vae_to_official
@@ -104,8 +104,8 @@ def save_gguf(network: nn.Module, path: Path, kind: str, layers: int) -> None:
             writer.add_tensor(name, value.float().numpy())
             continue
         if value.data_ptr() not in quantized:
-            quantized[value.data_ptr()] = quantise(value, kind)
-        writer.add_tensor(name, quantized[value.data_ptr()], raw_dtype=kind_of(kind))
+            quantized[value.data_ptr()] = quantize(value, kind)
+        writer.add_tensor(name, quantized[value.data_ptr()], raw_dtype=get_quant_type(kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

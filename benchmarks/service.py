@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.common import CPU, results_file, run_on_ranks, write_json
 from tests.dist import GENERATE, TORCHRUN
-from tests.serve.serving import PROMPT, Served
+from tests.serve.serving import PROMPT, ServiceProcess
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.settings.values import integer
@@ -41,7 +41,7 @@ _VIDEO = {"prompt": PROMPT, "frame_num": 17, "sample_steps": 8}
 
 def measure_overhead(rounds: int, videos: int, work: Path) -> list[dict[str, float]]:
     """Returns the seconds of a video in the service and from a prompt file, for each round."""
-    served, seconds_by_round = Served(work / "jobs"), []
+    served, seconds_by_round = ServiceProcess(work / "jobs"), []
     try:
         for number in range(rounds):
             ways = {
@@ -55,13 +55,15 @@ def measure_overhead(rounds: int, videos: int, work: Path) -> list[dict[str, flo
     return seconds_by_round
 
 
-def _time_service(served: Served, videos: int) -> float:
+def _time_service(served: ServiceProcess, videos: int) -> float:
     """Returns the seconds of a video in the service, without the first.
 
     A prompt file encodes all prompts before its first video.
     """
-    job_ids = [served.ask("/v1/videos", _VIDEO | {"seed": n})[2]["id"] for n in range(videos + 1)]
-    served.ended(job_ids[-1], 600)
+    job_ids = [
+        served.request("/v1/videos", _VIDEO | {"seed": n})[2]["id"] for n in range(videos + 1)
+    ]
+    served.wait_for_video(job_ids[-1], 600)
     times = []
     for job_id in (job_ids[0], job_ids[-1]):
         record = served.folder / "jobs" / job_id / "video.json"
@@ -81,13 +83,13 @@ def _time_prompt_file(work: Path, videos: int) -> float:
 
 def measure_polls(rounds: int, work: Path) -> dict[str, Any]:
     """Returns seconds of a step with and without a polling client, and CPU time of a poll."""
-    served = Served(work / "polled")
+    served = ServiceProcess(work / "polled")
     figures: dict[str, Any] = {"alone": [], "polled": []}
     cores = sorted(os.sched_getaffinity(0))
     try:
         os.sched_setaffinity(0, cores[:1])
         pin_process(served.front.pid, cores[0])
-        for pid in served.ranks():
+        for pid in served.list_rank_pids():
             pin_process(pid, cores[-1])
         spent, count = 0.0, 0
         for number in range(2 * rounds):
@@ -153,24 +155,24 @@ def _time_agreement(calls: int) -> dict[str, float]:
 
 def measure_recovery(rounds: int, work: Path) -> list[float]:
     """Returns seconds from the kill of a rank to the next step of the job, for each round."""
-    served, recovery_seconds = Served(work / "lost", 2), []
+    served, recovery_seconds = ServiceProcess(work / "lost", 2), []
     try:
         for _ in range(rounds):
             video = served.create(num_inference_steps=30, num_frames=17)
             served.wait(partial(_has_stepped, served, video, 1))
-            os.kill(served.ranks()[-1], signal.SIGKILL)
+            os.kill(served.list_rank_pids()[-1], signal.SIGKILL)
             start = time.monotonic()
             served.wait(partial(_has_stepped, served, video, 2))
             recovery_seconds.append(time.monotonic() - start)
-            served.ask(f"/v1/videos/{video}", method="DELETE")
+            served.request(f"/v1/videos/{video}", method="DELETE")
     finally:
         served.stop()
     return recovery_seconds
 
 
-def _has_stepped(served: Served, video: str, attempt: int) -> bool:
+def _has_stepped(served: ServiceProcess, video: str, attempt: int) -> bool:
     """Whether an attempt of a video has taken a step."""
-    job = served.ask(f"/v1/videos/{video}")[2]
+    job = served.request(f"/v1/videos/{video}")[2]
     return job["attempt"] == attempt and job["steps"][0] > 0
 
 

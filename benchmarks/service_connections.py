@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.common import CPU, results_file, write_json
 from benchmarks.service import pin_process
-from tests.serve.serving import Served
+from tests.serve.serving import ServiceProcess
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.settings.values import integer, real
@@ -73,7 +73,7 @@ async def _hold_all(port: int, count: int, opened: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-def poll_health(served: Served, until: float) -> list[float | None]:
+def poll_health(served: ServiceProcess, until: float) -> list[float | None]:
     """Requests /health until a time; returns the seconds of each response, None for failures."""
     answer_seconds: list[float | None] = []
     while time.monotonic() < until:
@@ -91,7 +91,7 @@ def poll_health(served: Served, until: float) -> list[float | None]:
     return answer_seconds
 
 
-def measure_service(served: Served, seconds: float) -> dict[str, Any]:
+def measure_service(served: ServiceProcess, seconds: float) -> dict[str, Any]:
     """Makes videos and polls /health for some seconds; returns their step and response times."""
     end, steps, answers = time.monotonic() + seconds, list[float](), list[float | None]()
     while time.monotonic() < end:
@@ -108,7 +108,7 @@ def measure_connections(connections: int, seconds: float, work: Path) -> dict[st
     """Measures the service before, during and after the connections; returns times and log."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, hard))
-    served = Served(work / "jobs")
+    served = ServiceProcess(work / "jobs")
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     cores, log = sorted(os.sched_getaffinity(0)), work / "jobs.log"
     opened = multiprocessing.Value("L", 0)
@@ -118,9 +118,9 @@ def measure_connections(connections: int, seconds: float, work: Path) -> dict[st
     try:
         os.sched_setaffinity(0, cores[:1])
         pin_process(served.front.pid, cores[0])
-        for pid in served.ranks():
+        for pid in served.list_rank_pids():
             pin_process(pid, cores[-1])
-        served.ended(served.create())
+        served.wait_for_video(served.create())
         first = measure_service(served, seconds / 2)
         size = log.stat().st_size
         holding.start()

@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import CPU, results_file, write_json
-from tests.serve.serving import Served
+from tests.serve.serving import ServiceProcess
 from wan.cli.flags import Parser
 from wan.cli.programs import make_argument_type, run_program
 from wan.pipeline.video_reader import read_video
 from wan.settings.values import integer, real
 
 
-def run_load(served: Served, options: argparse.Namespace) -> dict[str, Any]:
+def run_load(served: ServiceProcess, options: argparse.Namespace) -> dict[str, Any]:
     """Sends requests, cancels and kills until the limit of time or jobs is reached."""
     chance, start = random.Random(options.seed), time.monotonic()
     requests: dict[str, tuple[int, int, int]] = {}
@@ -49,14 +49,14 @@ def run_load(served: Served, options: argparse.Namespace) -> dict[str, Any]:
                 fields = {"num_frames": key[0], "num_inference_steps": key[1], "seed": key[2]}
                 name = f"{len(requests)}-{chance.randrange(10**9)}"
                 for _ in range(2 if chance.random() < 0.1 else 1):
-                    status, _, job = served.ask(
+                    status, _, job = served.request(
                         "/v1/videos", {"prompt": "a red star"} | fields, Idempotency_Key=name
                     )
                     actions[f"POST {status}"] += 1
                     if status == 200:
                         requests[job["id"]] = key
                 if requests and chance.random() < 0.15:
-                    status, *_ = served.ask(f"/v1/videos/{[*requests][-1]}", method="DELETE")
+                    status, *_ = served.request(f"/v1/videos/{[*requests][-1]}", method="DELETE")
                     actions[f"DELETE {status}"] += 1
             if len(requests) % 20 == 5:
                 memory.append(_read_resident_bytes(served))
@@ -76,11 +76,11 @@ def _has_open_jobs(health: dict[str, Any]) -> bool:
 
 
 def _disturb_service(
-    served: Served, target: str, actions: collections.Counter[str], chance: random.Random
+    served: ServiceProcess, target: str, actions: collections.Counter[str], chance: random.Random
 ) -> None:
     actions[f"killed: {target}"] += 1
     if target == "rank":
-        ranks = served.ranks()
+        ranks = served.list_rank_pids()
         with contextlib.suppress(OSError, IndexError):
             os.kill(chance.choice(ranks), signal.SIGKILL)
         return
@@ -91,10 +91,10 @@ def _disturb_service(
     served.start()
 
 
-def _read_resident_bytes(served: Served) -> int:
+def _read_resident_bytes(served: ServiceProcess) -> int:
     """Returns the resident bytes of the front end and all ranks."""
     total = 0
-    for pid in (served.front.pid, *served.ranks()):
+    for pid in (served.front.pid, *served.list_rank_pids()):
         with contextlib.suppress(OSError):
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             total += pages * os.sysconf("SC_PAGE_SIZE")
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=results_file)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        served = Served(Path(folder) / "jobs", options.ranks)
+        served = ServiceProcess(Path(folder) / "jobs", options.ranks)
         try:
             figures = run_load(served, options)
         finally:

@@ -19,7 +19,7 @@ if not __package__:
 from tools.device_check.steps import Figure, Line, Measurements, Step, UnavailableError, make_line
 from wan.settings.errors import InputError
 
-HANGS = 1.5  # seconds of limit
+HANG_LIMIT = 1.5  # seconds of limit
 
 
 def good(bench: object) -> Iterator[Line]:
@@ -122,23 +122,23 @@ def adds(bench: object) -> Iterator[Line]:
     yield make_line("ranks", Figure("sum", float(total), "", 1.0))
 
 
-def step(work: object, limit: float = 60, ranks: str = "one") -> Step:
+def make_step(work: object, limit: float = 60, ranks: str = "one") -> Step:
     name = work.__name__  # type: ignore[attr-defined]
     return Step(1, name, name, f"tests.check_steps:{name}", limit, ranks)
 
 
-ALONE = tuple(
-    step(work, HANGS if work is hangs else 60)
+SINGLE_RANK_STEPS = tuple(
+    make_step(work, HANG_LIMIT if work is hangs else 60)
     for work in (
         *(good, raises, good, hangs, crashes, stops, unavailable, refused, nan, memory),
         *(measurement_fails, good),
     )
 )
-TOGETHER = tuple(
-    step(work, ranks="several") for work in (adds, second_rank_raises, second_rank_dies, adds)
+SEVERAL_RANK_STEPS = tuple(
+    make_step(work, ranks="several") for work in (adds, second_rank_raises, second_rank_dies, adds)
 )
 
 if __name__ == "__main__":
     from tools.check_device import main
 
-    sys.exit(main(sys.argv[1:], TOGETHER))
+    sys.exit(main(sys.argv[1:], SEVERAL_RANK_STEPS))

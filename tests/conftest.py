@@ -21,7 +21,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 Tiny = Callable[..., Path]
 
 
-LONG = ("serve", "tasks", "ranks", "pairs", "test_long_videos.py", "torchrun", "test_plan.py")
+SLOWEST_GROUPS = (
+    "serve",
+    "tasks",
+    "ranks",
+    "pairs",
+    "test_long_videos.py",
+    "torchrun",
+    "test_plan.py",
+)
 """The slowest groups of tests. They start first, so that no worker idles at the end."""
 
 
@@ -33,15 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            together = "ranks" if item.get_closest_marker("dist") else item.path.name
-            item.add_marker(pytest.mark.xdist_group(together))
+            group = "ranks" if item.get_closest_marker("dist") else item.path.name
+            item.add_marker(pytest.mark.xdist_group(group))
 
-    def place(item: pytest.Item) -> int:
+    def get_group_index(item: pytest.Item) -> int:
         marker = item.get_closest_marker("xdist_group")
         assert marker is not None
-        return LONG.index(marker.args[0]) if marker.args[0] in LONG else len(LONG)
+        return (
+            SLOWEST_GROUPS.index(marker.args[0])
+            if marker.args[0] in SLOWEST_GROUPS
+            else len(SLOWEST_GROUPS)
+        )
 
-    items.sort(key=place)
+    items.sort(key=get_group_index)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -62,12 +74,12 @@ def slow(*case: object) -> Any:
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
     """Restores the environment variables after each test; a run sets some, such as RANK."""
-    before = dict(os.environ)
+    initial_environ = dict(os.environ)
     yield
     assert logging.root.manager.disable == 0, "the test leaves the log of its process disabled"
-    if os.environ != before:
+    if os.environ != initial_environ:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(initial_environ)
 
 
 @pytest.fixture
@@ -75,10 +87,10 @@ def one_thread() -> Iterator[None]:
     """Limits torch to one thread: the tensors are small and the machine may be busy."""
     import torch
 
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")
@@ -154,19 +166,19 @@ def refusals(
         folders: Mapping[str, Path] | None = None,
         hide: Sequence[str] = (),
     ) -> None:
-        before = sorted(tmp_path.rglob("*"))
-        codes, said = {}, {}
+        files_before = sorted(tmp_path.rglob("*"))
+        codes, messages = {}, {}
         for case, argv in cases.items():
             if folders:
                 monkeypatch.chdir(folders[case])
             capfd.readouterr()  # of what came before
             codes[case] = main.main([str(word) for word in argv])
-            said[case] = capfd.readouterr().err
-            assert said[case].startswith("generate.py: "), (case, said[case])
-            said[case] = said[case].removeprefix("generate.py: ")
-        assert {case: code for case, code in codes.items() if code != 2} == {}, said
-        check_refusals(table, said, hide)
-        assert sorted(tmp_path.rglob("*")) == before, "something was written"
+            messages[case] = capfd.readouterr().err
+            assert messages[case].startswith("generate.py: "), (case, messages[case])
+            messages[case] = messages[case].removeprefix("generate.py: ")
+        assert {case: code for case, code in codes.items() if code != 2} == {}, messages
+        check_refusals(table, messages, hide)
+        assert sorted(tmp_path.rglob("*")) == files_before, "something was written"
 
     return check
 
@@ -174,6 +186,6 @@ def refusals(
 @pytest.fixture(scope="session")
 def image_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 96 x 64 PNG with a gradient and noise."""
-    from tests.tasks.tasks import picture
+    from tests.tasks.tasks import write_picture
 
-    return picture(tmp_path_factory.mktemp("images") / "cat.png")
+    return write_picture(tmp_path_factory.mktemp("images") / "cat.png")

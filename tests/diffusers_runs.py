@@ -54,20 +54,20 @@ class Video:
         if self.images:
             absent += ["image_encoder", "image_processor"]
         kind = WanImageToVideoPipeline if self.images else WanPipeline
-        if self.controlled:
+        if self.has_control:
             kind = WanVACEPipeline
         pipe = kind.from_pretrained(
             self.folder, torch_dtype=torch.float32, **dict.fromkeys(absent, None)
         )
         if self.images:
             shape = self.images, 257, pipe.transformer.config.image_dim or 1
-            looks = torch.randn(shape, generator=torch.Generator().manual_seed(6))
-            pipe.encode_image = lambda *_: looks
+            image_embeds = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+            pipe.encode_image = lambda *_: image_embeds
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     @property
-    def controlled(self) -> bool:
+    def has_control(self) -> bool:
         return "WanVACEPipeline" in (self.folder / "model_index.json").read_text()
 
     def _control(self) -> dict[str, Any]:
@@ -76,22 +76,22 @@ class Video:
         pixels = random.integers(0, 255, shape, dtype=np.uint8)
         masks = np.zeros_like(pixels)
         masks[1:, : self.size[1] // 2] = 255
-        video, mask = ([Image.fromarray(one) for one in frames] for frames in (pixels, masks))
-        given = {"video": video, "mask": mask, "reference_images": [video[0]]}
-        return {**given, "conditioning_scale": [0.9, 0.6]}
+        video, mask = ([Image.fromarray(frame) for frame in frames] for frames in (pixels, masks))
+        inputs = {"video": video, "mask": mask, "reference_images": [video[0]]}
+        return {**inputs, "conditioning_scale": [0.9, 0.6]}
 
-    def latents(self, pipe: Any, **more: Any) -> Tensor:
+    def latents(self, pipe: Any, **kwargs: Any) -> Tensor:
         """Returns the latents that the pipeline generates, [B,C,f,h,w]."""
         generator = torch.Generator().manual_seed(5)
         cond, uncond = torch.randn(2, 1, 512, 64, generator=generator)
         pixels = np.random.default_rng(0).integers(0, 255, (2, 80, 112, 3), dtype=np.uint8)
-        images = [Image.fromarray(one) for one in pixels][: self.images]
+        images = [Image.fromarray(image) for image in pixels][: self.images]
         return pipe(
             **(
                 dict(zip(("image", "last_image"), images, strict=False))
-                | (self._control() if self.controlled else {})
+                | (self._control() if self.has_control else {})
                 | {"generator": torch.Generator().manual_seed(3), "prompt_embeds": cond}
-                | more
+                | kwargs
             ),
             negative_prompt_embeds=uncond,
             width=self.size[0],
@@ -104,14 +104,14 @@ class Video:
         ).frames
 
 
-def make(tiny: Any, form: str, **more: Any) -> Video:
+def make_video(tiny: Any, form: str, **fields: Any) -> Video:
     """Returns the video of a row of `FORMS`. fields: Further fields of `Video`."""
     task, images, size = FORMS[form]
-    return Video(tiny(task, "diffusers"), images, **{"size": size, **more})
+    return Video(tiny(task, "diffusers"), images, **{"size": size, **fields})
 
 
 @contextmanager
-def sharing(pipe: Any, **settings: Any) -> Iterator[Any]:
+def parallelized_pipe(pipe: Any, **settings: Any) -> Iterator[Any]:
     """Parallelizes the pipeline inside the `with` block."""
     from wan.diffusers import deparallelize, parallelize_pipe
 

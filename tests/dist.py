@@ -34,7 +34,9 @@ _CONTEXT.set_forkserver_preload(["tests.preload"])
 _POOLS: dict[int, Pool] = {}
 
 
-def run(world: int, work: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run_on_ranks(
+    world: int, work: Callable[..., Any], *args: Any, timeout: float = 120
+) -> list[Any]:
     """Calls work(*args) on every rank of a pool and returns the results by rank.
 
     The pool is started on first use. work must be importable by name. Raises AssertionError with
@@ -56,10 +58,10 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="wan-store-")
         store = f"{self._folder.name}/store"
         ends = [_CONTEXT.Pipe() for _ in range(world)]
-        self.pipes = [ours for ours, _ in ends]
+        self.pipes = [parent_end for parent_end, _ in ends]
         self.ranks = [
-            _CONTEXT.Process(target=_serve, args=(theirs, rank, world, store), daemon=True)
-            for rank, (_, theirs) in enumerate(ends)
+            _CONTEXT.Process(target=_serve_pool, args=(child_end, rank, world, store), daemon=True)
+            for rank, (_, child_end) in enumerate(ends)
         ]
         for process in self.ranks:
             process.start()
@@ -88,7 +90,7 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(pipe: Any, rank: int, world: int, store: str) -> None:
+def _serve_pool(pipe: Any, rank: int, world: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -116,7 +118,7 @@ def _serve(pipe: Any, rank: int, world: int, store: str) -> None:
 
 
 @atexit.register
-def _close() -> None:
+def _kill_pools() -> None:
     for pool in _POOLS.values():
         pool.kill()
 
@@ -131,15 +133,17 @@ class Ranks:
         self, variables: Sequence[Mapping[str, str]], work: Callable[..., int], *args: Any
     ) -> None:
         self.texts = [""] * len(variables)
-        self._news = threading.Condition()
+        self._output_changed = threading.Condition()
         self.processes: list[Any] = []
         self._readers: list[threading.Thread] = []
         for rank, environ in enumerate(variables):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank, args=(theirs, dict(environ), work, args))
+            read_end, write_end = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_run_rank, args=(write_end, dict(environ), work, args)
+            )
             process.start()
-            theirs.close()
-            reader = threading.Thread(target=self._read, args=(rank, ours), daemon=True)
+            write_end.close()
+            reader = threading.Thread(target=self._read, args=(rank, read_end), daemon=True)
             reader.start()
             self.processes.append(process)
             self._readers.append(reader)
@@ -151,12 +155,14 @@ class Ranks:
         for process in self.processes:
             process.kill()
 
-    def until(self, rank: int, word: str, timeout: float = 60) -> None:
+    def wait_for_output(self, rank: int, word: str, timeout: float = 60) -> None:
         """Waits until the output of a rank contains a word."""
-        with self._news:
-            assert self._news.wait_for(lambda: word in self.texts[rank], timeout), self.said()
+        with self._output_changed:
+            assert self._output_changed.wait_for(lambda: word in self.texts[rank], timeout), (
+                self.format_outputs()
+            )
 
-    def ended(self, timeout: float = 60) -> list[int]:
+    def wait_for_exit(self, timeout: float = 60) -> list[int]:
         """Waits until all have ended; returns the exit codes (negative: killed by that signal)."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
@@ -165,7 +171,7 @@ class Ranks:
             reader.join(max(deadline - time.monotonic(), 0.1))
         codes = [process.exitcode for process in self.processes]
         running = None in codes or any(reader.is_alive() for reader in self._readers)
-        assert not running, f"still running after {timeout} s\n{self.said()}"
+        assert not running, f"still running after {timeout} s\n{self.format_outputs()}"
         # gloo of torch 2.8 reports its links on the standard output.
         self.texts = [re.sub(r"(?m)^\[Gloo\] .*\n", "", text) for text in self.texts]
         return codes
@@ -179,17 +185,17 @@ class Ranks:
             if line.startswith(prefix)
         ]
 
-    def said(self) -> str:
+    def format_outputs(self) -> str:
         return "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(self.texts))
 
     def _read(self, rank: int, pipe: Any) -> None:
         while part := os.read(pipe.fileno(), 1 << 16):
-            with self._news:
+            with self._output_changed:
                 self.texts[rank] += part.decode(errors="replace")
-                self._news.notify_all()
+                self._output_changed.notify_all()
 
 
-def launcher(world: int, **more: str) -> list[dict[str, str]]:
+def make_rank_envs(world: int, **more: str) -> list[dict[str, str]]:
     """Returns the environment variables of each rank, as a launcher on one machine sets them."""
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [{**common, "RANK": str(r), "LOCAL_RANK": str(r), **more} for r in range(world)]
@@ -201,7 +207,7 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def _rank(pipe: Any, environ: dict[str, str], work: Callable[..., int], args: Any) -> None:
+def _run_rank(pipe: Any, environ: dict[str, str], work: Callable[..., int], args: Any) -> None:
     import torch
 
     for stream in (1, 2):
@@ -214,7 +220,7 @@ def _rank(pipe: Any, environ: dict[str, str], work: Callable[..., int], args: An
 
 def exec_torchrun(*argv: object) -> int:
     """Runs torchrun's agent as the work of `Ranks`; its ranks share its output."""
-    os.execv(sys.executable, _command(argv))
+    os.execv(sys.executable, _make_torchrun_command(argv))
 
 
 def torchrun(ranks: int, *argv: object, timeout: float = 180, **env: str) -> Any:
@@ -222,7 +228,7 @@ def torchrun(ranks: int, *argv: object, timeout: float = 180, **env: str) -> Any
     options = ["--standalone", f"--nproc_per_node={ranks}", GENERATE]
     try:
         return subprocess.run(
-            _command([*options, *argv]),
+            _make_torchrun_command([*options, *argv]),
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -230,9 +236,9 @@ def torchrun(ranks: int, *argv: object, timeout: float = 180, **env: str) -> Any
             env={**os.environ, **TORCHRUN, **env},
         )
     except subprocess.TimeoutExpired as late:
-        said = [(out or b"").decode(errors="replace") for out in (late.stdout, late.stderr)]
-        raise AssertionError(f"still running after {timeout} s\n" + "\n".join(said)) from None
+        outputs = [(out or b"").decode(errors="replace") for out in (late.stdout, late.stderr)]
+        raise AssertionError(f"still running after {timeout} s\n" + "\n".join(outputs)) from None
 
 
-def _command(argv: Sequence[object]) -> list[str]:
+def _make_torchrun_command(argv: Sequence[object]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *map(str, argv)]

@@ -11,7 +11,7 @@ from wan.cli import main as generate
 _FREE_ATOM = b"\0\0\0\x0cfreemore"  # ignored at the end of images, audio files and videos
 
 
-def changed_file(source: Path, copy: Path, inner: str = "") -> Path:
+def copy_changed_file(source: Path, copy: Path, inner: str = "") -> Path:
     """Copies a folder or file, and appends 12 bytes to the file `inner` of the folder."""
     copy.parent.mkdir(exist_ok=True)
     (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
@@ -21,7 +21,9 @@ def changed_file(source: Path, copy: Path, inner: str = "") -> Path:
     return copy
 
 
-def changed_contents(argv: Sequence[str], flag: str, tmp_path: Path, inner: str = "") -> set[str]:
+def find_changed_invariants(
+    argv: Sequence[str], flag: str, tmp_path: Path, inner: str = ""
+) -> set[str]:
     """Returns the rank invariants that change when 12 bytes are appended to an input file.
 
     The files are copied first, which checks that their path does not matter.
@@ -32,13 +34,13 @@ def changed_contents(argv: Sequence[str], flag: str, tmp_path: Path, inner: str 
         tmp_path: For the copies.
         inner: The changed file of the folder.
     """
-    place = [*argv].index(flag) + 1
-    source = Path(argv[place])
-    copy = changed_file(source, tmp_path / "copy" / source.name)
-    moved = [*argv[:place], str(copy), *argv[place + 1 :]]
-    before = generate.resolve_argv([str(one) for one in argv]).collect_rank_invariants("cpu")
-    assert generate.resolve_argv(moved).collect_rank_invariants("cpu") == before
+    index = [*argv].index(flag) + 1
+    source = Path(argv[index])
+    copy = copy_changed_file(source, tmp_path / "copy" / source.name)
+    copy_argv = [*argv[:index], str(copy), *argv[index + 1 :]]
+    invariants = generate.resolve_argv([str(arg) for arg in argv]).collect_rank_invariants("cpu")
+    assert generate.resolve_argv(copy_argv).collect_rank_invariants("cpu") == invariants
     with (copy / inner).open("ab") if inner else copy.open("ab") as file:
         file.write(_FREE_ATOM)
-    after = generate.resolve_argv(moved).collect_rank_invariants("cpu")
-    return {name for name in before if before[name] != after[name]}
+    changed_invariants = generate.resolve_argv(copy_argv).collect_rank_invariants("cpu")
+    return {name for name in invariants if invariants[name] != changed_invariants[name]}

@@ -20,36 +20,38 @@ from wan.settings.presets import PRESETS
 QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
 
 
-def on_cpu(task: str, folder: Path, **values: Any) -> Pipeline:
+def build_cpu_pipeline(task: str, folder: Path, **values: Any) -> Pipeline:
     """Builds a checkpoint's pipeline on one CPU process. values: Settings by flag name."""
     checkpoint = inspect_checkpoint(folder)
     setup, _ = make_setup({**values, "device": "cpu"}, PRESETS[task], checkpoint, world_size=1)
     return build.build_pipeline(setup, select_device("cpu"))
 
 
-def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
+def build_quick_pipeline(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
     """Returns the run of a short command line (see `QUICK`), and its pipeline."""
     task = () if "--task" in argv else ("--task", folder.name)
-    asked = asked_for(flags.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), no_demo)
-    return asked, build.build_pipeline(asked.setup, select_device("cpu"))
+    run = asked_for(
+        flags.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), fail_on_demo
+    )
+    return run, build.build_pipeline(run.setup, select_device("cpu"))
 
 
-def planned(*argv: object) -> Run:
+def resolve_plan(*argv: object) -> Run:
     """Returns the run of `--plan` with these arguments."""
-    return asked_for(flags.parse_flags(["--plan", *map(str, argv)]), no_demo, plan=True)
+    return asked_for(flags.parse_flags(["--plan", *map(str, argv)]), fail_on_demo, plan=True)
 
 
-def no_demo(*_: Any) -> None:
+def fail_on_demo(*_: Any) -> None:
     raise AssertionError("no demo checkpoint is asked for here")
 
 
-def latents(folder: Path, *argv: str) -> Tensor:
+def generate_quick_latents(folder: Path, *argv: str) -> Tensor:
     """Generates the latents of a short command line."""
-    asked, pipeline = composed(folder, *argv)
-    return pipeline.generate_latents(asked.params)
+    run, pipeline = build_quick_pipeline(folder, *argv)
+    return pipeline.generate_latents(run.params)
 
 
-def held(network: nn.Module) -> int:
+def count_owned_bytes(network: nn.Module) -> int:
     """Returns the bytes of the tensors of a network that are not in memory-mapped files."""
     tensors = (x for x in (*network.parameters(), *network.buffers()) if owns_memory(x))
     storages = (x.untyped_storage() for x in tensors)

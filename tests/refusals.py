@@ -38,24 +38,26 @@ def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str]
         hide: Patterns of parts that differ between runs; they are written as "...".
     """
     patterns = _LOCAL | dict.fromkeys(hide, "...")
-    found = {}
+    texts = {}
     for case, text in sentences.items():
         for pattern, word in patterns.items():
             text = re.sub(pattern, word, text)
-        found[case] = text.strip().encode(errors="backslashreplace").decode()
-    wrong = {case: text for case, text in found.items() if not _SENTENCE.fullmatch(text)}
+        texts[case] = text.strip().encode(errors="backslashreplace").decode()
+    wrong = {case: text for case, text in texts.items() if not _SENTENCE.fullmatch(text)}
     assert not wrong, f"not one sentence in {table}: {wrong}"
-    tables = _read()
+    tables = _read_tables()
     if os.environ.get("WRITE_REFUSALS"):
-        _write(tables | {table: found})
+        _write_tables(tables | {table: texts})
         return
-    known = tables.get(table, {})
-    changed = difflib.unified_diff(_lines(known), _lines(found), FILE.name, "said now", "", "", 0)
+    expected = tables.get(table, {})
+    changed = difflib.unified_diff(
+        _format_lines(expected), _format_lines(texts), FILE.name, "said now", "", "", 0
+    )
     difference = "\n".join(changed)
     assert not difference, f"{table}; see tests/refusals.py\n{difference}"
 
 
-def said(
+def get_refusal(
     call: Callable[..., Any], *args: Any, kind: type[Exception] = InputError, **keywords: Any
 ) -> str:
     """Returns the message of the refusal of a call, or "" if it is not refused."""
@@ -66,11 +68,11 @@ def said(
     return ""
 
 
-def _lines(cases: Mapping[str, str]) -> list[str]:
+def _format_lines(cases: Mapping[str, str]) -> list[str]:
     return [f"{case}: {text}" for case, text in sorted(cases.items())]
 
 
-def _read() -> dict[str, dict[str, str]]:
+def _read_tables() -> dict[str, dict[str, str]]:
     tables: dict[str, dict[str, str]] = {}
     for part in FILE.read_text().split("\n\n") if FILE.exists() else []:
         head, *lines = part.strip().splitlines()
@@ -79,7 +81,7 @@ def _read() -> dict[str, dict[str, str]]:
     return tables
 
 
-def _write(tables: Mapping[str, Mapping[str, str]]) -> None:
+def _write_tables(tables: Mapping[str, Mapping[str, str]]) -> None:
     parts = []
     for head, cases in sorted(tables.items()):
         parts.append(f"[{head}]\n" + "".join(f"  {c}\n    {t}\n" for c, t in cases.items()))

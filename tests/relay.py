@@ -40,14 +40,14 @@ def forward(*ports: str) -> None:
         end.bind((port, 0))
     other = dict(zip(ends, reversed(ends), strict=True))
     waiting: list[tuple[float, int, socket.socket, bytes]] = []
-    chance, number, delay, loss = random.Random(0), 0, 0.0, 0.0
+    rng, number, delay, loss = random.Random(0), 0, 0.0, 0.0
     while True:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
             _, _, end, frame = heapq.heappop(waiting)
             end.send(frame)
-        patience = waiting[0][0] - now if waiting else None
-        for ready in select.select([*ends, sys.stdin], [], [], patience)[0]:
+        timeout = waiting[0][0] - now if waiting else None
+        for ready in select.select([*ends, sys.stdin], [], [], timeout)[0]:
             if ready is sys.stdin:
                 line = sys.stdin.readline()
                 if not line:
@@ -56,7 +56,7 @@ def forward(*ports: str) -> None:
                 print("done", flush=True)
                 continue
             frame, sender = ready.recvfrom(_LONGEST)
-            if sender[2] != _OUTGOING and chance.random() >= loss:
+            if sender[2] != _OUTGOING and rng.random() >= loss:
                 number += 1  # frames with equal times keep their order
                 heapq.heappush(waiting, (time.monotonic() + delay, number, other[ready], frame))
 

@@ -22,7 +22,7 @@ from wan.settings.attention import Attention
 FP8 = ["--fa_quant", "fp8"]
 RAIN = ["--use_rainfusion"]
 LASER = ["--attention_algo", "laser"]
-ALONE = {
+INVALID_FLAGS = {
     "algorithm": ["--attention_algo", "nonsense"],
     "dtype": ["--fa_quant", "int8"],
     "sparsity 1": [*RAIN, "--sparsity", "1"],
@@ -94,7 +94,7 @@ ALONE = {
     "quantised demo": ["--task", "ti2v-5B", "--quant_dit_path", "x"],
     "quantised nothing": ["--quant_dit_path", " "],
 }
-PLANNED = {
+INVALID_PLANS = {
     "chip": ["--chip", "A9"],
     "chip on CUDA": ["--chip", "A2", "--device", "cuda"],
     "FP8 on an A2": ["--chip", "A2", *FP8],
@@ -120,8 +120,8 @@ PLANNED = {
 
 
 def test_refusals(refusals: Refusals) -> None:
-    refusals("attention: flags", ALONE)
-    refusals("attention: plans", {case: ["--plan", *argv] for case, argv in PLANNED.items()})
+    refusals("attention: flags", INVALID_FLAGS)
+    refusals("attention: plans", {case: ["--plan", *argv] for case, argv in INVALID_PLANS.items()})
 
 
 def test_refusals_need_no_torch(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
         "    assert main(argv) == 2, argv\n"
         "assert not (found := {'torch', 'torch_npu', 'mindiesd'} & set(sys.modules)), found\n"
     )
-    argvs = [*ALONE.values(), *(["--plan", *argv] for argv in PLANNED.values())]
-    done = subprocess.run(
+    argvs = [*INVALID_FLAGS.values(), *(["--plan", *argv] for argv in INVALID_PLANS.values())]
+    result = subprocess.run(
         [sys.executable, "-c", script, json.dumps(argvs)],
         capture_output=True,
         text=True,
@@ -141,19 +141,19 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
     )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stderr.splitlines()) == len(argvs)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stderr.splitlines()) == len(argvs)
 
 
-def test_what_a_checkpoint_cannot(tiny: Tiny, refusals: Refusals) -> None:
+def test_flags_that_a_checkpoint_does_not_support(tiny: Tiny, refusals: Refusals) -> None:
     start = ["--ckpt_dir", tiny("t2v-A14B")]
     cases = {"FP8 of 6 channels": FP8, "no folder": ["--quant_dit_path", "nowhere"]}
     refusals("attention: checkpoints", {case: [*start, *argv] for case, argv in cases.items()})
-    rotated = resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *FP8)
+    rotated = resolve_run("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *FP8)
     assert rotated.setup.attention == Attention(fa_quant="fp8")
 
 
-def resolved(*argv: object) -> Run:
+def resolve_run(*argv: object) -> Run:
     def no_demo(*_: object) -> None:
         raise AssertionError("the demo must not be made here")
 
@@ -162,8 +162,8 @@ def resolved(*argv: object) -> Run:
     )
 
 
-def test_nothing_asked_for(tiny: Tiny) -> None:
-    run = resolved("--ckpt_dir", tiny("t2v-A14B"))
+def test_default_attention(tiny: Tiny) -> None:
+    run = resolve_run("--ckpt_dir", tiny("t2v-A14B"))
     assert run.setup.attention == Attention() and run.setup.quantized_dit is None
     assert run.settings["attention_algo"] == "fused"
     assert run.settings["use_rainfusion"] is False and "sparsity" not in run.settings
@@ -173,12 +173,12 @@ def test_a_record_and_a_variable_may_hold_the_other_flag(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
     """Defaults in a record do not conflict with a flag; another kernel does, also in a variable."""
-    first = resolved("--ckpt_dir", tiny("t2v-A14B"))
+    first = resolve_run("--ckpt_dir", tiny("t2v-A14B"))
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": first.settings}))
-    again = resolved("--from_json", path, "--attention_backend", "sdpa")
-    assert again.setup.attention == Attention(attention_backend="sdpa")
-    assert again.settings["attention_backend"] == "sdpa"
+    repeated = resolve_run("--from_json", path, "--attention_backend", "sdpa")
+    assert repeated.setup.attention == Attention(attention_backend="sdpa")
+    assert repeated.settings["attention_backend"] == "sdpa"
     monkeypatch.setenv("ALGO", "1")
     argv = ["--ckpt_dir", str(tiny("t2v-A14B")), "--attention_backend", "sdpa"]
     refusals("attention: a variable", {"ALGO=1": argv})
@@ -191,20 +191,20 @@ ALIASED = {"ALGO": "3", "ROPE_OPT": "1", "FAST_LAYERNORM": "1"}
 def test_the_record_of_a_dense_run_wins_over_variables(
     name: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"))
+    first = resolve_run("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"))
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": first.settings}))
     monkeypatch.setenv(name, ALIASED[name])
-    again = resolved("--from_json", path)
-    assert again.setup.attention == first.setup.attention == Attention()
-    assert again.settings["fa_quant"] == "none" and again.settings["fused_ops"] == ("auto",)
+    repeated = resolve_run("--from_json", path)
+    assert repeated.setup.attention == first.setup.attention == Attention()
+    assert repeated.settings["fa_quant"] == "none" and repeated.settings["fused_ops"] == ("auto",)
 
 
 @pytest.mark.parametrize(("steps", "start"), [(40, 10), (50, 13), (4, 1), (2, 1)])
 def test_sparse_attention_starts_after_a_quarter_of_the_steps(
     tiny: Tiny, steps: int, start: int
 ) -> None:
-    run = resolved("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", steps)
+    run = resolve_run("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", steps)
     assert run.setup.attention == Attention(use_rainfusion=True)
     assert run.setup.attention.resolve_sparse_start_step(run.params.sample_steps) == start
 
@@ -216,8 +216,8 @@ NPU = [
 ]
 
 
-def test_everything_asked_for() -> None:
-    run = resolved("--plan", "--task", "ti2v-5B", *NPU)
+def test_all_attention_flags() -> None:
+    run = resolve_run("--plan", "--task", "ti2v-5B", *NPU)
     assert run.setup.execution.device == "npu"
     assert run.setup.attention == Attention(
         fa_quant="fp8",
@@ -234,43 +234,43 @@ def test_everything_asked_for() -> None:
 
 def test_the_record_repeats_the_video_but_not_the_clock(tmp_path: Path) -> None:
     """Planned only: no FP8 kernel of an NPU supports the small heads of a tiny checkpoint."""
-    first = resolved("--plan", "--task", "ti2v-5B", *NPU)
+    first = resolve_run("--plan", "--task", "ti2v-5B", *NPU)
     assert "fa_freq_cap" not in first.settings
     path = tmp_path / "record.json"
     settings = {name: value for name, value in first.settings.items() if name != "ckpt_dir"}
     path.write_text(json.dumps({"settings": settings}))
-    again = ("--plan", "--from_json", path)
-    repeated = resolved(*again).setup.attention
+    repeat_argv = ("--plan", "--from_json", path)
+    repeated = resolve_run(*repeat_argv).setup.attention
     assert repeated == replace(first.setup.attention, fa_freq_cap=None)
-    other = ["--device", "cpu", "--fused_ops", "none", "--rainfusion_type", "v2"]
-    elsewhere = resolved(*again, *other, "--fa_quant", "none")
-    assert elsewhere.setup.attention == Attention(
+    cpu_flags = ["--device", "cpu", "--fused_ops", "none", "--rainfusion_type", "v2"]
+    cpu_run = resolve_run(*repeat_argv, *cpu_flags, "--fa_quant", "none")
+    assert cpu_run.setup.attention == Attention(
         use_rainfusion=True,
         sparsity=0.5,
         sparse_start_step=0,
         mask_refresh_interval=3,
         fused_ops=(),
     )
-    dense = resolved(*again, *other[:-2], "--use_rainfusion", "false")
+    dense = resolve_run(*repeat_argv, *cpu_flags[:-2], "--use_rainfusion", "false")
     assert dense.setup.attention == Attention(fa_quant="fp8", fused_ops=())
     assert dense.settings["use_rainfusion"] is False and "sparsity" not in dense.settings
 
 
-def test_the_record_holds_what_was_left_open(tiny: Tiny) -> None:
-    settings = resolved("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 10).settings
+def test_the_record_holds_defaults(tiny: Tiny) -> None:
+    settings = resolve_run("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 10).settings
     assert settings["use_rainfusion"] is True
     assert (settings["rainfusion_type"], settings["sparsity"]) == ("v2", 0.64)
     assert settings["mask_refresh_interval"] == 1
 
 
-def test_a_start_that_nobody_gave_follows_the_repeats_steps(tiny: Tiny, tmp_path: Path) -> None:
+def test_default_sparse_start_follows_the_steps_of_a_repeat(tiny: Tiny, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     argv = ("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 40)
-    for given, start, later in (((), 10, 1), (("--sparse_start_step", "2"), 2, 2)):
-        first = resolved(*argv, *given)
+    for start_flags, start, repeat_start in (((), 10, 1), (("--sparse_start_step", "2"), 2, 2)):
+        first = resolve_run(*argv, *start_flags)
         path.write_text(json.dumps({"settings": first.settings}))
-        for more, expected in (((), start), (("--sample_steps", 4), later)):
-            run = resolved("--from_json", path, *more)
+        for repeat_flags, expected in (((), start), (("--sample_steps", 4), repeat_start)):
+            run = resolve_run("--from_json", path, *repeat_flags)
             assert (
                 run.setup.attention.resolve_sparse_start_step(run.params.sample_steps) == expected
             )
@@ -279,7 +279,7 @@ def test_a_start_that_nobody_gave_follows_the_repeats_steps(tiny: Tiny, tmp_path
 MX = "quant_model_description_w8a8_mxfp8.json"
 
 
-def mx_export(folder: Path) -> Path:
+def write_mx_export(folder: Path) -> Path:
     """One layer of the tiny t2v-1.3B as W8A8_MXFP8; only the headers matter here."""
     name = "blocks.0.ffn.0"
     entries = {"model_quant_type": "W8A8_MXFP8", f"{name}.weight": "W8A8_MXFP8"}
@@ -297,11 +297,11 @@ def mx_export(folder: Path) -> Path:
 
 
 def test_a_plan_refuses_what_the_run_would(tiny: Tiny, tmp_path: Path, refusals: Refusals) -> None:
-    folder = mx_export(tmp_path)
+    folder = write_mx_export(tmp_path)
     argv = ["--plan", "--task", "t2v-14B", "--ckpt_dir", tiny("t2v-1.3B")]
     argv += ["--quant_dit_path", folder]
-    assert resolved(*argv, "--chip", "A5").setup.quantized_dit is not None
-    assert resolved(*argv).setup.quantized_dit is not None
+    assert resolve_run(*argv, "--chip", "A5").setup.quantized_dit is not None
+    assert resolve_run(*argv).setup.quantized_dit is not None
     a5 = [*argv, "--chip", "A5"]
     cases = {"an A2": [*argv, "--chip", "A2"], "fp32": [*a5, "--precision", "fp32"]}
     refusals("MXFP8: plans", cases)
@@ -310,24 +310,24 @@ def test_a_plan_refuses_what_the_run_would(tiny: Tiny, tmp_path: Path, refusals:
 
 
 def test_a_plan_for_a_chip_is_one_for_an_npu() -> None:
-    setup = resolved("--plan", "--chip", "A5", *FP8, "--ulysses_size", "8").setup
+    setup = resolve_run("--plan", "--chip", "A5", *FP8, "--ulysses_size", "8").setup
     assert setup.chip == "A5" and setup.execution.device == "npu"
     assert setup.attention == Attention(fa_quant="fp8") and setup.parallel.world_size == 8
-    assert resolved("--plan").setup.chip is None
+    assert resolve_run("--plan").setup.chip is None
 
 
-def test_decoding_attends_to_nothing(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
+def test_decoding_ignores_attention_settings(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
     """Latents of a run on an NPU can be decoded on any device; the record keeps its settings."""
     monkeypatch.setenv("OVERLAP", "1")  # as in the shell of the run that could not be finished
-    made: dict[str, object] = {
+    settings: dict[str, object] = {
         "task": "t2v-A14B",
         "ckpt_dir": str(tiny("t2v-A14B")),
         "attention_algo": "laser",
     }
-    made |= {"fa_quant": "fp8", "fused_ops": ["rope"], "quant_dit_path": str(tmp_path / "gone")}
+    settings |= {"fa_quant": "fp8", "fused_ops": ["rope"], "quant_dit_path": str(tmp_path / "gone")}
     path = tmp_path / "x.safetensors"
-    metadata = {"settings": json.dumps(made), "format": "pt"}
+    metadata = {"settings": json.dumps(settings), "format": "pt"}
     save_file({"latents": torch.zeros(16, 2, 4, 4)}, path, metadata=metadata)
-    run = resolved("--decode_latents", path, "--device", "cpu")
+    run = resolve_run("--decode_latents", path, "--device", "cpu")
     assert run.setup.attention == Attention() and run.setup.quantized_dit is None
     assert run.settings["attention_algo"] == "laser" and run.settings["fa_quant"] == "fp8"

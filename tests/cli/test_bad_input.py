@@ -160,7 +160,7 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)\n"
     )
     argvs = [*SIMPLE.values()]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script, json.dumps(argvs)],
         capture_output=True,
         text=True,
@@ -168,8 +168,8 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
     )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stderr.splitlines()) == len(SIMPLE)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stderr.splitlines()) == len(SIMPLE)
 
 
 def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch, refusals: Refusals) -> None:
@@ -412,8 +412,10 @@ def test_other_files_are_not_replaced(tiny: Tiny, tmp_path: Path, refusals: Refu
     """Refuses existing files before any weight is read, and does not change them."""
 
     def stats() -> dict[Path, tuple[int, ...]]:
-        found = {path: path.lstat() for path in tmp_path.rglob("*") if not path.is_dir()}
-        return {path: (one.st_ino, one.st_mtime_ns, one.st_size) for path, one in found.items()}
+        lstats = {path: path.lstat() for path in tmp_path.rglob("*") if not path.is_dir()}
+        return {
+            path: (lstat.st_ino, lstat.st_mtime_ns, lstat.st_size) for path, lstat in lstats.items()
+        }
 
     cases, folders = {}, {}
     for (name, (file, flags)), kind in itertools.product(FOREIGN.items(), KINDS):
@@ -423,9 +425,9 @@ def test_other_files_are_not_replaced(tiny: Tiny, tmp_path: Path, refusals: Refu
         KINDS[kind](folder / file)
         start = ["--ckpt_dir", tiny("t2v-A14B"), "--save_file", "v.mp4"]
         cases[f"{name}, {kind}"] = [*start, *flags]
-    before = stats()
+    stats_before = stats()
     refusals("files of others", cases, folders)
-    assert stats() == before
+    assert stats() == stats_before
 
 
 def test_decoding_refuses_what_it_would_ignore(
@@ -466,16 +468,17 @@ sys.exit(run_command_line())
 
 @pytest.mark.parametrize("module", ["wan.cli.resolve", "torch"])
 def test_an_interrupted_import(module: str) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, module],
         capture_output=True,
         text=True,
         timeout=60,
         env={"PYTHONPATH": str(REPO)},
     )
-    assert done.returncode == 130
+    assert result.returncode == 130
     assert (
-        done.stderr == "generate.py: interrupted; the video was not written.\n" and not done.stdout
+        result.stderr == "generate.py: interrupted; the video was not written.\n"
+        and not result.stdout
     )
 
 
@@ -485,12 +488,12 @@ def test_a_torch_that_does_not_load(processes: str, tiny: Tiny, tmp_path: Path) 
     (tmp_path / "torch").mkdir()
     message = "Failed to load the backend extension: torch_npu. More words.\nAnd a second line."
     (tmp_path / "torch" / "__init__.py").write_text(f"raise RuntimeError({message!r})")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(REPO / "generate.py"), "--ckpt_dir", str(tiny("t2v-A14B"))],
         env={"PYTHONPATH": str(tmp_path), "WORLD_SIZE": processes, "RANK": "0", "LOCAL_RANK": "0"},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 2, done.stderr
-    assert "install CANN" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert result.returncode == 2, result.stderr
+    assert "install CANN" in result.stderr and len(result.stderr.splitlines()) == 1

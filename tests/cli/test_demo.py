@@ -40,12 +40,12 @@ def test_without_a_checkpoint_a_run_takes_the_demo_and_its_settings(
     with imageio.get_reader("a.mp4") as reader:
         video: Any = np.stack(list(reader.iter_data()))
         assert reader.get_meta_data()["fps"] == 8
-    own = json.loads((DEMO / "t2v-A14B" / "generation_config.json").read_text())
+    generation_config = json.loads((DEMO / "t2v-A14B" / "generation_config.json").read_text())
     settings = json.loads(Path("a.json").read_text())["settings"]
-    assert settings["prompt"] == own["prompt"] and settings["sample_steps"] == 20
+    assert settings["prompt"] == generation_config["prompt"] and settings["sample_steps"] == 20
     assert video.shape == (9, 64, 64, 3)
-    seen = detect_shapes(video)[0]  # after the lossy file
-    assert f"{seen.colour} {seen.shape} moves {seen.motion}" in settings["prompt"]
+    detected = detect_shapes(video)[0]  # after the lossy file
+    assert f"{detected.colour} {detected.shape} moves {detected.motion}" in settings["prompt"]
 
 
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
@@ -66,11 +66,11 @@ def test_the_files_stay_small() -> None:
     [evaluate.Setting(8, 1.0, prompts=10), slow(evaluate.Setting(20, 3.0, prompts=4))],
     ids=lambda setting: f"{setting.steps} steps",
 )
-def test_it_draws_what_the_prompt_says(setting: evaluate.Setting) -> None:
+def test_the_demo_draws_the_prompt(setting: evaluate.Setting) -> None:
     """Checks a sample of the model card's table; the scorer is independent of the renderer."""
     model = WanT2V(WAN_CONFIGS["t2v-A14B"], DEMO / "t2v-A14B")
-    found = evaluate.score_t2v(model, setting)
-    assert found["colour"] >= 95 and found["motion"] >= 90 and found["shape"] >= 80, found
+    rates = evaluate.score_t2v(model, setting)
+    assert rates["colour"] >= 95 and rates["motion"] >= 90 and rates["shape"] >= 80, rates
 
 
 @pytest.mark.slow
@@ -83,15 +83,15 @@ def test_its_lora_draws_in_four_steps() -> None:
             make_caption(scene), size=(64, 64), frame_num=9, seed=number, offload_model=False
         )
         verdicts.append(evaluate.judge_shapes(scene, detect_shapes(evaluate.to_pixels(video))))
-    found = evaluate.compute_rates(verdicts)
-    assert found["colour"] >= 95 and found["motion"] >= 85 and found["shape"] >= 80, found
+    rates = evaluate.compute_rates(verdicts)
+    assert rates["colour"] >= 95 and rates["motion"] >= 85 and rates["shape"] >= 80, rates
 
 
 @pytest.mark.slow
-def test_a_video_starts_with_the_image_it_is_given() -> None:
+def test_a_video_starts_with_its_input_image() -> None:
     model = WanI2V(WAN_CONFIGS["i2v-A14B"], DEMO / "i2v-A14B")
-    found = evaluate.score_i2v(model, evaluate.Setting(8, 3.0, prompts=4, shift=5.0))
-    assert found["first_frame_psnr"] >= 25 and found["colour"] == 100, found
+    scores = evaluate.score_i2v(model, evaluate.Setting(8, 3.0, prompts=4, shift=5.0))
+    assert scores["first_frame_psnr"] >= 25 and scores["colour"] == 100, scores
 
 
 @pytest.mark.slow
@@ -104,9 +104,9 @@ def test_the_example_image_is_one_the_demo_knows() -> None:
     with Image.open(IMAGE) as image:
         assert image.width == image.height <= 512
         pixels = np.asarray(image.convert("RGB").resize((64, 64)))
-    (seen,) = detect_shapes(pixels[None])
+    (detected,) = detect_shapes(pixels[None])
     prompt = json.loads((DEMO / "i2v-A14B" / "generation_config.json").read_text())["prompt"]
-    assert f"{seen.colour} {seen.shape}" in prompt
+    assert f"{detected.colour} {detected.shape}" in prompt
 
 
 def test_a_shape_is_replaced_where_the_mask_is(
@@ -118,26 +118,26 @@ def test_a_shape_is_replaced_where_the_mask_is(
     flags = ["--task", "vace-A14B", "--src_video", str(files[0]), "--src_mask", str(files[1])]
     assert generate.main([*flags, "--save_file", "a.mp4", "--base_seed", "1"]) == 0
     assert "using the demo checkpoint" in capfd.readouterr().out
-    source, made = (
+    source, generated = (
         np.stack(list(imageio.get_reader(file).iter_data())) for file in (files[0], "a.mp4")
     )
     prompt = json.loads(Path("a.json").read_text())["settings"]["prompt"]
-    (before,), (seen,) = detect_shapes(source), detect_shapes(made)
-    assert f"{seen.colour} {seen.shape}" in prompt
-    assert f"{before.colour} {before.shape}" not in prompt
-    ways = [
+    (old_shape,), (new_shape,) = detect_shapes(source), detect_shapes(generated)
+    assert f"{new_shape.colour} {new_shape.shape}" in prompt
+    assert f"{old_shape.colour} {old_shape.shape}" not in prompt
+    tracks = [
         np.array([np.argwhere(mask).mean(0) for mask in find_foreground(video.astype(np.float32))])
-        for video in (source, made)
+        for video in (source, generated)
     ]
-    assert np.linalg.norm(ways[0] - ways[0][0], axis=-1).max() > 8, "it moves"
-    assert np.linalg.norm(ways[0] - ways[1], axis=-1).max() < 3
+    assert np.linalg.norm(tracks[0] - tracks[0][0], axis=-1).max() > 8, "it moves"
+    assert np.linalg.norm(tracks[0] - tracks[1], axis=-1).max() < 3
 
 
 @pytest.mark.slow
-def test_frames_between_given_ones() -> None:
+def test_frames_between_control_frames() -> None:
     model = WanVace("vace-A14B", DEMO / "vace-A14B")
     for number in range(4):
-        one = vace.make_clip("frames", vace.SEED + 1, number)
-        made = vace.generate_controlled(model, one, number)
-        known = one.mask == 0
-        assert evaluate.compute_psnr(made[known], one.wanted[known]) >= 24
+        clip = vace.make_clip("frames", vace.SEED + 1, number)
+        video = vace.generate_controlled(model, clip, number)
+        control_pixels = clip.mask == 0
+        assert evaluate.compute_psnr(video[control_pixels], clip.wanted[control_pixels]) >= 24

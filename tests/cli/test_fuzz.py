@@ -45,13 +45,13 @@ RAW: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 3, 2.5, 1e400, 10**400, [], {}, [1], [[]], [None], {"a": 1}),
     *ODD,
 )
-LEFT_OUT = {"use_prompt_extend", "decode_latents", "from_json", "prompt_file", "trace"}
-NAMES = [name for name in FLAGS if name not in LEFT_OUT]
+EXCLUDED_FLAGS = {"use_prompt_extend", "decode_latents", "from_json", "prompt_file", "trace"}
+NAMES = [name for name in FLAGS if name not in EXCLUDED_FLAGS]
 LAYER = "blocks.0.self_attn.q"
 _DEFECT = re.compile(r"\b\w+(Error|Exception)\(")
 
 
-def value(name: str, draw: random.Random) -> str:
+def draw_value(name: str, draw: random.Random) -> str:
     """Draws a value of a flag that may be valid, or an odd one."""
     choices = FLAGS[name].reader.choices
     if choices and draw.random() < 0.8:
@@ -59,21 +59,25 @@ def value(name: str, draw: random.Random) -> str:
     return draw.choice(ODD)
 
 
-def no_demo(*_: object) -> None:
+def fail_on_demo(*_: object) -> None:
     raise AssertionError("no checkpoint is made here")
 
 
-def planned(given: dict[str, Any]) -> Run:
-    return resolve_command_line(given, no_demo, plan=True)
+def resolve_plan(arguments: dict[str, Any]) -> Run:
+    return resolve_command_line(arguments, fail_on_demo, plan=True)
 
 
-def damaged(content: bytes, draw: random.Random) -> bytes:
+def damage_bytes(content: bytes, draw: random.Random) -> bytes:
     """Changes or removes some bytes, or cuts the end off."""
-    changed = bytearray(content)
+    damaged_content = bytearray(content)
     for _ in range(draw.choice((0, 1, 1, 3, 20))):
-        place = draw.randrange(len(changed))
-        changed[place : place + draw.choice((0, 1, 4))] = draw.randbytes(draw.choice((0, 1, 4)))
-    return bytes(changed[: draw.choice((None, None, None, draw.randrange(len(changed) + 1)))])
+        index = draw.randrange(len(damaged_content))
+        damaged_content[index : index + draw.choice((0, 1, 4))] = draw.randbytes(
+            draw.choice((0, 1, 4))
+        )
+    return bytes(
+        damaged_content[: draw.choice((None, None, None, draw.randrange(len(damaged_content) + 1)))]
+    )
 
 
 class Attacks:
@@ -91,8 +95,8 @@ class Attacks:
     def pipe(self) -> Any:
         from diffusers import WanPipeline
 
-        made = make_checkpoint("t2v-A14B", self.folder / "diffusers", layout="diffusers")
-        return WanPipeline.from_pretrained(made)
+        checkpoint = make_checkpoint("t2v-A14B", self.folder / "diffusers", layout="diffusers")
+        return WanPipeline.from_pretrained(checkpoint)
 
     @cached_property
     def traced(self) -> dict[str, Any]:
@@ -103,23 +107,23 @@ class Attacks:
 
     def flags(self, draw: random.Random) -> None:
         names = draw.sample(NAMES, draw.randint(1, 5))
-        argv = [part for name in names for part in (f"--{name}", value(name, draw))]
-        planned(flags.parse_flags(["--plan", *argv]))
+        argv = [part for name in names for part in (f"--{name}", draw_value(name, draw))]
+        resolve_plan(flags.parse_flags(["--plan", *argv]))
 
     def record(self, draw: random.Random) -> None:
         names = [*draw.sample([*FLAGS], draw.randint(0, 4)), *draw.sample(("x", "seed"), 1)]
         settings: Any = {name: draw.choice(RAW) for name in names if draw.random() < 0.8}
         path = self.folder / "record.json"
         path.write_text(json.dumps({"settings": draw.choice((settings, settings, [], "x"))}))
-        planned(flags.parse_flags(["--plan", "--from_json", str(path)]))
+        resolve_plan(flags.parse_flags(["--plan", "--from_json", str(path)]))
 
     def line(self, draw: random.Random) -> None:
         names = draw.sample(["seed", "seeds", "save_file", *FLAGS], draw.randint(1, 4))
         line = json.dumps({name: draw.choice(RAW) for name in names})
         path = self.folder / "prompts.txt"
         path.write_text(draw.choice((line, line[:-1], "[" * 2000, "a fox", "# a")) + "\n")
-        given = flags.parse_flags(["--prompt_file", str(path), "--save_file", str(self.folder)])
-        prompt_file.resolve_prompt_file(given, planned)
+        arguments = flags.parse_flags(["--prompt_file", str(path), "--save_file", str(self.folder)])
+        prompt_file.resolve_prompt_file(arguments, resolve_plan)
 
     def lora(self, draw: random.Random) -> None:
         size = draw.choice((240, 240, 3))
@@ -127,14 +131,14 @@ class Attacks:
         tensors[f"{LAYER}.lora_B.weight"] = torch.ones(240, draw.choice((2, 2, 1)))
         alpha = draw.choice((None, float("nan"), 1e38, 2.0))
         tensors |= {} if alpha is None else {f"{LAYER}.alpha": torch.tensor(alpha)}
-        told = {"lora_adapter_metadata": json.dumps({"lora_alpha": draw.choice(RAW)})}
+        metadata = {"lora_adapter_metadata": json.dumps({"lora_alpha": draw.choice(RAW)})}
         name = draw.choice(("x", "x_high_noise", "i2v_LowNoise"))
         path = self.folder / f"{name}.safetensors"
-        path.write_bytes(damaged(save(tensors, draw.choice((None, told))), draw))
-        given = f"{path}{draw.choice(('', '=0.5', '=1e308', '=nan', '=x'))}"
+        path.write_bytes(damage_bytes(save(tensors, draw.choice((None, metadata))), draw))
+        argument = f"{path}{draw.choice(('', '=0.5', '=1e308', '=nan', '=x'))}"
         flag = draw.choice(("lora", "lora", "lora_high_noise", "lora_low_noise"))
-        planned(
-            flags.parse_flags(["--plan", "--ckpt_dir", str(self.checkpoint), f"--{flag}", given])
+        resolve_plan(
+            flags.parse_flags(["--plan", "--ckpt_dir", str(self.checkpoint), f"--{flag}", argument])
         )
 
     def latents(self, draw: random.Random) -> None:
@@ -145,37 +149,37 @@ class Attacks:
         text = json.dumps(draw.choice((settings, settings, settings, [], "x")))
         content = save({"latents": torch.zeros(shape)}, {"settings": text})
         path = self.folder / "l.safetensors"
-        path.write_bytes(damaged(content, draw))
-        resolve_command_line(flags.parse_flags(["--decode_latents", str(path)]), no_demo)
+        path.write_bytes(damage_bytes(content, draw))
+        resolve_command_line(flags.parse_flags(["--decode_latents", str(path)]), fail_on_demo)
 
     def image(self, draw: random.Random) -> None:
         pixels = np.frombuffer(draw.randbytes(20 * 10 * 3), np.uint8).reshape(20, 10, 3)
         kind, file = draw.choice(("PNG", "JPEG", "TIFF", "GIF", "WEBP", "BMP")), io.BytesIO()
         Image.fromarray(pixels).convert(draw.choice(("RGB", "L"))).save(file, kind)
         path = self.folder / "image"
-        path.write_bytes(damaged(file.getvalue(), draw))
+        path.write_bytes(damage_bytes(file.getvalue(), draw))
         images.read_image(path)
 
     def trace(self, draw: random.Random) -> None:
         trace = json.loads(json.dumps(self.traced))
         for _ in range(draw.randint(1, 3)):
-            place: Any = trace
-            while isinstance(place, dict | list) and place:
-                key = draw.choice([*place] if isinstance(place, dict) else range(len(place)))
-                if draw.random() < 0.4 or not isinstance(place[key], dict | list):
-                    place[key] = copy.deepcopy(draw.choice(RAW))
+            node: Any = trace
+            while isinstance(node, dict | list) and node:
+                key = draw.choice([*node] if isinstance(node, dict) else range(len(node)))
+                if draw.random() < 0.4 or not isinstance(node[key], dict | list):
+                    node[key] = copy.deepcopy(draw.choice(RAW))
                     break
-                place = place[key]
+                node = node[key]
         folder = self.folder / "damaged"
         folder.mkdir(exist_ok=True)
         (folder / "rank0.json").write_text(json.dumps(trace))
-        for found in exchange_order.read_traces(folder):
-            exchange_order.compare_with_plan(found.plan, found.events)
+        for rank_trace in exchange_order.read_traces(folder):
+            exchange_order.compare_with_plan(rank_trace.plan, rank_trace.events)
 
     def python(self, draw: random.Random) -> None:
         names = draw.sample(["input_prompt", "seed", "shift", "sampling_steps", *FLAGS], 3)
         call = {
-            name: draw.choice((value(name, draw) if name in FLAGS else 1, draw.choice(RAW)))
+            name: draw.choice((draw_value(name, draw) if name in FLAGS else 1, draw.choice(RAW)))
             for name in names
         }
         if draw.random() < 0.5:
@@ -187,13 +191,13 @@ class Attacks:
         from wan.diffusers import KEYWORDS, apply_cache_on_pipe, deparallelize, parallelize_pipe
 
         names = draw.sample([*sorted(KEYWORDS), "x"], draw.randint(1, 3))
-        given = {
-            name: draw.choice((value(name, draw) if name in FLAGS else 1, draw.choice(RAW)))
+        kwargs = {
+            name: draw.choice((draw_value(name, draw) if name in FLAGS else 1, draw.choice(RAW)))
             for name in names
         }
         try:
             if draw.random() < 0.5:
-                parallelize_pipe(self.pipe, **given)
+                parallelize_pipe(self.pipe, **kwargs)
             else:
                 policy = draw.choice(("none", "first_block", "mag", "tea", "steps:0", "cfg", *RAW))
                 apply_cache_on_pipe(self.pipe, policy, threshold=draw.choice(RAW))
@@ -221,23 +225,23 @@ KINDS = ("flags", "record", "line", "lora", "latents", "image", "trace", "python
 @pytest.mark.parametrize("seed", range(4))
 def test_random_input(seed: int, tmp_path: Path) -> None:
     draw, attacks = random.Random(seed), Attacks(tmp_path)
-    found = Counter(attacks.any(draw) for _ in range(500))
-    assert all(found[kind, False] for kind in KINDS), found
+    outcomes = Counter(attacks.any(draw) for _ in range(500))
+    assert all(outcomes[kind, False] for kind in KINDS), outcomes
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        draw, attacks, found = random.Random(7), Attacks(Path(name)), Counter[tuple[str, bool]]()
+        draw, attacks, counts = random.Random(7), Attacks(Path(name)), Counter[tuple[str, bool]]()
         defects, slowest = Counter[str](), 0.0
         for _ in range(int(sys.argv[1])):
-            begun = time.monotonic()
+            begin_time = time.monotonic()
             try:
-                found[attacks.any(draw)] += 1
+                counts[attacks.any(draw)] += 1
             except Exception as error:
                 defects[f"{type(error).__name__}: {str(error)[:300]}"] += 1
-            slowest = max(slowest, time.monotonic() - begun)
+            slowest = max(slowest, time.monotonic() - begin_time)
     for kind in KINDS:
-        print(f"{kind}: {found[kind, True]} accepted, {found[kind, False]} refused")
+        print(f"{kind}: {counts[kind, True]} accepted, {counts[kind, False]} refused")
     print(f"defects: {defects.total()} of {len(defects)} kinds; the slowest took {slowest:.1f} s")
     for sentence, count in defects.most_common(50):
         print(f"{count} times {sentence}")

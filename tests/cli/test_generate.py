@@ -32,11 +32,11 @@ SMALL = ["--size", "32*32", "--frame_num", "1", "--sample_steps", "1"]
 QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "2", "--base_seed", "7"]
 
 
-def frames(path: Path) -> np.ndarray:
+def read_frames(path: Path) -> np.ndarray:
     return np.stack(list(imageio.get_reader(path).iter_data()))
 
 
-def run(*argv: object) -> None:
+def run_generate(*argv: object) -> None:
     assert generate.main([str(argument) for argument in argv]) == 0
 
 
@@ -44,11 +44,11 @@ def run(*argv: object) -> None:
 def plain(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The video of t2v-A14B with QUICK; its record and its latents are in the same folder."""
     out = tmp_path_factory.mktemp("plain") / "plain.mp4"
-    run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file", out)
+    run_generate("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file", out)
     return out
 
 
-def latents(path: Path) -> torch.Tensor:
+def load_saved_latents(path: Path) -> torch.Tensor:
     return load_file(path.with_suffix(".latents.safetensors"))["latents"]
 
 
@@ -58,9 +58,9 @@ def test_further_ways_into_a_task(task: str, tiny, image_path: Path, tmp_path: P
     out = tmp_path / "new" / "folder" / "video.mp4"
     image = ["--image", image_path] if task == "i2v-14B" else []
     folder = tiny(task.replace("-14B", "-A14B"))
-    run("--task", task, *image, "--ckpt_dir", folder, "--save_file", out, *QUICK)
+    run_generate("--task", task, *image, "--ckpt_dir", folder, "--save_file", out, *QUICK)
     assert imageio.get_reader(out).get_meta_data()["fps"] == (24 if task == "ti2v-5B" else 16)
-    assert len(frames(out)) == 5
+    assert len(read_frames(out)) == 5
     assert sorted(path.name for path in out.parent.iterdir()) == ["video.json", "video.mp4"]
     assert json.loads(out.with_suffix(".json").read_text())["settings"]["task"] == task
 
@@ -70,11 +70,11 @@ def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
     args = ["--ckpt_dir", tiny("t2v-1.3B"), *SMALL]
     for task in ("t2v-14B", "t2v-1.3B"):
         out = tmp_path / f"{task}.mp4"
-        run("--task", task, *args, "--save_file", out, "--base_seed", "7")
+        run_generate("--task", task, *args, "--save_file", out, "--base_seed", "7")
         settings = json.loads(out.with_suffix(".json").read_text())["settings"]
         assert settings["sample_guide_scale"] == [5.0, 5.0]
         assert settings["sample_shift"] == 5.0
-    assert (frames(tmp_path / "t2v-14B.mp4") == frames(tmp_path / "t2v-1.3B.mp4")).all()
+    assert (read_frames(tmp_path / "t2v-14B.mp4") == read_frames(tmp_path / "t2v-1.3B.mp4")).all()
 
 
 def test_single_files_without_config(tiny, tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_single_files_without_config(tiny, tmp_path: Path) -> None:
         save_file(prefixed, tmp_path / f"wan_{expert}_14B.safetensors")
     for name in ("Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "google"):
         os.symlink(source / name, tmp_path / name)
-    found = inspect_checkpoint(tmp_path)
-    assert found.kind == "t2v" and set(found.experts) == {"high_noise", "low_noise"}
-    config = found.experts["high_noise"].config
+    checkpoint = inspect_checkpoint(tmp_path)
+    assert checkpoint.kind == "t2v" and set(checkpoint.experts) == {"high_noise", "low_noise"}
+    config = checkpoint.experts["high_noise"].config
     assert (config["dim"], config["ffn_dim"], config["text_dim"]) == (240, 480, 64)
     assert (config["num_layers"], config["out_dim"], config["freq_dim"]) == (2, 16, 256)
 
@@ -106,14 +106,14 @@ def test_single_files_without_config(tiny, tmp_path: Path) -> None:
 def test_from_json_repeats_the_run(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, other = tmp_path / "a.mp4", tmp_path / "b.mp4"
     prompt = "A 'quoted' prompt,\nwith ünïcode 龙"
-    run("--ckpt_dir", tiny("t2v-A14B"), "--save_file", out, "--prompt", prompt, *QUICK)
+    run_generate("--ckpt_dir", tiny("t2v-A14B"), "--save_file", out, "--prompt", prompt, *QUICK)
     monkeypatch.chdir(tmp_path)
-    run("--from_json", out.with_suffix(".json"))
-    (again,) = set(tmp_path.glob("*.mp4")) - {out}
-    assert again.read_bytes() == out.read_bytes(), "the repeat gets a name of its own"
-    settings = json.loads(again.with_suffix(".json").read_text())["settings"]
+    run_generate("--from_json", out.with_suffix(".json"))
+    (repeat,) = set(tmp_path.glob("*.mp4")) - {out}
+    assert repeat.read_bytes() == out.read_bytes(), "the repeat gets a name of its own"
+    settings = json.loads(repeat.with_suffix(".json").read_text())["settings"]
     assert settings["prompt"] == prompt
-    run("--from_json", out.with_suffix(".json"), "--save_file", other, "--base_seed", "8")
+    run_generate("--from_json", out.with_suffix(".json"), "--save_file", other, "--base_seed", "8")
     assert other.read_bytes() != out.read_bytes()
 
 
@@ -137,14 +137,16 @@ def test_a_failure_after_denoising_loses_nothing(
             assert generate.main(argv) == 1
             (line,) = capfd.readouterr().err.split("generate.py: ")[1:]
             assert line.startswith(f"{out} could not be written (disk full); free space there")
-    (kept,) = tmp_path.iterdir()
-    assert kept.name.startswith("video.") and kept.name.endswith(".latents.safetensors")
+    (latents_file,) = tmp_path.iterdir()
+    assert latents_file.name.startswith("video.") and latents_file.name.endswith(
+        ".latents.safetensors"
+    )
     if stage == "decode":
-        assert f"--decode_latents {kept}" in capfd.readouterr().out
+        assert f"--decode_latents {latents_file}" in capfd.readouterr().out
     monkeypatch.chdir(tmp_path.parent)
-    run("--decode_latents", kept)
+    run_generate("--decode_latents", latents_file)
     assert out.read_bytes() == plain.read_bytes()
-    assert kept.exists()
+    assert latents_file.exists()
 
 
 def test_a_dying_encoder_is_noticed(tiny, tmp_path: Path, monkeypatch, capfd) -> None:
@@ -163,38 +165,38 @@ def test_a_dying_encoder_is_noticed(tiny, tmp_path: Path, monkeypatch, capfd) ->
     argv = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", out]
     assert generate.main([str(word) for word in argv]) == 1
     assert "the encoder kept 0 of 5 frames" in capfd.readouterr().err
-    (left,) = out.parent.iterdir()
-    assert left.name.endswith(".latents.safetensors")
+    (latents_file,) = out.parent.iterdir()
+    assert latents_file.name.endswith(".latents.safetensors")
 
 
 def test_save_latents(plain: Path, tmp_path: Path) -> None:
-    found = latents(plain)
-    assert found.shape == (16, 2, 4, 8) and found.dtype == torch.float32
-    kept, out = plain.with_suffix(".latents.safetensors"), tmp_path / "v.mp4"
-    run("--decode_latents", kept, "--fps", "30", "--save_file", out)
+    tensor = load_saved_latents(plain)
+    assert tensor.shape == (16, 2, 4, 8) and tensor.dtype == torch.float32
+    latents_file, out = plain.with_suffix(".latents.safetensors"), tmp_path / "v.mp4"
+    run_generate("--decode_latents", latents_file, "--fps", "30", "--save_file", out)
     assert imageio.get_reader(out).get_meta_data()["fps"] == 30
-    assert kept.exists() and frames(out).shape == frames(plain).shape
+    assert latents_file.exists() and read_frames(out).shape == read_frames(plain).shape
 
 
 def test_latents_of_each_step(plain: Path, tiny, tmp_path: Path, capfd) -> None:
     """The last step has the video's latents; compare_latents finds the first differing step."""
     argv = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "steps"]
     for name, flags in {"a": [], "b": [], "c": ["--sample_guide_scale", "3,4.5"]}.items():
-        run(*argv, *flags, "--save_file", tmp_path / f"{name}.mp4")
+        run_generate(*argv, *flags, "--save_file", tmp_path / f"{name}.mp4")
     steps = sorted((tmp_path / "a.steps").iterdir())
-    assert [one.name for one in steps] == ["0001.safetensors", "0002.safetensors"]
-    assert torch.equal(load_file(steps[-1])["latents"], latents(plain))
-    assert torch.equal(latents(tmp_path / "a.mp4"), latents(plain))
+    assert [path.name for path in steps] == ["0001.safetensors", "0002.safetensors"]
+    assert torch.equal(load_file(steps[-1])["latents"], load_saved_latents(plain))
+    assert torch.equal(load_saved_latents(tmp_path / "a.mp4"), load_saved_latents(plain))
     first = load_file(steps[0])["latents"].double().flatten()
     json_file = tmp_path / "found.json"
     for other in "bc":
         folders = [str(tmp_path / f"{name}.steps") for name in ("a", other)]
         assert compare_latents.main([*folders, "--json", str(json_file)]) == 0
-        found = json.loads(json_file.read_text())
-        assert (found["departs"] is None) == (other == "b"), found
-    theirs = load_file(tmp_path / "c.steps" / "0001.safetensors")["latents"].double().flatten()
-    cosine = float(torch.dot(first, theirs) / first.norm() / theirs.norm())
-    assert found["steps"][0]["cosine"] == pytest.approx(cosine, abs=1e-12)
+        report = json.loads(json_file.read_text())
+        assert (report["departs"] is None) == (other == "b"), report
+    other_first = load_file(tmp_path / "c.steps" / "0001.safetensors")["latents"].double().flatten()
+    cosine = float(torch.dot(first, other_first) / first.norm() / other_first.norm())
+    assert report["steps"][0]["cosine"] == pytest.approx(cosine, abs=1e-12)
     (tmp_path / "b.steps" / "0002.safetensors").unlink()
     assert compare_latents.main([str(tmp_path / "a.steps"), str(tmp_path / "b.steps")]) == 2
     assert "has no 0002.safetensors" in capfd.readouterr().err
@@ -202,20 +204,20 @@ def test_latents_of_each_step(plain: Path, tiny, tmp_path: Path, capfd) -> None:
 
 def test_fixed_latents_stand_for_the_noise(plain: Path, tiny, tmp_path: Path, capfd) -> None:
     """The noise of a seed, read from a file, gives the video of that seed under another seed."""
-    shape = latents(plain).shape
+    shape = load_saved_latents(plain).shape
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(7))
     file = tmp_path / "noise.safetensors"
     save_file({"latents": noise}, file)
     argv = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK[:-2], "--base_seed", "8"]
     argv += ["--save_latents", "--save_file", tmp_path / "a.mp4"]
-    run(*argv, "--fixed_latents", file)
-    assert torch.equal(latents(tmp_path / "a.mp4"), latents(plain))
+    run_generate(*argv, "--fixed_latents", file)
+    assert torch.equal(load_saved_latents(tmp_path / "a.mp4"), load_saved_latents(plain))
     settings = json.loads((tmp_path / "a.json").read_text())["settings"]
     assert settings["fixed_latents"] == str(file)
     save_file({"latents": noise[:, :1].contiguous()}, file)
-    assert generate.main([str(one) for one in (*argv, "--fixed_latents", file)]) == 2
-    said = f"--fixed_latents holds latents of shape {[*noise[:, :1].shape]}; this video's are"
-    assert said in capfd.readouterr().err
+    assert generate.main([str(arg) for arg in (*argv, "--fixed_latents", file)]) == 2
+    message = f"--fixed_latents holds latents of shape {[*noise[:, :1].shape]}; this video's are"
+    assert message in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -235,41 +237,48 @@ def before_the_last_frame(
     return arrange
 
 
-def test_latents_that_cannot_be_put_away_stay(
+def test_latents_that_cannot_be_moved_stay(
     tiny, tmp_path: Path, before_the_last_frame, capfd
 ) -> None:
     """A folder has taken the name of the latents: the file named in the log still exists."""
     out = tmp_path / "v.mp4"
     before_the_last_frame(out.with_suffix(".latents.safetensors").mkdir)
-    run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file", out)
-    (said,) = (
+    run_generate("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file", out)
+    (log_line,) = (
         line for line in capfd.readouterr().out.splitlines() if "latents are still in" in line
     )
-    (kept,) = (path for path in tmp_path.glob("v.*safetensors") if path.is_file())
-    assert str(kept) in said and load_file(kept)["latents"].shape == (16, 2, 4, 8)
+    (latents_file,) = (path for path in tmp_path.glob("v.*safetensors") if path.is_file())
+    assert str(latents_file) in log_line and load_file(latents_file)["latents"].shape == (
+        16,
+        2,
+        4,
+        8,
+    )
 
 
 def test_generated_name_and_notices(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run("--ckpt_dir", tiny("t2v-A14B"), "--prompt", 'a/b "c"\n*?<>| 龙', *QUICK)
+    run_generate("--ckpt_dir", tiny("t2v-A14B"), "--prompt", 'a/b "c"\n*?<>| 龙', *QUICK)
     (name,) = [p.name for p in tmp_path.glob("*.mp4")]
     assert name.startswith("t2v-A14B_64x32_a_b_c_龙_")
-    said = capfd.readouterr().out
-    assert "64*32 is not a size t2v-A14B was trained on" in said
-    assert "Seed 7, noise drawn on the cpu" in said and "Peak memory: host" in said
+    output = capfd.readouterr().out
+    assert "64*32 is not a size t2v-A14B was trained on" in output
+    assert "Seed 7, noise drawn on the cpu" in output and "Peak memory: host" in output
 
 
 @pytest.mark.parametrize("flags", [["--precision", "bf16"], slow(["--convert_model_dtype"])])
 def test_bf16_is_close(flags: list[str], plain: Path, tiny, tmp_path: Path) -> None:
-    out, again = tmp_path / "bf16.mp4", tmp_path / "again.mp4"
-    run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, *flags, "--save_latents", "--save_file", out)
-    exact, rounded = latents(plain), latents(out)
+    out, repeat = tmp_path / "bf16.mp4", tmp_path / "again.mp4"
+    run_generate(
+        "--ckpt_dir", tiny("t2v-A14B"), *QUICK, *flags, "--save_latents", "--save_file", out
+    )
+    exact, rounded = load_saved_latents(plain), load_saved_latents(out)
     difference = ((exact - rounded).square().mean() / exact.square().mean()).sqrt()
     assert 0 < difference < 0.05
-    run("--from_json", out.with_suffix(".json"), "--save_file", again)
-    assert again.read_bytes() == out.read_bytes()
+    run_generate("--from_json", out.with_suffix(".json"), "--save_file", repeat)
+    assert repeat.read_bytes() == out.read_bytes()
 
 
 def test_guidance_one_skips_the_unconditional_pass(
@@ -280,13 +289,13 @@ def test_guidance_one_skips_the_unconditional_pass(
     calls = []
     forward = WanModel.forward
 
-    def counted(self: WanModel, *args: object, **kwargs: object) -> list[torch.Tensor]:
+    def record_call(self: WanModel, *args: object, **kwargs: object) -> list[torch.Tensor]:
         calls.append(kwargs["step"])
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(WanModel, "forward", counted)
+    monkeypatch.setattr(WanModel, "forward", record_call)
     args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4"]
-    run(*args, "--sample_steps", "4", "--sample_guide_scale", "1,4")
+    run_generate(*args, "--sample_steps", "4", "--sample_guide_scale", "1,4")
     assert [(c.index, c.expert, c.branch) for c in calls] == [
         *((i, "high_noise", branch) for i in range(3) for branch in ("cond", "uncond")),
         (3, "low_noise", "cond"),
@@ -297,8 +306,8 @@ def test_guidance_one_skips_the_unconditional_pass(
 def test_many_steps_with_colliding_timesteps(tiny, tmp_path: Path) -> None:
     args = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), "--sample_guide_scale", "1"]
     args += ["--size", "16*16", "--frame_num", "1", "--sample_steps", "100"]
-    run(*args, "--sample_shift", "12", "--save_file", tmp_path / "v.mp4", "--save_latents")
-    assert latents(tmp_path / "v.mp4").isfinite().all()
+    run_generate(*args, "--sample_shift", "12", "--save_file", tmp_path / "v.mp4", "--save_latents")
+    assert load_saved_latents(tmp_path / "v.mp4").isfinite().all()
 
 
 def test_tiling_is_close_and_leaves_latents_alone(tiny, image_path: Path, tmp_path: Path) -> None:
@@ -306,10 +315,13 @@ def test_tiling_is_close_and_leaves_latents_alone(tiny, image_path: Path, tmp_pa
     args = ["--task", "ti2v-5B", "--image", image_path, "--ckpt_dir", tiny("ti2v-5B")]
     args += ["--size", "288*192", "--frame_num", "1", "--sample_steps", "1", "--base_seed", "7"]
     for name, flags in (("whole", []), ("tiled", ["--vae_tiling"])):
-        run(*args, *flags, "--save_latents", "--save_file", tmp_path / f"{name}.mp4")
-    assert torch.equal(latents(tmp_path / "whole.mp4"), latents(tmp_path / "tiled.mp4"))
+        run_generate(*args, *flags, "--save_latents", "--save_file", tmp_path / f"{name}.mp4")
+    assert torch.equal(
+        load_saved_latents(tmp_path / "whole.mp4"), load_saved_latents(tmp_path / "tiled.mp4")
+    )
     difference = np.abs(
-        frames(tmp_path / "whole.mp4").astype(int) - frames(tmp_path / "tiled.mp4").astype(int)
+        read_frames(tmp_path / "whole.mp4").astype(int)
+        - read_frames(tmp_path / "tiled.mp4").astype(int)
     )
     assert 0 < difference.mean() < 30
 
@@ -319,8 +331,10 @@ def test_compiled_blocks_give_the_same_latents(tiny, tmp_path: Path) -> None:
     """--compile with the default compiler, both experts, offload and the text cache."""
     args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--sample_steps", "4", "--save_latents"]
     for name, flags in (("eager", []), ("compiled", ["--compile"])):
-        run(*args, *flags, "--save_file", tmp_path / f"{name}.mp4")
-    eager, compiled = (latents(tmp_path / f"{name}.mp4") for name in ("eager", "compiled"))
+        run_generate(*args, *flags, "--save_file", tmp_path / f"{name}.mp4")
+    eager, compiled = (
+        load_saved_latents(tmp_path / f"{name}.mp4") for name in ("eager", "compiled")
+    )
     torch.testing.assert_close(eager, compiled, atol=1e-4, rtol=0)
 
 
@@ -336,7 +350,7 @@ def test_help_is_light(tmp_path: Path) -> None:
         "import sys\nfrom wan.cli.main import main\n"
         "try: main(['--help', 'all'])\nfinally: print(*sys.modules)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
@@ -344,8 +358,8 @@ def test_help_is_light(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin"},
         timeout=60,
     )
-    words = " ".join(done.stdout.split())
-    for shown in (
+    text = " ".join(result.stdout.split())
+    for option in (
         "--sample_guide_scale X[,X] one number",
         "--comm_type {0,1,2} 0: baseline",
         "--sample_solver {unipc,dpm++,euler,dmd,rcm}",
@@ -354,8 +368,8 @@ def test_help_is_light(tmp_path: Path) -> None:
         "--use_rainfusion block-sparse",
         "--task {t2v-A14B,",
     ):
-        assert shown in words
-    assert not {"torch", "numpy", "diffusers"} & set(words.split())
+        assert option in text
+    assert not {"torch", "numpy", "diffusers"} & set(text.split())
 
 
 def test_the_demo_checkpoint_is_made_once(
@@ -363,19 +377,19 @@ def test_the_demo_checkpoint_is_made_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    run("--task", "ti2v-5B", "--save_file", "a.mp4", *SMALL)
+    run_generate("--task", "ti2v-5B", "--save_file", "a.mp4", *SMALL)
     assert "using the demo checkpoint" in capfd.readouterr().out
-    made = (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns
-    run("--task", "ti2v-5B", "--save_file", "b.mp4", *SMALL)
-    assert (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns == made
+    mtime_ns = (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns
+    run_generate("--task", "ti2v-5B", "--save_file", "b.mp4", *SMALL)
+    assert (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns == mtime_ns
 
 
-def test_the_official_folder_is_found(tiny, tmp_path: Path, monkeypatch) -> None:
+def test_the_official_folder_is_used(tiny, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.symlink(tiny("t2v-A14B"), tmp_path / "Wan2.2-T2V-A14B")
-    found = resolve_command_line(parse_flags(QUICK), lambda *_: pytest.fail("the demo was made"))
-    assert found.setup.checkpoint.folder == Path("Wan2.2-T2V-A14B")
-    assert not any("demo" in notice for notice in found.notices)
+    resolved = resolve_command_line(parse_flags(QUICK), lambda *_: pytest.fail("the demo was made"))
+    assert resolved.setup.checkpoint.folder == Path("Wan2.2-T2V-A14B")
+    assert not any("demo" in notice for notice in resolved.notices)
 
 
 def test_an_extended_prompt_is_used_and_recorded(
@@ -398,30 +412,30 @@ def test_an_extended_prompt_is_used_and_recorded(
     monkeypatch.setenv("DASH_API_KEY", "sk-test")
     args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file"]
     method = ["--use_prompt_extend", "--prompt_extend_method", "dashscope"]
-    run(*args, tmp_path / "extended.mp4", "--prompt", "short", *method)
-    run(*args, tmp_path / "direct.mp4", "--prompt", "a much longer prompt")
+    run_generate(*args, tmp_path / "extended.mp4", "--prompt", "short", *method)
+    run_generate(*args, tmp_path / "direct.mp4", "--prompt", "a much longer prompt")
     expected = (tmp_path / "direct.mp4").read_bytes()
     assert (tmp_path / "extended.mp4").read_bytes() == expected
     record = tmp_path / "extended.json"
     assert json.loads(record.read_text())["settings"]["prompt"] == "a much longer prompt"
     monkeypatch.delenv("DASH_API_KEY")
-    again = resolve_command_line(parse_flags(["--from_json", str(record)]), lambda *_: None)
-    assert again.prompt_extension is None and again.params.prompt == "a much longer prompt"
+    repeated = resolve_command_line(parse_flags(["--from_json", str(record)]), lambda *_: None)
+    assert repeated.prompt_extension is None and repeated.params.prompt == "a much longer prompt"
 
 
 def test_unsaved_latents_do_not_stop_the_run(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
-    def full(*_: object, **__: object) -> None:
+    def raise_disk_full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
     monkeypatch.chdir(tmp_path)
 
-    monkeypatch.setattr("wan.pipeline.video.save_latents", full)
-    run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4")
-    assert frames(tmp_path / "v.mp4").shape[0] == 5
-    said = capfd.readouterr().out
-    assert said.count("(no space left)") == 2 and "Decoding continues from memory" in said
+    monkeypatch.setattr("wan.pipeline.video.save_latents", raise_disk_full)
+    run_generate("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4")
+    assert read_frames(tmp_path / "v.mp4").shape[0] == 5
+    output = capfd.readouterr().out
+    assert output.count("(no space left)") == 2 and "Decoding continues from memory" in output
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -432,18 +446,18 @@ def test_nan_makes_no_video(several: bool, tiny, tmp_path: Path, capfd) -> None:
     weights = load_file(file)
     weights["head.head.bias"][0] = float("inf")
     save_file(weights, file)
-    asked = ["--prompt", "a", "--save_file", out]
+    prompt_argv = ["--prompt", "a", "--save_file", out]
     if several:
         line = json.dumps({"prompt": "a", "save_file": str(out)})
         (tmp_path / "p.txt").write_text(f"{line}\n")
-        asked = ["--prompt_file", tmp_path / "p.txt", "--save_file", tmp_path]
-    argv = ["--task", "t2v-1.3B", "--ckpt_dir", folder, *QUICK, *asked]
+        prompt_argv = ["--prompt_file", tmp_path / "p.txt", "--save_file", tmp_path]
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", folder, *QUICK, *prompt_argv]
     assert generate.main([str(word) for word in argv]) == 1
-    said = "".join(capfd.readouterr())
-    assert "NaN or infinite after step 1 of 2 (dit)" in said and not out.exists()
-    (kept,) = tmp_path.glob("v.*.latents.safetensors")
-    assert f"The latents, which contain NaN or infinity, are kept in {kept}." in said
-    assert generate.main(["--decode_latents", str(kept)]) == 2
+    output = "".join(capfd.readouterr())
+    assert "NaN or infinite after step 1 of 2 (dit)" in output and not out.exists()
+    (latents_file,) = tmp_path.glob("v.*.latents.safetensors")
+    assert f"The latents, which contain NaN or infinity, are kept in {latents_file}." in output
+    assert generate.main(["--decode_latents", str(latents_file)]) == 2
 
 
 @pytest.mark.parametrize("broken", ["nan", "=1e6"])
@@ -453,8 +467,8 @@ def test_a_lora_that_breaks_weights(broken: str, tiny, tmp_path: Path, capfd) ->
         down[0, 0] = float("nan")
     pair = {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": torch.full((96, 2), 1e20)}
     save_file(pair, tmp_path / "x.safetensors")
-    one = f"{tmp_path}/x.safetensors{broken if broken[0] == '=' else ''}"
-    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *QUICK, "--lora", one]
+    lora_arg = f"{tmp_path}/x.safetensors{broken if broken[0] == '=' else ''}"
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *QUICK, "--lora", lora_arg]
     assert generate.main([str(word) for word in (*argv, "--save_file", tmp_path / "v.mp4")]) == 2
     assert "weights NaN or infinite" in capfd.readouterr().err
     assert os.listdir(tmp_path) == ["x.safetensors"]
@@ -466,20 +480,22 @@ def test_a_current_folder_that_cannot_be_used(exists: bool, tiny, tmp_path: Path
     argv = [sys.executable, str(REPO / "generate.py"), "--prompt", "a"]
     argv += ["--ckpt_dir", str(tiny("t2v-A14B"))]
     folder = "/sys" if exists else str(tmp_path / "gone")
-    said = "The current folder /sys cannot be written" if exists else "The current folder does not"
+    message = (
+        "The current folder /sys cannot be written" if exists else "The current folder does not"
+    )
     script = f"mkdir -p {folder} && cd {folder} && {'true' if exists else f'rmdir {folder}'} && "
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", f"{script} exec {shlex.join(argv)}"], capture_output=True, text=True
     )
-    assert done.returncode == 2 and said in done.stderr and "oading" not in done.stdout
+    assert result.returncode == 2 and message in result.stderr and "oading" not in result.stdout
 
 
 @pytest.mark.slow
 def test_a_closed_standard_output(tiny, tmp_path: Path) -> None:
     argv = [sys.executable, str(REPO / "generate.py"), "--task", "t2v-1.3B", "--prompt", "a"]
     argv += ["--ckpt_dir", str(tiny("t2v-1.3B")), *SMALL, "--save_file", str(tmp_path / "v.mp4")]
-    done = subprocess.run(["sh", "-c", f"exec {shlex.join(argv)} >&-"], capture_output=True)
-    assert done.returncode == 0 and (tmp_path / "v.mp4").stat().st_size
+    result = subprocess.run(["sh", "-c", f"exec {shlex.join(argv)} >&-"], capture_output=True)
+    assert result.returncode == 0 and (tmp_path / "v.mp4").stat().st_size
 
 
 @pytest.mark.parametrize("existed", [False, True])
@@ -495,32 +511,32 @@ def test_a_video_that_appears_meanwhile_is_kept(
     if existed:
         shutil.copy(plain, out)
     before_the_last_frame(write_by_another_run)
-    run("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
+    run_generate("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
     assert out.read_text() == "another video" and not out.with_suffix(".json").exists()
     assert f"{out} appeared during this run and is kept" in "".join(capfd.readouterr())
     record = json.loads((tmp_path / "v-2.json").read_text())
     assert record["settings"]["save_file"] == str(tmp_path / "v-2.mp4")
-    assert frames(tmp_path / "v-2.mp4").shape == (1, 32, 32, 3)
+    assert read_frames(tmp_path / "v-2.mp4").shape == (1, 32, 32, 3)
 
 
-def test_what_a_killed_run_left_is_removed(plain: Path, tiny, tmp_path: Path) -> None:
+def test_files_of_a_killed_run_are_removed(plain: Path, tiny, tmp_path: Path) -> None:
     """The next run of the same video removes them; files of living processes are kept."""
-    whole = plain.with_suffix(".latents.safetensors").read_bytes()
+    latents_bytes = plain.with_suffix(".latents.safetensors").read_bytes()
     host = make_process_name().rpartition("-")[0]
     dead = subprocess.Popen(["true"])
     dead.wait()
     names = [".{}-v.mp4", ".{}-v.json", "v.{}.latents.safetensors", ".{}-other.mp4"]
     owners = [f"{host}-{dead.pid}", f"{host}-{os.getppid()}", f"elsewhere-{dead.pid}"]
     for name in (name.format(owner) for name in names for owner in owners):
-        (tmp_path / name).write_bytes(whole if "latents" in name else b"unfinished")
+        (tmp_path / name).write_bytes(latents_bytes if "latents" in name else b"unfinished")
     out = tmp_path / "v.mp4"
-    run("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
-    left = {path.name for path in tmp_path.iterdir()} - {"v.mp4", "v.json"}
-    kept = {name.format(owner) for name in names for owner in owners[1:]}
-    assert left == kept | {names[3].format(owners[0])}
+    run_generate("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
+    remaining = {path.name for path in tmp_path.iterdir()} - {"v.mp4", "v.json"}
+    other_owners_files = {name.format(owner) for name in names for owner in owners[1:]}
+    assert remaining == other_owners_files | {names[3].format(owners[0])}
 
 
-def test_the_record_and_the_video_say_what_was_run(tiny, tmp_path: Path, monkeypatch) -> None:
+def test_the_record_and_the_video_hold_the_command(tiny, tmp_path: Path, monkeypatch) -> None:
     out, prompt = tmp_path / "v.mp4", 'a "quoted" fox; \u72d0 = 1'
     argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--prompt", prompt]
     argv = [str(word) for word in (*argv, "--save_file", out)]
@@ -531,7 +547,9 @@ def test_the_record_and_the_video_say_what_was_run(tiny, tmp_path: Path, monkeyp
     assert len(record["run"]["commit"]) == 40 and record["run"]["date"][:2] == "20"
     assert 0 <= record["seed"] < 10**10
     probe = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(out), "-f", "ffmetadata"]
-    found = subprocess.run([*probe, "-"], capture_output=True, text=True, check=True).stdout
-    comment = found.split("comment=")[1].split("\nencoder")[0]
-    told = json.loads(re.sub(r"\\([=;#\\\n])", r"\1", comment))  # undo the escapes of ffmpeg
-    assert (told["prompt"], told["seed"]) == (prompt, record["seed"])
+    metadata = subprocess.run([*probe, "-"], capture_output=True, text=True, check=True).stdout
+    comment = metadata.split("comment=")[1].split("\nencoder")[0]
+    comment_record = json.loads(
+        re.sub(r"\\([=;#\\\n])", r"\1", comment)
+    )  # undo the escapes of ffmpeg
+    assert (comment_record["prompt"], comment_record["seed"]) == (prompt, record["seed"])

@@ -22,7 +22,7 @@ from wan.pipeline.video import save_latents
 # Clips. A run reuses the clips of another run if it would generate the same.
 
 
-class Chain:
+class TwoClipRun:
     """Two clips of a run whose image and LoRA are files in a folder."""
 
     def __init__(self, folder: Path, value: float = 1.0) -> None:
@@ -30,15 +30,15 @@ class Chain:
         folder.mkdir()
         self.folder, self.image, self.lora = folder, folder / "x.png", folder / "x.safetensors"
         Image.new("RGB", (32, 32), "red").save(self.image)
-        self.tune(value)
+        self.write_lora(value)
 
-    def tune(self, value: float) -> None:
+    def write_lora(self, value: float) -> None:
         """Rewrites the LoRA with the same number of bytes."""
         name = "blocks.0.self_attn.q.lora_{}.weight"
         up, down = torch.full((192, 1), value), torch.ones(1, 192)
         save_file({name.format("up"): up, name.format("down"): down}, self.lora)
 
-    def files(self, *flags: object, strength: float = 0.5) -> ClipFiles:
+    def make_clip_files(self, *flags: object, strength: float = 0.5) -> ClipFiles:
         """Returns the clips of the run; the last of repeated flags counts."""
         argv = ["--task", "i2v-A14B", "--size", "32*32", "--frame_num", "9", "--num_clip", "2"]
         argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7", "--prompt", "x"]
@@ -46,9 +46,9 @@ class Chain:
         argv += ["--save_file", str(self.folder / "v.mp4")]
         return ClipFiles(generate.resolve_argv([*argv, *map(str, flags)]))
 
-    def write(self, *flags: object, end: float = 1.0) -> None:
+    def write_clips(self, *flags: object, end: float = 1.0) -> None:
         """Writes the clips. end: Value of the state that the first clip passes on."""
-        files = self.files(*flags)
+        files = self.make_clip_files(*flags)
         files.folder.mkdir(exist_ok=True)
         for index, value in enumerate((end, 2.0)):
             frames = torch.full((3, 9 if index == 0 else 4, 32, 32), index / 2)
@@ -57,12 +57,12 @@ class Chain:
 
 
 @pytest.fixture
-def chain(tmp_path: Path) -> Chain:
-    return Chain(tmp_path / "here")
+def chain(tmp_path: Path) -> TwoClipRun:
+    return TwoClipRun(tmp_path / "here")
 
 
 def test_latents_that_could_not_be_saved_are_not_called_kept(
-    chain: Chain, monkeypatch: pytest.MonkeyPatch
+    chain: TwoClipRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No path can be written; only finite latents are decoded from memory."""
     messages: list[str] = []
@@ -74,7 +74,7 @@ def test_latents_that_could_not_be_saved_are_not_called_kept(
     monkeypatch.setattr(videos.logger, "error", lambda text, *args: messages.append(text % args))
     for value, continues in ((0.0, True), (float("nan"), False)):
         messages.clear()
-        job = videos.VideoJob(chain.files()._run, cast(Any, None), None)
+        job = videos.VideoJob(chain.make_clip_files()._run, cast(Any, None), None)
         job.save_denoised_latents(torch.full((16, 3, 4, 4), value))
         assert job.latents_file is None and not any("kept" in message for message in messages)
         assert any("continues from memory" in message for message in messages) == continues
@@ -92,50 +92,56 @@ OTHER_SETTINGS = [
 
 
 @pytest.mark.parametrize("flags", OTHER_SETTINGS)
-def test_a_setting_that_one_of_two_runs_has_makes_clips_again(flags: str, chain: Chain) -> None:
+def test_a_setting_that_one_of_two_runs_has_makes_clips_again(
+    flags: str, chain: TwoClipRun
+) -> None:
     """Whether the earlier or the later run has the setting."""
-    chain.write()
-    assert chain.files().count_finished() == 2
-    assert chain.files(*flags.split()).count_finished() == 0
-    chain.write(*flags.split())
-    assert chain.files(*flags.split()).count_finished() == 2
-    assert chain.files().count_finished() == 0
+    chain.write_clips()
+    assert chain.make_clip_files().count_finished() == 2
+    assert chain.make_clip_files(*flags.split()).count_finished() == 0
+    chain.write_clips(*flags.split())
+    assert chain.make_clip_files(*flags.split()).count_finished() == 2
+    assert chain.make_clip_files().count_finished() == 0
 
 
-def test_what_leaves_clips_as_they_are(chain: Chain, tmp_path: Path) -> None:
+def test_changes_that_keep_clips(chain: TwoClipRun, tmp_path: Path) -> None:
     """Another number of clips, offload, saved latents, and input files with the same content."""
-    chain.write()
-    assert chain.files("--num_clip", 3).count_finished() == 2
-    assert chain.files("--num_clip", 1).count_finished() == 1
-    assert chain.files("--offload_model", "block", "--save_latents").count_finished() == 2
-    there = Chain(tmp_path / "there")
-    shutil.copytree(chain.files().folder, there.files().folder)
-    assert there.files().count_finished() == 2
+    chain.write_clips()
+    assert chain.make_clip_files("--num_clip", 3).count_finished() == 2
+    assert chain.make_clip_files("--num_clip", 1).count_finished() == 1
+    assert chain.make_clip_files("--offload_model", "block", "--save_latents").count_finished() == 2
+    copied_run = TwoClipRun(tmp_path / "there")
+    shutil.copytree(chain.make_clip_files().folder, copied_run.make_clip_files().folder)
+    assert copied_run.make_clip_files().count_finished() == 2
 
 
-def test_another_file_of_a_lora_makes_clips_again(chain: Chain) -> None:
+def test_another_file_of_a_lora_makes_clips_again(chain: TwoClipRun) -> None:
     """Also a file of the same name and size, and the same file with another strength."""
-    chain.write()
-    assert chain.files(strength=0.6).count_finished() == 0
-    chain.tune(2.0)
-    assert chain.files().count_finished() == 0
-    chain.tune(1.0)
-    assert chain.files().count_finished() == 2
-    assert chain.files("--lora_high_noise", chain.lora).count_finished() == 0
+    chain.write_clips()
+    assert chain.make_clip_files(strength=0.6).count_finished() == 0
+    chain.write_lora(2.0)
+    assert chain.make_clip_files().count_finished() == 0
+    chain.write_lora(1.0)
+    assert chain.make_clip_files().count_finished() == 2
+    assert chain.make_clip_files("--lora_high_noise", chain.lora).count_finished() == 0
 
 
 @pytest.mark.parametrize("name", ["0002.mp4", "0002.safetensors"])
-def test_a_clip_of_another_run_in_the_place_of_one(name: str, chain: Chain, tmp_path: Path) -> None:
+def test_a_clip_replaced_by_one_of_another_run(
+    name: str, chain: TwoClipRun, tmp_path: Path
+) -> None:
     """Both runs have the same settings, but different clip states after the first clip."""
-    other = Chain(tmp_path / "other")
-    chain.write()
-    other.write(end=5.0)
+    other = TwoClipRun(tmp_path / "other")
+    chain.write_clips()
+    other.write_clips(end=5.0)
     if name == "0002.safetensors":  # whose state matches its own video
-        shutil.copy(other.files().folder / "0002.mp4", chain.files().folder)
+        shutil.copy(other.make_clip_files().folder / "0002.mp4", chain.make_clip_files().folder)
     else:
-        (other.files().folder / name).write_bytes((other.files().folder / "0001.mp4").read_bytes())
-    shutil.copy(other.files().folder / name, chain.files().folder)
-    assert chain.files().count_finished() == 1
+        (other.make_clip_files().folder / name).write_bytes(
+            (other.make_clip_files().folder / "0001.mp4").read_bytes()
+        )
+    shutil.copy(other.make_clip_files().folder / name, chain.make_clip_files().folder)
+    assert chain.make_clip_files().count_finished() == 1
 
 
 # Videos of a prompt file. --skip_existing skips lines whose video exists.
@@ -148,7 +154,7 @@ LINES: dict[str, dict[str, Any]] = {
 COMMON = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5", "--sample_steps", "2"]
 
 
-def make(folder: Path, lines: dict[str, dict[str, Any]], *flags: str) -> dict[str, Any]:
+def make_videos(folder: Path, lines: dict[str, dict[str, Any]], *flags: str) -> dict[str, Any]:
     """Makes a video of each line; returns the summary, which lists the numbers of the lines."""
     text = [json.dumps(line | {"save_file": f"{name}.mp4"}) for name, line in lines.items()]
     (folder / "lines.jsonl").write_text("\n".join(text))
@@ -161,11 +167,11 @@ def make(folder: Path, lines: dict[str, dict[str, Any]], *flags: str) -> dict[st
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the videos of all lines."""
     folder = tmp_path_factory.mktemp("made")
-    make(folder, LINES)
+    make_videos(folder, LINES)
     return folder
 
 
-class Unmade:
+class UnmadeVideo:
     """Replaces `wan.cli.videos.VideoJob`: makes no video."""
 
     def __init__(self, run: Any, *_: Any) -> None:
@@ -182,17 +188,17 @@ def again(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, bool]]:
     """Requests one video again, with other settings and flags; returns whether it was skipped."""
-    monkeypatch.setattr(many, "VideoJob", Unmade)
+    monkeypatch.setattr(many, "VideoJob", UnmadeVideo)
     shutil.copytree(made, tmp_path / "out")
 
     def is_there(name: str, settings: dict[str, Any], *flags: str) -> bool:
-        found = make(tmp_path / "out", {name: settings}, "--skip_existing", *flags)
-        return list(found["there already"]) == ["1"]
+        summary = make_videos(tmp_path / "out", {name: settings}, "--skip_existing", *flags)
+        return list(summary["there already"]) == ["1"]
 
     return is_there
 
 
-def test_videos_that_are_there(again: Callable[..., bool]) -> None:
+def test_existing_videos_are_skipped(again: Callable[..., bool]) -> None:
     """A drawn seed and default values do not count as differences."""
     for name, line in LINES.items():
         assert again(name, line)
@@ -233,7 +239,7 @@ def test_a_video_of_another_precision_is_made_again(again: Callable[..., bool]) 
 
 
 @pytest.mark.parametrize(
-    ("there", "name"),
+    ("existing", "name"),
     [
         ([], "v.mp4"),
         (["v.mp4"], "v-2.mp4"),
@@ -242,13 +248,13 @@ def test_a_video_of_another_precision_is_made_again(again: Callable[..., bool]) 
     ],
 )
 def test_decoding_writes_over_no_video_and_no_record(
-    there: list[str], name: str, tmp_path: Path
+    existing: list[str], name: str, tmp_path: Path
 ) -> None:
     """Also if a video was moved away and only its record exists."""
-    made = generate.resolve_argv([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
+    run = generate.resolve_argv([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
     latents = tmp_path / "x.safetensors"
-    save_latents(torch.zeros(made.params.latent_shape), latents, made.settings)
-    for file in there:
+    save_latents(torch.zeros(run.params.latent_shape), latents, run.settings)
+    for file in existing:
         (tmp_path / file).touch()
-    again = generate.resolve_argv(["--decode_latents", str(latents)])
-    assert again.output.save_file == tmp_path / name
+    decode_run = generate.resolve_argv(["--decode_latents", str(latents)])
+    assert decode_run.output.save_file == tmp_path / name

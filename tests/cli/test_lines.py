@@ -14,7 +14,7 @@ from wan.run import Run
 SIZE = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5"]
 
 
-def resolved(folder: Path, lines: list[str | dict[str, Any]], *flags: str) -> Run:
+def resolve_lines(folder: Path, lines: list[str | dict[str, Any]], *flags: str) -> Run:
     """Resolves the run of a prompt file's lines with the demo checkpoint."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "lines.txt").write_text("\n".join(texts))
@@ -25,34 +25,36 @@ def resolved(folder: Path, lines: list[str | dict[str, Any]], *flags: str) -> Ru
 def test_each_line_has_a_seed_of_its_own(tmp_path: Path) -> None:
     """Derived from one drawn seed; a line with a seed of its own keeps it, also in its record."""
     lines = ["a", "a", {"prompt": "a", "seed": 5}, {"prompt": "a", "seed": -1}]
-    run = resolved(tmp_path, [*lines, {"prompt": "a", "seeds": [8, 9]}])
+    run = resolve_lines(tmp_path, [*lines, {"prompt": "a", "seeds": [8, 9]}])
     assert len({line.run.params.base_seed for line in run.lines if line.run}) == 6
     for seed in (100, 2**63 - 1):
-        made = [line.run for line in run.with_seed(seed).lines if line.run is not None]
-        seeds = [one.params.base_seed for one in made]
-        assert len({*seeds}) == 6 and all(0 <= one < 2**63 for one in seeds)
+        runs = [line.run for line in run.with_seed(seed).lines if line.run is not None]
+        seeds = [entry.params.base_seed for entry in runs]
+        assert len({*seeds}) == 6 and all(0 <= entry < 2**63 for entry in seeds)
         assert (seeds[2], *seeds[4:]) == (5, 8, 9)
-        assert [one.settings["base_seed"] for one in made] == seeds
+        assert [entry.settings["base_seed"] for entry in runs] == seeds
 
 
 def test_ranks_may_draw_other_seeds_and_name_no_other(tmp_path: Path) -> None:
     """Their rank invariants differ only if a seed in a line differs, not if it is drawn."""
     lines: list[str | dict[str, Any]] = ["a", {"prompt": "b", "seed": 5}]
-    drawn = [resolved(tmp_path, lines) for _ in range(2)]
+    drawn = [resolve_lines(tmp_path, lines) for _ in range(2)]
     seeds = [run.lines[0].run.params.base_seed for run in drawn if run.lines[0].run]
     assert seeds[0] != seeds[1]
     first, second = (run.collect_rank_invariants("cpu") for run in drawn)
     assert first == second
     for other in (["a", {"prompt": "b", "seed": 6}], ["a", {"prompt": "c", "seed": 5}]):
-        found = resolved(tmp_path, other).collect_rank_invariants("cpu")
-        assert {name for name in first if first[name] != found[name]} == {"line 2 of --prompt_file"}
+        invariants = resolve_lines(tmp_path, other).collect_rank_invariants("cpu")
+        assert {name for name in first if first[name] != invariants[name]} == {
+            "line 2 of --prompt_file"
+        }
 
 
 SCHEDULE = ["--sample_solver", "euler"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "line", "wanted"),
+    ("flags", "line", "expected"),
     [
         (["--sample_steps", "4"], {"timesteps": [900, 300]}, {"sample_steps": 2}),
         (["--timesteps", "900,300"], {"timesteps": [900, 500, 300]}, {"sample_steps": 3}),
@@ -68,12 +70,12 @@ SCHEDULE = ["--sample_solver", "euler"]
     ids=str,
 )
 def test_a_line_wins_over_the_command(
-    flags: list[str], line: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
+    flags: list[str], line: dict[str, Any], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     """Timesteps in a line replace the whole noise schedule of the command."""
-    run = resolved(tmp_path, [{"prompt": "a", **line}], *SCHEDULE, *flags)
+    run = resolve_lines(tmp_path, [{"prompt": "a", **line}], *SCHEDULE, *flags)
     request = run.lines[0].run.params if run.lines[0].run else None
-    assert {name: getattr(request, name) for name in wanted} == wanted
+    assert {name: getattr(request, name) for name in expected} == expected
 
 
 def test_two_lines_of_one_record(tmp_path: Path) -> None:
@@ -81,6 +83,6 @@ def test_two_lines_of_one_record(tmp_path: Path) -> None:
     (tmp_path / "out" / "a").mkdir(parents=True)
     (tmp_path / "out" / "b").symlink_to(tmp_path / "out" / "a")
     names = ["x.mp4", "x.MP4", "./x.mp4", "a/y.mp4", "b/y.mp4", "b/z.mp4", "y.mp4"]
-    run = resolved(tmp_path, [{"prompt": "a", "save_file": name} for name in names])
+    run = resolve_lines(tmp_path, [{"prompt": "a", "save_file": name} for name in names])
     refused = {names[line.number - 1] for line in run.lines if line.error}
     assert refused == {"x.MP4", "./x.mp4", "b/y.mp4"}

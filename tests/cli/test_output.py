@@ -38,16 +38,16 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
     """Makes a video with these flags in a new folder."""
     start, commands = video.start_ffmpeg, list[Sequence[str]]()
 
-    def started(args: Sequence[str], **more: Any) -> object:
+    def record_start(args: Sequence[str], **more: Any) -> object:
         commands.append(args)
         return start(args, **more)
 
-    def outcome(*flags: str) -> Outcome:
+    def make_outcome(*flags: str) -> Outcome:
         folder = tmp_path_factory.mktemp("run")
         patch.chdir(folder)
-        given = [flag.replace("/tmp/", f"{folder}/") for flag in flags]
+        argv = [flag.replace("/tmp/", f"{folder}/") for flag in flags]
         model = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B"))]
-        assert generate.main([*model, *SMALL, *given]) == 0
+        assert generate.main([*model, *SMALL, *argv]) == 0
         files = (str(path.relative_to(folder)) for path in folder.rglob("*"))
         traced = (
             exchange_order.read_traces(folder / "trace")[0].plan.steps if "--trace" in flags else ()
@@ -60,8 +60,8 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(video, "start_ffmpeg", started)
-        yield cache(outcome)
+        patch.setattr(video, "start_ffmpeg", record_start)
+        yield cache(make_outcome)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -29,9 +29,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> Plan:
 
     def run(*argv: object) -> tuple[int, str, str]:
         code = generate.main([str(argument) for argument in argv])
-        said = capfd.readouterr()
+        captured = capfd.readouterr()
         assert not list(tmp_path.iterdir()), "something was written"
-        return code, said.out, said.err
+        return code, captured.out, captured.err
 
     return run
 
@@ -44,7 +44,7 @@ def test_the_real_model_on_a_laptop(plan: Plan) -> None:
     assert out.endswith("\nFits: 30.70 GB of 64.00 GB per rank.\n")
 
 
-def test_what_does_not_fit_is_refused_after_the_plan(plan: Plan) -> None:
+def test_a_plan_larger_than_memory_is_refused(plan: Plan) -> None:
     more = ["--offload_model", "false", "--device", "cuda", "--device_memory", 64]
     code, out, err = plan(*REAL, *EIGHT, *more)
     (line,) = err.splitlines()
@@ -96,27 +96,27 @@ def test_fp8_attention_on_eight_a5(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_who_reads_may_leave_early(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     """As with `| head -1`: no traceback, also not at the exit of the interpreter."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as output:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, GENERATE, *REAL, *EIGHT],
             stdout=output,
             stderr=subprocess.PIPE,
             timeout=60,
             cwd=tmp_path,
         )
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_under_torchrun_one_rank_speaks(tmp_path: Path) -> None:
-    done = torchrun(2, *REAL, "--device", "cuda", XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Plan: ") == 1 and ", 2 ranks (CUDA GPU)" in done.stdout
+def test_under_torchrun_one_rank_prints(tmp_path: Path) -> None:
+    result = torchrun(2, *REAL, "--device", "cuda", XDG_CACHE_HOME=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Plan: ") == 1 and ", 2 ranks (CUDA GPU)" in result.stdout
     wrong = torchrun(2, *REAL, "--ulysses_size", "3", XDG_CACHE_HOME=str(tmp_path))
     assert wrong.returncode != 0 and wrong.stderr.count("generate.py: --") == 1
     assert not list(tmp_path.iterdir())
@@ -124,24 +124,24 @@ def test_under_torchrun_one_rank_speaks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_what_does_not_fit_is_said_once_under_torchrun(tmp_path: Path) -> None:
+def test_a_memory_refusal_is_printed_once_under_torchrun(tmp_path: Path) -> None:
     refused = torchrun(2, *REAL, "--device_memory", "20", XDG_CACHE_HOME=str(tmp_path))
     assert refused.returncode != 0 and refused.stderr.count("generate.py: The run needs") == 1
     assert refused.stdout.count("Plan: ") == 1
 
 
-def test_what_streamed_blocks_take_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_copied_bytes_of_streamed_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     """40 blocks of 8 C^2 + 2 C F values in bfloat16, twice a step."""
-    words = ["--plan", "--task", "t2v-A14B", "--size", "832*480", "--device", "cuda"]
-    words += ["--offload_model", "block", "--resident_blocks", "0", "--host_gbs", "25"]
-    assert generate.main([*words, "--device_memory", "24"]) == 0
-    said = capsys.readouterr().out
+    argv = ["--plan", "--task", "t2v-A14B", "--size", "832*480", "--device", "cuda"]
+    argv += ["--offload_model", "block", "--resident_blocks", "0", "--host_gbs", "25"]
+    assert generate.main([*argv, "--device_memory", "24"]) == 0
+    output = capsys.readouterr().out
     expected = 80 * 2 * (8 * 5120**2 + 2 * 5120 * 13824)
-    found = re.search(
-        r"Copied per step: (\S+) GB, 40 blocks in 2 forwards, (\S+) s at 25 GB/s", said
+    match = re.search(
+        r"Copied per step: (\S+) GB, 40 blocks in 2 forwards, (\S+) s at 25 GB/s", output
     )
-    assert found is not None
-    assert float(found[1]) * 1e9 == pytest.approx(expected, rel=0.01)
-    assert float(found[2]) == pytest.approx(expected / 25e9, rel=0.01)
+    assert match is not None
+    assert float(match[1]) * 1e9 == pytest.approx(expected, rel=0.01)
+    assert float(match[2]) == pytest.approx(expected / 25e9, rel=0.01)
     assert generate.main(["--plan", "--task", "t2v-A14B", "--host_gbs", "25"]) == 2
     assert "--host_gbs has no effect" in capsys.readouterr().err

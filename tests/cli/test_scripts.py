@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.dist import REPO
-from tests.pipelines import on_cpu
+from tests.pipelines import build_cpu_pipeline
 from wan.pipeline import images, video
 from wan.settings.attention_modes import MODES
 
@@ -33,20 +33,20 @@ def call(tmp_path: Path):
 
     def run(script: str, *arguments: str, **environment: str) -> tuple[int, list[str], str]:
         path = f"{fake.parent}:{os.environ['PATH']}"
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", str(tmp_path / script), *arguments],
             capture_output=True,
             text=True,
             timeout=20,
             env={"PATH": path, **environment},
         )
-        return done.returncode, done.stdout.splitlines(), done.stderr
+        return result.returncode, result.stdout.splitlines(), result.stderr
 
     return run
 
 
-def after(words: list[str], flag: str) -> str:
-    return words[words.index(flag) + 1]
+def get_flag_value(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -60,37 +60,37 @@ def test_comm_type_is_checked(script: str, value: str, call) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("value", [*map(str, MODES), None])
 def test_comm_type_is_forwarded(script: str, value: str | None, call) -> None:
-    code, words, _ = call(script, **({} if value is None else {"COMM_TYPE": value}))
-    assert code == 0 and after(words, "--comm_type") == (value or "0")
-    assert after(words, "--task") == ("t2v-14B" if "t2v" in script else "i2v-14B")
-    assert "--nproc_per_node=8" in words and after(words, "--ulysses_size") == "8"
-    assert "OMP_NUM_THREADS=1" in words
+    code, argv, _ = call(script, **({} if value is None else {"COMM_TYPE": value}))
+    assert code == 0 and get_flag_value(argv, "--comm_type") == (value or "0")
+    assert get_flag_value(argv, "--task") == ("t2v-14B" if "t2v" in script else "i2v-14B")
+    assert "--nproc_per_node=8" in argv and get_flag_value(argv, "--ulysses_size") == "8"
+    assert "OMP_NUM_THREADS=1" in argv
 
 
 def test_ranks_and_sizes(call) -> None:
-    _, words, _ = call("infer_t2v.sh", NPROC_PER_NODE="4")
-    assert "--nproc_per_node=4" in words and after(words, "--ulysses_size") == "4"
-    _, words, _ = call("infer_t2v.sh", "--ulysses_size", "2", "--ring_size=4")
-    assert words.count("--ulysses_size") == 1 and after(words, "--ulysses_size") == "2"
-    _, words, _ = call("infer_t2v.sh", "--cfg_size", "2")
-    assert "--ulysses_size" not in words  # generate.py chooses what fits
+    _, argv, _ = call("infer_t2v.sh", NPROC_PER_NODE="4")
+    assert "--nproc_per_node=4" in argv and get_flag_value(argv, "--ulysses_size") == "4"
+    _, argv, _ = call("infer_t2v.sh", "--ulysses_size", "2", "--ring_size=4")
+    assert argv.count("--ulysses_size") == 1 and get_flag_value(argv, "--ulysses_size") == "2"
+    _, argv, _ = call("infer_t2v.sh", "--cfg_size", "2")
+    assert "--ulysses_size" not in argv  # generate.py chooses what fits
     code, _, error = call("infer_t2v.sh", NPROC_PER_NODE="many")
     assert code == 1 and "NPROC_PER_NODE is 'many'" in error and error.count("\n") == 1
 
 
 def test_arguments_pass_through_unchanged(call) -> None:
-    given = ["--prompt", "two  words * $HOME 'q' \"d\"", "--save_file", ""]
-    words = call("infer_t2v.sh", *given)[1]
-    first = words.index("--prompt")
-    assert words[first : first + 4] == given
+    argv = ["--prompt", "two  words * $HOME 'q' \"d\"", "--save_file", ""]
+    forwarded = call("infer_t2v.sh", *argv)[1]
+    first = forwarded.index("--prompt")
+    assert forwarded[first : first + 4] == argv
 
 
 def test_example_image(call) -> None:
-    words = call("infer_i2v.sh")[1]
-    assert images.read_image(Path(after(words, "--image"))).size == (256, 256)
-    for given in (["--image", "cat.jpg"], ["--image=cat.jpg"]):
-        words = call("infer_i2v.sh", *given)[1]
-        assert sum("--image" in word for word in words) == 1
+    argv = call("infer_i2v.sh")[1]
+    assert images.read_image(Path(get_flag_value(argv, "--image"))).size == (256, 256)
+    for flags in (["--image", "cat.jpg"], ["--image=cat.jpg"]):
+        argv = call("infer_i2v.sh", *flags)[1]
+        assert sum("--image" in word for word in argv) == 1
     assert "--image" not in call("infer_t2v.sh")[1]
 
 
@@ -106,7 +106,7 @@ def test_no_torchrun(tmp_path: Path, call) -> None:
 def test_three_modes_give_the_same_frames(task: str, tmp_path: Path) -> None:
     """The demo on 8 ranks; modes 0 and 1 identical, mode 2 one level off in at most 0.1 %."""
     demo = REPO / "examples" / "demo" / f"{task}-A14B"
-    decode = on_cpu(f"{task}-A14B", demo, offload_model=False).decode
+    decode = build_cpu_pipeline(f"{task}-A14B", demo, offload_model=False).decode
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     files, frames = [], []
     for mode in ("0", "1", "2"):

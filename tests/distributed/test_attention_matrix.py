@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.kernels.base import Kernel
 from wan.kernels.sdpa import SdpaKernel
@@ -135,7 +135,7 @@ def differences(cases: Sequence[Case], kernel: Callable[[], Kernel]) -> dict[str
 def check(cases: Sequence[Case], kernel: Callable[[], Kernel] = SdpaKernel) -> None:
     """Run the cases on ranks. cases: all with the same number of ranks."""
     world = cases[0][0].world
-    found = run(world, differences, cases, kernel, timeout=600)
+    found = run_on_ranks(world, differences, cases, kernel, timeout=600)
     wrong = {rank: cases for rank, cases in enumerate(found) if cases}
     assert not wrong
 
@@ -177,4 +177,4 @@ def attend_without_valid_len() -> None:
 
 
 def test_the_length_may_be_left_out() -> None:
-    run(4, attend_without_valid_len)
+    run_on_ranks(4, attend_without_valid_len)

@@ -40,7 +40,7 @@ def stages(mode: int, exchange: str, heads: int) -> list[str]:
     [slow(*case) for case in (*product(MODES, (24, 21), EXCHANGES, (8,)), (1, 24, "fused", 7))],
 )
 def test_compiled_block(mode: int, valid_len: int, exchange: str, heads: int) -> None:
-    for found in dist.run(RANKS, compile_block, mode, valid_len, exchange, heads):
+    for found in dist.run_on_ranks(RANKS, compile_block, mode, valid_len, exchange, heads):
         assert found["graphs"] == 1
         order = "".join(stages(mode, exchange, heads))
         assert found["order"] == f"{order}A", "the last one is the text's"
@@ -75,7 +75,7 @@ def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[
 @pytest.mark.parametrize("mode", MODES)
 def test_a_compiled_block_serves_another_length(mode: int) -> None:
     """The second length in the same process is compiled as a symbolic size."""
-    assert dist.run(RANKS, compile_for_two_lengths, mode) == [True] * RANKS
+    assert dist.run_on_ranks(RANKS, compile_for_two_lengths, mode) == [True] * RANKS
 
 
 def compile_for_two_lengths(mode: int) -> bool:

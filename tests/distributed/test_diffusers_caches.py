@@ -12,8 +12,8 @@ from torch import Tensor
 
 import wan
 from tests.conftest import slow
-from tests.diffusers_runs import TOLERANCE, Settings, Video, make, sharing
-from tests.dist import run
+from tests.diffusers_runs import TOLERANCE, Settings, Video, make_video, parallelized_pipe
+from tests.dist import run_on_ranks
 from tests.numerics.test_diffusers import diffusers_latents
 from wan.configs import WAN_CONFIGS
 from wan.diffusers import apply_cache_on_pipe, deparallelize
@@ -87,7 +87,7 @@ def test_caches_of_ranks(tiny: Any, policy: str) -> None:
     call = (tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 12)
     layouts = [{"comm_type": 1}] if policy == "cfg" else [{"comm_type": 1}, {"cfg_size": 2}]
     for settings in layouts:
-        for latents, computed in run(2, cached, settings, policy, POLICIES[policy], call):
+        for latents, computed in run_on_ranks(2, cached, settings, policy, POLICIES[policy], call):
             if policy != "first_block" or "cfg_size" not in settings:  # its branches agree
                 assert (latents - expected).abs().max() <= TOLERANCE
             uncond = own.step_cache["computed"]["uncond"]
@@ -105,7 +105,7 @@ def cached(settings: Settings, policy: str, parameters: Settings, call: Any) -> 
 
         def prepare(pipe: Any) -> None:
             computing(pipe, noted)
-            stack.enter_context(sharing(pipe, **settings))
+            stack.enter_context(parallelized_pipe(pipe, **settings))
             apply_cache_on_pipe(pipe, policy, **parameters)
 
         return diffusers_latents(*call, prepare=prepare), noted
@@ -125,14 +125,14 @@ def disagreeing(video: Video) -> tuple[Any, Any, Tensor]:
     for hook in counting:
         hook.remove()
     computing(pipe, together)
-    with sharing(deparallelize(pipe)):
+    with parallelized_pipe(deparallelize(pipe)):
         apply_cache_on_pipe(pipe, "first_block", threshold=0.5)
         return alone, together, video.latents(pipe)
 
 
 def test_ranks_that_disagree_skip_together(tiny: Any) -> None:
     """In this case diffusers' cache hangs: see benchmarks/diffusers_parallel.py."""
-    first, second = run(2, disagreeing, make(tiny, "2.2", steps=10), timeout=60)
+    first, second = run_on_ranks(2, disagreeing, make_video(tiny, "2.2", steps=10), timeout=60)
     assert first[0] != second[0], "alone they skip other steps"
     assert first[1] == second[1] and 4 < len(first[1]) < 20
     assert torch.equal(first[2], second[2]) and first[2].isfinite().all()
@@ -142,7 +142,7 @@ def test_ranks_that_disagree_skip_together(tiny: Any) -> None:
 def test_mag_takes_the_steps_of_our_own(tiny: Any) -> None:
     """The published MagCache curve, on diffusers' noise levels of the same shift."""
     noted: list[tuple[int, int]] = []
-    video = make(tiny, "2.2", steps=40)
+    video = make_video(tiny, "2.2", steps=40)
     pipe = apply_cache_on_pipe(video.pipe(), "mag", threshold=0.04)
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=12.0)
     computing(pipe, noted)

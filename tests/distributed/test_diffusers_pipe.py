@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 import wan
 from tests.conftest import slow
-from tests.diffusers_runs import FORMS, TOLERANCE, Settings, Video, make, sharing
-from tests.dist import REPO, TORCHRUN, run
+from tests.diffusers_runs import FORMS, TOLERANCE, Settings, Video, make_video, parallelized_pipe
+from tests.dist import REPO, TORCHRUN, run_on_ranks
 from tests.numerics.test_diffusers import diffusers_latents
 from tests.refusals import check_refusals
 from wan.configs import WAN_CONFIGS
@@ -62,7 +62,7 @@ def shared(video: Video, settings: Sequence[Settings]) -> list[Tensor]:
     torch.set_num_threads(1)
     pipe, found = video.pipe(), []
     for one in settings:
-        with sharing(pipe, **one):
+        with parallelized_pipe(pipe, **one):
             found.append(video.latents(pipe))
     return found
 
@@ -92,9 +92,9 @@ def check(expected: Tensor, settings: Sequence[Settings], answers: list[list[Ten
 @pytest.mark.parametrize("form", SOME)
 @pytest.mark.usefixtures("one_thread")
 def test_two_ranks_share_a_video(tiny: Any, form: str) -> None:
-    video = make(tiny, form, steps=2, frames=5 if "control" in form else 9)
+    video = make_video(tiny, form, steps=2, frames=5 if "control" in form else 9)
     expected = video.latents(video.pipe())
-    check(expected, SOME[form], run(2, shared, video, SOME[form]))
+    check(expected, SOME[form], run_on_ranks(2, shared, video, SOME[form]))
 
 
 @pytest.mark.slow
@@ -102,13 +102,13 @@ def test_two_ranks_share_a_video(tiny: Any, form: str) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_no_exchange_changes_a_bit(tiny: Any, mode: Settings) -> None:
     settings = [{**mode, "ulysses_size": 2, "exchange": how} for how in EXCHANGES]
-    for split, fused in run(2, shared, make(tiny, "2.2", steps=2), settings):
+    for split, fused in run_on_ranks(2, shared, make_video(tiny, "2.2", steps=2), settings):
         assert split.equal(fused)
 
 
 def test_a_batch_with_timesteps_of_its_own(tiny: Any) -> None:
     """Both guidance branches in one call of a network, with a timestep for each of 105 tokens."""
-    assert max(run(2, batched, make(tiny, "2.1"))) <= TOLERANCE
+    assert max(run_on_ranks(2, batched, make_video(tiny, "2.1"))) <= TOLERANCE
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def batched(video: Video) -> float:
 @pytest.mark.usefixtures("one_thread")
 def test_ranks_share_a_video(tiny: Any, form: str, world: int) -> None:
     """Every mode in every layout, with a batch of two once."""
-    video = make(tiny, form)
+    video = make_video(tiny, form)
     settings = [
         {**layout, **mode}
         for layout in layouts(world, HEADS.get(FORMS[form][0], 40))
@@ -138,12 +138,12 @@ def test_ranks_share_a_video(tiny: Any, form: str, world: int) -> None:
         if not mode or layout["ulysses_size"] > 1
     ]
     expected = video.latents(video.pipe())
-    check(expected, settings, run(world, shared, video, settings, timeout=600))
-    if video.controlled:  # diffusers makes one video at a time here
+    check(expected, settings, run_on_ranks(world, shared, video, settings, timeout=600))
+    if video.has_control:  # diffusers makes one video at a time here
         return
     two = replace(video, count=2)
     expected = two.latents(two.pipe())
-    check(expected, settings[:1], run(world, shared, two, settings[:1], timeout=600))
+    check(expected, settings[:1], run_on_ranks(world, shared, two, settings[:1], timeout=600))
 
 
 @pytest.mark.parametrize("form", [slow(form) for form in FORMS])
@@ -174,7 +174,7 @@ def test_our_own_classes_make_the_same(tiny: Any, image_path: Path, form: str) -
     call = (tiny(task, "diffusers"), given, "unipc", two, context, negative)
     worlds = [{"ring_size": 2, "comm_type": 1}, {"cfg_size": 2, "comm_type": 2}]
     for settings in worlds:
-        for theirs in run(4, official, settings, *call):
+        for theirs in run_on_ranks(4, official, settings, *call):
             assert (theirs - ours).abs().max() <= TOLERANCE
 
 
@@ -213,7 +213,7 @@ def test_methods_compute_the_same_as_in_our_own_model(
     dense = diffusers_latents(*call, size=(224, 160))
     assert (dense - expected).square().mean().sqrt() > 5 * limit
     both = {**settings, **layout}
-    for latents in run(2, larger, both, *call) if layout else [larger(both, *call)]:
+    for latents in run_on_ranks(2, larger, both, *call) if layout else [larger(both, *call)]:
         assert (latents - expected).square().mean().sqrt() <= limit
 
 
@@ -230,7 +230,7 @@ def larger(settings: Settings, *call: Any) -> Tensor:
     with ExitStack() as stack:
 
         def prepare(pipe: Any) -> None:
-            stack.enter_context(sharing(pipe, **settings))
+            stack.enter_context(parallelized_pipe(pipe, **settings))
 
         return diffusers_latents(*call, prepare=prepare, size=(224, 160))
 
@@ -241,7 +241,7 @@ def official(settings: Settings, *call: Any) -> Tensor:
     with ExitStack() as stack:
 
         def prepare(pipe: Any) -> None:
-            stack.enter_context(sharing(pipe, **settings))
+            stack.enter_context(parallelized_pipe(pipe, **settings))
 
         return diffusers_latents(*call, prepare=prepare)
 
@@ -262,9 +262,9 @@ def test_exchanges_are_those_of_our_own_model(
     tiny: Any, image_path: Path, form: str, settings: Settings, world: int
 ) -> None:
     """Exchanges agree in number, order and size; cross-attention has all keys without one."""
-    video = make(tiny, form, steps=1, size=(224, 160))
+    video = make_video(tiny, form, steps=1, size=(224, 160))
     task = FORMS[form][0]
-    answers = run(world, exchanges, video, settings, task, tiny(task), image_path)
+    answers = run_on_ranks(world, exchanges, video, settings, task, tiny(task), image_path)
     for theirs, ours, crossing, keys in answers:
         assert theirs == ours and all(theirs) and len(theirs) >= 2
         assert not crossing
@@ -313,7 +313,7 @@ class Collectives(TorchDispatchMode):
 def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: Path) -> Any:
     """On one rank: record the exchanges of a step of diffusers' pipeline and of `wan`'s."""
     torch.set_num_threads(1)
-    with sharing(video.pipe(), **settings) as pipe, Collectives() as theirs:
+    with parallelized_pipe(video.pipe(), **settings) as pipe, Collectives() as theirs:
         video.latents(pipe)
     facade = {"t2v": wan.WanT2V, "ti2v": wan.WanTI2V}.get(task.split("-")[0], wan.WanI2V)
     model = facade(WAN_CONFIGS[task], folder, use_sp=True, **settings)
@@ -339,7 +339,9 @@ def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: 
 
 def test_refused_by_all_ranks_together(tiny: Any) -> None:
     """Guidance without the second call that cfg_size 2 needs; other noise, text and images."""
-    first, second = run(2, refused, make(tiny, "2.1"), make(tiny, "2.2 image"), timeout=60)
+    first, second = run_on_ranks(
+        2, refused, make_video(tiny, "2.1"), make_video(tiny, "2.2 image"), timeout=60
+    )
     check_refusals("ranks: calls of diffusers' pipelines", first)
     assert first == second
 
@@ -360,7 +362,7 @@ def refused(video: Video, pictured: Video) -> dict[str, str]:
 
     other = torch.Generator().manual_seed(rank)
     text = torch.randn(1, 512, 64, generator=other)
-    with sharing(video.pipe(), cfg_size=2) as pipe:
+    with parallelized_pipe(video.pipe(), cfg_size=2) as pipe:
         refuse("no guidance", replace(video, guidance=1.0), pipe)
         refuse("guidance ends", video, pipe, callback_on_step_end=end)
         refuse("other noise", video, pipe, generator=other)
@@ -373,7 +375,7 @@ def refused(video: Video, pictured: Video) -> dict[str, str]:
         refuse("noise between steps", video, pipe)
         pipe.scheduler = usual
         assert video.latents(pipe).isfinite().all()
-    with sharing(pictured.pipe()) as pipe:
+    with parallelized_pipe(pictured.pipe()) as pipe:
         colour = ("red", "blue")[rank]
         refuse("other image", pictured, pipe, image=Image.new("RGB", (112, 80), colour))
     return said
@@ -384,9 +386,9 @@ def refused(video: Video, pictured: Video) -> dict[str, str]:
 @pytest.mark.usefixtures("one_thread")
 def test_compiled_blocks_have_one_graph(tiny: Any, mode: str) -> None:
     """One graph for all blocks and steps, without a graph break."""
-    video = make(tiny, "2.1")
+    video = make_video(tiny, "2.1")
     expected = video.latents(video.pipe())
-    for latents, graphs in run(2, compiled, video, MODES[mode]):
+    for latents, graphs in run_on_ranks(2, compiled, video, MODES[mode]):
         assert (latents - expected).abs().max() <= TOLERANCE
         assert graphs == 1
 
@@ -398,7 +400,7 @@ def compiled(video: Video, settings: Settings) -> tuple[Tensor, int]:
     torch.set_num_threads(1)
     torch._dynamo.reset()
     counters.clear()
-    with sharing(video.pipe(), **settings) as pipe:
+    with parallelized_pipe(video.pipe(), **settings) as pipe:
         pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
         return video.latents(pipe), counters["stats"]["unique_graphs"]
 

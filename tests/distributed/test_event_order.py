@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
 from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import AttentionInput, StepInfo
@@ -138,7 +138,7 @@ def attend(calls: Sequence[Call]) -> list[Found]:
 
 def made(calls: Sequence[Call]) -> list[list[Found]]:
     """Return the events of each call by rank. calls: all with the same number of ranks."""
-    return list(map(list, zip(*run(calls[0].topology.world, attend, calls), strict=True)))
+    return list(map(list, zip(*run_on_ranks(calls[0].topology.world, attend, calls), strict=True)))
 
 
 def check(expected: Mapping[Call, Sequence[str]]) -> None:
@@ -257,7 +257,7 @@ def test_a_model_communicates_in_self_attention_alone() -> None:
     """The text needs no communication; the velocities are gathered once."""
     blocks = chunks_of(f"{INTO} FA A2A")
     expected = {mode: " ".join([f"{x} text end"] * 2) + " gather" for mode, x in blocks.items()}
-    assert run(2, forward_a_model, 2) == [expected] * 2
+    assert run_on_ranks(2, forward_a_model, 2) == [expected] * 2
 
 
 class RecordedQuantiser(Fp8Quantizer):
@@ -310,7 +310,9 @@ def test_when_fp8_is_quantised() -> None:
     for ring, whole in ((1, ""), (2, "gather gather ")):
         each = chunks_of(f"{INTO} {whole}{kv} FA A2A", heads=8)
         expected = {mode: x.replace("FA", "quantise-q FA") for mode, x in each.items()}
-        assert run(2 * ring, attend_in_fp8, Topology(2, ring), False) == [expected] * 2 * ring
+        assert (
+            run_on_ranks(2 * ring, attend_in_fp8, Topology(2, ring), False) == [expected] * 2 * ring
+        )
     sent = f"quantise-q {kv} {INTO} scale scale scale FA A2A"
     expected = chunks_of(sent, heads=8)
-    assert run(2, attend_in_fp8, Topology(2, 1), True) == [expected] * 2
+    assert run_on_ranks(2, attend_in_fp8, Topology(2, 1), True) == [expected] * 2

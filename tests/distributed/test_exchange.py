@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.refusals import check_refusals
 from wan.distributed.exchange import all_to_all_4D, start_all_to_all_4D
 
@@ -90,13 +90,13 @@ def exchange_a_view() -> None:
 
 
 def test_a_view_with_gaps() -> None:
-    run(2, exchange_a_view)
+    run_on_ranks(2, exchange_a_view)
 
 
 @pytest.mark.parametrize("work", [exchange_both_ways, exchange_several_at_once, exchange_into])
 def test_slices_of_the_whole(work: Callable[[], None]) -> None:
     for world in WORLDS:
-        run(world, work)
+        run_on_ranks(world, work)
 
 
 def exchange_what_cannot_be() -> dict[str, str]:
@@ -116,7 +116,7 @@ def exchange_what_cannot_be() -> dict[str, str]:
 
 
 def test_refusals() -> None:
-    first, second = run(2, exchange_what_cannot_be)
+    first, second = run_on_ranks(2, exchange_what_cannot_be)
     check_refusals("ranks: exchanges", first)
     assert first == second
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.methods import HEAD_DIM, KINDS, Kind, make_methods
 from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, shard
 from wan.kernels.base import StepInfo
@@ -78,7 +78,9 @@ def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: tor
 
 
 def check(topology: Topology, kind: Kind, *rest: Any) -> None:
-    for found, counts, was_written, _ in run(topology.world, every_way, topology, kind, *rest):
+    for found, counts, was_written, _ in run_on_ranks(
+        topology.world, every_way, topology, kind, *rest
+    ):
         assert was_written == (not kind.transport)
         chunks = counts["1", "fused"] // 2
         for (mode, exchange), out in found.items():
@@ -110,7 +112,7 @@ def test_no_way_changes_a_bit_on_any_layout(sizes: tuple[int, int], kind: Kind) 
 def test_heads_that_ranks_do_not_divide(ranks: int, heads: int) -> None:
     q, k, v = (x.transpose(1, 2) for x in qkv(heads, 1, torch.float32))
     expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-    shares = run(ranks, every_way, Topology(ranks, 1), DENSE, heads, 1, torch.float32)
+    shares = run_on_ranks(ranks, every_way, Topology(ranks, 1), DENSE, heads, 1, torch.float32)
     for way in shares[0][0]:
         parts = [found[way][:, :valid] for found, _, _, valid in shares]
         assert (torch.cat(parts, 1) - expected).abs().max() <= 2e-5
@@ -135,5 +137,5 @@ def with_gradients(exchange: str) -> list[Tensor]:
 
 def test_gradients_take_the_same_path() -> None:
     """With gradients q, k and v are not views of a send buffer that is written in place."""
-    split, fused = (run(2, with_gradients, exchange)[0] for exchange in ("split", "fused"))
+    split, fused = (run_on_ranks(2, with_gradients, exchange)[0] for exchange in ("split", "fused"))
     assert len(split) > 10 and all(map(torch.equal, split, fused))

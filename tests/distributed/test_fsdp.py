@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import slow
-from tests.dist import run
+from tests.dist import run_on_ranks
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import UNSHARDED, ModelSpec, make_dit_dtype_rule, read_headers
 from wan.checkpoint.source import TensorSource, TensorSources
@@ -104,7 +104,7 @@ def compare_dits(folder: Path, fused: bool) -> None:
 @LAYOUTS
 @pytest.mark.parametrize(("world", "fused"), [(2, False), *(slow(n, f) for n, f in SLOW)])
 def test_dit_is_bit_equal(tiny, layout: str, world: int, fused: bool) -> None:
-    run(world, compare_dits, tiny("t2v-1.3B", layout), fused)
+    run_on_ranks(world, compare_dits, tiny("t2v-1.3B", layout), fused)
 
 
 def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextEncoder, nn.Module]:
@@ -137,7 +137,7 @@ def compare_text_encoders(folder: Path) -> None:
 @WORLDS
 @LAYOUTS
 def test_text_encoder_is_bit_equal(tiny, world: int, layout: str) -> None:
-    run(world, compare_text_encoders, tiny("t2v-1.3B", layout))
+    run_on_ranks(world, compare_text_encoders, tiny("t2v-1.3B", layout))
 
 
 def live_bytes() -> int:
@@ -188,7 +188,7 @@ def keep_only_the_share(folder: Path) -> None:
 
 @pytest.mark.dist
 def test_one_block_is_whole_at_a_time_and_none_between_calls(tiny) -> None:
-    run(2, keep_only_the_share, tiny("t2v-1.3B"))
+    run_on_ranks(2, keep_only_the_share, tiny("t2v-1.3B"))
 
 
 def compare_uneven(folder: Path) -> None:
@@ -212,7 +212,7 @@ def test_rows_that_do_not_divide(tmp_path: Path) -> None:
     model = WanModel(**config, freq_dim=256, text_dim=7)
     (tmp_path / "config.json").write_text(json.dumps({**config, "text_dim": 7}))
     save_file(model.state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
-    run(4, compare_uneven, tmp_path)
+    run_on_ranks(4, compare_uneven, tmp_path)
 
 
 def layers() -> nn.Module:
@@ -260,7 +260,7 @@ def test_a_rank_reads_only_its_share(tmp_path: Path, suffix: str) -> None:
     state = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in parameters.items()}
     (torch.save if suffix == ".pth" else save_file)(state, file)
     total = sum(tensor.nbytes for tensor in state.values())
-    reads = run(4, read_a_share, file)
+    reads = run_on_ranks(4, read_a_share, file)
     assert sum(asked for asked, _ in reads) == total
     for asked, touched in reads:
         assert asked == total // 4
@@ -276,4 +276,4 @@ def cut_over_two_axes() -> str:
 
 @pytest.mark.dist
 def test_a_mesh_of_several_axes_is_refused() -> None:
-    run(4, cut_over_two_axes)
+    run_on_ranks(4, cut_over_two_axes)

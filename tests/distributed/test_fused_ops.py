@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
@@ -56,4 +56,4 @@ def test_modes_and_rings_with_compiled_operations(kind: str) -> None:
     with torch.inference_mode():
         alone = JOB.model(attention=layer, sequence_shard=tokens(kind, 1))
         expected = torch.stack(JOB.velocities(alone))
-    run(2, compare, kind, TOPOLOGIES, expected, timeout=300)
+    run_on_ranks(2, compare, kind, TOPOLOGIES, expected, timeout=300)

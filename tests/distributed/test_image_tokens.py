@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from tests.conftest import slow
-from tests.dist import run
+from tests.dist import run_on_ranks
 from wan.distributed.tokens import ShardedSequence
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
@@ -48,8 +48,8 @@ def velocity(images: int, sharded: bool) -> tuple[Tensor, Counter[str]]:
 def test_no_exchange_more_than_without_them(images: int) -> None:
     expected, _ = velocity(images, False)
     for (found, sent), (_, plain) in zip(
-        run(2, velocity, images, True),
-        run(2, velocity, 0, True),
+        run_on_ranks(2, velocity, images, True),
+        run_on_ranks(2, velocity, 0, True),
         strict=True,
     ):
         assert (found - expected).abs().max() <= 2e-5

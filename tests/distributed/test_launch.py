@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as collectives
 
-from tests.dist import Ranks, free_port, launcher
+from tests.dist import Ranks, free_port, make_rank_envs
 from tests.refusals import check_refusals
 from wan import device as devices
 from wan import system
@@ -62,9 +62,9 @@ def ended(cases: Mapping[str, Case]) -> dict[str, Ranks]:
         }
         for name, ranks in started.items():
             cases[name].act(ranks)
-        codes = {name: ranks.ended() for name, ranks in started.items()}
+        codes = {name: ranks.wait_for_exit() for name, ranks in started.items()}
     wrong = [name for name in cases if cases[name].codes not in (None, codes[name])]
-    said = [f"{name} ended with {codes[name]}\n{started[name].said()}" for name in wrong]
+    said = [f"{name} ended with {codes[name]}\n{started[name].format_outputs()}" for name in wrong]
     assert not wrong, "\n".join(said)
     return started
 
@@ -72,7 +72,7 @@ def ended(cases: Mapping[str, Case]) -> dict[str, Ranks]:
 def check_sentences(table: str, ranks: Mapping[str, Ranks]) -> None:
     """Check that all ranks print the same sentence and no traceback."""
     check_refusals(table, {name: "\n".join(one.lines()) for name, one in ranks.items()}, HIDDEN)
-    assert not [name for name, one in ranks.items() if "Traceback" in one.said()]
+    assert not [name for name, one in ranks.items() if "Traceback" in one.format_outputs()]
 
 
 def rank() -> int:
@@ -182,8 +182,8 @@ def test_how_ranks_meet() -> None:
     """All ranks use the seed of rank 0; once-per-node work runs once, before the ranks continue."""
     found = ended(
         {
-            "seed": Case(launcher(3), agree, (), [0, 0, 0]),
-            "made": Case(launcher(3), make, ("works",), [0, 0, 0]),
+            "seed": Case(make_rank_envs(3), agree, (), [0, 0, 0]),
+            "made": Case(make_rank_envs(3), make, ("works",), [0, 0, 0]),
         }
     )
     assert found["seed"].texts == [f"seed 0, {i} of 3\n" for i in range(3)]
@@ -192,11 +192,11 @@ def test_how_ranks_meet() -> None:
 
 def test_one_sentence_where_ranks_differ() -> None:
     cases = {
-        what: Case(launcher(3), differ, (what,), [1 if what == "fails" else 2] * 3)
+        what: Case(make_rank_envs(3), differ, (what,), [1 if what == "fails" else 2] * 3)
         for what in ("fact", "line", "refuses", "all refuse", "fails")
     }
-    found = ended({**cases, "maker": Case(launcher(3), make, ("fails",), [2, 2, 2])})
-    assert "ready" not in found["maker"].said(), "nobody goes on"
+    found = ended({**cases, "maker": Case(make_rank_envs(3), make, ("fails",), [2, 2, 2])})
+    assert "ready" not in found["maker"].format_outputs(), "nobody goes on"
     defect = found.pop("fails")
     assert defect.lines() == [f"rank 1 on {HOST}: TypeError: a defect."]
     assert ["Traceback" in text for text in defect.texts] == [False, True, False]
@@ -208,8 +208,8 @@ def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
     port, patience = int(free_port()), timedelta(seconds=60)
     store = collectives.TCPStore("127.0.0.1", port, None, True, patience, wait_for_workers=False)
     variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    ended({"refused": Case(launcher(2, **variables), differ, ("refuses",), [2, 2])})
-    again = launcher(2, **variables, TORCHELASTIC_RESTART_COUNT="1")
+    ended({"refused": Case(make_rank_envs(2, **variables), differ, ("refuses",), [2, 2])})
+    again = make_rank_envs(2, **variables, TORCHELASTIC_RESTART_COUNT="1")
     ended({"again": Case(again, agree, (), [0, 0])})
 
 
@@ -239,7 +239,7 @@ def unreachable() -> int:
 
 
 def name_who_is_awaited(ranks: Ranks) -> None:
-    ranks.until(0, "rank 1 of 4 to prepare")
+    ranks.wait_for_output(0, "rank 1 of 4 to prepare")
     for process in ranks.processes:
         process.kill()
 
@@ -258,13 +258,13 @@ def check_absent(table: str, cases: Mapping[str, Case]) -> None:
 
 def test_ranks_that_are_not_there_are_named() -> None:
     """Missing ranks and machines are named while the others wait."""
-    unknown = {**launcher(2)[1], "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
-    long = Case(launcher(4)[:2], prepare_long, (), [KILLED] * 2, name_who_is_awaited)
+    unknown = {**make_rank_envs(2)[1], "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
+    long = Case(make_rank_envs(4)[:2], prepare_long, (), [KILLED] * 2, name_who_is_awaited)
     cases = {
-        "missing rank": Case(launcher(3)[:2], impatient, (), [2, 2]),
+        "missing rank": Case(make_rank_envs(3)[:2], impatient, (), [2, 2]),
         "long to prepare": long,
         "unknown machine": Case([unknown], agree, (), [2]),
-        "blocked port": Case(launcher(2), unreachable, (), [2, 2]),
+        "blocked port": Case(make_rank_envs(2), unreachable, (), [2, 2]),
     }
     check_absent("ranks: who is not there", cases)
 
@@ -272,7 +272,7 @@ def test_ranks_that_are_not_there_are_named() -> None:
 @pytest.mark.slow
 def test_stores_that_are_not_there() -> None:
     """No program listens, or another program that accepts connections and never answers."""
-    far = [{**variables, "LOCAL_RANK": "0"} for variables in launcher(2)]
+    far = [{**variables, "LOCAL_RANK": "0"} for variables in make_rank_envs(2)]
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = {"MASTER_PORT": str(other.getsockname()[1])}
         cases = {
@@ -361,7 +361,7 @@ def speak_slowly(go: str) -> int:
 
 def agent(kind: str) -> int:
     """Parent of two ranks, as torchrun's agent. The ranks work until it is killed."""
-    for variables in launcher(2, TORCHELASTIC_RUN_ID="of a test"):
+    for variables in make_rank_envs(2, TORCHELASTIC_RUN_ID="of a test"):
         if os.fork() == 0:
             os.environ.update(variables)
             os._exit(start(work=go_on[kind]))
@@ -393,7 +393,7 @@ go_on = {"compute": compute, "hang": hang}
 
 def kill_agent(ranks: Ranks) -> None:
     for number in range(2):
-        ranks.until(0, f"rank {number} works")
+        ranks.wait_for_output(0, f"rank {number} works")
     ranks.processes[0].kill()
 
 
@@ -410,9 +410,9 @@ def hold_up(go: Path) -> Callable[[Ranks], None]:
     """Delay the message of a refusing rank. Until it is printed the other ranks continue."""
 
     def act(ranks: Ranks) -> None:
-        ranks.until(0, "about to speak")
+        ranks.wait_for_output(0, "about to speak")
         ranks.processes[1].join(1)
-        assert ranks.processes[1].exitcode is None, ranks.said()
+        assert ranks.processes[1].exitcode is None, ranks.format_outputs()
         os.kill(ranks.processes[0].pid, signal.SIGTERM)  # torchrun, had another rank ended
         go.write_text("now")
 
@@ -423,7 +423,7 @@ def interrupt(number: signal.Signals) -> Callable[[Ranks], None]:
     """Send a signal to all ranks, as torchrun or a terminal does."""
 
     def act(ranks: Ranks) -> None:
-        ranks.until(1, "fault")
+        ranks.wait_for_output(1, "fault")
         for process in ranks.processes:
             os.kill(process.pid, number)
 
@@ -453,17 +453,18 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
         os.mkfifo(pipe)
     left, slow = (decode_alone, (str(pipes[0]),)), (speak_slowly, (str(pipes[1]),))
     cases = {
-        name: Case(launcher(world), *case) for name, (world, *case) in {**SAID, **DEFECTS}.items()
+        name: Case(make_rank_envs(world), *case)
+        for name, (world, *case) in {**SAID, **DEFECTS}.items()
     }
     cases |= {
-        number.name: Case(launcher(2), fail, ("pause", False), None, interrupt(number))
+        number.name: Case(make_rank_envs(2), fail, ("pause", False), None, interrupt(number))
         for number in SIGNALS
     }
     cases["its torchrun killed"] = Case([{}], agent, ("compute",), [KILLED], kill_agent)
     cases["after the others left"] = Case(
-        launcher(3), *left, [2, 0, 0], let_the_others_leave(pipes[0])
+        make_rank_envs(3), *left, [2, 0, 0], let_the_others_leave(pipes[0])
     )
-    cases["slow to speak"] = Case(launcher(2), *slow, [2, 1], hold_up(pipes[1]))
+    cases["slow to speak"] = Case(make_rank_envs(2), *slow, [2, 1], hold_up(pipes[1]))
     return ended(cases)
 
 
@@ -498,9 +499,12 @@ def test_signals(endings: dict[str, Ranks]) -> None:
     """A rank in a collective may detect the other's end before it gets its own signal."""
     for number, (word, code) in SIGNALS.items():
         ranks = endings[number.name]
-        codes = ranks.ended()
-        assert code in codes and set(codes) <= {code, 1}, ranks.said()
-        assert ranks.lines() == [f"{word}; the video was not written."], (codes, ranks.said())
+        codes = ranks.wait_for_exit()
+        assert code in codes and set(codes) <= {code, 1}, ranks.format_outputs()
+        assert ranks.lines() == [f"{word}; the video was not written."], (
+            codes,
+            ranks.format_outputs(),
+        )
 
 
 def exchange_on(limit: int = 5) -> int:
@@ -518,29 +522,29 @@ def exchange_on(limit: int = 5) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_stopped_rank_is_named_and_ended(lost: int) -> None:
-    with Ranks(launcher(2), exchange_on) as ranks:
-        ranks.until(lost, f"rank {lost} is ")
+    with Ranks(make_rank_envs(2), exchange_on) as ranks:
+        ranks.wait_for_output(lost, f"rank {lost} is ")
         os.kill(ranks.processes[lost].pid, signal.SIGSTOP)
-        codes = ranks.ended(60)
-    assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1, ranks.said()
+        codes = ranks.wait_for_exit(60)
+    assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1, ranks.format_outputs()
     sentence = f"Rank {lost} has not answered for 5 s (--dist_timeout); the video was not written."
-    assert ranks.lines() == [sentence] and "Traceback" not in ranks.said()
+    assert ranks.lines() == [sentence] and "Traceback" not in ranks.format_outputs()
 
 
 @pytest.mark.slow
 def test_a_pause_of_all_ranks_is_no_silence() -> None:
     """A scheduler may suspend a job. Rank 0 continues first; its last ping is older."""
-    with Ranks(launcher(2), exchange_on, 20) as ranks:
+    with Ranks(make_rank_envs(2), exchange_on, 20) as ranks:
         for number, process in reversed(list(enumerate(ranks.processes))):
-            ranks.until(number, f"rank {number} is ")
+            ranks.wait_for_output(number, f"rank {number} is ")
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(2)
         time.sleep(20)
         for process in ranks.processes:
             os.kill(process.pid, signal.SIGCONT)
             time.sleep(2)
-        assert not ranks.lines(), ranks.said()
-        assert all(process.is_alive() for process in ranks.processes), ranks.said()
+        assert not ranks.lines(), ranks.format_outputs()
+        assert all(process.is_alive() for process in ranks.processes), ranks.format_outputs()
 
 
 if __name__ == "__main__":  # as a rank of torchrun's

@@ -107,25 +107,27 @@ def test_a_link_that_breaks(how: str, comm_type: str, switch: Switch, tiny, tmp_
     arguments += ["--frame_num", "5", "--sample_steps", "4", "--base_seed", "7", "--save_latents"]
     alone, out = tmp_path / "alone.mp4", tmp_path / "out" / "v.mp4"
     with Ranks([{}], generate.main, [*arguments, "--save_file", str(alone)]) as process:
-        assert process.ended() == [0], process.said()
+        assert process.wait_for_exit() == [0], process.format_outputs()
     arguments += ["--comm_type", comm_type, "--dist_timeout", str(LIMIT_S / 60)]
     known = {**TORCHRUN, "GLOO_SOCKET_IFNAME": link.DEVICE, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     variables = [{**known, "NODE": node} for node in "01"]
     with Ranks(variables, machine, switch.names, [*arguments, "--save_file", str(out)]) as agents:
-        agents.until(1, "fault", 120)
+        agents.wait_for_output(1, "fault", 120)
         begin = time.monotonic()
         BREAKS[how](switch)
-        codes = agents.ended(LIMIT_S + (120 if how in ALWAYS_RIGHT else 30))
+        codes = agents.wait_for_exit(LIMIT_S + (120 if how in ALWAYS_RIGHT else 30))
     print(f"{how}, mode {comm_type}: {codes} after {time.monotonic() - begin:.1f} s")
     print("\n".join(agents.lines()))
     if any(codes) or how in NEVER_RIGHT:
-        assert all(codes) and how not in ALWAYS_RIGHT, agents.said()
+        assert all(codes) and how not in ALWAYS_RIGHT, agents.format_outputs()
         for rank, text in enumerate(agents.texts):
             said = [line for line in text.splitlines() if line.startswith("generate.py: ")]
             names = [f"Rank {1 - rank} on machine{1 - rank} "]
             names += [] if how in NEVER_RIGHT else [f"Rank {rank} "]  # printed by the other
-            assert len(said) == 1 and any(name in said[0] for name in names), agents.said()
-            assert "Traceback" not in text.split("generate.py: ")[0], agents.said()
+            assert len(said) == 1 and any(name in said[0] for name in names), (
+                agents.format_outputs()
+            )
+            assert "Traceback" not in text.split("generate.py: ")[0], agents.format_outputs()
         assert not list(out.parent.glob("*")), "no partial video"
         return
     ours, theirs = (load_file(x.with_suffix(".latents.safetensors")) for x in (out, alone))

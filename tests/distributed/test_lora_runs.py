@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.dist import Ranks, launcher
+from tests.dist import Ranks, make_rank_envs
 from tests.distributed.test_torchrun import latents
-from tests.gguf_files import with_gguf
+from tests.gguf_files import make_gguf_folders
 from wan.cli import main as generate
 from wan.pipeline.tiny import make_checkpoint
 
@@ -58,9 +58,9 @@ def _single(folder: Path, expert: str) -> Path:
 
 
 def made(ranks: int, arguments: list[str], out: Path) -> Tensor:
-    variables = launcher(ranks) if ranks > 1 else [{}]
+    variables = make_rank_envs(ranks) if ranks > 1 else [{}]
     with Ranks(variables, generate.main, [*arguments, "--save_file", str(out)]) as processes:
-        assert not any(processes.ended(180)), processes.said()
+        assert not any(processes.wait_for_exit(180)), processes.format_outputs()
     return latents(out)
 
 
@@ -214,7 +214,7 @@ def wide_gguf(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def make(kind: str) -> tuple[Path, Path, Path, Path]:
         if kind not in found:
-            files, plain = with_gguf(source, kind, base / kind)
+            files, plain = make_gguf_folders(source, kind, base / kind)
             merged, lora = base / kind / "merged", base / kind / "lora.safetensors"
             shutil.copytree(plain, merged)
             file = "diffusion_pytorch_model.safetensors"

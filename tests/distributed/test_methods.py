@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.conftest import Tiny
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.checkpoint.layout import inspect_checkpoint
@@ -108,7 +108,9 @@ def differences(cases: Sequence[Case], expected: Sequence[Tensor]) -> dict[Case,
 
 def check(cases: Sequence[Case]) -> None:
     """Run the cases on ranks. cases: all with the same number of ranks."""
-    found = run(cases[0][0].world, differences, cases, list(map(whole, cases)), timeout=600)
+    found = run_on_ranks(
+        cases[0][0].world, differences, cases, list(map(whole, cases)), timeout=600
+    )
     wrong = {rank: cases for rank, cases in enumerate(found) if cases}
     assert not wrong
 
@@ -150,7 +152,7 @@ def step_by_step(kind: Kind) -> None:
 @pytest.mark.slow
 def test_masks_kept_over_steps_do_not_depend_on_the_mode() -> None:
     for kind in ("v2", "v3"):
-        run(2, step_by_step, Kind(kind, start=1, refresh=3))
+        run_on_ranks(2, step_by_step, Kind(kind, start=1, refresh=3))
 
 
 def compute_alone(folder: Path) -> bool:
@@ -167,7 +169,7 @@ def compute_alone(folder: Path) -> bool:
 
 
 def test_a_process_that_shares_nothing_exchanges_nothing(tiny: Tiny) -> None:
-    assert run(2, compute_alone, tiny("t2v-1.3B")) == [True] * 2
+    assert run_on_ranks(2, compute_alone, tiny("t2v-1.3B")) == [True] * 2
 
 
 class Places:
@@ -230,5 +232,5 @@ def told(topology: Topology, tokens: int) -> list[bool]:
 def test_a_method_is_told_what_it_gets() -> None:
     """First row, first head and layer of each call in every mode; the last rank has padding."""
     for topology in (Topology(2, 1), Topology(1, 2), Topology(2, 2)):
-        for found in run(topology.world, told, topology, 13):
+        for found in run_on_ranks(topology.world, told, topology, 13):
             assert len(found) > 40 and all(found), topology

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
 from tests.refusals import check_refusals
 from wan.distributed.tokens import ShardedSequence
@@ -116,7 +116,7 @@ def check(job: Job, which: Sequence[Way]) -> None:
     with torch.inference_mode():
         expected = torch.stack(job.velocities(replace(job, text_cache=False).model()))
     assert expected.abs().max() > 0.5, "a model that says nothing would always agree"
-    for found in run(which[0][0].world, ways, job, which, timeout=300):
+    for found in run_on_ranks(which[0][0].world, ways, job, which, timeout=300):
         apart = {way: float((x - expected).abs().max()) for way, x in found.items()}
         assert not {way: off for way, off in apart.items() if not off <= 2e-5}, job
         for (topology, mode), x in found.items():
@@ -183,7 +183,7 @@ def call_twice() -> None:
 
 
 def test_the_same_bits_every_time() -> None:
-    run(2, call_twice)
+    run_on_ranks(2, call_twice)
 
 
 def attend_with_one_head() -> list[str]:
@@ -207,7 +207,9 @@ def test_refusals_of_the_layer() -> None:
         with pytest.raises(ValueError) as refusal:
             FAPowerCapAttention(**keywords)
         said[name] = str(refusal.value)
-    (said["one head"],) = {text for texts in run(2, attend_with_one_head) for text in texts}
+    (said["one head"],) = {
+        text for texts in run_on_ranks(2, attend_with_one_head) for text in texts
+    }
     check_refusals("ranks: the attention layer", said)
 
 

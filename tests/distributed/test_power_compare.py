@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.conftest import slow
-from tests.dist import REPO, TORCHRUN, Ranks, launcher, run
+from tests.dist import REPO, TORCHRUN, Ranks, make_rank_envs, run_on_ranks
 from tests.distributed.topology import Topology, attention_layer
 from tests.refusals import check_refusals
 from wan import system
@@ -50,7 +50,7 @@ def control(topology: Topology, tokens: int) -> tuple[bool, int]:
 def test_the_control_is_the_baseline_with_rests() -> None:
     for layout in (Topology(2, 1), Topology(2, 2), Topology(4, 1)):
         rests = min(10, 12 // layout.ulysses) - 1
-        assert run(layout.world, control, layout, 37) == [(True, rests)] * layout.world
+        assert run_on_ranks(layout.world, control, layout, 37) == [(True, rests)] * layout.world
 
 
 REFUSED = (
@@ -128,8 +128,8 @@ def test_a_whole_comparison(
         flags = [*flags, "--sample_steps", "4"]
     asked = ["compare", "--out", str(out), *more, "--", "--ckpt_dir", str(folder)]
     asked += ["--size", "64*48", "--frame_num", "5", "--base_seed", "1", *flags]
-    with Ranks(launcher(ranks), main, asked) as processes:
-        assert not any(processes.ended(240)), processes.said()
+    with Ranks(make_rank_envs(ranks), main, asked) as processes:
+        assert not any(processes.wait_for_exit(240)), processes.format_outputs()
     names = ["baseline", "InsertComm", "BlockAttn"]
     if more[:1] == ["--modes"]:
         names.remove("BlockAttn" if more[1] == "1" else "InsertComm")
@@ -146,8 +146,8 @@ def test_a_whole_comparison(
 def test_finished_rounds_outlive_a_kill(tiny: Any, tmp_path: Path) -> None:
     asked = ["compare", "--out", str(tmp_path), "--modes", "0", "--"]
     asked += ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
-    with Ranks(launcher(2), main, asked) as processes:
-        processes.until(0, "Round 2 of 5", 240)
+    with Ranks(make_rank_envs(2), main, asked) as processes:
+        processes.wait_for_output(0, "Round 2 of 5", 240)
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert 1 <= len(found["variants"]["baseline"]["seconds"]) < 5
     assert "rounds in random order" in (tmp_path / "report.md").read_text()
@@ -172,9 +172,9 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     )
     assert less < both
     asked = ["compare", "--out", str(tmp_path), "--quick", "--modes", "0", "--", *video]
-    with Ranks(launcher(2), scarce, asked, less) as processes:
-        ended = processes.ended(240)
-        said = processes.said()
+    with Ranks(make_rank_envs(2), scarce, asked, less) as processes:
+        ended = processes.wait_for_exit(240)
+        said = processes.format_outputs()
     if cache == "cfg":
         assert ended == [2, 2] and "--quick takes single steps" in said
         return

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
@@ -100,7 +100,7 @@ def check(job: Job, which: Sequence[Way], fp8: bool = False) -> None:
     with torch.inference_mode():
         expected = velocities(job, rainfusion(0.6, fp8))
     firsts = {topology: (topology, mode) for topology, mode in reversed(which)}
-    for found in run(which[0][0].world, ways, job, which, fp8):
+    for found in run_on_ranks(which[0][0].world, ways, job, which, fp8):
         apart = {way: float((x - expected).abs().max()) for way, x in found.items()}
         assert not {way: off for way, off in apart.items() if not off <= 2e-5}, job
         assert not [way for way, x in found.items() if not x.equal(found[firsts[way[0]]])], job
@@ -139,4 +139,4 @@ def test_fp8_attention_on_ranks() -> None:
     with torch.inference_mode():
         expected = torch.stack(job.velocities(job.model(attention=layer)))
     for transport in (False, True):
-        run(2, compare_fp8, job, transport, expected)
+        run_on_ranks(2, compare_fp8, job, transport, expected)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from wan.cache import policy as policies
@@ -158,7 +158,7 @@ FAST = {  # each layout of two ranks once, each policy once
 
 def check_skips(layout: Layout, policy: str) -> None:
     case = alone = POLICIES[policy]
-    found = run(layout.parallel.world_size, velocities, case, layout)
+    found = run_on_ranks(layout.parallel.world_size, velocities, case, layout)
     computed = [steps for _, own in found for steps in own.values()]
     if layout.cfg == 2:
         assert all(steps == computed[0] for steps in computed), "the branches agree"
@@ -173,7 +173,7 @@ def check_skips(layout: Layout, policy: str) -> None:
 def check_disagreement(layout: Layout, policy: str) -> None:
     """All ranks compute the same steps, without a hang; one process gives the same results."""
     case = POLICIES[policy]
-    found = run(layout.parallel.world_size, velocities, case, layout, True, timeout=60)
+    found = run_on_ranks(layout.parallel.world_size, velocities, case, layout, True, timeout=60)
     listed: dict[str, list[int]] = {}
     for _, own in found:
         for branch, steps in own.items():
@@ -222,7 +222,7 @@ def killed(case: Case, layout: Layout) -> None:
 
 def test_a_rank_killed_in_a_decision_ends_the_others() -> None:
     with pytest.raises(AssertionError, match="the process ended") as caught:
-        run(2, killed, POLICIES["first_block"], Layout(1, 2, 1), timeout=30)
+        run_on_ranks(2, killed, POLICIES["first_block"], Layout(1, 2, 1), timeout=30)
     assert "no answer" not in str(caught.value)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import slow
-from tests.dist import Ranks, launcher
+from tests.dist import Ranks, make_rank_envs
 from tools.quantize_dit import quantize_checkpoint
 from wan.cli import main as generate
 
@@ -48,9 +48,9 @@ RUNS: dict[str, tuple[str, int, str, str]] = {  # task, ranks, policy, all else
 
 def made(ranks: int, arguments: list[str], out: Path) -> tuple[torch.Tensor, dict[str, Any]]:
     """Run generate.py and return the latents and the record of the step cache."""
-    variables = launcher(ranks) if ranks > 1 else [{}]
+    variables = make_rank_envs(ranks) if ranks > 1 else [{}]
     with Ranks(variables, generate.main, [*arguments, "--save_file", str(out)]) as processes:
-        assert not any(processes.ended(180)), processes.said()
+        assert not any(processes.wait_for_exit(180)), processes.format_outputs()
     found = load_file(out.with_suffix(".latents.safetensors"))["latents"]
     record = json.loads(out.with_suffix(".json").read_text())
     return found, record["step_cache"]

@@ -105,7 +105,7 @@ def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
     except InputError as error:
         assert "\n" not in str(error)
         return
-    for rank, result in enumerate(dist.run(world, velocities, parallel, timeout=60)):
+    for rank, result in enumerate(dist.run_on_ranks(world, velocities, parallel, timeout=60)):
         assert (result - expected).abs().max() <= 2e-5, f"rank {rank}"
 
 
@@ -121,7 +121,7 @@ def exchanges() -> Counter[str]:
 
 
 def test_every_group_is_connected_before_weights_are_read() -> None:
-    for found in dist.run(4, exchanges):
+    for found in dist.run_on_ranks(4, exchanges):
         # one all-to-all each of the ring, Ulysses and common group; send and recv to ring neighbors
         assert found["gloo:all_to_all"] == 3 and found["gloo:send"] == found["gloo:recv"] == 1
         assert found["gloo:_all_gather_base"] + found["gloo:all_gather"] == 3
@@ -145,7 +145,7 @@ def timeouts() -> list[float]:
 
 
 def test_every_group_waits_as_long() -> None:
-    for found in dist.run(4, timeouts):
+    for found in dist.run_on_ranks(4, timeouts):
         assert found == [47.0] * 5
 
 
@@ -166,7 +166,7 @@ def test_python_classes(tiny, one_thread: None) -> None:
     folder = str(tiny("t2v-A14B"))
     alone, _ = python_class(folder, {})
     keywords = {"use_sp": True, "comm_type": 1, "dit_fsdp": True, "t5_fsdp": True}
-    (video, drawn), (none, other) = dist.run(2, python_class, folder, keywords)
+    (video, drawn), (none, other) = dist.run_on_ranks(2, python_class, folder, keywords)
     assert none is None and (video - alone).abs().max() <= 1e-3
     assert torch.equal(drawn, other), "ranks have drawn different seeds"
 
@@ -182,7 +182,7 @@ def drawn_latents(folder: str) -> list[torch.Tensor]:
 
 def test_ranks_of_a_python_class_draw_one_seed(tiny) -> None:
     """Ranks use the same random seed, and another one for each call."""
-    first, second = dist.run(2, drawn_latents, str(tiny("t2v-1.3B")))
+    first, second = dist.run_on_ranks(2, drawn_latents, str(tiny("t2v-1.3B")))
     for own, others in zip(first, second, strict=True):
         assert torch.equal(own, others)
     assert not torch.equal(first[0], first[1])
@@ -217,7 +217,7 @@ def refused(folder: str, image_folder: str) -> dict[str, str]:
 
 def test_refusals_of_python_classes(tiny) -> None:
     """All ranks refuse together; a rank that continued would wait for the others."""
-    first, second = dist.run(2, refused, str(tiny("t2v-A14B")), str(tiny("i2v-A14B")))
+    first, second = dist.run_on_ranks(2, refused, str(tiny("t2v-A14B")), str(tiny("i2v-A14B")))
     host = [rf"(?<= on ){gethostname()}"]
     check_refusals("ranks: python classes, rank 0", first, host)
     check_refusals("ranks: python classes, rank 1", second, host)

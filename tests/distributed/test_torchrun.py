@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from tests import failing
 from tests.conftest import Tiny
-from tests.dist import REPO, TORCHRUN, Ranks, exec_torchrun, free_port, launcher, torchrun
+from tests.dist import REPO, TORCHRUN, Ranks, exec_torchrun, free_port, make_rank_envs, torchrun
 from tests.refusals import check_refusals
 from wan.cli import main as generate
 from wan.pipeline.tiny import make_checkpoint
@@ -57,7 +57,7 @@ def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
         if key not in made:
             out = base / f"{len(made)}.mp4"
             with Ranks([{}], generate.main, [*arguments, "--save_file", str(out)]) as process:
-                assert process.ended() == [0], process.said()
+                assert process.wait_for_exit() == [0], process.format_outputs()
             made[key] = latents(out)
         return arguments, made[key]
 
@@ -86,9 +86,9 @@ def test_a_full_topology(alone, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"
     flags = ["--cfg_size", "2", "--dit_fsdp", "--t5_fsdp", "--comm_type", "1"]
     flags += ["--save_file", str(out)]
-    with Ranks(launcher(4), generate_each, [[*arguments, *flags]] * 4) as ranks:
-        codes = ranks.ended(180)
-    check(codes, ranks.said(), out, expected)
+    with Ranks(make_rank_envs(4), generate_each, [[*arguments, *flags]] * 4) as ranks:
+        codes = ranks.wait_for_exit(180)
+    check(codes, ranks.format_outputs(), out, expected)
     said = ranks.texts[0]
     assert said.count("InsertComm, 10 head chunks of 2 per rank; ulysses 2 x ring 1 x cfg 2") == 1
     assert said.count("Chosen: --cfg_size 2 --ring_size 1 --ulysses_size 2") == 1
@@ -114,8 +114,8 @@ def test_two_machines(alone, tmp_path: Path) -> None:
     ]
     each = [[*arguments, str(out)], [*arguments, str(other)]]
     with Ranks(variables, two_machines, each) as agents:
-        codes = agents.ended(180)
-    check(codes, agents.said(), out, expected)
+        codes = agents.wait_for_exit(180)
+    check(codes, agents.format_outputs(), out, expected)
     assert not other.parent.exists(), "only rank 0 writes"
 
 
@@ -175,8 +175,8 @@ def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
         "another folder": ["--ckpt_dir", str(tmp_path / "absent")],
         "other weights": ["--ckpt_dir", str(tmp_path / "weights")],
     }
-    machines = [[{**rank, "LOCAL_RANK": "0"} for rank in launcher(2)] for _ in differ]
-    cached = launcher(2, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    machines = [[{**rank, "LOCAL_RANK": "0"} for rank in make_rank_envs(2)] for _ in differ]
+    cached = make_rank_envs(2, XDG_CACHE_HOME=str(tmp_path / "cache"))
     beyond = {"WORLD_SIZE": "2", "RANK": "7", "LOCAL_RANK": "1"}
     with ExitStack() as stack:
 
@@ -193,15 +193,15 @@ def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
 
         for two, (name, more) in zip(machines, differ.items(), strict=True):
             begin(name, two, usual, [*usual, *more])
-        begin("refused by both", launcher(2), ["--sample_steps", "0"])
+        begin("refused by both", make_rank_envs(2), ["--sample_steps", "0"])
         begin("no demo checkpoint", cached, ["--task", "ti2v-5B"])
         begin("beyond", [beyond], [])
         for name in ("memory", "SIGTERM", "SIGINT"):
             begin(name, [{}], usual)
         for name in ("SIGTERM", "SIGINT"):
-            started[name].until(0, "fault")
+            started[name].wait_for_output(0, "fault")
             os.kill(started[name].processes[0].pid, signal.Signals[name])
-        codes = {name: ranks.ended() for name, ranks in started.items()}
+        codes = {name: ranks.wait_for_exit() for name, ranks in started.items()}
     single = {"memory": [1], "SIGTERM": [143], "SIGINT": [130], "beyond": [2]}
     assert codes == {name: single.get(name, [2, 2]) for name in started}
     said = {name: ranks.lines() for name, ranks in started.items()}
@@ -209,7 +209,7 @@ def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
     assert all(len(set(lines)) == 1 for lines in said.values())
     hidden = [rf"\b{socket.gethostname()}\b", r"(?<=/cache/wan/)\S+"]
     check_refusals("ranks: runs that end early", {n: x[0] for n, x in said.items()}, hidden)
-    assert not [name for name, ranks in started.items() if "Traceback" in ranks.said()]
+    assert not [name for name, ranks in started.items() if "Traceback" in ranks.format_outputs()]
     assert not list(tmp_path.glob("**/v*"))
 
 
@@ -235,14 +235,14 @@ ENDINGS = {
 def check_ending(sentence: str, number: signal.Signals | None, *argv: object) -> None:
     """Check that all ranks end and print one sentence."""
     with Ranks([TORCHRUN], exec_torchrun, "--standalone", "--nproc_per_node=2", *argv) as agent:
-        agent.until(0, "fault", 300)
+        agent.wait_for_output(0, "fault", 300)
         if number is not None:
             os.kill(agent.processes[0].pid, number)
-        (code,) = agent.ended(300)  # with its ranks; long, because the machine may be busy
+        (code,) = agent.wait_for_exit(300)  # with its ranks; long, because the machine may be busy
     (said,) = agent.lines()
-    assert code and said.startswith(sentence), agent.said()
+    assert code and said.startswith(sentence), agent.format_outputs()
     reasons = agent.texts[0].count("RuntimeError: ")  # a traceback and the sentence
-    assert reasons == (2 if sentence == DEFECT else 0), agent.said()
+    assert reasons == (2 if sentence == DEFECT else 0), agent.format_outputs()
 
 
 @pytest.mark.slow
@@ -280,13 +280,13 @@ def test_a_rank_or_agent_of_two_machines_is_killed(killed: str, node: int) -> No
     variables = [{**TORCHRUN, "NODE": str(number), "PORT": port} for number in range(2)]
     with Ranks(variables, agent_of_two) as agents:
         for number in range(2):
-            agents.until(number, f"rank {number} is ", 120)
+            agents.wait_for_output(number, f"rank {number} is ", 120)
         worker = int(agents.texts[node].split(f"rank {node} is ")[1].split()[0])
         os.kill(worker if killed == "rank" else agents.processes[node].pid, signal.SIGKILL)
-        agents.ended(60)
+        agents.wait_for_exit(60)
     said = [line for line in agents.texts[1 - node].splitlines() if "generate.py: " in line]
     (sentence,) = said
-    assert f"Rank {node} ended unexpectedly" in sentence, agents.said()
+    assert f"Rank {node} ended unexpectedly" in sentence, agents.format_outputs()
     assert sentence.endswith("the video was not written.")
 
 
@@ -322,8 +322,8 @@ def test_no_exchange_changes_a_bit(ranks: int, flags: list[str], alone, tmp_path
     for exchange in ("split", "fused"):
         out = tmp_path / f"{exchange}.mp4"
         line = [*arguments, *flags, "--exchange", exchange, "--save_file", str(out)]
-        with Ranks(launcher(ranks), generate_each, [line] * ranks) as processes:
-            assert not any(processes.ended(180)), processes.said()
+        with Ranks(make_rank_envs(ranks), generate_each, [line] * ranks) as processes:
+            assert not any(processes.wait_for_exit(180)), processes.format_outputs()
         assert json.loads(out.with_suffix(".json").read_text())["used"]["exchange"] == exchange
         found.append(latents(out))
     assert found[0].equal(found[1]), (found[0] - found[1]).abs().max()

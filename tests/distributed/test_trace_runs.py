@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.dist import Ranks, launcher, run
+from tests.dist import Ranks, make_rank_envs, run_on_ranks
 from tests.distributed.methods import small_methods
 from tests.distributed.test_attention_matrix import GatheringKernel
 from tests.distributed.test_model import Job
@@ -140,7 +140,7 @@ def control_ways(skipped: bool) -> list[RankReport]:
 def test_control_blocks_are_as_planned() -> None:
     """Control blocks count as layers after the others, and are skipped with their main block."""
     for skipped, counts in ((False, (3, 0)), (True, (2, 1))):
-        for reports in run(2, control_ways, skipped):
+        for reports in run_on_ranks(2, control_ways, skipped):
             for order in (report.order for report in reports):
                 assert order.difference is None, order.difference
                 assert (order.layers, order.skipped) == counts
@@ -151,7 +151,7 @@ def test_control_blocks_are_as_planned() -> None:
     [LAYOUTS[2], *map(slow, (LAYOUTS[4], [Topology(1, 2)], LAYOUTS[3]))],
 )
 def test_every_way_is_as_planned(layouts: list[Topology]) -> None:
-    for figures in run(layouts[0].world, all_ways, layouts):
+    for figures in run_on_ranks(layouts[0].world, all_ways, layouts):
         for (topology, mode, kind), rank in figures:
             case = f"{topology}, mode {mode}, {kind}"
             assert rank.order.difference is None, f"{case}: {rank.order.difference}"
@@ -185,7 +185,7 @@ def trace_eager() -> tuple[str, str]:
 
 
 def test_a_deliberate_reordering_is_caught() -> None:
-    for rank, (said, planned) in enumerate(run(2, trace_eager)):
+    for rank, (said, planned) in enumerate(run_on_ranks(2, trace_eager)):
         assert said == (
             f"rank {rank}, step 0 (cond), layer 0, position 3: expected wait q of chunk 0, "
             "found A2A q of chunk 1"
@@ -212,7 +212,7 @@ def all_chunk_counts() -> None:
 
 
 def test_any_number_of_chunks_gives_the_same_bits() -> None:
-    run(2, all_chunk_counts)
+    run_on_ranks(2, all_chunk_counts)
 
 
 RUNS: dict[str, tuple[int, str]] = {
@@ -243,8 +243,8 @@ def test_whole_runs(name: str, tiny: Any, tmp_path: Path, capsys: Any) -> None:
     for more in ([], ["--trace", str(folder), "--trace_steps", "0-8", "--log_level", "debug"]):
         video = tmp_path / f"{len(latents)}.mp4"
         each = [*arguments, *more, "--save_file", str(video)]
-        with Ranks(launcher(ranks), generate.main, each) as processes:
-            assert not any(processes.ended(180)), processes.said()
+        with Ranks(make_rank_envs(ranks), generate.main, each) as processes:
+            assert not any(processes.wait_for_exit(180)), processes.format_outputs()
         latents.append(load_file(video.with_suffix(".latents.safetensors"))["latents"])
     assert torch.equal(*latents)
     assert "step 0 cond layer 0" in processes.texts[0]

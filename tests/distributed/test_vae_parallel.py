@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.conftest import slow
-from tests.dist import Ranks, launcher, run
-from tests.pipelines import on_cpu
+from tests.dist import Ranks, make_rank_envs, run_on_ranks
+from tests.pipelines import build_cpu_pipeline
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.device import select_device
@@ -89,7 +89,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.usefixtures("one_thread")
 def test_convolutions_are_bit_equal(world: int) -> None:
     """The sizes are such that oneDNN uses the same kernel for all numbers of rows."""
-    ranks = run(world, own_results, list(LAYERS))
+    ranks = run_on_ranks(world, own_results, list(LAYERS))
     whole = {name: layer_results(name, ALL_ROWS) for name in LAYERS}
     different = [
         (name, call)
@@ -158,7 +158,7 @@ def test_any_height_and_number_of_ranks(
     shapes = [*SHAPES, (2, 3, 2, 7)] if version == "2.1" else SHAPES
     shapes = [*shapes, WIDE] if dtype == torch.float32 else shapes
     task, file = FILES[version]
-    main, *others = run(world, distances, tiny(task) / file, shapes, dtype)
+    main, *others = run_on_ranks(world, distances, tiny(task) / file, shapes, dtype)
     assert len(main) == len(shapes) and not any(others)
     assert all(max(pair) <= limit for pair in main), main
 
@@ -169,7 +169,7 @@ def test_any_height_and_number_of_ranks(
 def test_a_long_video(tiny, world: int, version: str) -> None:
     """81 frames; rows that do not divide."""
     task, file = FILES[version]
-    (pair,) = run(world, distances, tiny(task) / file, [(21, 5, 3, 0)], torch.float64)[0]
+    (pair,) = run_on_ranks(world, distances, tiny(task) / file, [(21, 5, 3, 0)], torch.float64)[0]
     assert max(pair) <= 1e-12
 
 
@@ -196,7 +196,7 @@ def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, floa
 @pytest.mark.parametrize(("version", "size"), [("2.1", (3, 9, 10)), ("2.2", (2, 5, 6))], ids=str)
 def test_published_widths(world: int, version: str, size: tuple[int, ...]) -> None:
     """With many channels oneDNN's order of summation depends on the number of rows."""
-    (decoded, most, share, encoded), *_ = run(world, levels, version, size, timeout=600)
+    (decoded, most, share, encoded), *_ = run_on_ranks(world, levels, version, size, timeout=600)
     print(decoded, most, share, encoded)
     assert decoded <= 1e-5 and encoded <= 1e-5
     assert most <= 1 and share <= 1e-4
@@ -217,7 +217,7 @@ def fails_on_one_rank() -> None:
 
 
 def test_all_ranks_give_up_with_one_that_has_no_memory() -> None:
-    run(3, fails_on_one_rank)
+    run_on_ranks(3, fails_on_one_rank)
 
 
 QUICK = ["--size", "64*96", "--frame_num", "9", "--sample_steps", "1", "--base_seed", "7"]
@@ -230,7 +230,7 @@ def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
     out = tmp_path_factory.mktemp("alone") / "v.mp4"
     arguments += ["--image", str(image_path)]
     with Ranks([{}], generate.main, [*arguments, "--save_file", str(out)]) as process:
-        assert process.ended(120) == [0], process.said()
+        assert process.wait_for_exit(120) == [0], process.format_outputs()
     return arguments, frames(out), out.with_suffix(".latents.safetensors")
 
 
@@ -241,8 +241,8 @@ def frames(path: Path) -> Any:
 
 
 def check(ranks: Ranks, out: Path, expected: Any, used: str) -> None:
-    codes = ranks.ended(120)
-    assert not any(codes), ranks.said()
+    codes = ranks.wait_for_exit(120)
+    assert not any(codes), ranks.format_outputs()
     difference = np.abs(frames(out) - expected).mean()
     assert difference <= 0.5, f"{difference}: more than an encoder makes of single levels"
     assert json.loads(out.with_suffix(".json").read_text())["used"]["vae"] == used
@@ -281,9 +281,11 @@ def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
     arguments, expected, latents = alone
     out = tmp_path / "v.mp4"
     shared = ["--vae_parallel", "--save_file", str(out)]
-    with Ranks(launcher(3), generate.main, [*arguments, *shared]) as ranks:
+    with Ranks(make_rank_envs(3), generate.main, [*arguments, *shared]) as ranks:
         check(ranks, out, expected, "rows shared by all ranks")
-    with Ranks(launcher(2), generate.main, ["--decode_latents", str(latents), *shared]) as ranks:
+    with Ranks(
+        make_rank_envs(2), generate.main, ["--decode_latents", str(latents), *shared]
+    ) as ranks:
         check(ranks, out, expected, "rows shared by all ranks")
 
 
@@ -304,10 +306,10 @@ def test_less_memory_than_it_takes(
     out = tmp_path / "v.mp4"
     argv = ["--save_file", str(out), *flags]
     argv += arguments if ranks > 1 else ["--decode_latents", str(latents)]
-    variables = launcher(ranks) if ranks > 1 else [{}]
+    variables = make_rank_envs(ranks) if ranks > 1 else [{}]
     with Ranks(variables, exhausted, rank, *where, argv) as processes:
         check(processes, out, expected, used)
-    said = processes.said()
+    said = processes.format_outputs()
     assert said.count("The VAE has too little memory for") == 1
     assert ("not exact" in said) == (used == "tiles")
     assert sorted(path.name for path in tmp_path.glob("*latents*")) == (
@@ -324,7 +326,7 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
     """
     agreed: list[object] = []
     monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: agreed.append(None))
-    vae = on_cpu("t2v-1.3B", tiny("t2v-1.3B")).vae
+    vae = build_cpu_pipeline("t2v-1.3B", tiny("t2v-1.3B")).vae
     preset, checkpoint = PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B"))
 
     def agreements(codec: VaeRunner, frames: int) -> tuple[int, int]:

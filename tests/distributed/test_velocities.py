@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, blocks_of
 from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import StepInfo
@@ -202,7 +202,7 @@ def check(task: str, world: int, scene: Scene, cases: Sequence[Case]) -> list[di
     """Compare with one process; return the velocities of each rank."""
     expected = predict(task, scene)
     assert expected.abs().max() > 0.5, "a model that says nothing would always agree"
-    ranks = run(world, share, task, scene, cases, timeout=500)
+    ranks = run_on_ranks(world, share, task, scene, cases, timeout=500)
     for found in ranks:
         apart = {case: float((x - expected).abs().max()) for case, x in found.items()}
         assert not {case: off for case, off in apart.items() if not off <= 2e-5}, scene
@@ -245,4 +245,4 @@ def test_what_a_task_adds_needs_no_exchange() -> None:
     """Four all-to-alls in each block and one gather of the velocities in each forward."""
     for task, its in TASKS.items():
         expected = {"alltoall_base_": 4 * its.blocks * 3, "_allgather_base_": 3}
-        assert run(2, collectives, task) == [expected] * 2, task
+        assert run_on_ranks(2, collectives, task) == [expected] * 2, task

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.dist import Ranks, launcher, run
+from tests.dist import Ranks, make_rank_envs, run_on_ranks
 from tests.npu_sim.latents import WAYS, arguments, latents
 from tests.npu_sim.oracles import far
 from tests.npu_sim.ranks import SOC
@@ -50,10 +50,10 @@ class Command:
         self.log = folder / "log"
         env |= {"NPU_SIM_SOC": SOC[chip], "NPU_SIM_LOG": str(self.log)}
         given = [*map(str, argv), "--save_latents", "--save_file", str(self.video)]
-        variables = launcher(ranks, **env) if ranks > 1 else [env]
+        variables = make_rank_envs(ranks, **env) if ranks > 1 else [env]
         with Ranks(variables, program, given) as started:
-            self.codes = started.ended(300)
-            self.told, self.said = started.lines(), started.said()
+            self.codes = started.wait_for_exit(300)
+            self.told, self.said = started.lines(), started.format_outputs()
 
     @property
     def latents(self) -> Tensor:
@@ -103,7 +103,9 @@ def test_videos(
     way = WAYS[name] if name == "laser" else WAYS[name]._replace(size=QUICK)
     given = way._replace(flags=()) if "ALGO" in env else way
     command = Command(tmp_path, ranks, way.chip, *arguments(rig, given), *topology, *mode, **env)
-    plain = run(ranks, latents, [*arguments(rig, way), *topology], way.chip, timeout=300)[0]
+    plain = run_on_ranks(ranks, latents, [*arguments(rig, way), *topology], way.chip, timeout=300)[
+        0
+    ]
     assert torch.equal(command.latents, plain)
     assert command.frames() == ((1, 512, 1024) if name == "laser" else (5, 96, 112))
     assert OPERATORS[name] in {call["name"] for call in command.calls(0)}
@@ -116,7 +118,7 @@ def test_quantised_weights_fused_operations_and_the_clock(rig: Path, tmp_path: P
     flags = ["--quant_dit_path", exported, "--fa_freq_cap", "1400", "--comm_type", "1"]
     flags += ["--fused_ops", "rope,rms_norm,layer_norm,scale_shift"]
     command = Command(tmp_path, 2, "A2", *arguments(rig, way), *flags)
-    one = run(1, latents, arguments(rig, way), "A2")[0]
+    one = run_on_ranks(1, latents, arguments(rig, way), "A2")[0]
     assert 1e-4 < far(command.latents, one) < 0.05
     for rank in range(2):
         calls = command.calls(rank)

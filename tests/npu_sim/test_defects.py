@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import Tiny
-from tests.dist import REPO, run
+from tests.dist import REPO, run_on_ranks
 from tests.distributed.topology import Topology
 from tests.npu_sim import oracles
 from tests.npu_sim.latents import SMALL, WAYS, arguments, composed, latents
@@ -74,7 +74,7 @@ def test_a_sparse_step_of_a_network_is_that_of_mindiesd(name: str, rig: Path) ->
 
     mindiesd's class for v2 needs an odd number.
     """
-    found = run(1, sparse_steps, rig, name, (3, 4, 2))[0]
+    found = run_on_ranks(1, sparse_steps, rig, name, (3, 4, 2))[0]
     assert all(error < 1e-3 < effect for error, effect in found), found
 
 
@@ -91,7 +91,7 @@ def dense_steps_of_laser() -> set[str]:
 
 
 def test_dense_steps_before_rainfusion_take_the_kernel_asked_for() -> None:
-    assert run(1, dense_steps_of_laser) == [{"mindiesd.la"}]
+    assert run_on_ranks(1, dense_steps_of_laser) == [{"mindiesd.la"}]
     # the fused kernel is tested in test_event_order
 
 
@@ -108,7 +108,7 @@ def test_a_second_video_of_another_shape(task: str, tiny: Tiny) -> None:
     argv = ["--task", task, "--ckpt_dir", str(tiny(task)), "--device", "npu"]
     argv += ["--sample_steps", "2", "--base_seed", "7"]
     sizes = [("--size", "64*96", "--frame_num", "5"), ("--size", "96*64", "--frame_num", "9")]
-    first, second, fresh, other = run(1, two_shapes, argv, sizes)[0]
+    first, second, fresh, other = run_on_ranks(1, two_shapes, argv, sizes)[0]
     assert torch.equal(first, fresh) and torch.equal(second, other)
 
 
@@ -154,7 +154,7 @@ def test_a_call_makes_no_group_stream_or_kernel(name: str) -> None:
     made = {"PendingExchange.__init__", "PackedBuffer.__init__"}
     made |= {"LseMerger.__init__"} if name == "dense" else set()
     for mode in ("0", "overlap"):
-        assert run(4, made_in_a_call, name, mode) == [made] * 4, mode
+        assert run_on_ranks(4, made_in_a_call, name, mode) == [made] * 4, mode
 
 
 def on_a_lonely_ring(argv: list[str]) -> tuple[Tensor, list[tuple[int, ...]]]:
@@ -169,8 +169,8 @@ def test_a_ring_without_ulysses_shares_the_tokens(rig: Path) -> None:
     """429 tokens on two ranks: 215 and 214 rows of queries each, against both ranks' keys."""
     argv = arguments(rig, WAYS["dense"])
     assert WAYS["dense"].size == SMALL
-    shared = run(2, on_a_lonely_ring, [*argv, "--ulysses_size", "1", "--ring_size", "2"])
-    assert far(shared[0][0], run(1, latents, argv, "A2")[0]) < 1e-2
+    shared = run_on_ranks(2, on_a_lonely_ring, [*argv, "--ulysses_size", "1", "--ring_size", "2"])
+    assert far(shared[0][0], run_on_ranks(1, latents, argv, "A2")[0]) < 1e-2
     for (_, shapes), rows in zip(shared, (215, 214), strict=True):
         text, block = shapes[-1][1], {shape[1] for shape in shapes[:2]}
         assert block == {rows} and text == 215

@@ -50,7 +50,7 @@ def settings_and_their_order() -> int:
 @pytest.mark.dist
 def test_operator_paths_come_before_the_first_use_of_a_device() -> None:
     with Ranks([{"ASCEND_CUSTOM_OPP_PATH": ""}], settings_and_their_order) as process:
-        assert process.ended() == [0], process.said()
+        assert process.wait_for_exit() == [0], process.format_outputs()
 
 
 def test_chip_and_interface(chip: Callable[[str], None]) -> None:

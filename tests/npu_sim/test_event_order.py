@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology, blocks_of
 from tests.npu_sim.ranks import HEAD_DIM, KINDS, Grid, Kind, arranged, composed, layer_of, step_info
 from wan.distributed.tokens import ShardedSequence
@@ -129,7 +129,9 @@ def test_order_of_every_kind_and_mode(kind: str) -> None:
     for mode, ring in product(ROWS, (1, 2)):
         if asked.way == "laser" and prod(grid_of(asked, ring, mode)) > (2048, 4096)[mode in "02"]:
             continue
-        found = run(2 * ring, attend, Topology(2, ring), mode, asked, grid_of(asked, ring, mode))
+        found = run_on_ranks(
+            2 * ring, attend, Topology(2, ring), mode, asked, grid_of(asked, ring, mode)
+        )
         if found != [expected(asked, ring, mode)] * (2 * ring):
             wrong[mode, ring] = found
     assert not wrong
@@ -157,7 +159,7 @@ def test_masks_of_later_steps() -> None:
     for mode in ROWS:
         dense, planned = expected(KINDS["v3-before"], 1, mode), expected(kind, 1, mode)
         steps = [dense, planned, planned.replace("plan ", ""), planned]
-        assert run(2, attend_at_steps, kind, mode) == [steps] * 2, mode
+        assert run_on_ranks(2, attend_at_steps, kind, mode) == [steps] * 2, mode
 
 
 def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
@@ -201,5 +203,5 @@ def test_a_model_communicates_in_self_attention_alone(name: str) -> None:
     kind = KINDS[name]
     for mode in ("0", "2"):
         block = f"{expected(kind, 1, mode)} text FA end"
-        found = run(2, forward_a_model, kind, mode, 2)
+        found = run_on_ranks(2, forward_a_model, kind, mode, 2)
         assert found == [f"{block} {block} s-gather"] * 2, mode

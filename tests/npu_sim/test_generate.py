@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology
 from tests.npu_sim import checkpoint
 from tests.npu_sim.latents import (
@@ -25,7 +25,7 @@ from tests.npu_sim.latents import (
     none,
 )
 from tests.npu_sim.oracles import far
-from tests.tasks.tasks import moving_box as control_video
+from tests.tasks.tasks import write_moving_box as control_video
 from tools.make_character import write_character_folder as draw
 from tools.make_sound import write_wav
 from wan import device as devices
@@ -43,7 +43,7 @@ LAYOUTS = (Topology(2, 2), Topology(4, 1), Topology(2, 1), Topology(2, 2, "bidir
 def alone(rig: Path, way: Way) -> Tensor:
     """Make the latents in one process, without exchanges."""
     flags = tuple(flag for flag in way.flags if flag != "--quant_alltoall")
-    return run(1, latents, arguments(rig, way._replace(flags=flags)), way.chip)[0]
+    return run_on_ranks(1, latents, arguments(rig, way._replace(flags=flags)), way.chip)[0]
 
 
 def check_modes(rig: Path, name: str, way: Way, layout: Topology, modes: list[str]) -> None:
@@ -52,7 +52,7 @@ def check_modes(rig: Path, name: str, way: Way, layout: Topology, modes: list[st
     found = {}
     for mode in modes:
         asked = [*arguments(rig, way), *ranks_of, *MODES[mode]]
-        ranks = run(layout.world, latents, asked, way.chip, timeout=300)
+        ranks = run_on_ranks(layout.world, latents, asked, way.chip, timeout=300)
         assert all(torch.equal(ranks[0], other) for other in ranks)
         found[mode] = ranks[0]
     errors = {"one process": far(found["0"], alone(rig, way))}
@@ -76,8 +76,8 @@ def test_latents_of_pytorchs_own_kernel(rig: Path) -> None:
     """--attention_backend sdpa, in one process and on a ring, against the vendor's kernel."""
     way = WAYS["dense"]
     asked = [*arguments(rig, way), "--attention_backend", "sdpa"]
-    one = run(1, latents, asked, way.chip)[0]
-    ring = run(2, latents, [*asked, "--ring_size", "2"], way.chip)[0]
+    one = run_on_ranks(1, latents, asked, way.chip)[0]
+    ring = run_on_ranks(2, latents, [*asked, "--ring_size", "2"], way.chip)[0]
     errors = [far(found, alone(rig, way)) for found in (one, ring)]
     assert all(0 < error < 1e-2 for error in errors), errors
 
@@ -108,9 +108,9 @@ def test_networks_that_look_at_images(task: str, tmp_path: Path) -> None:
         images += [f"--{name}", str(tmp_path / f"{name}.png")]
     asked = ["--task", task, "--ckpt_dir", str(folder), "--size", "96*64", "--frame_num", "5"]
     asked += ["--sample_steps", "2", "--base_seed", "7", *images]
-    (expected,) = run(1, clips, asked, "A2", "cpu")
+    (expected,) = run_on_ranks(1, clips, asked, "A2", "cpu")
     for ranks, flags_of in ((1, []), (2, ["--ulysses_size", "2", "--comm_type", "1"])):
-        found = run(ranks, clips, [*asked, *flags_of, "--device", "npu"], "A2", "npu")
+        found = run_on_ranks(ranks, clips, [*asked, *flags_of, "--device", "npu"], "A2", "npu")
         assert torch.equal(found[0], found[-1]) and far(found[0], expected) < 1e-2
 
 
@@ -146,12 +146,12 @@ def test_a_video_that_follows_a_sound(
     asked = ["--task", "s2v-14B", "--ckpt_dir", str(folder), "--image", str(tmp_path / "gray.png")]
     asked += ["--audio", str(sound), "--size", "64*64"]
     asked += ["--infer_frames", "12", "--sample_steps", "2", "--base_seed", "7"]
-    (expected,) = run(1, clips, asked, "A2", "cpu", timeout=300)
+    (expected,) = run_on_ranks(1, clips, asked, "A2", "cpu", timeout=300)
     assert expected.shape == (16, 3 * clip_count, 8, 8)
     for way in ways:
         ranks = 2 if "2" in way else 1
         more = ["--device", "npu", "--offload_model", *way]
-        found = run(ranks, clips, [*asked, *more], "A2", "npu", timeout=300)
+        found = run_on_ranks(ranks, clips, [*asked, *more], "A2", "npu", timeout=300)
         assert torch.equal(found[0], found[-1]) and far(found[0], expected) < 2e-2
 
 
@@ -163,11 +163,13 @@ def test_a_character_that_moves(tmp_path: Path) -> None:
     draw(moves, (128, 64), 8)
     asked = ["--task", "animate-14B", "--ckpt_dir", str(folder), "--src_root_path", str(moves)]
     asked += ["--frame_num", "5", "--sample_steps", "2", "--base_seed", "7", "--replace_flag"]
-    (expected,) = run(1, clips, asked, "A2", "cpu", timeout=300)
+    (expected,) = run_on_ranks(1, clips, asked, "A2", "cpu", timeout=300)
     asked += ["--device", "npu"]
-    (found,) = run(1, clips, asked, "A2", "npu", timeout=300)
+    (found,) = run_on_ranks(1, clips, asked, "A2", "npu", timeout=300)
     assert found.shape == (16, 6, 8, 16) and far(found, expected) < 2e-2
-    several = run(2, clips, [*asked, "--ulysses_size", "2", "--comm_type", "1"], "A2", "npu")
+    several = run_on_ranks(
+        2, clips, [*asked, "--ulysses_size", "2", "--comm_type", "1"], "A2", "npu"
+    )
     assert torch.equal(*several) and far(several[0], found) < 1e-2
 
 
@@ -180,9 +182,9 @@ def test_a_video_under_control(tmp_path: Path) -> None:
     for name in ("video", "mask"):
         asked += [f"--src_{name}", str(control_video(tmp_path / f"{name}.mp4", (64, 64)))]
     asked += ["--size", "64*64", "--frame_num", "9", "--sample_steps", "3", "--base_seed", "7"]
-    (expected,) = run(1, clips, asked, "A2", "cpu", timeout=300)
+    (expected,) = run_on_ranks(1, clips, asked, "A2", "cpu", timeout=300)
     asked += ["--device", "npu", "--offload_model", "block"]
-    (found,) = run(1, clips, asked, "A2", "npu", timeout=300)
+    (found,) = run_on_ranks(1, clips, asked, "A2", "npu", timeout=300)
     assert found.shape == (16, 3, 8, 8) and far(found, expected) < 2e-2
-    several = run(2, clips, [*asked, "--ring_size", "2"], "A2", "npu", timeout=300)
+    several = run_on_ranks(2, clips, [*asked, "--ring_size", "2"], "A2", "npu", timeout=300)
     assert far(several[0], found) < 1e-2

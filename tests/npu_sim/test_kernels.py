@@ -246,7 +246,7 @@ def test_clock_is_restored_in_the_middle_of_a_block(number: signal.Signals, tmp_
     """After SIGKILL the watcher process restores the clock; torchrun sends SIGTERM."""
     with Ranks([{"NPU_SIM_LOG": str(tmp_path / "log")}], ended_by, number) as process:
         assert (
-            process.ended() == [-number] and "went on" not in process.said()
+            process.wait_for_exit() == [-number] and "went on" not in process.format_outputs()
         )  # and the watcher ends too
     assert clocks(tmp_path / "log") == [1650, 1400, 1650]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology, topologies
 from tests.npu_sim import oracles
 from tests.npu_sim.ranks import (
@@ -108,12 +108,12 @@ def of_one(kind: Kind, heads: int, grid: Grid) -> Tensor:
 
 @cache
 def alone(kind: Kind, heads: int, grid: Grid) -> Tensor:
-    return run(1, of_one, kind, heads, grid)[0]
+    return run_on_ranks(1, of_one, kind, heads, grid)[0]
 
 
 def check(case: Case) -> None:
     topology, kind, heads, grid = case
-    run(topology.world, compare_modes, case, alone(kind, heads, grid), timeout=300)
+    run_on_ranks(topology.world, compare_modes, case, alone(kind, heads, grid), timeout=300)
 
 
 def possible(topology: Topology, kind: Kind) -> bool:
@@ -186,7 +186,7 @@ def test_one_exchange_gives_operators_what_they_take(name: str) -> None:
     """Each chunk copies q, k, v once; values quantized before the exchange need no copy."""
     tensors = 0 if name == "fp8-transport" else 3
     for heads, chunks in ((8, 4), (5, 2)):
-        for found in run(2, exchanged, name, heads):
+        for found in run_on_ranks(2, exchanged, name, heads):
             for mode, same, copies in found:
                 assert same, f"mode {mode}, {heads} heads"
                 assert copies == tensors * (1 if mode == "0" else chunks), (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.npu_sim.latents import Way, arguments
 from tests.npu_sim.oracles import far, made
-from tests.pipelines import no_demo
+from tests.pipelines import fail_on_demo
 from wan import device
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, make_dit_dtype_rule, open_sources
@@ -119,7 +119,7 @@ def test_networks_are_those_of_the_format(
 
 
 def run(argv: list[str]) -> Tensor:
-    asked = asked_for(flags.parse_flags(argv), no_demo)
+    asked = asked_for(flags.parse_flags(argv), fail_on_demo)
     return build.build_pipeline(asked.setup, device.select_device("npu")).generate_latents(
         asked.params
     )

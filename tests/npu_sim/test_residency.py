@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.npu_sim import checkpoint
 from tests.npu_sim.latents import composed, latents
 from wan.checkpoint.load import keep_sources
@@ -193,9 +193,9 @@ ASKED = "--task t2v-A14B --device npu --size 64*64 --frame_num 5 --sample_steps 
 def test_latents_are_those_of_whole_networks(deep: Path) -> None:
     """Two experts and both branches of guidance."""
     argv = [*ASKED.split(), "--ckpt_dir", str(deep)]
-    (expected,) = run(1, latents, [*argv, "--offload_model", "false"], "A2")
+    (expected,) = run_on_ranks(1, latents, [*argv, "--offload_model", "false"], "A2")
     for way in ("cpu", "block", "block --resident_blocks 0", "block --resident_blocks 2"):
-        (found,) = run(1, latents, [*argv, "--offload_model", *way.split()], "A2")
+        (found,) = run_on_ranks(1, latents, [*argv, "--offload_model", *way.split()], "A2")
         assert torch.equal(found, expected) and found.isfinite().all(), way
 
 
@@ -203,8 +203,8 @@ def test_latents_are_those_of_whole_networks(deep: Path) -> None:
 def test_one_network_is_on_the_device(deep: Path) -> None:
     """Loading one expert frees the other, which returns when called; finally both are freed."""
     argv = [*ASKED.split(), "--ckpt_dir", str(deep), "--offload_model"]
-    (expected,) = run(1, latents, [*argv, "false"], "A2")
-    ((seen, found),) = run(1, switched, [*argv, "cpu"])
+    (expected,) = run_on_ranks(1, latents, [*argv, "false"], "A2")
+    ((seen, found),) = run_on_ranks(1, switched, [*argv, "cpu"])
     assert seen == [[True], [False, True], [True, False], [False, False]]
     assert torch.equal(found, expected)
 
@@ -235,7 +235,7 @@ def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
 @pytest.mark.slow
 def test_each_rank_streams_its_own(deep: Path) -> None:
     argv = [*ASKED.split(), "--ckpt_dir", str(deep), "--ulysses_size", "2", "--comm_type", "1"]
-    expected = run(2, latents, [*argv, "--offload_model", "true"], "A2")
+    expected = run_on_ranks(2, latents, [*argv, "--offload_model", "true"], "A2")
     for way in ("cpu", "block --resident_blocks 1"):
-        found = run(2, latents, [*argv, "--offload_model", *way.split()], "A2")
+        found = run_on_ranks(2, latents, [*argv, "--offload_model", *way.split()], "A2")
         assert all(map(torch.equal, found, expected))

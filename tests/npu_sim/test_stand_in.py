@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.dist import Ranks, launcher
+from tests.dist import Ranks, make_rank_envs
 from tests.npu_sim import oracles
 from tests.npu_sim.oracles import exact, made
 
@@ -204,8 +204,8 @@ def over_hccl() -> int:
 
 @pytest.mark.dist
 def test_two_ranks_over_hccl(tmp_path: Path) -> None:
-    with Ranks(launcher(2, NPU_SIM_LOG=str(tmp_path / "log")), over_hccl) as ranks:
-        assert ranks.ended() == [0, 0], ranks.said()
+    with Ranks(make_rank_envs(2, NPU_SIM_LOG=str(tmp_path / "log")), over_hccl) as ranks:
+        assert ranks.wait_for_exit() == [0, 0], ranks.format_outputs()
     for rank in (0, 1):
         lines = (tmp_path / f"log.{rank}").read_text().splitlines()
         calls: list[dict[str, Any]] = [json.loads(line) for line in lines]

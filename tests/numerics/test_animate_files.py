@@ -18,7 +18,7 @@ from tests.conftest import slow
 from tests.numerics.official import distance
 from tests.numerics.procedural import procedural
 from tests.numerics.test_animate import animate, inputs, state, told
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint import keymaps, lora
 from wan.checkpoint.layout import check_task, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, merge_loras
@@ -192,7 +192,7 @@ def test_refused_relighting_lora(tiny: Any, tmp_path: Path) -> None:
     def refusal(content: object = None) -> str:
         if content is not None:
             torch.save(content, file)
-        return said(lambda: loaded(folder, use_relighting_lora=True))
+        return get_refusal(lambda: loaded(folder, use_relighting_lora=True))
 
     found = {"none": refusal()}
     found["unknown"] = refusal(of_q("blocks.0.self_attn.qq"))

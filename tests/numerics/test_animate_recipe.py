@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.numerics.plain import Plain, Weights, attention, normed, raster, rms, silu, tiny
 from tests.numerics.recorded import STEP, Samples
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.modules.animate import MotionEncoder, WanAnimateModel
 from wan.modules.interfaces import ModelComponents
 
@@ -172,7 +172,9 @@ def test_networks_that_were_not_published() -> None:
     }
     with torch.device("meta"):
         found = {
-            name: said(lambda c=change: WanAnimateModel(**{**SIZES, **TEXT, **c}), kind=ValueError)
+            name: get_refusal(
+                lambda c=change: WanAnimateModel(**{**SIZES, **TEXT, **c}), kind=ValueError
+            )
             for name, change in changes.items()
         }
     check_refusals("animate: networks", {name: f"{x.rstrip('.')}." for name, x in found.items()})

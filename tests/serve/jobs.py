@@ -29,11 +29,11 @@ class IdleRanks:
     ready, is_stalled, trouble, down_since, restarts = True, False, None, None, 0
 
     def __init__(self) -> None:
-        self.given: list[list[dict[str, Any]]] = []
+        self.job_groups: list[list[dict[str, Any]]] = []
         self.cancelled: list[str] = []
 
     def make_videos(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
-        self.given.append([*jobs])
+        self.job_groups.append([*jobs])
 
     def cancel(self, job: str) -> None:
         self.cancelled.append(job)
@@ -61,26 +61,29 @@ class Jobs:
         argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
         argv += ["--ulysses_size", str(ranks), "--save_file", str(folder / "video.mp4")]
         folder.mkdir(exist_ok=True)
-        run, given = command._resolve_service_run(argv, ranks, 1)
+        run, settings = command._resolve_service_run(argv, ranks, 1)
         self.folder = folder
         metrics = Metrics()
-        more: dict[str, Any] = {"limits": limits or Limits(), "on_event": metrics.count_event}
-        self.service = Service(argv, given, run, folder, ranks, **more)
+        service_kwargs: dict[str, Any] = {
+            "limits": limits or Limits(),
+            "on_event": metrics.count_event,
+        }
+        self.service = Service(argv, settings, run, folder, ranks, **service_kwargs)
         self.app: ASGIApp = app.make_app(
             self.service, metrics, host="localhost", api_key=key, **guards
         )
 
-    async def ask(
+    async def request(
         self,
         path: str,
         body: Any = None,
         method: str | None = None,
-        left: asyncio.Event | None = None,
+        disconnected: asyncio.Event | None = None,
         **headers: str,
     ) -> tuple[int, dict[str, str], Any]:
         """Returns status, headers and content. disconnected: Set when the client disconnects."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        given = {"host": "localhost", "content-type": "application/json"} | {
+        request_headers = {"host": "localhost", "content-type": "application/json"} | {
             name.lower().replace("_", "-"): value for name, value in headers.items()
         }
         target, _, query = path.partition("?")
@@ -90,7 +93,7 @@ class Jobs:
             "path": target,
             "raw_path": target.encode(),
             "query_string": query.encode(),
-            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "headers": [(name.encode(), value.encode()) for name, value in request_headers.items()],
             "scheme": "http",
             "server": ("localhost", 80),
             "http_version": "1.1",
@@ -101,7 +104,7 @@ class Jobs:
         async def receive() -> Message:
             message = next(requests, None)
             if message is None:
-                await (left or asyncio.Event()).wait()
+                await (disconnected or asyncio.Event()).wait()
                 return {"type": "http.disconnect"}
             return message
 
@@ -110,15 +113,15 @@ class Jobs:
 
         await self.app(scope, receive, send)
         start, *parts = messages
-        told = {name.decode(): value.decode() for name, value in start["headers"]}
+        response_headers = {name.decode(): value.decode() for name, value in start["headers"]}
         answer = b"".join(part.get("body", b"") for part in parts)
-        is_json = told.get("content-type") == "application/json"
-        return start["status"], told, json.loads(answer) if is_json else answer
+        is_json = response_headers.get("content-type") == "application/json"
+        return start["status"], response_headers, json.loads(answer) if is_json else answer
 
     async def create(self, fields: Mapping[str, Any] | None = None, **headers: Any) -> str:
         """Queues a video and returns its id."""
         body = {"prompt": PROMPT} | dict(fields or {})
-        status, _, video = await self.ask("/v1/videos", body, **headers)
+        status, _, video = await self.request("/v1/videos", body, **headers)
         assert status == 200, video
         return str(video["id"])
 
@@ -141,22 +144,22 @@ class Jobs:
         if ended is not None:
             self.service.journal.update_job(job, ended=ended)
 
-    def have_ranks(self) -> IdleRanks:
+    def start_idle_ranks(self) -> IdleRanks:
         """Starts idle ranks, which accept the waiting jobs; the test decides their results."""
         ranks = IdleRanks()
         self.service.rank_group = ranks  # type: ignore[assignment]
         self.service._handle_message({"is": "ready"})
         return ranks
 
-    def tell(self, what: str, **more: Any) -> None:
+    def handle_rank_message(self, kind: str, **payload: Any) -> None:
         """Delivers a message of the ranks to the service."""
-        self.service._handle_message({"is": what, **more})
+        self.service._handle_message({"is": kind, **payload})
 
-    def state(self, name: str) -> str | None:
+    def get_state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one."""
         return self.service.journal.get_state(name)
 
-    def files_with(self, text: str) -> list[str]:
+    def find_files_with(self, text: str) -> list[str]:
         """Returns the files of the service that hold a text."""
         paths = [path for path in self.folder.rglob("*") if path.is_file()]
         return [path.name for path in paths if text.encode() in path.read_bytes()]

@@ -19,21 +19,21 @@ import imageio
 import numpy as np
 import openai
 
-from tests.dist import TORCHRUN, Ranks, free_port, launcher
+from tests.dist import TORCHRUN, Ranks, free_port, make_rank_envs
 from wan.cli.main import main
 
 PROMPT = "a large green square moves up on a gray background"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
-def opened(port: int, sent: bytes = b"") -> socket.socket:
+def open_connection(port: int, sent: bytes = b"") -> socket.socket:
     """Opens a connection and sends some bytes."""
     client = socket.create_connection(("127.0.0.1", port), timeout=10)
     client.sendall(sent)
     return client
 
 
-def received(client: socket.socket) -> bytes:
+def receive_all(client: socket.socket) -> bytes:
     """Receives until the server closes the connection."""
     parts = []
     with suppress(ConnectionResetError):
@@ -42,26 +42,26 @@ def received(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def post(length: int, content: bytes = b"", path: str = "/upload") -> bytes:
+def make_post_request(length: int, content: bytes = b"", path: str = "/upload") -> bytes:
     """Returns the headers of a body of `length` bytes, and a part of the body."""
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
     return head.encode() + content
 
 
-def frames(path: Path) -> np.ndarray:
+def read_frames(path: Path) -> np.ndarray:
     """Reads the frames of a video."""
     return np.stack(list(imageio.get_reader(path).iter_data()))
 
 
-def generated(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
+def generate_frames(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
     """Returns the frames that generate.py generates with the same settings."""
     argv = [*map(str, [*flags, "--save_file", path])]
-    with Ranks(launcher(ranks) if ranks > 1 else [{}], main, argv) as processes:
-        assert processes.ended(300) == [0] * ranks, processes.said()
-    return frames(path)
+    with Ranks(make_rank_envs(ranks) if ranks > 1 else [{}], main, argv) as processes:
+        assert processes.wait_for_exit(300) == [0] * ranks, processes.format_outputs()
+    return read_frames(path)
 
 
-def _front(argv: Sequence[str], descriptors: int) -> int:
+def _run_front(argv: Sequence[str], descriptors: int) -> int:
     """Runs the front process."""
     from wan.serve.__main__ import run_service_cli
 
@@ -71,7 +71,7 @@ def _front(argv: Sequence[str], descriptors: int) -> int:
     return run_service_cli(argv)
 
 
-class Served:
+class ServiceProcess:
     """A running service with its files in a folder; it can be killed and restarted."""
 
     def __init__(
@@ -99,41 +99,41 @@ class Served:
         self.folder, self.url, self._key = folder, f"http://127.0.0.1:{self.port}", key
         paths = [*([str(path)] if path else []), TORCHRUN["PYTHONPATH"]]
         self._environment = TORCHRUN | {"PYTHONPATH": os.pathsep.join(paths)}
-        own = ["--port", self.port, "--ranks", ranks, "--journal", folder, *options]
+        service_args = ["--port", self.port, "--ranks", ranks, "--journal", folder, *options]
         sizes = ["--ulysses_size", ranks] if ranks > 1 else []
-        self._argv = [*map(str, [*own, "--", *sizes, *flags])]
+        self._argv = [*map(str, [*service_args, "--", *sizes, *flags])]
         self._descriptors = descriptors
         self.start()
 
     def start(self) -> None:
         """Starts the front, and waits until its ranks are ready."""
-        self._front = Ranks([self._environment], _front, self._argv, self._descriptors)
+        self._front = Ranks([self._environment], _run_front, self._argv, self._descriptors)
         self.front = self._front.processes[0]
         self.wait(lambda: self.health().get("status") == "ok", 120)
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServiceProcess:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         code = self.stop()
-        assert kind is not None or (code == 0 and not self.ranks()), self.said()
+        assert kind is not None or (code == 0 and not self.list_rank_pids()), self.read_logs()
 
     def wait(self, whether: Callable[[], Any], seconds: float = 60) -> None:
         """Waits until a condition holds."""
         deadline = time.monotonic() + seconds
         while not whether():
-            assert self.front.is_alive(), f"the front has ended\n{self.said()}"
-            assert time.monotonic() < deadline, f"waited {seconds} s\n{self.said()}"
+            assert self.front.is_alive(), f"the front has ended\n{self.read_logs()}"
+            assert time.monotonic() < deadline, f"waited {seconds} s\n{self.read_logs()}"
             time.sleep(0.05)
 
-    def said(self) -> str:
+    def read_logs(self) -> str:
         """Returns the last lines of the output of the front and of the log of the ranks."""
         log = self.folder / "ranks.log"
         return "\n".join(
             [self._front.texts[0][-5000:], log.read_text()[-5000:] if log.exists() else ""]
         )
 
-    def ask(
+    def request(
         self, path: str, body: Any = None, method: str | None = None, **headers: str
     ) -> tuple[int, Any, Any]:
         """Returns status, headers and content, which is decoded where it is JSON."""
@@ -150,22 +150,26 @@ class Served:
         is_json = answer.headers.get_content_type() == "application/json"
         return answer.status, answer.headers, json.loads(content) if is_json else content
 
-    def form(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any, Any]:
+    def request_form(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any, Any]:
         """Sends a form; values are texts, bytes (sent as files), or lists of them."""
         lines = []
-        each = {name: one if isinstance(one, list) else [one] for name, one in fields.items()}
-        for name, value in ((name, value) for name, values in each.items() for value in values):
+        values_by_field = {
+            name: item if isinstance(item, list) else [item] for name, item in fields.items()
+        }
+        for name, value in (
+            (name, value) for name, values in values_by_field.items() for value in values
+        ):
             end = f'; filename="{name}"' if isinstance(value, bytes) else ""
             head = f'--edge\r\nContent-Disposition: form-data; name="{name}"{end}\r\n\r\n'
             content = value if isinstance(value, bytes) else value.encode()
             lines += [head.encode(), content, b"\r\n"]
         body = b"".join([*lines, b"--edge--\r\n"])
-        return self.ask(path, body, Content_Type="multipart/form-data; boundary=edge")
+        return self.request(path, body, Content_Type="multipart/form-data; boundary=edge")
 
     def health(self) -> dict[str, Any]:
         """Returns the answer of /health, or {} if the service does not answer."""
         try:
-            return self.ask("/health")[2]
+            return self.request("/health")[2]
         except OSError:
             return {}
 
@@ -176,29 +180,29 @@ class Served:
     def create(self, **fields: Any) -> str:
         """Queues a video and returns its id."""
         body = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 2} | fields
-        status, _, video = self.ask("/v1/videos", body)
+        status, _, video = self.request("/v1/videos", body)
         assert status == 200, video
         return video["id"]
 
     def status(self, video: str) -> str:
         """Returns the status of a video."""
-        return self.ask(f"/v1/videos/{video}")[2]["status"]
+        return self.request(f"/v1/videos/{video}")[2]["status"]
 
-    def ended(self, video: str, seconds: float = 90) -> dict[str, Any]:
+    def wait_for_video(self, video: str, seconds: float = 90) -> dict[str, Any]:
         """Waits until a video is completed or has failed, and returns it."""
         self.wait(lambda: self.status(video) in ("completed", "failed"), seconds)
-        return self.ask(f"/v1/videos/{video}")[2]
+        return self.request(f"/v1/videos/{video}")[2]
 
-    def ranks(self) -> list[int]:
+    def list_rank_pids(self) -> list[int]:
         """Returns the process ids of the ranks."""
-        found = []
+        pids = []
         for process in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
-                words = process.read_bytes().decode(errors="replace").split("\0")
-                own = str(self.folder / "front.json") in words
-                if own and "torch.distributed.run" not in words:
-                    found.append(int(process.parent.name))
-        return sorted(found)
+                argv = process.read_bytes().decode(errors="replace").split("\0")
+                is_rank = str(self.folder / "front.json") in argv
+                if is_rank and "torch.distributed.run" not in argv:
+                    pids.append(int(process.parent.name))
+        return sorted(pids)
 
     def kill(self) -> None:
         """Kills the front."""
@@ -211,7 +215,7 @@ class Served:
             os.kill(self.front.pid, signal.SIGTERM)
         self.front.join(60)
         code: int | None = self.front.exitcode
-        assert code is not None, self.said()
+        assert code is not None, self.read_logs()
         return code
 
 
@@ -253,11 +257,11 @@ if os.environ.get("RANK") and "torch.distributed.run" not in " ".join(sys.orig_a
 class Faults:
     """A folder of modules that make a function of a rank fail on demand."""
 
-    def __init__(self, folder: Path, *places: str) -> None:
+    def __init__(self, folder: Path, *targets: str) -> None:
         """Writes the modules. targets: The functions that can fail, as "module:name"."""
         self.path, self._file = folder, folder / "fault.json"
         folder.mkdir()
-        text = _FAULTS.replace("PLACES", repr(places))
+        text = _FAULTS.replace("PLACES", repr(targets))
         (folder / "sitecustomize.py").write_text(text)
 
     def arm(self, rank: int, at: str, do: str, after: bool = False) -> None:

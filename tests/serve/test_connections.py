@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tests.dist import Ranks
-from tests.serve.serving import GET, opened, post, received
+from tests.serve.serving import GET, make_post_request, open_connection, receive_all
 from wan.serve import connections
 from wan.serve.connections import Connections, compute_max_connections, make_server, open_sockets
 
@@ -34,17 +34,17 @@ Start = Callable[..., int]
 class Work(threading.Event):
     """Set when /work may answer. num_requests: Number of requests received by /work."""
 
-    begun = 0
+    num_requests = 0
 
     def wait_for(self, count: int) -> None:
         """Waits until /work has received `count` requests."""
         deadline = time.monotonic() + 10
-        while self.begun < count:
+        while self.num_requests < count:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
 
-def application(stop: Work) -> Starlette:
+def make_application(stop: Work) -> Starlette:
     """An application with a route that answers at once, one that reads a body, one with a large
     answer, and one that waits for the event `stop`."""
 
@@ -60,7 +60,7 @@ def application(stop: Work) -> Starlette:
         return Response(bytes(BIG))
 
     async def work(_: Request) -> Response:
-        stop.begun += 1
+        stop.num_requests += 1
         while not stop.is_set():
             await asyncio.sleep(0.02)
         return PlainTextResponse("done")
@@ -82,22 +82,22 @@ def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     values |= {"BODY_PAUSE": PAUSE, "UNREAD_SECONDS": UNREAD, "_SWEEP": 0.1}
     for name, value in values.items():
         monkeypatch.setattr(connections, name, value)
-    made: list[tuple[Any, threading.Thread]] = []
+    servers: list[tuple[Any, threading.Thread]] = []
 
-    def started(most: int) -> int:
-        limits = Connections(most, HEADER)
-        server = make_server(application(done), limits)
+    def start_server(max_connections: int) -> int:
+        limits = Connections(max_connections, HEADER)
+        server = make_server(make_application(done), limits)
         sockets = open_sockets("127.0.0.1", 0, limits)
         thread = threading.Thread(target=server.run, args=(sockets,))
         thread.start()
-        made.append((server, thread))
+        servers.append((server, thread))
         while not server.started:
             time.sleep(0.01)
         return int(sockets[0].getsockname()[1])
 
-    yield started
+    yield start_server
     done.set()
-    for server, thread in made:
+    for server, thread in servers:
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
@@ -110,10 +110,12 @@ def clients() -> Iterator[ExitStack]:
         yield stack
 
 
-def answer(port: int, request: bytes = GET) -> bytes:
+def fetch_answer(port: int, request: bytes = GET) -> bytes:
     """Returns the answer to one request."""
-    with opened(port, request.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)) as client:
-        return received(client)
+    with open_connection(
+        port, request.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
+    ) as client:
+        return receive_all(client)
 
 
 TIMEOUT = b"HTTP/1.1 408 Request Timeout"
@@ -122,38 +124,38 @@ SLOW = {  # bytes sent, whether single bytes follow, the first line of the answe
     "a part of its headers": (b"GET /health HTTP/1.1\r\nhost: loc", False, TIMEOUT, HEADER),
     "a line that goes on": (b"GET /" + b"x" * 2000, False, TIMEOUT, HEADER),
     "headers byte by byte": (b"GET /health HTTP/1.1\r\n", True, TIMEOUT, HEADER),
-    "no body": (post(1000), False, TIMEOUT, BODY),
-    "a body byte by byte": (post(100_000), True, TIMEOUT, BODY),
-    "a part of its body": (post(100_000, b"x" * 100), False, TIMEOUT, BODY + 0.1),
-    "much of its body": (post(100_000, b"x" * 50_000), False, TIMEOUT, PAUSE),
+    "no body": (make_post_request(1000), False, TIMEOUT, BODY),
+    "a body byte by byte": (make_post_request(100_000), True, TIMEOUT, BODY),
+    "a part of its body": (make_post_request(100_000, b"x" * 100), False, TIMEOUT, BODY + 0.1),
+    "much of its body": (make_post_request(100_000, b"x" * 50_000), False, TIMEOUT, PAUSE),
     "one request and a part of another": (GET + b"GET /", False, b"HTTP/1.1 200 OK", HEADER),
 }
 
 
-def stop_in_the_middle(port: int, sent: bytes, goes_on: bool) -> tuple[float, bytes]:
+def stop_in_the_middle(port: int, sent: bytes, sends_more: bool) -> tuple[float, bytes]:
     """Returns the seconds until the connection is closed, and the first line of the answer."""
     head, end, body = sent.partition(b"\r\n\r\n")
-    with opened(port, head + end) as client:
+    with open_connection(port, head + end) as client:
         began = time.monotonic()
         time.sleep(0.05)
         client.sendall(body)
-        client.settimeout(0.05 if goes_on else 10)
-        found = b""
-        while goes_on and not found:
+        client.settimeout(0.05 if sends_more else 10)
+        response = b""
+        while sends_more and not response:
             with suppress(TimeoutError):
-                found = client.recv(1 << 16)
+                response = client.recv(1 << 16)
             if time.monotonic() > began + 10:
                 break
             with suppress(OSError):
                 client.sendall(b"x")
         client.settimeout(10)
-        found += received(client)
-        return time.monotonic() - began, found.split(b"\r\n")[0]
+        response += receive_all(client)
+        return time.monotonic() - began, response.split(b"\r\n")[0]
 
 
 def upload_slowly(port: int) -> bytes:
     """Uploads 2 500 bytes per second, above the minimum of 1 000, for longer than any limit."""
-    with opened(port, post(3750)) as client:
+    with open_connection(port, make_post_request(3750)) as client:
         for _ in range(15):
             time.sleep(0.1)
             client.sendall(bytes(250))
@@ -162,27 +164,32 @@ def upload_slowly(port: int) -> bytes:
 
 def read_late(port: int) -> int:
     """Returns the received bytes of a large answer that is read too late."""
-    with opened(port, GET.replace(b"health", b"big")) as client:
+    with open_connection(port, GET.replace(b"health", b"big")) as client:
         time.sleep(UNREAD + 0.6)
-        return len(received(client))
+        return len(receive_all(client))
 
 
 def test_slow_clients_are_closed_in_time(start: Start, done: Work) -> None:
     """While other clients are fast enough, and the job of one outlasts every limit."""
     port = start(100)
-    with ThreadPoolExecutor(20) as pool, opened(port, GET.replace(b"health", b"work")) as working:
+    with (
+        ThreadPoolExecutor(20) as pool,
+        open_connection(port, GET.replace(b"health", b"work")) as working,
+    ):
         slow = {name: pool.submit(stop_in_the_middle, port, *SLOW[name][:2]) for name in SLOW}
         honest, unread = pool.submit(upload_slowly, port), pool.submit(read_late, port)
-        found = {name: one.result() for name, one in slow.items()}
+        results = {name: future.result() for name, future in slow.items()}
         wrong = {
             name: (seconds, line)
-            for name, (seconds, line) in found.items()
+            for name, (seconds, line) in results.items()
             if line != SLOW[name][2] or not -0.1 < seconds - SLOW[name][3] < LATE
         }
         assert not wrong
         assert b" 200 OK" in honest.result() and unread.result() < BIG
-        whole = answer(port, GET.replace(b"health", b"big"))  # an answer that is read is complete
-        assert len(whole) - whole.index(b"\r\n\r\n") - 4 == BIG
+        large_answer = fetch_answer(
+            port, GET.replace(b"health", b"big")
+        )  # an answer that is read is complete
+        assert len(large_answer) - large_answer.index(b"\r\n\r\n") - 4 == BIG
         done.set()
         working.settimeout(LATE)
         while b"done" not in (part := working.recv(1000)):
@@ -191,36 +198,36 @@ def test_slow_clients_are_closed_in_time(start: Start, done: Work) -> None:
 
 def test_requests_that_follow_each_other(start: Start) -> None:
     """On one connection, one by one and pipelined; then the idle connection is closed."""
-    with opened(start(100)) as client:
+    with open_connection(start(100)) as client:
         for number in (1, 2, 3):
             client.sendall(GET * number)
-            found = b""
-            while found.count(b"\r\n\r\nok") < number:
-                found += client.recv(1 << 16)
+            response = b""
+            while response.count(b"\r\n\r\nok") < number:
+                response += client.recv(1 << 16)
             time.sleep(HEADER / 2)
         began = time.monotonic()
-        assert received(client) == b"" and time.monotonic() - began < LATE
+        assert receive_all(client) == b"" and time.monotonic() - began < LATE
 
 
 def test_silent_connections_keep_nobody_out(start: Start, clients: ExitStack) -> None:
     """Idle connections up to the limit stay open; beyond it the oldest ones are closed."""
     port = start(20)
-    silent = [clients.enter_context(opened(port)) for _ in range(20)]
+    silent = [clients.enter_context(open_connection(port)) for _ in range(20)]
     for client in silent:
         client.settimeout(0.005)
         with pytest.raises(TimeoutError):
             client.recv(1)
-    silent += [clients.enter_context(opened(port)) for _ in range(40)]
+    silent += [clients.enter_context(open_connection(port)) for _ in range(40)]
     for _ in range(10):
         began = time.monotonic()
-        assert b" 200 OK" in answer(port)
+        assert b" 200 OK" in fetch_answer(port)
         assert time.monotonic() - began < 1
 
 
-def work_for(port: int, count: int, done: Work, clients: ExitStack) -> list[socket.socket]:
+def start_requests(port: int, count: int, done: Work, clients: ExitStack) -> list[socket.socket]:
     """Returns connections whose requests are in progress."""
     request = GET.replace(b"health", b"work")
-    working = [clients.enter_context(opened(port, request)) for _ in range(count)]
+    working = [clients.enter_context(open_connection(port, request)) for _ in range(count)]
     done.wait_for(count)
     return working
 
@@ -228,31 +235,31 @@ def work_for(port: int, count: int, done: Work, clients: ExitStack) -> list[sock
 def end_work(working: list[socket.socket], done: Work) -> None:
     """Ends the work; all waiting clients must receive the answer."""
     done.set()
-    for one in working:
-        one.settimeout(LATE)
-        assert b"done" in one.recv(1000) or b"done" in one.recv(1000)
+    for client in working:
+        client.settimeout(LATE)
+        assert b"done" in client.recv(1000) or b"done" in client.recv(1000)
 
 
 def test_work_is_never_closed_for_others(start: Start, done: Work, clients: ExitStack) -> None:
     """Idle clients connect and displace only each other."""
     port = start(12)
-    working = work_for(port, 8, done, clients)
+    working = start_requests(port, 8, done, clients)
     for _ in range(40):
-        clients.enter_context(opened(port))
-    assert b" 200 OK" in answer(port)
+        clients.enter_context(open_connection(port))
+    assert b" 200 OK" in fetch_answer(port)
     end_work(working, done)
 
 
 def test_when_all_work_others_are_turned_away(start: Start, done: Work, clients: ExitStack) -> None:
     port = start(8)
-    working = work_for(port, 8, done, clients)
-    with opened(port, GET) as more:
-        assert b" 200 OK" not in received(more)
+    working = start_requests(port, 8, done, clients)
+    with open_connection(port, GET) as more:
+        assert b" 200 OK" not in receive_all(more)
     end_work(working, done)
-    for one in working:
-        one.close()
+    for client in working:
+        client.close()
     time.sleep(0.1)
-    assert b" 200 OK" in answer(port)
+    assert b" 200 OK" in fetch_answer(port)
 
 
 def test_what_many_clients_do_is_logged_once(
@@ -264,13 +271,15 @@ def test_what_many_clients_do_is_logged_once(
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
     port = start(8)
     for _ in range(30):
-        opened(port).close()
-        answer(port, b"not http at all\r\n\r\n")
+        open_connection(port).close()
+        fetch_answer(port, b"not http at all\r\n\r\n")
     for _ in range(30):
-        clients.enter_context(opened(port))
-    assert b" 200 OK" in answer(port)
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(said) <= 3, said
+        clients.enter_context(open_connection(port))
+    assert b" 200 OK" in fetch_answer(port)
+    messages = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
+    assert len(messages) <= 3, messages
 
 
 def serve_with_few_descriptors() -> int:
@@ -280,13 +289,13 @@ def serve_with_few_descriptors() -> int:
     limits = Connections(1000)
     sockets = open_sockets("127.0.0.1", 0, limits)
     print(sockets[0].getsockname()[1], flush=True)
-    make_server(application(Work()), limits).run([*sockets])
+    make_server(make_application(Work()), limits).run([*sockets])
     return 0
 
 
-def cpu_seconds(pid: int) -> float:
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / 100
+def read_cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
 
 
 @pytest.mark.dist
@@ -294,28 +303,28 @@ def cpu_seconds(pid: int) -> float:
 def test_without_file_descriptors(clients: ExitStack) -> None:
     """More connections than descriptors: one line, no busy loop, and an answer afterwards."""
     with Ranks([{}], serve_with_few_descriptors) as server:
-        server.until(0, "\n")
+        server.wait_for_output(0, "\n")
         port = int(server.texts[0])
-        assert b" 200 OK" in answer(port)
+        assert b" 200 OK" in fetch_answer(port)
         for _ in range(80):
-            clients.enter_context(opened(port))
-        server.until(0, "No connection can be accepted")
-        before = cpu_seconds(server.processes[0].pid)
+            clients.enter_context(open_connection(port))
+        server.wait_for_output(0, "No connection can be accepted")
+        cpu_before = read_cpu_seconds(server.processes[0].pid)
         time.sleep(0.7)
-        assert cpu_seconds(server.processes[0].pid) - before < 0.2
+        assert read_cpu_seconds(server.processes[0].pid) - cpu_before < 0.2
         assert server.texts[0].count("\n") == 2, server.texts[0]
         clients.close()
-        assert b" 200 OK" in answer(port)
+        assert b" 200 OK" in fetch_answer(port)
 
 
 def test_how_many_may_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service needs 96 descriptors and one for each rank; a client may need two."""
     rows = {(1024, 8): 460, (1024, 1): 463, (64, 1): 8, (1 << 20, 8): 1000, (-1, 8): 1000}
-    found = {}
+    computed = {}
     for descriptors, ranks in rows:
         monkeypatch.setattr(resource, "getrlimit", lambda _, most=descriptors: (most, -1))
-        found[descriptors, ranks] = compute_max_connections(ranks)
-    assert found == rows
+        computed[descriptors, ranks] = compute_max_connections(ranks)
+    assert computed == rows
 
 
 def test_it_is_busy_when_three_quarters_work() -> None:
@@ -327,15 +336,15 @@ def test_it_is_busy_when_three_quarters_work() -> None:
 
     async def work() -> None:
         limits = Connections(8)
-        made = [limits.add(Transport()) for _ in range(8)]  # type: ignore[arg-type]
+        added = [limits.add(Transport()) for _ in range(8)]  # type: ignore[arg-type]
         busy = []
-        for one in made:
-            one.begin_request(has_body=False)
+        for connection in added:
+            connection.begin_request(has_body=False)
             busy.append(limits.is_busy)
         assert busy == [False] * 6 + [True] * 2
-        made[0].end_request()
-        made[1].end_request()
+        added[0].end_request()
+        added[1].end_request()
         assert not limits.is_busy
-        assert len([one for one in made if one.deadline < float("inf")]) == 2
+        assert len([connection for connection in added if connection.deadline < float("inf")]) == 2
 
     asyncio.run(work())

@@ -39,16 +39,16 @@ async def test_odd_values(jobs: Jobs) -> None:
     wrong = []
     for name in NAMES:
         texts = {} if name in TEXTS else {text: json.dumps(text) for text in NO_NUMBER}
-        for what, value in (NEVER | texts).items():
+        for kind, value in (NEVER | texts).items():
             prompt = "" if name == "prompt" else f'"prompt": "{PROMPT}", '
             body = f'{{{prompt}"{name}": {value}}}'.encode()
-            status, _, answer = await jobs.ask("/v1/videos", body)
+            status, _, answer = await jobs.request("/v1/videos", body)
             sentence = answer["error"]["message"]
             if not (400 <= status < 500 and 0 < len(sentence) < 700 and "\n" not in sentence):
-                wrong.append((name, what, status, sentence))
+                wrong.append((name, kind, status, sentence))
     assert not wrong
-    assert (await jobs.ask("/v1/videos"))[2]["data"] == []
-    assert (await jobs.ask("/health"))[2]["queued"] == 0
+    assert (await jobs.request("/v1/videos"))[2]["data"] == []
+    assert (await jobs.request("/health"))[2]["queued"] == 0
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -86,23 +86,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
 
 async def test_refusals(jobs: Jobs) -> None:
     """Each refusal names its field, no path of this machine, and is not to be retried."""
-    said, wrong = {}, {}
-    for kind, (asked, param) in REFUSED.items():
-        status, headers, told = await jobs.ask("/v1/videos", {"prompt": PROMPT} | asked)
-        said[kind] = told["error"]["message"]
-        found = (status, headers["x-should-retry"], told["error"]["param"])
-        if found != (400, "false", param) or str(jobs.folder) in said[kind]:
-            wrong[kind] = found
+    messages, wrong = {}, {}
+    for kind, (request_fields, param) in REFUSED.items():
+        status, headers, answer = await jobs.request(
+            "/v1/videos", {"prompt": PROMPT} | request_fields
+        )
+        messages[kind] = answer["error"]["message"]
+        outcome = (status, headers["x-should-retry"], answer["error"]["param"])
+        if outcome != (400, "false", param) or str(jobs.folder) in messages[kind]:
+            wrong[kind] = outcome
     assert not wrong
-    assert (await jobs.ask("/health"))[2]["queued"] == 0 and not [*(jobs.folder / "jobs").iterdir()]
-    check_refusals("serve: fields", said, ["Only base64 data is allowed"])  # Python's words
+    assert (await jobs.request("/health"))[2]["queued"] == 0 and not [
+        *(jobs.folder / "jobs").iterdir()
+    ]
+    check_refusals("serve: fields", messages, ["Only base64 data is allowed"])  # Python's words
 
 
 async def test_bodies_that_cannot_be_read(jobs: Jobs) -> None:
     """Neither JSON nor a form, or a form with a repeated field."""
     form = {"content_type": "multipart/form-data; boundary=edge"}
     part = '--edge\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
-    twice = part.format("seed", 1) + part.format("seed", 2) + "--edge--\r\n"
+    repeated_field = part.format("seed", 1) + part.format("seed", 2) + "--edge--\r\n"
     bodies: dict[str, tuple[bytes, dict[str, Any]]] = {
         "no JSON": (b"{" * 10, {}),
         "a list": (b"[1]", {}),
@@ -111,23 +115,23 @@ async def test_bodies_that_cannot_be_read(jobs: Jobs) -> None:
         "NaN": (b'{"seed": NaN}', {}),
         "half a pair": (b'{"prompt": "\\ud800"}', {}),
         "a form without an edge": (b"x", {"content_type": "multipart/form-data"}),
-        "twice": (twice.encode(), form),
+        "twice": (repeated_field.encode(), form),
     }
-    said, wrong = {}, {}
+    messages, wrong = {}, {}
     for kind, (body, headers) in bodies.items():
-        status, _, told = await jobs.ask("/v1/videos", body, **headers)
-        said[kind] = told["error"]["message"]
+        status, _, answer = await jobs.request("/v1/videos", body, **headers)
+        messages[kind] = answer["error"]["message"]
         if status != 400:
             wrong[kind] = status
     assert not wrong
-    del said["a form without an edge"]  # its wording is from Starlette
-    check_refusals("serve: bodies", said, ["'Expecting.*'"])  # Python's words
+    del messages["a form without an edge"]  # its wording is from Starlette
+    check_refusals("serve: bodies", messages, ["'Expecting.*'"])  # Python's words
 
 
-async def test_other_routes_refuse_what_they_do_not_know(jobs: Jobs) -> None:
+async def test_other_routes_refuse_unknown_values(jobs: Jobs) -> None:
     name = await jobs.create()
     prompt = {"prompt": PROMPT}
-    asked: dict[str, tuple[str, Any, int]] = {
+    requests: dict[str, tuple[str, Any, int]] = {
         "order": ("/v1/videos?order=up", None, 400),
         "limit": ("/v1/videos?limit=0", None, 400),
         "too many": ("/v1/videos?limit=101", None, 400),
@@ -139,25 +143,27 @@ async def test_other_routes_refuse_what_they_do_not_know(jobs: Jobs) -> None:
         "response": ("/v1/videos/generations", prompt | {"response_format": "url"}, 400),
         "output": ("/v1/videos/generations", prompt | {"output_format": "avi"}, 400),
     }
-    said, wrong = {}, {}
-    for kind, (path, body, status) in asked.items():
-        found, _, told = await jobs.ask(path, body)
-        said[kind] = told["error"]["message"]
-        if found != status:
-            wrong[kind] = found
+    messages, wrong = {}, {}
+    for kind, (path, body, status) in requests.items():
+        actual, _, answer = await jobs.request(path, body)
+        messages[kind] = answer["error"]["message"]
+        if actual != status:
+            wrong[kind] = actual
     assert not wrong
-    check_refusals("serve: routes", said)
-    assert (await jobs.ask("/v1/nothing"))[0] == 404
+    check_refusals("serve: routes", messages)
+    assert (await jobs.request("/v1/nothing"))[0] == 404
 
 
-async def test_what_is_accepted_under_other_names(jobs: Jobs) -> None:
+async def test_alternative_field_names(jobs: Jobs) -> None:
     body = {"model": "t2v-A14B", "comm_type": 0, "seconds": "0.3", "guidance_scale": 4}
     body |= {"guidance_scale_2": 3, "num_inference_steps": "1", "flow_shift": 5, "fps": 16}
     body |= {"size": "64x64", "boundary_ratio": 0.875, "priority": "3", "seed": 6}
-    status, _, video = await jobs.ask("/v1/videos", {"prompt": PROMPT} | body)
+    status, _, video = await jobs.request("/v1/videos", {"prompt": PROMPT} | body)
     assert status == 200, video
-    shown = {name: video[name] for name in ("model", "num_frames", "fps", "seed", "size", "steps")}
-    assert shown == {
+    reported = {
+        name: video[name] for name in ("model", "num_frames", "fps", "seed", "size", "steps")
+    }
+    assert reported == {
         "model": "t2v-A14B",
         "num_frames": 5,
         "fps": 16,
@@ -170,13 +176,13 @@ async def test_what_is_accepted_under_other_names(jobs: Jobs) -> None:
     assert job.guidance == {"high_noise": 4.0, "low_noise": 3.0}
 
 
-async def test_who_may_ask(tmp_path: Path) -> None:
+async def test_hosts_origins_and_keys(tmp_path: Path) -> None:
     """Refuses foreign hosts, origins and keys, large bodies, and all requests when busy."""
     key = "0123456789abcdef"
     busy: list[bool] = []
     jobs = Jobs(tmp_path / "jobs", key=key, most_bytes=50, is_busy=lambda: bool(busy))
-    own: dict[str, Any] = {"authorization": f"Bearer {key}"}
-    asked: dict[str, tuple[dict[str, Any], int]] = {
+    auth_headers: dict[str, Any] = {"authorization": f"Bearer {key}"}
+    cases: dict[str, tuple[dict[str, Any], int]] = {
         "": ({}, 200),
         "IP": ({"host": "127.0.0.1:8000"}, 200),
         "name with a port": ({"host": "LocalHost:80"}, 200),
@@ -189,11 +195,15 @@ async def test_who_may_ask(tmp_path: Path) -> None:
         "short": ({"content_length": "50"}, 200),
         "no length": ({"content_length": "-1"}, 413),
     }
-    found = {n: (await jobs.ask("/v1/videos", **own | h))[0] for n, (h, _) in asked.items()}
-    assert found == {name: status for name, (_, status) in asked.items()}
-    assert (await jobs.ask("/v1/videos", b"x" * 51, **own))[0] == 413  # without a length
-    assert (await jobs.ask("/liveness"))[0] == 200 and (await jobs.ask("/"))[0] == 200
+    statuses = {
+        n: (await jobs.request("/v1/videos", **auth_headers | h))[0] for n, (h, _) in cases.items()
+    }
+    assert statuses == {name: status for name, (_, status) in cases.items()}
+    assert (await jobs.request("/v1/videos", b"x" * 51, **auth_headers))[
+        0
+    ] == 413  # without a length
+    assert (await jobs.request("/liveness"))[0] == 200 and (await jobs.request("/"))[0] == 200
     busy.append(True)
-    status, headers, told = await jobs.ask("/v1/videos", **own)
-    assert (status, headers["retry-after"], told["error"]["code"]) == (503, "5", "busy")
-    assert (await jobs.ask("/health"))[2]["queued"] == 0
+    status, headers, answer = await jobs.request("/v1/videos", **auth_headers)
+    assert (status, headers["retry-after"], answer["error"]["code"]) == (503, "5", "busy")
+    assert (await jobs.request("/health"))[2]["queued"] == 0

@@ -11,7 +11,7 @@ from tests.refusals import check_refusals
 from wan import gallery
 
 
-def made(folder: Path, name: str, prompt: str, **more: object) -> None:
+def write_video(folder: Path, name: str, prompt: str, **more: object) -> None:
     (folder / f"{name}.mp4").write_bytes(b"video")
     video = {"frames": 5, "width": 64, "height": 32, "fps": 8}
     record = {"settings": {"prompt": prompt}, "seed": 7, "video": video, "seconds": {"text": 1.25}}
@@ -21,8 +21,8 @@ def made(folder: Path, name: str, prompt: str, **more: object) -> None:
 def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "made"
     folder.mkdir()
-    made(folder, "001_a #1", "a <b>red</b> star")
-    made(folder, "002", "another", power={"joules": 1234.4})
+    write_video(folder, "001_a #1", "a <b>red</b> star")
+    write_video(folder, "002", "another", power={"joules": 1234.4})
     (folder / "003.mp4").write_bytes(b"without a record")
     summary = {"refused": {"4": "size 1*1 is <small>"}, "failed": {}}
     (folder / "lines.summary.json").write_text(json.dumps(summary))
@@ -37,10 +37,10 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'src="made/002.mp4"' in (tmp_path / "all.html").read_text()
 
 
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = {}
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = {}
     for case, folder in {"no folder": tmp_path / "none", "no videos": tmp_path}.items():
         assert gallery.main([str(folder)]) == 2
-        said[case] = capsys.readouterr().err
+        messages[case] = capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
-    check_refusals("gallery", said)
+    check_refusals("gallery", messages)

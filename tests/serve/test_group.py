@@ -82,7 +82,7 @@ while True:
 '''
 ARGV = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ARGV += ["-m", "wan.serve.ranks"]
-LOOK = 0.1
+POLL_SECONDS = 0.1
 Trial = Callable[[Jobs], Awaitable[None]]
 
 
@@ -93,13 +93,17 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(RANK.replace("#!PYTHON", f"#!{sys.executable}").replace("ARGV", repr(ARGV)))
     path.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(path))
-    for name, seconds in {"_SHORTEST": LOOK, "_CHECK_SECONDS": LOOK, "_RECOVERY": 1.0}.items():
+    for name, seconds in {
+        "_SHORTEST": POLL_SECONDS,
+        "_CHECK_SECONDS": POLL_SECONDS,
+        "_RECOVERY": 1.0,
+    }.items():
         monkeypatch.setattr(group, name, seconds)
     monkeypatch.setattr(monitor, "SILENCE", 0.8)
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[Jobs]:
+async def running_service(folder: Path) -> AsyncIterator[Jobs]:
     """A service with two ranks."""
     jobs = Jobs(folder, Limits(batch_size=1), ranks=2)
     living = asyncio.create_task(jobs.service.serve_forever())
@@ -109,10 +113,10 @@ async def running(folder: Path) -> AsyncIterator[Jobs]:
         await jobs.service.stop()
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
-    assert not any(map(lives, jobs.service.rank_group.pids.values()))
+    assert not any(map(is_alive, jobs.service.rank_group.pids.values()))
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process has not ended; a zombie has ended."""
     try:
         return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
@@ -120,39 +124,39 @@ def lives(pid: int) -> bool:
         return False
 
 
-async def wait(whether: Callable[[], object]) -> None:
+async def wait_until(whether: Callable[[], object]) -> None:
     deadline = time.monotonic() + 30
     while not whether():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 
 
-async def ended(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
+async def wait_for_end(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
     """Waits until a job has ended; returns its status, error code and attempt."""
-    await wait(lambda: jobs.state(name) in ("completed", "failed"))
-    video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+    await wait_until(lambda: jobs.get_state(name) in ("completed", "failed"))
+    video = (await jobs.request(f"/v1/videos/{name}"))[2]
     return video["status"], (video["error"] or {"code": None})["code"], video["attempt"]
 
 
 async def make_and_cancel(jobs: Jobs) -> None:
     """Jobs run one after the other; a job that is deleted while it runs ends soon."""
     first, long, last = [await jobs.create({"num_inference_steps": n}) for n in (2, 1000, 2)]
-    assert await ended(jobs, first) == ("completed", None, 1)
-    await wait(lambda: jobs.service.find_job(long).done > 2)
-    await jobs.ask(f"/v1/videos/{long}", method="DELETE")
-    assert await ended(jobs, last) == ("completed", None, 1)
-    await wait(lambda: not (jobs.folder / "jobs" / long).exists())
+    assert await wait_for_end(jobs, first) == ("completed", None, 1)
+    await wait_until(lambda: jobs.service.find_job(long).done > 2)
+    await jobs.request(f"/v1/videos/{long}", method="DELETE")
+    assert await wait_for_end(jobs, last) == ("completed", None, 1)
+    await wait_until(lambda: not (jobs.folder / "jobs" / long).exists())
     assert jobs.service.rank_group.restarts == 0
 
 
 async def lose(jobs: Jobs) -> None:
     """A job is retried once, but not if it ran out of memory."""
-    wanted = {"die": ("failed", "ranks_lost", MAX_ATTEMPTS), "well": ("completed", None, 1)}
-    wanted |= {"lose memory": ("failed", "out_of_memory", 1), "at last": ("completed", None, 1)}
-    names = {prompt: await jobs.create({"prompt": prompt}) for prompt in wanted}
-    found = {prompt: await ended(jobs, name) for prompt, name in names.items()}
-    assert found == wanted and jobs.service.rank_group.restarts == 3
-    error = (await jobs.ask(f"/v1/videos/{names['lose memory']}"))[2]["error"]
+    expected = {"die": ("failed", "ranks_lost", MAX_ATTEMPTS), "well": ("completed", None, 1)}
+    expected |= {"lose memory": ("failed", "out_of_memory", 1), "at last": ("completed", None, 1)}
+    names = {prompt: await jobs.create({"prompt": prompt}) for prompt in expected}
+    outcomes = {prompt: await wait_for_end(jobs, name) for prompt, name in names.items()}
+    assert outcomes == expected and jobs.service.rank_group.restarts == 3
+    error = (await jobs.request(f"/v1/videos/{names['lose memory']}"))[2]["error"]
     assert "No memory is left. --plan finds" in error["message"]
 
 
@@ -160,56 +164,56 @@ async def fail_to_start(jobs: Jobs) -> None:
     """Starts are retried with growing delays, and a job waits for them."""
     (jobs.folder / "broken").touch()
     name = await jobs.create()
-    await wait(lambda: jobs.service.rank_group.restarts >= 4)
-    status, _, told = await jobs.ask("/health")
-    assert (status, told["status"], jobs.state(name)) == (503, "starting", "queued")
-    assert told["reason"] == "The ranks have ended unexpectedly."
+    await wait_until(lambda: jobs.service.rank_group.restarts >= 4)
+    status, _, health = await jobs.request("/health")
+    assert (status, health["status"], jobs.get_state(name)) == (503, "starting", "queued")
+    assert health["reason"] == "The ranks have ended unexpectedly."
     starts = [float(line) for line in (jobs.folder / "starts").read_text().split()]
-    gaps = [later - one for one, later in zip(starts, starts[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in zip(starts, starts[1:], strict=False)]
     assert 0.7 < gaps[2] < 5 and gaps[0] < gaps[2]
     (jobs.folder / "broken").unlink()
-    assert await ended(jobs, name) == ("completed", None, 1)
-    assert (await jobs.ask("/health"))[2]["reason"] is None
+    assert await wait_for_end(jobs, name) == ("completed", None, 1)
+    assert (await jobs.request("/health"))[2]["reason"] is None
 
 
 async def hang(jobs: Jobs) -> None:
     """A rank that recovers in time continues; else it is killed. A deleted job does not return."""
     ranks = jobs.service.rank_group
     names = [await jobs.create({"num_inference_steps": n}) for n in (1000, 2)]
-    await wait(lambda: jobs.service.find_job(names[0]).done > 2)
+    await wait_until(lambda: jobs.service.find_job(names[0]).done > 2)
     pids = {**ranks.pids}
     assert {*pids} == {0, 1}
     os.kill(pids[1], signal.SIGSTOP)
-    await wait(lambda: not ranks.ready)
-    status, _, told = await jobs.ask("/health")
-    assert (status, told["status"], told["restarts"]) == (503, "stalled", 0)
-    assert "Rank 1 has not answered" in told["reason"]
+    await wait_until(lambda: not ranks.ready)
+    status, _, health = await jobs.request("/health")
+    assert (status, health["status"], health["restarts"]) == (503, "stalled", 0)
+    assert "Rank 1 has not answered" in health["reason"]
     os.kill(pids[1], signal.SIGCONT)
-    await wait(lambda: ranks.ready)
+    await wait_until(lambda: ranks.ready)
     assert jobs.service.find_job(names[0]).attempt == 1 and ranks.trouble is None
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)
-    await wait(lambda: not ranks.ready)
-    await jobs.ask(f"/v1/videos/{names[0]}", method="DELETE")
-    assert await ended(jobs, names[1]) == ("completed", None, 1)
-    assert ranks.restarts == 1 and not any(map(lives, pids.values()))
+    await wait_until(lambda: not ranks.ready)
+    await jobs.request(f"/v1/videos/{names[0]}", method="DELETE")
+    assert await wait_for_end(jobs, names[1]) == ("completed", None, 1)
+    assert ranks.restarts == 1 and not any(map(is_alive, pids.values()))
     assert not (jobs.folder / "jobs" / names[0]).exists()
-    assert (await jobs.ask("/health"))[0] == 200
+    assert (await jobs.request("/health"))[0] == 200
 
 
 async def meet_strangers(jobs: Jobs) -> None:
     """A connection without the secret is closed, and its messages are ignored."""
     file = jobs.folder / "front.json"
-    told = json.loads(file.read_text())
+    front_record = json.loads(file.read_text())
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     hello = {"is": "hello", "secret": "x", "rank": 0, "node": 0, "pid": 1}
     for line in (json.dumps(hello), "[]", "1", "{}", "[" * 10_000, json.dumps({"secret": None})):
-        reader, writer = await asyncio.open_connection("127.0.0.1", told["port"])
+        reader, writer = await asyncio.open_connection("127.0.0.1", front_record["port"])
         writer.write(line.encode() + b'\n{"is": "lost", "code": "x", "message": "x"}\n')
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
-    assert await ended(jobs, await jobs.create()) == ("completed", None, 1)
-    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", told["port"]), 1):
+    assert await wait_for_end(jobs, await jobs.create()) == ("completed", None, 1)
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", front_record["port"]), 1):
         pass
 
 
@@ -217,14 +221,18 @@ async def test_a_group(tmp_path: Path) -> None:
     """Runs each scenario in its own service, all at the same time."""
 
     async def run(trial: Trial) -> None:
-        async with running(tmp_path / trial.__name__) as jobs:
+        async with running_service(tmp_path / trial.__name__) as jobs:
             if trial is not fail_to_start:
-                await wait(lambda: jobs.service.rank_group.ready)
+                await wait_until(lambda: jobs.service.rank_group.ready)
             await trial(jobs)
 
     trials: list[Trial] = [make_and_cancel, lose, fail_to_start, hang, meet_strangers]
     ends: list[Any] = await asyncio.gather(*map(run, trials), return_exceptions=True)
-    wrong = {one.__name__: end for one, end in zip(trials, ends, strict=True) if end is not None}
+    wrong = {
+        scenario.__name__: end
+        for scenario, end in zip(trials, ends, strict=True)
+        if end is not None
+    }
     if wrong:
         raise ExceptionGroup(", ".join(wrong), [*wrong.values()])
 
@@ -234,12 +242,12 @@ async def test_a_stop_does_not_wait_for_ever(
 ) -> None:
     """Ranks that ignore SIGTERM are killed; their job is queued again without an attempt."""
     monkeypatch.setattr(group, "_GRACE", 0.3)
-    async with running(tmp_path / "jobs") as jobs:
+    async with running_service(tmp_path / "jobs") as jobs:
         name = await jobs.create({"prompt": "be deaf"})
-        await wait(lambda: jobs.state(name) == "in_progress")
+        await wait_until(lambda: jobs.get_state(name) == "in_progress")
         pids = [*jobs.service.rank_group.pids.values()]
         began = time.monotonic()
     assert time.monotonic() - began < 5 and len(pids) == 2
-    assert not any(map(lives, pids))
-    video = (await Jobs(jobs.folder).ask(f"/v1/videos/{name}"))[2]
+    assert not any(map(is_alive, pids))
+    video = (await Jobs(jobs.folder).request(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["attempt"]) == ("queued", 0)

@@ -25,92 +25,96 @@ from wan.serve.journal import ServiceJob
 from wan.serve.service import Limits
 from wan.settings.errors import InputError
 
-AGAIN: dict[str, Any] = {"x_stainless_retry_count": "1"}
+RETRY_HEADERS: dict[str, Any] = {"x_stainless_retry_count": "1"}
 
 
 # Repeated requests.
 
 
-async def remix_of(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
+async def prepare_remix(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
     other = await jobs.create({"seed": 99})
 
-    def ask(**headers: Any) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
-        return jobs.ask(f"/v1/videos/{other}/remix", {"prompt": "a blue star"}, **headers)
+    def send(**headers: Any) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
+        return jobs.request(f"/v1/videos/{other}/remix", {"prompt": "a blue star"}, **headers)
 
-    return ask
-
-
-async def create_of(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
-    def ask(**headers: Any) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
-        return jobs.ask("/v1/videos", {"prompt": PROMPT}, **headers)
-
-    return ask
+    return send
 
 
-ROUTES = pytest.mark.parametrize("route", [create_of, remix_of])
+async def prepare_create(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
+    def send(**headers: Any) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
+        return jobs.request("/v1/videos", {"prompt": PROMPT}, **headers)
+
+    return send
+
+
+ROUTES = pytest.mark.parametrize("route", [prepare_create, prepare_remix])
 
 
 @ROUTES
 async def test_a_repeat_without_a_key(route: Any, jobs: Jobs) -> None:
-    ask = await route(jobs)
-    first = (await ask())[2]["id"]
-    assert (await ask(**AGAIN))[2]["id"] == first
-    assert (await ask())[2]["id"] != first  # no repeat
-    newest = (await ask(Idempotency_Key="k"))[2]["id"]  # another client's
-    assert (await ask(**AGAIN))[2]["id"] not in (first, newest)
+    send = await route(jobs)
+    first = (await send())[2]["id"]
+    assert (await send(**RETRY_HEADERS))[2]["id"] == first
+    assert (await send())[2]["id"] != first  # no repeat
+    newest = (await send(Idempotency_Key="k"))[2]["id"]  # another client's
+    assert (await send(**RETRY_HEADERS))[2]["id"] not in (first, newest)
     for job in jobs.service.journal.list_in_state("queued"):  # an hour passes
         jobs.service.journal.update_job(job, created=job.created - 3600)
-    made = {job.id for job in jobs.service.journal.list_in_state("queued")}
-    assert (await ask(**AGAIN))[2]["id"] not in made
+    ids = {job.id for job in jobs.service.journal.list_in_state("queued")}
+    assert (await send(**RETRY_HEADERS))[2]["id"] not in ids
 
 
 @ROUTES
 async def test_a_repeat_after_a_refusal_is_a_new_job(route: Any, jobs: Jobs) -> None:
-    ask = await route(jobs)
-    old = (await ask())[2]["id"]
+    send = await route(jobs)
+    old = (await send())[2]["id"]
     jobs.service.limits = Limits(queue=0)
     for headers in ({}, {"x_stainless_retry_count": "0"}):
-        assert (await ask(**headers))[0] == 429
+        assert (await send(**headers))[0] == 429
     jobs.service.limits = Limits()
-    again = (await ask(**AGAIN))[2]
-    assert again["id"] != old and again["status"] == "queued"
-    assert (await ask(x_stainless_retry_count="2"))[2]["id"] == again["id"]  # its answer was lost
+    repeated = (await send(**RETRY_HEADERS))[2]
+    assert repeated["id"] != old and repeated["status"] == "queued"
+    assert (await send(x_stainless_retry_count="2"))[2]["id"] == repeated[
+        "id"
+    ]  # its answer was lost
 
 
 @ROUTES
 async def test_a_key(route: Any, jobs: Jobs) -> None:
-    ask = await route(jobs)
-    first = (await ask(Idempotency_Key="k"))[2]["id"]
+    send = await route(jobs)
+    first = (await send(Idempotency_Key="k"))[2]["id"]
     jobs.complete(first)
-    assert (await ask(Idempotency_Key="k"))[2]["id"] == first
-    assert (await ask(Idempotency_Key="other"))[2]["id"] != first
-    status, _, told = await jobs.ask("/v1/videos", {"prompt": "x"}, Idempotency_Key="k")
-    assert (status, told["error"]["code"]) == (422, "idempotency_key_reused")
-    await jobs.ask(f"/v1/videos/{first}", method="DELETE")
-    assert (await ask(Idempotency_Key="k"))[2]["id"] != first
+    assert (await send(Idempotency_Key="k"))[2]["id"] == first
+    assert (await send(Idempotency_Key="other"))[2]["id"] != first
+    status, _, answer = await jobs.request("/v1/videos", {"prompt": "x"}, Idempotency_Key="k")
+    assert (status, answer["error"]["code"]) == (422, "idempotency_key_reused")
+    await jobs.request(f"/v1/videos/{first}", method="DELETE")
+    assert (await send(Idempotency_Key="k"))[2]["id"] != first
 
 
 # Clients of the synchronous routes that disconnect.
 
 
-async def begin(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Event, Any]:
+async def begin_request(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Event, Any]:
     """Requests a video; returns its id, the event that disconnects the client, and the task."""
-    left = asyncio.Event()
-    task = asyncio.create_task(jobs.ask(path, {"prompt": PROMPT}, left=left, **headers))
+    disconnected = asyncio.Event()
+    task = asyncio.create_task(
+        jobs.request(path, {"prompt": PROMPT}, disconnected=disconnected, **headers)
+    )
     while not (waiting := jobs.service.journal.list_in_state("queued")):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
-    return waiting[-1].id, left, task
+    return waiting[-1].id, disconnected, task
 
 
-async def leave(jobs: Jobs, left: asyncio.Event, task: Any) -> None:
-    left.set()
+async def disconnect(jobs: Jobs, disconnected: asyncio.Event, task: Any) -> None:
+    disconnected.set()
     jobs.service._signal_change()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.sleep(0.05)
 
 
-async def test_who_leaves_cancels_unless_somebody_has_the_id(
+async def test_a_disconnect_cancels_unless_another_client_has_the_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client may have created the job with the same key on another route."""
@@ -121,62 +125,66 @@ async def test_who_leaves_cancels_unless_somebody_has_the_id(
         key: dict[str, Any] = {"Idempotency_Key": "k"} if creates else {}
         if creates == "before":
             await jobs.create(**key)
-        name, left, task = await begin(jobs, f"/v1/videos/{route}", **key)
+        name, disconnected, task = await begin_request(jobs, f"/v1/videos/{route}", **key)
         if creates == "after":
             assert await jobs.create(**key) == name
-        await leave(jobs, left, task)
+        await disconnect(jobs, disconnected, task)
         await asyncio.sleep(0.2)
-        return jobs.state(name)
+        return jobs.get_state(name)
 
     cases = [
         (route, creates) for route in ("sync", "generations") for creates in ("", "before", "after")
     ]
     states = await asyncio.gather(*[leave_after(*case) for case in cases])
-    wanted = {case: "queued" if case[1] else "deleted" for case in cases}
-    assert dict(zip(cases, states, strict=True)) == wanted
+    expected = {case: "queued" if case[1] else "deleted" for case in cases}
+    assert dict(zip(cases, states, strict=True)) == expected
 
 
-async def test_who_comes_back_with_its_key(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reconnects_with_its_key(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before or just after the first connection closes; the last disconnect cancels."""
     monkeypatch.setattr(waiters, "REJOIN", 0.2)
-    name, first, task = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
-    _, second, other = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
-    await leave(jobs, first, task)
+    name, first, task = await begin_request(jobs, "/v1/videos/sync", Idempotency_Key="k")
+    _, second, other = await begin_request(jobs, "/v1/videos/sync", Idempotency_Key="k")
+    await disconnect(jobs, first, task)
     await asyncio.sleep(0.3)
-    assert jobs.state(name) == "queued"
-    await leave(jobs, second, other)
-    third_name, third, again = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
+    assert jobs.get_state(name) == "queued"
+    await disconnect(jobs, second, other)
+    third_name, third, third_task = await begin_request(
+        jobs, "/v1/videos/sync", Idempotency_Key="k"
+    )
     await asyncio.sleep(0.3)
-    assert third_name == name and jobs.state(name) == "queued"
-    await leave(jobs, third, again)
+    assert third_name == name and jobs.get_state(name) == "queued"
+    await disconnect(jobs, third, third_task)
     await asyncio.sleep(0.3)
-    assert jobs.state(name) == "deleted"
+    assert jobs.get_state(name) == "deleted"
 
 
 async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> None:
-    name, _, task = await begin(jobs, "/v1/videos/generations")
+    name, _, task = await begin_request(jobs, "/v1/videos/generations")
     jobs.complete(name)
-    status, _, told = await task
+    status, _, answer = await task
     content = base64.b64encode(b"video").decode()
-    assert (status, told) == (200, {"video_id": name, "video_bytes": content})
+    assert (status, answer) == (200, {"video_id": name, "video_bytes": content})
     await jobs.service.stop()
-    status, headers, told = await jobs.ask("/v1/videos", {"prompt": PROMPT})
-    assert (status, told["error"]["code"], headers["retry-after"]) == (503, "stopping", "30")
-    assert (await jobs.ask("/health"))[2]["status"] == "stopping"
+    status, headers, answer = await jobs.request("/v1/videos", {"prompt": PROMPT})
+    assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "stopping", "30")
+    assert (await jobs.request("/health"))[2]["status"] == "stopping"
 
 
-async def test_after_a_restart_a_job_is_somebodys(tmp_path: Path) -> None:
+async def test_after_a_restart_a_disconnect_cancels_nothing(tmp_path: Path) -> None:
     name = await Jobs(tmp_path / "jobs").create(Idempotency_Key="k")
     jobs = Jobs(tmp_path / "jobs")
-    same, left, task = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
-    await leave(jobs, left, task)
-    assert same == name and jobs.state(name) == "queued"
+    same, disconnected, task = await begin_request(jobs, "/v1/videos/sync", Idempotency_Key="k")
+    await disconnect(jobs, disconnected, task)
+    assert same == name and jobs.get_state(name) == "queued"
 
 
 # Remaining data of a deleted job.
 
 
-async def clean(jobs: Jobs, until: Callable[[], object]) -> None:
+async def run_cleanup(jobs: Jobs, until: Callable[[], object]) -> None:
     """Runs the cleanup of the service until a condition holds."""
     task = asyncio.create_task(jobs.service._delete_old_jobs())
     for _ in range(500):
@@ -188,12 +196,12 @@ async def clean(jobs: Jobs, until: Callable[[], object]) -> None:
 
 
 async def test_nothing_of_a_deleted_job_is_left_at_once(jobs: Jobs) -> None:
-    words = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
-    name = await jobs.create(words, Idempotency_Key="zq key zq")
+    texts = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
+    name = await jobs.create(texts, Idempotency_Key="zq key zq")
     jobs.complete(name)
-    assert jobs.files_with("zq private zq")
-    await jobs.ask(f"/v1/videos/{name}", method="DELETE")
-    assert not jobs.files_with("zq ")
+    assert jobs.find_files_with("zq private zq")
+    await jobs.request(f"/v1/videos/{name}", method="DELETE")
+    assert not jobs.find_files_with("zq ")
 
 
 @pytest.mark.parametrize("limits", [Limits(keep_days=1), Limits(quota=0)], ids=["days", "quota"])
@@ -201,26 +209,26 @@ async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path)
     jobs = Jobs(tmp_path / "jobs", limits)
     name = await jobs.create({"prompt": "zq private zq"})
     jobs.complete(name, ended=time.time() - 2 * 86400)
-    await clean(jobs, lambda: not jobs.files_with("zq private zq"))
-    assert jobs.state(name) == "deleted"
+    await run_cleanup(jobs, lambda: not jobs.find_files_with("zq private zq"))
+    assert jobs.get_state(name) == "deleted"
 
 
 async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
     """Many jobs with rows of random lengths, of which half are deleted in random order."""
-    chance, journal = random.Random(3), jobs.service.journal
+    rng, journal = random.Random(3), jobs.service.journal
     await jobs.create()
     (first,) = journal.list_in_state("queued")
     alive: list[ServiceJob] = [first]
     dead: list[ServiceJob] = []
     for number in range(100):
-        words = f"zq{number:05}zq " * chance.choice([1, 2, 9, 99, 900])
-        job = ServiceJob(f"video_{chance.getrandbits(96):024x}", {"prompt": words}, key=words[:9])
+        text = f"zq{number:05}zq " * rng.choice([1, 2, 9, 99, 900])
+        job = ServiceJob(f"video_{rng.getrandbits(96):024x}", {"prompt": text}, key=text[:9])
         await journal.add(job)
         alive.append(job)
-        one = chance.choice(alive)
-        journal.update_job(one, error={"message": f"{one.key}" * chance.choice([1, 9, 99])})
-        if chance.random() < 0.5:
-            dead.append(alive.pop(chance.randrange(1, len(alive))))
+        changed = rng.choice(alive)
+        journal.update_job(changed, error={"message": f"{changed.key}" * rng.choice([1, 9, 99])})
+        if rng.random() < 0.5:
+            dead.append(alive.pop(rng.randrange(1, len(alive))))
             journal.delete(dead[-1])
     assert await journal.save()
     journal.vacuum()
@@ -233,17 +241,17 @@ async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
 async def test_a_journal_of_an_earlier_version(tmp_path: Path) -> None:
     """Its deleted jobs still have their prompts, and newer columns are missing."""
     jobs = Jobs(tmp_path / "jobs")
-    kept, name = await jobs.create(), await jobs.create({"prompt": "zq private zq"})
+    kept_id, name = await jobs.create(), await jobs.create({"prompt": "zq private zq"})
     jobs.service.journal.close()
     with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as file, file:
         file.execute("ALTER TABLE jobs DROP COLUMN guidance")
         file.execute("UPDATE jobs SET state = 'deleted', ended = 1 WHERE id = ?", [name])
     (jobs.folder / "jobs" / name / "upload-image").write_bytes(b"zq private zq")
-    again = Jobs(tmp_path / "jobs")
-    await clean(again, lambda: not again.files_with("zq private zq"))
-    assert (await again.ask(f"/v1/videos/{kept}"))[2]["guidance"] is None
-    made = await again.create()
-    assert (await again.ask(f"/v1/videos/{made}"))[2]["guidance"] == {
+    reopened = Jobs(tmp_path / "jobs")
+    await run_cleanup(reopened, lambda: not reopened.find_files_with("zq private zq"))
+    assert (await reopened.request(f"/v1/videos/{kept_id}"))[2]["guidance"] is None
+    new_id = await reopened.create()
+    assert (await reopened.request(f"/v1/videos/{new_id}"))[2]["guidance"] == {
         "high_noise": 3.0,
         "low_noise": 3.0,
     }
@@ -289,8 +297,8 @@ def test_only_files_of_a_job_are_removed(tmp_path: Path) -> None:
     assert not (job / "video.mp4").exists() and (job / "upload-image").exists()
     assert (job / "video.clips" / "0001.mp4").exists()
     remove_job_files(job)
-    left = sorted(path.relative_to(job).as_posix() for path in job.rglob("*"))
-    assert left == ["notes.txt", "video.clips", "video.clips/mine", "video.clips/mine/x"]
+    remaining = sorted(path.relative_to(job).as_posix() for path in job.rglob("*"))
+    assert remaining == ["notes.txt", "video.clips", "video.clips/mine", "video.clips/mine/x"]
     assert (elsewhere / "video.mp4").exists()
     (job / "notes.txt").unlink()
     shutil.rmtree(job / "video.clips")
@@ -306,8 +314,8 @@ async def test_the_quota_takes_the_oldest_end_first(tmp_path: Path) -> None:
     jobs.service.journal.update_job(failed, state="failed", ended=time.time() - 60, bytes=5)
     assert jobs.service.journal.count_bytes() > 5
     jobs.service.limits = Limits(quota=jobs.service.journal.count_bytes() - 1)
-    await clean(jobs, lambda: jobs.state(old) == "deleted")
-    assert jobs.state(new) == "completed"
+    await run_cleanup(jobs, lambda: jobs.get_state(old) == "deleted")
+    assert jobs.get_state(new) == "completed"
 
 
 # Prompts and guidance.
@@ -327,13 +335,15 @@ async def test_a_prompt_is_required(jobs: Jobs) -> None:
     name, wrong = await jobs.create(), []
     for route in ("", "/sync", "/generations", f"/{name}/remix"):
         for body in BODIES:
-            status, _, told = await jobs.ask(f"/v1/videos{route}", b"" if body is None else body)
-            if (status, told["error"]["param"]) != (400, "prompt"):
-                wrong.append((route, body, told))
+            status, _, answer = await jobs.request(
+                f"/v1/videos{route}", b"" if body is None else body
+            )
+            if (status, answer["error"]["param"]) != (400, "prompt"):
+                wrong.append((route, body, answer))
     assert not wrong and len(jobs.service.journal.list_in_state("queued")) == 1
 
 
-def test_where_files_say_what_is_made(tmp_path: Path) -> None:
+def test_no_prompt_where_files_define_the_video(tmp_path: Path) -> None:
     tasks = {"s2v-14B": {"image": b"x", "audio": b"x"}, "animate-14B": {"src_pose": b"x"}}
     for task, files in tasks.items():
         of_task, _ = command._resolve_service_run(
@@ -346,7 +356,7 @@ def test_where_files_say_what_is_made(tmp_path: Path) -> None:
 
 
 async def test_guidance_of_each_expert(jobs: Jobs) -> None:
-    for given, high, low in (
+    for guidance_fields, high, low in (
         ({"guidance_high": 6, "guidance_low": 2}, 6.0, 2.0),
         ({"guidance_high": "6"}, 6.0, 3.0),
         ({"guidance_low": 2.5}, 3.0, 2.5),
@@ -354,26 +364,26 @@ async def test_guidance_of_each_expert(jobs: Jobs) -> None:
         ({"guidance_scale": 6}, 6.0, 6.0),
         ({"sample_guide_scale": "2,6"}, 6.0, 2.0),
     ):
-        video = (await jobs.ask("/v1/videos", {"prompt": PROMPT} | given))[2]
-        assert video["guidance"] == {"high_noise": high, "low_noise": low}, given
+        video = (await jobs.request("/v1/videos", {"prompt": PROMPT} | guidance_fields))[2]
+        assert video["guidance"] == {"high_noise": high, "low_noise": low}, guidance_fields
     for other in ("guidance_scale", "sample_guide_scale"):
         body = {"prompt": PROMPT, "guidance_low": 3, other: 4}
-        status, _, told = await jobs.ask("/v1/videos", body)
-        assert status == 400 and told["error"]["param"] == "guidance_low", told
+        status, _, answer = await jobs.request("/v1/videos", body)
+        assert status == 400 and answer["error"]["param"] == "guidance_low", answer
 
 
 # Lists, estimates, HTTP.
 
 
 async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs) -> None:
-    made = [await jobs.create() for _ in range(3)]
-    page = (await jobs.ask(f"/v1/videos?after={made[0]}&order=asc"))[2]
-    assert [video["id"] for video in page["data"]] == made[1:]
-    await jobs.ask(f"/v1/videos/{made[1]}", method="DELETE")
-    for order, rest in (("desc", made[0]), ("asc", made[2])):
-        page = (await jobs.ask(f"/v1/videos?after={made[1]}&order={order}"))[2]
-        assert [video["id"] for video in page["data"]] == [rest]
-    assert (await jobs.ask("/v1/videos?after=video_none"))[0] == 404
+    ids = [await jobs.create() for _ in range(3)]
+    page = (await jobs.request(f"/v1/videos?after={ids[0]}&order=asc"))[2]
+    assert [video["id"] for video in page["data"]] == ids[1:]
+    await jobs.request(f"/v1/videos/{ids[1]}", method="DELETE")
+    for order, expected in (("desc", ids[0]), ("asc", ids[2])):
+        page = (await jobs.request(f"/v1/videos?after={ids[1]}&order={order}"))[2]
+        assert [video["id"] for video in page["data"]] == [expected]
+    assert (await jobs.request("/v1/videos?after=video_none"))[0] == 404
 
 
 async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
@@ -395,32 +405,34 @@ async def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:
         other.execute("BEGIN IMMEDIATE")
         began = time.monotonic()
         for path in ("/health", "/metrics", "/v1/videos", *map("/v1/videos/{}".format, names)):
-            await jobs.ask(path)
+            await jobs.request(path)
         assert time.monotonic() - began < 0.5
-        assert jobs.state(names[0]) == "completed"
+        assert jobs.get_state(names[0]) == "completed"
 
 
 async def test_headers_that_http_requires(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs", Limits(), "0123456789abcdef")
     bearer: dict[str, Any] = {"Authorization": "bearer 0123456789abcdef"}
     name = await jobs.create(**bearer)
-    one = f"/v1/videos/{name}"
-    for path, methods in (("/v1/videos", "GET, HEAD, POST"), (one, "DELETE, GET, HEAD")):
-        status, headers, _ = await jobs.ask(path, method="PUT", **bearer)
+    video_route = f"/v1/videos/{name}"
+    for path, methods in (("/v1/videos", "GET, HEAD, POST"), (video_route, "DELETE, GET, HEAD")):
+        status, headers, _ = await jobs.request(path, method="PUT", **bearer)
         assert (status, headers["allow"]) == (405, methods)
-    others: tuple[dict[str, Any], ...] = ({"Range": "items=0-1"}, {"If_None_Match": '"x"'})
+    extra_headers: tuple[dict[str, Any], ...] = ({"Range": "items=0-1"}, {"If_None_Match": '"x"'})
     for wrong in (None, "Basic 0123456789abcdef", "bearer", "bearer 0123456789abcdeg"):
-        given: dict[str, Any] = {} if wrong is None else {"Authorization": wrong}
-        status, headers, _ = await jobs.ask("/v1/models", **given)
+        auth_header: dict[str, Any] = {} if wrong is None else {"Authorization": wrong}
+        status, headers, _ = await jobs.request("/v1/models", **auth_header)
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
     jobs.complete(name)
-    status, headers, content = await jobs.ask(f"{one}/content", **bearer)
+    status, headers, content = await jobs.request(f"{video_route}/content", **bearer)
     assert (status, content) == (200, b"video")
     for tags in (headers["etag"], f'"x", W/{headers["etag"]}', "*"):
-        status, _, content = await jobs.ask(f"{one}/content", If_None_Match=tags, **bearer)
+        status, _, content = await jobs.request(
+            f"{video_route}/content", If_None_Match=tags, **bearer
+        )
         assert (status, content) == (304, b"")
-    for more in others:
-        assert (await jobs.ask(f"{one}/content", **more, **bearer))[2] == b"video"
+    for extra in extra_headers:
+        assert (await jobs.request(f"{video_route}/content", **extra, **bearer))[2] == b"video"
 
 
 async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
@@ -429,10 +441,10 @@ async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
     form = part.format("prompt", PROMPT) + part.format("input_reference", url) + "--edge--\r\n"
     jobs = Jobs(tmp_path / "jobs")
     kind = "multipart/form-data; boundary=edge"
-    status, _, told = await jobs.ask("/v1/videos", form.encode(), Content_Type=kind)
-    assert status == 400 and "takes no" in told["error"]["message"], told  # read, then refused
+    status, _, answer = await jobs.request("/v1/videos", form.encode(), Content_Type=kind)
+    assert status == 400 and "takes no" in answer["error"]["message"], answer  # read, then refused
     as_json = {"prompt": PROMPT, "input_reference": url}
-    assert (await jobs.ask("/v1/videos", json.loads(json.dumps(as_json))))[2] == told
+    assert (await jobs.request("/v1/videos", json.loads(json.dumps(as_json))))[2] == answer
 
 
 # Fields of videos, and metrics.
@@ -450,40 +462,40 @@ RECORD: dict[str, Any] = {
 }
 
 
-async def test_what_a_video_says(tmp_path: Path) -> None:
+async def test_fields_of_a_video(tmp_path: Path) -> None:
     """While it is queued, in progress, completed, with a damaged record, and without its file."""
     jobs = Jobs(tmp_path / "jobs", Limits(keep_days=2, batch_size=1))
     names = [await jobs.create() for _ in range(2)]
-    one, poll = f"/v1/videos/{names[0]}", "openai-poll-after-ms"
-    _, headers, video = await jobs.ask(one)
+    video_route, poll = f"/v1/videos/{names[0]}", "openai-poll-after-ms"
+    _, headers, video = await jobs.request(video_route)
     assert headers[poll] == "1000" and abs(video["created_at"] - time.time()) < 60
     assert (video["status"], video["completed_at"], video["expires_at"]) == ("queued", None, None)
-    jobs.have_ranks()
-    jobs.tell("step", job=names[0], done=1, total=2, follows=True)
-    _, headers, video = await jobs.ask(one)
+    jobs.start_idle_ranks()
+    jobs.handle_rank_message("step", job=names[0], done=1, total=2, follows=True)
+    _, headers, video = await jobs.request(video_route)
     assert (video["progress"], video["steps"], headers[poll]) == (49, [1, 2], "1000")
     jobs.complete(names[0], 100.0, 1e9, RECORD)
-    _, headers, video = await jobs.ask(one)
-    wanted: dict[str, Any] = {"progress": 100, "completed_at": 10**9, "error": None}
-    wanted |= {"expires_at": 10**9 + 2 * 86400, "inference_time_s": 100.0}
-    wanted |= {"stage_durations": RECORD["seconds"], "peak_memory_mb": 5.0}
-    wanted |= {"power": RECORD["power"]}
-    assert {name: video[name] for name in wanted} == wanted and poll not in headers
+    _, headers, video = await jobs.request(video_route)
+    expected: dict[str, Any] = {"progress": 100, "completed_at": 10**9, "error": None}
+    expected |= {"expires_at": 10**9 + 2 * 86400, "inference_time_s": 100.0}
+    expected |= {"stage_durations": RECORD["seconds"], "peak_memory_mb": 5.0}
+    expected |= {"power": RECORD["power"]}
+    assert {name: video[name] for name in expected} == expected and poll not in headers
     waiting = await jobs.create()
-    _, headers, _ = await jobs.ask(f"/v1/videos/{waiting}")  # 100 s of the running job
+    _, headers, _ = await jobs.request(f"/v1/videos/{waiting}")  # 100 s of the running job
     assert 45_000 < int(headers[poll]) <= 50_000
     for limit, more in ((2, True), (3, False)):
-        page = (await jobs.ask(f"/v1/videos?limit={limit}"))[2]
-        shown = [video["id"] for video in page["data"]]
-        assert (shown, page["has_more"]) == ([waiting, *names[::-1]][:limit], more)
-        assert (page["first_id"], page["last_id"]) == (shown[0], shown[-1])
+        page = (await jobs.request(f"/v1/videos?limit={limit}"))[2]
+        ids = [video["id"] for video in page["data"]]
+        assert (ids, page["has_more"]) == ([waiting, *names[::-1]][:limit], more)
+        assert (page["first_id"], page["last_id"]) == (ids[0], ids[-1])
     folder = jobs.folder / "jobs" / names[0]
-    status, headers, _ = await jobs.ask(f"{one}/content")
+    status, headers, _ = await jobs.request(f"{video_route}/content")
     assert status == 200 and headers["content-disposition"].startswith("inline;")
     (folder / "video.json").write_text(json.dumps({"peak_memory_bytes": {"device": "x"}}))
-    video = (await jobs.ask(one))[2]
+    video = (await jobs.request(video_route))[2]
     assert (video["stage_durations"], video["peak_memory_mb"]) == (None, None)
-    said = {}
+    messages = {}
     for change in ("unreadable", "gone", "no file"):
         (folder / "video.mp4").unlink(missing_ok=True)
         if change == "unreadable":
@@ -491,22 +503,22 @@ async def test_what_a_video_says(tmp_path: Path) -> None:
         if change == "no file":
             (folder / "video.mp4").mkdir()
         variant = "?variant=thumbnail" if change == "unreadable" else ""
-        status, _, told = await jobs.ask(f"{one}/content{variant}")
-        assert (status, told["error"]["code"]) == (410, "gone")
-        said[change] = told["error"]["message"]
-    check_refusals("serve: lost videos", said)
+        status, _, answer = await jobs.request(f"{video_route}/content{variant}")
+        assert (status, answer["error"]["code"]) == (410, "gone")
+        messages[change] = answer["error"]["message"]
+    check_refusals("serve: lost videos", messages)
 
 
 async def test_metrics(jobs: Jobs) -> None:
-    made, failed, gone, waiting = [await jobs.create() for _ in range(4)]
-    jobs.complete(made, 5.0, record=RECORD)
-    jobs.have_ranks()
-    jobs.tell("failed", job=failed, code="not_finite", message="It is black.")
-    await jobs.ask(f"/v1/videos/{gone}", method="DELETE")
-    jobs.tell("ended", code="ranks_lost", message="They have ended.")
-    text = (await jobs.ask("/metrics"))[2].decode()
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-    wanted = {
+    completed, failed, gone, waiting = [await jobs.create() for _ in range(4)]
+    jobs.complete(completed, 5.0, record=RECORD)
+    jobs.start_idle_ranks()
+    jobs.handle_rank_message("failed", job=failed, code="not_finite", message="It is black.")
+    await jobs.request(f"/v1/videos/{gone}", method="DELETE")
+    jobs.handle_rank_message("ended", code="ranks_lost", message="They have ended.")
+    text = (await jobs.request("/metrics"))[2].decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    expected = {
         'wan_jobs_total{event="created"}': 4,
         'wan_jobs_total{event="completed"}': 1,
         'wan_jobs_total{event="failed"}': 1,
@@ -532,5 +544,5 @@ async def test_metrics(jobs: Jobs) -> None:
         "wan_seconds_ahead": 5,
         "wan_stored_bytes": jobs.service.journal.count_bytes(),
     }
-    assert {name: float(found.get(name, "nan")) for name in wanted} == wanted
-    assert jobs.state(waiting) == "queued"
+    assert {name: float(values.get(name, "nan")) for name in expected} == expected
+    assert jobs.get_state(waiting) == "queued"

@@ -26,7 +26,7 @@ from wan.settings.command import Output
 from wan.settings.errors import InputError
 
 NAME = "journal.sqlite"
-WORDS = "zq private zq"
+PRIVATE_TEXT = "zq private zq"
 HIDDEN = (r"/\S*(?=/journal\.sqlite)", r"(?<=damaged \().*?(?=\);)")  # paths, messages of SQLite
 
 
@@ -43,12 +43,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "videos"
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
+def run_with_timeout(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
 @asynccontextmanager
-async def kept(folder: Path) -> AsyncIterator[Jobs]:
+async def service_with_writer(folder: Path) -> AsyncIterator[Jobs]:
     """A service with a running writer of its journal, but without ranks."""
     jobs = Jobs(folder)
     task = asyncio.create_task(jobs.service.journal.run_writer())
@@ -61,7 +61,7 @@ async def kept(folder: Path) -> AsyncIterator[Jobs]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked_journal(folder: Path) -> Iterator[None]:
     """Locks the journal as another program would."""
     with closing(sqlite3.connect(folder / NAME, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -69,19 +69,19 @@ def locked(folder: Path) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
-async def becomes(jobs: Jobs, status: int) -> dict[str, Any]:
+async def wait_for_health(jobs: Jobs, status: int) -> dict[str, Any]:
     """Waits until /health has a status; returns its answer."""
     for _ in range(1000):
-        answered, _, told = await jobs.ask("/health")
+        answered, _, health = await jobs.request("/health")
         # The ranks never start, so /health is 503 for that reason otherwise.
-        if (status == 503) == (told["status"] == "journal_unavailable"):
+        if (status == 503) == (health["status"] == "journal_unavailable"):
             assert answered == 503
-            return dict(told)
+            return dict(health)
         await asyncio.sleep(0.01)
-    raise AssertionError(told)
+    raise AssertionError(health)
 
 
-def stored(folder: Path) -> dict[str, str]:
+def read_stored_states(folder: Path) -> dict[str, str]:
     """Returns the states in a copy of the database file without its write-ahead log."""
     copy = folder.with_suffix(".copy.sqlite")
     shutil.copy(folder / NAME, copy)
@@ -89,9 +89,9 @@ def stored(folder: Path) -> dict[str, str]:
         return dict(file.execute("SELECT id, state FROM jobs").fetchall())
 
 
-async def listed(jobs: Jobs) -> dict[str, str]:
+async def list_states(jobs: Jobs) -> dict[str, str]:
     """Returns the states of all videos."""
-    data = (await jobs.ask("/v1/videos?limit=100"))[2]["data"]
+    data = (await jobs.request("/v1/videos?limit=100"))[2]["data"]
     return {video["id"]: video["status"] for video in data}
 
 
@@ -104,10 +104,10 @@ async def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
     await asyncio.sleep(0.05)  # it waits for a change
     book.update_job(jobs.service.find_job(job), done=1)
     writer.cancel()
-    done, _ = await asyncio.wait([writer], timeout=5)
-    assert done and writer.cancelled()
+    finished, _ = await asyncio.wait([writer], timeout=5)
+    assert finished and writer.cancelled()
     book.close()
-    assert stored(folder) == {job: "queued"}
+    assert read_stored_states(folder) == {job: "queued"}
 
 
 # Locked by another program.
@@ -115,57 +115,57 @@ async def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
 
 async def test_a_short_lock_is_waited_for(folder: Path) -> None:
     """A new job and a deletion are answered when they are on disk; other requests at once."""
-    async with kept(folder) as jobs:
-        old = await jobs.create({"prompt": WORDS})
-        with locked(folder):
-            new = asyncio.create_task(jobs.ask("/v1/videos", {"prompt": PROMPT}))
-            gone = asyncio.create_task(jobs.ask(f"/v1/videos/{old}", method="DELETE"))
+    async with service_with_writer(folder) as jobs:
+        old = await jobs.create({"prompt": PRIVATE_TEXT})
+        with locked_journal(folder):
+            new = asyncio.create_task(jobs.request("/v1/videos", {"prompt": PROMPT}))
+            gone = asyncio.create_task(jobs.request(f"/v1/videos/{old}", method="DELETE"))
             began, longest = time.monotonic(), 0.0
             while time.monotonic() < began + 0.4:
-                before = time.monotonic()
-                assert (await jobs.ask("/health"))[2]["status"] == "starting"
-                longest = max(longest, time.monotonic() - before)
+                request_start = time.monotonic()
+                assert (await jobs.request("/health"))[2]["status"] == "starting"
+                longest = max(longest, time.monotonic() - request_start)
                 await asyncio.sleep(0.02)
             assert longest < 0.2 and not new.done() and not gone.done()
         status, _, video = await new
         assert (status, (await gone)[0]) == (200, 200)
-        assert stored(folder) == {old: "deleted", video["id"]: "queued"}
-        assert not jobs.files_with(WORDS)
+        assert read_stored_states(folder) == {old: "deleted", video["id"]: "queued"}
+        assert not jobs.find_files_with(PRIVATE_TEXT)
 
 
 async def test_a_long_lock(folder: Path) -> None:
     """New jobs are refused without a trace; changes of other jobs are written afterwards."""
-    async with kept(folder) as jobs:
-        done, deleted, waits = [await jobs.create({"prompt": WORDS}) for _ in range(3)]
-        with locked(folder):
-            told = await becomes(jobs, 503)
-            assert "locked" in told["reason"]
-            for path in ("/v1/videos", f"/v1/videos/{done}/remix", "/v1/videos/sync"):
-                status, headers, answer = await jobs.ask(path, {"prompt": PROMPT})
+    async with service_with_writer(folder) as jobs:
+        completed, deleted, waits = [await jobs.create({"prompt": PRIVATE_TEXT}) for _ in range(3)]
+        with locked_journal(folder):
+            health = await wait_for_health(jobs, 503)
+            assert "locked" in health["reason"]
+            for path in ("/v1/videos", f"/v1/videos/{completed}/remix", "/v1/videos/sync"):
+                status, headers, answer = await jobs.request(path, {"prompt": PROMPT})
                 assert (status, headers["x-should-retry"]) == (503, "true"), answer
                 assert int(headers["retry-after"]) > 0
-            jobs.complete(done)
-            gone = asyncio.create_task(jobs.ask(f"/v1/videos/{deleted}", method="DELETE"))
+            jobs.complete(completed)
+            gone = asyncio.create_task(jobs.request(f"/v1/videos/{deleted}", method="DELETE"))
             await asyncio.sleep(0.1)
-            states = await listed(jobs)
-            assert states == {done: "completed", waits: "queued"}
-        await becomes(jobs, 200)
+            states = await list_states(jobs)
+            assert states == {completed: "completed", waits: "queued"}
+        await wait_for_health(jobs, 200)
         assert (await gone)[0] == 200
         new = await jobs.create()
-        assert stored(folder) == states | {deleted: "deleted", new: "queued"}
-        assert {path.name for path in (folder / "jobs").iterdir()} == {done, waits, new}
-    assert stored(folder) == states | {deleted: "deleted", new: "queued"}
+        assert read_stored_states(folder) == states | {deleted: "deleted", new: "queued"}
+        assert {path.name for path in (folder / "jobs").iterdir()} == {completed, waits, new}
+    assert read_stored_states(folder) == states | {deleted: "deleted", new: "queued"}
 
 
 def test_a_lock_during_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The start waits and logs it; a lasting lock is refused in one sentence."""
-    run(leave_a_job(folder))
+    run_with_timeout(create_job_and_stop(folder))
     held, free = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with locked(folder):
+        with locked_journal(folder):
             held.set()
             free.wait(10)
 
@@ -177,13 +177,13 @@ def test_a_lock_during_the_start(
     assert "locked" in caplog.text
     thread.join()
     monkeypatch.setattr(journal_file, "_START", 0.3)
-    with locked(folder), pytest.raises(InputError) as refusal:
+    with locked_journal(folder), pytest.raises(InputError) as refusal:
         Jobs(folder)
     check_refusals("serve: a lock at the start", {"locked": str(refusal.value)}, HIDDEN)
 
 
-async def leave_a_job(folder: Path) -> None:
-    async with kept(folder) as jobs:
+async def create_job_and_stop(folder: Path) -> None:
+    async with service_with_writer(folder) as jobs:
         await jobs.create()
 
 
@@ -233,7 +233,7 @@ def copy_back(file: Path) -> None:
     file.write_bytes(file.with_name("backup").read_bytes())
 
 
-def lock_out(file: Path) -> None:
+def drop_tables(file: Path) -> None:
     """Drops the tables."""
     with closing(sqlite3.connect(file)) as other, other:
         other.execute("DROP TABLE jobs")
@@ -254,31 +254,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "head overwritten": (overwrite(0, 100), True),
     "middle overwritten": (overwrite(4096, 4096), True),
     "earlier copy": (copy_back, True),
-    "tables dropped": (lock_out, True),
+    "tables dropped": (drop_tables, True),
 }
 
 
-async def lose(kind: str, is_busy: bool, folder: Path) -> None:
+async def check_lost_journal(kind: str, is_busy: bool, folder: Path) -> None:
     """Damages a journal, which must be rewritten; a file of its name is never removed.
 
     is_busy: A request comes before the next check of the file.
     """
     damage, is_put_aside = DAMAGES[kind]
-    async with kept(folder) as jobs:
+    async with service_with_writer(folder) as jobs:
         names = [await jobs.create() for _ in range(3)]
         jobs.complete(names[0])
-        await jobs.ask(f"/v1/videos/{names[1]}", method="DELETE")
+        await jobs.request(f"/v1/videos/{names[1]}", method="DELETE")
         shutil.copy(folder / NAME, folder / "backup")
         names.append(await jobs.create())
         damage(folder / NAME)
         if not is_busy:
             await asyncio.sleep(0.4)
         new = await jobs.create()
-        states = await listed(jobs)
+        states = await list_states(jobs)
         assert states == dict.fromkeys((new, *names[2:]), "queued") | {names[0]: "completed"}
-        assert (await becomes(jobs, 200))["reason"] is None
-        assert stored(folder) == states | {names[1]: "deleted"}
-    assert await listed(Jobs(folder)) == states  # after a restart
+        assert (await wait_for_health(jobs, 200))["reason"] is None
+        assert read_stored_states(folder) == states | {names[1]: "deleted"}
+    assert await list_states(Jobs(folder)) == states  # after a restart
     aside = [path for path in folder.iterdir() if "-aside-" in path.name]
     assert bool(aside) == is_put_aside, aside
 
@@ -289,34 +289,38 @@ async def test_a_journal_that_is_lost_is_written_again(
     """Completely, from memory, with a line in the log. All kinds of damage run concurrently."""
     cases = {f"{kind} {is_busy}": (kind, is_busy) for kind in DAMAGES for is_busy in (True, False)}
     folder.mkdir()
-    trials = [lose(*case, folder / name) for name, case in cases.items()]
+    trials = [check_lost_journal(*case, folder / name) for name, case in cases.items()]
     ends = await asyncio.gather(*trials, return_exceptions=True)
     wrong = {name: end for name, end in zip(cases, ends, strict=True) if end is not None}
     assert not wrong
     lines = {
-        name: sum(f"/{name}/" in one and "from memory" in one for one in caplog.messages)
+        name: sum(
+            f"/{name}/" in message and "from memory" in message for message in caplog.messages
+        )
         for name in cases
     }
-    is_told = {n: "log" not in k or k == "removed without its log" for n, (k, _) in cases.items()}
-    assert lines == is_told
+    is_logged = {n: "log" not in k or k == "removed without its log" for n, (k, _) in cases.items()}
+    assert lines == is_logged
 
 
 async def test_a_folder_that_is_moved_away(folder: Path) -> None:
     """No file is made under its old name; the service continues when the folder is back."""
-    async with kept(folder) as jobs:
+    async with service_with_writer(folder) as jobs:
         first = await jobs.create()
         folder.rename(folder.with_name("moved"))
         for _ in range(2):
-            status, headers, _ = await jobs.ask("/v1/videos", {"prompt": PROMPT})
+            status, headers, _ = await jobs.request("/v1/videos", {"prompt": PROMPT})
             assert status == 503 and int(headers["retry-after"]) > 0
-            told = await becomes(jobs, 503)
-            assert "moved" in told["reason"] and str(folder) not in told["reason"]
-        assert (await jobs.ask(f"/v1/videos/{first}", method="DELETE"))[0] == 202  # not on disk yet
+            health = await wait_for_health(jobs, 503)
+            assert "moved" in health["reason"] and str(folder) not in health["reason"]
+        assert (await jobs.request(f"/v1/videos/{first}", method="DELETE"))[
+            0
+        ] == 202  # not on disk yet
         assert not folder.exists()
         folder.with_name("moved").rename(folder)
-        await becomes(jobs, 200)
+        await wait_for_health(jobs, 200)
         second = await jobs.create()
-    assert stored(folder) == {first: "deleted", second: "queued"}
+    assert read_stored_states(folder) == {first: "deleted", second: "queued"}
 
 
 def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
@@ -327,14 +331,14 @@ def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
         pytest.skip("a small file system can be mounted by root only")
 
     async def work() -> None:
-        async with kept(disk / "jobs") as jobs:
-            done = await jobs.create({"prompt": "long " * 1000})
+        async with service_with_writer(disk / "jobs") as jobs:
+            job_id = await jobs.create({"prompt": "long " * 1000})
             (disk / "jobs" / "reserve").unlink()
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
                 while True:
                     fill.write(bytes(4096))
             journal = jobs.service.journal
-            job = journal.get(done)
+            job = journal.get(job_id)
             assert job is not None
             for number in range(2000):  # SQLite first uses the space that it has reserved
                 journal.update_job(
@@ -342,16 +346,16 @@ def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
                 )
                 if number % 50 == 0 and not await journal.save(0.1):
                     break
-            assert "full" in (await becomes(jobs, 503))["reason"]
-            status, headers, _ = await jobs.ask("/v1/videos", {"prompt": PROMPT})
+            assert "full" in (await wait_for_health(jobs, 503))["reason"]
+            status, headers, _ = await jobs.request("/v1/videos", {"prompt": PROMPT})
             assert status == 503 and int(headers["retry-after"]) > 0
             (disk / "fill").unlink()
-            await becomes(jobs, 200)
+            await wait_for_health(jobs, 200)
             new = await jobs.create()
-        assert stored(disk / "jobs") == {done: "failed", new: "queued"}
+        assert read_stored_states(disk / "jobs") == {job_id: "failed", new: "queued"}
 
     try:
-        run(work())
+        run_with_timeout(work())
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 
@@ -384,19 +388,19 @@ STARTS: dict[str, Callable[[Path], Any]] = {
 
 def test_a_start_with_a_damaged_journal(folder: Path) -> None:
     """The refusal is one sentence with a remedy; after it, finished videos are listed again."""
-    run(leave_a_job(folder))
-    finished = finish(folder / "jobs" / "video_1")
-    said = {}
+    run_with_timeout(create_job_and_stop(folder))
+    finished = write_finished_video(folder / "jobs" / "video_1")
+    messages = {}
     for kind, damage in STARTS.items():
         copy = shutil.copytree(folder, folder.with_name("copy"))
         damage(copy / NAME)
         with pytest.raises(InputError) as refusal:
             Jobs(copy)
-        said[kind] = str(refusal.value)
+        messages[kind] = str(refusal.value)
         (copy / NAME).rename(copy / "aside")
-        assert run(listed(Jobs(copy))) == {finished: "completed"}, kind
+        assert run_with_timeout(list_states(Jobs(copy))) == {finished: "completed"}, kind
         shutil.rmtree(copy)
-    check_refusals("serve: journals at the start", said, HIDDEN)
+    check_refusals("serve: journals at the start", messages, HIDDEN)
 
 
 # Finished videos without a job.
@@ -422,7 +426,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def finish(folder: Path, record: Any = RECORD) -> str:
+def write_finished_video(folder: Path, record: Any = RECORD) -> str:
     """Writes a video and its record into a job's folder; returns its id."""
     folder.mkdir(parents=True, exist_ok=True)
     write_video(torch.zeros(3, 5, 64, 64), Output(save_file=folder / "video.mp4", fps=8))
@@ -431,11 +435,13 @@ def finish(folder: Path, record: Any = RECORD) -> str:
 
 
 async def test_a_finished_video_is_a_job_again(folder: Path) -> None:
-    name = finish(folder / "jobs" / "video_1")
+    name = write_finished_video(folder / "jobs" / "video_1")
     (folder / "jobs" / "video_2").mkdir()  # an unfinished one
-    async with kept(folder) as jobs:
-        video = (await jobs.ask(f"/v1/videos/{name}"))[2]
-        assert {one: video[one] for one in ("status", "progress", "prompt", "seed", "size")} == {
+    async with service_with_writer(folder) as jobs:
+        video = (await jobs.request(f"/v1/videos/{name}"))[2]
+        assert {
+            field: video[field] for field in ("status", "progress", "prompt", "seed", "size")
+        } == {
             "status": "completed",
             "progress": 100,
             "prompt": PROMPT,
@@ -444,19 +450,19 @@ async def test_a_finished_video_is_a_job_again(folder: Path) -> None:
         }
         assert video["guidance"] == {"high_noise": 4.0, "low_noise": 3.0}
         assert video["completed_at"] == 1767323045 and video["inference_time_s"] == 2.0
-        assert (await jobs.ask(f"/v1/videos/{name}/content"))[2][4:8] == b"ftyp"
+        assert (await jobs.request(f"/v1/videos/{name}/content"))[2][4:8] == b"ftyp"
         assert jobs.service.journal.count_bytes() > 1000
-        status, _, remix = await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "blue"})
+        status, _, remix = await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "blue"})
         assert (status, remix["num_frames"], remix["seed"]) == (200, 5, 7)
-    assert await listed(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
+    assert await list_states(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
 
 
 async def test_a_video_with_a_length_of_64_bits_is_whole(folder: Path) -> None:
     """As ISO/IEC 14496-12 writes it: the size 1, the type, then eight bytes of length."""
-    name = finish(folder / "jobs" / "video_1")
+    name = write_finished_video(folder / "jobs" / "video_1")
     with (folder / "jobs" / name / "video.mp4").open("ab") as file:
         file.write(struct.pack(">I4sQ", 1, b"free", 24) + bytes(8))
-    assert await listed(Jobs(folder)) == {name: "completed"}
+    assert await list_states(Jobs(folder)) == {name: "completed"}
 
 
 def change_record(**values: Any) -> Callable[[Path], Any]:
@@ -471,7 +477,7 @@ def link_away(name: str) -> Callable[[Path], None]:
     return change
 
 
-ALONE: dict[str, Callable[[Path], Any]] = {
+UNFINISHED: dict[str, Callable[[Path], Any]] = {
     "cut video": lambda folder: (folder / "video.mp4").write_bytes(
         (folder / "video.mp4").read_bytes()[:-100]
     ),
@@ -487,28 +493,28 @@ ALONE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def test_what_is_no_finished_video_is_left_alone(folder: Path) -> None:
-    finish(folder / "whole")
-    for number, change in enumerate(ALONE.values()):
+def test_unfinished_videos_are_ignored(folder: Path) -> None:
+    write_finished_video(folder / "whole")
+    for number, change in enumerate(UNFINISHED.values()):
         change(shutil.copytree(folder / "whole", folder / "jobs" / f"video_{number}"))
-    before = sorted(folder.rglob("video*/*"))
-    found = run(listed(Jobs(folder)))
-    assert not {kind for number, kind in enumerate(ALONE) if f"video_{number}" in found}
-    assert sorted(folder.rglob("video*/*")) == before
+    files_before = sorted(folder.rglob("video*/*"))
+    states = run_with_timeout(list_states(Jobs(folder)))
+    assert not {kind for number, kind in enumerate(UNFINISHED) if f"video_{number}" in states}
+    assert sorted(folder.rglob("video*/*")) == files_before
 
 
 async def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
     """A complete video is not made again; the video of a deleted job is removed."""
-    async with kept(folder) as jobs:
+    async with service_with_writer(folder) as jobs:
         names = [await jobs.create() for _ in range(3)]
         for name in names[:2]:
             job = jobs.service.find_job(name)
             jobs.service.journal.update_job(job, state="in_progress", attempt=1, total=2)
         await jobs.service.journal.save()
-        await jobs.ask(f"/v1/videos/{names[2]}", method="DELETE")
-    finish(folder / "jobs" / names[0])
-    finish(folder / "jobs" / names[2])
-    again = Jobs(folder)
-    assert await listed(again) == {names[0]: "completed", names[1]: "queued"}
-    assert (await again.ask(f"/v1/videos/{names[0]}/content"))[0] == 200
+        await jobs.request(f"/v1/videos/{names[2]}", method="DELETE")
+    write_finished_video(folder / "jobs" / names[0])
+    write_finished_video(folder / "jobs" / names[2])
+    reopened = Jobs(folder)
+    assert await list_states(reopened) == {names[0]: "completed", names[1]: "queued"}
+    assert (await reopened.request(f"/v1/videos/{names[0]}/content"))[0] == 200
     assert not (folder / "jobs" / names[2]).exists()

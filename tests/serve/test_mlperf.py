@@ -18,12 +18,12 @@ from tests.refusals import check_refusals
 from wan.settings.errors import InputError
 
 
-def measured(out: Path, *options: object) -> dict[str, Any]:
+def run_benchmark(out: Path, *options: object) -> dict[str, Any]:
     """Runs the program as a user does; returns the results by scenario."""
     command = [sys.executable, "-m", "benchmarks.mlperf", "--small", "--out", out, *options]
     environment = TORCHRUN | {"PATH": "/usr/bin:/bin", "HOME": str(out.parent)}
-    done = subprocess.run([*map(str, command)], cwd=REPO, env=environment, timeout=400)
-    assert done.returncode == 0
+    result = subprocess.run([*map(str, command)], cwd=REPO, env=environment, timeout=400)
+    assert result.returncode == 0
     assert "not a submission" in (out / "report.md").read_text()
     rows = json.loads((out / "report.json").read_text())["rows"]
     return {row["scenario"]: row for row in rows}
@@ -34,13 +34,15 @@ def measured(out: Path, *options: object) -> dict[str, Any]:
 @pytest.mark.xdist_group("serve")
 def test_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "found"
-    found = measured(out, "--ranks", 2, "--modes", 1, "--tests", "performance", "accuracy")
-    assert found["SingleStream"]["latency_s"] > 0 and found["Offline"]["samples_per_s"] > 0
-    assert all(row["mode"] == 1 and row["videos"] >= 6 for row in found.values())
-    assert found["Offline"]["validity"] == "VALID"
+    results = run_benchmark(out, "--ranks", 2, "--modes", 1, "--tests", "performance", "accuracy")
+    assert results["SingleStream"]["latency_s"] > 0 and results["Offline"]["samples_per_s"] > 0
+    assert all(row["mode"] == 1 and row["videos"] >= 6 for row in results.values())
+    assert results["Offline"]["validity"] == "VALID"
     folder = out / "mode1" / "Offline" / "accuracy"
     entries = json.loads((folder / "vbench_full_info.json").read_text())
-    assert len(entries) == 6 and all({*one["dimension"]} <= {*rules.DIMENSIONS} for one in entries)
+    assert len(entries) == 6 and all(
+        {*item["dimension"]} <= {*rules.DIMENSIONS} for item in entries
+    )
     for entry in entries:
         (file,) = entry["video_list"]
         assert Path(file).name == f"{entry['prompt_en']}-0.mp4"
@@ -48,33 +50,33 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         settings = json.loads(Path(file).with_suffix(".json").read_text())["settings"]
         assert settings["prompt"] == entry["prompt_en"] and settings["base_seed"] == 42
         assert settings["negative_prompt"] == rules.NEGATIVE_PROMPT
-    told = json.loads((folder / "mlperf_log_accuracy.json").read_text())
-    assert sorted(one["qsl_idx"] for one in told) == [*range(6)]
-    names = {bytes.fromhex(one["data"]).decode() for one in told}
+    log_entries = json.loads((folder / "mlperf_log_accuracy.json").read_text())
+    assert sorted(item["qsl_idx"] for item in log_entries) == [*range(6)]
+    names = {bytes.fromhex(item["data"]).decode() for item in log_entries}
     assert names == {Path(entry["video_list"][0]).name for entry in entries}
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.xdist_group("serve")
-def test_over_http_an_answer_from_a_cache_is_found(tmp_path: Path) -> None:
+def test_cached_answers_are_detected_over_http(tmp_path: Path) -> None:
     options = ["--service", "--scenarios", "SingleStream", "--tests", "performance", "test04"]
-    found = measured(tmp_path / "cached", *options, "--cached")["SingleStream"]
-    assert found["test04"] == "fail" and found["gain_of_the_same"] > rules.MOST_GAIN
+    row = run_benchmark(tmp_path / "cached", *options, "--cached")["SingleStream"]
+    assert row["test04"] == "fail" and row["gain_of_the_same"] > rules.MOST_GAIN
     log = tmp_path / "cached" / "mode0" / "service" / "jobs"
     prompts = [json.loads(file.read_text())["settings"] for file in log.glob("*/video.json")]
-    assert {one["sample_steps"] for one in prompts} == {4}
+    assert {settings["sample_steps"] for settings in prompts} == {4}
 
 
-def test_what_the_closed_division_does_not_allow(tmp_path: Path) -> None:
-    found = tmp_path / "found"
-    said = {}
+def test_flags_that_the_closed_division_forbids(tmp_path: Path) -> None:
+    out = tmp_path / "found"
+    messages = {}
     for flags in ("--step_cache cfg", "--use_attentioncache", "--use_rainfusion"):
         with pytest.raises(InputError) as refusal:
-            run_workload(["--small", "--out", str(found), "--", *flags.split()])
-        said[flags] = str(refusal.value)
-    assert not found.exists()
-    check_refusals("benchmarks: mlperf", said)
+            run_workload(["--small", "--out", str(out), "--", *flags.split()])
+        messages[flags] = str(refusal.value)
+    assert not out.exists()
+    check_refusals("benchmarks: mlperf", messages)
 
 
 def test_the_score_is_the_mean_of_six_dimensions(
@@ -88,9 +90,12 @@ def test_the_score_is_the_mean_of_six_dimensions(
 
 
 def test_the_prompts_are_the_248_of_six_dimensions() -> None:
-    found = rules.load_workload(small=False)
-    assert len(found.entries) == 248 and len({one["prompt_en"] for one in found.entries}) == 248
-    assert (found.size, found.frames, found.steps) == ((1280, 720), 81, 20)
+    workload = rules.load_workload(small=False)
+    assert (
+        len(workload.entries) == 248
+        and len({entry["prompt_en"] for entry in workload.entries}) == 248
+    )
+    assert (workload.size, workload.frames, workload.steps) == ((1280, 720), 81, 20)
     small = rules.load_workload(small=True)
-    dimensions = {name for one in small.entries for name in one["dimension"]}
+    dimensions = {name for entry in small.entries for name in entry["dimension"]}
     assert len(dimensions & {*rules.DIMENSIONS}) >= 4

@@ -25,11 +25,11 @@ class Group:
         self.monitor.begin_jobs(dict.fromkeys(jobs, "shape"))
 
     def step(self, *, seconds: float = 0.0, follows: bool = True) -> None:
-        assert self.passes(seconds) is None
+        assert self.pass_time(seconds) is None
         self.monitor.receive(0, {"is": "step", "job": "a", "follows": follows}, self.now)
 
-    def passes(
-        self, seconds: float, moved: tuple[int, ...] = (), ranks: tuple[int, ...] = (0, 1)
+    def pass_time(
+        self, seconds: float, moving: tuple[int, ...] = (), ranks: tuple[int, ...] = (0, 1)
     ) -> str | None:
         """Advances the clock while some ranks send heartbeats; returns the first hang's reason.
 
@@ -37,7 +37,7 @@ class Group:
         for _ in range(round(seconds)):
             self.now += 1
             for rank in ranks:
-                self.monitor.receive(rank, {"is": "alive", "moved": rank in moved}, self.now)
+                self.monitor.receive(rank, {"is": "alive", "moved": rank in moving}, self.now)
             reason = self.monitor.find_hang(self.now)
             if reason is not None:
                 return reason
@@ -47,19 +47,19 @@ class Group:
 def test_a_silent_rank_hangs_whatever_the_others_do() -> None:
     group = Group()
     group.start()
-    assert group.passes(100_000) is None  # idle
-    assert group.passes(SILENCE - 2, ranks=(0,)) is None
-    assert "Rank 1 has not answered" in str(group.passes(10, moved=(0,), ranks=(0,)))
+    assert group.pass_time(100_000) is None  # idle
+    assert group.pass_time(SILENCE - 2, ranks=(0,)) is None
+    assert "Rank 1 has not answered" in str(group.pass_time(10, moving=(0,), ranks=(0,)))
 
 
 def test_a_step_that_takes_much_longer_than_those_before() -> None:
     group = Group()
     group.start("a")
-    assert group.passes(TIMEOUT - 10) is None  # no step was measured: a load, or a first step
+    assert group.pass_time(TIMEOUT - 10) is None  # no step was measured: a load, or a first step
     group.step()
     group.step(seconds=30)
-    assert group.passes(30 * FACTOR - 2) is None
-    assert "no progress" in str(group.passes(10))
+    assert group.pass_time(30 * FACTOR - 2) is None
+    assert "no progress" in str(group.pass_time(10))
 
 
 def test_short_steps_leave_room_for_other_stages() -> None:
@@ -67,21 +67,21 @@ def test_short_steps_leave_room_for_other_stages() -> None:
     group.start("a")
     group.step()
     group.step(seconds=1)
-    assert group.passes(FLOOR - 2) is None
+    assert group.pass_time(FLOOR - 2) is None
     group.step(follows=False)  # decoding and writing follow
-    assert group.passes(TIMEOUT - 10) is None
-    assert "--dist_timeout" in str(group.passes(20))
+    assert group.pass_time(TIMEOUT - 10) is None
+    assert "--dist_timeout" in str(group.pass_time(20))
 
 
 def test_slow_work_is_no_hang() -> None:
     """The main thread of one rank moves: weights are loaded, or a step takes hours."""
     group = Group()
     group.start("a")
-    assert group.passes(20 * TIMEOUT, moved=(0,)) is None
+    assert group.pass_time(20 * TIMEOUT, moving=(0,)) is None
     group.step()
     group.step(seconds=5)
-    assert group.passes(TIMEOUT - 10, moved=(1,)) is None
-    assert "no step" in str(group.passes(20, moved=(1,)))
+    assert group.pass_time(TIMEOUT - 10, moving=(1,)) is None
+    assert "no step" in str(group.pass_time(20, moving=(1,)))
 
 
 def test_the_longest_step_outlives_a_group() -> None:
@@ -90,53 +90,53 @@ def test_the_longest_step_outlives_a_group() -> None:
     group.step()
     group.step(seconds=30)
     group.monitor.begin_group(group.now)
-    assert group.passes(STARTING - 10, ranks=()) is None
+    assert group.pass_time(STARTING - 10, ranks=()) is None
     group.start("a")
     group.step()
-    assert group.passes(30 * FACTOR - 2) is None
-    assert group.passes(10) is not None
+    assert group.pass_time(30 * FACTOR - 2) is None
+    assert group.pass_time(10) is not None
 
 
 def test_a_cancelled_job_ends_soon_in_any_stage() -> None:
     group = Group()
     group.start("a")
-    assert group.passes(FLOOR + 30) is None
+    assert group.pass_time(FLOOR + 30) is None
     group.monitor.cancel("a")
-    assert group.passes(FLOOR - 2) is None and group.passes(10) is not None
+    assert group.pass_time(FLOOR - 2) is None and group.pass_time(10) is not None
     group.start("a", "b")  # they share loads, and b is wanted
     group.monitor.cancel("a")
-    assert group.passes(FLOOR + 30) is None
+    assert group.pass_time(FLOOR + 30) is None
 
 
 def test_a_start_that_gives_no_sign() -> None:
     group = Group()
-    assert group.passes(TIMEOUT - 10, ranks=()) is None
-    assert group.passes(20, ranks=()) is not None
+    assert group.pass_time(TIMEOUT - 10, ranks=()) is None
+    assert group.pass_time(20, ranks=()) is not None
 
 
 def test_a_pause_of_the_front_is_not_the_ranks() -> None:
     group = Group()
     group.start("a")
-    assert group.passes(2) is None
+    assert group.pass_time(2) is None
     assert group.monitor.find_hang(group.now + 10_000) is None
 
 
 def test_whether_a_main_thread_moves() -> None:
     positions: list[object] = []
-    over = threading.Event()
+    finished = threading.Event()
 
-    def look() -> None:
+    def record_positions() -> None:
         for _ in range(20):
             positions.append(rpc._get_main_position())
             time.sleep(0.01)
-        over.set()
+        finished.set()
 
-    threading.Thread(target=look).start()
-    over.wait()
+    threading.Thread(target=record_positions).start()
+    finished.wait()
     assert len({*map(str, positions[2:-2])}) == 1
-    over.clear()
+    finished.clear()
     positions.clear()
-    threading.Thread(target=look).start()
-    while not over.is_set():
+    threading.Thread(target=record_positions).start()
+    while not finished.is_set():
         sum(range(1000))
     assert len({*map(str, positions)}) > 1

@@ -17,45 +17,45 @@ from tests.serve.jobs import PROMPT, IdleRanks, Jobs
 from wan.serve.repeats import hash_request
 from wan.serve.service import Limits
 
-AGAIN: dict[str, Any] = {"x_stainless_retry_count": "1"}
-ALONE = Limits(batch_size=1)
-LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
+RETRY_HEADERS: dict[str, Any] = {"x_stainless_retry_count": "1"}
+SINGLE_JOB = Limits(batch_size=1)
+RANKS_LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
 
 
-def names(ranks: IdleRanks) -> list[list[str]]:
+def list_group_ids(ranks: IdleRanks) -> list[list[str]]:
     """Returns the ids of the jobs that ranks have accepted, by group."""
-    return [[one["job"] for one in group] for group in ranks.given]
+    return [[job["job"] for job in group] for group in ranks.job_groups]
 
 
-def all_made(jobs: Jobs, ranks: IdleRanks) -> list[str]:
+def complete_all(jobs: Jobs, ranks: IdleRanks) -> list[str]:
     """Completes all jobs one by one; returns their ids in the order of their starts."""
     while jobs.service.journal.count_states().get("in_progress"):
-        for name in names(ranks)[-1]:
+        for name in list_group_ids(ranks)[-1]:
             jobs.complete(name)
-    return [name for group in names(ranks) for name in group]
+    return [name for group in list_group_ids(ranks) for name in group]
 
 
 # Order.
 
 
 async def test_higher_priorities_come_first_and_then_earlier_requests(jobs: Jobs) -> None:
-    made = {
+    ids = {
         (priority, number): await jobs.create({"priority": priority})
         for number, priority in enumerate([0, 5, -3, 5, 0, 100])
     }
-    wanted = [made[key] for key in sorted(made, key=lambda key: (-key[0], key[1]))]
+    expected = [ids[key] for key in sorted(ids, key=lambda key: (-key[0], key[1]))]
     waiting = [job.id for job in jobs.service.journal.list_in_state("queued")]
-    assert waiting == wanted
-    assert all_made(jobs, jobs.have_ranks()) == wanted
+    assert waiting == expected
+    assert complete_all(jobs, jobs.start_idle_ranks()) == expected
 
 
 async def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
     """A job of 10 s has run for 4 s; a job with a higher priority takes 10 s more."""
     jobs.complete(await jobs.create(), 10.0)
-    ranks = jobs.have_ranks()
+    ranks = jobs.start_idle_ranks()
     running, last = await jobs.create(), await jobs.create()
     first = await jobs.create({"priority": 1})
-    assert names(ranks) == [[running]]
+    assert list_group_ids(ranks) == [[running]]
     job = jobs.service.find_job(running)
     job.started = (job.started or 0) - 4
     for name, seconds in ((first, 6), (last, 16), (None, 26)):
@@ -70,9 +70,9 @@ async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> N
     for seconds in range(1, 9):
         jobs.complete(await jobs.create(), float(seconds), ended=1e9 + seconds)
     jobs.service.journal.close()
-    again = Jobs(jobs.folder, ALONE)
-    job = again.service.find_job(await again.create())
-    assert again.service.estimate_seconds(job) == 6.0
+    reopened = Jobs(jobs.folder, SINGLE_JOB)
+    job = reopened.service.find_job(await reopened.create())
+    assert reopened.service.estimate_seconds(job) == 6.0
 
 
 async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
@@ -86,19 +86,19 @@ async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
 
 
 async def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:
-    begun = await jobs.create()
-    ranks = jobs.have_ranks()
+    first = await jobs.create()
+    ranks = jobs.start_idle_ranks()
     other = await jobs.create({"num_inference_steps": 3})
     same = [await jobs.create() for _ in range(6)]
-    assert all_made(jobs, ranks) == [begun, *same[:4], other, *same[4:]]
+    assert complete_all(jobs, ranks) == [first, *same[:4], other, *same[4:]]
 
 
 async def test_no_job_passes_one_of_more_priority(jobs: Jobs) -> None:
-    begun = await jobs.create()
-    ranks = jobs.have_ranks()
+    first = await jobs.create()
+    ranks = jobs.start_idle_ranks()
     lower = await jobs.create({"priority": -1})
     other = await jobs.create({"num_inference_steps": 3})
-    assert all_made(jobs, ranks) == [begun, other, lower]
+    assert complete_all(jobs, ranks) == [first, other, lower]
 
 
 # Limits.
@@ -109,15 +109,15 @@ async def test_as_many_jobs_wait_as_the_limit_says(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs", Limits(queue=2, batch_size=1))
     waiting = [await jobs.create() for _ in range(2)]
     body = {"prompt": PROMPT}
-    status, headers, told = await jobs.ask("/v1/videos", body)
-    assert (status, told["error"]["code"]) == (429, "queue_full")
+    status, headers, answer = await jobs.request("/v1/videos", body)
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
     assert int(headers["retry-after"]) > 0 and headers["x-should-retry"] == "true"
-    await jobs.ask(f"/v1/videos/{waiting[0]}", method="DELETE")
+    await jobs.request(f"/v1/videos/{waiting[0]}", method="DELETE")
     await jobs.create()
-    assert (await jobs.ask("/v1/videos", body))[0] == 429
-    jobs.have_ranks()
+    assert (await jobs.request("/v1/videos", body))[0] == 429
+    jobs.start_idle_ranks()
     await jobs.create()
-    assert (await jobs.ask("/v1/videos", body))[0] == 429
+    assert (await jobs.request("/v1/videos", body))[0] == 429
 
 
 LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [
@@ -134,80 +134,84 @@ LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [
 ]
 
 
-async def test_what_a_request_may_ask_for(tmp_path: Path) -> None:
+async def test_limits_of_a_request(tmp_path: Path) -> None:
     """The frames and prompts of all clips of a long video count."""
-    wrong, said = {}, {}
+    wrong, messages = {}, {}
     for number, (limits, body, is_taken) in enumerate(LIMITS):
         jobs = Jobs(tmp_path / str(number), limits, flags=["--task", "i2v-A14B"])
-        asked = {"prompt": PROMPT, "input_reference": data_url(picture(1)), **body}
-        status, _, told = await jobs.ask("/v1/videos", asked)
-        stored = len(picture(1)) if is_taken else 0
+        request_fields = {
+            "prompt": PROMPT,
+            "input_reference": make_data_url(make_picture(1)),
+            **body,
+        }
+        status, _, answer = await jobs.request("/v1/videos", request_fields)
+        stored = len(make_picture(1)) if is_taken else 0
         if ((status == 200), jobs.service.journal.count_bytes()) != (is_taken, stored):
-            wrong[number] = limits, body, told
+            wrong[number] = limits, body, answer
         if not is_taken:
-            said[f"{number}: {body}"] = told["error"]["message"]
+            messages[f"{number}: {body}"] = answer["error"]["message"]
     assert not wrong
-    check_refusals("serve: limits", said)
+    check_refusals("serve: limits", messages)
 
 
 async def test_seconds_are_the_nearest_number_of_frames(jobs: Jobs) -> None:
     """Of 1, 5, 9, ... frames; the default of the demo is 8 frames per second."""
     rows = {(1, 8): 9, (0.6, 8): 5, (1, 16): 17, (0.5, 24): 13, (0.01, 8): 1}
-    found = {}
+    frame_counts = {}
     for seconds, fps in rows:
         more = {} if fps == 8 else {"fps": fps}
         body = {"prompt": PROMPT, "seconds": seconds, **more}
-        found[seconds, fps] = (await jobs.ask("/v1/videos", body))[2]["num_frames"]
-    assert found == rows
+        frame_counts[seconds, fps] = (await jobs.request("/v1/videos", body))[2]["num_frames"]
+    assert frame_counts == rows
 
 
 @pytest.mark.parametrize("waiting", [2, 3])
 async def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_path: Path) -> None:
     """If loading takes all the time, as many jobs as allowed share it."""
     jobs = Jobs(tmp_path / "jobs", Limits(batch_size=2))
-    ranks = jobs.have_ranks()
+    ranks = jobs.start_idle_ranks()
     first = await jobs.create()
-    rest = [await jobs.create() for _ in range(waiting)]
+    others = [await jobs.create() for _ in range(waiting)]
     low = await jobs.create({"priority": -1})
     job = jobs.service.find_job(first)
     jobs.service.video_path(job).write_bytes(b"video")
-    jobs.tell("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
-    for name in [*rest, low]:
-        if jobs.state(name) == "in_progress":
+    jobs.handle_rank_message("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
+    for name in [*others, low]:
+        if jobs.get_state(name) == "in_progress":
             jobs.complete(name)
-    pairs = [rest[place : place + 2] for place in range(0, waiting, 2)]
-    assert names(ranks)[: 1 + len(pairs)] == [[first], *pairs]
+    pairs = [others[index : index + 2] for index in range(0, waiting, 2)]
+    assert list_group_ids(ranks)[: 1 + len(pairs)] == [[first], *pairs]
 
 
 # Images.
 
 
-def picture(number: int) -> bytes:
+def make_picture(number: int) -> bytes:
     """Returns a PNG of one color."""
     file = BytesIO()
     Image.new("RGB", (64, 64), (number, 0, 0)).save(file, "PNG")
     return file.getvalue()
 
 
-def data_url(content: bytes) -> str:
+def make_data_url(content: bytes) -> str:
     """Returns a PNG as a data URL."""
     return f"data:image/png;base64,{b64encode(content).decode()}"
 
 
 async def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
     """The ranks get the images in the order of the request."""
-    pictures = [picture(number) for number in range(12)]
+    pictures = [make_picture(number) for number in range(12)]
     kind = "multipart/form-data; boundary=edge"
     head = '--edge\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n'
     form = head.format("prompt", "").encode() + PROMPT.encode() + b"\r\n"
-    for one in pictures:
-        form += head.format("src_ref_images", '; filename="x.png"').encode() + one + b"\r\n"
-    jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "vace-A14B"])
-    ranks = jobs.have_ranks()
-    status, _, video = await jobs.ask("/v1/videos", form + b"--edge--\r\n", Content_Type=kind)
+    for content in pictures:
+        form += head.format("src_ref_images", '; filename="x.png"').encode() + content + b"\r\n"
+    jobs = Jobs(tmp_path / "jobs", SINGLE_JOB, flags=["--task", "vace-A14B"])
+    ranks = jobs.start_idle_ranks()
+    status, _, video = await jobs.request("/v1/videos", form + b"--edge--\r\n", Content_Type=kind)
     assert status == 200, video
-    ((given,),) = ranks.given
-    files = map(Path, given["settings"]["src_ref_images"])
+    ((job,),) = ranks.job_groups
+    files = map(Path, job["settings"]["src_ref_images"])
     assert [file.read_bytes() for file in files] == pictures
 
 
@@ -217,170 +221,174 @@ async def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
 async def test_a_repeat_is_that_of_the_last_equal_request(jobs: Jobs) -> None:
     """Also if the earlier jobs are done, and after the last one was deleted."""
     body = {"prompt": PROMPT, "seed": 3}
-    made = [await jobs.create(body) for _ in range(3)]
-    jobs.complete(made[0])
-    assert (await jobs.ask("/v1/videos", body, **AGAIN))[2]["id"] == made[2]
+    ids = [await jobs.create(body) for _ in range(3)]
+    jobs.complete(ids[0])
+    assert (await jobs.request("/v1/videos", body, **RETRY_HEADERS))[2]["id"] == ids[2]
     other_order = dict(reversed(body.items()))
-    assert (await jobs.ask("/v1/videos", other_order, **AGAIN))[2]["id"] == made[2]
-    other = (await jobs.ask("/v1/videos", body | {"seed": 4}, **AGAIN))[2]["id"]
-    assert other not in made
-    await jobs.ask(f"/v1/videos/{made[2]}", method="DELETE")
-    assert (await jobs.ask("/v1/videos", body, **AGAIN))[2]["id"] == made[1]
+    assert (await jobs.request("/v1/videos", other_order, **RETRY_HEADERS))[2]["id"] == ids[2]
+    other = (await jobs.request("/v1/videos", body | {"seed": 4}, **RETRY_HEADERS))[2]["id"]
+    assert other not in ids
+    await jobs.request(f"/v1/videos/{ids[2]}", method="DELETE")
+    assert (await jobs.request("/v1/videos", body, **RETRY_HEADERS))[2]["id"] == ids[1]
 
 
-async def test_repeats_are_found_after_a_restart(jobs: Jobs) -> None:
-    made = [await jobs.create() for _ in range(2)]
+async def test_repeats_are_recognized_after_a_restart(jobs: Jobs) -> None:
+    ids = [await jobs.create() for _ in range(2)]
     keyed = await jobs.create({}, Idempotency_Key="k")
     jobs.service.journal.close()
-    again = Jobs(jobs.folder, ALONE)
-    assert (await again.ask("/v1/videos", {"prompt": PROMPT}, **AGAIN))[2]["id"] == made[1]
-    assert await again.create({}, Idempotency_Key="k") == keyed
+    reopened = Jobs(jobs.folder, SINGLE_JOB)
+    assert (await reopened.request("/v1/videos", {"prompt": PROMPT}, **RETRY_HEADERS))[2][
+        "id"
+    ] == ids[1]
+    assert await reopened.create({}, Idempotency_Key="k") == keyed
 
 
-def test_fields_and_contents_are_told_apart() -> None:
+def test_the_hash_separates_fields_and_contents() -> None:
     """The hash includes the boundaries between fields."""
-    one, two = {"image": b"1last_image2"}, {"image": b"1", "last_image": b"2"}
-    assert hash_request(one) != hash_request(two)
+    first, second = {"image": b"1last_image2"}, {"image": b"1", "last_image": b"2"}
+    assert hash_request(first) != hash_request(second)
     assert hash_request({"prompt": "1"}) != hash_request({"prompt": 1})
 
 
 # The state of a second attempt.
 
 
-def leave(jobs: Jobs, name: str) -> set[str]:
+def write_attempt_files(jobs: Jobs, name: str) -> set[str]:
     """Writes the files of an attempt and an upload; returns the names of those a retry keeps."""
     folder = jobs.service.job_folder(jobs.service.find_job(name))
-    left = ("upload-image", "video.clips/0001.mp4", "video.clips/0001.safetensors")
-    for file in (*left, "video.json", "video.1.latents.safetensors", ".host-12-video.mp4"):
+    kept_files = ("upload-image", "video.clips/0001.mp4", "video.clips/0001.safetensors")
+    for file in (*kept_files, "video.json", "video.1.latents.safetensors", ".host-12-video.mp4"):
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_bytes(b"x")
-    return {*left}
+    return {*kept_files}
 
 
-def files(jobs: Jobs, name: str) -> set[str]:
+def list_job_files(jobs: Jobs, name: str) -> set[str]:
     """Returns the files of a job."""
     folder = jobs.folder / "jobs" / name
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix() for path in paths}
 
 
-async def begun(jobs: Jobs) -> str:
+async def begin_job(jobs: Jobs) -> str:
     """Returns a job that ranks have started, with four of ten steps done."""
     name = await jobs.create({"num_inference_steps": 10})
-    jobs.tell("step", job=name, done=4, total=10, follows=True)
-    assert jobs.state(name) == "in_progress"
+    jobs.handle_rank_message("step", job=name, done=4, total=10, follows=True)
+    assert jobs.get_state(name) == "in_progress"
     return name
 
 
 async def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -> None:
     """The retry starts at step 0; the second loss fails the job and removes its files."""
-    jobs.have_ranks()
-    name = await begun(jobs)
-    kept = leave(jobs, name)
+    jobs.start_idle_ranks()
+    name = await begin_job(jobs)
+    expected_files = write_attempt_files(jobs, name)
     jobs.service.find_job(name).started = 1.0  # long ago
-    jobs.tell("ended", **LOST)
-    video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+    jobs.handle_rank_message("ended", **RANKS_LOST)
+    video = (await jobs.request(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["progress"]) == ("queued", 0)
-    assert files(jobs, name) == kept
-    jobs.tell("ready")
-    video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+    assert list_job_files(jobs, name) == expected_files
+    jobs.handle_rank_message("ready")
+    video = (await jobs.request(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["progress"], video["attempt"]) == ("in_progress", 0, 2)
     assert jobs.service.find_job(name).started == pytest.approx(time.time(), abs=60)
-    jobs.tell("ended", **LOST)
-    video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+    jobs.handle_rank_message("ended", **RANKS_LOST)
+    video = (await jobs.request(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["error"]["code"]) == ("failed", "ranks_lost")
-    assert files(jobs, name) == {"upload-image"}
+    assert list_job_files(jobs, name) == {"upload-image"}
 
 
 async def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
     """It is queued again with its clips, at step 0; after a second kill it has failed."""
-    jobs.have_ranks()
-    name = await begun(jobs)
-    kept = leave(jobs, name)
+    jobs.start_idle_ranks()
+    name = await begin_job(jobs)
+    expected_files = write_attempt_files(jobs, name)
     await jobs.service.journal.save()
-    again = Jobs(jobs.folder, ALONE)
-    video = (await again.ask(f"/v1/videos/{name}"))[2]
+    reopened = Jobs(jobs.folder, SINGLE_JOB)
+    video = (await reopened.request(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["progress"]) == ("queued", 0)
-    assert files(jobs, name) == kept
-    again.have_ranks()
-    leave(again, name)
-    await again.service.journal.save()
-    last = Jobs(jobs.folder, ALONE)
-    video = (await last.ask(f"/v1/videos/{name}"))[2]
+    assert list_job_files(jobs, name) == expected_files
+    reopened.start_idle_ranks()
+    write_attempt_files(reopened, name)
+    await reopened.service.journal.save()
+    last = Jobs(jobs.folder, SINGLE_JOB)
+    video = (await last.request(f"/v1/videos/{name}"))[2]
     assert (video["status"], video["error"]["code"]) == ("failed", "interrupted")
-    assert files(jobs, name) == {"upload-image"}
+    assert list_job_files(jobs, name) == {"upload-image"}
 
 
 async def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
     """When the ranks have ended it, its files are removed and the next job starts."""
-    ranks = jobs.have_ranks()
-    name = await begun(jobs)
-    following = await jobs.create()
-    leave(jobs, name)
-    await jobs.ask(f"/v1/videos/{name}", method="DELETE")
-    assert (ranks.cancelled, names(ranks)) == ([name], [[name]])
-    jobs.tell("failed", job=name, code="cancelled", message="The video was cancelled.")
-    assert names(ranks) == [[name], [following]]
+    ranks = jobs.start_idle_ranks()
+    name = await begin_job(jobs)
+    next_id = await jobs.create()
+    write_attempt_files(jobs, name)
+    await jobs.request(f"/v1/videos/{name}", method="DELETE")
+    assert (ranks.cancelled, list_group_ids(ranks)) == ([name], [[name]])
+    jobs.handle_rank_message(
+        "failed", job=name, code="cancelled", message="The video was cancelled."
+    )
+    assert list_group_ids(ranks) == [[name], [next_id]]
     assert not (jobs.folder / "jobs" / name).exists()
-    jobs.tell(
+    jobs.handle_rank_message(
         "step", job=name, done=5, total=10, follows=True
     )  # late messages of the cancelled job
-    jobs.tell("done", job=name, texts=[0, 1], seconds=1.0, loading=0.0)
-    assert jobs.state(name) == "deleted" and jobs.state(following) == "in_progress"
+    jobs.handle_rank_message("done", job=name, texts=[0, 1], seconds=1.0, loading=0.0)
+    assert jobs.get_state(name) == "deleted" and jobs.get_state(next_id) == "in_progress"
 
 
 async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
     """After any number of stops, the running job is resumed at the next start."""
-    now = jobs
-    now.have_ranks()
-    name = await begun(now)
-    kept = leave(now, name)
+    current = jobs
+    current.start_idle_ranks()
+    name = await begin_job(current)
+    expected_files = write_attempt_files(current, name)
     for _ in range(3):
-        await now.service.stop()
-        assert files(now, name) == kept
-        now.service.journal.close()
-        now = Jobs(jobs.folder, ALONE)
-        video = (await now.ask(f"/v1/videos/{name}"))[2]
+        await current.service.stop()
+        assert list_job_files(current, name) == expected_files
+        current.service.journal.close()
+        current = Jobs(jobs.folder, SINGLE_JOB)
+        video = (await current.request(f"/v1/videos/{name}"))[2]
         assert (video["status"], video["progress"], video["attempt"]) == ("queued", 0, 0)
-        now.have_ranks()
-        assert now.state(name) == "in_progress"
+        current.start_idle_ranks()
+        assert current.get_state(name) == "in_progress"
 
 
-async def test_who_may_have_been_the_cause_is_made_alone(tmp_path: Path) -> None:
+async def test_jobs_that_lost_memory_are_made_one_by_one(tmp_path: Path) -> None:
     """Jobs that together ran out of memory do not fail; they are retried one by one."""
     jobs = Jobs(tmp_path / "jobs", Limits(batch_size=2))
-    ranks = jobs.have_ranks()
+    ranks = jobs.start_idle_ranks()
     first = await jobs.create()
     both = [await jobs.create() for _ in range(2)]
     job = jobs.service.find_job(first)
     jobs.service.video_path(job).write_bytes(b"video")
-    jobs.tell("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
-    assert names(ranks)[1:] == [both]
-    jobs.tell("ended", code="out_of_memory", message="No memory is left.")
-    assert [jobs.state(name) for name in both] == ["queued", "queued"]
-    jobs.tell("ready")
-    assert names(ranks)[2:] == [both[:1]]
-    jobs.tell("ended", code="out_of_memory", message="No memory is left.")
-    assert jobs.state(both[0]) == "failed"
+    jobs.handle_rank_message("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
+    assert list_group_ids(ranks)[1:] == [both]
+    jobs.handle_rank_message("ended", code="out_of_memory", message="No memory is left.")
+    assert [jobs.get_state(name) for name in both] == ["queued", "queued"]
+    jobs.handle_rank_message("ready")
+    assert list_group_ids(ranks)[2:] == [both[:1]]
+    jobs.handle_rank_message("ended", code="out_of_memory", message="No memory is left.")
+    assert jobs.get_state(both[0]) == "failed"
 
 
 async def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None:
     """It also starts from the same image."""
-    jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "i2v-A14B"])
-    url = data_url(picture(200))
+    jobs = Jobs(tmp_path / "jobs", SINGLE_JOB, flags=["--task", "i2v-A14B"])
+    url = make_data_url(make_picture(200))
     name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": url})
-    remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
-    assert remix["num_frames"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["num_frames"]
+    remix = (await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
+    assert remix["num_frames"] == (await jobs.request(f"/v1/videos/{name}"))[2]["num_frames"]
     job = jobs.service.find_job(remix["id"])
     assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
-    assert jobs.service.upload_path(job, "image").read_bytes() == picture(200)
+    assert jobs.service.upload_path(job, "image").read_bytes() == make_picture(200)
 
 
 async def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs) -> None:
     name = await jobs.create({"priority": 7, "seed": 5, "guidance_scale": 2})
-    remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "a blue star"}))[2]
+    remix = (await jobs.request(f"/v1/videos/{name}/remix", {"prompt": "a blue star"}))[2]
     job = jobs.service.find_job(remix["id"])
     assert (job.priority, job.settings["base_seed"]) == (7, 5)
     assert job.settings["prompt"] == "a blue star"
-    assert remix["guidance"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["guidance"]
+    assert remix["guidance"] == (await jobs.request(f"/v1/videos/{name}"))[2]["guidance"]
     assert json.loads(jobs.service.find_job(name).shape) == json.loads(job.shape)

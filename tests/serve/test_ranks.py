@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist import Ranks, launcher
+from tests.dist import Ranks, make_rank_envs
 from wan import env
 from wan.cli import flags, main
 from wan.device import select_device
@@ -31,14 +31,14 @@ class Front:
     def __init__(self, commands: Sequence[dict[str, Any]] = ()) -> None:
         self.cancelled: set[str] = set()
         self.stop_event = threading.Event()
-        self.said: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         self._commands = [*commands, {"do": "stop"}]
 
     def next_command(self, seconds: float) -> dict[str, Any]:
         return self._commands.pop(0)
 
     def send(self, kind: str, **payload: Any) -> None:
-        self.said.append({"is": kind, **payload})
+        self.messages.append({"is": kind, **payload})
 
 
 # Steps.
@@ -49,33 +49,33 @@ class Experts:
 
     def get(self, name: str) -> Any:
         def network(x: list[Tensor], *_: Any, **__: Any) -> list[Tensor]:
-            return [torch.zeros_like(one) for one in x]
+            return [torch.zeros_like(latents) for latents in x]
 
         return network
 
     def prefetch(self, name: str) -> None: ...
 
 
-def denoising(steps: int) -> DenoisingLoop:
-    given = {"prompt": "x", "size": (32, 32), "frame_num": 5, "sample_steps": steps}
-    request = make_video_params(PRESETS["t2v-A14B"], given | {"base_seed": 1})
+def make_denoising_loop(steps: int) -> DenoisingLoop:
+    settings = {"prompt": "x", "size": (32, 32), "frame_num": 5, "sample_steps": steps}
+    request = make_video_params(PRESETS["t2v-A14B"], settings | {"base_seed": 1})
     text = torch.zeros(1, 4)
     return DenoisingLoop(request, DenoiseInputs(torch.ones(request.latent_shape), text, text))
 
 
 @pytest.mark.parametrize(("clips", "phases"), [(1, None), (1, 1), (3, None), (3, 1)])
-def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
+def test_each_step_is_reported_once(clips: int, phases: int | None) -> None:
     """Also for a video that is paused between its experts, and over all clips of a long video."""
     front: Any = Front()
     boundary = ranks.SharedCancellationPoint(GlooGroup(None), front, "a", clips)
     for _ in range(clips):
-        loop = denoising(4)
+        loop = make_denoising_loop(4)
         assert loop.remaining_experts == ["high_noise", "low_noise"]
         while loop.remaining_experts:
             loop.advance(Experts(), num_experts=phases, cancellation_point=boundary)
-    assert {one["total"] for one in front.said} == {4 * clips}
-    done = [one["done"] for one in front.said]
-    assert done == sorted(done) and {*done} == {*range(4 * clips + 1)}
+    assert {message["total"] for message in front.said} == {4 * clips}
+    done_counts = [message["done"] for message in front.said]
+    assert done_counts == sorted(done_counts) and {*done_counts} == {*range(4 * clips + 1)}
 
 
 # Texts.
@@ -98,9 +98,9 @@ def test_the_last_texts_are_kept(
     monkeypatch.setattr(ranks, "VideoJob", NoVideo)
     argv = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--device", "cpu"]
     argv += ["--sample_guide_scale", "1", "--save_file", str(tmp_path / "none.mp4")]
-    wanted = ["x", "y", "z", "x", "z"]
+    prompts = ["x", "y", "z", "x", "z"]
     commands = []
-    for number, prompt in enumerate(wanted):
+    for number, prompt in enumerate(prompts):
         job = {"job": str(number), "settings": {"prompt": prompt, "base_seed": 1}}
         commands.append({"do": "make", "jobs": [job | {"file": str(tmp_path / f"{number}.mp4")}]})
     front: Any = Front(commands)
@@ -108,8 +108,8 @@ def test_the_last_texts_are_kept(
         main.resolve_argv(argv, require_inputs=False).setup, select_device("cpu")
     )
     assert ranks.RankWorker(flags.parse_flags(argv), pipeline, None, front, 2).serve() == 0
-    texts = [one["texts"] for one in front.said if one["is"] == "done"]
-    assert [tuple(one) for one in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
+    texts = [item["texts"] for item in front.said if item["is"] == "done"]
+    assert [tuple(item) for item in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
 
 
 # Errors.
@@ -138,7 +138,7 @@ def test_a_rank_without_memory_says_so_and_all_end(tmp_path: Path) -> None:
         front = {"host": "127.0.0.1", "port": server.getsockname()[1], "secret": "open"}
         file = tmp_path / "front.json"
         file.write_text(json.dumps(front | {"flags": argv, "texts": 2}))
-        with Ranks(launcher(2), run_without_memory, str(file)) as processes:
+        with Ranks(make_rank_envs(2), run_without_memory, str(file)) as processes:
             links = {}
             for _ in range(2):
                 link = server.accept()[0].makefile("rw")
@@ -151,6 +151,6 @@ def test_a_rank_without_memory_says_so_and_all_end(tmp_path: Path) -> None:
                     pass
             links[0].write(json.dumps({"do": "make", "jobs": [job]}) + "\n")
             links[0].flush()
-            told = [json.loads(line) for line in links[1]]
-            (lost,) = [one for one in told if one["is"] == "lost"]
-            assert lost["code"] == "out_of_memory" and all(processes.ended())
+            messages = [json.loads(line) for line in links[1]]
+            (lost,) = [message for message in messages if message["is"] == "lost"]
+            assert lost["code"] == "out_of_memory" and all(processes.wait_for_exit())

@@ -23,8 +23,16 @@ import pytest
 from PIL import Image
 
 from tests.dist import REPO, TORCHRUN, free_port
-from tests.serve.serving import PROMPT, Faults, Served, frames, generated, opened, post
-from tests.tasks.tasks import moving_box
+from tests.serve.serving import (
+    PROMPT,
+    Faults,
+    ServiceProcess,
+    generate_frames,
+    make_post_request,
+    open_connection,
+    read_frames,
+)
+from tests.tasks.tasks import write_moving_box
 from tools import make_character, make_sound
 
 pytestmark = [
@@ -33,7 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-OWN = ("--frame_num", 5, "--sample_steps", 2, "--base_seed", 7, "--prompt", PROMPT)
+GENERATE_ARGS = ("--frame_num", 5, "--sample_steps", 2, "--base_seed", 7, "--prompt", PROMPT)
 LONG = {"num_inference_steps": 1000, "num_frames": 17}  # deleted before it is complete
 DENOISE, PIPELINE = "wan.pipeline.denoise:", "wan.pipeline.pipeline:Pipeline."
 FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
@@ -48,37 +56,37 @@ FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
     "killed in decoding": (0, f"{PIPELINE}stream", "kill", False, None, 1),
     "killed in writing": (0, "wan.pipeline.video:Mp4Encoder.write_frames", "kill", False, None, 1),
 }
-PLACES = dict.fromkeys(at for _, at, *_ in FAULTS.values())
+FAULT_TARGETS = dict.fromkeys(at for _, at, *_ in FAULTS.values())
 
 
-def has_begun(served: Served, video: str) -> bool:
+def has_finished_steps(served: ServiceProcess, video: str) -> bool:
     """Whether more than one step is done."""
-    return bool(served.ask(f"/v1/videos/{video}")[2]["steps"][0] > 1)
+    return bool(served.request(f"/v1/videos/{video}")[2]["steps"][0] > 1)
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     """Makes ranks of `served` fail."""
-    return Faults(tmp_path_factory.mktemp("faults") / "path", *PLACES)
+    return Faults(tmp_path_factory.mktemp("faults") / "path", *FAULT_TARGETS)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[ServiceProcess]:
     """A service of two ranks with InsertComm and few connections."""
     folder = tmp_path_factory.mktemp("serve") / "jobs"
-    more: dict[str, Any] = {"path": faults.path, "descriptors": 150}
-    with Served(folder, 2, ["--queue", 6], ["--comm_type", 1], **more) as one:
-        yield one
+    kwargs: dict[str, Any] = {"path": faults.path, "descriptors": 150}
+    with ServiceProcess(folder, 2, ["--queue", 6], ["--comm_type", 1], **kwargs) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     """The frames of `GENERATE_ARGS` by generate.py, which `served` must reproduce."""
     path = tmp_path_factory.mktemp("own") / "own.mp4"
-    return generated(path, *OWN, "--ulysses_size", 2, "--comm_type", 1, ranks=2)
+    return generate_frames(path, *GENERATE_ARGS, "--ulysses_size", 2, "--comm_type", 1, ranks=2)
 
 
-def test_create_poll_and_fetch(served: Served, own: np.ndarray, tmp_path: Path) -> None:
+def test_create_poll_and_fetch(served: ServiceProcess, own: np.ndarray, tmp_path: Path) -> None:
     client = served.client()
     more = {"num_frames": 5, "num_inference_steps": 2, "seed": 7}
     video = client.videos.create(prompt=PROMPT, size="64x64", extra_body=more)
@@ -88,31 +96,31 @@ def test_create_poll_and_fetch(served: Served, own: np.ndarray, tmp_path: Path) 
     assert (video.status, video.progress, video.error) == ("completed", 100, None)
     path = tmp_path / "v.mp4"
     path.write_bytes(client.videos.download_content(video.id).read())
-    assert (frames(path) == own).all()
+    assert (read_frames(path) == own).all()
     for variant, width in (("thumbnail", 64), ("spritesheet", 256)):
         picture = client.videos.download_content(video.id, variant=variant).read()
         assert imageio.v3.imread(picture).shape[1] == width
-    status, headers, part = served.ask(f"/v1/videos/{video.id}/content", Range="bytes=4-11")
+    status, headers, part = served.request(f"/v1/videos/{video.id}/content", Range="bytes=4-11")
     assert status == 206 and part == path.read_bytes()[4:12] and part.startswith(b"ftyp")
     assert headers["content-type"] == "video/mp4"
 
 
-def test_list_in_pages_and_remix(served: Served) -> None:
+def test_list_in_pages_and_remix(served: ServiceProcess) -> None:
     client = served.client()
-    made = [served.create(seed=number, num_inference_steps=1) for number in range(2)]
+    ids = [served.create(seed=number, num_inference_steps=1) for number in range(2)]
     listed = [video.id for video in client.videos.list(limit=1)]
-    assert listed[:2] == made[::-1] and len(listed) == len(set(listed))
+    assert listed[:2] == ids[::-1] and len(listed) == len(set(listed))
     assert [video.id for video in client.videos.list(limit=1, order="asc")] == listed[::-1]
-    remixed = client.videos.remix(made[0], prompt="a small red star grows on a brown background")
-    assert remixed.remixed_from_video_id == made[0] and remixed.seed == 0
-    assert served.ended(remixed.id)["status"] == "completed"
+    remixed = client.videos.remix(ids[0], prompt="a small red star grows on a brown background")
+    assert remixed.remixed_from_video_id == ids[0] and remixed.seed == 0
+    assert served.wait_for_video(remixed.id)["status"] == "completed"
 
 
-def test_what_is_not_wanted_ends(served: Served) -> None:
+def test_deleted_and_abandoned_videos_end(served: ServiceProcess) -> None:
     """Videos deleted while queued or running, and one whose synchronous client disconnects."""
     client = served.client()
     running, queued = served.create(**LONG), served.create()
-    served.wait(lambda: has_begun(served, running))
+    served.wait(lambda: has_finished_steps(served, running))
     for video in (running, queued):
         assert client.videos.delete(video).deleted
         with pytest.raises(openai.NotFoundError):
@@ -120,100 +128,104 @@ def test_what_is_not_wanted_ends(served: Served) -> None:
     folder = served.folder / "jobs"
     served.wait(lambda: not (folder / running).exists(), 10)
     assert not (folder / queued).exists() and served.health()["running"] == 0
-    there = {*folder.iterdir()}
+    folders_before = {*folder.iterdir()}
     body = json.dumps({"prompt": PROMPT, **LONG}).encode()
-    with opened(served.port, post(len(body), body, "/v1/videos/sync")):
+    with open_connection(served.port, make_post_request(len(body), body, "/v1/videos/sync")):
         served.wait(lambda: served.health()["running"] == 1)
-    served.wait(lambda: {*folder.iterdir()} == there and served.health()["running"] == 0, 10)
-    assert served.ended(served.create())["status"] == "completed"
+    served.wait(
+        lambda: {*folder.iterdir()} == folders_before and served.health()["running"] == 0, 10
+    )
+    assert served.wait_for_video(served.create())["status"] == "completed"
     assert served.health()["restarts"] == 0
 
 
-def test_nothing_of_a_deleted_video_is_left(served: Served) -> None:
+def test_nothing_of_a_deleted_video_is_left(served: ServiceProcess) -> None:
     """No prompt is in the journal, the log or any other file; the log has only the job's id."""
-    words = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
-    name = served.create(num_inference_steps=1, **words)
-    served.ended(name)
-    served.ask(f"/v1/videos/{name}", method="DELETE")
+    texts = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
+    name = served.create(num_inference_steps=1, **texts)
+    served.wait_for_video(name)
+    served.request(f"/v1/videos/{name}", method="DELETE")
     paths = [path for path in served.folder.rglob("*") if path.is_file()]
     assert not [path for path in paths if b"zq " in path.read_bytes()]
     assert name in (served.folder / "ranks.log").read_text()
 
 
-def test_synchronous_routes(served: Served) -> None:
+def test_synchronous_routes(served: ServiceProcess) -> None:
     body = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 1}
-    status, headers, content = served.ask("/v1/videos/sync", body)
+    status, headers, content = served.request("/v1/videos/sync", body)
     assert status == 200 and content[4:8] == b"ftyp" and float(headers["X-Inference-Time-S"]) > 0
     mlperf = {"negative_prompt": "static", "size": "64x64", "seconds": 0.3, "fps": 16, "seed": 42}
     mlperf |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "boundary_ratio": 0.875}
     mlperf |= {"output_format": "mp4", "response_format": "video_path"}
-    status, _, told = served.ask("/v1/videos/generations", body | mlperf)
-    assert status == 200 and {*told} == {"video_id", "video_path"}, told
-    assert Path(told["video_path"]).read_bytes()[4:8] == b"ftyp"
+    status, _, answer = served.request("/v1/videos/generations", body | mlperf)
+    assert status == 200 and {*answer} == {"video_id", "video_path"}, answer
+    assert Path(answer["video_path"]).read_bytes()[4:8] == b"ftyp"
 
 
-def test_foreign_pages_and_hosts(served: Served) -> None:
-    assert served.ask("/v1/videos", Host="evil.example")[0] == 421
-    assert served.ask("/v1/videos", Origin="http://evil.example")[0] == 403
-    assert served.ask("/v1/videos", Origin=served.url)[0] == 200
-    assert served.ask("/v1/videos/..%2f..%2fjournal.sqlite/content")[0] == 404
-    assert served.ask("/v1/videos/video_x/content")[0] == 404
-    status, _, told = served.ask("/v1/videos", b"{" * 10)
-    assert status == 400 and "no JSON object" in told["error"]["message"]
+def test_foreign_pages_and_hosts(served: ServiceProcess) -> None:
+    assert served.request("/v1/videos", Host="evil.example")[0] == 421
+    assert served.request("/v1/videos", Origin="http://evil.example")[0] == 403
+    assert served.request("/v1/videos", Origin=served.url)[0] == 200
+    assert served.request("/v1/videos/..%2f..%2fjournal.sqlite/content")[0] == 404
+    assert served.request("/v1/videos/video_x/content")[0] == 404
+    status, _, answer = served.request("/v1/videos", b"{" * 10)
+    assert status == 400 and "no JSON object" in answer["error"]["message"]
 
 
-def test_models_metrics_and_page(served: Served) -> None:
+def test_models_metrics_and_page(served: ServiceProcess) -> None:
     """All metrics of the example Grafana dashboard are exported."""
-    assert served.ask("/v1/models")[2]["data"][0]["id"] == "t2v-A14B"
-    status, headers, page = served.ask("/")
+    assert served.request("/v1/models")[2]["data"][0]["id"] == "t2v-A14B"
+    status, headers, page = served.request("/")
     assert status == 200 and headers.get_content_type() == "text/html" and b"<form" in page
-    assert served.ask("/liveness")[2] == {"status": "ok"}
-    text = served.ask("/metrics")[2].decode()
+    assert served.request("/liveness")[2] == {"status": "ok"}
+    text = served.request("/metrics")[2].decode()
     assert 'wan_jobs_total{event="completed"}' in text and "wan_step_seconds_bucket" in text
-    kept = re.search(r'wan_texts_total{from="cache"} (\S+)', text)
-    assert kept is not None and float(kept[1]) > 0  # tests request the same prompt repeatedly
+    cached_texts = re.search(r'wan_texts_total{from="cache"} (\S+)', text)
+    assert (
+        cached_texts is not None and float(cached_texts[1]) > 0
+    )  # tests request the same prompt repeatedly
     board = json.loads((REPO / "examples/serve/grafana.json").read_text())
-    shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    named = {name for one in shown for name in re.findall(r"\bwan_\w+", one)}
-    there = set()
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    named = {name for expression in expressions for name in re.findall(r"\bwan_\w+", expression)}
+    exported = set()
     for name, kind in re.findall(r"(?m)^# TYPE (\w+) (\w+)$", text):
         ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
-        there |= {name + end for end in ends}
-    assert len(named) > 10 and named <= there, named - there
+        exported |= {name + end for end in ends}
+    assert len(named) > 10 and named <= exported, named - exported
 
 
-def test_unfinished_requests_leave_room_for_jobs(served: Served) -> None:
+def test_unfinished_requests_leave_room_for_jobs(served: ServiceProcess) -> None:
     """Unsent bodies and unread answers, as many as there may be connections."""
     page = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
     with ExitStack() as slow:
-        for sent in (post(1000, path="/v1/videos"), page):
+        for sent in (make_post_request(1000, path="/v1/videos"), page):
             for _ in range(40):
                 with suppress(OSError):
-                    slow.enter_context(opened(served.port, sent))
-        assert served.ended(served.create(num_inference_steps=1))["status"] == "completed"
+                    slow.enter_context(open_connection(served.port, sent))
+        assert served.wait_for_video(served.create(num_inference_steps=1))["status"] == "completed"
 
 
-def check_fault(kind: str, served: Served, faults: Faults, own: np.ndarray) -> None:
+def check_fault(kind: str, served: ServiceProcess, faults: Faults, own: np.ndarray) -> None:
     """The job fails with its reason, or is retried; the next video equals that of generate.py."""
     rank, at, do, after, code, restarts = FAULTS[kind]
-    before = served.health()["restarts"]
+    restarts_before = served.health()["restarts"]
     faults.arm(rank, at, do, after)
     first, second = served.create(num_inference_steps=4), served.create(seed=7)
-    video = served.ended(first)
+    video = served.wait_for_video(first)
     assert (video["error"] or {"code": None})["code"] == code, video
     assert video["attempt"] == (1 if code else 2)
     if code == "out_of_memory":
         assert "--plan finds that it needs" in video["error"]["message"]
-    assert served.ended(second)["status"] == "completed"
-    assert served.health()["restarts"] - before == restarts
+    assert served.wait_for_video(second)["status"] == "completed"
+    assert served.health()["restarts"] - restarts_before == restarts
     assert not faults.is_armed
-    left = {path.name for path in (served.folder / "jobs" / first).iterdir()}
-    assert left == (set() if code else {"video.mp4", "video.json"})
-    assert (frames(served.folder / "jobs" / second / "video.mp4") == own).all()
+    files = {path.name for path in (served.folder / "jobs" / first).iterdir()}
+    assert files == (set() if code else {"video.mp4", "video.json"})
+    assert (read_frames(served.folder / "jobs" / second / "video.mp4") == own).all()
 
 
 def test_a_job_that_one_rank_cannot_go_on_with(
-    served: Served, faults: Faults, own: np.ndarray
+    served: ServiceProcess, faults: Faults, own: np.ndarray
 ) -> None:
     """It ends on all ranks, which continue with the next job."""
     check_fault("between", served, faults, own)
@@ -223,28 +235,28 @@ STRANGE = (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b'{"secret": "no"}\n', b
 
 
 @pytest.mark.slow  # tests/serve/test_group.py has it with ranks that have no model
-def test_a_killed_rank(served: Served) -> None:
+def test_a_killed_rank(served: ServiceProcess) -> None:
     """Its job is retried by new ranks, in spite of foreign connections to the front's port."""
-    before = served.health()["restarts"]
+    restarts_before = served.health()["restarts"]
     port = json.loads((served.folder / "front.json").read_text())["port"]
     with ExitStack() as strangers:
         for number in range(100):
-            strangers.enter_context(opened(port, STRANGE[number % 5]))
+            strangers.enter_context(open_connection(port, STRANGE[number % 5]))
         running = served.create(num_inference_steps=10)
-        served.wait(lambda: has_begun(served, running))
+        served.wait(lambda: has_finished_steps(served, running))
         waiting = served.create(num_inference_steps=1)
-        os.kill(served.ranks()[-1], signal.SIGKILL)
+        os.kill(served.list_rank_pids()[-1], signal.SIGKILL)
         for video in (running, waiting):
-            assert served.ended(video)["status"] == "completed"
-    assert served.health()["restarts"] == before + 1
-    assert served.ask(f"/v1/videos/{running}")[2]["attempt"] == 2
+            assert served.wait_for_video(video)["status"] == "completed"
+    assert served.health()["restarts"] == restarts_before + 1
+    assert served.request(f"/v1/videos/{running}")[2]["attempt"] == 2
 
 
 @pytest.mark.slow
-def test_a_killed_front(served: Served) -> None:
+def test_a_killed_front(served: ServiceProcess) -> None:
     """Running and waiting jobs are made after the next start; the old ranks exit."""
-    running, ranks = served.create(num_inference_steps=20), served.ranks()
-    served.wait(lambda: has_begun(served, running))
+    running, ranks = served.create(num_inference_steps=20), served.list_rank_pids()
+    served.wait(lambda: has_finished_steps(served, running))
     waiting = served.create(seed=7)
     served.kill()
     deadline = time.monotonic() + 20
@@ -252,38 +264,40 @@ def test_a_killed_front(served: Served) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     served.start()
-    assert served.ended(running)["attempt"] == 2
-    assert served.ended(waiting)["status"] == "completed"
+    assert served.wait_for_video(running)["attempt"] == 2
+    assert served.wait_for_video(waiting)["status"] == "completed"
 
 
 @pytest.mark.slow
-def test_what_is_uploaded(tmp_path: Path) -> None:
+def test_uploads(tmp_path: Path) -> None:
     """An image as a file and as a data URL; a broken one; a body that is too large; a key."""
     key = "0123456789abcdef"
     (tmp_path / "key").write_text(f"{key}\n")
     options = ["--api_key", tmp_path / "key", "--max_body", 1]
-    with Served(tmp_path / "jobs", 2, options, ["--task", "i2v-A14B"], key=key) as served:
+    with ServiceProcess(tmp_path / "jobs", 2, options, ["--task", "i2v-A14B"], key=key) as served:
         client, image = served.client(), REPO / "examples" / "star.png"
         more = {"num_frames": 5, "num_inference_steps": 1, "seed": 1}
-        made = [client.videos.create(prompt=PROMPT, input_reference=image, extra_body=more).id]
+        ids = [client.videos.create(prompt=PROMPT, input_reference=image, extra_body=more).id]
         url = "data:image/png;base64," + base64.b64encode(image.read_bytes()).decode()
-        for given in ({"input_reference": {"image_url": url}}, {"input_reference": url}):
-            body = {"prompt": PROMPT} | more | given
-            made.append(served.ask("/v1/videos", body)[2]["id"])
-        assert {served.ended(one)["status"] for one in made} == {"completed"}
-        first, *others = [frames(served.folder / "jobs" / one / "video.mp4") for one in made]
-        assert all((one == first).all() for one in others)
-        remixed = client.videos.remix(made[0], prompt="it grows")
-        assert served.ended(remixed.id)["status"] == "completed"
+        for image_field in ({"input_reference": {"image_url": url}}, {"input_reference": url}):
+            body = {"prompt": PROMPT} | more | image_field
+            ids.append(served.request("/v1/videos", body)[2]["id"])
+        assert {served.wait_for_video(item)["status"] for item in ids} == {"completed"}
+        first, *other_videos = [
+            read_frames(served.folder / "jobs" / item / "video.mp4") for item in ids
+        ]
+        assert all((item == first).all() for item in other_videos)
+        remixed = client.videos.remix(ids[0], prompt="it grows")
+        assert served.wait_for_video(remixed.id)["status"] == "completed"
         with pytest.raises(openai.BadRequestError, match="the uploaded input_reference"):
             client.videos.create(prompt=PROMPT, input_reference=("x.png", b"x" * 99))
         with pytest.raises(openai.BadRequestError, match="starts from an image"):
             client.videos.create(prompt=PROMPT)
-        assert served.ask("/v1/videos", b"x" * 2_000_000)[0] == 413
+        assert served.request("/v1/videos", b"x" * 2_000_000)[0] == 413
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="wrong").videos.list()
-        there = {path.name for path in (served.folder / "jobs").iterdir()}
-        assert there == {*made, remixed.id}
+        folders = {path.name for path in (served.folder / "jobs").iterdir()}
+        assert folders == {*ids, remixed.id}
 
 
 @pytest.mark.slow
@@ -292,7 +306,7 @@ def test_a_sound_and_a_character(tmp_path: Path) -> None:
     sound = make_sound.write_wav(tmp_path / "s.wav")
     make_character.write_character_folder(tmp_path / "moves", (48, 32), 17)
     image = (REPO / "examples" / "star.png").read_bytes()
-    moves = {path.stem: path.read_bytes() for path in (tmp_path / "moves").iterdir()}
+    character_files = {path.stem: path.read_bytes() for path in (tmp_path / "moves").iterdir()}
     tasks: dict[str, tuple[list[object], str, dict[str, bytes]]] = {
         # flags, a field of sound or video, and all files
         "s2v-14B": (
@@ -300,18 +314,18 @@ def test_a_sound_and_a_character(tmp_path: Path) -> None:
             "audio",
             {"image": image, "audio": sound.read_bytes()},
         ),
-        "animate-14B": (["--frame_num", 5], "src_pose", moves),
+        "animate-14B": (["--frame_num", 5], "src_pose", character_files),
     }
     for task, (flags, name, files) in tasks.items():
-        with Served(tmp_path / task, 1, flags=["--task", task, *flags]) as served:
+        with ServiceProcess(tmp_path / task, 1, flags=["--task", task, *flags]) as served:
             body = {"num_inference_steps": "1", "seed": "1", "num_clip": "1"} | files
-            status, _, video = served.form("/v1/videos", body)
+            status, _, video = served.request_form("/v1/videos", body)
             assert status == 200, video
-            assert served.ended(video["id"])["status"] == "completed"
-            again = served.client().videos.remix(video["id"], prompt="faster")
-            assert served.ended(again.id)["status"] == "completed"
+            assert served.wait_for_video(video["id"])["status"] == "completed"
+            remix = served.client().videos.remix(video["id"], prompt="faster")
+            assert served.wait_for_video(remix.id)["status"] == "completed"
             listed = {name: f"ffconcat version 1.0\nfile {sound}\n".encode()}
-            status, _, refused = served.form("/v1/videos", body | listed)
+            status, _, refused = served.request_form("/v1/videos", body | listed)
             assert status == 400 and "cannot be read" in refused["error"]["message"], refused
 
 
@@ -320,7 +334,7 @@ def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
     """As a form, as data URLs, and by generate.py; a second attempt reads the same files."""
     names = ("v.mp4", "m.mp4", "a.png", "b.png")
     for name in names[:2]:
-        moving_box(tmp_path / name)
+        write_moving_box(tmp_path / name)
     for name, colour in (("a.png", "red"), ("b.png", "blue")):
         Image.new("RGB", (40, 30), colour).save(tmp_path / name)
     files = {name: (tmp_path / name).read_bytes() for name in names}
@@ -331,56 +345,64 @@ def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
     more = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 2, "seed": 1}
     flags = ["--task", "vace-1.3B", "--size", "64*48"]
 
-    def given(of: dict[str, Any], pictures: list[Any]) -> dict[str, Any]:
-        return {"src_video": of["v.mp4"], "src_mask": of["m.mp4"], "src_ref_images": pictures}
+    def make_inputs(contents: dict[str, Any], pictures: list[Any]) -> dict[str, Any]:
+        return {
+            "src_video": contents["v.mp4"],
+            "src_mask": contents["m.mp4"],
+            "src_ref_images": pictures,
+        }
 
-    with Served(tmp_path / "jobs", 2, flags=flags) as served:
+    with ServiceProcess(tmp_path / "jobs", 2, flags=flags) as served:
         form = {name: str(value) for name, value in more.items()}
         both = [files["a.png"], files["b.png"]]
-        bodies = [form | given(files, both), form | given(files, both[:1])]
-        answers = [served.form("/v1/videos", body) for body in bodies]
+        bodies = [form | make_inputs(files, both), form | make_inputs(files, both[:1])]
+        answers = [served.request_form("/v1/videos", body) for body in bodies]
         assert [status for status, _, _ in answers] == [200, 200], answers
-        made = [answer["id"] for _, _, answer in answers]
+        ids = [answer["id"] for _, _, answer in answers]
         pictures = [urls["a.png"], {"image_url": urls["b.png"]}]
-        made.append(served.ask("/v1/videos", more | given(urls, pictures))[2]["id"])
-        made.append(served.client().videos.remix(made[0], prompt=PROMPT).id)
-        assert [served.ended(one)["status"] for one in made] == ["completed"] * 4
+        ids.append(served.request("/v1/videos", more | make_inputs(urls, pictures))[2]["id"])
+        ids.append(served.client().videos.remix(ids[0], prompt=PROMPT).id)
+        assert [served.wait_for_video(item)["status"] for item in ids] == ["completed"] * 4
         named = f"{tmp_path / 'a.png'},{tmp_path / 'b.png'}"
-        call = [*OWN, *flags, "--src_ref_images", named, "--ulysses_size", 1]
+        call = [*GENERATE_ARGS, *flags, "--src_ref_images", named, "--ulysses_size", 1]
         call[call.index("--base_seed") + 1] = 1
         call += ["--src_video", tmp_path / "v.mp4", "--src_mask", tmp_path / "m.mp4"]
-        own = generated(tmp_path / "own.mp4", *call, ranks=1)
-        shown = [frames(served.folder / "jobs" / one / "video.mp4") for one in made]
-        same = [(one == own).all() for one in shown]
+        expected = generate_frames(tmp_path / "own.mp4", *call, ranks=1)
+        results = [read_frames(served.folder / "jobs" / item / "video.mp4") for item in ids]
+        same = [(item == expected).all() for item in results]
         assert same == [True, False, True, True]
         body = bodies[0] | {"num_inference_steps": "40"}
         listed = {n if n != "src_ref_images" else f"{n}[]": x for n, x in body.items()}
-        long, again = (served.form("/v1/videos", one)[2]["id"] for one in (body, listed))
-        served.wait(lambda: has_begun(served, long))
-        os.kill(served.ranks()[0], signal.SIGKILL)
-        ended = [served.ended(one) for one in (long, again)]
-        assert [one["status"] for one in ended] == ["completed"] * 2
-        assert [one["attempt"] for one in ended] == [2, 1]
-        killed, whole = (
-            frames(served.folder / "jobs" / one / "video.mp4") for one in (long, again)
+        long, short = (served.request_form("/v1/videos", item)[2]["id"] for item in (body, listed))
+        served.wait(lambda: has_finished_steps(served, long))
+        os.kill(served.list_rank_pids()[0], signal.SIGKILL)
+        ended = [served.wait_for_video(item) for item in (long, short)]
+        assert [item["status"] for item in ended] == ["completed"] * 2
+        assert [item["attempt"] for item in ended] == [2, 1]
+        killed, undisturbed = (
+            read_frames(served.folder / "jobs" / item / "video.mp4") for item in (long, short)
         )
-        assert (killed == whole).all()
-        status, _, refused = served.form("/v1/videos", form | given(files, [b"x" * 99]))
+        assert (killed == undisturbed).all()
+        status, _, refused = served.request_form(
+            "/v1/videos", form | make_inputs(files, [b"x" * 99])
+        )
         assert status == 400 and "the uploaded src_ref_images" in refused["error"]["message"]
 
 
 @pytest.mark.slow
 def test_stopped_with_jobs(tmp_path: Path) -> None:
     """The jobs are made after the next start, each once."""
-    with Served(tmp_path / "jobs", 2) as served:
-        made = [served.create(seed=7, num_inference_steps=n) for n in (30, 2, 2)]
-        served.wait(lambda: has_begun(served, made[0]))
-        begun = time.monotonic()
-        assert served.stop() == 0 and time.monotonic() - begun < 15 and not served.ranks()
-        assert not [*(tmp_path / "jobs" / "jobs" / made[0]).iterdir()]
+    with ServiceProcess(tmp_path / "jobs", 2) as served:
+        ids = [served.create(seed=7, num_inference_steps=n) for n in (30, 2, 2)]
+        served.wait(lambda: has_finished_steps(served, ids[0]))
+        start = time.monotonic()
+        assert served.stop() == 0 and time.monotonic() - start < 15 and not served.list_rank_pids()
+        assert not [*(tmp_path / "jobs" / "jobs" / ids[0]).iterdir()]
         served.start()
-        ended = [served.ended(video) for video in made]
-        assert [(one["status"], one["attempt"]) for one in ended] == [("completed", 1)] * 3
+        ended = [served.wait_for_video(video) for video in ids]
+        assert [(video_fields["status"], video_fields["attempt"]) for video_fields in ended] == [
+            ("completed", 1)
+        ] * 3
 
 
 @pytest.mark.slow
@@ -391,18 +413,20 @@ def test_a_full_disk(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk]).returncode:
         pytest.skip("a small file system can be mounted by root only")
     try:
-        with Served(disk / "jobs", 2) as served:
+        with ServiceProcess(disk / "jobs", 2) as served:
             running = served.create(num_inference_steps=20)
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
                 while True:
                     fill.write(bytes(4096))
-            video = served.ended(running)
+            video = served.wait_for_video(running)
             assert (video["status"], video["error"]["code"]) == ("failed", "disk_full"), video
-            status, headers, told = served.ask("/v1/videos", {"prompt": PROMPT, "num_frames": 5})
-            assert (status, told["error"]["code"]) == (507, "disk_full"), told
+            status, headers, answer = served.request(
+                "/v1/videos", {"prompt": PROMPT, "num_frames": 5}
+            )
+            assert (status, answer["error"]["code"]) == (507, "disk_full"), answer
             assert int(headers["Retry-After"]) > 0 and served.health()["status"] == "ok"
             (disk / "fill").unlink()
-            assert served.ended(served.create())["status"] == "completed"
+            assert served.wait_for_video(served.create())["status"] == "completed"
             assert served.health()["restarts"] == 0
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -415,21 +439,21 @@ def second_node(front: Path, port: int) -> Iterator[list[subprocess.Popen[bytes]
     command += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     command += ["-m", "wan.serve.ranks", str(front)]
     started: list[subprocess.Popen[bytes]] = []
-    over = threading.Event()
+    stopped = threading.Event()
 
-    def go_on() -> None:
-        while not over.wait(0.5):
+    def keep_running() -> None:
+        while not stopped.wait(0.5):
             with Path(f"{front.parent}.node.log").open("ab") as log:
                 environment = os.environ | TORCHRUN
                 started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             started[-1].wait()
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=keep_running)
     thread.start()
     try:
         yield started
     finally:
-        over.set()
+        stopped.set()
         started[-1].terminate()
         thread.join(60)
 
@@ -439,24 +463,31 @@ def test_two_nodes(tmp_path: Path) -> None:
     """Both nodes are on this machine: a rank of the second is killed, and its job is retried."""
     port, folder = int(free_port()), tmp_path / "jobs"
     options = ["--nodes", 2, "--node_address", f"127.0.0.1:{port}"]
-    with second_node(folder / "front.json", port) as node, Served(folder, 2, options) as served:
+    with (
+        second_node(folder / "front.json", port) as node,
+        ServiceProcess(folder, 2, options) as served,
+    ):
         video = served.create(seed=7)
-        assert served.ended(video)["status"] == "completed"
-        own = generated(tmp_path / "one.mp4", *OWN, "--ulysses_size", 2, ranks=2)
-        assert np.array_equal(frames(folder / "jobs" / video / "video.mp4"), own)
+        assert served.wait_for_video(video)["status"] == "completed"
+        expected = generate_frames(
+            tmp_path / "one.mp4", *GENERATE_ARGS, "--ulysses_size", 2, ranks=2
+        )
+        assert np.array_equal(read_frames(folder / "jobs" / video / "video.mp4"), expected)
         running = served.create(num_inference_steps=20)
-        served.wait(lambda: has_begun(served, running))
+        served.wait(lambda: has_finished_steps(served, running))
         children = Path(f"/proc/{node[-1].pid}/task/{node[-1].pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
-        found = served.ended(running, 180)
-        assert (found["status"], found["attempt"]) == ("completed", 2)
+        result = served.wait_for_video(running, 180)
+        assert (result["status"], result["attempt"]) == ("completed", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_faults_of_a_rank(ranks: int, tmp_path: Path) -> None:
-    faults = Faults(tmp_path / "path", *PLACES)
-    own = generated(tmp_path / "own.mp4", *OWN, "--ulysses_size", ranks, ranks=ranks)
-    with Served(tmp_path / "jobs", ranks, path=faults.path) as served:
+    faults = Faults(tmp_path / "path", *FAULT_TARGETS)
+    expected = generate_frames(
+        tmp_path / "own.mp4", *GENERATE_ARGS, "--ulysses_size", ranks, ranks=ranks
+    )
+    with ServiceProcess(tmp_path / "jobs", ranks, path=faults.path) as served:
         for kind in FAULTS:
-            check_fault(kind, served, faults, own)
+            check_fault(kind, served, faults, expected)

@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def tree(folder: Path) -> dict[Path, str]:
+def read_tree(folder: Path) -> dict[Path, str]:
     """Returns the paths and texts of a folder without the lock file."""
     return {
         path: path.read_text() if path.is_file() else os.fspath(path)
@@ -49,14 +49,14 @@ def tree(folder: Path) -> dict[Path, str]:
     }
 
 
-def refuse(folder: Path, capsys: Capsys, *options: str) -> str:
+def check_refused(folder: Path, capsys: Capsys, *options: str) -> str:
     """Starts the service, which must refuse; returns its sentence."""
-    before = tree(folder)
+    tree_before = read_tree(folder)
     assert command.run_service_cli(options) == 2
     sentence = capsys.readouterr().err.strip()
     assert sentence and "\n" not in sentence and "Traceback" not in sentence
     assert len(sentence) < 800 and sentence.endswith((".", "?"))
-    assert tree(folder) == before
+    assert read_tree(folder) == tree_before
     return sentence
 
 
@@ -65,7 +65,7 @@ def test_numbers_have_ranges(folder: Path, capsys: Capsys) -> None:
     wrong = []
     for option in NUMBERS:
         for value in (*BAD, *(["0"] if option in ZERO else [])):
-            sentence = refuse(folder, capsys, f"{option}={value}")
+            sentence = check_refused(folder, capsys, f"{option}={value}")
             if option not in sentence or "must be" not in sentence:
                 wrong.append((option, value, sentence))
     assert not wrong
@@ -74,21 +74,21 @@ def test_numbers_have_ranges(folder: Path, capsys: Capsys) -> None:
 def test_addresses(folder: Path, capsys: Capsys) -> None:
     (folder / "key").write_text("k" * 16)
     two = ("--nodes", "2", "--ranks", "2", "--node_address")
-    said: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for host in ("nowhere.invalid", "a" * 300, "-", "x\0y", "", "203.0.113.77"):
-        service = refuse(folder, capsys, "--host", host, "--api_key", "key")
-        node = refuse(folder, capsys, *two, f"{host}:29500", "--", "--ulysses_size", "2")
-        said |= {f"service {host[:20]!r}": service, f"node {host[:20]!r}": node}
+        service = check_refused(folder, capsys, "--host", host, "--api_key", "key")
+        node = check_refused(folder, capsys, *two, f"{host}:29500", "--", "--ulysses_size", "2")
+        sentences |= {f"service {host[:20]!r}": service, f"node {host[:20]!r}": node}
     for port in ("0", "-1", "65536", "9" * 5000, "nan", "x", ""):
-        said[f"port {port[:20]!r}"] = refuse(folder, capsys, *two, f"127.0.0.1:{port}")
-    check_refusals("serve: addresses", said, HIDDEN)
+        sentences[f"port {port[:20]!r}"] = check_refused(folder, capsys, *two, f"127.0.0.1:{port}")
+    check_refusals("serve: addresses", sentences, HIDDEN)
 
 
 def test_a_port_in_use(folder: Path, capsys: Capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         for journal in ("videos", "new"):
-            assert port in refuse(folder, capsys, "--port", port, "--journal", journal)
+            assert port in check_refused(folder, capsys, "--port", port, "--journal", journal)
 
 
 def test_options(folder: Path, capsys: Capsys) -> None:
@@ -114,21 +114,23 @@ def test_options(folder: Path, capsys: Capsys) -> None:
         "-- --size 17*33",
         *(f"--name {name}" for name in ("a/b", "a" * 64, "---", "ä", "\ud800")),
     )
-    said = {row.replace("\ud800", "half"): refuse(folder, capsys, *row.split()) for row in rows}
-    check_refusals("serve: options", said)
+    sentences = {
+        row.replace("\ud800", "half"): check_refused(folder, capsys, *row.split()) for row in rows
+    }
+    check_refusals("serve: options", sentences)
 
 
 def test_a_folder_of_another_service(folder: Path, capsys: Capsys) -> None:
     with lock_journal(folder / "videos"):
-        said = refuse(folder, capsys)
-    check_refusals("serve: a folder of another service", {"taken": said})
+        sentence = check_refused(folder, capsys)
+    check_refusals("serve: a folder of another service", {"taken": sentence})
 
 
 def _link(path: Path) -> None:
     path.symlink_to(path.parent.parent / "precious")
 
 
-PLACES: dict[str, Callable[[Path], object]] = {
+DAMAGED_PATHS: dict[str, Callable[[Path], object]] = {
     "": lambda path: path.write_text("file"),
     "linked": lambda path: path.symlink_to("nowhere"),
     "file/inside": lambda path: path.parent.write_text("file"),
@@ -146,24 +148,24 @@ PLACES: dict[str, Callable[[Path], object]] = {
 def test_folders_of_jobs(folder: Path, capsys: Capsys) -> None:
     """Files, links, and folders in which a name of the service is already taken."""
     (folder / "precious").write_text("precious")
-    said = {}
-    for number, (name, spoil) in enumerate(PLACES.items()):
+    sentences = {}
+    for number, (name, spoil) in enumerate(DAMAGED_PATHS.items()):
         journal = folder / f"journal{number}"
         path = journal / name
         if name:
             path.parents[name.count("/")].mkdir()
         spoil(path if name else journal)
         is_inside = name in ("linked", "file/inside", "n" * 300)
-        said[name[:20] or "a file"] = refuse(
+        sentences[name[:20] or "a file"] = check_refused(
             folder, capsys, "--journal", str(path if is_inside else journal)
         )
-    check_refusals("serve: folders of jobs", said, [r"/\S*(?=/journal\d+)", r"nnn+"])
+    check_refusals("serve: folders of jobs", sentences, [r"/\S*(?=/journal\d+)", r"nnn+"])
 
 
 def test_locks_that_are_no_file(folder: Path, capsys: Capsys) -> None:
     lock = folder / "videos" / "lock"
     for spoil in (Path.mkdir, os.mkfifo, _link):
         spoil(lock)
-        assert "lock" in refuse(folder, capsys)
+        assert "lock" in check_refused(folder, capsys)
         lock.rmdir() if lock.is_dir() else lock.unlink()
     assert not (folder / "precious").exists()

@@ -67,7 +67,7 @@ class Task:
     latents: bool = True
 
 
-def picture(path: Path, colour: int = 0) -> Path:
+def write_picture(path: Path, colour: int = 0) -> Path:
     """Writes an image of a gradient with noise."""
     rng = np.random.default_rng(colour)
     pixels = np.linspace(0, 200, 96)[None, :, None] + 55 * rng.random((64, 96, 3))
@@ -75,33 +75,33 @@ def picture(path: Path, colour: int = 0) -> Path:
     return path
 
 
-def moving_box(
+def write_moving_box(
     path: Path, size: tuple[int, int] = (64, 48), count: int = 9, fps: float = 16
 ) -> Path:
     """Writes a video of a bright box that moves over a gradient."""
     rows, columns = np.mgrid[: size[1], : size[0]]
-    made: list[Any] = []
+    frames: list[Any] = []
     for index in range(count):
         box = (abs(columns - 12 - 3 * index) < 9) & (abs(rows - size[1] // 2) < 11)
         pixels = np.where(box, 255, 2 * columns + rows).clip(0, 255).astype(np.uint8)
-        made.append(np.repeat(pixels[..., None], 3, axis=-1))
-    imageio.mimwrite(path, made, fps=fps, macro_block_size=8)
+        frames.append(np.repeat(pixels[..., None], 3, axis=-1))
+    imageio.mimwrite(path, frames, fps=fps, macro_block_size=8)
     return path
 
 
 def _image(folder: Path) -> Inputs:
-    return {"--image": picture(folder / "cat.png")}
+    return {"--image": write_picture(folder / "cat.png")}
 
 
 def _both_ends(folder: Path) -> Inputs:
-    return {**_image(folder), "--last_image": picture(folder / "end.png", 1)}
+    return {**_image(folder), "--last_image": write_picture(folder / "end.png", 1)}
 
 
 def _sources(folder: Path) -> Inputs:
     return {
-        "--src_video": moving_box(folder / "video.mp4"),
-        "--src_mask": moving_box(folder / "mask.mp4"),
-        "--src_ref_images": picture(folder / "cat.png"),
+        "--src_video": write_moving_box(folder / "video.mp4"),
+        "--src_mask": write_moving_box(folder / "mask.mp4"),
+        "--src_ref_images": write_picture(folder / "cat.png"),
     }
 
 

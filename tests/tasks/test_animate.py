@@ -11,47 +11,47 @@ import pytest
 import torch
 
 from tests.conftest import Refusals
-from tests.tasks.conftest import Asked
-from tests.tasks.tasks import moving_box
+from tests.tasks.conftest import TaskRun
+from tests.tasks.tasks import write_moving_box
 
 pytestmark = pytest.mark.xdist_group("tasks")
 
 
 @pytest.fixture
-def one(asked: Callable[[str], Asked]) -> Asked:
+def one(asked: Callable[[str], TaskRun]) -> TaskRun:
     return asked("animate")
 
 
-def test_its_record(one: Asked) -> None:
+def test_its_record(one: TaskRun) -> None:
     settings = json.loads(one.video.with_suffix(".json").read_text())["settings"]
     assert (settings["num_clip"], settings["frame_num"], settings["refert_num"]) == (2, 5, 1)
 
 
 @pytest.mark.slow
-def test_a_relighting_lora(one: Asked, tmp_path: Path) -> None:
+def test_a_relighting_lora(one: TaskRun, tmp_path: Path) -> None:
     """A LoRA of zeros changes no bit, and it is in the record."""
     folder, out = tmp_path / "checkpoint", tmp_path / "v.mp4"
     shutil.copytree(one.folder, folder)
     pair = {"blocks.0.ffn.0.lora_A.weight": torch.ones(4, 240)}
     pair["blocks.0.ffn.0.lora_B.weight"] = torch.zeros(480, 4)
     torch.save({"state_dict": pair}, folder / "relighting_lora.ckpt")
-    made = one.made(out, "--ckpt_dir", folder, "--use_relighting_lora")
-    assert (made == one.frames).all()
+    output = one.make_frames(out, "--ckpt_dir", folder, "--use_relighting_lora")
+    assert (output == one.frames).all()
     record = json.loads(out.with_suffix(".json").read_text())
     assert record["settings"]["use_relighting_lora"]
     assert record["lora"]["dit"][0]["file"] == str(folder / "relighting_lora.ckpt")
 
 
 @pytest.mark.slow
-def test_a_character_is_put_into_a_scene(one: Asked, tmp_path: Path) -> None:
-    made = one.made(tmp_path / "v.mp4", "--replace_flag")
-    assert made.shape == one.frames.shape and (made != one.frames).any()
+def test_a_character_is_put_into_a_scene(one: TaskRun, tmp_path: Path) -> None:
+    output = one.make_frames(tmp_path / "v.mp4", "--replace_flag")
+    assert output.shape == one.frames.shape and (output != one.frames).any()
 
 
 Change = Callable[[Path], object]
 
 
-def removed(*names: str) -> Change:
+def remove_files(*names: str) -> Change:
     def change(folder: Path) -> None:
         for name in names:
             (folder / name).unlink()
@@ -59,26 +59,26 @@ def removed(*names: str) -> Change:
     return change
 
 
-def replaced(name: str, content: bytes) -> Change:
+def replace_file(name: str, content: bytes) -> Change:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-def redrawn(*names: str, size: tuple[int, int] = (48, 32), count: int = 8) -> Change:
+def redraw_videos(*names: str, size: tuple[int, int] = (48, 32), count: int = 8) -> Change:
     """Rewrites some videos with another size or length."""
 
     def change(folder: Path) -> None:
         for name in names:
-            moving_box(folder / name, (512, 512) if name == FACE else size, count)
+            write_moving_box(folder / name, (512, 512) if name == FACE else size, count)
 
     return change
 
 
-def a_file(folder: Path) -> None:
+def replace_folder_by_file(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("x")
 
 
-def a_folder_for_a_picture(folder: Path) -> None:
+def replace_picture_by_folder(folder: Path) -> None:
     (folder / REF).unlink()
     (folder / REF).mkdir()
 
@@ -87,27 +87,27 @@ POSE, FACE, REF = "src_pose.mp4", "src_face.mp4", "src_ref.png"
 BG, MASK = "src_bg.mp4", "src_mask.mp4"
 FOLDERS: dict[str, Change] = {
     "no folder": shutil.rmtree,
-    "a file": a_file,
-    "empty": removed(POSE, FACE, REF, BG, MASK),
-    "no pose": removed(POSE),
-    "no face": removed(FACE),
-    "no picture": removed(REF),
-    "no background": removed(BG),
-    "no mask": removed(MASK),
-    "empty pose": replaced(POSE, b""),
-    "empty mask": replaced(MASK, b""),
-    "pose is text": replaced(POSE, b"x" * 999),
-    "face is text": replaced(FACE, b"x" * 999),
-    "picture is text": replaced(REF, b"x" * 999),
-    "picture is empty": replaced(REF, b""),
-    "picture is a folder": a_folder_for_a_picture,
-    "sides": redrawn(POSE, size=(48, 16)),
-    "small mask": redrawn(MASK, size=(32, 32)),
+    "a file": replace_folder_by_file,
+    "empty": remove_files(POSE, FACE, REF, BG, MASK),
+    "no pose": remove_files(POSE),
+    "no face": remove_files(FACE),
+    "no picture": remove_files(REF),
+    "no background": remove_files(BG),
+    "no mask": remove_files(MASK),
+    "empty pose": replace_file(POSE, b""),
+    "empty mask": replace_file(MASK, b""),
+    "pose is text": replace_file(POSE, b"x" * 999),
+    "face is text": replace_file(FACE, b"x" * 999),
+    "picture is text": replace_file(REF, b"x" * 999),
+    "picture is empty": replace_file(REF, b""),
+    "picture is a folder": replace_picture_by_folder,
+    "sides": redraw_videos(POSE, size=(48, 16)),
+    "small mask": redraw_videos(MASK, size=(32, 32)),
     "small face": lambda folder: shutil.copy(folder / POSE, folder / FACE),
-    "short face": redrawn(FACE, count=6),
-    "long background": redrawn(BG, count=9),
-    "one frame": redrawn(POSE, FACE, BG, MASK, count=1),
-    "truncated": lambda folder: replaced(POSE, (folder / POSE).read_bytes()[:300])(folder),
+    "short face": redraw_videos(FACE, count=6),
+    "long background": redraw_videos(BG, count=9),
+    "one frame": redraw_videos(POSE, FACE, BG, MASK, count=1),
+    "truncated": lambda folder: replace_file(POSE, (folder / POSE).read_bytes()[:300])(folder),
 }
 FLAGS = {
     "another size": ["--size", "64*64"],
@@ -122,8 +122,8 @@ FLAGS = {
 }
 
 
-def test_what_is_refused(
-    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+def test_refusals(
+    one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cases = {}

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tests.conftest import Tiny, slow
 from tests.dist import Ranks, torchrun
-from tests.tasks.conftest import frames, run
+from tests.tasks.conftest import read_frames, run_generate
 from tests.tasks.tasks import QUICK
 from wan.cli import main as generate
 
@@ -40,7 +40,7 @@ def asked(start: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "v.mp4"
-    assert run(*asked, "--save_file", out) == 0
+    assert run_generate(*asked, "--save_file", out) == 0
     return out
 
 
@@ -48,14 +48,14 @@ def whole(asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kept(asked: list[str], whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same video, with its clips kept on disk."""
     out = tmp_path_factory.mktemp("kept") / "v.mp4"
-    assert run(*asked, "--save_file", out, "--save_latents") == 0
+    assert run_generate(*asked, "--save_file", out, "--save_latents") == 0
     assert out.read_bytes() == whole.read_bytes()
     return out
 
 
 def test_a_video_of_clips(whole: Path) -> None:
     """9 frames, and 4 more for each further clip."""
-    assert frames(whole).shape == (9 + 2 * 4, 32, 48, 3)
+    assert read_frames(whole).shape == (9 + 2 * 4, 32, 48, 3)
     assert sorted(path.name for path in whole.parent.iterdir()) == ["v.json", "v.mp4"]
     record = json.loads(whole.with_suffix(".json").read_text())
     assert record["video"]["frames"] == 17 and record["seed"] == 7
@@ -63,38 +63,38 @@ def test_a_video_of_clips(whole: Path) -> None:
     assert (record["settings"]["num_clip"], record["settings"]["chain"]) == (3, "latent")
 
 
-def test_a_killed_run_goes_on_where_it_was(asked: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed(asked: list[str], whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"
     argv, clips = [*asked, "--save_file", str(out)], out.with_suffix(".clips")
     with Ranks([{}], generate.main, argv) as killed:
-        killed.until(0, "Clip 3 of 3")
+        killed.wait_for_output(0, "Clip 3 of 3")
         killed.processes[0].kill()
-        assert killed.ended() == [-signal.SIGKILL]
-    made = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
-    assert len(made) == 4 and not out.exists()
-    assert run(*argv, "--save_latents") == 0
+        assert killed.wait_for_exit() == [-signal.SIGKILL]
+    mtimes_before = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
+    assert len(mtimes_before) == 4 and not out.exists()
+    assert run_generate(*argv, "--save_latents") == 0
     assert out.read_bytes() == whole.read_bytes()
-    after = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
-    assert after == made  # the finished clips were not made again
+    mtimes_after = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
+    assert mtimes_after == mtimes_before  # the finished clips were not made again
 
 
-def test_more_clips_of_a_video_that_is_there(
+def test_more_clips_of_an_existing_video(
     start: list[str], whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "v.mp4"
     argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
-    assert run(*argv, *PROMPTS[:2]) == 0
-    assert frames(out).shape[0] == 13
-    assert run(*argv, *PROMPTS) == 0
+    assert run_generate(*argv, *PROMPTS[:2]) == 0
+    assert read_frames(out).shape[0] == 13
+    assert run_generate(*argv, *PROMPTS) == 0
     assert "2 of 3 clips are in" in capfd.readouterr().out
-    assert (frames(out) == frames(whole)).all()
-    assert run(*argv, "one", "other", "three") == 0
+    assert (read_frames(out) == read_frames(whole)).all()
+    assert run_generate(*argv, "one", "other", "three") == 0
     assert "clip 2 is generated again, because it differs in prompt" in capfd.readouterr().out
-    assert (frames(out)[:9] == frames(whole)[:9]).all()
-    assert (frames(out)[9:] != frames(whole)[9:17]).any()
+    assert (read_frames(out)[:9] == read_frames(whole)[:9]).all()
+    assert (read_frames(out)[9:] != read_frames(whole)[9:17]).any()
 
 
-def test_what_makes_clips_again(
+def test_a_changed_image_makes_clips_again(
     start: list[str], image_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Another image under the same name does; another placement of the weights does not."""
@@ -102,11 +102,11 @@ def test_what_makes_clips_again(
     shutil.copy(image_path, image)
     argv = [*start, "--image", image, "--save_latents", "--save_file", tmp_path / "v.mp4"]
     argv += ["--clip_prompts", *PROMPTS[:2]]
-    assert run(*argv) == 0
-    assert run(*argv, "--offload_model", "block") == 0
+    assert run_generate(*argv) == 0
+    assert run_generate(*argv, "--offload_model", "block") == 0
     assert "2 of 2 clips are in" in capfd.readouterr().out
     Image.new("RGB", (96, 64), (200, 40, 40)).save(image)
-    assert run(*argv) == 0
+    assert run_generate(*argv) == 0
     reason = "because it differs in the content of --image"
     assert f"clip 1 is generated again, {reason}" in capfd.readouterr().out
 
@@ -158,7 +158,7 @@ def test_changed_clips_are_made_again(
     shutil.copytree(kept.with_suffix(".clips"), out.with_suffix(".clips"))
     name, make = CHANGES[change]
     make(out.with_suffix(".clips") / name)
-    assert run(*asked, "--save_file", out) == 0
+    assert run_generate(*asked, "--save_file", out) == 0
     assert out.read_bytes() == whole.read_bytes()
     assert not out.with_suffix(".clips").exists()
 
@@ -180,9 +180,9 @@ def test_a_foreign_folder_of_clips(
     else:
         shutil.copytree(kept.with_suffix(".clips"), folder)
         (folder / name).write_text("precious")
-    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert run(*asked, "--save_file", tmp_path / "v.mp4") == 2
-    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    mtimes_before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert run_generate(*asked, "--save_file", tmp_path / "v.mp4") == 2
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == mtimes_before
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
@@ -193,21 +193,21 @@ def test_other_files_in_the_folder_of_clips_stay(
     shutil.copytree(kept.with_suffix(".clips"), folder)
     (folder / "notes.txt").write_text("precious")
     (folder / "0009.mp4").symlink_to(whole)
-    assert run(*asked, "--save_file", out) == 2  # a link where a clip may be written
+    assert run_generate(*asked, "--save_file", out) == 2  # a link where a clip may be written
     (folder / "0009.mp4").unlink()
-    assert run(*asked, "--save_file", out) == 0
+    assert run_generate(*asked, "--save_file", out) == 0
     assert [path.read_text() for path in folder.iterdir()] == ["precious"]
 
 
 @pytest.mark.parametrize(
     "flags", [["--offload_model", "false"], slow([]), slow(["--offload_model", "block"])], ids=str
 )
-def test_decoding_beside_the_next_clip_changes_no_bit(
+def test_overlapped_decoding_changes_no_bit(
     flags: list[str], asked: list[str], whole: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "v.mp4"
-    assert run(*asked, "--overlap_decoding", *flags, "--save_file", out) == 0
-    assert (frames(out) == frames(whole)).all()
+    assert run_generate(*asked, "--overlap_decoding", *flags, "--save_file", out) == 0
+    assert (read_frames(out) == read_frames(whole)).all()
 
 
 @pytest.mark.slow
@@ -217,10 +217,10 @@ def test_ranks_go_on_with_a_video_of_one_process(
 ) -> None:
     out = tmp_path / "v.mp4"
     argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
-    assert run(*argv, *PROMPTS[:2]) == 0
-    done = torchrun(2, *argv, *PROMPTS, "--ulysses_size", "2")
-    assert done.returncode == 0 and "2 of 3 clips are in" in done.stdout + done.stderr
-    assert np.abs(frames(out).astype(int) - frames(whole)).mean() < 0.05
+    assert run_generate(*argv, *PROMPTS[:2]) == 0
+    result = torchrun(2, *argv, *PROMPTS, "--ulysses_size", "2")
+    assert result.returncode == 0 and "2 of 3 clips are in" in result.stdout + result.stderr
+    assert np.abs(read_frames(out).astype(int) - read_frames(whole)).mean() < 0.05
 
 
 def test_a_prompt_file(start: list[str], whole: Path, tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_a_prompt_file(start: list[str], whole: Path, tmp_path: Path) -> None:
     ]
     (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out"
-    assert run(*start, "--prompt_file", tmp_path / "l.jsonl", "--save_file", out) == 1
-    assert (frames(out / "long.mp4") == frames(whole)).all()
-    assert frames(out / "two.mp4").shape[0] == 13
+    assert run_generate(*start, "--prompt_file", tmp_path / "l.jsonl", "--save_file", out) == 1
+    assert (read_frames(out / "long.mp4") == read_frames(whole)).all()
+    assert read_frames(out / "two.mp4").shape[0] == 13
     refused = json.loads((out / "l.summary.json").read_text())["refused"]
     assert list(refused) == ["3"] and "num_clip" in refused["3"]

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from tests.conftest import slow
-from tests.dist import Ranks, launcher
-from tests.serve.serving import Served
-from tests.tasks.conftest import Asked, frames
+from tests.dist import Ranks, make_rank_envs
+from tests.serve.serving import ServiceProcess
+from tests.tasks.conftest import TaskRun, read_frames
 from tests.tasks.tasks import BODY, TASKS
 from wan.cli import main as generate
 
 pytestmark = pytest.mark.dist
-WAYS = {
+PARALLEL_FLAGS = {
     "baseline": ["--ulysses_size", "2"],
     "InsertComm": ["--ulysses_size", "2", "--comm_type", "1"],
     "BlockAttn, sharded weights": [
@@ -41,24 +41,24 @@ DEFAULT = {
 
 @pytest.mark.parametrize(
     ("task", "way"),
-    [pair if pair in DEFAULT else slow(*pair) for pair in itertools.product(TASKS, WAYS)],
+    [pair if pair in DEFAULT else slow(*pair) for pair in itertools.product(TASKS, PARALLEL_FLAGS)],
 )
 def test_two_ranks_make_the_video(
-    task: str, way: str, asked: Callable[[str], Asked], tmp_path: Path
+    task: str, way: str, asked: Callable[[str], TaskRun], tmp_path: Path
 ) -> None:
     """Equals the video of one process except for rounding, which x264 may amplify."""
-    one, out = asked(task), tmp_path / "v.mp4"
-    argv = [*one.argv, *WAYS[way], "--save_file", str(out)]
-    with Ranks(launcher(2), generate.main, argv) as ranks:
-        assert ranks.ended(300) == [0, 0], ranks.said()
-    off = np.abs(frames(out).astype(int) - one.frames)
-    assert off.max() <= 25 and off.mean() < 0.5
+    task_run, out = asked(task), tmp_path / "v.mp4"
+    argv = [*task_run.argv, *PARALLEL_FLAGS[way], "--save_file", str(out)]
+    with Ranks(make_rank_envs(2), generate.main, argv) as ranks:
+        assert ranks.wait_for_exit(300) == [0, 0], ranks.format_outputs()
+    difference = np.abs(read_frames(out).astype(int) - task_run.frames)
+    assert difference.max() <= 25 and difference.mean() < 0.5
 
 
 FIELDS = {"--image": "input_reference"}
 
 
-def url(path: Path) -> str:
+def make_data_url(path: Path) -> str:
     kind = {".png": "image/png", ".mp4": "video/mp4", ".wav": "audio/wav"}[path.suffix]
     return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode()
 
@@ -66,23 +66,23 @@ def url(path: Path) -> str:
 @pytest.mark.slow  # tests/serve has the service of t2v
 @pytest.mark.parametrize("task", TASKS)
 def test_a_service_makes_the_video(
-    task: str, asked: Callable[[str], Asked], tmp_path: Path
+    task: str, asked: Callable[[str], TaskRun], tmp_path: Path
 ) -> None:
-    one, body = asked(task), dict[str, Any](BODY)
-    for flag, path in one.inputs.items():
-        given = [path] if path.is_file() else sorted(path.iterdir())
-        for file in given:
+    task_run, body = asked(task), dict[str, Any](BODY)
+    for flag, path in task_run.inputs.items():
+        paths = [path] if path.is_file() else sorted(path.iterdir())
+        for file in paths:
             name = FIELDS.get(flag, flag[2:]) if path.is_file() else file.stem
-            body[name] = url(file)
-    served = Served(
-        tmp_path / "jobs", flags=["--task", one.task.checkpoint, "--ckpt_dir", one.folder]
+            body[name] = make_data_url(file)
+    served = ServiceProcess(
+        tmp_path / "jobs", flags=["--task", task_run.task.checkpoint, "--ckpt_dir", task_run.folder]
     )
     try:
-        status, _, made = served.ask("/v1/videos", body | dict(one.task.body))
-        assert status == 200, made
-        video = served.ended(made["id"])
+        status, _, created = served.request("/v1/videos", body | dict(task_run.task.body))
+        assert status == 200, created
+        video = served.wait_for_video(created["id"])
         assert video["status"] == "completed", video
-        (tmp_path / "v.mp4").write_bytes(served.ask(f"/v1/videos/{video['id']}/content")[2])
+        (tmp_path / "v.mp4").write_bytes(served.request(f"/v1/videos/{video['id']}/content")[2])
     finally:
         served.stop()
-    assert (frames(tmp_path / "v.mp4") == one.frames).all()
+    assert (read_frames(tmp_path / "v.mp4") == task_run.frames).all()

@@ -18,7 +18,7 @@ import torch
 
 import wan
 from tests.conftest import Refusals, Tiny, slow
-from tests.tasks.conftest import Asked, frames, run
+from tests.tasks.conftest import TaskRun, read_frames, run_generate
 from tools.make_sound import write_wav
 from wan.modules.s2v import WanModel_S2V
 
@@ -27,50 +27,52 @@ FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
 
 
 @pytest.fixture
-def one(asked: Callable[[str], Asked]) -> Asked:
+def one(asked: Callable[[str], TaskRun]) -> TaskRun:
     return asked("s2v")
 
 
-def streams(path: Path) -> str:
+def read_stream_info(path: Path) -> str:
     return subprocess.run([FFMPEG, "-i", str(path)], capture_output=True, text=True).stderr
 
 
-def samples(path: Path) -> np.ndarray:
+def read_samples(path: Path) -> np.ndarray:
     """Reads the audio of a file at 16 kHz."""
     command = [FFMPEG, "-v", "error", "-i", str(path), "-ac", "1", "-ar", "16000", "-f", "s16le"]
-    done = subprocess.run([*command, "-"], capture_output=True, check=True)
-    return np.frombuffer(done.stdout, "<i2").astype(float)
+    result = subprocess.run([*command, "-"], capture_output=True, check=True)
+    return np.frombuffer(result.stdout, "<i2").astype(float)
 
 
-def alike(ours: np.ndarray, theirs: np.ndarray, later: int, length: int) -> float:
+def correlate(sound: np.ndarray, reference: np.ndarray, start: int, length: int) -> float:
     """Returns the correlation of a sound with a reference that starts at a sample."""
-    return abs(np.corrcoef(ours[:length], theirs[later : later + length])[0, 1])
+    return abs(np.corrcoef(sound[:length], reference[start : start + length])[0, 1])
 
 
-def test_a_video_with_its_sound(one: Asked) -> None:
+def test_a_video_with_its_sound(one: TaskRun) -> None:
     """16 frames per second; the video is as long as the shorter of frames and audio."""
-    said, sound = streams(one.video), samples(one.inputs["--audio"])
-    assert "16 fps" in said and "Audio: aac" in said
-    ours = samples(one.video)
-    length = min(len(ours), len(sound)) - 4000
-    assert alike(ours, sound, 0, length) > 0.9 > alike(sound, ours, 3000, length)
+    stream_info, sound = read_stream_info(one.video), read_samples(one.inputs["--audio"])
+    assert "16 fps" in stream_info and "Audio: aac" in stream_info
+    video_sound = read_samples(one.video)
+    length = min(len(video_sound), len(sound)) - 4000
+    assert (
+        correlate(video_sound, sound, 0, length) > 0.9 > correlate(sound, video_sound, 3000, length)
+    )
     record = json.loads(one.video.with_suffix(".json").read_text())
     settings = record["settings"]
     assert (settings["num_clip"], settings["infer_frames"]) == (2, 12)
     assert "frame_num" not in settings and "sound" in record["seconds"]
 
 
-def test_the_sound_can_be_cut_to_the_picture(one: Asked, tmp_path: Path) -> None:
+def test_the_sound_can_be_cut_to_the_picture(one: TaskRun, tmp_path: Path) -> None:
     """The first three frames, 3/16 s, are not shown."""
     out = tmp_path / "sync.mp4"
-    assert one.made(out, "--num_clip", "1", "--audio_sync").shape[0] == 9
-    ours, sound = samples(out), samples(one.inputs["--audio"])
-    assert alike(ours, sound, 3000, 6000) > 0.9 > alike(ours, sound, 0, 6000)
+    assert one.make_frames(out, "--num_clip", "1", "--audio_sync").shape[0] == 9
+    video_sound, sound = read_samples(out), read_samples(one.inputs["--audio"])
+    assert correlate(video_sound, sound, 3000, 6000) > 0.9 > correlate(video_sound, sound, 0, 6000)
 
 
 @pytest.mark.parametrize(("more", "frames"), [(["--start_from_ref"], 12), slow([], 9)])
 def test_poses_and_the_picture_as_first_frame(
-    more: list[str], frames: int, one: Asked, tmp_path: Path
+    more: list[str], frames: int, one: TaskRun, tmp_path: Path
 ) -> None:
     pose = tmp_path / "pose.mp4"
     drawn = np.zeros((10, 64, 96, 3), np.uint8)
@@ -78,27 +80,27 @@ def test_poses_and_the_picture_as_first_frame(
         frame[20:40, 6 * i : 6 * i + 20] = 255
     imageio.mimwrite(pose, [*drawn], fps=16)
     flags = ["--pose_video", pose, "--num_clip", "1", *more]
-    posed = one.made(tmp_path / "v.mp4", *flags).astype(int)
+    posed = one.make_frames(tmp_path / "v.mp4", *flags).astype(int)
     assert len(posed) == frames and np.abs(posed[-9:] - one.frames[:9]).max() > 20
 
 
 def test_clips_before_a_failure_are_kept(
-    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second clip fails; the only file is the first clip, with its audio."""
     calls, forward = [0], WanModel_S2V.forward
 
-    def failing(self: Any, *args: Any, **more: Any) -> Any:
+    def fail_in_second_clip(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if calls[0] > 2 * 2:
             raise OSError(28, "No space left on device")
-        return forward(self, *args, **more)
+        return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(WanModel_S2V, "forward", failing)
-    assert run(*one.argv, "--save_file", tmp_path / "v.mp4") == 1
-    (kept,) = tmp_path.iterdir()
-    assert kept.name == "v.clips-1-1.mp4" and "Audio: aac" in streams(kept)
-    assert frames(kept).shape[0] == 12 - 3
+    monkeypatch.setattr(WanModel_S2V, "forward", fail_in_second_clip)
+    assert run_generate(*one.argv, "--save_file", tmp_path / "v.mp4") == 1
+    (clip_file,) = tmp_path.iterdir()
+    assert clip_file.name == "v.clips-1-1.mp4" and "Audio: aac" in read_stream_info(clip_file)
+    assert read_frames(clip_file).shape[0] == 12 - 3
 
 
 BAD: dict[str, list[str]] = {
@@ -125,7 +127,7 @@ BAD: dict[str, list[str]] = {
     "a published curve": ["--audio", "a.wav", "--step_cache", "mag"],
     "speech": ["--enable_tts"],
 }
-OF_OTHERS = {flag: [flag, value] for flag, value in (("--audio", "a.wav"), ("--num_clip", "2"))} | {
+S2V_FLAGS = {flag: [flag, value] for flag, value in (("--audio", "a.wav"), ("--num_clip", "2"))} | {
     "--infer_frames": ["--infer_frames", "8"]
 }
 
@@ -134,7 +136,7 @@ def mute_video(path: Path, fps: int) -> None:
     imageio.mimwrite(path, [np.zeros((64, 64, 3), np.uint8)] * 4, fps=fps)
 
 
-def test_what_is_refused(
+def test_refusals(
     tiny: Tiny,
     image_path: Path,
     tmp_path: Path,
@@ -158,23 +160,25 @@ def test_what_is_refused(
     start += ["--prompt", "a cat speaks", "--base_seed", "7", "--save_file", "v.mp4"]
     refusals("s2v", {case: [*start, *flags] for case, flags in BAD.items()})
     other = ["--ckpt_dir", tiny("t2v-A14B"), "--size", "64*64"]
-    refusals("s2v: with other tasks", {case: [*other, *more] for case, more in OF_OTHERS.items()})
+    refusals("s2v: with other tasks", {case: [*other, *more] for case, more in S2V_FLAGS.items()})
 
 
-def test_notices_about_rates(one: Asked, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_notices_about_rates(
+    one: TaskRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """8 kHz is telephone quality; a pose video of 25 frames a second gives 12.5."""
     sound = write_wav(tmp_path / "telephone.wav", 1.3, rate=8000)
     mute_video(tmp_path / "pose25.mp4", 25)
     poses = ["--pose_video", tmp_path / "pose25.mp4"]
-    assert run(*one.argv, "--audio", sound, *poses, "--plan") == 0
-    said = capfd.readouterr()
-    assert "8000 samples a second" in said.out and "1.28 times" in said.out
-    assert "2 clips of 12 frames" in said.out
-    assert "sound encoder: wav2vec2-large-xlsr-53-english; runs in fp32 on the CPU" in said.out
+    assert run_generate(*one.argv, "--audio", sound, *poses, "--plan") == 0
+    captured = capfd.readouterr()
+    assert "8000 samples a second" in captured.out and "1.28 times" in captured.out
+    assert "2 clips of 12 frames" in captured.out
+    assert "sound encoder: wav2vec2-large-xlsr-53-english; runs in fp32 on the CPU" in captured.out
 
 
 @torch.no_grad()
-def test_the_official_class(one: Asked) -> None:
+def test_the_official_class(one: TaskRun) -> None:
     """Latents as output, several videos in one call, and invalid arguments."""
     model = wan.WanS2V("s2v-14B", one.folder, precision="fp32")
     files = {"ref_image_path": one.inputs["--image"], "audio_path": one.inputs["--audio"]}

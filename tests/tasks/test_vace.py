@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import Refusals, Tiny, slow
-from tests.tasks.conftest import Asked, frames, run
-from tests.tasks.tasks import QUICK, moving_box, picture
+from tests.tasks.conftest import TaskRun, read_frames, run_generate
+from tests.tasks.tasks import QUICK, write_moving_box, write_picture
 from wan.pipeline.following import count_vace_frames
 from wan.pipeline.sources import VaceInputs
 from wan.settings.presets import PRESETS
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.xdist_group("tasks")
 
 
 @pytest.fixture
-def one(asked: Callable[[str], Asked]) -> Asked:
+def one(asked: Callable[[str], TaskRun]) -> TaskRun:
     return asked("vace")
 
 
-def without(one: Asked, *flags: str) -> list[str]:
+def drop_flags(task_run: TaskRun, *flags: str) -> list[str]:
     """Returns the command line without some inputs."""
-    argv = one.argv
+    argv = task_run.argv
     for flag in flags:
-        at = argv.index(flag)
-        argv = [*argv[:at], *argv[at + 2 :]]
+        index = argv.index(flag)
+        argv = [*argv[:index], *argv[index + 2 :]]
     return argv
 
 
@@ -43,39 +43,39 @@ def without(one: Asked, *flags: str) -> list[str]:
     ],
     ids=str,
 )
-def test_subsets(left_out: list[str], one: Asked, tmp_path: Path) -> None:
-    assert run(*without(one, *left_out), "--save_file", tmp_path / "v.mp4") == 0
-    found = frames(tmp_path / "v.mp4")
-    assert found.shape == (5, 48, 64, 3) and (found != one.frames).any()
+def test_subsets(left_out: list[str], one: TaskRun, tmp_path: Path) -> None:
+    assert run_generate(*drop_flags(one, *left_out), "--save_file", tmp_path / "v.mp4") == 0
+    output = read_frames(tmp_path / "v.mp4")
+    assert output.shape == (5, 48, 64, 3) and (output != one.frames).any()
 
 
 @pytest.mark.parametrize(("scale", "same"), [("0.5", False), ("1,1", True)])
-def test_scales_of_the_control(scale: str, same: bool, one: Asked, tmp_path: Path) -> None:
-    made = one.made(tmp_path / "v.mp4", "--conditioning_scale", scale)
-    assert (made == one.frames).all() == same
+def test_scales_of_the_control(scale: str, same: bool, one: TaskRun, tmp_path: Path) -> None:
+    output = one.make_frames(tmp_path / "v.mp4", "--conditioning_scale", scale)
+    assert (output == one.frames).all() == same
 
 
-def test_repeated_pictures(one: Asked, tmp_path: Path) -> None:
+def test_repeated_pictures(one: TaskRun, tmp_path: Path) -> None:
     """Each use of the flag adds an image; the latent frames of the images are not decoded."""
-    more = ["--src_ref_images", picture(tmp_path / "b.png", 1)]
-    made = one.made(tmp_path / "v.mp4", *more)
-    assert made.shape == one.frames.shape and (made != one.frames).any()
+    more = ["--src_ref_images", write_picture(tmp_path / "b.png", 1)]
+    output = one.make_frames(tmp_path / "v.mp4", *more)
+    assert output.shape == one.frames.shape and (output != one.frames).any()
     record = json.loads((tmp_path / "v.json").read_text())
-    given = record["settings"]["src_ref_images"]
-    assert given == [str(one.inputs["--src_ref_images"]), str(tmp_path / "b.png")]
+    images = record["settings"]["src_ref_images"]
+    assert images == [str(one.inputs["--src_ref_images"]), str(tmp_path / "b.png")]
 
 
-def test_a_shorter_and_larger_video_than_the_default(one: Asked, tmp_path: Path) -> None:
+def test_a_shorter_and_larger_video_than_the_default(one: TaskRun, tmp_path: Path) -> None:
     """Without `frame_num` the video is as long as its source, within the area of `size`."""
-    source = moving_box(tmp_path / "s.mp4", (128, 96), 7, fps=24)
-    argv = without(one, "--frame_num", "--src_mask", "--src_ref_images")
-    assert run(*argv, "--src_video", source, "--save_file", tmp_path / "v.mp4") == 0
+    source = write_moving_box(tmp_path / "s.mp4", (128, 96), 7, fps=24)
+    argv = drop_flags(one, "--frame_num", "--src_mask", "--src_ref_images")
+    assert run_generate(*argv, "--src_video", source, "--save_file", tmp_path / "v.mp4") == 0
     record = json.loads((tmp_path / "v.json").read_text())
     assert record["video"] == {"frames": 5, "width": 64, "height": 48, "fps": 24}
 
 
 @pytest.mark.parametrize(
-    ("source", "given", "default", "counted"),
+    ("source", "requested", "default", "counted"),
     [
         (100, None, None, None),
         (80, None, None, 77),
@@ -85,21 +85,21 @@ def test_a_shorter_and_larger_video_than_the_default(one: Asked, tmp_path: Path)
         (33, 33, 81, None),
     ],
 )
-def test_how_many_frames_of_a_source_are_taken(
-    source: int, given: int | None, default: int | None, counted: int | None
+def test_number_of_frames_read_from_a_source(
+    source: int, requested: int | None, default: int | None, counted: int | None
 ) -> None:
     """The requested number, else the default of the checkpoint or task, at most all, 4n + 1."""
     values, defaults, wanted = (
-        {} if count is None else {"frame_num": count} for count in (given, default, counted)
+        {} if count is None else {"frame_num": count} for count in (requested, default, counted)
     )
     video: Any = object()  # not read in this test
     sources = VaceInputs(num_frames=source, video_reader=video)
-    found = count_vace_frames(values, PRESETS["vace-1.3B"], sources, defaults)
-    assert found == {"num_reference_images": 0, **wanted}
+    updates = count_vace_frames(values, PRESETS["vace-1.3B"], sources, defaults)
+    assert updates == {"num_reference_images": 0, **wanted}
 
 
 @pytest.mark.slow
-def test_two_experts_of_a_prompt_file(one: Asked, tiny: Tiny, tmp_path: Path) -> None:
+def test_two_experts_of_a_prompt_file(one: TaskRun, tiny: Tiny, tmp_path: Path) -> None:
     """Grouped by expert: the control inputs of a paused video are offloaded to the host."""
     lines = [
         {"prompt": name, flag[2:]: str(one.inputs[flag])}
@@ -108,16 +108,16 @@ def test_two_experts_of_a_prompt_file(one: Asked, tiny: Tiny, tmp_path: Path) ->
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     argv = ["--task", "vace-A14B", "--ckpt_dir", tiny("vace-A14B"), *one.task.flags, *QUICK]
     argv += ["--prompt_file", tmp_path / "lines.jsonl"]
-    assert run(*argv, "--group_by_expert", "--save_file", tmp_path / "grouped") == 0
-    assert run(*argv, "--save_file", tmp_path / "single") == 0
+    assert run_generate(*argv, "--group_by_expert", "--save_file", tmp_path / "grouped") == 0
+    assert run_generate(*argv, "--save_file", tmp_path / "single") == 0
     grouped, single = (sorted((tmp_path / name).glob("*.mp4")) for name in ("grouped", "single"))
-    for made, wanted in zip(grouped, single, strict=True):
-        assert (frames(made) == frames(wanted)).all()
+    for grouped_video, single_video in zip(grouped, single, strict=True):
+        assert (read_frames(grouped_video) == read_frames(single_video)).all()
 
 
 def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Plans a video of the published model without any inputs."""
-    assert run("--task", "vace-1.3B", "--plan", "--device", "cpu") == 0
+    assert run_generate("--task", "vace-1.3B", "--plan", "--device", "cpu") == 0
     assert "denoising" in capsys.readouterr().out.lower()
 
 
@@ -139,28 +139,28 @@ BAD: dict[str, list[str]] = {
     "a word as scale": [*VIDEO, "--conditioning_scale", "much"],
     "image": ["--image", "a.png"],
 }
-OF_OTHERS = {
+VACE_FLAGS = {
     "a video": VIDEO,
     "pictures": ["--src_ref_images", "a.png"],
     "a scale": ["--conditioning_scale", "2"],
 }
 
 
-def test_what_is_refused(
-    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+def test_refusals(
+    one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    moving_box(tmp_path / "v.mp4")
-    moving_box(tmp_path / "small.mp4", (48, 48))
-    moving_box(tmp_path / "eight.mp4", count=8)
-    moving_box(tmp_path / "four.mp4", count=4)
-    moving_box(tmp_path / "fast.mp4", fps=300)
+    write_moving_box(tmp_path / "v.mp4")
+    write_moving_box(tmp_path / "small.mp4", (48, 48))
+    write_moving_box(tmp_path / "eight.mp4", count=8)
+    write_moving_box(tmp_path / "four.mp4", count=4)
+    write_moving_box(tmp_path / "fast.mp4", fps=300)
     for name in ("text.mp4", "text.png"):
         (tmp_path / name).write_bytes(b"x" * 999)
-    start = without(one, *one.inputs)
+    start = drop_flags(one, *one.inputs)
     refusals("vace", {case: [*start, *flags] for case, flags in BAD.items()})
     weights = {f"{n} of 8 weights": ",".join(["0.5"] * n) for n in (2, 7, 9)}
     plan = ["--plan", "--task", "vace-14B", "--device", "cuda", "--conditioning_scale"]
     refusals("vace: plans", {case: [*plan, scale] for case, scale in weights.items()})
-    others = {case: ["--task", "t2v-1.3B", *flags] for case, flags in OF_OTHERS.items()}
-    refusals("vace: with other tasks", others)
+    other_tasks = {case: ["--task", "t2v-1.3B", *flags] for case, flags in VACE_FLAGS.items()}
+    refusals("vace: with other tasks", other_tasks)

@@ -15,7 +15,7 @@ from PIL import Image
 
 import wan
 from tests.conftest import slow
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from tools.quantize_dit import quantize_checkpoint
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
 from wan.pipeline.video_reader import read_video
@@ -100,10 +100,11 @@ def test_many_videos_are_checked_first(t2v, tiny) -> None:
         "no prompt": ([{}], {}),
     }
     messages = {
-        name: said(t2v.generate_many, calls, **options) for name, (calls, options) in table.items()
+        name: get_refusal(t2v.generate_many, calls, **options)
+        for name, (calls, options) in table.items()
     }
     i2v = wan.WanI2V("i2v-A14B", tiny("i2v-A14B"))
-    messages["no image"] = said(i2v.generate_many, [{"input_prompt": "a", "img": None}])
+    messages["no image"] = get_refusal(i2v.generate_many, [{"input_prompt": "a", "img": None}])
     check_refusals("python: many videos", messages)
 
 
@@ -206,16 +207,19 @@ def test_refusals(t2v, tiny) -> None:
     }
     usual = {"input_prompt": "a", **SMALL}
     messages = {
-        name: said(t2v.generate, **{**usual, **overrides}) for name, overrides in calls.items()
+        name: get_refusal(t2v.generate, **{**usual, **overrides})
+        for name, overrides in calls.items()
     }
     i2v = wan.WanI2V("i2v-A14B", tiny("i2v-A14B"))
-    messages["no image"] = said(i2v.generate, "a cat", [], **QUICK)
+    messages["no image"] = get_refusal(i2v.generate, "a cat", [], **QUICK)
     for start, steps in ((10, 10), (45, 45)):
         model = sparse(tiny, sparse_start_step=start)
         overrides = {"sampling_steps": steps}
-        messages[f"sparse from step {start}"] = said(model.generate, **{**usual, **overrides})
+        messages[f"sparse from step {start}"] = get_refusal(
+            model.generate, **{**usual, **overrides}
+        )
     model = sparse(tiny, sparse_start_step=1, sparsity=0.0, mask_refresh_interval=2)
-    messages["one sparse step"] = said(model.generate, **usual)
+    messages["one sparse step"] = get_refusal(model.generate, **usual)
     check_refusals("python: calls", messages)
     assert model.generate("a", **{**LATENT, "sampling_steps": 3}).shape == (16, 2, 4, 8)
 
@@ -244,7 +248,7 @@ def test_a_video_is_saved(tmp_path: Path) -> None:
         "a folder that is a file": (video, foreign / "x.mp4"),
         "too many frames a second": (video, tmp_path / "x.mp4", 1000),
     }
-    refusals = {name: said(wan.save_video, *call) for name, call in table.items()}
+    refusals = {name: get_refusal(wan.save_video, *call) for name, call in table.items()}
     check_refusals("python: save_video", refusals)
     assert foreign.read_bytes() == b"mine" and len([*tmp_path.iterdir()]) == 2
 
@@ -281,12 +285,12 @@ def test_refused_settings(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     config, folder = WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B")
     usual = {"config": config, "checkpoint_dir": folder, "device": "cpu"}
     messages = {
-        name: said(wan.WanT2V, **{**usual, **overrides}) for name, overrides in table.items()
+        name: get_refusal(wan.WanT2V, **{**usual, **overrides}) for name, overrides in table.items()
     }
     for name, value in (("MINDIE_SD_FA_TYPE", "x"), ("USE_SUB_HEAD", "2")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            messages[name] = said(wan.WanT2V, **usual)
+            messages[name] = get_refusal(wan.WanT2V, **usual)
     check_refusals("python: settings", messages)
     assert max(map(len, messages.values())) < 300
     wan.WanT2V(config, folder, device="cpu", attention_backend="sdpa")

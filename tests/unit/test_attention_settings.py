@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.settings import attention as subject
 from wan.settings import attention_modes, values
 from wan.settings.attention import Attention
@@ -125,15 +125,25 @@ def test_layouts_and_requests_that_are_refused() -> None:
     compiled = Execution(compile=True)
     one_rank, two_ranks = Parallel(), sizes(1, 2)
     messages = {
-        "an exchange of one rank": said(subject.check_attention_layout, exchanged, one_rank, 128),
-        "an exchange of heads of 6": said(subject.check_attention_layout, exchanged, two_ranks, 6),
-        "LASER's heads": said(subject.check_attention_layout, LASER, one_rank, 256),
-        "one sparse step": said(subject.check_attention_request, rain, one_rank, 41, 9000),
-        "no sparse step": said(subject.check_attention_request, rain, one_rank, 40, 9000),
-        "LASER's rows": said(subject.check_attention_request, LASER, one_rank, 40, LASER_ROWS - 1),
-        "LASER in fp32": said(subject.check_attention, LASER, Execution(precision="fp32")),
-        "a clock above": said(subject.check_attention, Attention(fa_freq_cap=1651), Execution()),
-        "a clock, compiled": said(subject.check_attention, Attention(fa_freq_cap=1650), compiled),
+        "an exchange of one rank": get_refusal(
+            subject.check_attention_layout, exchanged, one_rank, 128
+        ),
+        "an exchange of heads of 6": get_refusal(
+            subject.check_attention_layout, exchanged, two_ranks, 6
+        ),
+        "LASER's heads": get_refusal(subject.check_attention_layout, LASER, one_rank, 256),
+        "one sparse step": get_refusal(subject.check_attention_request, rain, one_rank, 41, 9000),
+        "no sparse step": get_refusal(subject.check_attention_request, rain, one_rank, 40, 9000),
+        "LASER's rows": get_refusal(
+            subject.check_attention_request, LASER, one_rank, 40, LASER_ROWS - 1
+        ),
+        "LASER in fp32": get_refusal(subject.check_attention, LASER, Execution(precision="fp32")),
+        "a clock above": get_refusal(
+            subject.check_attention, Attention(fa_freq_cap=1651), Execution()
+        ),
+        "a clock, compiled": get_refusal(
+            subject.check_attention, Attention(fa_freq_cap=1650), compiled
+        ),
     }
     check_refusals("attention: settings", messages)
     subject.check_attention_layout(exchanged, two_ranks, 128)
@@ -175,7 +185,8 @@ def test_a_choice_of_several_words() -> None:
     assert parse_subset("--x", "auto") == parse_subset("--x", ["auto"]) == ("auto",)
     wrong = {repr(x): x for x in ("d", "a,none", "a,auto", "", None, 3, [1], {"a": 1})}
     check_refusals(
-        "values: some words", {name: said(parse_subset, "--x", x) for name, x in wrong.items()}
+        "values: some words",
+        {name: get_refusal(parse_subset, "--x", x) for name, x in wrong.items()},
     )
 
 
@@ -183,7 +194,7 @@ def test_real_numbers_within_bounds() -> None:
     parse_share = values.real(0, 1, exclude_max=True)
     assert parse_share("--x", "0") == 0.0 and parse_share("--x", 0.999) == 0.999
     wrong = (1, "1e9", None, "inf", True, "-1e-9", "nan")
-    messages = {f"share {x!r}": said(parse_share, "--x", x) for x in wrong}
+    messages = {f"share {x!r}": get_refusal(parse_share, "--x", x) for x in wrong}
     parse_positive = values.real(0, 5, exclude_min=True)
     assert parse_positive("--x", 5) == 5.0
-    check_refusals("values: numbers", messages | {"above 0": said(parse_positive, "--x", 0)})
+    check_refusals("values: numbers", messages | {"above 0": get_refusal(parse_positive, "--x", 0)})

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.dist import REPO
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from tools.compare_videos import main
 
 SIDE, FRAMES = 96, 9
@@ -131,7 +131,7 @@ def test_arguments_that_are_refused(clips: Path) -> None:
     }
     same = str(clips / "same.mp4")
     messages = {
-        name: said(main, [same, str(clips / other), *flags])
+        name: get_refusal(main, [same, str(clips / other), *flags])
         for name, (other, *flags) in table.items()
     }
     check_refusals("tools: compare_videos.py", messages)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.pipelines import on_cpu
+from tests.pipelines import build_cpu_pipeline
 from tests.refusals import check_refusals
 from tools import convert_checkpoint as tool
 from wan.checkpoint.layout import inspect_checkpoint
@@ -18,7 +18,7 @@ from wan.checkpoint.load import open_sources
 
 
 def predict_velocity(task: str, folder: Path, expert: str) -> torch.Tensor:
-    network = on_cpu(task, folder, precision="bf16").experts.get(expert)
+    network = build_cpu_pipeline(task, folder, precision="bf16").experts.get(expert)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(network.in_dim, 2, 4, 6, generator=generator)
     text = torch.randn(9, network.text_dim, generator=generator)

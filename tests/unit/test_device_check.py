@@ -75,7 +75,7 @@ def test_first_steps(tmp_path: Path) -> None:
 def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each failure is reported with its kind and earlier measurements, and the next step runs."""
     file = tmp_path / "report.json"
-    assert main(["--device", "cpu", "--json", str(file)], check_steps.ALONE) == 1
+    assert main(["--device", "cpu", "--json", str(file)], check_steps.SINGLE_RANK_STEPS) == 1
     steps = json.loads(file.read_text())["steps"]
     step_verdicts = [(step["name"], step["verdict"]) for step in steps]
     assert step_verdicts == [
@@ -110,7 +110,7 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def run_interruptible_check(file: str) -> int:
-    steps = check_steps.step(check_steps.good), check_steps.step(check_steps.hangs)
+    steps = check_steps.make_step(check_steps.good), check_steps.make_step(check_steps.hangs)
     return main(["--device", "cpu", "--json", file], steps)
 
 
@@ -121,9 +121,9 @@ def test_an_interrupted_check_writes_its_measurements(
 ) -> None:
     file = tmp_path / "report.json"
     with Ranks([{"PYTHONUNBUFFERED": "1"}], run_interruptible_check, str(file)) as check:
-        check.until(0, "good")
+        check.wait_for_output(0, "good")
         os.kill(check.processes[0].pid, number)
-        assert check.ended()[0] in (130, 143) and "is 1 GB/s" in check.texts[0]
+        assert check.wait_for_exit()[0] in (130, 143) and "is 1 GB/s" in check.texts[0]
     assert json.loads(file.read_text())["verdict"] == "interrupted"
     assert verdicts(file) == {"good": OK}
 
@@ -131,7 +131,7 @@ def test_an_interrupted_check_writes_its_measurements(
 @pytest.mark.slow
 def test_wrong_kernel(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    steps = (check_steps.step(check_steps.wrong_kernel, 120),)
+    steps = (check_steps.make_step(check_steps.wrong_kernel, 120),)
     assert main(["--device", "cpu", "--json", str(file)], steps) == 1
     (step,) = json.loads(file.read_text())["steps"]
     assert step["words"] == "" and len(step["lines"]) > 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.settings import devices
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
@@ -22,7 +22,7 @@ def test_npu_of_a_soc_version() -> None:
     ends = {200: "Duo", 205: "Duo", 220: "A2", 225: "A2", 250: "A3", 255: "A3", 260: "A5"}
     assert {soc: devices.get_capabilities("npu", soc).name for soc in ends} == ends
     unknown_socs = (0, 199, 206, 219, 226, 249, 256, 259, 261)
-    messages = {str(soc): said(devices.get_capabilities, "npu", soc) for soc in unknown_socs}
+    messages = {str(soc): get_refusal(devices.get_capabilities, "npu", soc) for soc in unknown_socs}
     assert all(messages.values())
     check_refusals("devices: SOC versions", {"261": messages["261"]})
 
@@ -46,7 +46,9 @@ def refusal(
     head_dim: int = 128,
     weights: tuple[str, ...] = (),
 ) -> str:
-    return said(devices.check_device_support, (row,), attention, execution, head_dim, weights)
+    return get_refusal(
+        devices.check_device_support, (row,), attention, execution, head_dim, weights
+    )
 
 
 PLAIN, LASER = Attention(), Attention(attention_algo="laser")

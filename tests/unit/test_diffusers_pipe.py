@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.diffusers_runs import TOLERANCE, Video
 from tests.dist import REPO
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.diffusers import (
     VERSIONS,
     apply_cache_on_pipe,
@@ -133,7 +133,7 @@ def test_deparallelize_restores_a_pipeline(video: Video, pipe: Any, expected: Te
 def test_deparallelize_refuses_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> None:
     """The offload's hooks are outside of ours, and must be removed first."""
     cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu")
-    assert said(deparallelize, pipe)
+    assert get_refusal(deparallelize, pipe)
     remove_hook_from_module(pipe.transformer, recurse=True)
     assert not torch.equal(video.latents(pipe), expected), "ours are still there"
     deparallelize(pipe)
@@ -188,8 +188,8 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 def test_pipelines_and_keywords_that_are_refused(video: Video, pipe: Any) -> None:
-    messages = {case: said(call, pipe) for case, call in UNTOUCHED.items()}
-    messages |= {case: said(call, video.pipe()) for case, call in REFUSED.items()}
+    messages = {case: get_refusal(call, pipe) for case, call in UNTOUCHED.items()}
+    messages |= {case: get_refusal(call, video.pipe()) for case, call in REFUSED.items()}
     check_refusals("diffusers: calls", messages, [r"(?<=attention backend )\S+(?=;)"])
 
 
@@ -210,20 +210,20 @@ def test_refused_when_called(video: Video, pipe: Any) -> None:
     """
     messages, sparse = {}, {"use_rainfusion": True}
     parallelize_pipe(pipe, **sparse, sparse_start_step=2)
-    messages["too few steps for sparsity"] = said(video.latents, pipe)
+    messages["too few steps for sparsity"] = get_refusal(video.latents, pipe)
     apply_cache_on_pipe(deparallelize(pipe), "first_block")
-    messages["too few steps for a cache"] = said(video.latents, pipe)
+    messages["too few steps for a cache"] = get_refusal(video.latents, pipe)
     video.latents(apply_cache_on_pipe(pipe, "none"))
     deparallelize(pipe)
     parallelize_pipe(pipe, **sparse, sparse_start_step=0)
     network_inputs = torch.zeros(1, 16, 3, 8, 12), torch.tensor([5]), torch.zeros(1, 4, 64)
-    messages["the network alone"] = said(pipe.transformer, *network_inputs)
+    messages["the network alone"] = get_refusal(pipe.transformer, *network_inputs)
     shares = video.pipe()
     shares.transformer = pipe.transformer
-    messages["another pipeline"] = said(video.latents, shares)
+    messages["another pipeline"] = get_refusal(video.latents, shares)
     deparallelize(pipe), parallelize_pipe(pipe)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    messages["diffusers' cache"] = said(video.latents, pipe)
+    messages["diffusers' cache"] = get_refusal(video.latents, pipe)
     check_refusals("diffusers: videos", messages)
     pipe.transformer.disable_cache()
     video.latents(pipe)
@@ -246,7 +246,7 @@ def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.syspath_prepend(info.parent)
             patch.delitem(sys.modules, "wan.diffusers")
-            messages[version] = said(importlib.import_module, "wan.diffusers")
+            messages[version] = get_refusal(importlib.import_module, "wan.diffusers")
     check_refusals("diffusers: versions", messages)
 
 

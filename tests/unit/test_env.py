@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan import env
 from wan.cli import flags
 from wan.cli.resolve import resolve_command_line
@@ -46,14 +46,15 @@ def test_other_values_are_refused() -> None:
     environments = {name: {name: value} for name, value in table.items()}
     environments["MINDIE_SD_FA_TYPE, empty"] = {"MINDIE_SD_FA_TYPE": ""}
     messages = {
-        name: said(env.read_variable_settings, environ) for name, environ in environments.items()
+        name: get_refusal(env.read_variable_settings, environ)
+        for name, environ in environments.items()
     }
     check_refusals("variables", messages)
     for name, environ in environments.items():
         read_elsewhere = {"USE_SUB_HEAD", "MINDIE_SD_FA_TYPE"} & environ.keys()
-        assert said(env.check_environment, environ) == (messages[name] if read_elsewhere else ""), (
-            name
-        )
+        assert get_refusal(env.check_environment, environ) == (
+            messages[name] if read_elsewhere else ""
+        ), name
 
 
 def attention(*argv: str) -> Attention:
@@ -78,8 +79,8 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_and_flags_that_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALGO", "3")
     assert attention() == Attention(fa_quant="fp8")
-    messages = {"ALGO=3 and laser": said(attention, "--attention_algo", "laser")}
+    messages = {"ALGO=3 and laser": get_refusal(attention, "--attention_algo", "laser")}
     monkeypatch.setenv("QUANT_ALLTOALL", "1")
-    messages["QUANT_ALLTOALL=1 of one rank"] = said(attention)
+    messages["QUANT_ALLTOALL=1 of one rank"] = get_refusal(attention)
     check_refusals("variables and flags", messages)
     assert attention("--ulysses_size", "2").quant_alltoall

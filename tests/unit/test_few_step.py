@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import wan
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import flags
 from wan.cli.resolve import resolve_command_line
@@ -164,7 +164,7 @@ def test_flags_that_are_refused() -> None:
         "recipe": "--task ti2v-5B --recipe lightning-4step",
         "mag": f"--timesteps {eight} --sample_solver dmd --step_cache mag",
     }
-    messages = {name: said(plan_run, arguments) for name, arguments in table.items()}
+    messages = {name: get_refusal(plan_run, arguments) for name, arguments in table.items()}
     check_refusals("few steps: flags", messages)
 
 
@@ -280,11 +280,11 @@ def test_last_images(tiny: Any, image_path: Path) -> None:
         "i2v-A14B": f"{image} {last} --frame_num 1",
     }
     messages = {
-        task: said(plan_run, f"--task {task} --ckpt_dir {tiny(task)} {images}")
+        task: get_refusal(plan_run, f"--task {task} --ckpt_dir {tiny(task)} {images}")
         for task, images in table.items()
     }
     flf2v = f"--task flf2v-14B --ckpt_dir {tiny('i2v-14B')} {image}"
-    messages["flf2v-14B of one image"] = said(plan_run, flf2v)
+    messages["flf2v-14B of one image"] = get_refusal(plan_run, flf2v)
     check_refusals("images: last ones", messages)
 
 
@@ -309,7 +309,7 @@ def test_networks_that_need_more_are_named(tiny: Any, tmp_path: Path) -> None:
     state, messages = load_file(file), {}
     for name in ("blocks.0.self_attn.gate_compress.weight", "time_embedding_r.0.weight"):
         save_file({**state, name: torch.zeros(2, 2)}, file)
-        messages[name] = said(inspect_checkpoint, folder)
+        messages[name] = get_refusal(inspect_checkpoint, folder)
     check_refusals("checkpoints: networks that need more", messages)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.files import (
     TensorInfo,
     compute_fingerprint,
@@ -61,13 +61,13 @@ def test_damaged_headers(tmp_path: Path) -> None:
     path, messages = tmp_path / "x.safetensors", {}
     for case in (*DAMAGE, "truncated", "longer"):
         size = {"truncated": 27, "longer": 29}.get(case, 28)
-        messages[case] = said(
+        messages[case] = get_refusal(
             read_safetensors_header, small_file(path, DAMAGE.get(case, len), size)
         )
     brackets = (10**5).to_bytes(8, "little") + b"[" * 10**5
     for case, content in (("empty", b""), ("brackets", brackets)):
         path.write_bytes(content)
-        messages[case] = said(read_safetensors_header, path)
+        messages[case] = get_refusal(read_safetensors_header, path)
     assert max(map(len, messages.values())) < 400
     check_refusals("files: headers", messages, [r"(?<=file \().*(?=\); )"])
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
-from tests.pipelines import composed, latents
-from tests.refusals import check_refusals, said
+from tests.pipelines import build_quick_pipeline, generate_quick_latents
+from tests.refusals import check_refusals, get_refusal
 from tests.unit.test_marks import encode_quant_metadata, quantise_state
 from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear, check_fp8_capability
 
@@ -95,14 +95,15 @@ def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> N
     save_file(stored, path)
     arguments = ["--sample_steps", "2", "--precision", precision, "--fp8_weights"]
     upcast_latents, fp8_latents = (
-        latents(folder, *arguments, "keep"),
-        latents(folder, *arguments, "multiply"),
+        generate_quick_latents(folder, *arguments, "keep"),
+        generate_quick_latents(folder, *arguments, "multiply"),
     )
     assert 1e-4 < (fp8_latents - upcast_latents).norm() / upcast_latents.norm() < 0.1
     assert torch.equal(
-        latents(folder, *arguments, "multiply", "--offload_model", "block"), fp8_latents
+        generate_quick_latents(folder, *arguments, "multiply", "--offload_model", "block"),
+        fp8_latents,
     )
-    _, pipeline = composed(folder, *arguments, "multiply")
+    _, pipeline = build_quick_pipeline(folder, *arguments, "multiply")
     network = pipeline.experts.get("dit")
     kinds = {name: type(module) for name, module in network.named_modules()}
     assert kinds.pop(exact) is WeightOnlyLinear
@@ -112,9 +113,9 @@ def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> N
 def test_weights_and_devices_that_are_refused(tiny: Any) -> None:
     flags = "--task", "t2v-1.3B", "--fp8_weights", "multiply"
     messages = {
-        "other weights": said(composed, tiny("t2v-1.3B"), *flags),
-        "an NPU": said(composed, tiny("t2v-1.3B"), *flags, "--device", "npu"),
-        "an older GPU": said(check_fp8_capability, (8, 6)),
+        "other weights": get_refusal(build_quick_pipeline, tiny("t2v-1.3B"), *flags),
+        "an NPU": get_refusal(build_quick_pipeline, tiny("t2v-1.3B"), *flags, "--device", "npu"),
+        "an older GPU": get_refusal(check_fp8_capability, (8, 6)),
     }
     check_refusals("fp8 weights", messages)
     check_fp8_capability((8, 9))

@@ -25,9 +25,16 @@ from torch import Tensor, nn
 
 from tests import gguf_files
 from tests.conftest import slow
-from tests.gguf_files import KINDS, finish, kind_of, meant, quantise, with_gguf
-from tests.pipelines import composed, held, latents
-from tests.refusals import check_refusals, said
+from tests.gguf_files import (
+    KINDS,
+    dequantize,
+    finish_gguf,
+    get_quant_type,
+    make_gguf_folders,
+    quantize,
+)
+from tests.pipelines import build_quick_pipeline, count_owned_bytes, generate_quick_latents
+from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
 from wan.checkpoint.files import read_file_headers
 from wan.checkpoint.gguf import read_gguf_metadata
@@ -58,9 +65,9 @@ def test_values_of_any_bytes() -> None:
     """Random bytes, and thus also subnormal and NaN scales."""
     generator, wrong = torch.Generator().manual_seed(0), []
     for kind in KINDS:
-        size = 300, quantise(torch.zeros(1, 512), kind).shape[1]
+        size = 300, quantize(torch.zeros(1, 512), kind).shape[1]
         stored = torch.randint(256, size, generator=generator, dtype=torch.uint8)
-        values, expected = dequantize_gguf(kind, stored), meant(stored.numpy(), kind)
+        values, expected = dequantize_gguf(kind, stored), dequantize(stored.numpy(), kind)
         assert expected.isnan().any(), kind
         if not torch.equal(*(x.nan_to_num(torch.inf) for x in (values, expected))) or not (
             torch.equal(values.isnan(), expected.isnan())
@@ -78,7 +85,7 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "x.gguf"
-    gguf_files.write(path, tensors(), {"a.weight": "Q4_K", "b.weight": "Q6_K"})
+    gguf_files.write_gguf(path, tensors(), {"a.weight": "Q4_K", "b.weight": "Q6_K"})
     return path
 
 
@@ -112,7 +119,7 @@ def test_headers_with_any_legal_metadata(tmp_path: Path) -> None:
             writer.add_array(f"x.array.{index}", values)
         for name, tensor in tensors().items():
             writer.add_tensor(name, tensor.numpy())
-        finish(writer)
+        finish_gguf(writer)
         content = bytearray(path.read_bytes())
         content[4:8] = version.to_bytes(4, "little")  # their layouts are the same
         path.write_bytes(content)
@@ -137,7 +144,7 @@ def test_headers_with_any_legal_metadata(tmp_path: Path) -> None:
 
 def test_rows_of_a_file(file: Path, tmp_path: Path) -> None:
     """Rows of a flattened matrix may begin inside a block."""
-    values = gguf_files.write(tmp_path / "y.gguf", tensors(), {"b.weight": "Q6_K"})["b.weight"]
+    values = gguf_files.write_gguf(tmp_path / "y.gguf", tensors(), {"b.weight": "Q6_K"})["b.weight"]
     source = open_sources(read_file_headers(file))["b.weight"]
     for rows in (slice(None), slice(1, 2), slice(7, 40), slice(60, 64)):
         assert torch.equal(source.read(rows), values[rows]), rows
@@ -147,8 +154,8 @@ def test_plain_kinds(tmp_path: Path) -> None:
     for kind, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
         values, path = tensors()["a.weight"].to(dtype), tmp_path / f"{kind}.gguf"
         writer = gguf.GGUFWriter(path, "wan")
-        writer.add_tensor("x", values.view(torch.uint8).numpy(), raw_dtype=kind_of(kind))
-        finish(writer)
+        writer.add_tensor("x", values.view(torch.uint8).numpy(), raw_dtype=get_quant_type(kind))
+        finish_gguf(writer)
         assert torch.equal(
             open_sources(read_file_headers(path))["x"].read(slice(3, 9)), values[3:9]
         ), kind
@@ -161,16 +168,16 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     """
     messages, path = {}, tmp_path / "x.gguf"
     for kind in ("IQ4_NL", "TQ1_0"):
-        values, size = gguf.GGML_QUANT_SIZES[kind_of(kind)]
+        values, size = gguf.GGML_QUANT_SIZES[get_quant_type(kind)]
         writer = gguf.GGUFWriter(path, "wan")
         stored = np.zeros((4, 256 // values * size), np.uint8)
-        writer.add_tensor("blocks.0.x", stored, raw_dtype=kind_of(kind))
-        finish(writer)
-        messages[kind] = said(read_file_headers, path)
+        writer.add_tensor("blocks.0.x", stored, raw_dtype=get_quant_type(kind))
+        finish_gguf(writer)
+        messages[kind] = get_refusal(read_file_headers, path)
     path.unlink()
     for size in (0, 10):
         (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").write_bytes(b"GGUF" * 3 if size else b"")
-        messages[f"{size} bytes"] = said(inspect_checkpoint, tmp_path)
+        messages[f"{size} bytes"] = get_refusal(inspect_checkpoint, tmp_path)
     counts = 2**64 - 1, 2**31, 70_000
     contents = {f"{keys} keys": struct.pack("<IQQ", 3, 0, keys) for keys in counts}
     contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
@@ -178,7 +185,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         path.write_bytes(b"GGUF" + content)
         os.truncate(path, 1 << 26)
         started = time.process_time()
-        messages[name] = said(read_file_headers, path)
+        messages[name] = get_refusal(read_file_headers, path)
         assert time.process_time() - started < 0.5, name
     check_refusals("gguf: files", messages)
 
@@ -222,12 +229,12 @@ def test_a_weight_only_layer_equals_the_upcast_layer() -> None:
     weight, bias = torch.randn(40, 512, generator=generator) / 20, torch.randn(40)
     x, wrong = torch.randn(2, 7, 512, generator=generator), []
     for kind in KINDS:
-        stored = quantise(weight, kind)
+        stored = quantize(weight, kind)
         arguments = torch.from_numpy(stored), TO_FLOAT[kind], nn.Parameter(bias.clone())
         layer = WeightOnlyLinear(*arguments, in_features=512)
         for dtype in (torch.float32, torch.bfloat16):
             output = layer.to(dtype)(x.to(dtype))
-            values = meant(stored, kind).to(dtype)
+            values = dequantize(stored, kind).to(dtype)
             expected = torch.nn.functional.linear(x.to(dtype), values, bias.to(dtype))
             if not torch.equal(output, expected):
                 wrong.append((kind, dtype))
@@ -246,7 +253,7 @@ def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> N
         name: "Q8_0" for name, x in llama_state.items() if x.dim() == 2 and "rel_b" not in name
     }
     path = tmp_path / "umt5.gguf"
-    values = gguf_files.write(path, llama_state, kinds)
+    values = gguf_files.write_gguf(path, llama_state, kinds)
     network = text.read_text_encoder_spec(path).load(
         device=torch.device("cpu"), dtype_of=text.choose_text_encoder_dtypes(torch.float32)
     )
@@ -282,20 +289,22 @@ def test_a_run_from_gguf_is_that_of_its_values(
     """Weights kept, upcast, and streamed by block; Q6_K of narrow rows is flattened and upcast."""
     source = request.getfixturevalue("wide") if task == "wide" else tiny(task)
     source = Path(shutil.copytree(source, tmp_path / ("t2v-1.3B" if task == "wide" else task)))
-    files, plain = with_gguf(source, kind, tmp_path)
+    files, plain = make_gguf_folders(source, kind, tmp_path)
     arguments = ["--sample_steps", "2", "--precision", precision]
-    expected = latents(plain, *arguments)
+    expected = generate_quick_latents(plain, *arguments)
     for weight_mode in ("keep", "upcast", "auto"):
-        assert torch.equal(latents(files, *arguments, "--gguf_weights", weight_mode), expected), (
-            weight_mode
-        )
-    assert torch.equal(latents(files, *arguments, "--offload_model", "block"), expected)
+        assert torch.equal(
+            generate_quick_latents(files, *arguments, "--gguf_weights", weight_mode), expected
+        ), weight_mode
+    assert torch.equal(
+        generate_quick_latents(files, *arguments, "--offload_model", "block"), expected
+    )
 
 
 @pytest.fixture(scope="module")
 def stored_as(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """stored_as(kind): the wide checkpoint with GGUF files, and one with the dequantised values."""
-    return cache(lambda kind: with_gguf(wide, kind, tmp_path_factory.mktemp(kind)))
+    return cache(lambda kind: make_gguf_folders(wide, kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.mark.parametrize("kind", [slow("Q8_0"), "Q4_K"])
@@ -326,11 +335,11 @@ def test_a_lora_on_weight_only_layers(
     for lora, tensors in zip(loras, lora_tensors, strict=True):
         save_file(tensors, lora)
     arguments = ["--sample_steps", "1", "--precision", "fp32"]
-    expected = latents(plain, *arguments)
+    expected = generate_quick_latents(plain, *arguments)
     arguments += ["--lora", f"{loras[0]}=0.5", "--lora", f"{loras[1]}=0.25"]
     for weight_mode, offload in (("keep", "false"), ("keep", "block"), ("upcast", "block")):
         mode_flags = ["--gguf_weights", weight_mode, "--offload_model", offload]
-        result = latents(files, *arguments, *mode_flags)
+        result = generate_quick_latents(files, *arguments, *mode_flags)
         assert (result - expected).abs().max() <= 1e-5 * expected.abs().max(), mode_flags
 
 
@@ -340,14 +349,14 @@ def test_weight_only_layers_take_the_bytes_of_the_file(stored_as: Any) -> None:
     block_bytes = {}
     for weight_mode in ("keep", "upcast"):
         arguments = ["--gguf_weights", weight_mode, "--precision", "bf16", "--frame_num", "1"]
-        run, pipeline = composed(files, *arguments, "--offload_model", "false")
+        run, pipeline = build_quick_pipeline(files, *arguments, "--offload_model", "false")
         network = pipeline.experts.get("dit")
         planned_bytes = Planner(run.setup, run.params).compute_stage_memory()["denoising"][
             "DiT weights"
         ]
-        assert planned_bytes == pytest.approx(held(network), rel=0.03)
-        block_bytes[weight_mode] = held(network.blocks)
-        streaming_run, _ = composed(files, *arguments, "--offload_model", "block")
+        assert planned_bytes == pytest.approx(count_owned_bytes(network), rel=0.03)
+        block_bytes[weight_mode] = count_owned_bytes(network.blocks)
+        streaming_run, _ = build_quick_pipeline(files, *arguments, "--offload_model", "block")
         copied_per_step = Planner(streaming_run.setup, streaming_run.params).count_streamed_blocks()
         assert copied_per_step == (2, 2, pytest.approx(2 * block_bytes[weight_mode], rel=0.03))
     assert block_bytes["keep"] < 0.35 * block_bytes["upcast"]

@@ -22,7 +22,7 @@ import torch
 from PIL import Image, features
 
 from tests.dist import REPO
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.pipeline import images
 from wan.settings.errors import InputError
 
@@ -327,7 +327,7 @@ def test_values_that_are_no_image(tmp_path: Path) -> None:
         "no name": "",
         "no file at home": "~/no such image.png",
     }
-    messages = {name: said(images.convert_to_image, value) for name, value in table.items()}
+    messages = {name: get_refusal(images.convert_to_image, value) for name, value in table.items()}
     assert max(map(len, messages.values())) < 200
     libraries = r"(?<=read as an image \().*(?=\))"
     check_refusals("images: values", messages, [re.escape(str(Path.home())), libraries])
@@ -378,21 +378,21 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
     messages, path = {}, tmp_path / "x.png"
     for kind, content in CONTENT.items():
         path.write_bytes(content)
-        messages[kind] = said(images.read_image, path)
+        messages[kind] = get_refusal(images.read_image, path)
     animated = set()
     for kind in ("gif", "webp", "png", *AVIF):
         path = tmp_path / f"x.{kind}"
         rgb().save(path, save_all=True, append_images=[rgb(SMOOTH)])
-        animated.add(said(images.read_image, path).replace(path.name, "x"))
+        animated.add(get_refusal(images.read_image, path).replace(path.name, "x"))
     (messages["animated"],) = animated
-    messages["raw"] = said(
+    messages["raw"] = get_refusal(
         images.read_image, save_image(tmp_path, rgb(), "x.tiff", tiffinfo={254: 1})
     )
     for bad in (np.nan, np.inf, -0.5, 1.2, 3.5, 256):
         values = UNIT.copy()
         values[3, 4] = bad
         path = save_image(tmp_path, Image.fromarray(values), "x.tiff")
-        messages[f"grey of {bad}"] = said(images.read_image, path)
+        messages[f"grey of {bad}"] = get_refusal(images.read_image, path)
     check_refusals("images: files", messages)
 
 
@@ -405,7 +405,9 @@ def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     paths += ["no/cat.png", "~/cat.png", "file/cat.png", ".", "/dev/zero", "pipe.png"]
     paths += ["x" * 5000, "a\0b", "\ud800"]
     messages = {
-        ascii(path)[:30]: said(images.read_image, Path(path)).encode("unicode_escape").decode()
+        ascii(path)[:30]: get_refusal(images.read_image, Path(path))
+        .encode("unicode_escape")
+        .decode()
         for path in paths
     }
     check_refusals("images: paths", messages)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.inputs import changed_file
+from tests.inputs import copy_changed_file
 from tools import make_character, make_sound
 from wan.pipeline import driving, media, sources
 from wan.pipeline.pipeline import NO_INPUTS, Inputs
@@ -51,11 +51,11 @@ def test_each_file_counts(files: Path, tmp_path: Path) -> None:
     for name, (make, parts) in INPUT_MAKERS.items():
         digests = [make(files).compute_digests()[name]]
         assert (
-            make(changed_file(files, tmp_path / name / "copy")).compute_digests()[name]
+            make(copy_changed_file(files, tmp_path / name / "copy")).compute_digests()[name]
             == digests[0]
         )
         for part in parts:
-            copy = changed_file(files, tmp_path / name / part, part)
+            copy = copy_changed_file(files, tmp_path / name / part, part)
             digests.append(make(copy).compute_digests()[name])
         assert None not in digests and len({*digests}) == 1 + len(parts), name
         differing = {*make(files).compute_digests().items()} ^ {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan import log
 from wan.device import Device
 from wan.kernels.base import AttentionInput, StepInfo, Target
@@ -108,10 +108,10 @@ def test_the_operator_that_computes_on_a_gpu() -> None:
 
 def test_where_cudnn_is_refused() -> None:
     messages = {
-        "no cuDNN": said(check_cudnn, (9, 0), 128, None),
-        "cuDNN 9.15": said(check_cudnn, (9, 0), 128, 91501),
-        "an old GPU": said(check_cudnn, (7, 5), 128, 91900),
-        "heads of 256": said(check_cudnn, (9, 0), 256, 91900),
+        "no cuDNN": get_refusal(check_cudnn, (9, 0), 128, None),
+        "cuDNN 9.15": get_refusal(check_cudnn, (9, 0), 128, 91501),
+        "an old GPU": get_refusal(check_cudnn, (7, 5), 128, 91900),
+        "heads of 256": get_refusal(check_cudnn, (9, 0), 256, 91900),
     }
     check_refusals("kernels: cuDNN", messages)
     check_cudnn((8, 0), 128, 91600)
@@ -253,7 +253,9 @@ def test_backends_on_a_cpu() -> None:
     for name in ("auto", "sdpa"):
         kernel = make_dense_kernel(Attention(attention_backend=name), target)
         assert kernel.name == SDPA and kernel.can_return_lse
-    messages = {"xfuser": said(make_dense_kernel, Attention(attention_backend="sdpa_math"), target)}
+    messages = {
+        "xfuser": get_refusal(make_dense_kernel, Attention(attention_backend="sdpa_math"), target)
+    }
     check_refusals("kernels: backends", messages)
     with pytest.raises(ValueError, match=r"no kernel 'laser' on this device \(CPU\)"):
         select_kernels(Attention(attention_algo="laser"), target, {})

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.pipelines import composed
-from tests.refusals import check_refusals, said
+from tests.pipelines import build_quick_pipeline
+from tests.refusals import check_refusals, get_refusal
 from wan import WanT2V
 from wan.checkpoint.config import read_dit_config
 from wan.checkpoint.files import TensorInfo, compute_fingerprint, read_json, read_safetensors_header
@@ -71,7 +71,7 @@ def folder(tiny: Any, tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    return said(inspect_checkpoint, folder)
+    return get_refusal(inspect_checkpoint, folder)
 
 
 def check_messages(table: str, messages: dict[str, str]) -> None:
@@ -212,10 +212,10 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     messages, large = {}, tmp_path / "large.json"
     for path in (Path("/dev/zero"), Path("/dev/null"), tmp_path / "pipe", tmp_path):
         for reader in (read_json, read_safetensors_header):
-            messages[f"{path.name[:4]} by {reader.__name__}"] = said(reader, path)
+            messages[f"{path.name[:4]} by {reader.__name__}"] = get_refusal(reader, path)
     with large.open("wb") as file:
         file.truncate(30 * 10**9)  # takes no space
-    messages["30 GB of JSON"] = said(read_json, large)
+    messages["30 GB of JSON"] = get_refusal(read_json, large)
     check_messages("what is no file", messages)
 
 
@@ -304,13 +304,13 @@ def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     path = speaking / WAV2VEC2_FOLDER
     assert inspect_checkpoint(speaking).require("audio_encoder") == path
     sound.check_audio_encoder(path, 32)
-    messages = {"another width": said(sound.check_audio_encoder, path, 1024)}
+    messages = {"another width": get_refusal(sound.check_audio_encoder, path, 1024)}
     set_config(path, num_hidden_layers=12)
-    messages["fewer layers"] = said(sound.check_audio_encoder, path, 32)
+    messages["fewer layers"] = get_refusal(sound.check_audio_encoder, path, 32)
     (path / "config.json").write_text("{")
-    messages["half a file"] = said(sound.check_audio_encoder, path, 32)
+    messages["half a file"] = get_refusal(sound.check_audio_encoder, path, 32)
     shutil.rmtree(path)
-    messages["none"] = said(inspect_checkpoint(speaking).require, "audio_encoder")
+    messages["none"] = get_refusal(inspect_checkpoint(speaking).require, "audio_encoder")
     check_messages("sound encoders", messages)
 
 
@@ -327,7 +327,7 @@ def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     animate = inspect_checkpoint(tmp_path)
     assert (animate.kind, animate.config["model_type"]) == ("animate", "animate")
-    messages = {"for i2v": said(check_task, animate, PRESETS["i2v-14B"])}
+    messages = {"for i2v": get_refusal(check_task, animate, PRESETS["i2v-14B"])}
     check_messages(
         "Animate", messages | collect_value_refusals(tmp_path, "config.json", "model_type", ["i2v"])
     )
@@ -367,7 +367,7 @@ def test_parts_that_diffusers_names(pipeline: Path, tiny: Any, tmp_path: Path) -
     assert {*checkpoint.experts} == {"dit"} and checkpoint.experts[
         "dit"
     ].folder.name == "transformer"
-    messages["no boundary"] = said(check_task, checkpoint, PRESETS["t2v-A14B"])
+    messages["no boundary"] = get_refusal(check_task, checkpoint, PRESETS["t2v-A14B"])
     set_config(pipeline, INDEX, boundary_ratio=None, **NO_PART)
     shutil.rmtree(pipeline / "transformer_2")
     assert {*inspect_checkpoint(pipeline).experts} == {"dit"}
@@ -382,7 +382,7 @@ def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
     steps = ("--task", "t2v-A14B", "--sample_steps", "4", "--sample_shift", "12")
     for ratio, high in ((0.875, 3), (0.95, 2), (0.98, 1), (0.417, 4)):
         set_config(pipeline, INDEX, boundary_ratio=ratio)
-        run, _ = composed(pipeline, *steps)
+        run, _ = build_quick_pipeline(pipeline, *steps)
         assert make_noise_schedule(run.params).high_noise_steps == high
         assert run.boundary == ratio
         assert f"boundary_ratio of model_index.json: {ratio}" in "\n".join(
@@ -457,7 +457,9 @@ def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
     for missing, other in (shards, shards[::-1]):
         content = missing.read_bytes()
         missing.unlink()
-        messages[f"no {missing.name}"] = said(inspect_checkpoint, folder, NetworkFiles(dit=other))
+        messages[f"no {missing.name}"] = get_refusal(
+            inspect_checkpoint, folder, NetworkFiles(dit=other)
+        )
         other.rename(folder / other.name)
         messages[f"no {missing.name} there"] = refusal(folder)
         (folder / other.name).rename(other)
@@ -465,9 +467,11 @@ def test_shards_that_are_refused(shards: list[Path], folder: Path) -> None:
     for name in ("w-00003-of-00002", "w-00000-of-00002", "w-00001-of-99999999"):
         path = folder.parent / f"{name}.safetensors"
         shutil.copy(shards[0], path)
-        messages[name] = said(inspect_checkpoint, folder, NetworkFiles(dit=path))
+        messages[name] = get_refusal(inspect_checkpoint, folder, NetworkFiles(dit=path))
     shutil.copy(shards[0], shards[1])
-    messages["a tensor twice"] = said(inspect_checkpoint, folder, NetworkFiles(dit=shards[0]))
+    messages["a tensor twice"] = get_refusal(
+        inspect_checkpoint, folder, NetworkFiles(dit=shards[0])
+    )
     check_messages("shards", messages)
 
 
@@ -501,7 +505,7 @@ def test_a_chosen_file_of_another_expert(folder: Path) -> None:
     wrong_names = {"dit_low_noise": "wan_high", "dit_high_noise": "Wan-LowNoise"}
     for flag, name in (wrong_names | {"dit": "wan_high_noise_14B"}).items():
         path = path.rename(path.with_name(f"{name}.safetensors"))
-        messages[flag] = said(inspect_checkpoint, path.parent, NetworkFiles(**{flag: path}))
+        messages[flag] = get_refusal(inspect_checkpoint, path.parent, NetworkFiles(**{flag: path}))
     check_messages("chosen experts", messages)
 
 
@@ -521,7 +525,9 @@ def test_experts_of_files_by_letters(tiny: Any, tmp_path: Path) -> None:
     messages = {"no letters": refusal(tmp_path)}
     other.unlink()
     high.rename(tmp_path / "a_high_noise.safetensors")
-    messages["half of a pair"] = said(inspect_checkpoint, tmp_path, presets=(PRESETS["t2v-14B"],))
+    messages["half of a pair"] = get_refusal(
+        inspect_checkpoint, tmp_path, presets=(PRESETS["t2v-14B"],)
+    )
     check_messages("experts by letters", messages)
 
 

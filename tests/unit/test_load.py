@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import gguf_files
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan import system
 from wan.checkpoint.files import compute_fingerprint
 from wan.checkpoint.load import ModelSpec, open_sources, read_headers
@@ -77,7 +77,7 @@ def test_names_shapes_and_dtypes_are_strict(tmp_path: Path) -> None:
     for suffix in (".pth", ".safetensors"):
         for name, overrides in table.items():
             file = write_state(ones(**overrides), tmp_path / f"weights{suffix}")
-            messages[f"{name} in {suffix}"] = said(make_checked_spec, file)
+            messages[f"{name} in {suffix}"] = get_refusal(make_checked_spec, file)
     check_refusals("weights: strict", messages)
 
 
@@ -215,7 +215,7 @@ def test_files_that_change_between_check_and_load(tmp_path: Path) -> None:
         file = tmp_path / method / f"weights{suffix}"
         file.parent.mkdir(exist_ok=True)
         if suffix == ".gguf":
-            gguf_files.write(file, ones(), {})
+            gguf_files.write_gguf(file, ones(), {})
         else:
             write_state(ones(), file)
         blueprint = make_checked_spec(file)
@@ -336,16 +336,16 @@ def test_pickles_with_other_contents(tmp_path: Path, capsys: pytest.CaptureFixtu
     buffer, messages, file = io.BytesIO(), {}, tmp_path / "x.pth"
     for name, content in table.items():
         torch.save(content, file)
-        messages[name] = said(read_headers, file, str)
+        messages[name] = get_refusal(read_headers, file, str)
     torch.save(ones(), buffer)
     damaged = {"plain pickle": pickle.dumps(Payload()), "noise": bytes(range(256)) * 8}
     for name, content in (damaged | {"truncated": buffer.getvalue()[:-200]}).items():
         file.write_bytes(content)
-        messages[name] = said(read_headers, file, str)
+        messages[name] = get_refusal(read_headers, file, str)
     file = write_state(
         {"x.weight": torch.ones(1), "weight": torch.ones(1)}, tmp_path / "x.safetensors"
     )
-    messages["twice"] = said(read_headers, file, lambda name: name.removeprefix("x."))
+    messages["twice"] = get_refusal(read_headers, file, lambda name: name.removeprefix("x."))
     check_refusals("weights: other contents", messages, [r"(?<=read \().*(?=\); )"])
     assert not capsys.readouterr().out
 

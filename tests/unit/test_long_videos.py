@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import wan
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.cli import flags
 from wan.cli.resolve import resolve_command_line
 from wan.pipeline.conditioning import make_chained_condition
@@ -130,13 +130,15 @@ def test_flags_that_are_refused() -> None:
         *("--task t2v-A14B --chain latent", "--task t2v-A14B --recipe svi-2-pro"),
         *("--overlap_decoding --vae_tiling", "--clips 2 --save_latents steps"),
     )
-    messages = {arguments: said(plan_run, *arguments.split()) for arguments in table}
+    messages = {arguments: get_refusal(plan_run, *arguments.split()) for arguments in table}
     check_refusals("long videos: flags", messages)
 
 
 def test_a_lora_of_another_version_is_refused() -> None:
     file_names = "SVI_Wan2.2-I2V-A14B_high_noise_lora_v2.0.safetensors", "svi_2.1_pro.safetensors"
-    messages = {name: said(recipes.check_svi_loras, "frame", [Path(name)]) for name in file_names}
+    messages = {
+        name: get_refusal(recipes.check_svi_loras, "frame", [Path(name)]) for name in file_names
+    }
     check_refusals("long videos: LoRAs", messages)
     for name in file_names:
         recipes.check_svi_loras(None, [Path(name)])
@@ -195,7 +197,8 @@ def test_calls_that_are_refused(model: Any, image_path: Path) -> None:
     }
     call = {"input_prompt": "a", "img": str(image_path), **QUICK}
     messages = {
-        name: said(model.generate, **{**call, **overrides}) for name, overrides in table.items()
+        name: get_refusal(model.generate, **{**call, **overrides})
+        for name, overrides in table.items()
     }
     check_refusals("long videos: calls", messages)
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.pipelines import on_cpu
-from tests.refusals import check_refusals, said
+from tests.pipelines import build_cpu_pipeline
+from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
@@ -348,8 +348,8 @@ def test_an_ambiguous_expert_name_is_reported(styles: Any) -> None:
 def test_flags_against_names(styles: Any) -> None:
     """Also half of a pair whose other half names no expert."""
     halves = ("style_high", "style"), ("fox", "fox-LOW"), ("a/x", "xLow")
-    messages = {" and ".join(names): said(styles, *names) for names in halves}
-    messages["a flag of the other"] = said(styles, lora_low_noise="style_high")
+    messages = {" and ".join(names): get_refusal(styles, *names) for names in halves}
+    messages["a flag of the other"] = get_refusal(styles, lora_low_noise="style_high")
     check_refusals("LoRA: experts", messages)
     assert styles("style_high", "style_low", "style")["notices"] == [], "the pair is whole"
     for name in ("style_H", "high_quality", "high/style"):
@@ -424,7 +424,7 @@ def test_an_adapter_is_merged_as_peft_does_or_refused(
             actual = read_merged_weights(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
             assert torch.allclose(actual, expected, atol=1e-6, rtol=1e-5), config
         else:
-            messages[str(config)] = said(read_merged_weights, path, tiny("t2v-1.3B"))
+            messages[str(config)] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
     check_refusals("LoRA: adapters of PEFT", messages, [r"(?<=magnitude_vector)\S*"])
 
 
@@ -455,7 +455,7 @@ def test_settings_of_peft_that_are_not_computed(tiny: Any, tmp_path: Path) -> No
         else:
             path.with_name("adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, path, metadata)
-        sentence = said(read_merged_weights, path, tiny("t2v-1.3B"))
+        sentence = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
         assert next(iter(config)) in sentence and "\n" not in sentence, (config, location)
         if number % len(locations) == 0 or number < len(locations):
             messages[f"{config} {location}"] = sentence
@@ -544,7 +544,7 @@ def test_bad_files(tiny: Any, tmp_path: Path) -> None:
     path, messages = tmp_path / "x.safetensors", {}
     for case, tensors in BAD.items():
         save_file({name: value.clone() for name, value in tensors.items()}, path)
-        messages[case] = said(read_merged_weights, path, tiny("t2v-1.3B"))
+        messages[case] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
         assert str(path) in messages[case], case
     for alpha in (True, 10**400, "2", None):
         metadata = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": alpha})}
@@ -552,11 +552,13 @@ def test_bad_files(tiny: Any, tmp_path: Path) -> None:
         if alpha is None:
             read_merged_weights(path, tiny("t2v-1.3B"))
         else:
-            messages[f"alpha {str(alpha)[:9]}"] = said(read_merged_weights, path, tiny("t2v-1.3B"))
+            messages[f"alpha {str(alpha)[:9]}"] = get_refusal(
+                read_merged_weights, path, tiny("t2v-1.3B")
+            )
     for number in (2, 1):
         path = tmp_path / f"style-0000{number}-of-00002.safetensors"
         save_file(PAIR, path)
-    messages["a shard"] = said(read_merged_weights, path, tiny("t2v-1.3B"))
+    messages["a shard"] = get_refusal(read_merged_weights, path, tiny("t2v-1.3B"))
     check_refusals("LoRA: files", messages)
 
 
@@ -578,7 +580,7 @@ def test_bad_paths(tiny: Any, tmp_path: Path) -> None:
     }
     checkpoint = inspect_checkpoint(tiny("t2v-1.3B"))
     messages = {
-        name: said(lora.resolve_loras, values, checkpoint) for name, values in table.items()
+        name: get_refusal(lora.resolve_loras, values, checkpoint) for name, values in table.items()
     }
     check_refusals("LoRA: places", messages, [r"(?<=file \().*(?=\); )"])
 
@@ -590,7 +592,7 @@ def test_a_pipeline_runs_with_merged_weights(
     down, up = pair(weights[f"{Q}.weight"].shape, 2, 0, torch.float32)
     path = tmp_path / "x.safetensors"
     save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, path)
-    network = on_cpu("t2v-1.3B", tiny("t2v-1.3B"), lora=(str(path),)).experts.get("dit")
+    network = build_cpu_pipeline("t2v-1.3B", tiny("t2v-1.3B"), lora=(str(path),)).experts.get("dit")
     merged_weight = network.blocks[0].self_attn.q.weight
     exact = weights[f"{Q}.weight"].double() + up.double() @ down.double()
     torch.testing.assert_close(merged_weight.double(), exact, atol=1e-9, rtol=1.2e-7)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
-from tests.pipelines import composed, latents
+from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.unit.test_load import shift_tensors
 from tests.unit.test_residency import LAYERS, write_fp8_checkpoint, write_lora
 from tools.quantize_dit import quantize_checkpoint
@@ -68,12 +68,16 @@ def test_every_layout_of_a_file_gives_the_same_bits(
     odd = tmp_path / "odd"
     shutil.copytree(folder, odd)
     shift_tensors(odd / DIT, 1)
-    as_mapped, as_copied = (composed(f, *task, *argv)[1].experts.get("dit") for f in (folder, odd))
+    as_mapped, as_copied = (
+        build_quick_pipeline(f, *task, *argv)[1].experts.get("dit") for f in (folder, odd)
+    )
     assert count_tensor_bytes(as_mapped)[1] > 0.5 * sum(count_tensor_bytes(as_mapped)), (
         "what is not aligned is small"
     )
     assert count_tensor_bytes(as_copied)[1] == 0
-    assert torch.equal(latents(folder, *task, *argv), latents(odd, *task, *argv))
+    assert torch.equal(
+        generate_quick_latents(folder, *task, *argv), generate_quick_latents(odd, *task, *argv)
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
     elif case == "LoRA":
         folder = make_checkpoint("t2v-1.3B", tmp_path / "deep", sizes={"num_layers": LAYERS})
         argv = (*argv, "--lora", str(write_lora(folder, tmp_path / "lora.safetensors")))
-    run, pipeline = composed(folder, *argv)
+    run, pipeline = build_quick_pipeline(folder, *argv)
     planner = Planner(run.setup, run.params)
     stages, mapped = planner.compute_stage_memory(), planner.sum_mapped_weights()
     networks = {
@@ -117,7 +121,7 @@ def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
 
 def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
     """Guided steps call the network twice; each call rereads at most all of its weights."""
-    run, _ = composed(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
+    run, _ = build_quick_pipeline(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
     planner = Planner(run.setup, run.params)
     need, mapped = (
         planner.compute_stage_memory()["denoising"].total(),
@@ -142,7 +146,7 @@ def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
     """A network that is already loaded is copied, because mapped memory cannot be written."""
     folder, argv = tiny("t2v-1.3B"), (*BF16, "--task", "t2v-1.3B", "--offload_model", "false")
     for loaded in (False, True):
-        experts = composed(folder, *argv)[1].experts
+        experts = build_quick_pipeline(folder, *argv)[1].experts
         network = experts.get("dit") if loaded else None
         editable = experts.load_editable("dit")
         assert network is None or editable is network

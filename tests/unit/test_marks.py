@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.pipelines import latents
-from tests.refusals import check_refusals, said
+from tests.pipelines import generate_quick_latents
+from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.files import read_safetensors_header
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
@@ -130,11 +130,15 @@ def test_a_run_is_that_of_the_values(
     (quantised / file).unlink()
     save_file(stored, quantised / f"wan2.1_t2v_1.3B_{form.replace(' ', '_')}.safetensors")
     save_file(dequantised, plain / file)
-    expected = latents(plain, *FLAGS)
-    assert torch.equal(latents(quantised, *FLAGS), expected)
+    expected = generate_quick_latents(plain, *FLAGS)
+    assert torch.equal(generate_quick_latents(quantised, *FLAGS), expected)
     if form == "float8":
-        assert torch.equal(latents(quantised, *FLAGS, "--fp8_weights", "keep"), expected)
-    assert torch.equal(latents(quantised, *FLAGS, "--offload_model", "block"), expected)
+        assert torch.equal(
+            generate_quick_latents(quantised, *FLAGS, "--fp8_weights", "keep"), expected
+        )
+    assert torch.equal(
+        generate_quick_latents(quantised, *FLAGS, "--offload_model", "block"), expected
+    )
 
 
 def test_marks_in_the_metadata(tmp_path: Path) -> None:
@@ -162,8 +166,8 @@ def test_a_folder_of_modelopt(tiny: Any, tmp_path: Path, one_thread: None) -> No
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
     path.write_text(json.dumps(config))
     for mode in ("keep", "upcast"):
-        result = latents(quantised, *FLAGS, "--fp8_weights", mode)
-        assert torch.equal(result, latents(plain, *FLAGS))
+        result = generate_quick_latents(quantised, *FLAGS, "--fp8_weights", mode)
+        assert torch.equal(result, generate_quick_latents(plain, *FLAGS))
 
 
 def test_the_text_encoder_in_one_file(tiny: Any, tmp_path: Path) -> None:
@@ -210,7 +214,7 @@ def test_refused_files(tmp_path: Path) -> None:
     for name, change in WRONG.items():
         tensors, _ = quantise_state({"blocks.0.q.weight": torch.randn(64, 96)}, "nvfp4")
         change(tensors)
-        messages[name] = said(save_and_collect, path, tensors)
+        messages[name] = get_refusal(save_and_collect, path, tensors)
     for form, dtype in (
         ("int8_tensorwise", torch.int8),
         ("nvfp4", torch.uint8),
@@ -221,7 +225,7 @@ def test_refused_files(tmp_path: Path) -> None:
             "a.comfy_quant": encode_quant_metadata(format=form),
         }
         scalar["a.weight_scale"] = torch.ones(7)
-        messages[f"a number as {form}"] = said(save_and_collect, path, scalar)
+        messages[f"a number as {form}"] = get_refusal(save_and_collect, path, scalar)
     check_refusals("marks", messages)
 
 
@@ -244,7 +248,9 @@ def test_marks_of_any_value(tmp_path: Path) -> None:
         }
         for case, (tensors, metadata) in files.items():
             header_fields = {"_quantization_metadata": json.dumps(metadata)}
-            sentence = said(lambda t=tensors, m=header_fields: save_and_collect(path, t, **m))
+            sentence = get_refusal(
+                lambda t=tensors, m=header_fields: save_and_collect(path, t, **m)
+            )
             if not sentence or "\n" in sentence:
                 failures[case, str(value)] = sentence
     assert not failures

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines import planned
+from tests.pipelines import resolve_plan
 from wan import system
 from wan.checkpoint.layout import make_reference_checkpoint
 from wan.pipeline import memory
@@ -202,7 +202,7 @@ def plan_streamed_vace(resident: int) -> Run:
         "--resident_blocks",
         str(resident),
     )
-    return planned(*flags)
+    return resolve_plan(*flags)
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_the_plan_of_vace_has_two_buffers(resident: int) -> None:
 def estimate_stages(*flags: object) -> dict[str, memory.Usage]:
     """Estimates the stages of a 320 x 192 video on one GPU in bfloat16."""
     base_flags = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
-    run = planned(*base_flags, *flags)
+    run = resolve_plan(*base_flags, *flags)
     return memory.compute_stage_memory(
         run.setup, run.params, memory.estimate_network_sizes(run.setup, run.params)
     )
@@ -281,5 +281,5 @@ def test_host_memory_of_networks_that_wait(offload: str, parameters: int) -> Non
     """By hand: both experts and the text encoder in bfloat16."""
     flags = ["--task", "t2v-A14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda"]
     flags += ["--convert_model_dtype", "--offload_model", offload]
-    run = planned(*flags)
+    run = resolve_plan(*flags)
     assert Planner(run.setup, run.params).compute_host_bytes() == 2 * parameters

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.numerics.recorded import STEP, Samples
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.kernels.base import StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
@@ -253,7 +253,7 @@ def test_networks_and_calls_that_do_not_fit() -> None:
         "texts": (net, [x, x], t, [context], 18),
         "no image": (image, [x], t, [context], 18),
     }
-    messages = {name: said(*call, kind=ValueError) for name, call in calls.items()}
+    messages = {name: get_refusal(*call, kind=ValueError) for name, call in calls.items()}
     check_refusals(
         "networks", {name: f"{message.rstrip('.')}." for name, message in messages.items()}
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan import system
 from wan.evidence import npu_smi
 from wan.evidence.meter import MeterError
@@ -181,7 +181,7 @@ def test_outputs_that_cannot_be_used() -> None:
         "fields": lambda t: npu_smi.parse_power_fields(t, location),
     }
     messages = {
-        f"{read}: {name}": said(parse, broken, kind=MeterError)
+        f"{read}: {name}": get_refusal(parse, broken, kind=MeterError)
         for read, parse in calls.items()
         for name, broken in BROKEN.items()
     }
@@ -213,7 +213,9 @@ def test_outputs_with_random_damage() -> None:
 def test_refused_power_values() -> None:
     for value in ("0", "0.0", "-", "NA", "N/A", "nan", "inf", "-5.0", "1e3", ""):
         output = text("power_910B").replace("103.5", value)
-        assert said(npu_smi.parse_power_fields, output, DieLocation(0, 0), kind=MeterError), value
+        assert get_refusal(
+            npu_smi.parse_power_fields, output, DieLocation(0, 0), kind=MeterError
+        ), value
 
 
 def make_tool(folder: Path) -> Path:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.output_files import (
     LATENTS_KIND,
     RECORD_KIND,
@@ -100,7 +100,7 @@ def test_a_folder_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with write_folder(Path(folder)):
             pytest.fail("the block must not begin")
 
-    messages = {name: said(write, name) for name in ("file", "full", "link", ".")}
+    messages = {name: get_refusal(write, name) for name in ("file", "full", "link", ".")}
     check_refusals("output files: folders", messages)
     assert sorted(tmp_path.rglob("*")) == paths_before
 
@@ -128,7 +128,7 @@ def test_foreign_files_are_refused_and_kept(tmp_path: Path) -> None:
         with write_output(path, TEXT) as temporary:
             temporary.write_text(OURS)
 
-    messages = {"a device": said(check_output, Path("/dev/null"), TEXT, "--out")}
+    messages = {"a device": get_refusal(check_output, Path("/dev/null"), TEXT, "--out")}
     for number, (case, make) in enumerate(CONFLICTS.items()):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -136,8 +136,8 @@ def test_foreign_files_are_refused_and_kept(tmp_path: Path) -> None:
         path = folder / "x"
         make(path)
         inode = path.lstat().st_ino
-        messages[case] = said(check_output, path, TEXT, "--out")
-        messages[f"{case}, when it is written"] = said(write, path, kind=WriteError)
+        messages[case] = get_refusal(check_output, path, TEXT, "--out")
+        messages[f"{case}, when it is written"] = get_refusal(write, path, kind=WriteError)
         assert not remove_output(path, TEXT), case
         assert path.lstat().st_ino == inode, case
         assert case != "a foreign file" or path.read_text() == "precious"
@@ -271,7 +271,7 @@ def test_a_derived_folder_is_ours_or_refused(tmp_path: Path) -> None:
         folder.mkdir()
         for name, text in files.items():
             (folder / name).write_text(text)
-        refusal = said(check_output_folder, folder, {"[0-9].txt": TEXT}, "`save_file`")
+        refusal = get_refusal(check_output_folder, folder, {"[0-9].txt": TEXT}, "`save_file`")
         assert (refusal == "") == fits, files
         messages |= (
             {} if fits else {", ".join(f"{n}: {t.strip()}" for n, t in files.items()): refusal}
@@ -281,7 +281,9 @@ def test_a_derived_folder_is_ours_or_refused(tmp_path: Path) -> None:
     (tmp_path / "a link to a folder").symlink_to(tmp_path)
     (tmp_path / "a link to nowhere").symlink_to(tmp_path / "nowhere")
     for name in ("a file", "a link to a folder", "a link to nowhere"):
-        messages[name] = said(check_output_folder, tmp_path / name, {"*": TEXT}, "`save_file`")
+        messages[name] = get_refusal(
+            check_output_folder, tmp_path / name, {"*": TEXT}, "`save_file`"
+        )
     check_refusals("output files: derived folders", messages)
 
 
@@ -291,6 +293,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     paths_before, messages = sorted(tmp_path.iterdir()), {}
     for path in ("link/x", "link/new/x", "loop/x", "file/x", f"new/{'n' * 300}/x", "/proc/x/y"):
-        messages[path[:20]] = said(check_folder, (tmp_path / path).parent, "--out", Path(path))
+        messages[path[:20]] = get_refusal(
+            check_folder, (tmp_path / path).parent, "--out", Path(path)
+        )
     check_refusals("output files: folders that cannot be made", messages)
     assert sorted(tmp_path.iterdir()) == paths_before

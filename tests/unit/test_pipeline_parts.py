@@ -24,7 +24,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPVisionModel
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan import log
 from wan.kernels.base import StepInfo
 from wan.pipeline import clip, conditioning
@@ -308,7 +308,7 @@ def test_an_encoder_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for script in ENCODERS:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        messages[script] = said(write_video, CLIP, Output(path, fps=8), kind=OSError)
+        messages[script] = get_refusal(write_video, CLIP, Output(path, fps=8), kind=OSError)
         assert not list(path.parent.iterdir()), script
     check_refusals("video: encoders that fail", messages)
 

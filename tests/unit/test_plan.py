@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.dist import run
-from tests.pipelines import planned
+from tests.dist import run_on_ranks
+from tests.pipelines import resolve_plan
 from wan.device import select_device as device
 from wan.distributed import mesh
 from wan.pipeline import build, memory
@@ -41,7 +41,7 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def planner(*argv: object) -> Planner:
-    planned_run = planned(*argv)
+    planned_run = resolve_plan(*argv)
     return Planner(planned_run.setup, planned_run.params)
 
 
@@ -251,13 +251,13 @@ def measure_live_bytes(planned_run: Run) -> tuple[int, int]:
 def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> None:
     """The largest of the plan's stages but decoding, which does not run here."""
     sizes = () if "--ring_size" in argv else ("--ulysses_size", "2")
-    planned_run = planned(
+    planned_run = resolve_plan(
         "--ckpt_dir", tiny("t2v-1.3B"), "--task", "t2v-1.3B", *SMALL, *sizes, *argv
     )
     estimate = (
         Planner(planned_run.setup, planned_run.params).compute_stage_memory()["denoising"].total()
     )
-    measured = max(peak for peak, _ in run(2, measure_live_bytes, planned_run))
+    measured = max(peak for peak, _ in run_on_ranks(2, measure_live_bytes, planned_run))
     # Of 5 MB in all, what gloo's thread frees a moment earlier or later is 2 % from run to run.
     assert 0.95 * measured <= estimate <= 1.08 * measured
 
@@ -283,7 +283,7 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_name_what_would_fit(argv: tuple[str, ...], proposal: str) -> None:
-    planned_run = planned("--task", "t2v-A14B", *HD, *EIGHT, "--device_memory", "64", *argv)
+    planned_run = resolve_plan("--task", "t2v-A14B", *HD, *EIGHT, "--device_memory", "64", *argv)
     with pytest.raises(InputError) as caught:
         check_plan_memory(Planner(planned_run.setup, planned_run.params), planned_run.device_memory)
     assert proposal in str(caught.value)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist import Ranks, launcher
+from tests.dist import Ranks, make_rank_envs
 from wan.cli import main as generate
 from wan.evidence import meter, rapl
 from wan.evidence.meter import (
@@ -381,9 +381,9 @@ def test_two_ranks(tiny, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"
     argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B")), *QUICK]
     argv += ["--save_file", str(out)]
-    with Ranks(launcher(2), generate_each, [[*argv, "--power"]] * 2) as ranks:
-        assert ranks.ended(120) == [0, 0], ranks.said()
+    with Ranks(make_rank_envs(2), generate_each, [[*argv, "--power"]] * 2) as ranks:
+        assert ranks.wait_for_exit(120) == [0, 0], ranks.format_outputs()
         check_metered(out, "".join(ranks.texts))
-    with Ranks(launcher(2), generate_each, [argv, [*argv, "--power"]]) as ranks:
-        assert ranks.ended(120) == [2, 2], ranks.said()
+    with Ranks(make_rank_envs(2), generate_each, [argv, [*argv, "--power"]]) as ranks:
+        assert ranks.wait_for_exit(120) == [2, 2], ranks.format_outputs()
         assert any("--power is True, but False on rank 0" in line for line in ranks.lines())

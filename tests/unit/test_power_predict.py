@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import slow
 from tests.dist import REPO
-from tests.pipelines import planned
+from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
@@ -142,7 +142,7 @@ def test_bytes_against_the_layers(
     ulysses, ring = sizes
     flags = "--task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
     flags += f" {ulysses} --ring_size {ring} --comm_type {comm_type * (ulysses > 1)}"
-    run = planned(*flags.split())
+    run = resolve_plan(*flags.split())
     sent = Planner(run.setup, run.params).measure_forwards(run.setup.parallel)[0].collectives[0]
     to_all = sum(size for name, size in sent if name == "alltoall_base_")
     hops = sum(size for name, size in sent if name == "send")
@@ -165,7 +165,7 @@ def test_a_rank_calls_each_layer_once_a_step_and_branch(
     """A rank computes both guidance branches, one of two, or the only branch."""
     monkeypatch.chdir(tmp_path)
     flags = f"--task t2v-1.3B --ulysses_size 2 --sample_steps 5 {more_flags}"
-    run = planned(*flags.split())
+    run = resolve_plan(*flags.split())
     assert Workload.from_run(run).layers == 30 * 5 * branches
 
 

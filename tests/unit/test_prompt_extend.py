@@ -22,7 +22,7 @@ import transformers as tf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.cli import extend_prompt
 from wan.cli.extend_prompt import check_prompt_extension, rewrite_prompt
 from wan.settings.command import PromptExtension
@@ -206,7 +206,7 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
 
 
 def get_extension_refusal(method: str, model: str | None) -> str:
-    return said(
+    return get_refusal(
         lambda: check_prompt_extension(PromptExtension(True, method, model), has_image=False)
     )
 
@@ -220,8 +220,8 @@ def test_unavailable_methods(service: Service, monkeypatch: pytest.MonkeyPatch) 
     for method, package in (("dashscope", "dashscope"), ("local_qwen", "transformers")):
         monkeypatch.setitem(sys.modules, package, None)
         messages[f"no {package}"] = get_extension_refusal(method, None)
-    messages["no image"] = said(lambda: rewrite("a cat", task_kind="i2v"))
-    messages["no prompt"] = said(lambda: rewrite(" ", task_kind="t2v"))
+    messages["no image"] = get_refusal(lambda: rewrite("a cat", task_kind="i2v"))
+    messages["no prompt"] = get_refusal(lambda: rewrite(" ", task_kind="t2v"))
     check_refusals("prompt extension: not available", messages)
     assert not service.requests
 
@@ -425,7 +425,7 @@ def test_local_names_and_no_network(
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
     for model, has_image in SOURCES:
         check_prompt_extension(PromptExtension(True, "local_qwen", model), has_image=has_image)
-        refusal = said(
+        refusal = get_refusal(
             lambda m=model, i=has_image: rewrite_locally("a cat", m, image=RED if i else None)
         )
         assert f"(no network for {hub[-1]}); give the local" in refusal
@@ -469,12 +469,14 @@ UNUSABLE: dict[str, tuple[str, bytes | None]] = {  # text of the message -> a fi
 
 
 def test_local_models_that_cannot_be_used(text_model: Path, tmp_path: Path) -> None:
-    messages = {"a text model, ": said(lambda: rewrite_locally("a cat", text_model, image=RED))}
+    messages = {
+        "a text model, ": get_refusal(lambda: rewrite_locally("a cat", text_model, image=RED))
+    }
     for expected_text, (file, content) in UNUSABLE.items():
         folder = Path(shutil.copytree(text_model, tmp_path / expected_text))
         (folder / file).unlink()
         if content is not None:
             (folder / file).write_bytes(content)
-        messages[expected_text] = said(rewrite_locally, "a cat", folder)
+        messages[expected_text] = get_refusal(rewrite_locally, "a cat", folder)
     for expected_text, sentence in messages.items():
         assert re.search(f"cannot be used .*{expected_text}.*_extend_model", sentence), sentence

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.pipelines import on_cpu
-from tests.refusals import check_refusals, said
+from tests.pipelines import build_cpu_pipeline
+from tests.refusals import check_refusals, get_refusal
 from tools import quantize_dit
 from tools.quantize_dit import quantize_checkpoint
 from wan.checkpoint.layout import inspect_checkpoint
@@ -384,7 +384,7 @@ def test_only_linear_layers_can_be_quantised(broken: Path, tiny: Any) -> None:
     for entry, algorithm in product(NO_LINEAR, ("W8A8_DYNAMIC", "w4a16")):
         edit_description(broken, lambda d, entries={entry: algorithm}: d.update(entries))
         message = f"quantises {NO_LINEAR[entry]} as {algorithm.upper()}, but it is no linear layer;"
-        assert message in said(read_export, broken, tiny("t2v-1.3B")), (entry, algorithm)
+        assert message in get_refusal(read_export, broken, tiny("t2v-1.3B")), (entry, algorithm)
         (broken / DESCRIPTION).write_text(description)
 
 
@@ -446,7 +446,7 @@ def test_refused_before_weights_are_read(export: Export, tiny: Any, tmp_path: Pa
             WRONG[name](folder)
         else:
             edit_description(folder, lambda d, name=name: d.update(ENTRIES[name]))
-        messages[name] = said(read_export, folder, tiny("t2v-1.3B"))
+        messages[name] = get_refusal(read_export, folder, tiny("t2v-1.3B"))
     parser = r"(?<=(?:file|JSON)) \(.*\)(?=;)"
     check_refusals("quantised weights", messages, hide=[parser])
 
@@ -584,7 +584,9 @@ def test_a_lora_is_merged_before(tiny: Any, tmp_path: Path) -> None:
 
 def load_dit(checkpoint: Path, folder: Path | None, precision: str = "fp32") -> WanModel:
     options = {} if folder is None else {"quant_dit_path": folder}
-    return on_cpu("t2v-1.3B", checkpoint, precision=precision, **options).experts.get("dit")
+    return build_cpu_pipeline("t2v-1.3B", checkpoint, precision=precision, **options).experts.get(
+        "dit"
+    )
 
 
 def compute_velocity(model: WanModel) -> Tensor:
@@ -634,7 +636,9 @@ def test_whole_run(tiny: Any, export: Export) -> None:
     request = make_video_params(PRESETS["t2v-A14B"], values)
     latents = []
     for options in ({}, {"quant_dit_path": export("t2v-A14B")}):
-        pipeline = on_cpu("t2v-A14B", tiny("t2v-A14B"), convert_model_dtype=True, **options)
+        pipeline = build_cpu_pipeline(
+            "t2v-A14B", tiny("t2v-A14B"), convert_model_dtype=True, **options
+        )
         generator = torch.Generator().manual_seed(7)
         texts = torch.randn(2, 5, pipeline.text_size[1], generator=generator)
         latents.append(pipeline.generate_latents(request, Inputs(None, None, *texts)))

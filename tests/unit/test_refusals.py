@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines import planned
-from tests.refusals import check_refusals, said
+from tests.pipelines import resolve_plan
+from tests.refusals import check_refusals, get_refusal
 from wan import env
 from wan.settings import flags, rules, values
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError
@@ -148,7 +148,7 @@ def test_a_plan_that_no_device_can_carry_out_is_refused() -> None:
     """Each setting is of another device."""
     messages = {}
     for arguments in ("--fused_ops=rope --fa_quant=fp8", "--attention_algo=laser --fused_ops=gelu"):
-        messages[arguments] = said(planned, *arguments.split())
+        messages[arguments] = get_refusal(resolve_plan, *arguments.split())
     check_refusals("plan: no device", messages, hide=["this device is .*?(?=;)"])
 
 

@@ -18,8 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
-from tests.pipelines import QUICK, composed, held, latents, planned
-from tests.refusals import check_refusals, said
+from tests.pipelines import (
+    QUICK,
+    build_quick_pipeline,
+    count_owned_bytes,
+    generate_quick_latents,
+    resolve_plan,
+)
+from tests.refusals import check_refusals, get_refusal
 from tools.quantize_dit import quantize_checkpoint
 from wan import WanTI2V, system
 from wan import device as devices
@@ -123,10 +129,12 @@ def prepare_case(name: str, deep: Any, tmp_path: Path) -> tuple[Path, list[str]]
 @pytest.mark.parametrize("name", [name if name in FAST_CASES else slow(name) for name in CASES])
 def test_the_same_bits(name: str, deep: Any, tmp_path: Path, one_thread: None) -> None:
     folder, flags = prepare_case(name, deep, tmp_path)
-    expected = latents(folder, *flags, "--offload_model", "false")
+    expected = generate_quick_latents(folder, *flags, "--offload_model", "false")
     assert expected.isfinite().all()
     for resident in ("0", "1"):
-        result = latents(folder, *flags, "--offload_model", "block", "--resident_blocks", resident)
+        result = generate_quick_latents(
+            folder, *flags, "--offload_model", "block", "--resident_blocks", resident
+        )
         assert torch.equal(result, expected), resident
 
 
@@ -145,7 +153,7 @@ def test_the_same_bits_of_many(
     videos = [load_file(path)["latents"] for path in sorted(out.glob("*.safetensors"))]
     assert torch.equal(videos[0], videos[2]) and not torch.equal(videos[0], videos[1])
     for video, prompt in zip(videos, ("one", "two"), strict=False):
-        assert torch.equal(video, latents(folder, *flags, "--prompt", prompt).cpu())
+        assert torch.equal(video, generate_quick_latents(folder, *flags, "--prompt", prompt).cpu())
 
 
 @pytest.mark.parametrize("resident", [slow(0), 1, slow(2)])
@@ -153,25 +161,29 @@ def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread
     """At most the planned bytes are held, and one block of the text encoder at a time."""
     argv = ("--offload_model", "block", "--resident_blocks", str(resident), "--sample_steps", "1")
     folder = deep("t2v-1.3B")
-    run, pipeline = composed(folder, *argv)
+    run, pipeline = build_quick_pipeline(folder, *argv)
     network, held_bytes = pipeline.experts.get("dit"), []
     for block in network.blocks:
-        block.register_forward_hook(lambda *_: held_bytes.append(held(network)))
+        block.register_forward_hook(lambda *_: held_bytes.append(count_owned_bytes(network)))
     pipeline.generate_latents(run.params)
     assert len(held_bytes) == LAYERS * 2
     plan = Planner(run.setup, run.params).compute_stage_memory()
-    full_bytes = held(composed(folder, "--offload_model", "true")[1].experts.get("dit"))
+    full_bytes = count_owned_bytes(
+        build_quick_pipeline(folder, "--offload_model", "true")[1].experts.get("dit")
+    )
     assert plan["denoising"]["DiT weights"] < full_bytes
     assert plan["denoising"]["DiT weights"] == pytest.approx(max(held_bytes), rel=0.03)
     encoder = pipeline.text_encoder.get()._model
     pipeline.text_encoder.get()("a cat")
-    assert held(encoder) == pytest.approx(plan["text encoder"]["text encoder weights"], rel=0.1)
+    assert count_owned_bytes(encoder) == pytest.approx(
+        plan["text encoder"]["text encoder weights"], rel=0.1
+    )
 
 
 def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
     """No part of a network stays in memory after its stage, also with streamed blocks."""
     argv = ("--offload_model", "block", "--sample_steps", "2", "--sample_guide_scale", "1")
-    run, pipeline = composed(deep("t2v-A14B"), *argv)
+    run, pipeline = build_quick_pipeline(deep("t2v-A14B"), *argv)
     references = [weakref.ref(pipeline.experts.get(name)) for name in EXPERTS]
     assert references[0]() is None and references[1]() is not None, (
         "asking for one releases the other"
@@ -182,7 +194,7 @@ def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [(False, "block"), ("block", False)])
 def test_another_way_releases_what_was_loaded(old: Any, new: Any, deep: Any) -> None:
-    _, pipeline = composed(deep("t2v-1.3B"), "--offload_model", str(old))
+    _, pipeline = build_quick_pipeline(deep("t2v-1.3B"), "--offload_model", str(old))
     references = [weakref.ref(pipeline.experts.get("dit")), weakref.ref(pipeline.vae.get())]
     pipeline.set_offload(old)
     assert all(reference() is not None for reference in references)
@@ -482,7 +494,7 @@ def test_a_video_may_ask_for_another_way(
     assert torch.equal(*videos)
 
     def get_message(way: Any, model: WanTI2V = model) -> str:
-        return said(lambda: model.generate("a cat", **settings, offload_model=way))
+        return get_refusal(lambda: model.generate("a cat", **settings, offload_model=way))
 
     messages = {f"offload_model={way}": get_message(way) for way in (True, "cpu", "disk")}
     compiled = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu", compile=True)
@@ -494,7 +506,7 @@ def test_shards_stay_where_they_are() -> None:
     messages = {}
     for way, flag in product(("cpu", "block"), ("--dit_fsdp", "--t5_fsdp")):
         flags = ("--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
-        messages[f"{flag} {way}"] = said(planned, *flags)
+        messages[f"{flag} {way}"] = get_refusal(resolve_plan, *flags)
     check_refusals("residency: shards", messages)
 
 
@@ -507,8 +519,8 @@ def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -
         str(quantize_checkpoint(folder, tmp_path / "export")),
         "--offload_model",
     ]
-    planned(*flags, "true")
-    messages = {way: said(planned, *flags, way) for way in ("cpu", "block")}
+    resolve_plan(*flags, "true")
+    messages = {way: get_refusal(resolve_plan, *flags, way) for way in ("cpu", "block")}
     check_refusals("residency: int8 weights of an NPU", messages)
 
 
@@ -517,10 +529,10 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9", "--device", "cpu")
     messages = {}
     for gigabytes, argv in ((8, ()), (2, ()), (8, ("--compile",))):
-        run = planned(*flags, *argv)
+        run = resolve_plan(*flags, *argv)
         monkeypatch.setattr(system, "read_available_memory", lambda free=gigabytes: free * 10**9)
         name = f"{gigabytes} GB {' '.join(argv)}".strip()
-        messages[name] = said(memory.check_memory, run.setup, run.params, 1)
+        messages[name] = get_refusal(memory.check_memory, run.setup, run.params, 1)
         block = replace(run.setup.execution, offload_model="block", compile=False)
         if gigabytes == 8:
             memory.check_memory(replace(run.setup, execution=block), run.params, 1)
@@ -537,7 +549,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], proposal: str) -> None:
     flags = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
-    run = planned(*flags, *argv)
+    run = resolve_plan(*flags, *argv)
     with pytest.raises(InputError) as caught:
         check_plan_memory(Planner(run.setup, run.params), run.device_memory)
     assert proposal in str(caught.value)
@@ -548,7 +560,7 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], pro
 def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
     flags = ("--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
     flags = (*flags, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
-    run = planned(*flags)
+    run = resolve_plan(*flags)
     with pytest.raises(InputError) as caught:
         check_plan_memory(Planner(run.setup, run.params), run.device_memory)
     assert "fsdp" not in str(caught.value)
@@ -560,7 +572,7 @@ def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> Non
 def test_the_bound_lies_below_the_plan(device_type: str) -> None:
     flags = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
-    run = planned(*flags, *argv)
+    run = resolve_plan(*flags, *argv)
     stages = Planner(run.setup, run.params).compute_stage_memory()
     sizes = memory.estimate_network_sizes(run.setup, run.params)
     bounds = memory.compute_stage_memory(run.setup, run.params, sizes)

@@ -20,8 +20,8 @@ from transformers import T5Tokenizer
 
 from tests import gguf_files
 from tests.conftest import slow
-from tests.pipelines import composed, latents
-from tests.refusals import check_refusals, said
+from tests.pipelines import build_quick_pipeline, generate_quick_latents
+from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.embedded_tokenizer import read_embedded_tokenizer
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
@@ -98,7 +98,9 @@ def test_comfyuis_tree(task: str, tiny: Any, tmp_path: Path, one_thread: None) -
     if task == "t2v-A14B":
         add_other_models(root, tiny("ti2v-5B"))
     flags = ("--task", task, *QUICK_FLAGS)
-    assert torch.equal(latents(root, *flags), latents(tiny(task), *flags))
+    assert torch.equal(
+        generate_quick_latents(root, *flags), generate_quick_latents(tiny(task), *flags)
+    )
 
 
 @pytest.mark.parametrize("task", ["t2v-A14B", slow("ti2v-5B")])
@@ -106,7 +108,7 @@ def test_files_of_any_layout_in_one_folder(
     task: str, tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
     """GGUF experts, diffusers' text encoder and an official VAE, under names of our own."""
-    files, plain = gguf_files.with_gguf(tiny(task), "Q8_0", tmp_path)
+    files, plain = gguf_files.make_gguf_folders(tiny(task), "Q8_0", tmp_path)
     root = tmp_path / "mixed"
     root.mkdir()
     experts = sorted(files.rglob("*.gguf"))
@@ -119,7 +121,7 @@ def test_files_of_any_layout_in_one_folder(
     shutil.copytree(tiny(task) / "google", root / "google")
     shutil.copy(files / "config.json", root)
     flags = ("--task", task, *QUICK_FLAGS)
-    assert torch.equal(latents(root, *flags), latents(plain, *flags))
+    assert torch.equal(generate_quick_latents(root, *flags), generate_quick_latents(plain, *flags))
 
 
 def test_files_that_are_chosen(tiny: Any, tmp_path: Path, one_thread: None) -> None:
@@ -132,7 +134,9 @@ def test_files_that_are_chosen(tiny: Any, tmp_path: Path, one_thread: None) -> N
     flags = ["--task", task, *QUICK_FLAGS, "--text_encoder", str(other / "text_encoders" / TEXT)]
     flags += ["--vae", str(tiny(task, "diffusers") / "vae")]
     flags += ["--dit_low_noise", str(next(other.rglob("*low_noise*")))]
-    assert torch.equal(latents(broken, *flags), latents(tiny(task), *flags[:4]))
+    assert torch.equal(
+        generate_quick_latents(broken, *flags), generate_quick_latents(tiny(task), *flags[:4])
+    )
 
 
 def test_a_lora_in_comfyuis_folder(tiny: Any, tmp_path: Path) -> None:
@@ -141,14 +145,14 @@ def test_a_lora_in_comfyuis_folder(tiny: Any, tmp_path: Path) -> None:
     save_tensors(
         {"blocks.0.self_attn.q.diff": torch.ones_like(weight)}, root / "loras" / "a.safetensors"
     )
-    run, _ = composed(root, "--task", "ti2v-5B", "--lora", "a.safetensors=0.5")
+    run, _ = build_quick_pipeline(root, "--task", "ti2v-5B", "--lora", "a.safetensors=0.5")
     (lora,) = run.setup.loras["dit"]
     assert (lora.path, lora.strength) == (root / "loras" / "a.safetensors", 0.5)
 
 
 def test_a_plan_lists_every_file(tiny: Any, tmp_path: Path) -> None:
-    files, _ = gguf_files.with_gguf(tiny("t2v-A14B"), "Q8_0", tmp_path)
-    run, _ = composed(files, "--task", "t2v-A14B", "--precision", "bf16")
+    files, _ = gguf_files.make_gguf_folders(tiny("t2v-A14B"), "Q8_0", tmp_path)
+    run, _ = build_quick_pipeline(files, "--task", "t2v-A14B", "--precision", "bf16")
     lines = list(report.describe_checkpoint_files(Planner(run.setup, run.params)))
     names = ["DiT high_noise", "DiT low_noise", "text encoder", "tokenizer", "VAE"]
     assert [line.strip().partition(":")[0] for line in lines] == names
@@ -261,7 +265,7 @@ def test_wrong_mixtures(tree: Path, tmp_path: Path) -> None:
         shutil.copytree(tree, root, copy_function=os.link)
         change(root, chosen)
         argv = [word for flag, path in chosen.items() for word in (f"--{flag}", str(path))]
-        messages[name] = said(composed, root, "--task", "t2v-A14B", *argv)
+        messages[name] = get_refusal(build_quick_pipeline, root, "--task", "t2v-A14B", *argv)
     check_refusals("search: mixtures", messages, hide=PARSERS)
 
 
@@ -270,7 +274,7 @@ def test_damaged_files_of_other_models_are_left_alone(tree: Path, tmp_path: Path
     root = Path(shutil.copytree(tree, tmp_path / "models"))
     for name in ("flux*", VAES["Wan2.2_VAE"]):
         truncate_file(name, 9)(root, {})
-    run, _ = composed(root, "--task", "t2v-A14B")
+    run, _ = build_quick_pipeline(root, "--task", "t2v-A14B")
     assert run.setup.checkpoint.vae == root / "vae" / VAES["Wan2.1_VAE"]
 
 
@@ -360,7 +364,9 @@ def test_a_tree_without_a_tokenizers_folder(
     converted.save_pretrained(with_folder / "tokenizer")
     flags = ("--task", "t2v-A14B", *QUICK_FLAGS)
     assert inspect_checkpoint(root).tokenizer == root / "text_encoders" / TEXT
-    assert torch.equal(latents(root, *flags), latents(with_folder, *flags))
+    assert torch.equal(
+        generate_quick_latents(root, *flags), generate_quick_latents(with_folder, *flags)
+    )
 
 
 def field(number: int, value: int | float | bytes) -> bytes:
@@ -426,17 +432,17 @@ def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path)
     messages = {}
     for size in (0, 1, 7, 100, 3000):
         path = write_safetensors(spiece.read_bytes()[:size], tiny, tmp_path)
-        messages[f"{size} bytes"] = said(text.load_tokenizer, path)
+        messages[f"{size} bytes"] = get_refusal(text.load_tokenizer, path)
     path = tmp_path / "x.safetensors"
     for name, piece_ in ODD.items():
         save_file({"spiece_model": torch.tensor(list(FIRST + piece_), dtype=torch.uint8)}, path)
-        messages[name] = said(read_embedded_tokenizer, path)
+        messages[name] = get_refusal(read_embedded_tokenizer, path)
     defaults: dict[str, Any] = {"tokens": ["<pad>", "</s>", "<unk>"], "scores": [0.0, 0.0, 0.0]}
     defaults["token_type"] = [3, 3, 2]
-    assert not said(read_embedded_tokenizer, gguf_tokenizer(tmp_path / "x.gguf", defaults))
+    assert not get_refusal(read_embedded_tokenizer, gguf_tokenizer(tmp_path / "x.gguf", defaults))
     for changed in STRANGE:
         path = gguf_tokenizer(tmp_path / "x.gguf", defaults | changed)
-        messages[str(changed)] = said(read_embedded_tokenizer, path)
+        messages[str(changed)] = get_refusal(read_embedded_tokenizer, path)
     sentence = re.compile(r"\S+ holds a damaged tokenizer \(.+\); download it again\.")
     assert not {
         name: message for name, message in messages.items() if not sentence.fullmatch(message)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.pipelines import no_demo, planned
-from tests.refusals import check_refusals, said
+from tests.pipelines import fail_on_demo, resolve_plan
+from tests.refusals import check_refusals, get_refusal
 from tools import flags_table
 from wan import cli
 from wan.cli import extend_prompt, flags
@@ -30,7 +30,7 @@ from wan.settings.request import compute_i2v_size, compute_ti2v_size, make_video
 
 
 def resolve_flags(*argv: object) -> Run:
-    return resolve_command_line(flags.parse_flags([str(a) for a in argv]), no_demo)
+    return resolve_command_line(flags.parse_flags([str(a) for a in argv]), fail_on_demo)
 
 
 def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
@@ -194,9 +194,9 @@ def test_latents_of_others_are_refused(tmp_path: Path) -> None:
     path, messages = tmp_path / "x.safetensors", {}
     for case, value in hostile.items():
         latents_file(path, **({"settings": value} if value else {}))
-        messages[f"settings: {case}"] = said(resolve_flags, "--decode_latents", path)
+        messages[f"settings: {case}"] = get_refusal(resolve_flags, "--decode_latents", path)
     latents_file(path, "other")
-    messages["no latents"] = said(resolve_flags, "--decode_latents", path)
+    messages["no latents"] = get_refusal(resolve_flags, "--decode_latents", path)
     check_refusals("settings: latents of others", messages)
 
 
@@ -338,9 +338,12 @@ def test_every_flag_is_followed_to_the_run() -> None:
 
 def test_each_flag_reaches_the_run_and_its_record() -> None:
     """A run without the flag has another value."""
-    failures, default_fields = {}, functools.cache(lambda *more: collect_fields(planned(*more)))
+    failures, default_fields = (
+        {},
+        functools.cache(lambda *more: collect_fields(resolve_plan(*more))),
+    )
     for name, (text, value, more) in CASES.items():
-        run = planned(*more, f"--{name}", text)
+        run = resolve_plan(*more, f"--{name}", text)
         record = flags.read_settings(json.loads(json.dumps(run.settings)), "{}")
         actual = collect_fields(run)[name], record.get(name), default_fields(*more)[name] != value
         if actual != (value, value if flags.FLAGS[name].record else None, True):
@@ -355,9 +358,9 @@ def test_a_switch_of_a_record_is_turned_back(tmp_path: Path) -> None:
         _, value, more = CASES[name]
         path.write_text(json.dumps({"settings": {name: value}}))
         arguments = ("--from_json", path, *more)
-        reverted = planned(*arguments, f"--{name}", not value)
+        reverted = resolve_plan(*arguments, f"--{name}", not value)
         actual = (
-            collect_fields(planned(*arguments))[name],
+            collect_fields(resolve_plan(*arguments))[name],
             collect_fields(reverted)[name],
             reverted.settings[name],
         )
@@ -368,12 +371,12 @@ def test_a_switch_of_a_record_is_turned_back(tmp_path: Path) -> None:
 
 def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    settings = planned(*EXTEND).settings
+    settings = resolve_plan(*EXTEND).settings
     del settings["ckpt_dir"]
     path.write_text(json.dumps({"settings": settings}))
     arguments = ("--from_json", path)
-    assert planned(*arguments).prompt_extension is not None
-    disabled = planned(*arguments, *EXTEND, "false")
+    assert resolve_plan(*arguments).prompt_extension is not None
+    disabled = resolve_plan(*arguments, *EXTEND, "false")
     assert disabled.prompt_extension is None and disabled.settings["use_prompt_extend"] is False
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.refusals import check_refusals, said
+from tests.refusals import check_refusals, get_refusal
 from wan.device import Device
 from wan.kernels.base import AttendRows, AttentionInput, StepInfo, Target
 from wan.kernels.flex import FlexBlocks, compile_per_shape, make_flex_mask
@@ -393,7 +393,7 @@ def test_refusals() -> None:
     for name, step in (("step", None), ("layer", call((3, 10, 20), layer=None))):
         calls[f"no {name}"] = partial(method.applies_to, step)
         calls[f"no {name}, prepared"] = partial(method.prepare_kv, x, x, x, step)
-    messages = {name: f"{said(call, kind=ValueError)}." for name, call in calls.items()}
+    messages = {name: f"{get_refusal(call, kind=ValueError)}." for name, call in calls.items()}
     check_refusals("RainFusion", messages)
 
 

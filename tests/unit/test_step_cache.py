@@ -21,8 +21,8 @@ from torch.nn.modules import module as module_hooks
 
 import wan
 from tests.conftest import slow
-from tests.pipelines import planned
-from tests.refusals import check_refusals, said
+from tests.pipelines import resolve_plan
+from tests.refusals import check_refusals, get_refusal
 from tools import calibrate_mag
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
@@ -67,7 +67,7 @@ CONTRADICTIONS = {
 
 
 def plan_run(flags: str) -> Run:
-    return planned(*flags.split())
+    return resolve_plan(*flags.split())
 
 
 def list_steps(run: Run, all_branches: bool = False) -> policy.StepLists:
@@ -89,7 +89,7 @@ def make_cache(name: str, **parameters: Any) -> Any:
 
 
 def test_refused() -> None:
-    messages = {name: said(plan_run, flags) for name, flags in CONTRADICTIONS.items()}
+    messages = {name: get_refusal(plan_run, flags) for name, flags in CONTRADICTIONS.items()}
     check_refusals("step caches", messages)
 
 
@@ -530,7 +530,7 @@ def test_a_run_computes_what_its_policy_promises(
     """Compares the blocks that ran with the record, the list, and the text of `--plan`."""
     flags = POLICY_FLAGS.get(name, (f"--step_cache={name}",))
     size = ["--size=96*64", "--frame_num=5", "--sample_steps=20", "--sample_shift=5"]
-    run = planned("--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *flags)
+    run = resolve_plan("--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *flags)
     forwards, implementation = record_forwards(monkeypatch), run.setup.policy
     assert implementation is not None
     settings = {name: value for name, value in vars(run.setup.cache).items() if value is not None}

@@ -12,6 +12,6 @@ _FOUND = find_spec("sitecustomize")
 _RIG = _FOUND is not None and Path(str(_FOUND.origin)).parent == Path(__file__).parent / "rig"
 collect_ignore_glob = [] if _RIG and find_spec("xfuser") is not None else ["test_*.py"]
 if _RIG:  # ranks are forked from a server that has imported xfuser once
-    assert dist.run  # importing it sets its preload list first
+    assert dist.run_on_ranks  # importing it sets its preload list first
     preload = ["tests.preload", "tests.xfuser.preload"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

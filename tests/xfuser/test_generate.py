@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import wan
-from tests.dist import Ranks, launcher
+from tests.dist import Ranks, make_rank_envs
 from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, registered
 from wan.cli import main as generate
 from wan.configs import WAN_CONFIGS
@@ -43,7 +43,7 @@ def plain(tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], di
         out = folder / f"{precision}.mp4"
         argv = [*arguments, "--precision", precision, "--save_file", str(out)]
         with Ranks([{}], generate.main, argv) as process:
-            assert process.ended() == [0], process.said()
+            assert process.wait_for_exit() == [0], process.format_outputs()
         found[precision] = latents(out)
     return arguments, found
 
@@ -76,8 +76,8 @@ def test_a_whole_run(name: str, plain, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"
     argv = [*arguments, *flags, "--precision", precision, "--attention_backend", backend]
     argv += ["--save_file", str(out)]
-    with Ranks(launcher(world) if world > 1 else [{}], with_lse, argv) as ranks:
-        assert ranks.ended(180) == [0] * world, ranks.said()
+    with Ranks(make_rank_envs(world) if world > 1 else [{}], with_lse, argv) as ranks:
+        assert ranks.wait_for_exit(180) == [0] * world, ranks.format_outputs()
     assert said in ranks.texts[0]
     assert ("K/V are gathered" in ranks.texts[0]) == (said is GATHERED)
     limit = 1e-4 if precision == "fp32" else 0.1  # of latents around 1, after two steps in bf16
@@ -98,8 +98,8 @@ def test_modes_give_the_same_latents(plain, tmp_path: Path) -> None:
     for flags in (["--comm_type", "0"], ["--comm_type", "1"], ["--fa_alltoall_overlap"]):
         out = tmp_path / f"{len(found)}.mp4"
         argv = [*arguments, *flags, "--attention_backend", "sdpa_flash", "--precision", "bf16"]
-        with Ranks(launcher(2), with_lse, [*argv, "--save_file", str(out)]) as ranks:
-            assert ranks.ended(180) == [0, 0], ranks.said()
+        with Ranks(make_rank_envs(2), with_lse, [*argv, "--save_file", str(out)]) as ranks:
+            assert ranks.wait_for_exit(180) == [0, 0], ranks.format_outputs()
         found.append(latents(out))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -117,8 +117,8 @@ def test_the_python_classes_take_it(tiny) -> None:
 @pytest.mark.dist
 def test_ranks_refuse_together(tiny) -> None:
     argv = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--attention_backend", "sdpa_efficient"]
-    with Ranks(launcher(2), generate.main, argv) as ranks:
-        assert ranks.ended() == [2, 2], ranks.said()
+    with Ranks(make_rank_envs(2), generate.main, argv) as ranks:
+        assert ranks.wait_for_exit() == [2, 2], ranks.format_outputs()
     assert len(ranks.lines()) == 1 and "does not compute float32" in ranks.lines()[0]
 
 
@@ -136,6 +136,6 @@ def only_on_rank_0(argv: list[str]) -> int:
 def test_ranks_that_found_different_kernels_do_not_begin(tiny) -> None:
     argv = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--precision", "bf16"]
     argv += ["--attention_backend", "sdpa_flash", "--ring_size", "2"]
-    with Ranks(launcher(2), only_on_rank_0, argv) as ranks:
-        assert ranks.ended() == [2, 2], ranks.said()
-    assert "what computes attention" in ranks.said()
+    with Ranks(make_rank_envs(2), only_on_rank_0, argv) as ranks:
+        assert ranks.wait_for_exit() == [2, 2], ranks.format_outputs()
+    assert "what computes attention" in ranks.format_outputs()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist import run
+from tests.dist import run_on_ranks
 from tests.distributed.test_attention_matrix import (
     HEAD_DIM,
     Case,
@@ -67,7 +67,7 @@ def cases() -> list[tuple[Case, str]]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_modes(world: int) -> None:
     chosen = [(case, backend) for case, backend in cases() if case[0].world == world]
-    assert run(world, check, chosen) == [{}] * world
+    assert run_on_ranks(world, check, chosen) == [{}] * world
 
 
 def calls(topology: Topology, mode: str, backend: str) -> tuple[list[tuple[int, ...]], float]:
@@ -90,7 +90,7 @@ def test_which_function_computes_and_how_often() -> None:
         chunks = attention_modes.list_head_ranges(24, ulysses, row.chunks)
         merged = topology.ring if FUNCTIONS[backend][2] else 1
         heads = sorted((b - a) // ulysses for a, b in chunks for _ in range(row.blocks * merged))
-        for made, off in run(topology.world, calls, topology, mode, backend):
+        for made, off in run_on_ranks(topology.world, calls, topology, mode, backend):
             case = topology, mode, backend
             assert sorted(shape[1] for shape in made) == heads and off <= 2e-5, case
             assert {shape[2] for shape in made} == {64 // topology.ring // row.blocks}, case

@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 
-from tests.dist import REPO, Ranks, launcher
+from tests.dist import REPO, Ranks, make_rank_envs
 
 pytestmark = pytest.mark.dist
 
@@ -20,8 +20,8 @@ def program() -> int:
 
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "2 x ring 1"), (4, "2 x ring 2")])
 def test_the_layer_in_a_program_of_xfuser(ranks: int, layout: str) -> None:
-    with Ranks(launcher(ranks), program) as started:
-        assert started.ended() == [0] * ranks, started.said()
+    with Ranks(make_rank_envs(ranks), program) as started:
+        assert started.wait_for_exit() == [0] * ranks, started.format_outputs()
     for rank, text in enumerate(started.texts):
         found = re.search(rf"rank {rank}: ulysses {layout}, off by (\S+)", text)
         assert found is not None and float(found[1]) <= 2e-6, text

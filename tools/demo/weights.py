@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.gguf_files import with_gguf
+from tests.gguf_files import make_gguf_folders
 from tools.demo.evaluate import format_run_rows
 from tools.quantize_dit import quantize_checkpoint
 from wan import WanT2V, log
@@ -52,7 +52,7 @@ def list_checkpoints(out: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     yield "bfloat16, as it is published", DEMO, {}
     for kind in KINDS:
         folder = out / kind / "gguf" / DEMO.name
-        yield kind, folder if folder.is_dir() else with_gguf(DEMO, kind, out / kind)[0], {}
+        yield kind, folder if folder.is_dir() else make_gguf_folders(DEMO, kind, out / kind)[0], {}
     folder = out / "fp8"
     yield "FP8", folder if folder.is_dir() else write_fp8_copy(DEMO, folder), {}
     yield "FP8, `--fp8_weights multiply`", folder, {"fp8_weights": "multiply"}
