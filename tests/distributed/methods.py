@@ -41,24 +41,26 @@ def make_methods(
     if kind.name == "dense":
         return ()
     if kind.name == "fp8":
-        quantiser = Fp8Quantizer(Rotations(head_dim))
-        return (Fp8Attention(quantiser, dtype, quantize_before_exchange=kind.transport),)
-    sparse = (
+        quantizer = Fp8Quantizer(Rotations(head_dim))
+        return (Fp8Attention(quantizer, dtype, quantize_before_exchange=kind.transport),)
+    sparse_quantizer = (
         Fp8Quantizer(Rotations(head_dim, make_sylvester_rotation))
         if kind.name == "v3-fp8"
         else None
     )
     version, refresh = kind.name[:2], kind.refresh
-    return (RainFusionAttention(version, sparsity, kind.start, refresh, quantizer=sparse),)
+    return (
+        RainFusionAttention(version, sparsity, kind.start, refresh, quantizer=sparse_quantizer),
+    )
 
 
-def small_methods(kind: str, sparsity: float = 0.6) -> tuple[AttentionBackend, ...]:
+def make_small_methods(kind: str, sparsity: float = 0.6) -> tuple[AttentionBackend, ...]:
     """Make backends for heads of 8 channels. kind: a name of `Kind`, or "fp8 exchange"."""
-    own = Kind(kind.split()[0], transport=kind.endswith("exchange"))
-    return make_methods(own, torch.float32, 8, sparsity)
+    method_kind = Kind(kind.split()[0], transport=kind.endswith("exchange"))
+    return make_methods(method_kind, torch.float32, 8, sparsity)
 
 
-def whole_sequence(
+def attend_whole_sequence(
     kind: Kind, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int, int]
 ) -> Tensor:
     """Run the backend on all rows and heads at once, without ranks, chunks or padding."""

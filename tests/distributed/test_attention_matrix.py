@@ -42,7 +42,9 @@ class GatheringKernel(SdpaKernel):
 
 
 @lru_cache(4)
-def qkv_and_reference(heads: int, tokens: int, dtype: str) -> tuple[list[Tensor], Tensor, Tensor]:
+def make_qkv_and_reference(
+    heads: int, tokens: int, dtype: str
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return (q, k, v [B,S,N,D]; attention in float32; each element's tolerance).
 
     bfloat16 rounds three times, each by at most 2**-8: the softmax weights, each partial result,
@@ -68,28 +70,28 @@ def compare_modes(case: Case, kernel: Callable[[], Kernel], same_bits: bool = Tr
     """
     topology, heads, tokens, dtype = case
     plan = TokenPlan(tokens, topology.world)
-    whole, expected, tolerance = qkv_and_reference(heads, tokens, dtype)
-    qkv = [shard(x, plan, torch.nan) for x in whole]
+    global_qkv, expected, tolerance = make_qkv_and_reference(heads, tokens, dtype)
+    qkv = [shard(x, plan, torch.nan) for x in global_qkv]
     out = {mode: attention_layer(topology, mode, kernel())(*qkv, valid_len=tokens) for mode in ROWS}
 
     expected, tolerance = shard(expected, plan, 0), shard(tolerance, plan, 0)
-    for mode, found in out.items():
-        assert found.dtype == qkv[0].dtype and found.shape == qkv[0].shape
-        off = (found.float() - expected).abs()
-        assert (off <= tolerance).all(), f"mode {mode} is off by {off.max()} at {case}"
-        assert not found[:, plan.count_valid_tokens(dist.get_rank()) :].any(), (
+    for mode, output in out.items():
+        assert output.dtype == qkv[0].dtype and output.shape == qkv[0].shape
+        error = (output.float() - expected).abs()
+        assert (error <= tolerance).all(), f"mode {mode} is off by {error.max()} at {case}"
+        assert not output[:, plan.count_valid_tokens(dist.get_rank()) :].any(), (
             f"padding of mode {mode}, {case}"
         )
     largest = out["0"].float().abs().max()
     # Two units in the last place: a bfloat16 has 7 bits after the leading one.
     limit = 1e-6 if dtype == "float32" else 2 * torch.exp2(largest.log2().floor() - 7)
     for mode, row in ROWS.items():
-        off = (out[mode].float() - out["0"].float()).abs().max()
+        error = (out[mode].float() - out["0"].float()).abs().max()
         allowed = limit if row.blocks > 1 or not same_bits else 0
-        assert off <= allowed, f"mode {mode} is {off} from mode 0 at {case}"
+        assert error <= allowed, f"mode {mode} is {error} from mode 0 at {case}"
 
 
-def cases(topology: Topology) -> list[Case]:
+def list_cases(topology: Topology) -> list[Case]:
     return [
         (topology, heads, tokens, dtype)
         for heads in HEADS
@@ -99,7 +101,7 @@ def cases(topology: Topology) -> list[Case]:
     ]
 
 
-def pairwise_cases() -> list[Case]:
+def list_pairwise_cases() -> list[Case]:
     """List cases of up to 4 ranks in which each pair of layout, heads, tokens and dtype occurs."""
     return [
         (topology, HEADS[(i + j) % 3], tokens, DTYPES[(i + j // 2) % 2])
@@ -108,7 +110,7 @@ def pairwise_cases() -> list[Case]:
     ]
 
 
-def name(case: Case) -> str:
+def format_case(case: Case) -> str:
     (ulysses, ring, ring_type), heads, tokens, dtype = case
     return f"{ulysses}x{ring}-{ring_type}-{heads}heads-{tokens}tokens-{dtype}"
 
@@ -117,63 +119,65 @@ def test_the_selection_covers_all_pairs() -> None:
     factors = (topologies(1, 2, 4), HEADS, TOKENS, DTYPES)
     for a in range(4):
         for b in range(a + 1, 4):
-            found = {(case[a], case[b]) for case in pairwise_cases()}
-            assert len(found) == len(factors[a]) * len(factors[b])
+            covered_pairs = {(case[a], case[b]) for case in list_pairwise_cases()}
+            assert len(covered_pairs) == len(factors[a]) * len(factors[b])
 
 
-def differences(cases: Sequence[Case], kernel: Callable[[], Kernel]) -> dict[str, str]:
+def find_differences(cases: Sequence[Case], kernel: Callable[[], Kernel]) -> dict[str, str]:
     """On one rank: map each failing case to its error message."""
     wrong = {}
     for case in cases:
         try:
             compare_modes(case, kernel)
         except AssertionError as error:
-            wrong[name(case)] = str(error)
+            wrong[format_case(case)] = str(error)
     return wrong
 
 
-def check(cases: Sequence[Case], kernel: Callable[[], Kernel] = SdpaKernel) -> None:
+def check_on_ranks(cases: Sequence[Case], kernel: Callable[[], Kernel] = SdpaKernel) -> None:
     """Run the cases on ranks. cases: all with the same number of ranks."""
     world = cases[0][0].world
-    found = run_on_ranks(world, differences, cases, kernel, timeout=600)
-    wrong = {rank: cases for rank, cases in enumerate(found) if cases}
+    results = run_on_ranks(world, find_differences, cases, kernel, timeout=600)
+    wrong = {rank: cases for rank, cases in enumerate(results) if cases}
     assert not wrong
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_selected_combinations(world: int) -> None:
     """On four ranks, every second case of each layout and length."""
-    chosen = [case for case in pairwise_cases() if case[0].world == world]
-    turns = [n for n in range(len(chosen)) if world < 4 or (n + n // len(TOKENS)) % 2]
-    check([chosen[n] for n in turns])
+    chosen = [case for case in list_pairwise_cases() if case[0].world == world]
+    selected = [n for n in range(len(chosen)) if world < 4 or (n + n // len(TOKENS)) % 2]
+    check_on_ranks([chosen[n] for n in selected])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", topologies(1, 2, 4, 8), ids=str)
 def test_all_combinations(topology: Topology) -> None:
-    check(cases(topology))
+    check_on_ranks(list_cases(topology))
 
 
 def test_kernels_without_lse_get_all_keys_at_once() -> None:
-    check(
+    check_on_ranks(
         [(Topology(1, 2), 24, 9, "bfloat16"), (Topology(1, 2), 24, 67, "float32")], GatheringKernel
     )
-    check([(Topology(2, 2), 24, 9, "float32")], GatheringKernel)
+    check_on_ranks([(Topology(2, 2), 24, 9, "float32")], GatheringKernel)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_kernels_without_lse_at_all_lengths(ulysses: int) -> None:
-    check([(Topology(ulysses, 2), 24, n, d) for n in TOKENS for d in DTYPES], GatheringKernel)
+    check_on_ranks(
+        [(Topology(ulysses, 2), 24, n, d) for n in TOKENS for d in DTYPES], GatheringKernel
+    )
 
 
 def attend_without_valid_len() -> None:
     """Without valid_len every token is valid."""
     topology, tokens = Topology(2, 2), 64
     plan = TokenPlan(tokens, topology.world)
-    whole, expected, _ = qkv_and_reference(12, tokens, "float32")
-    found = attention_layer(topology, "1")(*(shard(x, plan, 0) for x in whole))
-    torch.testing.assert_close(found, shard(expected, plan, 0), atol=2e-5, rtol=0)
+    global_qkv, expected, _ = make_qkv_and_reference(12, tokens, "float32")
+    output = attention_layer(topology, "1")(*(shard(x, plan, 0) for x in global_qkv))
+    torch.testing.assert_close(output, shard(expected, plan, 0), atol=2e-5, rtol=0)
 
 
 def test_the_length_may_be_left_out() -> None:

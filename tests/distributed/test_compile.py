@@ -30,7 +30,7 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 EXCHANGES = {"split": "EEE", "fused": "E"}
 
 
-def stages(mode: int, exchange: str, heads: int) -> list[str]:
+def list_stages(mode: int, exchange: str, heads: int) -> list[str]:
     row = MODES[mode]
     return min(row.chunks, heads // RANKS) * [EXCHANGES[exchange], row.blocks * "A", "E"]
 
@@ -40,12 +40,12 @@ def stages(mode: int, exchange: str, heads: int) -> list[str]:
     [slow(*case) for case in (*product(MODES, (24, 21), EXCHANGES, (8,)), (1, 24, "fused", 7))],
 )
 def test_compiled_block(mode: int, valid_len: int, exchange: str, heads: int) -> None:
-    for found in dist.run_on_ranks(RANKS, compile_block, mode, valid_len, exchange, heads):
-        assert found["graphs"] == 1
-        order = "".join(stages(mode, exchange, heads))
-        assert found["order"] == f"{order}A", "the last one is the text's"
-        assert found["free"] == [], "these events do not wait for all of the stage before"
-        assert found["off"] <= 2e-6  # the compiler uses other forms of RoPE and GELU
+    for report in dist.run_on_ranks(RANKS, compile_block, mode, valid_len, exchange, heads):
+        assert report["graphs"] == 1
+        order = "".join(list_stages(mode, exchange, heads))
+        assert report["order"] == f"{order}A", "the last one is the text's"
+        assert report["free"] == [], "these events do not wait for all of the stage before"
+        assert report["off"] <= 2e-6  # the compiler uses other forms of RoPE and GELU
 
 
 def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[str, Any]:
@@ -57,17 +57,17 @@ def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[
         graphs.append(module.graph)
         return module.forward
 
-    block, x_BLC, others = block_and_inputs(mode, valid_len, exchange, heads)
+    block, x_BLC, other_inputs = make_block_and_inputs(mode, valid_len, exchange, heads)
     compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=record))
     with torch.no_grad():
-        expected = block(x_BLC.clone(), *others)[0]
-        found = compiled(x_BLC.clone(), *others)[0]
+        expected = block(x_BLC.clone(), *other_inputs)[0]
+        actual = compiled(x_BLC.clone(), *other_inputs)[0]
     events = [node for node in graphs[0].nodes if node.target in (EXCHANGE, ATTENTION)]
     return {
         "graphs": len(graphs),
         "order": "".join("E" if node.target is EXCHANGE else "A" for node in events),
-        "free": not_forced(events, stages(mode, exchange, heads)),
-        "off": (found - expected).abs().max().item(),
+        "free": find_unordered_pairs(events, list_stages(mode, exchange, heads)),
+        "off": (actual - expected).abs().max().item(),
     }
 
 
@@ -80,46 +80,48 @@ def test_a_compiled_block_serves_another_length(mode: int) -> None:
 
 def compile_for_two_lengths(mode: int) -> bool:
     torch._dynamo.reset()
-    block, x_BLC, others = block_and_inputs(mode, RANKS * LOCAL)
+    block, x_BLC, other_inputs = make_block_and_inputs(mode, RANKS * LOCAL)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    same = []
+    are_close = []
     with torch.no_grad():
         for valid_len in (RANKS * LOCAL, RANKS * LOCAL - 3, RANKS * LOCAL - 1):
-            called = (*others[:-1], replace(others[-1], valid_len=valid_len))
-            expected, found = (make(x_BLC.clone(), *called)[0] for make in (block, compiled))
-            same.append(torch.allclose(found, expected, atol=1e-5))
-    return all(same)
+            call_inputs = (*other_inputs[:-1], replace(other_inputs[-1], valid_len=valid_len))
+            expected, actual = (
+                run_block(x_BLC.clone(), *call_inputs)[0] for run_block in (block, compiled)
+            )
+            are_close.append(torch.allclose(actual, expected, atol=1e-5))
+    return all(are_close)
 
 
-def not_forced(events: list[torch.fx.Node], stages: list[str]) -> list[tuple[str, str]]:
+def find_unordered_pairs(events: list[torch.fx.Node], stages: list[str]) -> list[tuple[str, str]]:
     """List pairs of events of neighboring stages that no data dependency orders.
 
     The order of nodes in the graph is not enough: a scheduler may take any order that the data
     dependencies allow.
     """
-    taken = iter(events)
-    groups = [[next(taken) for _ in stage] for stage in stages]
+    event_iter = iter(events)
+    groups = [[next(event_iter) for _ in stage] for stage in stages]
     return [
-        (before.name, after.name)
+        (earlier_event.name, later_event.name)
         for earlier, later in zip(groups, groups[1:], strict=False)
-        for after in later
-        for before in earlier
-        if before not in needed(after)
+        for later_event in later
+        for earlier_event in earlier
+        if earlier_event not in find_dependencies(later_event)
     ]
 
 
-def needed(node: torch.fx.Node) -> set[torch.fx.Node]:
+def find_dependencies(node: torch.fx.Node) -> set[torch.fx.Node]:
     """Return all nodes that a node depends on."""
-    found: set[torch.fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        new = [n for n in waiting.pop().all_input_nodes if n not in found]
-        found.update(new)
-        waiting.extend(new)
-    return found
+    dependencies: set[torch.fx.Node] = set()
+    pending = [node]
+    while pending:
+        unvisited = [n for n in pending.pop().all_input_nodes if n not in dependencies]
+        dependencies.update(unvisited)
+        pending.extend(unvisited)
+    return dependencies
 
 
-def block_and_inputs(
+def make_block_and_inputs(
     mode: int, valid_len: int, exchange: str = "split", heads: int = HEADS
 ) -> tuple[WanAttentionBlock, torch.Tensor, Any]:
     torch.manual_seed(0)
@@ -131,7 +133,7 @@ def block_and_inputs(
     block = WanAttentionBlock(sizes, 0, ModelComponents(lambda _: attention))
     e0_BR6C, context_BTC = torch.randn(1, 1, 6, channels), torch.randn(1, TEXT, channels)
     x_BSC = torch.randn(1, RANKS * LOCAL, channels)
-    mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
-    cos, sin = (table[mine] for table in make_rope_table((1, 4, 6), HEAD_DIM))
-    others = (e0_BR6C, context_BTC, None, ForwardContext((LOCAL,), (cos, sin), valid_len))
-    return block, x_BSC[:, mine].clone(), others
+    local_rows = slice(rank * LOCAL, (rank + 1) * LOCAL)
+    cos, sin = (table[local_rows] for table in make_rope_table((1, 4, 6), HEAD_DIM))
+    other_inputs = (e0_BR6C, context_BTC, None, ForwardContext((LOCAL,), (cos, sin), valid_len))
+    return block, x_BSC[:, local_rows].clone(), other_inputs

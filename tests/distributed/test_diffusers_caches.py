@@ -14,7 +14,7 @@ import wan
 from tests.conftest import slow
 from tests.diffusers_runs import TOLERANCE, Settings, Video, make_video, parallelized_pipe
 from tests.dist import run_on_ranks
-from tests.numerics.test_diffusers import diffusers_latents
+from tests.numerics.test_diffusers import make_diffusers_latents
 from wan.configs import WAN_CONFIGS
 from wan.diffusers import apply_cache_on_pipe, deparallelize
 from wan.settings.flags import FLAGS
@@ -22,11 +22,11 @@ from wan.settings.flags import FLAGS
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 
-def computing(pipe: Any, noted: list[tuple[int, int]]) -> list[Any]:
+def record_computed_steps(pipe: Any, recorded_steps: list[tuple[int, int]]) -> list[Any]:
     """Record (network, step) whenever a network computes all of its blocks; return the hooks."""
     return [
         network.blocks[-1].ffn.register_forward_hook(
-            lambda *_, index=index: noted.append((index, pipe.scheduler.step_index or 0))
+            lambda *_, index=index: recorded_steps.append((index, pipe.scheduler.step_index or 0))
         )
         for index, network in enumerate((pipe.transformer, pipe.transformer_2))
     ]
@@ -34,24 +34,29 @@ def computing(pipe: Any, noted: list[tuple[int, int]]) -> list[Any]:
 
 @pytest.mark.parametrize("threshold", [0.5, slow(0.8)])
 @pytest.mark.usefixtures("one_thread")
-def test_first_block_cache_computes_the_steps_of_diffusers_own(tiny: Any, threshold: float) -> None:
+def test_first_block_cache_computes_the_same_steps_as_diffusers(
+    tiny: Any, threshold: float
+) -> None:
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
     call = (tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 20)
     steps: list[list[tuple[int, int]]] = [[], []]
 
-    def theirs(pipe: Any) -> None:
-        computing(pipe, steps[0])
+    def cache_with_diffusers(pipe: Any) -> None:
+        record_computed_steps(pipe, steps[0])
         for network in (pipe.transformer, pipe.transformer_2):
             network.enable_cache(FirstBlockCacheConfig(threshold=threshold))
 
-    def ours(pipe: Any) -> None:
-        computing(pipe, steps[1])
+    def cache_with_wan(pipe: Any) -> None:
+        record_computed_steps(pipe, steps[1])
         apply_cache_on_pipe(pipe, "first_block", threshold=threshold, warmup=0)
 
-    expected, found = (diffusers_latents(*call, prepare=cache) for cache in (theirs, ours))
+    expected, actual = (
+        make_diffusers_latents(*call, prepare=cache)
+        for cache in (cache_with_diffusers, cache_with_wan)
+    )
     assert steps[0] == steps[1] and 4 < len(steps[0]) < 40
-    assert (found - expected).abs().max() <= TOLERANCE
+    assert (actual - expected).abs().max() <= TOLERANCE
 
 
 POLICIES: dict[str, Settings] = {
@@ -69,9 +74,9 @@ def test_caches_of_ranks(tiny: Any, policy: str) -> None:
     """Ranks skip the steps that one process skips, with diffusers' pipeline and with `wan`'s."""
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
-    given = {n if n in FLAGS else f"step_cache_{n}": v for n, v in POLICIES[policy].items()}
-    own = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), step_cache=policy, **given)
-    expected = own.generate(
+    cache_kwargs = {n if n in FLAGS else f"step_cache_{n}": v for n, v in POLICIES[policy].items()}
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), step_cache=policy, **cache_kwargs)
+    expected = model.generate(
         "",
         size=(96, 64),
         frame_num=9,
@@ -83,72 +88,76 @@ def test_caches_of_ranks(tiny: Any, policy: str) -> None:
         negative_prompt_embeds=negative,
         output_type="latent",
     )
-    assert own.step_cache is not None
+    assert model.step_cache is not None
     call = (tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 12)
     layouts = [{"comm_type": 1}] if policy == "cfg" else [{"comm_type": 1}, {"cfg_size": 2}]
     for settings in layouts:
-        for latents, computed in run_on_ranks(2, cached, settings, policy, POLICIES[policy], call):
+        for latents, computed in run_on_ranks(
+            2, run_cached, settings, policy, POLICIES[policy], call
+        ):
             if policy != "first_block" or "cfg_size" not in settings:  # its branches agree
                 assert (latents - expected).abs().max() <= TOLERANCE
-            uncond = own.step_cache["computed"]["uncond"]
+            uncond = model.step_cache["computed"]["uncond"]
             assert 0 < len(uncond) < 12
             if policy in ("tea", "first_block") and "cfg_size" not in settings:
-                assert len(computed) == len(uncond) + len(own.step_cache["computed"]["cond"])
+                assert len(computed) == len(uncond) + len(model.step_cache["computed"]["cond"])
 
 
-def cached(settings: Settings, policy: str, parameters: Settings, call: Any) -> Any:
+def run_cached(settings: Settings, policy: str, parameters: Settings, call: Any) -> Any:
     """On one rank: return the latents and the steps in which a network computed all blocks."""
     torch.set_num_threads(1)
-    noted: list[tuple[int, int]] = []
+    recorded_steps: list[tuple[int, int]] = []
 
     with ExitStack() as stack:
 
         def prepare(pipe: Any) -> None:
-            computing(pipe, noted)
+            record_computed_steps(pipe, recorded_steps)
             stack.enter_context(parallelized_pipe(pipe, **settings))
             apply_cache_on_pipe(pipe, policy, **parameters)
 
-        return diffusers_latents(*call, prepare=prepare), noted
+        return make_diffusers_latents(*call, prepare=prepare), recorded_steps
 
 
-def disagreeing(video: Video) -> tuple[Any, Any, Tensor]:
+def run_with_different_weights(video: Video) -> tuple[Any, Any, Tensor]:
     """On one rank with other weights in the first block: run alone, then shared.
 
     Returns (steps computed alone, steps computed when shared, latents of the shared run).
     """
     torch.set_num_threads(1)
-    pipe, alone, together = video.pipe(), list[Any](), list[Any]()
+    pipe, alone_steps, shared_steps = video.pipe(), list[Any](), list[Any]()
     for network in (pipe.transformer, pipe.transformer_2):
         network.blocks[0].scale_shift_table.data *= 1 + 4 * torch.distributed.get_rank()
-    counting = computing(pipe, alone)
+    hooks = record_computed_steps(pipe, alone_steps)
     video.latents(apply_cache_on_pipe(pipe, "first_block", threshold=0.5))
-    for hook in counting:
+    for hook in hooks:
         hook.remove()
-    computing(pipe, together)
+    record_computed_steps(pipe, shared_steps)
     with parallelized_pipe(deparallelize(pipe)):
         apply_cache_on_pipe(pipe, "first_block", threshold=0.5)
-        return alone, together, video.latents(pipe)
+        return alone_steps, shared_steps, video.latents(pipe)
 
 
 def test_ranks_that_disagree_skip_together(tiny: Any) -> None:
     """In this case diffusers' cache hangs: see benchmarks/diffusers_parallel.py."""
-    first, second = run_on_ranks(2, disagreeing, make_video(tiny, "2.2", steps=10), timeout=60)
+    first, second = run_on_ranks(
+        2, run_with_different_weights, make_video(tiny, "2.2", steps=10), timeout=60
+    )
     assert first[0] != second[0], "alone they skip other steps"
     assert first[1] == second[1] and 4 < len(first[1]) < 20
     assert torch.equal(first[2], second[2]) and first[2].isfinite().all()
 
 
 @pytest.mark.slow
-def test_mag_takes_the_steps_of_our_own(tiny: Any) -> None:
+def test_mag_computes_the_same_steps_as_wan(tiny: Any) -> None:
     """The published MagCache curve, on diffusers' noise levels of the same shift."""
-    noted: list[tuple[int, int]] = []
+    recorded_steps: list[tuple[int, int]] = []
     video = make_video(tiny, "2.2", steps=40)
     pipe = apply_cache_on_pipe(video.pipe(), "mag", threshold=0.04)
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=12.0)
-    computing(pipe, noted)
+    record_computed_steps(pipe, recorded_steps)
     video.latents(pipe)
-    own = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), step_cache="mag")
-    own.generate("", size=(96, 64), frame_num=9, sampling_steps=40, shift=12.0, guide_scale=5.0)
-    assert own.step_cache is not None
-    steps = own.step_cache["computed"]
-    assert sorted(step for _, step in noted) == sorted(steps["cond"] + steps["uncond"])
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), step_cache="mag")
+    model.generate("", size=(96, 64), frame_num=9, sampling_steps=40, shift=12.0, guide_scale=5.0)
+    assert model.step_cache is not None
+    steps = model.step_cache["computed"]
+    assert sorted(step for _, step in recorded_steps) == sorted(steps["cond"] + steps["uncond"])

@@ -25,7 +25,7 @@ import wan
 from tests.conftest import slow
 from tests.diffusers_runs import FORMS, TOLERANCE, Settings, Video, make_video, parallelized_pipe
 from tests.dist import REPO, TORCHRUN, run_on_ranks
-from tests.numerics.test_diffusers import diffusers_latents
+from tests.numerics.test_diffusers import make_diffusers_latents
 from tests.refusals import check_refusals
 from wan.configs import WAN_CONFIGS
 from wan.diffusers import deparallelize, parallelize_transformer
@@ -57,17 +57,17 @@ def layouts(world: int, heads: int) -> list[Settings]:
     ]
 
 
-def shared(video: Video, settings: Sequence[Settings]) -> list[Tensor]:
+def run_with_settings(video: Video, settings: Sequence[Settings]) -> list[Tensor]:
     """On one rank: make the latents with each of the settings in turn."""
     torch.set_num_threads(1)
-    pipe, found = video.pipe(), []
-    for one in settings:
-        with parallelized_pipe(pipe, **one):
-            found.append(video.latents(pipe))
-    return found
+    pipe, results = video.pipe(), []
+    for parallel_settings in settings:
+        with parallelized_pipe(pipe, **parallel_settings):
+            results.append(video.latents(pipe))
+    return results
 
 
-SOME: dict[str, list[Settings]] = {  # of two ranks
+TWO_RANK_SETTINGS: dict[str, list[Settings]] = {  # of two ranks
     "2.2": [{**mode, "ulysses_size": 2} for mode in MODES.values()],
     "2.1 image": [{"comm_type": 1}],
     "5B image": [{"cfg_size": 2}, {"ulysses_size": 2}],
@@ -75,26 +75,34 @@ SOME: dict[str, list[Settings]] = {  # of two ranks
 }
 
 
-def check(expected: Tensor, settings: Sequence[Settings], answers: list[list[Tensor]]) -> None:
+def check_latents(
+    expected: Tensor, settings: Sequence[Settings], answers: list[list[Tensor]]
+) -> None:
     """Compare with the unmodified pipeline, and each mode with mode 0 of the same layout."""
-    for found in answers:
-        for one, latents in zip(settings, found, strict=True):
-            assert (latents - expected).abs().max() <= TOLERANCE, one
-            layout = {name: size for name, size in one.items() if name not in MODE_FLAGS}
-            if one == layout or layout not in settings:
+    for rank_latents in answers:
+        for parallel_settings, latents in zip(settings, rank_latents, strict=True):
+            assert (latents - expected).abs().max() <= TOLERANCE, parallel_settings
+            layout = {
+                name: size for name, size in parallel_settings.items() if name not in MODE_FLAGS
+            }
+            if parallel_settings == layout or layout not in settings:
                 continue
-            baseline = found[settings.index(layout)]
+            baseline = rank_latents[settings.index(layout)]
             # One attention differs by 1e-6; blocks, guidance and three steps make this larger.
-            limit = 2e-5 if one.get("comm_type") == 2 else 0
-            assert (latents - baseline).abs().max() <= limit, one
+            limit = 2e-5 if parallel_settings.get("comm_type") == 2 else 0
+            assert (latents - baseline).abs().max() <= limit, parallel_settings
 
 
-@pytest.mark.parametrize("form", SOME)
+@pytest.mark.parametrize("form", TWO_RANK_SETTINGS)
 @pytest.mark.usefixtures("one_thread")
 def test_two_ranks_share_a_video(tiny: Any, form: str) -> None:
     video = make_video(tiny, form, steps=2, frames=5 if "control" in form else 9)
     expected = video.latents(video.pipe())
-    check(expected, SOME[form], run_on_ranks(2, shared, video, SOME[form]))
+    check_latents(
+        expected,
+        TWO_RANK_SETTINGS[form],
+        run_on_ranks(2, run_with_settings, video, TWO_RANK_SETTINGS[form]),
+    )
 
 
 @pytest.mark.slow
@@ -102,26 +110,28 @@ def test_two_ranks_share_a_video(tiny: Any, form: str) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_no_exchange_changes_a_bit(tiny: Any, mode: Settings) -> None:
     settings = [{**mode, "ulysses_size": 2, "exchange": how} for how in EXCHANGES]
-    for split, fused in run_on_ranks(2, shared, make_video(tiny, "2.2", steps=2), settings):
+    for split, fused in run_on_ranks(
+        2, run_with_settings, make_video(tiny, "2.2", steps=2), settings
+    ):
         assert split.equal(fused)
 
 
 def test_a_batch_with_timesteps_of_its_own(tiny: Any) -> None:
     """Both guidance branches in one call of a network, with a timestep for each of 105 tokens."""
-    assert max(run_on_ranks(2, batched, make_video(tiny, "2.1"))) <= TOLERANCE
+    assert max(run_on_ranks(2, compare_batched, make_video(tiny, "2.1"))) <= TOLERANCE
 
 
 @torch.no_grad()
-def batched(video: Video) -> float:
+def compare_batched(video: Video) -> float:
     """On one rank: return the largest difference from the unmodified network."""
     torch.set_num_threads(1)
     network, generator = video.pipe().transformer, torch.Generator().manual_seed(0)
     x, text = (torch.randn(s, generator=generator) for s in ((2, 16, 3, 10, 14), (2, 512, 64)))
     timestep = torch.randint(0, 1000, (2, 105), generator=generator)
     expected = network(x, timestep, text).sample
-    found = parallelize_transformer(network, comm_type=2)(x, timestep, text).sample
+    actual = parallelize_transformer(network, comm_type=2)(x, timestep, text).sample
     deparallelize(network)
-    return (found - expected).abs().max().item()
+    return (actual - expected).abs().max().item()
 
 
 @pytest.mark.slow
@@ -138,44 +148,52 @@ def test_ranks_share_a_video(tiny: Any, form: str, world: int) -> None:
         if not mode or layout["ulysses_size"] > 1
     ]
     expected = video.latents(video.pipe())
-    check(expected, settings, run_on_ranks(world, shared, video, settings, timeout=600))
+    check_latents(
+        expected, settings, run_on_ranks(world, run_with_settings, video, settings, timeout=600)
+    )
     if video.has_control:  # diffusers makes one video at a time here
         return
-    two = replace(video, count=2)
-    expected = two.latents(two.pipe())
-    check(expected, settings[:1], run_on_ranks(world, shared, two, settings[:1], timeout=600))
+    two_videos = replace(video, count=2)
+    expected = two_videos.latents(two_videos.pipe())
+    check_latents(
+        expected,
+        settings[:1],
+        run_on_ranks(world, run_with_settings, two_videos, settings[:1], timeout=600),
+    )
 
 
 @pytest.mark.parametrize("form", [slow(form) for form in FORMS])
 @pytest.mark.usefixtures("one_thread")
-def test_our_own_classes_make_the_same(tiny: Any, image_path: Path, form: str) -> None:
+def test_wan_classes_make_the_same(tiny: Any, image_path: Path, form: str) -> None:
     """Same weights, noise and noise levels: diffusers on four ranks, `wan` in one process."""
     task, images, _ = FORMS[form]
     image = Image.open(image_path).convert("RGB")
-    given = [image, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)][:images]
-    two = task.endswith("A14B")
-    where: dict[str, Any] = {"img": image, "max_area": 96 * 64} if images else {"size": (96, 64)}
-    where |= {"last_image": given[1]} if images == 2 else {}
+    input_images = [image, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)][:images]
+    has_two_experts = task.endswith("A14B")
+    size_kwargs: dict[str, Any] = (
+        {"img": image, "max_area": 96 * 64} if images else {"size": (96, 64)}
+    )
+    size_kwargs |= {"last_image": input_images[1]} if images == 2 else {}
     facade = {"t2v": wan.WanT2V, "ti2v": wan.WanTI2V}.get(task.split("-")[0], wan.WanI2V)
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
-    ours = facade(WAN_CONFIGS[task], tiny(task)).generate(
+    expected = facade(WAN_CONFIGS[task], tiny(task)).generate(
         "",
-        **where,
+        **size_kwargs,
         frame_num=9,
         sampling_steps=6,
         shift=5.0,
-        guide_scale=(3.0, 4.0) if two else 5.0,
+        guide_scale=(3.0, 4.0) if has_two_experts else 5.0,
         seed=3,
         prompt_embeds=context,
         negative_prompt_embeds=negative,
         output_type="latent",
     )
-    call = (tiny(task, "diffusers"), given, "unipc", two, context, negative)
+    call = (tiny(task, "diffusers"), input_images, "unipc", has_two_experts, context, negative)
     worlds = [{"ring_size": 2, "comm_type": 1}, {"cfg_size": 2, "comm_type": 2}]
     for settings in worlds:
-        for theirs in run_on_ranks(4, official, settings, *call):
-            assert (theirs - ours).abs().max() <= TOLERANCE
+        for latents in run_on_ranks(4, run_official_noise_levels, settings, *call):
+            assert (latents - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -190,7 +208,7 @@ def test_our_own_classes_make_the_same(tiny: Any, image_path: Path, form: str) -
     ],
 )
 @pytest.mark.usefixtures("one_thread")
-def test_methods_compute_the_same_as_in_our_own_model(
+def test_methods_compute_the_same_as_in_the_wan_model(
     tiny: Any, method: str, layout: Settings
 ) -> None:
     """diffusers on one or two ranks against `wan` in one process; dense attention differs more."""
@@ -210,10 +228,14 @@ def test_methods_compute_the_same_as_in_our_own_model(
         output_type="latent",
     )
     call = (tiny("t2v-1.3B", "diffusers"), [], "unipc", False, context, negative, 2)
-    dense = diffusers_latents(*call, size=(224, 160))
+    dense = make_diffusers_latents(*call, size=(224, 160))
     assert (dense - expected).square().mean().sqrt() > 5 * limit
-    both = {**settings, **layout}
-    for latents in run_on_ranks(2, larger, both, *call) if layout else [larger(both, *call)]:
+    all_settings = {**settings, **layout}
+    for latents in (
+        run_on_ranks(2, run_many_tokens, all_settings, *call)
+        if layout
+        else [run_many_tokens(all_settings, *call)]
+    ):
         assert (latents - expected).square().mean().sqrt() <= limit
 
 
@@ -224,7 +246,7 @@ METHODS: dict[str, tuple[Settings, float]] = {
 }
 
 
-def larger(settings: Settings, *call: Any) -> Tensor:
+def run_many_tokens(settings: Settings, *call: Any) -> Tensor:
     """On one rank: as `run_official_noise_levels`, with 420 tokens, which are several blocks."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
@@ -232,10 +254,10 @@ def larger(settings: Settings, *call: Any) -> Tensor:
         def prepare(pipe: Any) -> None:
             stack.enter_context(parallelized_pipe(pipe, **settings))
 
-        return diffusers_latents(*call, prepare=prepare, size=(224, 160))
+        return make_diffusers_latents(*call, prepare=prepare, size=(224, 160))
 
 
-def official(settings: Settings, *call: Any) -> Tensor:
+def run_official_noise_levels(settings: Settings, *call: Any) -> Tensor:
     """On one rank: run a pipeline on the official noise levels."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
@@ -243,7 +265,7 @@ def official(settings: Settings, *call: Any) -> Tensor:
         def prepare(pipe: Any) -> None:
             stack.enter_context(parallelized_pipe(pipe, **settings))
 
-        return diffusers_latents(*call, prepare=prepare)
+        return make_diffusers_latents(*call, prepare=prepare)
 
 
 @pytest.mark.parametrize(
@@ -258,15 +280,17 @@ def official(settings: Settings, *call: Any) -> Tensor:
         slow("2.1", {"use_rainfusion": True, "sparse_start_step": 0}, 2),
     ],
 )
-def test_exchanges_are_those_of_our_own_model(
+def test_exchanges_are_those_of_the_wan_model(
     tiny: Any, image_path: Path, form: str, settings: Settings, world: int
 ) -> None:
     """Exchanges agree in number, order and size; cross-attention has all keys without one."""
     video = make_video(tiny, form, steps=1, size=(224, 160))
     task = FORMS[form][0]
-    answers = run_on_ranks(world, exchanges, video, settings, task, tiny(task), image_path)
-    for theirs, ours, crossing, keys in answers:
-        assert theirs == ours and all(theirs) and len(theirs) >= 2
+    answers = run_on_ranks(world, record_exchanges, video, settings, task, tiny(task), image_path)
+    for pipe_exchanges, model_exchanges, crossing, keys in answers:
+        assert (
+            pipe_exchanges == model_exchanges and all(pipe_exchanges) and len(pipe_exchanges) >= 2
+        )
         assert not crossing
         assert keys == {769 if form == "2.1 image" else 512}
 
@@ -279,29 +303,29 @@ class Collectives(TorchDispatchMode):
         self.blocks: list[list[Any]] = []
         self.crossing: list[Any] = []
         self.keys: set[int] = set()
-        self._places = [list[Any]()]  # to record in: outside, a block, cross-attention
+        self._record_stack = [list[Any]()]  # to record in: outside, a block, cross-attention
         self._hooks = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave),
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._exit_module),
         )
 
-    def _enter(self, module: Any, args: Any) -> None:
+    def _enter_module(self, module: Any, args: Any) -> None:
         if isinstance(module, WanTransformerBlock | WanAttentionBlock):
             self.blocks.append([])
-            self._places.append(self.blocks[-1])
+            self._record_stack.append(self.blocks[-1])
         elif isinstance(module, WanAttention) and module.is_cross_attention:
             self.keys.add(args[1].shape[1])
-            self._places.append(self.crossing)
+            self._record_stack.append(self.crossing)
 
-    def _leave(self, module: Any, *_: object) -> None:
+    def _exit_module(self, module: Any, *_: object) -> None:
         crosses = isinstance(module, WanAttention) and module.is_cross_attention
         if crosses or isinstance(module, WanTransformerBlock | WanAttentionBlock):
-            self._places.pop()
+            self._record_stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             shapes = [tuple(x.shape) for x in tree_leaves(args) if isinstance(x, Tensor)]
-            self._places[-1].append((func.__name__, shapes))
+            self._record_stack[-1].append((func.__name__, shapes))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
@@ -310,22 +334,22 @@ class Collectives(TorchDispatchMode):
         super().__exit__(*error)
 
 
-def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: Path) -> Any:
+def record_exchanges(video: Video, settings: Settings, task: str, folder: Path, image: Path) -> Any:
     """On one rank: record the exchanges of a step of diffusers' pipeline and of `wan`'s."""
     torch.set_num_threads(1)
-    with parallelized_pipe(video.pipe(), **settings) as pipe, Collectives() as theirs:
+    with parallelized_pipe(video.pipe(), **settings) as pipe, Collectives() as pipe_exchanges:
         video.latents(pipe)
     facade = {"t2v": wan.WanT2V, "ti2v": wan.WanTI2V}.get(task.split("-")[0], wan.WanI2V)
     model = facade(WAN_CONFIGS[task], folder, use_sp=True, **settings)
-    where: dict[str, Any] = {"size": video.size}
+    size_kwargs: dict[str, Any] = {"size": video.size}
     if video.images:
-        shown = Image.open(image).convert("RGB").resize((224, 160))
-        where = {"img": shown, "max_area": 224 * 160}
+        pil_image = Image.open(image).convert("RGB").resize((224, 160))
+        size_kwargs = {"img": pil_image, "max_area": 224 * 160}
     prompt = torch.zeros(3, 64)
-    with Collectives() as ours:
+    with Collectives() as model_exchanges:
         model.generate(
             "",
-            **where,
+            **size_kwargs,
             frame_num=9,
             sampling_steps=1,
             guide_scale=5.0,
@@ -334,27 +358,32 @@ def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: 
             negative_prompt_embeds=prompt,
             output_type="latent",
         )
-    return theirs.blocks, ours.blocks, theirs.crossing, theirs.keys
+    return (
+        pipe_exchanges.blocks,
+        model_exchanges.blocks,
+        pipe_exchanges.crossing,
+        pipe_exchanges.keys,
+    )
 
 
 def test_refused_by_all_ranks_together(tiny: Any) -> None:
     """Guidance without the second call that cfg_size 2 needs; other noise, text and images."""
     first, second = run_on_ranks(
-        2, refused, make_video(tiny, "2.1"), make_video(tiny, "2.2 image"), timeout=60
+        2, collect_refusals, make_video(tiny, "2.1"), make_video(tiny, "2.2 image"), timeout=60
     )
     check_refusals("ranks: calls of diffusers' pipelines", first)
     assert first == second
 
 
-def refused(video: Video, pictured: Video) -> dict[str, str]:
+def collect_refusals(video: Video, image_video: Video) -> dict[str, str]:
     """On one rank: collect the refusals. After a refusal the next video can be made."""
     torch.set_num_threads(1)
-    rank, said = torch.distributed.get_rank(), {}
+    rank, messages = torch.distributed.get_rank(), {}
 
-    def refuse(name: str, one: Video, pipe: Any, **more: Any) -> None:
+    def expect_refusal(name: str, refused_video: Video, pipe: Any, **call_kwargs: Any) -> None:
         with pytest.raises(InputError) as error:
-            one.latents(pipe, **more)
-        said[name] = str(error.value)
+            refused_video.latents(pipe, **call_kwargs)
+        messages[name] = str(error.value)
 
     def end(pipe: Any, step: int, *_: object) -> dict[str, Any]:
         pipe._guidance_scale = 1.0  # as SDCFGCutoffCallback of diffusers
@@ -363,22 +392,22 @@ def refused(video: Video, pictured: Video) -> dict[str, str]:
     other = torch.Generator().manual_seed(rank)
     text = torch.randn(1, 512, 64, generator=other)
     with parallelized_pipe(video.pipe(), cfg_size=2) as pipe:
-        refuse("no guidance", replace(video, guidance=1.0), pipe)
-        refuse("guidance ends", video, pipe, callback_on_step_end=end)
-        refuse("other noise", video, pipe, generator=other)
-        refuse("other text", video, pipe, prompt_embeds=text)
-        usual, noise = pipe.scheduler, {"algorithm_type": "sde-dpmsolver++"}
-        pipe.scheduler = DPMSolverMultistepScheduler.from_config(usual.config, **noise)
+        expect_refusal("no guidance", replace(video, guidance=1.0), pipe)
+        expect_refusal("guidance ends", video, pipe, callback_on_step_end=end)
+        expect_refusal("other noise", video, pipe, generator=other)
+        expect_refusal("other text", video, pipe, prompt_embeds=text)
+        default_scheduler, noise = pipe.scheduler, {"algorithm_type": "sde-dpmsolver++"}
+        pipe.scheduler = DPMSolverMultistepScheduler.from_config(default_scheduler.config, **noise)
         torch.manual_seed(7)
         assert video.latents(pipe).isfinite().all()
         torch.manual_seed(rank)
-        refuse("noise between steps", video, pipe)
-        pipe.scheduler = usual
+        expect_refusal("noise between steps", video, pipe)
+        pipe.scheduler = default_scheduler
         assert video.latents(pipe).isfinite().all()
-    with parallelized_pipe(pictured.pipe()) as pipe:
+    with parallelized_pipe(image_video.pipe()) as pipe:
         colour = ("red", "blue")[rank]
-        refuse("other image", pictured, pipe, image=Image.new("RGB", (112, 80), colour))
-    return said
+        expect_refusal("other image", image_video, pipe, image=Image.new("RGB", (112, 80), colour))
+    return messages
 
 
 @pytest.mark.slow
@@ -388,12 +417,12 @@ def test_compiled_blocks_have_one_graph(tiny: Any, mode: str) -> None:
     """One graph for all blocks and steps, without a graph break."""
     video = make_video(tiny, "2.1")
     expected = video.latents(video.pipe())
-    for latents, graphs in run_on_ranks(2, compiled, video, MODES[mode]):
+    for latents, graphs in run_on_ranks(2, run_compiled, video, MODES[mode]):
         assert (latents - expected).abs().max() <= TOLERANCE
         assert graphs == 1
 
 
-def compiled(video: Video, settings: Settings) -> tuple[Tensor, int]:
+def run_compiled(video: Video, settings: Settings) -> tuple[Tensor, int]:
     """On one rank: return the latents and the number of graphs."""
     from torch._dynamo.utils import counters
 
@@ -407,15 +436,21 @@ def compiled(video: Video, settings: Settings) -> tuple[Tensor, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks", "made"),
+    ("name", "ranks", "video_name"),
     [("t2v", 1, "fox"), ("t2v", 2, "fox"), ("t2v", 3, "fox"), ("i2v", 2, "life")],
 )
-def test_examples(tmp_path: Path, name: str, ranks: int, made: str) -> None:
+def test_examples(tmp_path: Path, name: str, ranks: int, video_name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={ranks}", str(REPO / "examples" / f"diffusers_{name}.py")]
-    there = {**os.environ, **TORCHRUN}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=300, check=False
+    environment = {**os.environ, **TORCHRUN}
+    process = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / f"{made}.mp4").stat().st_size > 1000
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / f"{video_name}.mp4").stat().st_size > 1000

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.dist import run_on_ranks
-from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
+from tests.distributed.topology import ROWS, Topology, attention_layer, make_block_attention
 from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import AttentionInput, StepInfo
 from wan.kernels.fp8 import DequantizedAttention, Fp8Attention, Fp8Quantizer, Rotations
@@ -43,19 +43,19 @@ COLLECTIVES = {
 }
 
 
-class Waited:
+class RecordedWork:
     """A pending collective that records when it is waited for."""
 
-    def __init__(self, work: Any, say: Callable[[], None]) -> None:
-        self.work, self.say = work, say
+    def __init__(self, work: Any, on_wait: Callable[[], None]) -> None:
+        self.work, self.on_wait = work, on_wait
 
     def wait(self) -> None:
         self.work.wait()
-        self.say()
+        self.on_wait()
 
 
 @contextmanager
-def recorded(events: list[str]) -> Iterator[None]:
+def record_events(events: list[str]) -> Iterator[None]:
     """Append all of this rank's communication to `events`."""
 
     def collective(name: str, event: str) -> Any:
@@ -65,7 +65,7 @@ def recorded(events: list[str]) -> Iterator[None]:
             scale = event == "A2A" and args[1].shape[-1] == 1
             events.append("scale" if scale else event)
             work = original(*args, **kwargs)
-            return work and Waited(work, lambda: events.append("got"))
+            return work and RecordedWork(work, lambda: events.append("got"))
 
         return mock.patch.object(dist, name, call)
 
@@ -74,7 +74,7 @@ def recorded(events: list[str]) -> Iterator[None]:
     def hop(operations: list[dist.P2POp]) -> list[Any]:
         events.append("hop")
         *works, last = original(operations)
-        return [*works, Waited(last, lambda: events.append("in"))]
+        return [*works, RecordedWork(last, lambda: events.append("in"))]
 
     patches = [collective(*pair) for pair in COLLECTIVES.items()]
     patches.append(mock.patch.object(dist, "batch_isend_irecv", hop))
@@ -96,14 +96,14 @@ class RecordedKernel(SdpaKernel):
         self.calls: list[tuple[int, int]] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        self._say(q)
+        self._record_call(q)
         return super().__call__(q, k, v)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
-        self._say(q)
+        self._record_call(q)
         return super().with_lse(q, k, v)
 
-    def _say(self, q: Tensor) -> None:
+    def _record_call(self, q: Tensor) -> None:
         self.events.append("FA")
         self.calls.append((q.shape[1], q.shape[2]))
 
@@ -118,47 +118,53 @@ class Call(NamedTuple):
     merges: bool = True
 
 
-Found = tuple[str, list[tuple[int, int]]]
+RankEvents = tuple[str, list[tuple[int, int]]]
 """(events, rows and heads of each kernel call)."""
 
 
-def attend(calls: Sequence[Call]) -> list[Found]:
+def run_attention(calls: Sequence[Call]) -> list[RankEvents]:
     """On one rank."""
-    found = []
+    results = []
     for topology, mode, heads, tokens, merges in calls:
         events: list[str] = []
         kernel = RecordedKernel(events, merges)
         layer = attention_layer(topology, mode, kernel)
         qkv = torch.randn(3, 1, TokenPlan(tokens, topology.world).shard_len, heads, 8).unbind(0)
-        with recorded(events):
+        with record_events(events):
             layer(*qkv, valid_len=tokens)
-        found.append((" ".join(events), kernel.calls))
-    return found
+        results.append((" ".join(events), kernel.calls))
+    return results
 
 
-def made(calls: Sequence[Call]) -> list[list[Found]]:
+def collect_events(calls: Sequence[Call]) -> list[list[RankEvents]]:
     """Return the events of each call by rank. calls: all with the same number of ranks."""
-    return list(map(list, zip(*run_on_ranks(calls[0].topology.world, attend, calls), strict=True)))
+    return list(
+        map(list, zip(*run_on_ranks(calls[0].topology.world, run_attention, calls), strict=True))
+    )
 
 
-def check(expected: Mapping[Call, Sequence[str]]) -> None:
+def check_events(expected: Mapping[Call, Sequence[str]]) -> None:
     """Compare the events of each call and rank."""
-    found = [[events for events, _ in ranks] for ranks in made(list(expected))]
-    wrong = {call: x for call, x in zip(expected, found, strict=True) if x != [*expected[call]]}
+    events_by_call = [[events for events, _ in ranks] for ranks in collect_events(list(expected))]
+    wrong = {
+        call: rank_events
+        for call, rank_events in zip(expected, events_by_call, strict=True)
+        if rank_events != [*expected[call]]
+    }
     assert not wrong, {call: expected[call] for call in wrong}
 
 
 INTO = "A2A A2A A2A"
 RINGS = ("ring", "bidirectional")
 # mode -> chunks of 24 heads on two ranks, attention to a block of keys
-PIECES = {"0": (1, "FA"), "1": (10, "FA"), "2": (10, "FA FA")}
+CHUNKS_BY_MODE = {"0": (1, "FA"), "1": (10, "FA"), "2": (10, "FA FA")}
 
 
-def chunks_of(each: str, heads: int = 24) -> dict[str, str]:
+def repeat_per_chunk(chunk_events: str, heads: int = 24) -> dict[str, str]:
     """Repeat the events once per head chunk, by mode. FA: the attention of all query blocks."""
     return {
-        mode: " ".join([each.replace("FA", fa)] * min(chunks, heads // 2))
-        for mode, (chunks, fa) in PIECES.items()
+        mode: " ".join([chunk_events.replace("FA", attention)] * min(chunks, heads // 2))
+        for mode, (chunks, attention) in CHUNKS_BY_MODE.items()
     }
 
 
@@ -168,17 +174,17 @@ def test_a_chunk_is_exchanged_attended_and_sent_back() -> None:
     With overlap (three chunks here) exactly one chunk is exchanged ahead of attention.
     """
     pair = Topology(2, 1)
-    expected = {Call(pair, mode): [x] * 2 for mode, x in chunks_of(f"{INTO} FA A2A").items()}
-    check(expected | {Call(pair, "overlap", heads=6): [overlapped("FA")] * 2})
+    expected = {Call(pair, mode): [x] * 2 for mode, x in repeat_per_chunk(f"{INTO} FA A2A").items()}
+    check_events(expected | {Call(pair, "overlap", heads=6): [write_overlapped_events("FA")] * 2})
 
 
-def overlapped(fa: str) -> str:
-    got = "got got got"
-    first, second = f"{INTO} {INTO} {got} {fa} A2A", f"{INTO} {got} {fa} A2A got"
-    return f"{first} {second} {got} {fa} A2A got got"
+def write_overlapped_events(fa: str) -> str:
+    arrivals = "got got got"
+    first, second = f"{INTO} {INTO} {arrivals} {fa} A2A", f"{INTO} {arrivals} {fa} A2A got"
+    return f"{first} {second} {arrivals} {fa} A2A got got"
 
 
-def test_a_hop_runs_beside_attention() -> None:
+def test_a_hop_overlaps_attention() -> None:
     """A hop of a chunk starts before attention to the current K/V block and completes after it.
 
     Ranks with only padding pass blocks on without attention. Where partial results cannot be
@@ -187,23 +193,30 @@ def test_a_hop_runs_beside_attention() -> None:
     expected: dict[Call, list[str]] = {}
     for ring_type in RINGS:
         square = Topology(2, 2, ring_type)
-        for mode, events in chunks_of(f"{INTO} hop FA in FA A2A").items():
+        for mode, events in repeat_per_chunk(f"{INTO} hop FA in FA A2A").items():
             expected[Call(square, mode)] = [events] * 4
-        some, none = chunks_of(f"{INTO} hop FA in A2A"), chunks_of(f"{INTO} hop in A2A")
-        for mode in PIECES:
-            expected[Call(square, mode, tokens=2)] = [some[mode]] * 2 + [none[mode]] * 2
-    gathered = chunks_of(f"{INTO} gather gather FA A2A", heads=8)
+        valid_events, padding_events = (
+            repeat_per_chunk(f"{INTO} hop FA in A2A"),
+            repeat_per_chunk(f"{INTO} hop in A2A"),
+        )
+        for mode in CHUNKS_BY_MODE:
+            expected[Call(square, mode, tokens=2)] = [valid_events[mode]] * 2 + [
+                padding_events[mode]
+            ] * 2
+    gathered = repeat_per_chunk(f"{INTO} gather gather FA A2A", heads=8)
     for mode in ("0", "2"):
         expected[Call(Topology(2, 2), mode, heads=8, merges=False)] = [gathered[mode]] * 4
-    expected[Call(Topology(2, 2), "overlap", heads=6)] = [overlapped("hop FA in FA")] * 4
-    check(expected)
+    expected[Call(Topology(2, 2), "overlap", heads=6)] = [
+        write_overlapped_events("hop FA in FA")
+    ] * 4
+    check_events(expected)
 
 
 def test_hops_of_a_longer_ring() -> None:
     """One way: one block per hop. Both ways: two blocks per hop where both neighbors have one."""
-    one, both = "hop FA in hop FA in hop FA in FA", "hop FA in hop FA FA in hop FA in"
-    ways = {"ring": [one] * 4, "bidirectional": [one, both, both, one]}
-    check({Call(Topology(1, 4, way), "0"): events for way, events in ways.items()})
+    one_way, both_ways = "hop FA in hop FA in hop FA in FA", "hop FA in hop FA FA in hop FA in"
+    ways = {"ring": [one_way] * 4, "bidirectional": [one_way, both_ways, both_ways, one_way]}
+    check_events({Call(Topology(1, 4, way), "0"): events for way, events in ways.items()})
 
 
 def test_rows_and_heads_of_each_attention_call() -> None:
@@ -212,14 +225,14 @@ def test_rows_and_heads_of_each_attention_call() -> None:
         expected[Call(pair, "0", heads)] = [(40, heads // 2)]
         expected[Call(pair, "1", heads)] = [(40, h) for h in per_chunk]
         expected[Call(pair, "2", heads)] = [(20, h) for h in per_chunk for _ in "12"]
-    found = [calls for (_, calls), _ in made(list(expected))]
-    assert dict(zip(expected, found, strict=True)) == expected
+    kernel_calls = [calls for (_, calls), _ in collect_events(list(expected))]
+    assert dict(zip(expected, kernel_calls, strict=True)) == expected
 
 
 def test_a_call_does_what_its_row_says() -> None:
     """For every mode of `ROWS`, so that a new mode is tested too."""
-    which = [Call(Topology(2, 1), mode, heads) for mode in ROWS for heads in (8, 24)]
-    for call, ((events, attended), _) in zip(which, made(which), strict=True):
+    calls = [Call(Topology(2, 1), mode, heads) for mode in ROWS for heads in (8, 24)]
+    for call, ((events, attended), _) in zip(calls, collect_events(calls), strict=True):
         row = ROWS[call.mode]
         chunks = count_heads_per_chunk(call.heads, 2, row.chunks)
         assert events.split().count("A2A") == 4 * len(chunks), call
@@ -231,10 +244,12 @@ def test_a_call_does_what_its_row_says() -> None:
 
 def forward_a_model(layers: int) -> dict[str, str]:
     """On one rank: return the events of one forward by mode."""
-    found = {}
-    for mode in PIECES:
+    events_by_mode = {}
+    for mode in CHUNKS_BY_MODE:
         events: list[str] = []
-        attention = blocks_of(attention_layer(Topology(2, 1), mode, RecordedKernel(events)))
+        attention = make_block_attention(
+            attention_layer(Topology(2, 1), mode, RecordedKernel(events))
+        )
         net: Any = WanModel(
             dim=192,
             ffn_dim=64,
@@ -247,20 +262,20 @@ def forward_a_model(layers: int) -> dict[str, str]:
         for block in net.blocks:
             block.cross_attn.register_forward_pre_hook(lambda *_, e=events: e.append("text"))
             block.register_forward_hook(lambda *_, e=events: e.append("end"))
-        with torch.inference_mode(), recorded(events):
+        with torch.inference_mode(), record_events(events):
             net([torch.randn(16, 3, 6, 6)], torch.tensor([500]), [torch.randn(5, 16)], 27)
-        found[mode] = " ".join(events)
-    return found
+        events_by_mode[mode] = " ".join(events)
+    return events_by_mode
 
 
 def test_a_model_communicates_in_self_attention_alone() -> None:
     """The text needs no communication; the velocities are gathered once."""
-    blocks = chunks_of(f"{INTO} FA A2A")
+    blocks = repeat_per_chunk(f"{INTO} FA A2A")
     expected = {mode: " ".join([f"{x} text end"] * 2) + " gather" for mode, x in blocks.items()}
     assert run_on_ranks(2, forward_a_model, 2) == [expected] * 2
 
 
-class RecordedQuantiser(Fp8Quantizer):
+class RecordedQuantizer(Fp8Quantizer):
     """The FP8 quantizer, which records its calls."""
 
     def __init__(self, events: list[str]) -> None:
@@ -282,8 +297,8 @@ class RecordedQuantiser(Fp8Quantizer):
 
 def attend_in_fp8(topology: Topology, transport: bool) -> dict[str, str]:
     """On one rank: return the events of one FP8 attention call by mode."""
-    found = {}
-    for mode in PIECES:
+    events_by_mode = {}
+    for mode in CHUNKS_BY_MODE:
         events: list[str] = []
 
         class Recorded(DequantizedAttention):
@@ -293,26 +308,26 @@ def attend_in_fp8(topology: Topology, transport: bool) -> dict[str, str]:
                 self.said.append("FA")
                 return super().__call__(*call)
 
-        method = Fp8Attention(RecordedQuantiser(events), torch.float32, Recorded(), transport)
+        method = Fp8Attention(RecordedQuantizer(events), torch.float32, Recorded(), transport)
         layer = attention_layer(topology, mode, methods=(method,))
         qkv = torch.randn(3, 1, 256, 8, 8).unbind(0)
-        with recorded(events):
+        with record_events(events):
             layer(*qkv, valid_len=256 * topology.world - 7)
-        found[mode] = " ".join(events)
-    return found
+        events_by_mode[mode] = " ".join(events)
+    return events_by_mode
 
 
-def test_when_fp8_is_quantised() -> None:
+def test_when_fp8_is_quantized() -> None:
     """Queries are quantized once per block, keys and values once per chunk after the ring's gather.
     With FP8 exchange all are quantized before it, and the scales are sent after the values.
     """
     kv = "quantise-k quantise-v"
-    for ring, whole in ((1, ""), (2, "gather gather ")):
-        each = chunks_of(f"{INTO} {whole}{kv} FA A2A", heads=8)
+    for ring, gathers in ((1, ""), (2, "gather gather ")):
+        each = repeat_per_chunk(f"{INTO} {gathers}{kv} FA A2A", heads=8)
         expected = {mode: x.replace("FA", "quantise-q FA") for mode, x in each.items()}
         assert (
             run_on_ranks(2 * ring, attend_in_fp8, Topology(2, ring), False) == [expected] * 2 * ring
         )
     sent = f"quantise-q {kv} {INTO} scale scale scale FA A2A"
-    expected = chunks_of(sent, heads=8)
+    expected = repeat_per_chunk(sent, heads=8)
     assert run_on_ranks(2, attend_in_fp8, Topology(2, 1), True) == [expected] * 2

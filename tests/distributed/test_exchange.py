@@ -20,14 +20,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 TOKENS, HEADS, HEAD_DIM = 3, 2, 5  # of one rank
 
 
-def whole(world: int, batch: int, dtype: torch.dtype) -> Tensor:
+def make_global_tensor(world: int, batch: int, dtype: torch.dtype) -> Tensor:
     """Return [B,S,N,D], the same on every rank, with hardly any repeated values."""
     shape = (batch, TOKENS * world, HEADS * world, HEAD_DIM)
     values = torch.randperm(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(0))
     return (values.view(shape) % 251 - 125).to(dtype)
 
 
-def own_shards(x_BSND: Tensor) -> tuple[Tensor, Tensor]:
+def select_local_shards(x_BSND: Tensor) -> tuple[Tensor, Tensor]:
     """Return (this rank's tokens of all heads, all tokens of this rank's heads)."""
     rank = dist.get_rank()
     tokens = slice(rank * TOKENS, (rank + 1) * TOKENS)
@@ -35,34 +35,38 @@ def own_shards(x_BSND: Tensor) -> tuple[Tensor, Tensor]:
     return x_BSND[:, tokens], x_BSND[:, :, heads]
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert torch.equal(found.float(), expected.float())  # torch.equal does not take float8
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert torch.equal(actual.float(), expected.float())  # torch.equal does not take float8
 
 
 def exchange_both_ways() -> None:
     for dtype in DTYPES:
         for batch in (1, 2):
-            by_tokens, by_heads = own_shards(whole(dist.get_world_size(), batch, dtype))
-            there = all_to_all_4D(by_tokens, 2, 1, None)
-            assert_same(there, by_heads)
-            assert there.is_contiguous()
-            back = all_to_all_4D(by_heads, 1, 2, None)
-            assert_same(back, by_tokens)
-            assert back.is_contiguous()
-            assert_same(all_to_all_4D(there, 1, 2, None), by_tokens)
+            by_tokens, by_heads = select_local_shards(
+                make_global_tensor(dist.get_world_size(), batch, dtype)
+            )
+            to_heads = all_to_all_4D(by_tokens, 2, 1, None)
+            assert_same(to_heads, by_heads)
+            assert to_heads.is_contiguous()
+            to_tokens = all_to_all_4D(by_heads, 1, 2, None)
+            assert_same(to_tokens, by_tokens)
+            assert to_tokens.is_contiguous()
+            assert_same(all_to_all_4D(to_heads, 1, 2, None), by_tokens)
 
 
 def exchange_several_at_once() -> None:
     """Six pending exchanges; their inputs stay alive although the caller keeps no reference."""
     for dtype in DTYPES:
         for batch in (1, 2):
-            by_tokens, by_heads = own_shards(whole(dist.get_world_size(), batch, dtype))
-            there = [start_all_to_all_4D(by_tokens.clone(), 2, 1, None) for _ in range(3)]
-            back = [start_all_to_all_4D(by_heads.clone(), 1, 2, None) for _ in range(3)]
-            for pending in there:
+            by_tokens, by_heads = select_local_shards(
+                make_global_tensor(dist.get_world_size(), batch, dtype)
+            )
+            to_heads = [start_all_to_all_4D(by_tokens.clone(), 2, 1, None) for _ in range(3)]
+            to_tokens = [start_all_to_all_4D(by_heads.clone(), 1, 2, None) for _ in range(3)]
+            for pending in to_heads:
                 assert_same(pending.wait(), by_heads)
-            for pending in back:
+            for pending in to_tokens:
                 assert_same(pending.wait(), by_tokens)
 
 
@@ -70,7 +74,9 @@ def exchange_into() -> None:
     """The result can be written into a slice of a larger tensor without changing the rest."""
     for async_op in (False, True):
         for batch in (1, 2):
-            by_tokens, by_heads = own_shards(whole(dist.get_world_size(), batch, torch.float32))
+            by_tokens, by_heads = select_local_shards(
+                make_global_tensor(dist.get_world_size(), batch, torch.float32)
+            )
             for x, expected, axes in ((by_tokens, by_heads, (2, 1)), (by_heads, by_tokens, (1, 2))):
                 heads = expected.shape[2]
                 larger = torch.full((*expected.shape[:2], heads + 2, HEAD_DIM), torch.nan)
@@ -83,7 +89,7 @@ def exchange_into() -> None:
 
 def exchange_a_view() -> None:
     """A chunk of heads is a view with gaps."""
-    by_tokens, _ = own_shards(whole(dist.get_world_size(), 2, torch.float32))
+    by_tokens, _ = select_local_shards(make_global_tensor(dist.get_world_size(), 2, torch.float32))
     wide = torch.cat((by_tokens, by_tokens + 1), dim=2)
     chunk = wide[:, :, by_tokens.shape[2] :]
     assert_same(all_to_all_4D(chunk, 2, 1, None), all_to_all_4D(by_tokens + 1, 2, 1, None))
@@ -99,24 +105,24 @@ def test_slices_of_the_whole(work: Callable[[], None]) -> None:
         run_on_ranks(world, work)
 
 
-def exchange_what_cannot_be() -> dict[str, str]:
-    x, said = torch.zeros(1, 3, 4, 2), {}
+def collect_exchange_refusals() -> dict[str, str]:
+    x, messages = torch.zeros(1, 3, 4, 2), {}
     cases = [(1, 1), (2, 2), (0, 1), (2, 3), (-2, 1), (1, 2)]
-    for name, given, axes in [
+    for name, operand, axes in [
         *((f"{c}", x, c) for c in cases),
         ("heads", x.transpose(1, 2), (2, 1)),
     ]:
         with pytest.raises(ValueError) as refusal:
-            all_to_all_4D(given, *axes, None)
-        said[name] = str(refusal.value)
+            all_to_all_4D(operand, *axes, None)
+        messages[name] = str(refusal.value)
     with pytest.raises(ValueError) as refusal:  # also where ranks have different numbers of heads
         all_to_all_4D(x, 1, 2, None, (1, 3))
-    said["tokens beside heads"] = str(refusal.value)
-    return said
+    messages["tokens beside heads"] = str(refusal.value)
+    return messages
 
 
 def test_refusals() -> None:
-    first, second = run_on_ranks(2, exchange_what_cannot_be)
+    first, second = run_on_ranks(2, collect_exchange_refusals)
     check_refusals("ranks: exchanges", first)
     assert first == second
 
@@ -125,5 +131,5 @@ def test_a_single_process_needs_no_group() -> None:
     """No process group has to be initialized, and nothing is copied."""
     x = torch.randn(2, 3, 4, 5)
     for axes in ((2, 1), (1, 2)):
-        found = all_to_all_4D(x, *axes, None)
-        assert torch.equal(found, x) and found.data_ptr() == x.data_ptr()
+        output = all_to_all_4D(x, *axes, None)
+        assert torch.equal(output, x) and output.data_ptr() == x.data_ptr()

@@ -32,29 +32,35 @@ TOKENS = prod(GRID)
 DENSE = Kind("dense")
 
 
-def qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
+def make_qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(heads)
     return list(torch.randn(3, batch, TOKENS, heads, HEAD_DIM, generator=generator).to(dtype))
 
 
-def written(layer: FAPowerCapAttention, own: list[Tensor], **known: Any) -> Tensor | None:
+def attend_written(
+    layer: FAPowerCapAttention, local_qkv: list[Tensor], **call_kwargs: Any
+) -> Tensor | None:
     """Write q, k and v in two slices of tokens; None where the layer cannot take them written."""
     with torch.no_grad():
-        call = layer.start_packed_call(own[0].flatten(2), own[0].shape[2], known["step"])
+        call = layer.start_packed_call(
+            local_qkv[0].flatten(2), local_qkv[0].shape[2], call_kwargs["step"]
+        )
         if call is None:
             return None
-        for place, x in enumerate(own):
-            call.write(place, x[:, :7])
-            call.write(place, x[:, 7:], 7)
-        return call.finish(**known)
+        for index, x in enumerate(local_qkv):
+            call.write(index, x[:, :7])
+            call.write(index, x[:, 7:], 7)
+        return call.finish(**call_kwargs)
 
 
-def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: torch.dtype) -> Any:
+def run_all_modes(
+    topology: Topology, kind: Kind, heads: int, batch: int, dtype: torch.dtype
+) -> Any:
     """Return this rank's rows and number of all-to-alls for every mode and exchange."""
     plan = TokenPlan(TOKENS, topology.world, 1 if kind == DENSE else kind.multiple)
-    own = [shard(x, plan, torch.nan) for x in qkv(heads, batch, dtype)]
+    local_qkv = [shard(x, plan, torch.nan) for x in make_qkv(heads, batch, dtype)]
     step = StepInfo(3, 8, "cond", "dit", GRID, TOKENS, layer=0)
-    found, counts, was_written = {}, {}, False
+    outputs, counts, was_written = {}, {}, False
     for mode in ROWS:
         for exchange in ("split", "fused", "written"):
             layer = attention_layer(
@@ -64,45 +70,45 @@ def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: tor
                 exchange="split" if exchange == "split" else "fused",
             )
             layer.layer = 0
-            known: dict[str, Any] = {"valid_len": TOKENS, "step": step}
-            with Collectives() as seen:
+            call_kwargs: dict[str, Any] = {"valid_len": TOKENS, "step": step}
+            with Collectives() as collectives:
                 if exchange == "written":
-                    out = written(layer, own, **known)
+                    out = attend_written(layer, local_qkv, **call_kwargs)
                     was_written = was_written or out is not None
                 else:
-                    out = layer(*own, **known)
+                    out = layer(*local_qkv, **call_kwargs)
             if out is not None:
-                found[mode, exchange] = out
-                counts[mode, exchange] = seen.found["alltoall_base_"]
-    return found, counts, was_written, plan.count_valid_tokens(dist.get_rank())
+                outputs[mode, exchange] = out
+                counts[mode, exchange] = collectives.found["alltoall_base_"]
+    return outputs, counts, was_written, plan.count_valid_tokens(dist.get_rank())
 
 
-def check(topology: Topology, kind: Kind, *rest: Any) -> None:
-    for found, counts, was_written, _ in run_on_ranks(
-        topology.world, every_way, topology, kind, *rest
+def check_exchanges(topology: Topology, kind: Kind, *sizes: Any) -> None:
+    for outputs, counts, was_written, _ in run_on_ranks(
+        topology.world, run_all_modes, topology, kind, *sizes
     ):
         assert was_written == (not kind.transport)
         chunks = counts["1", "fused"] // 2
-        for (mode, exchange), out in found.items():
+        for (mode, exchange), out in outputs.items():
             way = f"mode {mode}, {exchange}, {kind}"
-            assert torch.equal(out, found["0", "split"]), way
+            assert torch.equal(out, outputs["0", "split"]), way
             number = 1 if mode == "0" else chunks
-            each = 2 if exchange != "split" else 7 if kind.transport else 4
-            assert counts[mode, exchange] == each * number, way
+            calls_per_chunk = 2 if exchange != "split" else 7 if kind.transport else 4
+            assert counts[mode, exchange] == calls_per_chunk * number, way
 
 
 def test_no_way_changes_a_bit() -> None:
     for kind in (DENSE, Kind("fp8", transport=True), Kind("v3-fp8")):
-        check(Topology(2, 1), kind, 5, 1, torch.float32)
+        check_exchanges(Topology(2, 1), kind, 5, 1, torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [DENSE, *KINDS], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (3, 1), (2, 2)])
 def test_no_way_changes_a_bit_on_any_layout(sizes: tuple[int, int], kind: Kind) -> None:
-    check(Topology(*sizes), kind, 5, 1, torch.float32)
+    check_exchanges(Topology(*sizes), kind, 5, 1, torch.float32)
     if kind == DENSE:
-        check(Topology(*sizes), kind, 12, 2, torch.bfloat16)
+        check_exchanges(Topology(*sizes), kind, 12, 2, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -110,21 +116,21 @@ def test_no_way_changes_a_bit_on_any_layout(sizes: tuple[int, int], kind: Kind) 
     [(3, 40), slow(3, 4), slow(5, 12), slow(5, 24), slow(6, 40), slow(7, 12), slow(7, 40)],
 )
 def test_heads_that_ranks_do_not_divide(ranks: int, heads: int) -> None:
-    q, k, v = (x.transpose(1, 2) for x in qkv(heads, 1, torch.float32))
+    q, k, v = (x.transpose(1, 2) for x in make_qkv(heads, 1, torch.float32))
     expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-    shares = run_on_ranks(ranks, every_way, Topology(ranks, 1), DENSE, heads, 1, torch.float32)
+    shares = run_on_ranks(ranks, run_all_modes, Topology(ranks, 1), DENSE, heads, 1, torch.float32)
     for way in shares[0][0]:
-        parts = [found[way][:, :valid] for found, _, _, valid in shares]
+        parts = [outputs[way][:, :valid] for outputs, _, _, valid in shares]
         assert (torch.cat(parts, 1) - expected).abs().max() <= 2e-5
-        assert all(torch.equal(found[way], found["0", "split"]) for found, *_ in shares)
+        assert all(torch.equal(outputs[way], outputs["0", "split"]) for outputs, *_ in shares)
 
 
-def with_gradients(exchange: str) -> list[Tensor]:
+def compute_gradients(exchange: str) -> list[Tensor]:
     """Return a block's output with gradients enabled, and the gradients of its weights."""
     torch.manual_seed(0)
     layer = attention_layer(Topology(2, 1), "1", exchange=exchange)
-    given = ModelComponents(attention=lambda _: layer)
-    block = WanAttentionBlock(BlockSizes(32, 48, 4, text_len=3), 0, given)
+    components = ModelComponents(attention=lambda _: layer)
+    block = WanAttentionBlock(BlockSizes(32, 48, 4, text_len=3), 0, components)
     info = ForwardContext((6,), make_rope_table((1, 2, 3), 8), 12)
     assert layer.start_packed_call(torch.randn(1, 6, 32), 4, None) is None, (
         "nothing is written in place"
@@ -137,5 +143,7 @@ def with_gradients(exchange: str) -> list[Tensor]:
 
 def test_gradients_take_the_same_path() -> None:
     """With gradients q, k and v are not views of a send buffer that is written in place."""
-    split, fused = (run_on_ranks(2, with_gradients, exchange)[0] for exchange in ("split", "fused"))
+    split, fused = (
+        run_on_ranks(2, compute_gradients, exchange)[0] for exchange in ("split", "fused")
+    )
     assert len(split) > 10 and all(map(torch.equal, split, fused))

@@ -74,30 +74,30 @@ def velocity(model: WanModel, t: float, context: Tensor) -> Tensor:
     return model([x], torch.tensor([t]), [context], 16)[0]
 
 
-def kv_of_blocks(model: WanModel) -> list[bool]:
+def record_text_kv(model: WanModel) -> list[bool]:
     """Return a list that is filled in each forward: whether a block gets cached text K/V."""
-    given: list[bool] = []
+    has_text_kv: list[bool] = []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[3] is not None))
-    return given
+        block.register_forward_pre_hook(lambda _, inputs: has_text_kv.append(inputs[3] is not None))
+    return has_text_kv
 
 
 def compare_dits(folder: Path, fused: bool) -> None:
     context = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     for compute, convert_all, dtypes in PRECISIONS:
-        whole, sharded = (
+        unsharded, sharded = (
             dit(folder, compute, convert_all, on, fused=fused) for on in (False, True)
         )
-        given = kv_of_blocks(sharded)
-        expected = [velocity(whole, t, context) for t in (900.0, 3.0)]
+        has_text_kv = record_text_kv(sharded)
+        expected = [velocity(unsharded, t, context) for t in (900.0, 3.0)]
         for t in (0, 0, 1):  # the first call fills the text cache
             assert torch.equal(velocity(sharded, (900.0, 3.0)[t], context), expected[t])
         layers = sharded.num_layers
-        assert given == [False] * layers + [True] * 2 * layers
+        assert has_text_kv == [False] * layers + [True] * 2 * layers
         assert {p.dtype for p in sharded.parameters()} == dtypes
         shares = torch.tensor([sum(p.to_local().numel() for p in sharded.parameters())])
         dist.all_reduce(shares)
-        assert shares.item() == sum(p.numel() for p in whole.parameters())
+        assert shares.item() == sum(p.numel() for p in unsharded.parameters())
 
 
 @pytest.mark.dist
@@ -121,11 +121,11 @@ def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextE
 
 def compare_text_encoders(folder: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        whole, _ = text_encoder(folder, dtype, sharded=False)
+        unsharded, _ = text_encoder(folder, dtype, sharded=False)
         sharded, network = text_encoder(folder, dtype, sharded=True)
         for prompt in ("A cat.", "A cat.", "Two dogs play chess on the moon."):
-            found, expected = sharded(prompt), whole(prompt)
-            assert found.dtype == dtype and torch.equal(found, expected)
+            actual, expected = sharded(prompt), unsharded(prompt)
+            assert actual.dtype == dtype and torch.equal(actual, expected)
         # Stored once, in the dtype of the file, for any compute dtype.
         names = dict(network.named_parameters(remove_duplicate=False))
         assert names["shared.weight"] is names["encoder.embed_tokens.weight"]
@@ -148,26 +148,26 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def whole_parts(network: nn.Module, parts: list[nn.Module]) -> list[tuple[int, set[int]]]:
+def record_gathered_parts(network: nn.Module, parts: list[nn.Module]) -> list[tuple[int, set[int]]]:
     """Return a list of (part that runs, parts that are gathered) that is filled in each forward."""
-    seen: list[tuple[int, set[int]]] = []
+    records: list[tuple[int, set[int]]] = []
 
-    def look(running: int) -> None:
-        whole = {i for i, part in enumerate(parts) if not isinstance(first(part), DTensor)}
+    def record_call(running: int) -> None:
+        gathered = {i for i, part in enumerate(parts) if not isinstance(first(part), DTensor)}
         inner = {id(p) for part in parts for p in part.parameters()}
         root = [p for p in network.parameters() if id(p) not in inner]
         assert root and not any(isinstance(p, DTensor) for p in root)
-        seen.append((running, whole))
+        records.append((running, gathered))
 
     def first(part: nn.Module) -> Tensor:
         return next(part.parameters())
 
     for index, part in enumerate(parts):
-        part.register_forward_pre_hook(lambda *_, index=index: look(index))
-    return seen
+        part.register_forward_pre_hook(lambda *_, index=index: record_call(index))
+    return records
 
 
-def keep_only_the_share(folder: Path) -> None:
+def check_resident_share(folder: Path) -> None:
     model = dit(folder, torch.bfloat16, False, sharded=True, cached=False)
     encoder, umt5 = text_encoder(folder, torch.float32, sharded=True)
     umt5_parts = list_umt5_blocks(umt5)
@@ -177,25 +177,25 @@ def keep_only_the_share(folder: Path) -> None:
         (umt5, umt5_parts, lambda: encoder("A cat.")),
     ]
     for network, parts, call in calls:
-        seen = whole_parts(network, parts)
-        before = live_bytes()
+        records = record_gathered_parts(network, parts)
+        bytes_before = live_bytes()
         call()
         call()
-        assert live_bytes() - before < 64 << 10  # the RoPE table of the grid
-        assert seen == [(i, {i}) for i in range(len(parts))] * 2
+        assert live_bytes() - bytes_before < 64 << 10  # the RoPE table of the grid
+        assert records == [(i, {i}) for i in range(len(parts))] * 2
         assert all(isinstance(p, DTensor) for p in network.parameters())
 
 
 @pytest.mark.dist
 def test_one_block_is_whole_at_a_time_and_none_between_calls(tiny) -> None:
-    run_on_ranks(2, keep_only_the_share, tiny("t2v-1.3B"))
+    run_on_ranks(2, check_resident_share, tiny("t2v-1.3B"))
 
 
 def compare_uneven(folder: Path) -> None:
     context = torch.randn(5, 7, generator=torch.Generator().manual_seed(2))
     for compute, convert_all, _ in PRECISIONS:
-        whole, sharded = (dit(folder, compute, convert_all, on) for on in (False, True))
-        assert torch.equal(velocity(sharded, 3.0, context), velocity(whole, 3.0, context))
+        unsharded, sharded = (dit(folder, compute, convert_all, on) for on in (False, True))
+        assert torch.equal(velocity(sharded, 3.0, context), velocity(unsharded, 3.0, context))
     for parameter in sharded.parameters():
         rows = compute_row_range(parameter)
         assert parameter.to_local().shape[0] == rows.stop - rows.start
@@ -226,28 +226,28 @@ def mapped_bytes(file: Path) -> int:
     return sum(int(kilobytes) for kilobytes in resident) * 1024
 
 
-def read_a_share(file: Path) -> tuple[int, int]:
+def read_share(file: Path) -> tuple[int, int]:
     """Return (bytes read, bytes of the file that became resident)."""
-    asked, held = [0], []
+    requested_bytes, open_sources = [0], []
 
-    def read(rows: slice, source: TensorSource) -> Tensor:
+    def read_rows(rows: slice, source: TensorSource) -> Tensor:
         values = source.read(rows)
-        asked[0] += values.nbytes
+        requested_bytes[0] += values.nbytes
         return values
 
-    def counting(_: nn.Module, sources: TensorSources) -> TensorSources:
-        held.extend(sources.values())  # so that the file is still mapped afterwards
-        return {n: replace(s, read=partial(read, source=s)) for n, s in sources.items()}
+    def count_reads(_: nn.Module, sources: TensorSources) -> TensorSources:
+        open_sources.extend(sources.values())  # so that the file is still mapped afterwards
+        return {n: replace(s, read=partial(read_rows, source=s)) for n, s in sources.items()}
 
     ModelSpec("", layers, read_headers(file, str), file).load(
         device=CPU,
         dtype_of=lambda *_: torch.float32,
         sharding=FsdpSharding(mesh(), lambda network: network),
-        transform=counting,
+        transform=count_reads,
     )
-    touched = mapped_bytes(file)
+    resident_bytes = mapped_bytes(file)
     dist.barrier()
-    return asked[0], touched
+    return requested_bytes[0], resident_bytes
 
 
 @pytest.mark.dist
@@ -260,14 +260,19 @@ def test_a_rank_reads_only_its_share(tmp_path: Path, suffix: str) -> None:
     state = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in parameters.items()}
     (torch.save if suffix == ".pth" else save_file)(state, file)
     total = sum(tensor.nbytes for tensor in state.values())
-    reads = run_on_ranks(4, read_a_share, file)
-    assert sum(asked for asked, _ in reads) == total
-    for asked, touched in reads:
-        assert asked == total // 4
-        assert asked <= touched <= asked + len(state) * (4 << 20) < total // 2
+    reads = run_on_ranks(4, read_share, file)
+    assert sum(requested_bytes for requested_bytes, _ in reads) == total
+    for requested_bytes, resident_bytes in reads:
+        assert requested_bytes == total // 4
+        assert (
+            requested_bytes
+            <= resident_bytes
+            <= requested_bytes + len(state) * (4 << 20)
+            < total // 2
+        )
 
 
-def cut_over_two_axes() -> str:
+def shard_over_two_axes() -> str:
     ranks = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
     with pytest.raises(ValueError, match=r"2 axes.* flatten it") as caught:
         FsdpSharding(ranks, lambda network: network.blocks)
@@ -276,4 +281,4 @@ def cut_over_two_axes() -> str:
 
 @pytest.mark.dist
 def test_a_mesh_of_several_axes_is_refused() -> None:
-    run_on_ranks(4, cut_over_two_axes)
+    run_on_ranks(4, shard_over_two_axes)

@@ -38,7 +38,10 @@ from wan.distributed.rendezvous import (
 from wan.settings.errors import InputError
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
-PATIENT, IMPATIENT = Timeouts(), Timeouts(first_notice=0.5, notice_interval=0.5, limit=2)
+DEFAULT_TIMEOUTS, SHORT_TIMEOUTS = (
+    Timeouts(),
+    Timeouts(first_notice=0.5, notice_interval=0.5, limit=2),
+)
 HOST, KILLED = socket.gethostname(), -signal.SIGKILL
 HIDDEN = (rf"\b{HOST}\b", r"(?<=:)\d{4,5}\b")
 
@@ -53,7 +56,7 @@ class Case(NamedTuple):
     act: Callable[[Ranks], object] = lambda _: None
 
 
-def ended(cases: Mapping[str, Case]) -> dict[str, Ranks]:
+def run_cases(cases: Mapping[str, Case]) -> dict[str, Ranks]:
     """Run all cases to their end, check the exit codes and return the ranks."""
     with ExitStack() as stack:
         started = {
@@ -64,44 +67,52 @@ def ended(cases: Mapping[str, Case]) -> dict[str, Ranks]:
             cases[name].act(ranks)
         codes = {name: ranks.wait_for_exit() for name, ranks in started.items()}
     wrong = [name for name in cases if cases[name].codes not in (None, codes[name])]
-    said = [f"{name} ended with {codes[name]}\n{started[name].format_outputs()}" for name in wrong]
-    assert not wrong, "\n".join(said)
+    reports = [
+        f"{name} ended with {codes[name]}\n{started[name].format_outputs()}" for name in wrong
+    ]
+    assert not wrong, "\n".join(reports)
     return started
 
 
 def check_sentences(table: str, ranks: Mapping[str, Ranks]) -> None:
     """Check that all ranks print the same sentence and no traceback."""
-    check_refusals(table, {name: "\n".join(one.lines()) for name, one in ranks.items()}, HIDDEN)
-    assert not [name for name, one in ranks.items() if "Traceback" in one.format_outputs()]
+    check_refusals(
+        table, {name: "\n".join(processes.lines()) for name, processes in ranks.items()}, HIDDEN
+    )
+    assert not [
+        name for name, processes in ranks.items() if "Traceback" in processes.format_outputs()
+    ]
 
 
 def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def told(what: str) -> None:
-    os.write(1, f"{what}\n".encode())  # unbuffered
+def print_line(line: str) -> None:
+    os.write(1, f"{line}\n".encode())  # unbuffered
 
 
-def prepared(facts: Any = None) -> PreparedRun[int]:
+def make_run(invariants: Any = None) -> PreparedRun[int]:
     """Prepare a run whose only state is its seed."""
     world = int(os.environ["WORLD_SIZE"])
     cpu = devices.select_device("cpu")
-    return PreparedRun(rank(), lambda s: s, cpu, (1, 1, world), timedelta(minutes=1), facts or {})
+    return PreparedRun(
+        rank(), lambda s: s, cpu, (1, 1, world), timedelta(minutes=1), invariants or {}
+    )
 
 
-def start(
-    prepare: Callable[[RunOncePerNode], PreparedRun[int]] = lambda _: prepared(),
+def start_rank(
+    prepare: Callable[[RunOncePerNode], PreparedRun[int]] = lambda _: make_run(),
     work: Callable[[int, ParallelGroups], None] = lambda *_: None,
-    patience: Timeouts = PATIENT,
-    speak: Callable[[str], None] = print_error,
+    timeouts: Timeouts = DEFAULT_TIMEOUTS,
+    print_message: Callable[[str], None] = print_error,
 ) -> int:
-    def working(seed: int, team: ParallelGroups) -> int:
+    def run_work(seed: int, team: ParallelGroups) -> int:
         work(seed, team)
         return 0
 
     with raise_on_sigterm():
-        return run_ranks(prepare, working, describe_error, speak, patience)
+        return run_ranks(prepare, run_work, describe_error, print_message, timeouts)
 
 
 class Closed(collectives.PrefixStore):
@@ -120,13 +131,14 @@ def test_a_store_that_fails_at_once_is_one_sentence(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(collectives, "PrefixStore", Closed)
     assert (
-        run_ranks(lambda _: prepared(), lambda *_: 0, describe_error, print_error, IMPATIENT) == 2
+        run_ranks(lambda _: make_run(), lambda *_: 0, describe_error, print_error, SHORT_TIMEOUTS)
+        == 2
     )
-    shown = "".join(capfd.readouterr())
-    assert "store has ended; start again" in shown and "Traceback" not in shown
+    output = "".join(capfd.readouterr())
+    assert "store has ended; start again" in output and "Traceback" not in output
 
 
-def collect(team: ParallelGroups) -> None:
+def wait_for_all_ranks(team: ParallelGroups) -> None:
     """Wait for all ranks."""
     collectives.all_reduce(torch.zeros(1))
 
@@ -134,73 +146,83 @@ def collect(team: ParallelGroups) -> None:
 # How ranks start and agree
 
 
-def agree() -> int:
+def start_equal_ranks() -> int:
     def work(seed: int, team: ParallelGroups) -> None:
-        told(f"seed {seed}, {team.rank} of {team.group('ulysses').size()}")
+        print_line(f"seed {seed}, {team.rank} of {team.group('ulysses').size()}")
         team.close()
 
-    return start(work=work)
+    return start_rank(work=work)
 
 
-def differ(what: str) -> int:
+def start_differing_ranks(kind: str) -> int:
     def prepare(_: RunOncePerNode) -> PreparedRun[int]:
-        if rank() == 1 and what == "refuses":
+        if rank() == 1 and kind == "refuses":
             raise InputError("There is no such folder.")
-        if what == "all refuse":
+        if kind == "all refuse":
             raise InputError("--sample_steps is 0.")
-        if rank() == 1 and what == "fails":
+        if rank() == 1 and kind == "fails":
             raise TypeError("a defect")
-        line = {"hash": rank() if what == "line" else 0}
-        return prepared({"--frame_num": 5 + (rank() if what == "fact" else 0), "line 2": line})
+        line = {"hash": rank() if kind == "line" else 0}
+        return make_run({"--frame_num": 5 + (rank() if kind == "fact" else 0), "line 2": line})
 
-    return start(prepare)
+    return start_rank(prepare)
 
 
-def test_what_one_rank_alone_states_is_compared() -> None:
-    less, more = {"--frame_num": 5}, {"--frame_num": 5, "--lora": "a"}
-    for facts, how in (((less, more), "a, but not given"), ((more, less), "not given, but a")):
-        said = [RankStatus(rank, "here", invariants=own) for rank, own in enumerate(facts)]
+def test_invariants_of_a_single_rank_are_compared() -> None:
+    without_lora, with_lora = {"--frame_num": 5}, {"--frame_num": 5, "--lora": "a"}
+    for invariants_by_rank, how in (
+        ((without_lora, with_lora), "a, but not given"),
+        ((with_lora, without_lora), "not given, but a"),
+    ):
+        statuses = [
+            RankStatus(rank, "here", invariants=invariants)
+            for rank, invariants in enumerate(invariants_by_rank)
+        ]
         sentence = f"rank 1 on here: --lora is {how} on rank 0; start all ranks alike."
-        assert find_first_mismatch(said) == sentence
+        assert find_first_mismatch(statuses) == sentence
 
 
-def make(outcome: str) -> int:
-    def maker() -> None:
-        told("made")
+def start_preparing_once(outcome: str) -> int:
+    def prepare_once() -> None:
+        print_line("made")
         if outcome == "fails":
             raise InputError("The disk is full.")
 
     def prepare(once: RunOncePerNode) -> PreparedRun[int]:
-        once(maker)
-        told("ready")
-        return prepared()
+        once(prepare_once)
+        print_line("ready")
+        return make_run()
 
-    return start(prepare)
+    return start_rank(prepare)
 
 
 def test_how_ranks_meet() -> None:
     """All ranks use the seed of rank 0; once-per-node work runs once, before the ranks continue."""
-    found = ended(
+    results = run_cases(
         {
-            "seed": Case(make_rank_envs(3), agree, (), [0, 0, 0]),
-            "made": Case(make_rank_envs(3), make, ("works",), [0, 0, 0]),
+            "seed": Case(make_rank_envs(3), start_equal_ranks, (), [0, 0, 0]),
+            "made": Case(make_rank_envs(3), start_preparing_once, ("works",), [0, 0, 0]),
         }
     )
-    assert found["seed"].texts == [f"seed 0, {i} of 3\n" for i in range(3)]
-    assert found["made"].texts == ["made\nready\n", "ready\n", "ready\n"]
+    assert results["seed"].texts == [f"seed 0, {i} of 3\n" for i in range(3)]
+    assert results["made"].texts == ["made\nready\n", "ready\n", "ready\n"]
 
 
 def test_one_sentence_where_ranks_differ() -> None:
     cases = {
-        what: Case(make_rank_envs(3), differ, (what,), [1 if what == "fails" else 2] * 3)
-        for what in ("fact", "line", "refuses", "all refuse", "fails")
+        kind: Case(
+            make_rank_envs(3), start_differing_ranks, (kind,), [1 if kind == "fails" else 2] * 3
+        )
+        for kind in ("fact", "line", "refuses", "all refuse", "fails")
     }
-    found = ended({**cases, "maker": Case(make_rank_envs(3), make, ("fails",), [2, 2, 2])})
-    assert "ready" not in found["maker"].format_outputs(), "nobody goes on"
-    defect = found.pop("fails")
+    results = run_cases(
+        {**cases, "maker": Case(make_rank_envs(3), start_preparing_once, ("fails",), [2, 2, 2])}
+    )
+    assert "ready" not in results["maker"].format_outputs(), "nobody goes on"
+    defect = results.pop("fails")
     assert defect.lines() == [f"rank 1 on {HOST}: TypeError: a defect."]
     assert ["Traceback" in text for text in defect.texts] == [False, True, False]
-    check_sentences("ranks: what they differ in", found)
+    check_sentences("ranks: what they differ in", results)
 
 
 def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
@@ -208,37 +230,43 @@ def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
     port, patience = int(free_port()), timedelta(seconds=60)
     store = collectives.TCPStore("127.0.0.1", port, None, True, patience, wait_for_workers=False)
     variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    ended({"refused": Case(make_rank_envs(2, **variables), differ, ("refuses",), [2, 2])})
-    again = make_rank_envs(2, **variables, TORCHELASTIC_RESTART_COUNT="1")
-    ended({"again": Case(again, agree, (), [0, 0])})
+    run_cases(
+        {
+            "refused": Case(
+                make_rank_envs(2, **variables), start_differing_ranks, ("refuses",), [2, 2]
+            )
+        }
+    )
+    restarted = make_rank_envs(2, **variables, TORCHELASTIC_RESTART_COUNT="1")
+    run_cases({"again": Case(restarted, start_equal_ranks, (), [0, 0])})
 
 
 # Missing ranks and machines
 
 
-def impatient() -> int:
-    return start(patience=IMPATIENT)
+def start_with_short_timeouts() -> int:
+    return start_rank(timeouts=SHORT_TIMEOUTS)
 
 
 def prepare_long() -> int:
     def prepare(_: RunOncePerNode) -> PreparedRun[int]:
         if rank() == 1:
             signal.pause()
-        return prepared()
+        return make_run()
 
-    return start(prepare, patience=IMPATIENT)
+    return start_rank(prepare, timeouts=SHORT_TIMEOUTS)
 
 
-def unreachable() -> int:
+def start_unreachable() -> int:
     """Rank 0 listens on an address that the other rank cannot reach, as with a firewall."""
     create, blocked = socket.create_server, socket.socket()
     blocked.bind(("127.0.0.1", 0))  # and does not listen; no other program takes the port
     port = blocked.getsockname()[1]
     socket.create_server = lambda *_, **__: create(("127.0.0.2", port))
-    return start()
+    return start_rank()
 
 
-def name_who_is_awaited(ranks: Ranks) -> None:
+def kill_after_notice(ranks: Ranks) -> None:
     ranks.wait_for_output(0, "rank 1 of 4 to prepare")
     for process in ranks.processes:
         process.kill()
@@ -247,7 +275,7 @@ def name_who_is_awaited(ranks: Ranks) -> None:
 def check_absent(table: str, cases: Mapping[str, Case]) -> None:
     """The last notice, and the sentence of each rank that ended."""
     sentences = dict[str, str]()
-    for name, ranks in ended(cases).items():
+    for name, ranks in run_cases(cases).items():
         notices = [line for line in ranks.lines() if "waiting" in line or "so far" in line]
         ends = [line for line in ranks.lines() if line not in notices]
         sentences |= {f"{name}, notice": line for line in notices[-1:]}
@@ -259,12 +287,12 @@ def check_absent(table: str, cases: Mapping[str, Case]) -> None:
 def test_ranks_that_are_not_there_are_named() -> None:
     """Missing ranks and machines are named while the others wait."""
     unknown = {**make_rank_envs(2)[1], "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
-    long = Case(make_rank_envs(4)[:2], prepare_long, (), [KILLED] * 2, name_who_is_awaited)
+    long = Case(make_rank_envs(4)[:2], prepare_long, (), [KILLED] * 2, kill_after_notice)
     cases = {
-        "missing rank": Case(make_rank_envs(3)[:2], impatient, (), [2, 2]),
+        "missing rank": Case(make_rank_envs(3)[:2], start_with_short_timeouts, (), [2, 2]),
         "long to prepare": long,
-        "unknown machine": Case([unknown], agree, (), [2]),
-        "blocked port": Case(make_rank_envs(2), unreachable, (), [2, 2]),
+        "unknown machine": Case([unknown], start_equal_ranks, (), [2]),
+        "blocked port": Case(make_rank_envs(2), start_unreachable, (), [2, 2]),
     }
     check_absent("ranks: who is not there", cases)
 
@@ -272,12 +300,17 @@ def test_ranks_that_are_not_there_are_named() -> None:
 @pytest.mark.slow
 def test_stores_that_are_not_there() -> None:
     """No program listens, or another program that accepts connections and never answers."""
-    far = [{**variables, "LOCAL_RANK": "0"} for variables in make_rank_envs(2)]
+    remote_variables = [{**variables, "LOCAL_RANK": "0"} for variables in make_rank_envs(2)]
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = {"MASTER_PORT": str(other.getsockname()[1])}
+        busy_port = {"MASTER_PORT": str(other.getsockname()[1])}
         cases = {
-            "no rank 0": Case(far[1:], impatient, (), [2]),
-            "taken port": Case([{**v, **taken} for v in far], impatient, (), [2, 2]),
+            "no rank 0": Case(remote_variables[1:], start_with_short_timeouts, (), [2]),
+            "taken port": Case(
+                [{**v, **busy_port} for v in remote_variables],
+                start_with_short_timeouts,
+                (),
+                [2, 2],
+            ),
         }
         check_absent("ranks: stores that are not there", cases)
 
@@ -285,19 +318,19 @@ def test_stores_that_are_not_there() -> None:
 # How ranks end
 
 
-def fail(kind: str, far: bool) -> int:
+def start_failing_ranks(kind: str, on_other_machine: bool) -> int:
     """Rank 1 fails with `faults[kind]` while the others wait for it in a collective."""
-    if far:  # as on another machine
+    if on_other_machine:  # as on another machine
         system.read_machine_id = lambda: f"machine of rank {rank()}"
 
     def work(_: int, team: ParallelGroups) -> None:
-        collect(team)
+        wait_for_all_ranks(team)
         if rank() == 1:
-            told("fault")
+            print_line("fault")
             faults[kind]()
-        collect(team)
+        wait_for_all_ranks(team)
 
-    return start(work=work)
+    return start_rank(work=work)
 
 
 def die() -> None:
@@ -325,30 +358,30 @@ faults = {f.__name__: f for f in (die, defect, refuse, use_up_memory, pause)}
 
 def refuse_together() -> int:
     def work(_: int, team: ParallelGroups) -> None:
-        collect(team)
+        wait_for_all_ranks(team)
         refuse()
 
-    return start(work=work)
+    return start_rank(work=work)
 
 
-def decode_alone(go: str) -> int:
+def decode_alone(pipe: str) -> int:
     """Rank 0 works on after the others have ended, and is refused."""
 
     def work(_: int, team: ParallelGroups) -> None:
         team.close()
         if team.is_main:
-            Path(go).read_text()  # until something is written
+            Path(pipe).read_text()  # until something is written
             refuse()
 
-    return start(work=work)
+    return start_rank(work=work)
 
 
-def speak_slowly(go: str) -> int:
+def refuse_slowly(pipe: str) -> int:
     """Rank 0 is refused, and its message is delayed."""
 
-    def slowly(text: str) -> None:
-        told("about to speak")
-        Path(go).read_text()
+    def print_slowly(text: str) -> None:
+        print_line("about to speak")
+        Path(pipe).read_text()
         print_error(text)
 
     def work(*_: object) -> None:
@@ -356,39 +389,39 @@ def speak_slowly(go: str) -> int:
             refuse()
         signal.pause()
 
-    return start(work=work, speak=slowly)
+    return start_rank(work=work, print_message=print_slowly)
 
 
-def agent(kind: str) -> int:
+def run_agent(kind: str) -> int:
     """Parent of two ranks, as torchrun's agent. The ranks work until it is killed."""
     for variables in make_rank_envs(2, TORCHELASTIC_RUN_ID="of a test"):
         if os.fork() == 0:
             os.environ.update(variables)
-            os._exit(start(work=go_on[kind]))
+            os._exit(start_rank(work=work_by_kind[kind]))
     signal.pause()
     return 0
 
 
 def compute(_: int, team: ParallelGroups) -> None:
     """Rank 0 waits for a rank that is busy."""
-    collect(team)
+    wait_for_all_ranks(team)
     try:
-        told(f"rank {rank()} works")
+        print_line(f"rank {rank()} works")
         if rank() == 1:
             signal.pause()
-        collect(team)
+        wait_for_all_ranks(team)
     finally:
-        told(f"rank {rank()} cleaned up")
+        print_line(f"rank {rank()} cleaned up")
 
 
 def hang(_: int, team: ParallelGroups) -> None:
     """Each rank waits for the other in code that does not handle signals."""
-    collect(team)
-    told(f"rank {rank()} works")
+    wait_for_all_ranks(team)
+    print_line(f"rank {rank()} works")
     collectives.recv(torch.zeros(1), src=1 - rank())
 
 
-go_on = {"compute": compute, "hang": hang}
+work_by_kind = {"compute": compute, "hang": hang}
 
 
 def kill_agent(ranks: Ranks) -> None:
@@ -397,16 +430,16 @@ def kill_agent(ranks: Ranks) -> None:
     ranks.processes[0].kill()
 
 
-def let_the_others_leave(go: Path) -> Callable[[Ranks], None]:
+def wait_for_other_ranks(pipe: Path) -> Callable[[Ranks], None]:
     def act(ranks: Ranks) -> None:
         for process in ranks.processes[1:]:
             process.join(30)
-        go.write_text("now")
+        pipe.write_text("now")
 
     return act
 
 
-def hold_up(go: Path) -> Callable[[Ranks], None]:
+def delay_refusal(pipe: Path) -> Callable[[Ranks], None]:
     """Delay the message of a refusing rank. Until it is printed the other ranks continue."""
 
     def act(ranks: Ranks) -> None:
@@ -414,12 +447,12 @@ def hold_up(go: Path) -> Callable[[Ranks], None]:
         ranks.processes[1].join(1)
         assert ranks.processes[1].exitcode is None, ranks.format_outputs()
         os.kill(ranks.processes[0].pid, signal.SIGTERM)  # torchrun, had another rank ended
-        go.write_text("now")
+        pipe.write_text("now")
 
     return act
 
 
-def interrupt(number: signal.Signals) -> Callable[[Ranks], None]:
+def signal_all_ranks(number: signal.Signals) -> Callable[[Ranks], None]:
     """Send a signal to all ranks, as torchrun or a terminal does."""
 
     def act(ranks: Ranks) -> None:
@@ -430,17 +463,17 @@ def interrupt(number: signal.Signals) -> Callable[[Ranks], None]:
     return act
 
 
-SAID: dict[str, tuple[int, Any, Any, list[int]]] = {
-    "killed": (3, fail, ("die", False), [1, KILLED, 1]),
-    "killed far away": (2, fail, ("die", True), [1, KILLED]),
-    "refused": (2, fail, ("refuse", False), [1, 2]),
-    "out of memory": (2, fail, ("use_up_memory", False), [1, 1]),
+SENTENCE_CASES: dict[str, tuple[int, Any, Any, list[int]]] = {
+    "killed": (3, start_failing_ranks, ("die", False), [1, KILLED, 1]),
+    "killed far away": (2, start_failing_ranks, ("die", True), [1, KILLED]),
+    "refused": (2, start_failing_ranks, ("refuse", False), [1, 2]),
+    "out of memory": (2, start_failing_ranks, ("use_up_memory", False), [1, 1]),
     "refused by all": (4, refuse_together, (), [2] * 4),
 }
-DEFECTS: dict[str, tuple[int, Any, Any, list[int]]] = {
-    "near": (3, fail, ("defect", False), [1, 1, 1]),
-    "far": (3, fail, ("defect", True), [1, 1, 1]),
-    "refused far away": (2, fail, ("refuse", True), [1, 2]),
+DEFECT_CASES: dict[str, tuple[int, Any, Any, list[int]]] = {
+    "near": (3, start_failing_ranks, ("defect", False), [1, 1, 1]),
+    "far": (3, start_failing_ranks, ("defect", True), [1, 1, 1]),
+    "refused far away": (2, start_failing_ranks, ("refuse", True), [1, 2]),
 }
 SIGNALS = {signal.SIGTERM: ("terminated", 143), signal.SIGINT: ("interrupted", 130)}
 
@@ -451,45 +484,53 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
     pipes = [tmp_path_factory.mktemp("pipes") / name for name in ("alone", "slow")]
     for pipe in pipes:
         os.mkfifo(pipe)
-    left, slow = (decode_alone, (str(pipes[0]),)), (speak_slowly, (str(pipes[1]),))
+    decode_case, slow_case = (decode_alone, (str(pipes[0]),)), (refuse_slowly, (str(pipes[1]),))
     cases = {
         name: Case(make_rank_envs(world), *case)
-        for name, (world, *case) in {**SAID, **DEFECTS}.items()
+        for name, (world, *case) in {**SENTENCE_CASES, **DEFECT_CASES}.items()
     }
     cases |= {
-        number.name: Case(make_rank_envs(2), fail, ("pause", False), None, interrupt(number))
+        number.name: Case(
+            make_rank_envs(2), start_failing_ranks, ("pause", False), None, signal_all_ranks(number)
+        )
         for number in SIGNALS
     }
-    cases["its torchrun killed"] = Case([{}], agent, ("compute",), [KILLED], kill_agent)
+    cases["its torchrun killed"] = Case([{}], run_agent, ("compute",), [KILLED], kill_agent)
     cases["after the others left"] = Case(
-        make_rank_envs(3), *left, [2, 0, 0], let_the_others_leave(pipes[0])
+        make_rank_envs(3), *decode_case, [2, 0, 0], wait_for_other_ranks(pipes[0])
     )
-    cases["slow to speak"] = Case(make_rank_envs(2), *slow, [2, 1], hold_up(pipes[1]))
-    return ended(cases)
+    cases["slow to speak"] = Case(make_rank_envs(2), *slow_case, [2, 1], delay_refusal(pipes[1]))
+    return run_cases(cases)
 
 
 def test_how_ranks_end(endings: dict[str, Ranks]) -> None:
     """All ranks print one sentence with the reason, on whichever rank it occurred."""
-    others = [*DEFECTS, *(number.name for number in SIGNALS)]
+    excluded = [*DEFECT_CASES, *(number.name for number in SIGNALS)]
     check_sentences(
-        "ranks: how they end", {name: endings[name] for name in endings if name not in others}
+        "ranks: how they end", {name: endings[name] for name in endings if name not in excluded}
     )
     assert endings["its torchrun killed"].texts[0].count("cleaned up") == 2
 
 
 @pytest.mark.slow
 def test_ranks_that_hang_when_torchrun_is_killed() -> None:
-    found = ended({"hang": Case([{}], agent, ("hang",), [KILLED], kill_agent)})["hang"]
-    assert found.lines() == ["torchrun has ended unexpectedly; the video was not written."]
+    ranks = run_cases({"hang": Case([{}], run_agent, ("hang",), [KILLED], kill_agent)})["hang"]
+    assert ranks.lines() == ["torchrun has ended unexpectedly; the video was not written."]
 
 
-def test_what_is_said_of_a_defect_and_on_other_machines(endings: dict[str, Ranks]) -> None:
+def test_sentences_of_a_defect_and_of_other_machines(endings: dict[str, Ranks]) -> None:
     """The failing rank prints a traceback; ranks of other machines print the failure."""
-    said = {name: sorted(set(endings[name].lines())) for name in DEFECTS}
-    own, other = "rank 1 failed: RuntimeError: a defect of ours", f"Rank 1 on {HOST} ended: "
-    assert said["near"] == [own]
-    assert said["far"] == [f"{other}RuntimeError: a defect of ours", own]
-    assert said["refused far away"] == [f"{other}This cannot be run.", "This cannot be run."]
+    sentences = {name: sorted(set(endings[name].lines())) for name in DEFECT_CASES}
+    local_sentence, remote_prefix = (
+        "rank 1 failed: RuntimeError: a defect of ours",
+        f"Rank 1 on {HOST} ended: ",
+    )
+    assert sentences["near"] == [local_sentence]
+    assert sentences["far"] == [f"{remote_prefix}RuntimeError: a defect of ours", local_sentence]
+    assert sentences["refused far away"] == [
+        f"{remote_prefix}This cannot be run.",
+        "This cannot be run.",
+    ]
     for name in ("near", "far"):
         text = endings[name].texts[1]
         assert text.count("RuntimeError: a defect of ours") == 2, "a traceback and the sentence"
@@ -507,22 +548,22 @@ def test_signals(endings: dict[str, Ranks]) -> None:
         )
 
 
-def exchange_on(limit: int = 5) -> int:
+def exchange_until_lost(limit: int = 5) -> int:
     """Exchange until a rank is lost: it has not answered for `limit` seconds."""
 
     def work(_: int, team: ParallelGroups) -> None:
-        told(f"rank {rank()} is {os.getpid()}")
+        print_line(f"rank {rank()} is {os.getpid()}")
         while True:
-            collect(team)
+            wait_for_all_ranks(team)
 
     seconds = timedelta(seconds=limit)
-    return start(lambda _: replace(prepared(), timeout=seconds), work)
+    return start_rank(lambda _: replace(make_run(), timeout=seconds), work)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_stopped_rank_is_named_and_ended(lost: int) -> None:
-    with Ranks(make_rank_envs(2), exchange_on) as ranks:
+    with Ranks(make_rank_envs(2), exchange_until_lost) as ranks:
         ranks.wait_for_output(lost, f"rank {lost} is ")
         os.kill(ranks.processes[lost].pid, signal.SIGSTOP)
         codes = ranks.wait_for_exit(60)
@@ -534,7 +575,7 @@ def test_a_stopped_rank_is_named_and_ended(lost: int) -> None:
 @pytest.mark.slow
 def test_a_pause_of_all_ranks_is_no_silence() -> None:
     """A scheduler may suspend a job. Rank 0 continues first; its last ping is older."""
-    with Ranks(make_rank_envs(2), exchange_on, 20) as ranks:
+    with Ranks(make_rank_envs(2), exchange_until_lost, 20) as ranks:
         for number, process in reversed(list(enumerate(ranks.processes))):
             ranks.wait_for_output(number, f"rank {number} is ")
             os.kill(process.pid, signal.SIGSTOP)
@@ -548,4 +589,8 @@ def test_a_pause_of_all_ranks_is_no_silence() -> None:
 
 
 if __name__ == "__main__":  # as a rank of torchrun's
-    sys.exit(exchange_on() if sys.argv[1] == "exchange" else fail(sys.argv[1], False))
+    sys.exit(
+        exchange_until_lost()
+        if sys.argv[1] == "exchange"
+        else start_failing_ranks(sys.argv[1], False)
+    )

@@ -40,12 +40,14 @@ class Switch:
 
     def __init__(self, names: list[str], switch: str) -> None:
         self.names = names
-        here = ["ip", "netns", "exec"]
+        netns_exec = ["ip", "netns", "exec"]
         for name, port in zip(names, link.PORTS, strict=False):
-            subprocess.run([*here, name, sys.executable, relay.__file__, link.DEVICE], check=True)
+            subprocess.run(
+                [*netns_exec, name, sys.executable, relay.__file__, link.DEVICE], check=True
+            )
             link.run_command("ip", "-n", switch, "link", "set", port, "nomaster")
         self._process = subprocess.Popen(
-            [*here, switch, sys.executable, relay.__file__, *link.PORTS[:2]],
+            [*netns_exec, switch, sys.executable, relay.__file__, *link.PORTS[:2]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,17 +73,25 @@ class Switch:
 @pytest.fixture
 def switch() -> Iterator[Switch]:
     with link.create_namespaces(2) as (names, switch):
-        made = Switch(names, switch)
-        yield made
-        made.close()
+        relay_switch = Switch(names, switch)
+        yield relay_switch
+        relay_switch.close()
 
 
-def machine(names: list[str], arguments: list[str]) -> int:
+def run_machine(names: list[str], arguments: list[str]) -> int:
     """Run torchrun's agent of one machine, with a separate host name and process namespace."""
     node = int(os.environ["NODE"])
-    named = f'hostname machine{node}; exec "$0" "$@"'
+    shell_script = f'hostname machine{node}; exec "$0" "$@"'
     command = ["ip", "netns", "exec", names[node], "unshare", "--uts", "--pid", "--fork"]
-    command += ["--kill-child", "sh", "-c", named, sys.executable, *AGENT, f"--node_rank={node}"]
+    command += [
+        "--kill-child",
+        "sh",
+        "-c",
+        shell_script,
+        sys.executable,
+        *AGENT,
+        f"--node_rank={node}",
+    ]
     os.execvp("ip", [*command, failing.__file__, "pause", "1", *arguments])
 
 
@@ -105,13 +115,19 @@ NEVER_RIGHT = {"cut", "unplugged"}
 def test_a_link_that_breaks(how: str, comm_type: str, switch: Switch, tiny, tmp_path: Path) -> None:
     arguments = ["--task", "t2v-A14B", "--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48"]
     arguments += ["--frame_num", "5", "--sample_steps", "4", "--base_seed", "7", "--save_latents"]
-    alone, out = tmp_path / "alone.mp4", tmp_path / "out" / "v.mp4"
-    with Ranks([{}], generate.main, [*arguments, "--save_file", str(alone)]) as process:
+    single_rank_file, out = tmp_path / "alone.mp4", tmp_path / "out" / "v.mp4"
+    with Ranks([{}], generate.main, [*arguments, "--save_file", str(single_rank_file)]) as process:
         assert process.wait_for_exit() == [0], process.format_outputs()
     arguments += ["--comm_type", comm_type, "--dist_timeout", str(LIMIT_S / 60)]
-    known = {**TORCHRUN, "GLOO_SOCKET_IFNAME": link.DEVICE, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    variables = [{**known, "NODE": node} for node in "01"]
-    with Ranks(variables, machine, switch.names, [*arguments, "--save_file", str(out)]) as agents:
+    shared_variables = {
+        **TORCHRUN,
+        "GLOO_SOCKET_IFNAME": link.DEVICE,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    variables = [{**shared_variables, "NODE": node} for node in "01"]
+    with Ranks(
+        variables, run_machine, switch.names, [*arguments, "--save_file", str(out)]
+    ) as agents:
         agents.wait_for_output(1, "fault", 120)
         begin = time.monotonic()
         BREAKS[how](switch)
@@ -121,14 +137,16 @@ def test_a_link_that_breaks(how: str, comm_type: str, switch: Switch, tiny, tmp_
     if any(codes) or how in NEVER_RIGHT:
         assert all(codes) and how not in ALWAYS_RIGHT, agents.format_outputs()
         for rank, text in enumerate(agents.texts):
-            said = [line for line in text.splitlines() if line.startswith("generate.py: ")]
+            messages = [line for line in text.splitlines() if line.startswith("generate.py: ")]
             names = [f"Rank {1 - rank} on machine{1 - rank} "]
             names += [] if how in NEVER_RIGHT else [f"Rank {rank} "]  # printed by the other
-            assert len(said) == 1 and any(name in said[0] for name in names), (
+            assert len(messages) == 1 and any(name in messages[0] for name in names), (
                 agents.format_outputs()
             )
             assert "Traceback" not in text.split("generate.py: ")[0], agents.format_outputs()
         assert not list(out.parent.glob("*")), "no partial video"
         return
-    ours, theirs = (load_file(x.with_suffix(".latents.safetensors")) for x in (out, alone))
-    assert (ours["latents"] - theirs["latents"]).abs().max() <= 1e-4
+    actual, expected = (
+        load_file(x.with_suffix(".latents.safetensors")) for x in (out, single_rank_file)
+    )
+    assert (actual["latents"] - expected["latents"]).abs().max() <= 1e-4

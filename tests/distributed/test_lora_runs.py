@@ -57,7 +57,7 @@ def _single(folder: Path, expert: str) -> Path:
     return folder / f"{expert}_model" / "diffusion_pytorch_model.safetensors"
 
 
-def made(ranks: int, arguments: list[str], out: Path) -> Tensor:
+def make_latents(ranks: int, arguments: list[str], out: Path) -> Tensor:
     variables = make_rank_envs(ranks) if ranks > 1 else [{}]
     with Ranks(variables, generate.main, [*arguments, "--save_file", str(out)]) as processes:
         assert not any(processes.wait_for_exit(180)), processes.format_outputs()
@@ -82,14 +82,14 @@ def test_a_lora_is_as_if_merged_beforehand(
     recipe = [*QUICK, "--recipe", "lightning-4step"]
     if "cfg" in flags:
         recipe += ["--sample_guide_scale", "3"]
-    found = made(
+    actual = make_latents(
         ranks,
         ["--ckpt_dir", str(tiny("t2v-A14B")), "--lora_dir", str(loras), *recipe, *flags.split()],
         tmp_path / "v.mp4",
     )
-    expected = made(1, ["--ckpt_dir", str(merged), *recipe], tmp_path / "merged.mp4")
-    assert (found - expected).abs().max() <= 1e-5
-    plain = made(1, ["--ckpt_dir", str(tiny("t2v-A14B")), *recipe], tmp_path / "plain.mp4")
+    expected = make_latents(1, ["--ckpt_dir", str(merged), *recipe], tmp_path / "merged.mp4")
+    assert (actual - expected).abs().max() <= 1e-5
+    plain = make_latents(1, ["--ckpt_dir", str(tiny("t2v-A14B")), *recipe], tmp_path / "plain.mp4")
     assert (plain - expected).abs().max() > 1e-2
 
 
@@ -106,9 +106,11 @@ def test_noise_between_steps_is_the_same_on_all_ranks(
     schedule: str, tiny: Any, tmp_path: Path
 ) -> None:
     arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, *schedule.split()]
-    alone = made(1, arguments, tmp_path / "alone.mp4")
+    single_latents = make_latents(1, arguments, tmp_path / "alone.mp4")
     flags = ["--cfg_size", "2", "--comm_type", "1"]
-    assert (made(4, [*arguments, *flags], tmp_path / "v.mp4") - alone).abs().max() <= 1e-4
+    assert (
+        make_latents(4, [*arguments, *flags], tmp_path / "v.mp4") - single_latents
+    ).abs().max() <= 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +122,24 @@ def scaled(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
         for expert in EXPERTS:
             shutil.rmtree(folder / f"{expert}_model")
     for expert in EXPERTS:
-        stored, meant = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}, {}
+        fp8_state, float_state = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}, {}
         for name, tensor in weights(tiny("t2v-A14B") / f"{expert}_model").items():
             key = f"model.diffusion_model.{name}"
             if not name.startswith("blocks.") or tensor.dim() != 2 or "weight" not in name:
-                stored[key] = meant[name] = tensor.float()
+                fp8_state[key] = float_state[name] = tensor.float()
                 continue
             scale = tensor.float().abs().max() / 448
             values = (tensor.float() / scale).to(torch.float8_e4m3fn)
             layer = key.removesuffix(".weight")
-            stored |= {key: values, f"{layer}.scale_weight": scale, f"{layer}.scale_input": scale}
-            meant[name] = values.float() * scale
+            fp8_state |= {
+                key: values,
+                f"{layer}.scale_weight": scale,
+                f"{layer}.scale_input": scale,
+            }
+            float_state[name] = values.float() * scale
         name = f"wan2.2_t2v_{expert}_14B_fp8_scaled.safetensors"
-        save_file({key: value.clone() for key, value in stored.items()}, fp8 / name)
-        save_file(meant, plain / name)
+        save_file({key: value.clone() for key, value in fp8_state.items()}, fp8 / name)
+        save_file(float_state, plain / name)
     for folder in (fp8, plain):  # such files have no config; the default is 128 channels a head
         source = tiny("t2v-A14B") / "high_noise_model" / "config.json"
         shutil.copy(source, folder / "config.json")
@@ -156,11 +162,13 @@ def test_scaled_fp8_files(
     """Weights kept in FP8 or upcast give the latents of the same values in float32."""
     fp8, plain = scaled
     arguments = [*QUICK, "--sample_steps", "3"]
-    found = made(ranks, ["--ckpt_dir", str(fp8), *arguments, *flags.split()], tmp_path / "v.mp4")
-    expected = made(1, ["--ckpt_dir", str(plain), *arguments], tmp_path / "plain.mp4")
+    actual = make_latents(
+        ranks, ["--ckpt_dir", str(fp8), *arguments, *flags.split()], tmp_path / "v.mp4"
+    )
+    expected = make_latents(1, ["--ckpt_dir", str(plain), *arguments], tmp_path / "plain.mp4")
     if ranks == 1:
-        assert torch.equal(found, expected)
-    assert (found - expected).abs().max() <= 1e-4
+        assert torch.equal(actual, expected)
+    assert (actual - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.slow
@@ -177,7 +185,7 @@ def test_plain_fp8_files(tiny: Any, tmp_path: Path) -> None:
                 state[name] = rounded if kind == "fp8" else rounded.float()
         save_file(state, file)
         task = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--sample_steps", "2"]
-        videos.append(made(1, [*QUICK, *task], tmp_path / f"{kind}.mp4"))
+        videos.append(make_latents(1, [*QUICK, *task], tmp_path / f"{kind}.mp4"))
     assert torch.equal(*videos)
 
 
@@ -196,24 +204,24 @@ def test_plain_fp8_files(tiny: Any, tmp_path: Path) -> None:
 def test_gguf_files(ranks: int, flags: str, kind: str, wide_gguf: Any, tmp_path: Path) -> None:
     """With and without a LoRA: the latents of the dequantized values, merged in float64."""
     files, plain, lora, merged = wide_gguf(kind)
-    words = [*QUICK, "--task", "t2v-1.3B", "--sample_steps", "2"]
-    for folder, more in ((plain, []), (merged, ["--lora", f"{lora}=0.5"])):
-        given = ["--ckpt_dir", str(files), *words, *more, *flags.split()]
-        found = made(ranks, given, tmp_path / "v.mp4")
-        expected = made(1, ["--ckpt_dir", str(folder), *words], tmp_path / "plain.mp4")
+    arguments = [*QUICK, "--task", "t2v-1.3B", "--sample_steps", "2"]
+    for folder, lora_arguments in ((plain, []), (merged, ["--lora", f"{lora}=0.5"])):
+        rank_arguments = ["--ckpt_dir", str(files), *arguments, *lora_arguments, *flags.split()]
+        actual = make_latents(ranks, rank_arguments, tmp_path / "v.mp4")
+        expected = make_latents(1, ["--ckpt_dir", str(folder), *arguments], tmp_path / "plain.mp4")
         bound = 1e-4 if ranks > 1 else 1e-5 * expected.abs().max()
-        assert (found - expected).abs().max() <= bound
+        assert (actual - expected).abs().max() <= bound
 
 
 @pytest.fixture(scope="module")
 def wide_gguf(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """wide_gguf(kind): GGUF files, their values as a checkpoint, a LoRA, the merged checkpoint."""
-    base, found = tmp_path_factory.mktemp("gguf"), {}
+    base, folders_by_kind = tmp_path_factory.mktemp("gguf"), {}
     sizes = {"dim": 768, "ffn_dim": 1024, "num_layers": 2}
     source = make_checkpoint("t2v-1.3B", base / "source", sizes=sizes)
 
-    def make(kind: str) -> tuple[Path, Path, Path, Path]:
-        if kind not in found:
+    def make_folders(kind: str) -> tuple[Path, Path, Path, Path]:
+        if kind not in folders_by_kind:
             files, plain = make_gguf_folders(source, kind, base / kind)
             merged, lora = base / kind / "merged", base / kind / "lora.safetensors"
             shutil.copytree(plain, merged)
@@ -231,7 +239,7 @@ def wide_gguf(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 state[f"{layer}.weight"] = total.float()
             save_file(state, merged / file)
             save_file(tensors, lora)
-            found[kind] = files, plain, lora, merged
-        return found[kind]
+            folders_by_kind[kind] = files, plain, lora, merged
+        return folders_by_kind[kind]
 
-    return make
+    return make_folders

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.conftest import Tiny
 from tests.dist import run_on_ranks
-from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
+from tests.distributed.methods import KINDS, Kind, attend_whole_sequence, make_methods
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.device import select_device
@@ -44,48 +44,50 @@ HEAD_DIM = 16
 
 
 @lru_cache(4)
-def qkv(heads: int, tokens: int, dtype: str) -> tuple[Tensor, ...]:
+def make_qkv(heads: int, tokens: int, dtype: str) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(heads * tokens)
     shape = (3, 1, tokens, heads, HEAD_DIM)
     return torch.randn(shape, generator=generator).to(getattr(torch, dtype)).unbind(0)
 
 
-def step(grid: tuple[int, int, int], index: int = 3) -> StepInfo:
+def make_step_info(grid: tuple[int, int, int], index: int = 3) -> StepInfo:
     return StepInfo(index, 8, "cond", "dit", grid, prod(grid))
 
 
-def attend(case: Case, mode: str) -> Tensor:
+def run_attention(case: Case, mode: str) -> Tensor:
     """Return this rank's rows of the result."""
     topology, kind, heads, grid, dtype = case
     plan = TokenPlan(prod(grid), topology.world, kind.multiple)
     methods = make_methods(kind, getattr(torch, dtype))
     layer = attention_layer(topology, mode, methods=methods)
-    own = [shard(x, plan, torch.nan) for x in qkv(heads, prod(grid), dtype)]
-    return layer(*own, valid_len=prod(grid), step=step(grid), layer=0)
+    local_qkv = [shard(x, plan, torch.nan) for x in make_qkv(heads, prod(grid), dtype)]
+    return layer(*local_qkv, valid_len=prod(grid), step=make_step_info(grid), layer=0)
 
 
 def compare_modes(case: Case, expected: Tensor) -> None:
     topology, kind, _, grid, dtype = case
     plan = TokenPlan(prod(grid), topology.world, kind.multiple)
-    out = {mode: attend(case, mode) for mode in ROWS}
-    mine = shard(expected, plan, 0)
-    off = (out["0"].float() - mine.float()).abs().max()
+    out = {mode: run_attention(case, mode) for mode in ROWS}
+    local_expected = shard(expected, plan, 0)
+    error = (out["0"].float() - local_expected.float()).abs().max()
     limit = 2e-5 if dtype == "float32" else 2**-7 * expected.float().abs().max()
-    assert off <= limit, f"mode 0 is off by {off} at {case}"
-    for mode, found in out.items():
+    assert error <= limit, f"mode 0 is off by {error} at {case}"
+    for mode, output in out.items():
         rows = plan.count_valid_tokens(dist.get_rank())
-        assert found.dtype == mine.dtype and not found[:, rows:].any(), f"mode {mode} at {case}"
-        assert torch.equal(found, out["0"]), f"mode {mode} has other bits at {case}"
+        assert output.dtype == local_expected.dtype and not output[:, rows:].any(), (
+            f"mode {mode} at {case}"
+        )
+        assert torch.equal(output, out["0"]), f"mode {mode} has other bits at {case}"
 
 
-def whole(case: Case) -> Tensor:
+def compute_reference(case: Case) -> Tensor:
     """Run the backend on the full sequence in one process, without padding or chunks."""
     _, kind, heads, grid, dtype = case
-    q, k, v = qkv(heads, prod(grid), dtype)
-    return whole_sequence(kind, q, k, v, grid)
+    q, k, v = make_qkv(heads, prod(grid), dtype)
+    return attend_whole_sequence(kind, q, k, v, grid)
 
 
-def pairwise_cases() -> list[Case]:
+def list_pairwise_cases() -> list[Case]:
     """List every layout of up to 4 ranks with every kind; heads, grids and dtypes take turns."""
     return [
         (topology, kind, HEADS[(i + j) % 3], GRIDS[(i + j // 2) % 3], DTYPES[(i + j // 3) % 2])
@@ -95,29 +97,29 @@ def pairwise_cases() -> list[Case]:
     ]
 
 
-def differences(cases: Sequence[Case], expected: Sequence[Tensor]) -> dict[Case, str]:
+def find_differences(cases: Sequence[Case], expected: Sequence[Tensor]) -> dict[Case, str]:
     """On one rank: map each failing case to its error message."""
     wrong = {}
-    for case, alone in zip(cases, expected, strict=True):
+    for case, expected_output in zip(cases, expected, strict=True):
         try:
-            compare_modes(case, alone)
+            compare_modes(case, expected_output)
         except AssertionError as error:
             wrong[case] = str(error)
     return wrong
 
 
-def check(cases: Sequence[Case]) -> None:
+def check_on_ranks(cases: Sequence[Case]) -> None:
     """Run the cases on ranks. cases: all with the same number of ranks."""
-    found = run_on_ranks(
-        cases[0][0].world, differences, cases, list(map(whole, cases)), timeout=600
+    results = run_on_ranks(
+        cases[0][0].world, find_differences, cases, list(map(compute_reference, cases)), timeout=600
     )
-    wrong = {rank: cases for rank, cases in enumerate(found) if cases}
+    wrong = {rank: cases for rank, cases in enumerate(results) if cases}
     assert not wrong
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_selected_combinations(world: int) -> None:
-    check([case for case in pairwise_cases()[1::2] if case[0].world == world])
+    check_on_ranks([case for case in list_pairwise_cases()[1::2] if case[0].world == world])
 
 
 @pytest.mark.slow
@@ -127,10 +129,10 @@ def test_all_combinations(topology: Topology) -> None:
     heads = [h for h in HEADS if h % topology.ulysses == 0]
     for kind in KINDS:
         if not (kind.transport and topology.ulysses == 1):
-            check([(topology, kind, *rest) for rest in product(heads, GRIDS, DTYPES)])
+            check_on_ranks([(topology, kind, *sizes) for sizes in product(heads, GRIDS, DTYPES)])
 
 
-def step_by_step(kind: Kind) -> None:
+def compare_modes_over_steps(kind: Kind) -> None:
     """Run the layer over several steps and branches: cached masks must not differ by mode."""
     grid = GRIDS[0]
     topology = Topology(2, 1)
@@ -140,19 +142,22 @@ def step_by_step(kind: Kind) -> None:
     }
     for index in range(6):
         for branch in ("cond", "uncond"):
-            own = [shard(x * (1 + 0.1 * index), plan, 0) for x in qkv(12, prod(grid), "float32")]
-            info = StepInfo(index, 6, branch, "dit", grid, prod(grid))
-            found = [
-                layer(*own, valid_len=prod(grid), step=info, layer=1) for layer in layers.values()
+            local_qkv = [
+                shard(x * (1 + 0.1 * index), plan, 0) for x in make_qkv(12, prod(grid), "float32")
             ]
-            for other in found[1:]:
-                assert torch.equal(found[0], other), (index, branch)
+            info = StepInfo(index, 6, branch, "dit", grid, prod(grid))
+            outputs = [
+                layer(*local_qkv, valid_len=prod(grid), step=info, layer=1)
+                for layer in layers.values()
+            ]
+            for other in outputs[1:]:
+                assert torch.equal(outputs[0], other), (index, branch)
 
 
 @pytest.mark.slow
 def test_masks_kept_over_steps_do_not_depend_on_the_mode() -> None:
     for kind in ("v2", "v3"):
-        run_on_ranks(2, step_by_step, Kind(kind, start=1, refresh=3))
+        run_on_ranks(2, compare_modes_over_steps, Kind(kind, start=1, refresh=3))
 
 
 def compute_alone(folder: Path) -> bool:
@@ -164,15 +169,15 @@ def compute_alone(folder: Path) -> bool:
     net = build.build_pipeline(setup, select_device("cpu")).experts.get("dit")
     x, context = torch.randn(net.in_dim, 2, 4, 8), torch.randn(5, net.text_dim)
     with torch.inference_mode():
-        (found,) = net([x], torch.tensor([500.0]), [context], 16)
-    return bool(found.isfinite().all())
+        (velocity,) = net([x], torch.tensor([500.0]), [context], 16)
+    return bool(velocity.isfinite().all())
 
 
 def test_a_process_that_shares_nothing_exchanges_nothing(tiny: Tiny) -> None:
     assert run_on_ranks(2, compute_alone, tiny("t2v-1.3B")) == [True] * 2
 
 
-class Places:
+class PositionCheckingBackend:
     """A backend that checks positions: each value is its row + 1 / 64 of its head.
 
     Attributes:
@@ -182,7 +187,7 @@ class Places:
     name, q_multiple, always_applies, quantizes_before_exchange = "places", 1, False, True
 
     def __init__(self) -> None:
-        self.seen: list[bool] = []
+        self.checks: list[bool] = []
 
     def applies_to(self, step: StepInfo | None) -> bool:
         return step is not None and step.index == 3
@@ -192,7 +197,7 @@ class Places:
     ) -> tuple[AttentionInput, AttentionInput, AttentionInput]:
         """Check that the first `valid` rows are finite and the padding rows are NaN."""
         for x in (q, k, v):
-            self.seen.append(not x[:, :valid].isnan().any() and bool(x[:, valid:].isnan().all()))
+            self.checks.append(not x[:, :valid].isnan().any() and bool(x[:, valid:].isnan().all()))
         return AttentionInput(q), AttentionInput(k), AttentionInput(v)
 
     def prepare_kv(
@@ -200,37 +205,37 @@ class Places:
     ) -> AttendRows:
         assert step is not None
         heads, rows = q.values.shape[2], q.values.shape[1]
-        own = torch.arange(step.first_head, step.first_head + heads)
-        expected = torch.arange(step.first_row, step.first_row + rows)[:, None] + own / 64
-        self.seen += [step.layer == 5, torch.equal(q.values[0, ..., 0], expected)]
-        expected = torch.arange(step.valid_len)[:, None] + own / 64
-        self.seen += [torch.equal(x.values[0, ..., 0], expected) for x in (k, v)]
+        head_ids = torch.arange(step.first_head, step.first_head + heads)
+        expected = torch.arange(step.first_row, step.first_row + rows)[:, None] + head_ids / 64
+        self.checks += [step.layer == 5, torch.equal(q.values[0, ..., 0], expected)]
+        expected = torch.arange(step.valid_len)[:, None] + head_ids / 64
+        self.checks += [torch.equal(x.values[0, ..., 0], expected) for x in (k, v)]
         return lambda block, first: (
             block.values
             + torch.equal(
-                block.values[0, :, 0, 0] - own[0] / 64,
+                block.values[0, :, 0, 0] - head_ids[0] / 64,
                 torch.arange(first, first + block.values.shape[1]) + float(step.first_row),
             )
         )
 
 
-def told(topology: Topology, tokens: int) -> list[bool]:
-    heads, known = 5, StepInfo(3, 8, "cond", "dit", (1, 1, 1), tokens)
+def check_positions(topology: Topology, tokens: int) -> list[bool]:
+    heads, step_info = 5, StepInfo(3, 8, "cond", "dit", (1, 1, 1), tokens)
     rows = torch.arange(tokens)[:, None] + torch.arange(heads) / 64
     plan = TokenPlan(tokens, topology.world, 1)
-    own = shard(rows[None, ..., None].expand(1, -1, -1, 4), plan, torch.nan)
-    found, valid = list[bool](), plan.count_valid_tokens(dist.get_rank())
+    local_values = shard(rows[None, ..., None].expand(1, -1, -1, 4), plan, torch.nan)
+    checks, valid = list[bool](), plan.count_valid_tokens(dist.get_rank())
     for mode, exchange in product(ROWS, ("split", "fused")):
-        method = Places()
+        method = PositionCheckingBackend()
         layer = attention_layer(topology, mode, methods=[method], exchange=exchange)
         layer.layer = 5
-        out = layer(own, own, own, valid_len=tokens, step=known)
-        found += [*method.seen, torch.equal(out[:, :valid], own[:, :valid] + 1)]
-    return found
+        out = layer(local_values, local_values, local_values, valid_len=tokens, step=step_info)
+        checks += [*method.checks, torch.equal(out[:, :valid], local_values[:, :valid] + 1)]
+    return checks
 
 
-def test_a_method_is_told_what_it_gets() -> None:
+def test_a_backend_gets_the_right_heads_and_rows() -> None:
     """First row, first head and layer of each call in every mode; the last rank has padding."""
     for topology in (Topology(2, 1), Topology(1, 2), Topology(2, 2)):
-        for found in run_on_ranks(topology.world, told, topology, 13):
-            assert len(found) > 40 and all(found), topology
+        for checks in run_on_ranks(topology.world, check_positions, topology, 13):
+            assert len(checks) > 40 and all(checks), topology

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.dist import run_on_ranks
-from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
+from tests.distributed.topology import ROWS, Topology, attention_layer, make_block_attention
 from tests.refusals import check_refusals
 from wan.distributed.tokens import ShardedSequence
 from wan.kernels.base import StepInfo
@@ -49,7 +49,7 @@ class Job:
     def model(self, attention: FAPowerCapAttention | None = None, **components: Any) -> WanModel:
         """Make the model, always with the same weights. components: fields of `ModelComponents`."""
         if attention is not None:
-            components["attention"] = blocks_of(attention)
+            components["attention"] = make_block_attention(attention)
         torch.manual_seed(0)
         net: WanModel = (VaceWanModel if self.kind == "vace" else WanModel)(
             model_type=self.kind,
@@ -78,16 +78,16 @@ class Job:
         y = [noise(20, f, 2 * h, 2 * w) for _ in x] if self.kind == "i2v" else None
         control = [noise(96, f, 2 * h, 2 * w) for _ in x] if self.kind == "vace" else []
         prompts = [[noise(length, TEXT_DIM) for _ in x] for length in self.contexts]
-        found = []
+        outputs = []
         for index, t in enumerate((900, 300) if self.text_cache else (900,)):
             for context in prompts:
                 step = StepInfo(index, 2, "cond", "dit", self.grid, self.tokens)
                 times = self._timesteps(t)
                 if control:
-                    found += net(x, times, control, context, self.tokens, step=step)
+                    outputs += net(x, times, control, context, self.tokens, step=step)
                 else:
-                    found += net(x, times, context, self.tokens, y, step=step)
-        return found
+                    outputs += net(x, times, context, self.tokens, y, step=step)
+        return outputs
 
     def _timesteps(self, t: int) -> Tensor:
         """Return one timestep per sample; for ti2v one per token, 0 in the first frame."""
@@ -102,25 +102,27 @@ Way = tuple[Topology, str]
 
 
 @torch.inference_mode()
-def ways(job: Job, which: Sequence[Way]) -> dict[Way, Tensor]:
+def compute_velocities(job: Job, layout_modes: Sequence[Way]) -> dict[Way, Tensor]:
     """On one rank: return the velocities of each layout and mode."""
-    found = {}
-    for topology, mode in which:
+    results = {}
+    for topology, mode in layout_modes:
         net = job.model(attention_layer(topology, mode), sequence_shard=ShardedSequence(None))
-        found[topology, mode] = torch.stack(job.velocities(net))
-    return found
+        results[topology, mode] = torch.stack(job.velocities(net))
+    return results
 
 
-def check(job: Job, which: Sequence[Way]) -> None:
+def check_velocities(job: Job, layout_modes: Sequence[Way]) -> None:
     """Compare with one process, and bit for bit with mode 0 of the same layout."""
     with torch.inference_mode():
         expected = torch.stack(job.velocities(replace(job, text_cache=False).model()))
     assert expected.abs().max() > 0.5, "a model that says nothing would always agree"
-    for found in run_on_ranks(which[0][0].world, ways, job, which, timeout=300):
-        apart = {way: float((x - expected).abs().max()) for way, x in found.items()}
-        assert not {way: off for way, off in apart.items() if not off <= 2e-5}, job
-        for (topology, mode), x in found.items():
-            assert ROWS[mode].blocks > 1 or x.equal(found[topology, "0"]), (job, topology, mode)
+    for results in run_on_ranks(
+        layout_modes[0][0].world, compute_velocities, job, layout_modes, timeout=300
+    ):
+        errors = {way: float((x - expected).abs().max()) for way, x in results.items()}
+        assert not {way: error for way, error in errors.items() if not error <= 2e-5}, job
+        for (topology, mode), x in results.items():
+            assert ROWS[mode].blocks > 1 or x.equal(results[topology, "0"]), (job, topology, mode)
 
 
 JOBS = {
@@ -148,7 +150,7 @@ def test_the_same_velocities(world: int) -> None:
     for turn, (name, job) in enumerate(JOBS.items()):
         mode = ["1", "2", "overlap"][turn % 3]
         if world == (4 if name in ("t2v-no-padding", "ti2v") else 2):
-            check(job, list(product(LAYOUTS[world], ("0", mode))))
+            check_velocities(job, list(product(LAYOUTS[world], ("0", mode))))
 
 
 @pytest.mark.slow
@@ -156,20 +158,22 @@ def test_the_same_velocities(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_same_velocities_in_all_modes(world: int, job: Job) -> None:
     heads = 24 if world == 8 else job.heads
-    check(replace(job, heads=heads), list(product(LAYOUTS[world], ROWS)))
+    check_velocities(replace(job, heads=heads), list(product(LAYOUTS[world], ROWS)))
 
 
 def test_three_ranks_and_the_official_text_length() -> None:
     """512 rows of text are no multiple of 3: they are never sharded."""
     job = Job(heads=24, contexts=(500,), text_len=512)
-    check(job, list(product(LAYOUTS[3], ("0", "1"))))
+    check_velocities(job, list(product(LAYOUTS[3], ("0", "1"))))
 
 
 def test_ranks_that_hold_only_padding() -> None:
     """5 tokens on 4 ranks: 2, 2, 1 and none."""
-    others = {Topology(4, 1): "1", Topology(2, 2): "2", Topology(1, 4): "overlap"}
-    which = [(layout, mode) for layout, other in others.items() for mode in ("0", other)]
-    check(Job("ti2v", grid=(5, 1, 1)), which)
+    other_modes = {Topology(4, 1): "1", Topology(2, 2): "2", Topology(1, 4): "overlap"}
+    layout_modes = [
+        (layout, mode) for layout, other in other_modes.items() for mode in ("0", other)
+    ]
+    check_velocities(Job("ti2v", grid=(5, 1, 1)), layout_modes)
 
 
 @torch.inference_mode()
@@ -188,29 +192,29 @@ def test_the_same_bits_every_time() -> None:
 
 def attend_with_one_head() -> list[str]:
     """On one rank: return the refusal of each mode."""
-    said = []
+    messages = []
     for mode in ROWS:
         layer = attention_layer(Topology(2, 1), mode)
         with pytest.raises(ValueError) as refusal:
             layer(*torch.zeros(3, 1, 4, 1, 8))
-        said.append(str(refusal.value))
-    return said
+        messages.append(str(refusal.value))
+    return messages
 
 
 def test_refusals_of_the_layer() -> None:
     args = SimpleNamespace(comm_type=1)
-    given: dict[str, dict[str, Any]] = {"nothing": {}, "both": {"args": args, "comm_type": 1}}
+    arguments: dict[str, dict[str, Any]] = {"nothing": {}, "both": {"args": args, "comm_type": 1}}
     for value in (max(MODES) + 1, -1, "1", "nonsense", None):
-        given[f"comm_type {value!r}"] = {"args": SimpleNamespace(comm_type=value)}
-    said = {}
-    for name, keywords in given.items():
+        arguments[f"comm_type {value!r}"] = {"args": SimpleNamespace(comm_type=value)}
+    messages = {}
+    for name, keywords in arguments.items():
         with pytest.raises(ValueError) as refusal:
             FAPowerCapAttention(**keywords)
-        said[name] = str(refusal.value)
-    (said["one head"],) = {
+        messages[name] = str(refusal.value)
+    (messages["one head"],) = {
         text for texts in run_on_ranks(2, attend_with_one_head) for text in texts
     }
-    check_refusals("ranks: the attention layer", said)
+    check_refusals("ranks: the attention layer", messages)
 
 
 def test_by_keyword() -> None:
@@ -229,6 +233,6 @@ def test_alone_in_one_process() -> None:
         assert (layer.args, layer.ulysses_pg, layer.comm_type) == (args, None, mode)
         assert layer.fa_alltoall_overlap is False
         net = job.model(attention=layer)
-        found = torch.stack(job.velocities(net))
-        assert (found - expected).abs().max() <= 2e-5, mode
+        actual = torch.stack(job.velocities(net))
+        assert (actual - expected).abs().max() <= 2e-5, mode
         assert set(net.state_dict()) == set(job.model().state_dict())

@@ -29,31 +29,35 @@ from wan.power.rounds import IdleGapAttention, SwitchableAttention, make_variant
 pytestmark = pytest.mark.dist
 
 
-def control(topology: Topology, tokens: int) -> tuple[bool, int]:
+def run_control(topology: Topology, tokens: int) -> tuple[bool, int]:
     """Return whether the control has the baseline's bits, and its number of idle gaps."""
-    built = attention_layer(topology, "1")
-    waited: list[float] = []
-    rests = IdleGapAttention(built, 10, lambda: waited.append(0.0))
-    baseline = make_variant_layer(Variant("baseline", 0), built)
+    base_layer = attention_layer(topology, "1")
+    gaps: list[float] = []
+    idle_layer = IdleGapAttention(base_layer, 10, lambda: gaps.append(0.0))
+    baseline = make_variant_layer(Variant("baseline", 0), base_layer)
     rows = -(-tokens // topology.world)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     qkv = [torch.randn(1, rows, 12, 16, generator=generator) for _ in range(3)]
     step = StepInfo(0, 4, "cond", "dit", (1, 1, tokens), tokens)
-    chosen = ["rests"]
-    beside = SwitchableAttention({"rests": rests, "baseline": baseline}, lambda: chosen[-1])
-    found = beside(*qkv, valid_len=tokens, step=step)
-    chosen.append("baseline")
-    same = torch.equal(found, beside(*qkv, valid_len=tokens, step=step))
-    return same, len(waited)
+    selected = ["rests"]
+    switchable_layer = SwitchableAttention(
+        {"rests": idle_layer, "baseline": baseline}, lambda: selected[-1]
+    )
+    output = switchable_layer(*qkv, valid_len=tokens, step=step)
+    selected.append("baseline")
+    is_equal = torch.equal(output, switchable_layer(*qkv, valid_len=tokens, step=step))
+    return is_equal, len(gaps)
 
 
 def test_the_control_is_the_baseline_with_rests() -> None:
     for layout in (Topology(2, 1), Topology(2, 2), Topology(4, 1)):
-        rests = min(10, 12 // layout.ulysses) - 1
-        assert run_on_ranks(layout.world, control, layout, 37) == [(True, rests)] * layout.world
+        num_gaps = min(10, 12 // layout.ulysses) - 1
+        assert (
+            run_on_ranks(layout.world, run_control, layout, 37) == [(True, num_gaps)] * layout.world
+        )
 
 
-REFUSED = (
+REFUSED_ARGUMENTS = (
     "",
     "--out x --repeats 3",
     "--out x --repeats many",
@@ -71,45 +75,45 @@ REFUSED = (
 
 
 def test_refusals(capfd: pytest.CaptureFixture[str]) -> None:
-    said = {}
-    for arguments in REFUSED:
+    messages = {}
+    for arguments in REFUSED_ARGUMENTS:
         assert main(["compare", *arguments.split()]) == 2
-        said[arguments or "nothing"] = capfd.readouterr().err
-    check_refusals("power compare", said, [r"(?<=\().*'published'.*(?=\))"])
+        messages[arguments or "nothing"] = capfd.readouterr().err
+    check_refusals("power compare", messages, [r"(?<=\().*'published'.*(?=\))"])
 
 
 def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan needs neither ranks nor a checkpoint."""
-    asked = ["compare", "--out", "x", "--preset", "published", "--plan", "64"]
-    assert main(asked) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "Comparison: t2v-A14B, 1280*720, 161 frames, 4 steps, 4 ranks"
-    both, one = (re.search(r": ([\d.]+) GB \(", line) for line in said[1:3])
-    assert both is not None and one is not None
-    assert float(both[1]) - float(one[1]) > 25 and "fits 64 GB" in said[2]
+    arguments = ["compare", "--out", "x", "--preset", "published", "--plan", "64"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Comparison: t2v-A14B, 1280*720, 161 frames, 4 steps, 4 ranks"
+    both_experts, one_expert = (re.search(r": ([\d.]+) GB \(", line) for line in lines[1:3])
+    assert both_experts is not None and one_expert is not None
+    assert float(both_experts[1]) - float(one_expert[1]) > 25 and "fits 64 GB" in lines[2]
     assert not Path("x").exists()
 
 
-def check(out: Path, ranks: int, names: list[str]) -> None:
-    found = json.loads((out / "comparison.json").read_text())
-    assert list(found["variants"]) == names and found["machine"]["ranks"] == ranks
-    for name, one in found["variants"].items():
-        assert len(one["seconds"]) == 5 and all(len(steps) == 4 for steps in one["steps"])
-        for steps, whole in zip(one["steps"], one["seconds"], strict=True):
-            assert 0 < sum(steps) <= 1.05 * whole
-        assert one["largest_difference"] <= (1 if name == "BlockAttn" else 0)
+def check_comparison(out: Path, ranks: int, names: list[str]) -> None:
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert list(comparison["variants"]) == names and comparison["machine"]["ranks"] == ranks
+    for name, variant in comparison["variants"].items():
+        assert len(variant["seconds"]) == 5 and all(len(steps) == 4 for steps in variant["steps"])
+        for steps, total in zip(variant["steps"], variant["seconds"], strict=True):
+            assert 0 < sum(steps) <= 1.05 * total
+        assert variant["largest_difference"] <= (1 if name == "BlockAttn" else 0)
         planned = not name.startswith("control")
-        assert one["schedule"].startswith("as planned") is planned
-        assert planned or "no rests" not in one["schedule"]
-    apart = [one["latents_apart"] for one in found["variants"].values()]
-    assert len(list(out.glob("*.mp4"))) == 1 + sum(bool(one) for one in apart)
+        assert variant["schedule"].startswith("as planned") is planned
+        assert planned or "no rests" not in variant["schedule"]
+    differences = [variant["latents_apart"] for variant in comparison["variants"].values()]
+    assert len(list(out.glob("*.mp4"))) == 1 + sum(bool(variant) for variant in differences)
     assert (out / "gain.png").read_bytes().startswith(b"\x89PNG")
     report = (out / "report.md").read_text()
     assert all(f"| {name} |" in report for name in names) and "Recommended: `--comm_type" in report
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more", "flags"),
+    ("ranks", "compare_flags", "flags"),
     [
         slow(2, ["--chunks", "3"], []),
         slow(2, ["--modes", "1"], []),
@@ -119,41 +123,41 @@ def check(out: Path, ranks: int, names: list[str]) -> None:
     ],
 )
 def test_a_whole_comparison(
-    ranks: int, more: list[str], flags: list[str], tiny: Any, tmp_path: Path
+    ranks: int, compare_flags: list[str], flags: list[str], tiny: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "found"
     folder = tiny("t2v-A14B")
     if "--fa_quant" in flags:  # it needs head sizes that are a power of two
         folder = REPO / "examples" / "demo" / "t2v-A14B"
         flags = [*flags, "--sample_steps", "4"]
-    asked = ["compare", "--out", str(out), *more, "--", "--ckpt_dir", str(folder)]
-    asked += ["--size", "64*48", "--frame_num", "5", "--base_seed", "1", *flags]
-    with Ranks(make_rank_envs(ranks), main, asked) as processes:
+    arguments = ["compare", "--out", str(out), *compare_flags, "--", "--ckpt_dir", str(folder)]
+    arguments += ["--size", "64*48", "--frame_num", "5", "--base_seed", "1", *flags]
+    with Ranks(make_rank_envs(ranks), main, arguments) as processes:
         assert not any(processes.wait_for_exit(240)), processes.format_outputs()
     names = ["baseline", "InsertComm", "BlockAttn"]
-    if more[:1] == ["--modes"]:
-        names.remove("BlockAttn" if more[1] == "1" else "InsertComm")
-    names += ["InsertComm, 3 chunks"] if more[:1] == ["--chunks"] else []
+    if compare_flags[:1] == ["--modes"]:
+        names.remove("BlockAttn" if compare_flags[1] == "1" else "InsertComm")
+    names += ["InsertComm, 3 chunks"] if compare_flags[:1] == ["--chunks"] else []
     names += (
         ["control: rests without exchanges"]
         if "InsertComm" in names and "--quant_alltoall" not in flags
         else []
     )
-    check(out, ranks, names)
+    check_comparison(out, ranks, names)
 
 
 @pytest.mark.slow
 def test_finished_rounds_outlive_a_kill(tiny: Any, tmp_path: Path) -> None:
-    asked = ["compare", "--out", str(tmp_path), "--modes", "0", "--"]
-    asked += ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
-    with Ranks(make_rank_envs(2), main, asked) as processes:
+    arguments = ["compare", "--out", str(tmp_path), "--modes", "0", "--"]
+    arguments += ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
+    with Ranks(make_rank_envs(2), main, arguments) as processes:
         processes.wait_for_output(0, "Round 2 of 5", 240)
-    found = json.loads((tmp_path / "comparison.json").read_text())
-    assert 1 <= len(found["variants"]["baseline"]["seconds"]) < 5
+    comparison = json.loads((tmp_path / "comparison.json").read_text())
+    assert 1 <= len(comparison["variants"]["baseline"]["seconds"]) < 5
     assert "rounds in random order" in (tmp_path / "report.md").read_text()
 
 
-def scarce(argv: list[str], size: int) -> int:
+def run_with_memory(argv: list[str], size: int) -> int:
     """Run `main` as on a machine with `size` bytes of available memory."""
     with patch.object(system, "read_available_memory", lambda: size):
         return main(argv)
@@ -165,31 +169,31 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     """Memory is enough for one expert only; a step cache needs both and is refused."""
     video = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
     video += ["--sample_steps", "8", "--ulysses_size", "2", "--step_cache", cache]
-    one = command.resolve_argv([*video, "--offload_model", "true"], plan=True)
-    both, less = (
-        memory.find_fullest_stage(one.setup, one.params, device="cpu", offload_model=way)[1]
+    result = command.resolve_argv([*video, "--offload_model", "true"], plan=True)
+    both_experts_bytes, one_expert_bytes = (
+        memory.find_fullest_stage(result.setup, result.params, device="cpu", offload_model=way)[1]
         for way in (False, True)
     )
-    assert less < both
-    asked = ["compare", "--out", str(tmp_path), "--quick", "--modes", "0", "--", *video]
-    with Ranks(make_rank_envs(2), scarce, asked, less) as processes:
-        ended = processes.wait_for_exit(240)
-        said = processes.format_outputs()
+    assert one_expert_bytes < both_experts_bytes
+    arguments = ["compare", "--out", str(tmp_path), "--quick", "--modes", "0", "--", *video]
+    with Ranks(make_rank_envs(2), run_with_memory, arguments, one_expert_bytes) as processes:
+        exit_codes = processes.wait_for_exit(240)
+        output = processes.format_outputs()
     if cache == "cfg":
-        assert ended == [2, 2] and "--quick takes single steps" in said
+        assert exit_codes == [2, 2] and "--quick takes single steps" in output
         return
-    assert ended == [0, 0], said
-    assert "one network at a time" in said and re.search(r"\d+ runs of about \S+ s", said)
-    found = json.loads((tmp_path / "comparison.json").read_text())["variants"]
-    assert all(one["largest_difference"] in (0, None) for one in found.values())
+    assert exit_codes == [0, 0], output
+    assert "one network at a time" in output and re.search(r"\d+ runs of about \S+ s", output)
+    variants = json.loads((tmp_path / "comparison.json").read_text())["variants"]
+    assert all(result["largest_difference"] in (0, None) for result in variants.values())
     assert not list(tmp_path.glob("*.mp4"))
     assert "from some steps of each expert" in (tmp_path / "report.md").read_text()
 
 
 def test_the_named_preset_is_that_of_mlperf() -> None:
-    found = compare.parse_flags(compare.PRESETS["mlperf"])
-    assert (found["size"], found["frame_num"], found["sample_steps"]) == ((1280, 720), 81, 20)
-    assert found["sample_guide_scale"] == (3.0, 4.0) and found["base_seed"] == 42
+    options = compare.parse_flags(compare.PRESETS["mlperf"])
+    assert (options["size"], options["frame_num"], options["sample_steps"]) == ((1280, 720), 81, 20)
+    assert options["sample_guide_scale"] == (3.0, 4.0) and options["base_seed"] == 42
 
 
 @pytest.mark.slow
@@ -197,8 +201,8 @@ def test_as_a_user_starts_it(tmp_path: Path) -> None:
     """torchrun -m wan.power compare, with the demo checkpoint."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "wan.power", "compare", "--out", str(tmp_path), "--", "--sample_steps", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=REPO, env={**TORCHRUN, "PATH": "/usr/bin"}, capture_output=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     assert (tmp_path / "report.md").is_file()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.dist import run_on_ranks
-from tests.distributed.methods import small_methods
+from tests.distributed.methods import make_small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.distributed.tokens import ShardedSequence
@@ -42,15 +42,18 @@ LAYOUTS = {
 
 
 def rainfusion(sparsity: float, fp8: bool = False) -> tuple[AttentionBackend, ...]:
-    return small_methods("v3-fp8" if fp8 else "v3", sparsity)
+    return make_small_methods("v3-fp8" if fp8 else "v3", sparsity)
 
 
-def velocities(job: Job, methods: tuple[AttentionBackend, ...], **where: Any) -> Tensor:
+def velocities(job: Job, methods: tuple[AttentionBackend, ...], **components: Any) -> Tensor:
     """Predict velocities. components: attention and sequence shard of a rank, or none."""
-    if not where:
+    if not components:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods)
-        where = {"attention": layer, "sequence_shard": ShardedSequence(None, 1, make_window_order)}
-    net: WanModel = job.model(**where)
+        components = {
+            "attention": layer,
+            "sequence_shard": ShardedSequence(None, 1, make_window_order),
+        }
+    net: WanModel = job.model(**components)
     return torch.stack(job.velocities(net))
 
 
@@ -58,11 +61,11 @@ def velocities(job: Job, methods: tuple[AttentionBackend, ...], **where: Any) ->
 def test_nothing_left_out_is_the_dense_model() -> None:
     """With sparsity above 0 the result differs."""
     dense = {name: torch.stack(job.velocities(job.model())) for name, job in JOBS.items()}
-    apart = {
+    errors = {
         name: float((velocities(job, rainfusion(0)) - dense[name]).abs().max())
         for name, job in JOBS.items()
     }
-    assert not {name: off for name, off in apart.items() if not off <= 2e-5}
+    assert not {name: error for name, error in errors.items() if not error <= 2e-5}
     assert (velocities(JOBS["t2v"], rainfusion(0.6)) - dense["t2v"]).abs().max() > 1e-3
 
 
@@ -74,10 +77,10 @@ def test_timesteps_of_single_tokens_follow_their_tokens() -> None:
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=rainfusion(0))
     ordered = job.model(attention=layer, sequence_shard=ShardedSequence(None, 1, make_window_order))
     step = StepInfo(0, 2, "cond", "dit", job.grid, job.tokens)
-    found, dense = (
+    actual, dense = (
         net([x], t, [context], job.tokens, step=step)[0] for net in (ordered, job.model())
     )
-    torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
+    torch.testing.assert_close(actual, dense, atol=2e-5, rtol=0)
 
 
 Way = tuple[Topology, str]
@@ -85,57 +88,61 @@ Way = tuple[Topology, str]
 
 
 @torch.inference_mode()
-def ways(job: Job, which: Sequence[Way], fp8: bool) -> dict[Way, Tensor]:
+def compute_velocities(job: Job, layout_modes: Sequence[Way], fp8: bool) -> dict[Way, Tensor]:
     """On one rank: return the velocities of each layout and mode."""
-    found = {}
-    for topology, mode in which:
+    results = {}
+    for topology, mode in layout_modes:
         layer = attention_layer(topology, mode, methods=rainfusion(0.6, fp8))
         tokens = ShardedSequence(None, 128, make_window_order)
-        found[topology, mode] = velocities(job, (), attention=layer, sequence_shard=tokens)
-    return found
+        results[topology, mode] = velocities(job, (), attention=layer, sequence_shard=tokens)
+    return results
 
 
-def check(job: Job, which: Sequence[Way], fp8: bool = False) -> None:
+def check_velocities(job: Job, layout_modes: Sequence[Way], fp8: bool = False) -> None:
     """Compare with one process, and bit for bit with the first mode of the same layout."""
     with torch.inference_mode():
         expected = velocities(job, rainfusion(0.6, fp8))
-    firsts = {topology: (topology, mode) for topology, mode in reversed(which)}
-    for found in run_on_ranks(which[0][0].world, ways, job, which, fp8):
-        apart = {way: float((x - expected).abs().max()) for way, x in found.items()}
-        assert not {way: off for way, off in apart.items() if not off <= 2e-5}, job
-        assert not [way for way, x in found.items() if not x.equal(found[firsts[way[0]]])], job
+    firsts = {topology: (topology, mode) for topology, mode in reversed(layout_modes)}
+    for results in run_on_ranks(
+        layout_modes[0][0].world, compute_velocities, job, layout_modes, fp8
+    ):
+        errors = {way: float((x - expected).abs().max()) for way, x in results.items()}
+        assert not {way: error for way, error in errors.items() if not error <= 2e-5}, job
+        assert not [way for way, x in results.items() if not x.equal(results[firsts[way[0]]])], job
 
 
 def test_ranks_predict_what_one_process_does() -> None:
     """Every kind of model on both layouts in two modes; t2v in FP8 in all modes."""
     modes = [*ROWS]
     for turn, job in enumerate(JOBS.values()):
-        one, other = modes[turn % 4], modes[(turn + 1 + turn // 4) % 4]
-        check(job, [(topology, mode) for topology in LAYOUTS[2] for mode in (one, other)])
-    check(JOBS["t2v"], list(product(LAYOUTS[2], ROWS)), fp8=True)
+        first_mode, second_mode = modes[turn % 4], modes[(turn + 1 + turn // 4) % 4]
+        check_velocities(
+            job, [(topology, mode) for topology in LAYOUTS[2] for mode in (first_mode, second_mode)]
+        )
+    check_velocities(JOBS["t2v"], list(product(LAYOUTS[2], ROWS)), fp8=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_predict_it_in_all_modes(world: int, job: Job) -> None:
-    check(job, list(product(LAYOUTS[world], ROWS)))
+    check_velocities(job, list(product(LAYOUTS[world], ROWS)))
 
 
 @torch.inference_mode()
 def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
     for mode in ROWS:
-        methods = small_methods("fp8 exchange" if transport else "fp8")
+        methods = make_small_methods("fp8 exchange" if transport else "fp8")
         layer = attention_layer(Topology(2, 1), mode, methods=methods)
         tokens = ShardedSequence(None, 256 if transport else 1)
-        found = velocities(job, (), attention=layer, sequence_shard=tokens)
-        assert (found - expected).abs().max() <= 2e-5, mode
+        actual = velocities(job, (), attention=layer, sequence_shard=tokens)
+        assert (actual - expected).abs().max() <= 2e-5, mode
 
 
 def test_fp8_attention_on_ranks() -> None:
     """With exchanges in FP8 and in the model's dtype."""
     job = JOBS["t2v"]
-    layer = FAPowerCapAttention(comm_type=0, methods=small_methods("fp8"))
+    layer = FAPowerCapAttention(comm_type=0, methods=make_small_methods("fp8"))
     with torch.inference_mode():
         expected = torch.stack(job.velocities(job.model(attention=layer)))
     for transport in (False, True):

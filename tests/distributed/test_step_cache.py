@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.dist import run_on_ranks
-from tests.distributed.methods import small_methods
+from tests.distributed.methods import make_small_methods
 from tests.distributed.test_model import Job
 from wan.cache import policy as policies
 from wan.cache.policy import StepLists
@@ -32,8 +32,10 @@ pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 HEADS, GRID, STEPS = 4, (3, 3, 5), 8
 TOKENS = 45  # padded on 2 and 4 ranks
 BRANCHES = policies.BRANCHES
-NEVER: StepLists = dict.fromkeys(BRANCHES, (False,) * STEPS)
-SOME: StepLists = dict.fromkeys(BRANCHES, (True, False, True, False, False, True, True, False))
+NO_STEPS: StepLists = dict.fromkeys(BRANCHES, (False,) * STEPS)
+SOME_STEPS: StepLists = dict.fromkeys(
+    BRANCHES, (True, False, True, False, False, True, True, False)
+)
 
 
 @dataclass(frozen=True)
@@ -49,20 +51,20 @@ class Case:
         settings = StepCache(
             self.name, self.threshold, step_cache_order=self.order, step_cache_force=True
         )
-        made = policies.make_policy(settings, PRESETS["t2v-1.3B"])
-        assert made is not None
-        return made.make_cache(all_agree=agree)
+        policy = policies.make_policy(settings, PRESETS["t2v-1.3B"])
+        assert policy is not None
+        return policy.make_cache(all_agree=agree)
 
-    def given(self, computed: dict[str, list[int]]) -> Case:
+    def with_lists(self, computed: dict[str, list[int]]) -> Case:
         """Return the case that computes these steps instead of deciding at run time."""
         lists = {name: tuple(s in steps for s in range(STEPS)) for name, steps in computed.items()}
         return Case("steps:0" if self.name == "first_block" else self.name, lists, self.order)
 
 
 POLICIES = {
-    "first_block": Case("first_block", NEVER, threshold=0.1),
-    "order 1": Case("first_block", NEVER, 1, threshold=0.1),
-    "all blocks": Case("tea", SOME),
+    "first_block": Case("first_block", NO_STEPS, threshold=0.1),
+    "order 1": Case("first_block", NO_STEPS, 1, threshold=0.1),
+    "all blocks": Case("tea", SOME_STEPS),
 }
 
 
@@ -81,7 +83,9 @@ class Layout:
         return Parallel(world, self.cfg, self.ring, self.ulysses, comm_type=self.comm_type)
 
 
-def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[Tensor, Any]:
+def velocities(
+    case: Case, layout: Layout | None, has_noisy_sums: bool = False
+) -> tuple[Tensor, Any]:
     """Return the guided velocities of all steps, and the steps that each branch computed.
 
     layout: None for one process. has_noisy_sums: multiply the sums of each rank by random factors.
@@ -91,13 +95,13 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
     from wan.distributed.ring import Ring
     from wan.pipeline.denoise import run_both_branches
 
-    given, branches, cache = ModelComponents(), run_both_branches, case.cache()
+    components, branches, cache = ModelComponents(), run_both_branches, case.cache()
     if layout is not None:
         parallel = layout.parallel
         team = make_parallel_groups(devices.select_device("cpu"), parallel.mesh_shape)
         branches = team.compute_branches if layout.cfg == 2 else run_both_branches
         agree = team.all_agree
-        if wrong:
+        if has_noisy_sums:
             noise = torch.Generator().manual_seed(team.rank)
 
             def agree(sums: Tensor, threshold: float) -> bool:
@@ -110,7 +114,7 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
             team.group("ulysses"),
             ring=Ring(team.group("ring"), "ring"),
         )
-        given = ModelComponents(
+        components = ModelComponents(
             lambda _: layer, sequence_shard=ShardedSequence(team.group("ring", "ulysses"))
         )
     torch.manual_seed(0)
@@ -122,13 +126,13 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
         num_layers=3,
         text_dim=16,
         text_len=8,
-        components=replace(given, step_cache=cache),
+        components=replace(components, step_cache=cache),
     )
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(16, 3, 6, 10, generator=generator)
     texts = {name: torch.randn(8, 16, generator=generator) for name in ("cond", "uncond")}
     cache.start_run(case.lists)
-    found, x = [], start
+    outputs, x = [], start
     with torch.no_grad():
         for index in range(STEPS):
             t = torch.tensor([900.0 - 50 * index])
@@ -139,9 +143,9 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
 
             cond, uncond = branches(branch)
             guided = uncond + 2 * (cond - uncond)
-            found.append(guided)
+            outputs.append(guided)
             x = x - guided * (0.02 if index % 3 else 0.6)  # some steps change x much, others little
-    return torch.stack(found), cache.computed
+    return torch.stack(outputs), cache.computed
 
 
 LAYOUTS = [
@@ -157,30 +161,30 @@ FAST = {  # each layout of two ranks once, each policy once
 
 
 def check_skips(layout: Layout, policy: str) -> None:
-    case = alone = POLICIES[policy]
-    found = run_on_ranks(layout.parallel.world_size, velocities, case, layout)
-    computed = [steps for _, own in found for steps in own.values()]
+    case = single_case = POLICIES[policy]
+    results = run_on_ranks(layout.parallel.world_size, velocities, case, layout)
+    computed = [steps for _, steps_by_branch in results for steps in steps_by_branch.values()]
     if layout.cfg == 2:
         assert all(steps == computed[0] for steps in computed), "the branches agree"
-        alone = case.given(dict.fromkeys(BRANCHES, computed[0]))
-    expected, steps = velocities(alone, None)
+        single_case = case.with_lists(dict.fromkeys(BRANCHES, computed[0]))
+    expected, steps = velocities(single_case, None)
     assert 2 <= len(steps["cond"]) < STEPS, "some are skipped"
-    for result, own in found:
-        assert all(own[branch] == steps[branch] for branch in own)
+    for result, steps_by_branch in results:
+        assert all(steps_by_branch[branch] == steps[branch] for branch in steps_by_branch)
         assert (result - expected).abs().max() <= 5e-5
 
 
 def check_disagreement(layout: Layout, policy: str) -> None:
     """All ranks compute the same steps, without a hang; one process gives the same results."""
     case = POLICIES[policy]
-    found = run_on_ranks(layout.parallel.world_size, velocities, case, layout, True, timeout=60)
-    listed: dict[str, list[int]] = {}
-    for _, own in found:
-        for branch, steps in own.items():
+    results = run_on_ranks(layout.parallel.world_size, velocities, case, layout, True, timeout=60)
+    agreed_steps: dict[str, list[int]] = {}
+    for _, steps_by_branch in results:
+        for branch, steps in steps_by_branch.items():
             for name in ("cond", "uncond") if layout.cfg == 2 else (branch,):
-                assert listed.setdefault(name, steps) == steps
-    expected, _ = velocities(case.given(listed), None)
-    for result, _ in found:
+                assert agreed_steps.setdefault(name, steps) == steps
+    expected, _ = velocities(case.with_lists(agreed_steps), None)
+    for result, _ in results:
         assert (result - expected).abs().max() <= 5e-5
 
 
@@ -203,26 +207,26 @@ def test_all_layouts_of_ranks(layout: Layout, policy: str) -> None:
         check_disagreement(layout, policy)
 
 
-def killed(case: Case, layout: Layout) -> None:
+def run_with_killed_rank(case: Case, layout: Layout) -> None:
     """The last rank dies in the third step, while the others wait for its sums."""
     from wan.distributed import mesh
 
     agree, count = mesh.ParallelGroups.all_agree, 0
 
-    def dying(team: mesh.ParallelGroups, sums: Tensor, threshold: float) -> bool:
+    def die_in_decision(team: mesh.ParallelGroups, sums: Tensor, threshold: float) -> bool:
         nonlocal count
         count += 1
         if count == 5 and team.rank == layout.parallel.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return agree(team, sums, threshold)
 
-    mesh.ParallelGroups.all_agree = dying
+    mesh.ParallelGroups.all_agree = die_in_decision
     velocities(case, layout)
 
 
 def test_a_rank_killed_in_a_decision_ends_the_others() -> None:
     with pytest.raises(AssertionError, match="the process ended") as caught:
-        run_on_ranks(2, killed, POLICIES["first_block"], Layout(1, 2, 1), timeout=30)
+        run_on_ranks(2, run_with_killed_rank, POLICIES["first_block"], Layout(1, 2, 1), timeout=30)
     assert "no answer" not in str(caught.value)
 
 
@@ -238,17 +242,17 @@ JOBS = {
 @torch.inference_mode()
 def test_a_cache_that_never_skips_changes_no_bit() -> None:
     """For every kind of model and batch; with threshold 0 it never decides to skip."""
-    every: StepLists = dict.fromkeys(BRANCHES, (True, True))
-    none: StepLists = dict.fromkeys(BRANCHES, (False, False))
-    asked = Case("first_block", none, threshold=0.0)
+    all_steps: StepLists = dict.fromkeys(BRANCHES, (True, True))
+    no_steps: StepLists = dict.fromkeys(BRANCHES, (False, False))
+    zero_threshold_case = Case("first_block", no_steps, threshold=0.0)
     for name, job in JOBS.items():
         expected = torch.stack(job.velocities(job.model()))
-        for case in (Case("tea", every), asked, Case("attention", every)):
+        for case in (Case("tea", all_steps), zero_threshold_case, Case("attention", all_steps)):
             cache = case.cache()
             cache.start_run(case.lists)
             kind = "attention_cache" if case.name == "attention" else "step_cache"
-            found = torch.stack(job.velocities(job.model(**{kind: cache})))
-            assert found.equal(expected), (name, case)
+            actual = torch.stack(job.velocities(job.model(**{kind: cache})))
+            assert actual.equal(expected), (name, case)
             if kind == "step_cache":
                 assert cache.computed and cache.cached_bytes() > 0, (name, case)
 
@@ -262,23 +266,25 @@ def test_a_skipped_step_with_every_method() -> None:
 @torch.inference_mode()
 def check_skipped_step(kind: str) -> None:
     job = Job("ti2v", heads=12, grid=(3, 9, 10), text_cache=True)
-    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=small_methods(kind))
+    layer = FAPowerCapAttention(
+        SimpleNamespace(comm_type=0), None, methods=make_small_methods(kind)
+    )
     order = make_window_order if kind[0] == "v" else None
     cache = Case("tea", {}).cache()
     cache.start_run(dict.fromkeys(BRANCHES, (True, False)))
     net = job.model(
         attention=layer, sequence_shard=ShardedSequence(None, 1, order), step_cache=cache
     )
-    seen: list[tuple[Tensor, Tensor]] = []
+    cache_calls: list[tuple[Tensor, Tensor]] = []
     inner, net.step_cache = net.step_cache, None
 
-    def watched(x_BLC: Tensor, *rest: Any) -> Tensor:
-        before = x_BLC.clone()
-        seen.append((before, inner(x_BLC, *rest).clone()))
-        return seen[-1][1].clone()
+    def record_call(x_BLC: Tensor, *args: Any) -> Tensor:
+        cache_input = x_BLC.clone()
+        cache_calls.append((cache_input, inner(x_BLC, *args).clone()))
+        return cache_calls[-1][1].clone()
 
-    net.step_cache = watched
+    net.step_cache = record_call
     job.velocities(net)
-    (before, after), (later, skipped) = seen
-    assert (skipped - (later + (after - before))).abs().max() <= 1e-5, kind
+    (step_input, step_output), (next_input, next_output) = cache_calls
+    assert (next_output - (next_input + (step_output - step_input))).abs().max() <= 1e-5, kind
     assert cache.computed == {"cond": [0]}

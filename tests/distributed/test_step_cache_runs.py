@@ -18,24 +18,31 @@ from wan.cli import main as generate
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
 QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "9", "--base_seed", "7"]
 QUICK += ["--save_latents"]
-FIRST = "--step_cache first_block --step_cache_threshold 0.6"
-CALM = "--step_cache first_block --step_cache_threshold 0.9"  # far from the measured differences
+FIRST_BLOCK = "--step_cache first_block --step_cache_threshold 0.6"
+FIRST_BLOCK_CALM = (
+    "--step_cache first_block --step_cache_threshold 0.9"  # far from the measured differences
+)
 STEPS = "--step_cache steps:0,2,5-6"
 REUSED = "--use_attentioncache --start_step 1 --end_step 7 --attentioncache_interval 3"
 TEA = "--step_cache tea --step_cache_coefficients 1,0 --step_cache_threshold 1"
 MAG = "--step_cache mag --step_cache_threshold 1 --step_cache_retention 0"  # one list for both
 RUNS: dict[str, tuple[str, int, str, str]] = {  # task, ranks, policy, all else
-    "halves, sharded": ("t2v-A14B", 4, FIRST, "--cfg_size 2 --dit_fsdp --t5_fsdp --comm_type 1"),
-    "ring both ways": ("t2v-A14B", 4, FIRST, "--ring_size 2 --ring_type bidirectional"),
-    "overlap": ("t2v-A14B", 2, FIRST, "--fa_alltoall_overlap"),
-    "order 1": ("t2v-A14B", 2, f"{FIRST} --step_cache_order 1", "--comm_type 2"),
-    "image": ("i2v-A14B", 2, FIRST, "--comm_type 1"),
-    "offload": ("t2v-A14B", 2, FIRST, "--offload_model true --dit_fsdp"),
-    "blocks": ("t2v-A14B", 2, FIRST, "--offload_model block --resident_blocks 0"),
-    "FP8": ("ti2v-5B", 2, CALM, "--fa_quant fp8 --comm_type 1"),
-    "compiled": ("t2v-A14B", 2, FIRST, "--compile --comm_type 1"),
-    "fused": ("t2v-A14B", 2, FIRST, "--fused_ops modulated_norm,norm_rope,add_norm,gelu"),
-    "int8": ("t2v-A14B", 2, FIRST, "--comm_type 1 --quant_dit_path EXPORT"),
+    "halves, sharded": (
+        "t2v-A14B",
+        4,
+        FIRST_BLOCK,
+        "--cfg_size 2 --dit_fsdp --t5_fsdp --comm_type 1",
+    ),
+    "ring both ways": ("t2v-A14B", 4, FIRST_BLOCK, "--ring_size 2 --ring_type bidirectional"),
+    "overlap": ("t2v-A14B", 2, FIRST_BLOCK, "--fa_alltoall_overlap"),
+    "order 1": ("t2v-A14B", 2, f"{FIRST_BLOCK} --step_cache_order 1", "--comm_type 2"),
+    "image": ("i2v-A14B", 2, FIRST_BLOCK, "--comm_type 1"),
+    "offload": ("t2v-A14B", 2, FIRST_BLOCK, "--offload_model true --dit_fsdp"),
+    "blocks": ("t2v-A14B", 2, FIRST_BLOCK, "--offload_model block --resident_blocks 0"),
+    "FP8": ("ti2v-5B", 2, FIRST_BLOCK_CALM, "--fa_quant fp8 --comm_type 1"),
+    "compiled": ("t2v-A14B", 2, FIRST_BLOCK, "--compile --comm_type 1"),
+    "fused": ("t2v-A14B", 2, FIRST_BLOCK, "--fused_ops modulated_norm,norm_rope,add_norm,gelu"),
+    "int8": ("t2v-A14B", 2, FIRST_BLOCK, "--comm_type 1 --quant_dit_path EXPORT"),
     "tea": ("ti2v-5B", 2, TEA, "--ring_size 2"),
     "mag": ("ti2v-5B", 4, MAG, "--cfg_size 2 --dit_fsdp"),
     "list": ("t2v-A14B", 4, STEPS, "--cfg_size 2 --comm_type 2"),
@@ -46,14 +53,16 @@ RUNS: dict[str, tuple[str, int, str, str]] = {  # task, ranks, policy, all else
 }
 
 
-def made(ranks: int, arguments: list[str], out: Path) -> tuple[torch.Tensor, dict[str, Any]]:
+def make_latents(
+    ranks: int, arguments: list[str], out: Path
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Run generate.py and return the latents and the record of the step cache."""
     variables = make_rank_envs(ranks) if ranks > 1 else [{}]
     with Ranks(variables, generate.main, [*arguments, "--save_file", str(out)]) as processes:
         assert not any(processes.wait_for_exit(180)), processes.format_outputs()
-    found = load_file(out.with_suffix(".latents.safetensors"))["latents"]
+    latents = load_file(out.with_suffix(".latents.safetensors"))["latents"]
     record = json.loads(out.with_suffix(".json").read_text())
-    return found, record["step_cache"]
+    return latents, record["step_cache"]
 
 
 @pytest.mark.parametrize("name", [name if name == "overlap" else slow(name) for name in RUNS])
@@ -71,29 +80,35 @@ def test_ranks_make_what_one_process_does(name: str, tiny, image_path, tmp_path:
         arguments += ["--quant_dit_path", export]
     if "fp8" in flags:
         arguments += ["--fa_quant", "fp8"]
-    found, record = made(ranks, [*arguments, *flags.split(), *policy.split()], tmp_path / "v.mp4")
+    actual, record = make_latents(
+        ranks, [*arguments, *flags.split(), *policy.split()], tmp_path / "v.mp4"
+    )
     computed = record["computed"]
     assert 0 < min(map(len, computed.values())) < 9, "some steps are skipped"
     if "--cfg_size" in flags:
         assert computed["cond"] == computed["uncond"]
-    alone = policy
-    if policy == FIRST and "--cfg_size" in flags:
-        alone = f"--step_cache steps:{','.join(map(str, computed['cond']))}"
-    expected, own = made(1, [*arguments, *alone.split()], tmp_path / "alone.mp4")
-    assert own["computed"] == computed
+    single_policy = policy
+    if policy == FIRST_BLOCK and "--cfg_size" in flags:
+        single_policy = f"--step_cache steps:{','.join(map(str, computed['cond']))}"
+    expected, single_record = make_latents(
+        1, [*arguments, *single_policy.split()], tmp_path / "alone.mp4"
+    )
+    assert single_record["computed"] == computed
     # Products of other sizes round differently, so FP8 values may differ by one step.
-    assert (found - expected).abs().max() <= (5e-3 if "fp8" in flags else 1e-4)
+    assert (actual - expected).abs().max() <= (5e-3 if "fp8" in flags else 1e-4)
 
 
 @pytest.mark.slow
 def test_a_record_repeats_a_cached_run(tiny, tmp_path: Path) -> None:
     """A record repeats the run, and so does its list of computed steps."""
     plain = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
-    first, record = made(1, [*plain, *CALM.split()], tmp_path / "first.mp4")
+    first, record = make_latents(1, [*plain, *FIRST_BLOCK_CALM.split()], tmp_path / "first.mp4")
     repeated = ["--from_json", str(tmp_path / "first.json"), "--save_latents"]
-    again, same = made(1, repeated, tmp_path / "again.mp4")
-    assert torch.equal(again, first) and same == record
+    second, second_record = make_latents(1, repeated, tmp_path / "again.mp4")
+    assert torch.equal(second, first) and second_record == record
     assert record["computed"]["cond"] == record["computed"]["uncond"]
-    listed = ",".join(map(str, record["computed"]["cond"]))
-    replayed, _ = made(1, [*plain, "--step_cache", f"steps:{listed}"], tmp_path / "list.mp4")
+    step_list = ",".join(map(str, record["computed"]["cond"]))
+    replayed, _ = make_latents(
+        1, [*plain, "--step_cache", f"steps:{step_list}"], tmp_path / "list.mp4"
+    )
     assert torch.equal(replayed, first)

@@ -109,7 +109,7 @@ def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
         assert (result - expected).abs().max() <= 2e-5, f"rank {rank}"
 
 
-def exchanges() -> Counter[str]:
+def count_exchanges() -> Counter[str]:
     """Count the gloo operations of connecting groups of 1 x 2 x 2, by name."""
     from wan import device as devices
     from wan.distributed.mesh import make_parallel_groups
@@ -121,13 +121,13 @@ def exchanges() -> Counter[str]:
 
 
 def test_every_group_is_connected_before_weights_are_read() -> None:
-    for found in dist.run_on_ranks(4, exchanges):
+    for counts in dist.run_on_ranks(4, count_exchanges):
         # one all-to-all each of the ring, Ulysses and common group; send and recv to ring neighbors
-        assert found["gloo:all_to_all"] == 3 and found["gloo:send"] == found["gloo:recv"] == 1
-        assert found["gloo:_all_gather_base"] + found["gloo:all_gather"] == 3
+        assert counts["gloo:all_to_all"] == 3 and counts["gloo:send"] == counts["gloo:recv"] == 1
+        assert counts["gloo:_all_gather_base"] + counts["gloo:all_gather"] == 3
 
 
-def timeouts() -> list[float]:
+def read_group_timeouts() -> list[float]:
     """Return the timeout of each group in seconds."""
     from datetime import timedelta
 
@@ -145,16 +145,16 @@ def timeouts() -> list[float]:
 
 
 def test_every_group_waits_as_long() -> None:
-    for found in dist.run_on_ranks(4, timeouts):
-        assert found == [47.0] * 5
+    for seconds in dist.run_on_ranks(4, read_group_timeouts):
+        assert seconds == [47.0] * 5
 
 
-def python_class(folder: str, keywords: dict[str, Any]) -> Any:
+def run_python_class(folder: str, init_kwargs: dict[str, Any]) -> Any:
     """Make a video of seed 1, and latents of a random seed."""
     import wan
     from wan.configs import WAN_CONFIGS
 
-    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], folder, precision="fp32", **keywords)
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], folder, precision="fp32", **init_kwargs)
     common = {"size": (32, 32), "frame_num": 1, "sampling_steps": 2}
     video = model.generate("a cat", **common, seed=1)
     return video, model.generate("a cat", **common, seed=-1, output_type="latent")
@@ -164,14 +164,16 @@ def python_class(folder: str, keywords: dict[str, Any]) -> Any:
 def test_python_classes(tiny, one_thread: None) -> None:
     """use_sp splits a video over the processes of an existing group."""
     folder = str(tiny("t2v-A14B"))
-    alone, _ = python_class(folder, {})
-    keywords = {"use_sp": True, "comm_type": 1, "dit_fsdp": True, "t5_fsdp": True}
-    (video, drawn), (none, other) = dist.run_on_ranks(2, python_class, folder, keywords)
-    assert none is None and (video - alone).abs().max() <= 1e-3
-    assert torch.equal(drawn, other), "ranks have drawn different seeds"
+    single_video, _ = run_python_class(folder, {})
+    init_kwargs = {"use_sp": True, "comm_type": 1, "dit_fsdp": True, "t5_fsdp": True}
+    (video, rank0_latents), (rank1_video, rank1_latents) = dist.run_on_ranks(
+        2, run_python_class, folder, init_kwargs
+    )
+    assert rank1_video is None and (video - single_video).abs().max() <= 1e-3
+    assert torch.equal(rank0_latents, rank1_latents), "ranks have drawn different seeds"
 
 
-def drawn_latents(folder: str) -> list[torch.Tensor]:
+def draw_latents(folder: str) -> list[torch.Tensor]:
     """Make the latents of two calls with random seeds."""
     import wan
 
@@ -182,21 +184,21 @@ def drawn_latents(folder: str) -> list[torch.Tensor]:
 
 def test_ranks_of_a_python_class_draw_one_seed(tiny) -> None:
     """Ranks use the same random seed, and another one for each call."""
-    first, second = dist.run_on_ranks(2, drawn_latents, str(tiny("t2v-1.3B")))
-    for own, others in zip(first, second, strict=True):
-        assert torch.equal(own, others)
+    first, second = dist.run_on_ranks(2, draw_latents, str(tiny("t2v-1.3B")))
+    for rank0_latents, rank1_latents in zip(first, second, strict=True):
+        assert torch.equal(rank0_latents, rank1_latents)
     assert not torch.equal(first[0], first[1])
 
 
-def refused(folder: str, image_folder: str) -> dict[str, str]:
+def collect_refusals(folder: str, image_folder: str) -> dict[str, str]:
     """On one rank: collect refusals of keywords, and of arguments that differ between ranks."""
     import wan
 
-    said = {}
+    messages = {}
     for name in ("world_size", "ring_sizes"):
         with pytest.raises(ValueError) as error:
-            python_class(folder, {"use_sp": True, name: 2})
-        said[f"keyword {name}"] = str(error.value)
+            run_python_class(folder, {"use_sp": True, name: 2})
+        messages[f"keyword {name}"] = str(error.value)
     model = wan.WanI2V(wan.configs.WAN_CONFIGS["i2v-A14B"], image_folder, use_sp=True)
     call: dict[str, Any] = {
         "input_prompt": "a cat",
@@ -206,18 +208,24 @@ def refused(folder: str, image_folder: str) -> dict[str, str]:
         "sampling_steps": 2,
         "seed": 1,
     }
-    other = {"img": Image.new("RGB", (32, 32), "blue"), "input_prompt": "a dog", "frame_num": 6}
-    for name, value in other.items():
-        own = {name: value} if torch.distributed.get_rank() == 1 else {}
+    rank1_kwargs = {
+        "img": Image.new("RGB", (32, 32), "blue"),
+        "input_prompt": "a dog",
+        "frame_num": 6,
+    }
+    for name, value in rank1_kwargs.items():
+        rank_kwargs = {name: value} if torch.distributed.get_rank() == 1 else {}
         with pytest.raises(ValueError) as error:
-            model.generate(**(call | own))
-        said[f"other {name}"] = str(error.value)
-    return said
+            model.generate(**(call | rank_kwargs))
+        messages[f"other {name}"] = str(error.value)
+    return messages
 
 
 def test_refusals_of_python_classes(tiny) -> None:
     """All ranks refuse together; a rank that continued would wait for the others."""
-    first, second = dist.run_on_ranks(2, refused, str(tiny("t2v-A14B")), str(tiny("i2v-A14B")))
+    first, second = dist.run_on_ranks(
+        2, collect_refusals, str(tiny("t2v-A14B")), str(tiny("i2v-A14B"))
+    )
     host = [rf"(?<= on ){gethostname()}"]
     check_refusals("ranks: python classes, rank 0", first, host)
     check_refusals("ranks: python classes, rank 1", second, host)

@@ -36,36 +36,36 @@ def latents(video: Path) -> Any:
     return load_file(video.with_suffix(".latents.safetensors"))["latents"]
 
 
-def arguments_of(task: str, tiny: Tiny, *more: str) -> list[str]:
-    return ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK, *more]
+def make_arguments(task: str, tiny: Tiny, *extra_flags: str) -> list[str]:
+    return ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK, *extra_flags]
 
 
 @pytest.fixture(scope="module")
 def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
     """alone(task): the arguments of a run, and its latents made by one process."""
-    base, made = tmp_path_factory.mktemp("alone"), {}
+    base, latents_by_key = tmp_path_factory.mktemp("alone"), {}
 
-    def run(task: str, *more: str) -> tuple[list[str], Any]:
-        arguments = arguments_of(task, tiny, *more)
+    def run_once(task: str, *extra_flags: str) -> tuple[list[str], Any]:
+        arguments = make_arguments(task, tiny, *extra_flags)
         if task.startswith(("i2v", "flf2v")):
             arguments += ["--image", str(image_path)]
         if task == "flf2v-14B":
             arguments += ["--last_image", str(image_path)]
         if task == "ti2v-5B":  # its tokens are twice as large
             arguments += ["--size", "64*96"]
-        key = (task, *more)
-        if key not in made:
-            out = base / f"{len(made)}.mp4"
+        key = (task, *extra_flags)
+        if key not in latents_by_key:
+            out = base / f"{len(latents_by_key)}.mp4"
             with Ranks([{}], generate.main, [*arguments, "--save_file", str(out)]) as process:
                 assert process.wait_for_exit() == [0], process.format_outputs()
-            made[key] = latents(out)
-        return arguments, made[key]
+            latents_by_key[key] = latents(out)
+        return arguments, latents_by_key[key]
 
-    return run
+    return run_once
 
 
-def check(codes: list[int], said: str, video: Path, expected: Any) -> None:
-    assert not any(codes), said
+def check_video(codes: list[int], output: str, video: Path, expected: Any) -> None:
+    assert not any(codes), output
     assert (latents(video) - expected).abs().max().item() <= 1e-4
     assert sorted(p.suffix for p in video.parent.glob(f"{video.stem}.*")) == [
         ".json",
@@ -88,15 +88,15 @@ def test_a_full_topology(alone, tmp_path: Path) -> None:
     flags += ["--save_file", str(out)]
     with Ranks(make_rank_envs(4), generate_each, [[*arguments, *flags]] * 4) as ranks:
         codes = ranks.wait_for_exit(180)
-    check(codes, ranks.format_outputs(), out, expected)
-    said = ranks.texts[0]
-    assert said.count("InsertComm, 10 head chunks of 2 per rank; ulysses 2 x ring 1 x cfg 2") == 1
-    assert said.count("Chosen: --cfg_size 2 --ring_size 1 --ulysses_size 2") == 1
+    check_video(codes, ranks.format_outputs(), out, expected)
+    log = ranks.texts[0]
+    assert log.count("InsertComm, 10 head chunks of 2 per rank; ulysses 2 x ring 1 x cfg 2") == 1
+    assert log.count("Chosen: --cfg_size 2 --ring_size 1 --ulysses_size 2") == 1
     used = json.loads(out.with_suffix(".json").read_text())["used"]
     assert used["comm_type"] == 1 and used["cfg_size"] == 2 and used["dit_fsdp"]
 
 
-def two_machines(arguments: list[list[str]]) -> int:
+def run_machine(arguments: list[list[str]]) -> int:
     """Run torchrun with one rank as one of two machines."""
     node = os.environ["NODE"]
     base = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", node]
@@ -112,10 +112,10 @@ def test_two_machines(alone, tmp_path: Path) -> None:
     variables = [
         {**TORCHRUN, "NODE": node, "PORT": port} for port in [free_port()] for node in "01"
     ]
-    each = [[*arguments, str(out)], [*arguments, str(other)]]
-    with Ranks(variables, two_machines, each) as agents:
+    arguments_by_rank = [[*arguments, str(out)], [*arguments, str(other)]]
+    with Ranks(variables, run_machine, arguments_by_rank) as agents:
         codes = agents.wait_for_exit(180)
-    check(codes, agents.format_outputs(), out, expected)
+    check_video(codes, agents.format_outputs(), out, expected)
     assert not other.parent.exists(), "only rank 0 writes"
 
 
@@ -145,20 +145,20 @@ TABLE = [
 def test_topologies(task: str, ranks: int, flags: list[str], alone, tmp_path: Path) -> None:
     arguments, expected = alone(task)
     out = tmp_path / "v.mp4"
-    done = torchrun(ranks, *arguments, *flags, "--save_file", out)
-    check([done.returncode], done.stdout + done.stderr, out, expected)
+    process = torchrun(ranks, *arguments, *flags, "--save_file", out)
+    check_video([process.returncode], process.stdout + process.stderr, out, expected)
 
 
 @pytest.mark.slow
 def test_one_guidance_scale_is_1(alone, tmp_path: Path) -> None:
     arguments, expected = alone("t2v-A14B", "--sample_guide_scale", "1,4")
     out = tmp_path / "v.mp4"
-    done = torchrun(2, *arguments, "--cfg_size", "2", "--save_file", out)
-    check([done.returncode], done.stdout + done.stderr, out, expected)
-    assert "Guidance is 1 for the low-noise expert" in done.stdout
+    process = torchrun(2, *arguments, "--cfg_size", "2", "--save_file", out)
+    check_video([process.returncode], process.stdout + process.stderr, out, expected)
+    assert "Guidance is 1 for the low-noise expert" in process.stdout
 
 
-def fail(kind: str, arguments: list[str]) -> int:
+def run_failing(kind: str, arguments: list[str]) -> int:
     return failing.main(kind, "0", *arguments)
 
 
@@ -169,46 +169,58 @@ def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
     """
     make_checkpoint("t2v-A14B", tmp_path / "weights", seed=1)
     (tmp_path / "cache").touch()  # a file where a folder is needed
-    usual, started = arguments_of("t2v-A14B", tiny), dict[str, Ranks]()
-    differ = {
+    default_arguments, started = make_arguments("t2v-A14B", tiny), dict[str, Ranks]()
+    arguments_by_difference = {
         "another argument": ["--sample_shift", "4"],
         "another folder": ["--ckpt_dir", str(tmp_path / "absent")],
         "other weights": ["--ckpt_dir", str(tmp_path / "weights")],
     }
-    machines = [[{**rank, "LOCAL_RANK": "0"} for rank in make_rank_envs(2)] for _ in differ]
+    machines = [
+        [{**rank, "LOCAL_RANK": "0"} for rank in make_rank_envs(2)] for _ in arguments_by_difference
+    ]
     cached = make_rank_envs(2, XDG_CACHE_HOME=str(tmp_path / "cache"))
     beyond = {"WORLD_SIZE": "2", "RANK": "7", "LOCAL_RANK": "1"}
     with ExitStack() as stack:
 
-        def begin(name: str, variables: list[dict[str, str]], *lines: list[str]) -> None:
+        def start_ranks(name: str, variables: list[dict[str, str]], *lines: list[str]) -> None:
             """Start ranks. name: a case, failure or signal. lines: one for all or for each."""
             saved = [[*line, "--save_file", str(tmp_path / name / "v.mp4")] for line in lines]
             kind = "memory" if name == "memory" else "wait"
             work = (
                 (generate_each, saved * (2 // len(saved)))
                 if len(variables) == 2
-                else ((generate.main, saved[0]) if name == "beyond" else (fail, kind, saved[0]))
+                else (
+                    (generate.main, saved[0]) if name == "beyond" else (run_failing, kind, saved[0])
+                )
             )
             started[name] = stack.enter_context(Ranks(variables, *work))
 
-        for two, (name, more) in zip(machines, differ.items(), strict=True):
-            begin(name, two, usual, [*usual, *more])
-        begin("refused by both", make_rank_envs(2), ["--sample_steps", "0"])
-        begin("no demo checkpoint", cached, ["--task", "ti2v-5B"])
-        begin("beyond", [beyond], [])
+        for rank_variables, (name, rank1_arguments) in zip(
+            machines, arguments_by_difference.items(), strict=True
+        ):
+            start_ranks(
+                name, rank_variables, default_arguments, [*default_arguments, *rank1_arguments]
+            )
+        start_ranks("refused by both", make_rank_envs(2), ["--sample_steps", "0"])
+        start_ranks("no demo checkpoint", cached, ["--task", "ti2v-5B"])
+        start_ranks("beyond", [beyond], [])
         for name in ("memory", "SIGTERM", "SIGINT"):
-            begin(name, [{}], usual)
+            start_ranks(name, [{}], default_arguments)
         for name in ("SIGTERM", "SIGINT"):
             started[name].wait_for_output(0, "fault")
             os.kill(started[name].processes[0].pid, signal.Signals[name])
         codes = {name: ranks.wait_for_exit() for name, ranks in started.items()}
     single = {"memory": [1], "SIGTERM": [143], "SIGINT": [130], "beyond": [2]}
     assert codes == {name: single.get(name, [2, 2]) for name in started}
-    said = {name: ranks.lines() for name, ranks in started.items()}
-    assert {name: len(x) for name, x in said.items()} == {n: 1 + (n in differ) for n in said}
-    assert all(len(set(lines)) == 1 for lines in said.values())
+    lines_by_name = {name: ranks.lines() for name, ranks in started.items()}
+    assert {name: len(x) for name, x in lines_by_name.items()} == {
+        n: 1 + (n in arguments_by_difference) for n in lines_by_name
+    }
+    assert all(len(set(lines)) == 1 for lines in lines_by_name.values())
     hidden = [rf"\b{socket.gethostname()}\b", r"(?<=/cache/wan/)\S+"]
-    check_refusals("ranks: runs that end early", {n: x[0] for n, x in said.items()}, hidden)
+    check_refusals(
+        "ranks: runs that end early", {n: x[0] for n, x in lines_by_name.items()}, hidden
+    )
     assert not [name for name, ranks in started.items() if "Traceback" in ranks.format_outputs()]
     assert not list(tmp_path.glob("**/v*"))
 
@@ -239,8 +251,8 @@ def check_ending(sentence: str, number: signal.Signals | None, *argv: object) ->
         if number is not None:
             os.kill(agent.processes[0].pid, number)
         (code,) = agent.wait_for_exit(300)  # with its ranks; long, because the machine may be busy
-    (said,) = agent.lines()
-    assert code and said.startswith(sentence), agent.format_outputs()
+    (line,) = agent.lines()
+    assert code and line.startswith(sentence), agent.format_outputs()
     reasons = agent.texts[0].count("RuntimeError: ")  # a traceback and the sentence
     assert reasons == (2 if sentence == DEFECT else 0), agent.format_outputs()
 
@@ -265,7 +277,7 @@ def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def agent_of_two() -> int:
+def run_agent_of_two() -> int:
     base = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", os.environ["NODE"]]
     base += ["--master_addr", "127.0.0.1", "--master_port", os.environ["PORT"]]
     return exec_torchrun(*base, "-m", "tests.distributed.test_launch", "exchange")
@@ -278,14 +290,14 @@ def test_a_rank_or_agent_of_two_machines_is_killed(killed: str, node: int) -> No
     """The other machine prints which rank was lost."""
     port = free_port()
     variables = [{**TORCHRUN, "NODE": str(number), "PORT": port} for number in range(2)]
-    with Ranks(variables, agent_of_two) as agents:
+    with Ranks(variables, run_agent_of_two) as agents:
         for number in range(2):
             agents.wait_for_output(number, f"rank {number} is ", 120)
         worker = int(agents.texts[node].split(f"rank {node} is ")[1].split()[0])
         os.kill(worker if killed == "rank" else agents.processes[node].pid, signal.SIGKILL)
         agents.wait_for_exit(60)
-    said = [line for line in agents.texts[1 - node].splitlines() if "generate.py: " in line]
-    (sentence,) = said
+    lines = [line for line in agents.texts[1 - node].splitlines() if "generate.py: " in line]
+    (sentence,) = lines
     assert f"Rank {node} ended unexpectedly" in sentence, agents.format_outputs()
     assert sentence.endswith("the video was not written.")
 
@@ -304,7 +316,7 @@ def test_torchrun_ends_ranks_on_a_busy_machine(fault: str) -> None:
             process.kill()
 
 
-EXCHANGED = [
+EXCHANGE_CASES = [
     (2, ["--comm_type", "1", "--dit_fsdp"]),
     (2, ["--fa_alltoall_overlap", "--offload_model", "block"]),
     (2, ["--comm_type", "2", "--compile"]),
@@ -315,15 +327,15 @@ EXCHANGED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "flags"), EXCHANGED, ids=lambda x: str(x).replace("--", ""))
+@pytest.mark.parametrize(("ranks", "flags"), EXCHANGE_CASES, ids=lambda x: str(x).replace("--", ""))
 def test_no_exchange_changes_a_bit(ranks: int, flags: list[str], alone, tmp_path: Path) -> None:
     arguments, _ = alone("t2v-A14B")
-    found = []
+    results = []
     for exchange in ("split", "fused"):
         out = tmp_path / f"{exchange}.mp4"
         line = [*arguments, *flags, "--exchange", exchange, "--save_file", str(out)]
         with Ranks(make_rank_envs(ranks), generate_each, [line] * ranks) as processes:
             assert not any(processes.wait_for_exit(180)), processes.format_outputs()
         assert json.loads(out.with_suffix(".json").read_text())["used"]["exchange"] == exchange
-        found.append(latents(out))
-    assert found[0].equal(found[1]), (found[0] - found[1]).abs().max()
+        results.append(latents(out))
+    assert results[0].equal(results[1]), (results[0] - results[1]).abs().max()

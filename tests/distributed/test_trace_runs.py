@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.dist import Ranks, make_rank_envs, run_on_ranks
-from tests.distributed.methods import small_methods
+from tests.distributed.methods import make_small_methods
 from tests.distributed.test_attention_matrix import GatheringKernel
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
@@ -50,7 +50,7 @@ LAYOUTS = {
 }
 
 
-def plan_of(topology: Topology, mode: str, kind: str) -> ExchangePlan:
+def make_plan(topology: Topology, mode: str, kind: str) -> ExchangePlan:
     return ExchangePlan(
         rank=dist.get_rank(),
         comm_type=int(mode) if mode.isdigit() else 0,
@@ -77,7 +77,7 @@ def velocities(layer: FAPowerCapAttention, plan: ExchangePlan) -> Tensor:
     return torch.stack(JOB.velocities(net))
 
 
-def traced(layer: FAPowerCapAttention, plan: ExchangePlan) -> tuple[RankReport, Tensor]:
+def trace_velocities(layer: FAPowerCapAttention, plan: ExchangePlan) -> tuple[RankReport, Tensor]:
     """Return the trace report of one step, and its velocities."""
     events: list[trace.Event] = []
     with (
@@ -85,8 +85,8 @@ def traced(layer: FAPowerCapAttention, plan: ExchangePlan) -> tuple[RankReport, 
         trace.record_step(0, "dit"),
         trace.span("branch", branch="cond"),
     ):
-        found = velocities(layer, plan)
-    return analyze_trace(Trace(plan, events, {})), found
+        result = velocities(layer, plan)
+    return analyze_trace(Trace(plan, events, {})), result
 
 
 Way = tuple[Topology, str, str]
@@ -94,7 +94,7 @@ Way = tuple[Topology, str, str]
 
 
 @torch.inference_mode()
-def all_ways(layouts: list[Topology]) -> list[tuple[Way, RankReport]]:
+def trace_all_modes(layouts: list[Topology]) -> list[tuple[Way, RankReport]]:
     """Trace every mode and backend of these layouts; tracing must not change any bit."""
     figures, different = [], []
     for way in product(layouts, ROWS, KINDS):
@@ -102,45 +102,47 @@ def all_ways(layouts: list[Topology]) -> list[tuple[Way, RankReport]]:
         if kind == "fp8 exchange" and topology.ulysses == 1:
             continue
         kernel = GatheringKernel() if kind == "gathered" else None
-        layer = attention_layer(topology, mode, kernel, small_methods("dense" if kernel else kind))
-        plan = plan_of(*way)
-        rank, found = traced(layer, plan)
+        layer = attention_layer(
+            topology, mode, kernel, make_small_methods("dense" if kernel else kind)
+        )
+        plan = make_plan(*way)
+        rank, result = trace_velocities(layer, plan)
         figures.append((way, rank))
         if kind in ("dense", "v3-fp8"):
-            different += [] if torch.equal(velocities(layer, plan), found) else [way]
+            different += [] if torch.equal(velocities(layer, plan), result) else [way]
     assert not different
     return figures
 
 
 @torch.inference_mode()
-def control_ways(skipped: bool) -> list[RankReport]:
+def trace_control_modes(skipped: bool) -> list[RankReport]:
     """Trace every mode with one control block. skipped: all blocks but the first are skipped."""
-    job, found = replace(JOB, kind="vace"), []
+    job, reports = replace(JOB, kind="vace"), []
 
     def first_block(x: Tensor, blocks: Any, *_: object) -> Tensor:
         x = blocks(x, 0, 1)
         trace.record_marker("cache", what="blocks", decision="skipped", first=1)
         return x
 
-    given = {"step_cache": first_block} if skipped else {}
+    model_components = {"step_cache": first_block} if skipped else {}
     for mode in ROWS:
-        plan = replace(plan_of(Topology(2, 1), mode, "dense"), control=(0,))
+        plan = replace(make_plan(Topology(2, 1), mode, "dense"), control=(0,))
         layer, events = attention_layer(Topology(2, 1), mode), list[trace.Event]()
-        net = job.model(attention=layer, sequence_shard=ShardedSequence(None), **given)
+        net = job.model(attention=layer, sequence_shard=ShardedSequence(None), **model_components)
         with (
             trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
             trace.record_step(0, "dit"),
             trace.span("branch", branch="cond"),
         ):
             job.velocities(net)
-        found.append(analyze_trace(Trace(plan, events, {})))
-    return found
+        reports.append(analyze_trace(Trace(plan, events, {})))
+    return reports
 
 
 def test_control_blocks_are_as_planned() -> None:
     """Control blocks count as layers after the others, and are skipped with their main block."""
     for skipped, counts in ((False, (3, 0)), (True, (2, 1))):
-        for reports in run_on_ranks(2, control_ways, skipped):
+        for reports in run_on_ranks(2, trace_control_modes, skipped):
             for order in (report.order for report in reports):
                 assert order.difference is None, order.difference
                 assert (order.layers, order.skipped) == counts
@@ -151,7 +153,7 @@ def test_control_blocks_are_as_planned() -> None:
     [LAYOUTS[2], *map(slow, (LAYOUTS[4], [Topology(1, 2)], LAYOUTS[3]))],
 )
 def test_every_way_is_as_planned(layouts: list[Topology]) -> None:
-    for figures in run_on_ranks(layouts[0].world, all_ways, layouts):
+    for figures in run_on_ranks(layouts[0].world, trace_all_modes, layouts):
         for (topology, mode, kind), rank in figures:
             case = f"{topology}, mode {mode}, {kind}"
             assert rank.order.difference is None, f"{case}: {rank.order.difference}"
@@ -165,7 +167,7 @@ def test_every_way_is_as_planned(layouts: list[Topology]) -> None:
                 assert (rank.hidden > 0) == ROWS[mode].overlaps, case
 
 
-def eager(chunks: int) -> Iterator[Action]:
+def order_eagerly(chunks: int) -> Iterator[Action]:
     """Order that exchanges all chunks first, so that no gaps are left between attention calls."""
     for verb in ("start", "attend", "finish"):
         yield from ((verb, chunk) for chunk in range(chunks))
@@ -176,17 +178,17 @@ def trace_eager() -> tuple[str, str]:
     """Return the reported difference of a layer with another order than mode 1, and of mode 1."""
     topology = Topology(2, 1)
     plain = attention_layer(topology, "1")
-    plan = plan_of(topology, "1", "dense")
-    other = FAPowerCapAttention(plain.args, plain.ulysses_pg)
-    other.mode = Mode("eager", 10, 1, eager)
-    other.overlaps = other.mode.overlaps
-    found = [traced(layer, plan)[0] for layer in (other, plain)]
-    return str(found[0].order.difference), str(found[1].order.difference)
+    plan = make_plan(topology, "1", "dense")
+    eager_layer = FAPowerCapAttention(plain.args, plain.ulysses_pg)
+    eager_layer.mode = Mode("eager", 10, 1, order_eagerly)
+    eager_layer.overlaps = eager_layer.mode.overlaps
+    reports = [trace_velocities(layer, plan)[0] for layer in (eager_layer, plain)]
+    return str(reports[0].order.difference), str(reports[1].order.difference)
 
 
 def test_a_deliberate_reordering_is_caught() -> None:
-    for rank, (said, planned) in enumerate(run_on_ranks(2, trace_eager)):
-        assert said == (
+    for rank, (difference, planned) in enumerate(run_on_ranks(2, trace_eager)):
+        assert difference == (
             f"rank {rank}, step 0 (cond), layer 0, position 3: expected wait q of chunk 0, "
             "found A2A q of chunk 1"
         )
@@ -194,25 +196,27 @@ def test_a_deliberate_reordering_is_caught() -> None:
 
 
 @torch.inference_mode()
-def all_chunk_counts() -> None:
+def compare_chunk_counts() -> None:
     """For any number of chunks mode 1 and overlap have the bits of mode 0, mode 2 its default's."""
-    topology, found, ranks = Topology(2, 1), {}, {}
+    topology, results, ranks = Topology(2, 1), {}, {}
     for mode, row in ROWS.items():
-        plain, plan = attention_layer(topology, mode), plan_of(topology, mode, "dense")
-        found[mode, 0] = velocities(plain, plan)
+        plain, plan = attention_layer(topology, mode), make_plan(topology, mode, "dense")
+        results[mode, 0] = velocities(plain, plan)
         for chunks in range(1, JOB.heads // 2 + 1) if row.chunks > 1 else ():
             args, group, overlap = plain.args, plain.ulysses_pg, plain.fa_alltoall_overlap
             layer = FAPowerCapAttention(args, group, overlap, chunks=chunks)
-            ranks[chunks], found[mode, chunks] = traced(layer, replace(plan, chunks=chunks))
+            ranks[chunks], results[mode, chunks] = trace_velocities(
+                layer, replace(plan, chunks=chunks)
+            )
     for chunks, rank in ranks.items():
         assert rank.order.difference is None and rank.counts["A2A"] == 4 * chunks
-    for (mode, chunks), result in found.items():
-        base = found[mode if ROWS[mode].blocks > 1 else "0", 0]
+    for (mode, chunks), result in results.items():
+        base = results[mode if ROWS[mode].blocks > 1 else "0", 0]
         assert torch.equal(result, base), (mode, chunks)
 
 
 def test_any_number_of_chunks_gives_the_same_bits() -> None:
-    run_on_ranks(2, all_chunk_counts)
+    run_on_ranks(2, compare_chunk_counts)
 
 
 RUNS: dict[str, tuple[int, str]] = {
@@ -240,10 +244,13 @@ def test_whole_runs(name: str, tiny: Any, tmp_path: Path, capsys: Any) -> None:
     arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
     arguments += ["--sample_steps", "9", "--base_seed", "7", "--save_latents", *flags.split()]
     latents, folder = [], tmp_path / "trace"
-    for more in ([], ["--trace", str(folder), "--trace_steps", "0-8", "--log_level", "debug"]):
+    for trace_flags in (
+        [],
+        ["--trace", str(folder), "--trace_steps", "0-8", "--log_level", "debug"],
+    ):
         video = tmp_path / f"{len(latents)}.mp4"
-        each = [*arguments, *more, "--save_file", str(video)]
-        with Ranks(make_rank_envs(ranks), generate.main, each) as processes:
+        rank_arguments = [*arguments, *trace_flags, "--save_file", str(video)]
+        with Ranks(make_rank_envs(ranks), generate.main, rank_arguments) as processes:
             assert not any(processes.wait_for_exit(180)), processes.format_outputs()
         latents.append(load_file(video.with_suffix(".latents.safetensors"))["latents"])
     assert torch.equal(*latents)
@@ -251,13 +258,13 @@ def test_whole_runs(name: str, tiny: Any, tmp_path: Path, capsys: Any) -> None:
     assert not any("layer 0" in text for text in processes.texts[1:])
 
     assert power(["report", str(folder)]) == 0, capsys.readouterr().out
-    said = capsys.readouterr().out
-    assert ("skipped by a step cache" in said) == (
+    output = capsys.readouterr().out
+    assert ("skipped by a step cache" in output) == (
         "cache" in flags and "step_cache cfg" not in flags
     )
     (report,) = json.loads((folder / "report.json").read_text())
     assert len(report["ranks"]) == ranks
-    began = [json.loads(path.read_text())["traceEvents"][2] for path in folder.glob("rank*")]
-    assert {row["name"] for row in began} == {"step 0"}
-    starts = [row["ts"] for row in began]
+    first_events = [json.loads(path.read_text())["traceEvents"][2] for path in folder.glob("rank*")]
+    assert {row["name"] for row in first_events} == {"step 0"}
+    starts = [row["ts"] for row in first_events]
     assert max(starts) - min(starts) < 60e6 and min(starts) >= 0, "one common time"

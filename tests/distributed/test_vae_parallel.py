@@ -44,7 +44,7 @@ def network(path: Path) -> Autoencoder:
     return read_vae_spec(path).load(device=CPU, dtype_of=lambda *_: torch.float32)
 
 
-def shared(height: int) -> ShardedRows:
+def make_sharded_rows(height: int) -> ShardedRows:
     return ShardedRows(None, split_rows_evenly(height, torch.distributed.get_world_size()), CPU)
 
 
@@ -61,12 +61,12 @@ def layer_results(name: str, rows: Rows) -> list[Tensor]:
     return [layer(rows.slice_local_rows(part, 8).contiguous(), state) for part in parts]
 
 
-def own_results(names: list[str]) -> dict[str, list[Tensor]]:
+def compute_layer_results(names: list[str]) -> dict[str, list[Tensor]]:
     """On one rank: return its rows of each layer's results."""
-    return {name: layer_results(name, shared(HEIGHT)) for name in names}
+    return {name: layer_results(name, make_sharded_rows(HEIGHT)) for name in names}
 
 
-class Padded(nn.Module):
+class PaddedConv(nn.Module):
     """A causal convolution."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Padded(nn.Module):
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "convolution": Padded,
+    "convolution": PaddedConv,
     "block": partial(ResidualBlock, 48, 32),
     "upsampling": partial(Upsample, 48, 32, True),
     "downsampling": partial(Downsample, 48, True),
@@ -89,44 +89,46 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.usefixtures("one_thread")
 def test_convolutions_are_bit_equal(world: int) -> None:
     """The sizes are such that oneDNN uses the same kernel for all numbers of rows."""
-    ranks = run_on_ranks(world, own_results, list(LAYERS))
-    whole = {name: layer_results(name, ALL_ROWS) for name in LAYERS}
+    ranks = run_on_ranks(world, compute_layer_results, list(LAYERS))
+    single_results = {name: layer_results(name, ALL_ROWS) for name in LAYERS}
     different = [
         (name, call)
-        for name, results in whole.items()
+        for name, results in single_results.items()
         for call, result in enumerate(results)
-        if not torch.cat([found[name][call] for found in ranks], dim=3).equal(result)
+        if not torch.cat([rank_results[name][call] for rank_results in ranks], dim=3).equal(result)
     ]
     assert not different
 
 
-def distances(
+def compute_distances(
     path: Path, cases: list[tuple[int, ...]], dtype: torch.dtype
 ) -> list[tuple[float, float]]:
     """On the main rank: return the errors of decoding and encoding against one process.
 
     cases: frames, rows and columns of the latents, and extra rows of pixels.
     """
-    found, its = [], network(path).to(dtype)
-    for frames, height, width, rest in cases:
-        z = random(1, its.version.z_dim, frames, height, width).to(dtype)
-        sides = (its.version.scale * side for side in (height, width))
+    results, autoencoder = [], network(path).to(dtype)
+    for frames, height, width, extra_rows in cases:
+        z = random(1, autoencoder.version.z_dim, frames, height, width).to(dtype)
+        sides = (autoencoder.version.scale * side for side in (height, width))
         tall, wide = sides
-        video = random(1, 3, 4 * frames - 3, tall + rest, wide).to(dtype).tanh()
-        rows = shared(height)
+        video = random(1, 3, 4 * frames - 3, tall + extra_rows, wide).to(dtype).tanh()
+        rows = make_sharded_rows(height)
         if rows.is_idle:
             rows.join_memory_agreements(2 * (frames + 1))
             continue
-        shards = through(its, z, video, rows)
+        shards = decode_and_encode(autoencoder, z, video, rows)
         if rows.rank == 0:
-            whole = through(its, z, video, ALL_ROWS)
-            found.append(tuple(map(distance, shards, whole)))
-    return found
+            unsharded = decode_and_encode(autoencoder, z, video, ALL_ROWS)
+            results.append(tuple(map(distance, shards, unsharded)))
+    return results
 
 
-def through(its: Autoencoder, z: Tensor, video: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    frames = torch.cat(list(its.decode(z, rows)), dim=2).clamp(-1, 1)
-    return frames, its.encode(video, rows)
+def decode_and_encode(
+    autoencoder: Autoencoder, z: Tensor, video: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    frames = torch.cat(list(autoencoder.decode(z, rows)), dim=2).clamp(-1, 1)
+    return frames, autoencoder.encode(video, rows)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -158,8 +160,8 @@ def test_any_height_and_number_of_ranks(
     shapes = [*SHAPES, (2, 3, 2, 7)] if version == "2.1" else SHAPES
     shapes = [*shapes, WIDE] if dtype == torch.float32 else shapes
     task, file = FILES[version]
-    main, *others = run_on_ranks(world, distances, tiny(task) / file, shapes, dtype)
-    assert len(main) == len(shapes) and not any(others)
+    main, *idle_results = run_on_ranks(world, compute_distances, tiny(task) / file, shapes, dtype)
+    assert len(main) == len(shapes) and not any(idle_results)
     assert all(max(pair) <= limit for pair in main), main
 
 
@@ -169,26 +171,33 @@ def test_any_height_and_number_of_ranks(
 def test_a_long_video(tiny, world: int, version: str) -> None:
     """81 frames; rows that do not divide."""
     task, file = FILES[version]
-    (pair,) = run_on_ranks(world, distances, tiny(task) / file, [(21, 5, 3, 0)], torch.float64)[0]
+    (pair,) = run_on_ranks(
+        world, compute_distances, tiny(task) / file, [(21, 5, 3, 0)], torch.float64
+    )[0]
     assert max(pair) <= 1e-12
 
 
-def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, float]:
+def compare_levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, float]:
     """Return pixel error, largest level error, fraction of changed levels, and latent error."""
     torch.manual_seed(0)
-    its = build_published_vae(version).eval().requires_grad_(False)
+    autoencoder = build_published_vae(version).eval().requires_grad_(False)
     frames, height, width = size
-    rows, scale = shared(height), its.version.scale
-    z = random(1, its.version.z_dim, *size)
+    rows, scale = make_sharded_rows(height), autoencoder.version.scale
+    z = random(1, autoencoder.version.z_dim, *size)
     video = random(1, 3, 4 * frames - 3, height * scale, width * scale).tanh()
-    shards = through(its, z, video, rows)
+    shards = decode_and_encode(autoencoder, z, video, rows)
     if rows.rank:
         return 0, 0, 0, 0
-    whole = through(its, z, video, ALL_ROWS)
-    pixels = [((x + 1) * 127.5).round() for x in (shards[0], whole[0])]
-    apart = (pixels[0] - pixels[1]).abs()
-    share = (apart > 0).float().mean().item()
-    return distance(shards[0], whole[0]), int(apart.max()), share, distance(shards[1], whole[1])
+    unsharded = decode_and_encode(autoencoder, z, video, ALL_ROWS)
+    pixels = [((x + 1) * 127.5).round() for x in (shards[0], unsharded[0])]
+    differences = (pixels[0] - pixels[1]).abs()
+    share = (differences > 0).float().mean().item()
+    return (
+        distance(shards[0], unsharded[0]),
+        int(differences.max()),
+        share,
+        distance(shards[1], unsharded[1]),
+    )
 
 
 @pytest.mark.slow
@@ -196,28 +205,30 @@ def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, floa
 @pytest.mark.parametrize(("version", "size"), [("2.1", (3, 9, 10)), ("2.2", (2, 5, 6))], ids=str)
 def test_published_widths(world: int, version: str, size: tuple[int, ...]) -> None:
     """With many channels oneDNN's order of summation depends on the number of rows."""
-    (decoded, most, share, encoded), *_ = run_on_ranks(world, levels, version, size, timeout=600)
+    (decoded, most, share, encoded), *_ = run_on_ranks(
+        world, compare_levels, version, size, timeout=600
+    )
     print(decoded, most, share, encoded)
     assert decoded <= 1e-5 and encoded <= 1e-5
     assert most <= 1 and share <= 1e-4
 
 
-def fails_on_one_rank() -> None:
+def fail_on_one_rank() -> None:
     def make() -> int:
         if torch.distributed.get_rank() == 1:
             raise MemoryError("no room")
         return torch.distributed.get_rank()
 
     with pytest.raises(MemoryError, match="A rank has run out of memory in the VAE"):
-        shared(4).run_with_memory_agreement(make)
+        make_sharded_rows(4).run_with_memory_agreement(make)
     assert (
-        shared(4).run_with_memory_agreement(torch.distributed.get_rank)
+        make_sharded_rows(4).run_with_memory_agreement(torch.distributed.get_rank)
         == torch.distributed.get_rank()
     )
 
 
 def test_all_ranks_give_up_with_one_that_has_no_memory() -> None:
-    run_on_ranks(3, fails_on_one_rank)
+    run_on_ranks(3, fail_on_one_rank)
 
 
 QUICK = ["--size", "64*96", "--frame_num", "9", "--sample_steps", "1", "--base_seed", "7"]
@@ -240,7 +251,7 @@ def frames(path: Path) -> Any:
     return np.asarray(iio.imread(path)).astype(int)
 
 
-def check(ranks: Ranks, out: Path, expected: Any, used: str) -> None:
+def check_run(ranks: Ranks, out: Path, expected: Any, used: str) -> None:
     codes = ranks.wait_for_exit(120)
     assert not any(codes), ranks.format_outputs()
     difference = np.abs(frames(out) - expected).mean()
@@ -251,27 +262,29 @@ def check(ranks: Ranks, out: Path, expected: Any, used: str) -> None:
 SECOND_FRAME = ResidualBlock, 20
 
 
-def exhausted(rank: int, kind: type[nn.Module], place: int, arguments: list[str]) -> int:
+def run_out_of_memory(
+    rank: int, kind: type[nn.Module], failing_call: int, arguments: list[str]
+) -> int:
     """Run generate.py; one rank runs out of memory in the n-th call of a layer in decoding."""
     count = 0
 
-    def before(module: nn.Module, _: object) -> None:
+    def fail_in_call(module: nn.Module, _: object) -> None:
         nonlocal count
         if isinstance(module, kind) and "decoding" in stages:
             count += 1
-            if count == place:
+            if count == failing_call:
                 torch.empty(1 << 60, dtype=torch.uint8)
 
     stages: set[str] = set()
     decode = Autoencoder.decode
 
-    def noted(*given: Any) -> Any:
+    def record_decode(*args: Any) -> Any:
         stages.add("decoding")
-        return decode(*given)
+        return decode(*args)
 
     if int(os.environ.get("RANK", "0")) == rank:
-        Autoencoder.decode = noted  # type: ignore[method-assign]
-        register_module_forward_pre_hook(before)
+        Autoencoder.decode = record_decode  # type: ignore[method-assign]
+        register_module_forward_pre_hook(fail_in_call)
     return generate.main(arguments)
 
 
@@ -280,17 +293,17 @@ def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
     """Three ranks encode the image and decode the video; two decode its saved latents."""
     arguments, expected, latents = alone
     out = tmp_path / "v.mp4"
-    shared = ["--vae_parallel", "--save_file", str(out)]
-    with Ranks(make_rank_envs(3), generate.main, [*arguments, *shared]) as ranks:
-        check(ranks, out, expected, "rows shared by all ranks")
+    shared_flags = ["--vae_parallel", "--save_file", str(out)]
+    with Ranks(make_rank_envs(3), generate.main, [*arguments, *shared_flags]) as ranks:
+        check_run(ranks, out, expected, "rows shared by all ranks")
     with Ranks(
-        make_rank_envs(2), generate.main, ["--decode_latents", str(latents), *shared]
+        make_rank_envs(2), generate.main, ["--decode_latents", str(latents), *shared_flags]
     ) as ranks:
-        check(ranks, out, expected, "rows shared by all ranks")
+        check_run(ranks, out, expected, "rows shared by all ranks")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rank", "flags", "used", "where"),
+    ("ranks", "rank", "flags", "used", "failing_layer"),
     [
         (1, 0, [], "tiles", SECOND_FRAME),
         slow(2, 0, [], "rows shared by all ranks", SECOND_FRAME),
@@ -299,7 +312,13 @@ def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
     ],
 )
 def test_less_memory_than_it_takes(
-    ranks: int, rank: int, flags: list[str], used: str, where: tuple[Any, int], alone, tmp_path
+    ranks: int,
+    rank: int,
+    flags: list[str],
+    used: str,
+    failing_layer: tuple[Any, int],
+    alone,
+    tmp_path,
 ) -> None:
     """Memory runs out before or in the decoder; all ranks try the next VAE strategy together."""
     arguments, expected, latents = alone
@@ -307,11 +326,11 @@ def test_less_memory_than_it_takes(
     argv = ["--save_file", str(out), *flags]
     argv += arguments if ranks > 1 else ["--decode_latents", str(latents)]
     variables = make_rank_envs(ranks) if ranks > 1 else [{}]
-    with Ranks(variables, exhausted, rank, *where, argv) as processes:
-        check(processes, out, expected, used)
-    said = processes.format_outputs()
-    assert said.count("The VAE has too little memory for") == 1
-    assert ("not exact" in said) == (used == "tiles")
+    with Ranks(variables, run_out_of_memory, rank, *failing_layer, argv) as processes:
+        check_run(processes, out, expected, used)
+    output = processes.format_outputs()
+    assert output.count("The VAE has too little memory for") == 1
+    assert ("not exact" in output) == (used == "tiles")
     assert sorted(path.name for path in tmp_path.glob("*latents*")) == (
         ["v.latents.safetensors"] if ranks > 1 else []
     )
@@ -324,31 +343,33 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
 
     The second rank has no rows, because there is only one or the main rank has them all.
     """
-    agreed: list[object] = []
-    monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: agreed.append(None))
+    agreements: list[object] = []
+    monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: agreements.append(None))
     vae = build_cpu_pipeline("t2v-1.3B", tiny("t2v-1.3B")).vae
     preset, checkpoint = PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B"))
 
-    def agreements(codec: VaeRunner, frames: int) -> tuple[int, int]:
+    def count_agreements(codec: VaeRunner, frames: int) -> tuple[int, int]:
         """Count the agreements of encoding and of decoding."""
-        agreed.clear()
+        agreements.clear()
         codec.encode(random(3, 4 * frames - 3, 8, 16).tanh())
-        encoding = len(agreed)
+        encoding = len(agreements)
         codec.decode(random(16, frames, 1, 2), FrameCollector(CPU), lambda: None)
-        return encoding, len(agreed) - encoding
+        return encoding, len(agreements) - encoding
 
     for is_shared, frames in product((True, False), (1, 2, 3)):
         setup = make_setup({"vae_parallel": is_shared}, preset, checkpoint, world_size=2)[0]
-        found = []
+        counts = []
         for rank in (0, 1):
 
             def rows(height: int, _: bool, rank: int = rank) -> ShardedRows:
-                made = ShardedRows(SINGLE_RANK, (height, 0), CPU)
-                made.rank = rank
-                return made
+                sharded_rows = ShardedRows(SINGLE_RANK, (height, 0), CPU)
+                sharded_rows.rank = rank
+                return sharded_rows
 
-            found.append(agreements(VaeRunner(setup, select_device("cpu"), vae.get, rows), frames))
-        main, idle = found
+            counts.append(
+                count_agreements(VaeRunner(setup, select_device("cpu"), vae.get, rows), frames)
+            )
+        main, idle = counts
         assert main == idle and min(main) > frames, (is_shared, frames)
 
 
@@ -368,15 +389,15 @@ def test_a_rank_needs_memory_for_its_own_rows(
     setup = make_setup({}, PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B")), world_size=2)[
         0
     ]
-    need = memory.estimate_vae_activations(setup, "decode", (3, 32, 16))
-    device: Any = SimpleNamespace(free_memory=lambda: free * need, empty_cache=lambda: None)
+    needed_bytes = memory.estimate_vae_activations(setup, "decode", (3, 32, 16))
+    device: Any = SimpleNamespace(free_memory=lambda: free * needed_bytes, empty_cache=lambda: None)
 
     def load() -> NoReturn:
         raise DamagedError
 
-    def rows(height: int, together: bool) -> ShardedRows:
+    def rows(height: int, is_shared: bool) -> ShardedRows:
         return ShardedRows(
-            SINGLE_RANK, split_rows_evenly(height, 2) if together else (height, 0), CPU
+            SINGLE_RANK, split_rows_evenly(height, 2) if is_shared else (height, 0), CPU
         )
 
     codec = VaeRunner(setup, device, load, rows)

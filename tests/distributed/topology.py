@@ -92,13 +92,13 @@ def attention_layer(
     )
 
 
-def blocks_of(layer: FAPowerCapAttention) -> Callable[[int], FAPowerCapAttention]:
+def make_block_attention(layer: FAPowerCapAttention) -> Callable[[int], FAPowerCapAttention]:
     """Return a function that makes each block's attention: a copy with the block's index."""
 
     def make(index: int) -> FAPowerCapAttention:
-        own = copy(layer)
-        own.layer = index
-        return own
+        block_layer = copy(layer)
+        block_layer.layer = index
+        return block_layer
 
     return make
 
@@ -108,9 +108,9 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = Counter[str]()
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.found[func._opname] += 1
+            self.counts[func._opname] += 1
         return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from wan.settings.presets import FACE_BLOCK_INTERVAL
 TASK = "t2v-A14B"
 
 
-def make(
+def make_rig_checkpoint(
     out: Path, task: str = TASK, heads: int = 8, layers: int = 1, layout: str = "official"
 ) -> Path:
     """Write the folder `out` and return it."""

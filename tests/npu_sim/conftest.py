@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 _STAND_IN = Path(__file__).parent / "stand_in"
-_FOUND = importlib.util.find_spec("torch_npu")
-_SIMULATED = _FOUND is not None and Path(str(_FOUND.origin)).is_relative_to(_STAND_IN)
+_TORCH_NPU_SPEC = importlib.util.find_spec("torch_npu")
+_SIMULATED = _TORCH_NPU_SPEC is not None and Path(str(_TORCH_NPU_SPEC.origin)).is_relative_to(
+    _STAND_IN
+)
 collect_ignore_glob = [] if _SIMULATED else ["test_*.py"]
 
 
@@ -37,7 +39,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A t2v-A14B checkpoint of one layer with 8 heads of 64. Do not write into it."""
     from tests.npu_sim import checkpoint
 
-    return checkpoint.make(tmp_path_factory.mktemp("rig") / "checkpoint")
+    return checkpoint.make_rig_checkpoint(tmp_path_factory.mktemp("rig") / "checkpoint")
 
 
 @pytest.fixture

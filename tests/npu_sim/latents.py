@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.npu_sim.ranks import on_chip
+from tests.npu_sim.ranks import select_chip
 from wan.cli import flags
 from wan.cli.resolve import resolve_command_line
 from wan.distributed import mesh
@@ -51,29 +51,29 @@ WAYS = {
 }
 
 
-def arguments(checkpoint: object, way: Way) -> list[str]:
+def make_arguments(checkpoint: object, way: Way) -> list[str]:
     common = ["--task", "t2v-A14B", "--ckpt_dir", str(checkpoint), "--device", "npu"]
     common += ["--sample_steps", "1", "--sample_guide_scale", "1", "--base_seed", "7"]
     return [*common, *way.size, *way.flags]
 
 
-def latents(argv: Sequence[str], chip: str) -> Tensor:
+def make_latents(argv: Sequence[str], chip: str) -> Tensor:
     """Make the float32 latents [C,F,H,W] of a generate.py command line, on every rank."""
-    asked, pipeline = composed(argv, chip)
-    return pipeline.generate_latents(asked.params, Inputs(asked.image, asked.last_image))
+    run, pipeline = build_run(argv, chip)
+    return pipeline.generate_latents(run.params, Inputs(run.image, run.last_image))
 
 
-def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
+def build_run(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     """Resolve a generate.py command line and build its pipeline."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
-    asked = resolve_command_line(flags.parse_flags(argv), none)
-    device = on_chip(chip)
-    team = (
-        None if world == "1" else mesh.make_parallel_groups(device, asked.setup.parallel.mesh_shape)
+    run = resolve_command_line(flags.parse_flags(argv), refuse_demo)
+    device = select_chip(chip)
+    groups = (
+        None if world == "1" else mesh.make_parallel_groups(device, run.setup.parallel.mesh_shape)
     )
-    return asked, build.build_pipeline(asked.setup, device, team)
+    return run, build.build_pipeline(run.setup, device, groups)
 
 
-def none(*_: Any) -> None:
+def refuse_demo(*_: Any) -> None:
     raise AssertionError("no demo checkpoint is asked for here")

@@ -72,7 +72,7 @@ KINDS = {
 }
 
 
-def on_chip(name: str) -> Device:
+def select_chip(name: str) -> Device:
     """Select the simulated chip of this process and return its device."""
     os.environ["NPU_SIM_SOC"] = SOC[name]
     device = devices.select_device("npu", 0)
@@ -84,27 +84,29 @@ def on_chip(name: str) -> Device:
     return device
 
 
-def target(chip: str, head_dim: int = HEAD_DIM, load: Load = resolve_name) -> Target:
+def make_target(chip: str, head_dim: int = HEAD_DIM, load: Load = resolve_name) -> Target:
     """Make the target of kernels for a chip."""
     return Target(Device(torch.device("cpu"), DEVICES[chip]), head_dim, torch.bfloat16, load)
 
 
-def composed(kind: Kind) -> SelectedKernels:
+def select_kernels_for(kind: Kind) -> SelectedKernels:
     """Select new kernels and backends with empty caches."""
-    return select_kernels(kind.attention, Target(on_chip(kind.chip), HEAD_DIM, torch.bfloat16), {})
+    return select_kernels(
+        kind.attention, Target(select_chip(kind.chip), HEAD_DIM, torch.bfloat16), {}
+    )
 
 
-def layer_of(
-    topology: Topology, mode: str, chosen: SelectedKernels, exchange: str = "split"
+def make_layer(
+    topology: Topology, mode: str, kernels: SelectedKernels, exchange: str = "split"
 ) -> FAPowerCapAttention:
     """Make the attention layer as a run on an NPU does."""
-    layer = attention_layer(topology, mode, chosen.dense_kernel, chosen.backends, exchange)
+    layer = attention_layer(topology, mode, kernels.dense_kernel, kernels.backends, exchange)
     layer.contiguous = True
     return layer
 
 
 @cache
-def in_raster(
+def make_raster_qkv(
     heads: int,
     grid: Grid,
     size: int = HEAD_DIM,
@@ -121,19 +123,21 @@ def in_raster(
     )
 
 
-def arranged(chosen: SelectedKernels, heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = in_raster(heads, grid)
-    if chosen.token_order is None:
+def make_ordered_qkv(
+    kernels: SelectedKernels, heads: int, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = make_raster_qkv(heads, grid)
+    if kernels.token_order is None:
         return q, k, v
-    order = chosen.token_order(grid)
+    order = kernels.token_order(grid)
     return q[:, order], k[:, order], v[:, order]
 
 
-def step_info(kind: Kind, grid: Grid) -> StepInfo:
+def make_step_info(kind: Kind, grid: Grid) -> StepInfo:
     return StepInfo(kind.step, 8, "cond", "dit", grid, prod(grid))
 
 
-def attend(
+def run_backend(
     method: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, step: StepInfo | None
 ) -> Tensor:
     """Run the backend on unsharded tensors."""

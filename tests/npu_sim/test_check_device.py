@@ -22,9 +22,11 @@ def test_check(
     assert code == 0, capsys.readouterr().out
     record = json.loads(file.read_text())
     assert record["facts"]["name"] == "Ascend910B3" and not record["facts"]["large"]
-    found = {step["name"]: step for step in record["steps"]}
-    assert found["compiled"]["words"] == "--compile does not work on A2"
-    lines = {line["what"]: line["verdict"] for step in found.values() for line in step["lines"]}
+    steps_by_name = {step["name"]: step for step in record["steps"]}
+    assert steps_by_name["compiled"]["words"] == "--compile does not work on A2"
+    lines = {
+        line["what"]: line["verdict"] for step in steps_by_name.values() for line in step["lines"]
+    }
     assert lines["RoPE, --fused_ops rope"] == lines["npu_fusion_attention, BNSD"] == "ok"
-    fp8 = next(verdict for what, verdict in lines.items() if what.startswith("FP8"))
+    fp8 = next(verdict for check_name, verdict in lines.items() if check_name.startswith("FP8"))
     assert fp8 == "not available"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.dist import Ranks, make_rank_envs, run_on_ranks
-from tests.npu_sim.latents import WAYS, arguments, latents
-from tests.npu_sim.oracles import far
+from tests.npu_sim.latents import WAYS, make_arguments, make_latents
+from tests.npu_sim.oracles import relative_rms_error
 from tests.npu_sim.ranks import SOC
 from tests.refusals import check_refusals
 from tools.quantize_dit import quantize_checkpoint
@@ -35,7 +35,7 @@ OPERATORS = {
 }
 
 
-def program(argv: list[str]) -> int:
+def run_program(argv: list[str]) -> int:
     """Run generate.py and the exit handlers of the interpreter."""
     code = generate.main(argv)
     atexit._run_exitfuncs()
@@ -49,15 +49,15 @@ class Command:
         self.video = folder / "v.mp4"
         self.log = folder / "log"
         env |= {"NPU_SIM_SOC": SOC[chip], "NPU_SIM_LOG": str(self.log)}
-        given = [*map(str, argv), "--save_latents", "--save_file", str(self.video)]
+        command_line = [*map(str, argv), "--save_latents", "--save_file", str(self.video)]
         variables = make_rank_envs(ranks, **env) if ranks > 1 else [env]
-        with Ranks(variables, program, given) as started:
-            self.codes = started.wait_for_exit(300)
-            self.told, self.said = started.lines(), started.format_outputs()
+        with Ranks(variables, run_program, command_line) as processes:
+            self.codes = processes.wait_for_exit(300)
+            self.printed_lines, self.output = processes.lines(), processes.format_outputs()
 
     @property
     def latents(self) -> Tensor:
-        assert set(self.codes) == {0}, self.said[-9000:]
+        assert set(self.codes) == {0}, self.output[-9000:]
         return load_file(self.video.with_suffix(".latents.safetensors"))["latents"]
 
     def frames(self) -> tuple[int, ...]:
@@ -101,25 +101,27 @@ def test_videos(
 ) -> None:
     """The video is written, the right kernel runs, and latents are bit-equal to mode 0."""
     way = WAYS[name] if name == "laser" else WAYS[name]._replace(size=QUICK)
-    given = way._replace(flags=()) if "ALGO" in env else way
-    command = Command(tmp_path, ranks, way.chip, *arguments(rig, given), *topology, *mode, **env)
-    plain = run_on_ranks(ranks, latents, [*arguments(rig, way), *topology], way.chip, timeout=300)[
-        0
-    ]
+    command_way = way._replace(flags=()) if "ALGO" in env else way
+    command = Command(
+        tmp_path, ranks, way.chip, *make_arguments(rig, command_way), *topology, *mode, **env
+    )
+    plain = run_on_ranks(
+        ranks, make_latents, [*make_arguments(rig, way), *topology], way.chip, timeout=300
+    )[0]
     assert torch.equal(command.latents, plain)
     assert command.frames() == ((1, 512, 1024) if name == "laser" else (5, 96, 112))
     assert OPERATORS[name] in {call["name"] for call in command.calls(0)}
 
 
-def test_quantised_weights_fused_operations_and_the_clock(rig: Path, tmp_path: Path) -> None:
+def test_quantized_weights_fused_operations_and_the_clock(rig: Path, tmp_path: Path) -> None:
     """W8A8 on two ranks; the clock is capped before a block's first exchange until its last."""
-    exported = quantize_checkpoint(rig, tmp_path / "w8a8")
+    export_dir = quantize_checkpoint(rig, tmp_path / "w8a8")
     way = WAYS["dense"]._replace(flags=("--sample_steps", "2"), size=QUICK)
-    flags = ["--quant_dit_path", exported, "--fa_freq_cap", "1400", "--comm_type", "1"]
+    flags = ["--quant_dit_path", export_dir, "--fa_freq_cap", "1400", "--comm_type", "1"]
     flags += ["--fused_ops", "rope,rms_norm,layer_norm,scale_shift"]
-    command = Command(tmp_path, 2, "A2", *arguments(rig, way), *flags)
-    one = run_on_ranks(1, latents, arguments(rig, way), "A2")[0]
-    assert 1e-4 < far(command.latents, one) < 0.05
+    command = Command(tmp_path, 2, "A2", *make_arguments(rig, way), *flags)
+    float_latents = run_on_ranks(1, make_latents, make_arguments(rig, way), "A2")[0]
+    assert 1e-4 < relative_rms_error(command.latents, float_latents) < 0.05
     for rank in range(2):
         calls = command.calls(rank)
         names = [call["name"] for call in calls]
@@ -127,8 +129,10 @@ def test_quantised_weights_fused_operations_and_the_clock(rig: Path, tmp_path: P
         assert fused | {"npu_quant_matmul"} <= set(names)
         exchanges = [i for i, name in enumerate(names) if name == "all_to_all_single"]
         clock = [i for i, name in enumerate(names) if name == "mindiesd.frequency_regulator"]
-        said = [calls[i]["facts"]["freq"] for i in clock]
-        assert said == [1650] + [1400, 1650] * 2  # before the run, then once per step's one block
+        frequencies = [calls[i]["facts"]["freq"] for i in clock]
+        assert (
+            frequencies == [1650] + [1400, 1650] * 2
+        )  # before the run, then once per step's one block
         connecting = [i for i in exchanges if i < clock[0]]
         assert len(connecting) == 2  # the Ulysses group, and that of all who share the tokens
         inside = [sum(a < i < b for i in exchanges) for a, b in zip(clock, clock[1:], strict=False)]
@@ -140,8 +144,8 @@ def test_a_chip_refuses(rig: Path, tmp_path: Path) -> None:
     """One sentence for all ranks and exit code 2, before any weight is read."""
     sentences = {}
     for chip, name in (("A2", "fp8"), ("A5", "v2"), ("A5", "laser")):
-        command = Command(tmp_path, 2, chip, *arguments(rig, WAYS[name]))
-        assert command.codes == [2, 2] and "Traceback" not in command.said
-        sentences[f"{name} on {chip}"] = "\n".join(command.told)
+        command = Command(tmp_path, 2, chip, *make_arguments(rig, WAYS[name]))
+        assert command.codes == [2, 2] and "Traceback" not in command.output
+        sentences[f"{name} on {chip}"] = "\n".join(command.printed_lines)
     check_refusals("npu: chips", sentences)
     assert not list(tmp_path.glob("v.*"))

@@ -20,36 +20,36 @@ from wan import device as devices
 from wan.settings.errors import InputError
 
 
-def settings_and_their_order() -> int:
+def check_order_of_settings() -> int:
     """In a new process: record the order of the device settings and imports."""
     import torch_npu
 
-    noted = []
+    records = []
 
-    def note(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, **named: Any) -> Any:
+    def record_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+        def recording_call(*args: Any, **kwargs: Any) -> Any:
             path = os.environ.get("ASCEND_CUSTOM_OPP_PATH", "")
-            noted.append((function.__name__, args[:1], "mindiesd" in sys.modules, bool(path)))
-            return function(*args, **named)
+            records.append((function.__name__, args[:1], "mindiesd" in sys.modules, bool(path)))
+            return function(*args, **kwargs)
 
-        return noting
+        return recording_call
 
-    torch.npu.set_device = note(torch.npu.set_device)
-    torch.npu.set_compile_mode = note(torch.npu.set_compile_mode)
+    torch.npu.set_device = record_calls(torch.npu.set_device)
+    torch.npu.set_compile_mode = record_calls(torch.npu.set_compile_mode)
     torch.npu.config.allow_internal_format = True  # as mindiesd's import leaves it
     assert "mindiesd" not in sys.modules
-    found = devices.select_device("npu", 3)
-    assert [name for name, *_ in noted] == ["set_compile_mode", "set_device"]
-    assert all(imported and path for *_, imported, path in noted), noted
+    device = devices.select_device("npu", 3)
+    assert [name for name, *_ in records] == ["set_compile_mode", "set_device"]
+    assert all(imported and path for *_, imported, path in records), records
     assert torch_npu.npu.compile_mode == {"jit_compile": False}
     assert not torch.npu.config.allow_internal_format
-    assert torch.npu.current_device() == 3 and found.torch_device == torch.device("npu", 3)
+    assert torch.npu.current_device() == 3 and device.torch_device == torch.device("npu", 3)
     return 0
 
 
 @pytest.mark.dist
 def test_operator_paths_come_before_the_first_use_of_a_device() -> None:
-    with Ranks([{"ASCEND_CUSTOM_OPP_PATH": ""}], settings_and_their_order) as process:
+    with Ranks([{"ASCEND_CUSTOM_OPP_PATH": ""}], check_order_of_settings) as process:
         assert process.wait_for_exit() == [0], process.format_outputs()
 
 
@@ -72,9 +72,9 @@ def test_auto_takes_the_npu_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> 
     assert devices.select_device("auto").type == "cpu"
 
 
-def refusal(wish: str = "npu", index: int = 0) -> str:
+def collect_refusal(device_name: str = "npu", index: int = 0) -> str:
     try:
-        devices.select_device(wish, index)
+        devices.select_device(device_name, index)
     except InputError as error:
         return str(error)
     return ""
@@ -90,7 +90,7 @@ FAILING = {  # the first error is that of torch-npu 2.13.0 on a machine without 
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = {"unknown device": refusal("tpu")}
+    messages = {"unknown device": collect_refusal("tpu")}
     for case, variable, value, index in (
         ("no NPU", "NPU_SIM_COUNT", "0", 0),
         ("no such rank", "NPU_SIM_COUNT", "2", 2),
@@ -98,11 +98,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)
-            found[case] = refusal(index=index)
+            messages[case] = collect_refusal(index=index)
     for package in ("torch_npu", "mindiesd"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)  # as Python itself forbids an import
-            found[f"{package} is not installed"] = refusal()
+            messages[f"{package} is not installed"] = collect_refusal()
     for number, (case, error) in enumerate(FAILING.items()):
         package, folder = case.partition(" ")[0], tmp_path / str(number)
         folder.mkdir()
@@ -110,19 +110,19 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with monkeypatch.context() as patch:
             patch.syspath_prepend(folder)
             patch.delitem(sys.modules, package)
-            found[f"{case} does not load"] = refusal()
-    check_refusals("npu: devices", found, hide=[re.escape(torch.__version__)])
+            messages[f"{case} does not load"] = collect_refusal()
+    check_refusals("npu: devices", messages, hide=[re.escape(torch.__version__)])
 
 
 def test_events_say_when() -> None:
     """Event times are ordered and between two host times, also when they are read later."""
     clock = devices.select_device("npu").make_clock()
     assert clock.name == "device events"
-    before = time.perf_counter_ns()
+    start_ns = time.perf_counter_ns()
     clock.start()
     first, second = clock.now(), clock.now()
     clock.stop()
-    after = time.perf_counter_ns()
+    end_ns = time.perf_counter_ns()
     slack = 1_000_000  # ns between the first event and the host time
-    assert before - slack <= first() <= second() <= after + slack
+    assert start_ns - slack <= first() <= second() <= end_ns + slack
     assert (first(), second()) == (first(), second())

@@ -11,7 +11,7 @@ import torch
 from diffusers import WanPipeline
 
 from tests.npu_sim import checkpoint
-from tests.npu_sim.oracles import far, made
+from tests.npu_sim.oracles import make_random, relative_rms_error
 from wan.diffusers import deparallelize, parallelize_pipe
 
 RAIN = {"use_rainfusion": True, "sparse_start_step": 1, "sparsity": 0.5}
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {  # chip, settings, o
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("diffusers") / "checkpoint"
-    return checkpoint.make(out, "t2v-1.3B", heads=2, layout="diffusers")
+    return checkpoint.make_rig_checkpoint(out, "t2v-1.3B", heads=2, layout="diffusers")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -40,9 +40,9 @@ def test_operators_of_two_steps(
     pipe = WanPipeline.from_pretrained(
         folder, torch_dtype=torch.bfloat16, text_encoder=None, tokenizer=None
     )
-    prompts = made(2, 1, 512, 64)
+    prompts = make_random(2, 1, 512, 64)
 
-    def latents() -> torch.Tensor:
+    def make_latents() -> torch.Tensor:
         return pipe(
             prompt_embeds=prompts[0],
             negative_prompt_embeds=prompts[1],
@@ -54,9 +54,9 @@ def test_operators_of_two_steps(
             generator=torch.Generator().manual_seed(0),
         ).frames
 
-    expected = latents()
+    expected = make_latents()
     parallelize_pipe(pipe, device="npu", **settings)
-    found = latents()
+    actual = make_latents()
     deparallelize(pipe)
     assert [call.name for call in calls] == operators
-    assert far(found, expected) < 0.05
+    assert relative_rms_error(actual, expected) < 0.05

@@ -23,8 +23,17 @@ import pytest
 import torch
 
 from tests.dist import run_on_ranks
-from tests.distributed.topology import ROWS, Topology, blocks_of
-from tests.npu_sim.ranks import HEAD_DIM, KINDS, Grid, Kind, arranged, composed, layer_of, step_info
+from tests.distributed.topology import ROWS, Topology, make_block_attention
+from tests.npu_sim.ranks import (
+    HEAD_DIM,
+    KINDS,
+    Grid,
+    Kind,
+    make_layer,
+    make_ordered_qkv,
+    make_step_info,
+    select_kernels_for,
+)
 from wan.distributed.tokens import ShardedSequence
 from wan.kernels import fp8 as quant
 from wan.kernels import rainfusion as sparse
@@ -49,7 +58,7 @@ EVENTS = {"all_to_all_single": "A2A", "all_gather_single": "gather", "batch_isen
 EVENTS |= dict.fromkeys(ATTENTION, "FA") | {"plan": "plan", "rotate": "rot"}
 
 
-def event(call: Any) -> str:
+def name_event(call: Any) -> str:
     if call.name == "npu_dynamic_block_quant":
         return {128: "q8", 256: "kv8"}[call.facts["rows"]]
     scales = call.name.startswith("all_") and call.dtypes[0] == "float32"
@@ -57,12 +66,12 @@ def event(call: Any) -> str:
 
 
 @contextmanager
-def recorded(events: list[str]) -> Iterator[None]:
+def record_events(events: list[str]) -> Iterator[None]:
     """Append this rank's calls to `events`, with mask planning and rotation."""
     import torch_npu
     from torch_npu.log import record
 
-    def said(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def record_name(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             record(name)
             return function(*args)
@@ -72,50 +81,55 @@ def recorded(events: list[str]) -> Iterator[None]:
     torch_npu.calls.clear()
     with (
         mock.patch.object(
-            sparse, "make_rainfusion_mask", said("plan", sparse.make_rainfusion_mask)
+            sparse, "make_rainfusion_mask", record_name("plan", sparse.make_rainfusion_mask)
         ),
-        mock.patch.object(quant, "rotate_heads", said("rotate", quant.rotate_heads)),
+        mock.patch.object(quant, "rotate_heads", record_name("rotate", quant.rotate_heads)),
     ):
         yield
-    events += map(event, torch_npu.calls)
+    events += map(name_event, torch_npu.calls)
 
 
-def attend(topology: Topology, mode: str, kind: Kind, grid: Grid) -> str:
+def run_attention(topology: Topology, mode: str, kind: Kind, grid: Grid) -> str:
     plan = TokenPlan(prod(grid), topology.world, kind.attention.row_multiple(topology.ring))
-    chosen, events = composed(kind), []
-    layer = layer_of(topology, mode, chosen)
-    own = [x[:, : plan.shard_len] for x in arranged(chosen, HEADS, grid)]
-    with recorded(events):
-        layer(*own, valid_len=prod(grid), step=step_info(kind, grid), layer=0)
+    kernels, events = select_kernels_for(kind), []
+    layer = make_layer(topology, mode, kernels)
+    local_qkv = [x[:, : plan.shard_len] for x in make_ordered_qkv(kernels, HEADS, grid)]
+    with record_events(events):
+        layer(*local_qkv, valid_len=prod(grid), step=make_step_info(kind, grid), layer=0)
     return " ".join(events)
 
 
-INTO = "A2A A2A A2A"
-PREPARED = {"fp8": "rot kv8 kv8", "v2": "plan", "v3": "plan", "v3-fp8": "plan rot kv8 kv8"}
+EXCHANGE_QKV = "A2A A2A A2A"
+PREPARE_KV = {"fp8": "rot kv8 kv8", "v2": "plan", "v3": "plan", "v3-fp8": "plan rot kv8 kv8"}
 BLOCK = {"fp8": "rot q8 FA", "v3-fp8": "rot q8 FA"}
 
 
-def chunk(kind: Kind, ring: int, blocks: int) -> tuple[str, str]:
+def list_chunk_events(kind: Kind, ring: int, blocks: int) -> tuple[str, str]:
     """List the events of a chunk up to its exchange, and from there to its result."""
     if kind.attention.quant_alltoall:
         gathers = "gather s-gather gather s-gather " if ring > 1 else ""
-        return f"rot q8 rot kv8 kv8 {INTO} s-A2A s-A2A s-A2A", gathers + " ".join(["FA"] * blocks)
+        return f"rot q8 rot kv8 kv8 {EXCHANGE_QKV} s-A2A s-A2A s-A2A", gathers + " ".join(
+            ["FA"] * blocks
+        )
     if kind.way == "dense" and ring > 1:  # K/V hop along the ring
-        return INTO, " ".join(["hop", *["FA"] * blocks * ring])
+        return EXCHANGE_QKV, " ".join(["hop", *["FA"] * blocks * ring])
     gathers = "gather gather" if ring > 1 else ""
-    parts = [gathers, PREPARED.get(kind.way, ""), *[BLOCK.get(kind.way, "FA")] * blocks]
-    return INTO, " ".join(filter(None, parts))
+    parts = [gathers, PREPARE_KV.get(kind.way, ""), *[BLOCK.get(kind.way, "FA")] * blocks]
+    return EXCHANGE_QKV, " ".join(filter(None, parts))
 
 
-def expected(kind: Kind, ring: int, mode: str) -> str:
+def list_expected_events(kind: Kind, ring: int, mode: str) -> str:
     row = ROWS[mode]
-    into, attended = chunk(kind, ring, row.blocks)
+    exchange_events, attention_events = list_chunk_events(kind, ring, row.blocks)
     if row.overlaps:  # one chunk ahead, of two
-        return f"{into} {into} {attended} A2A {attended} A2A"
-    return " ".join([f"{into} {attended} A2A"] * len(count_heads_per_chunk(HEADS, 2, row.chunks)))
+        return f"{exchange_events} {exchange_events} {attention_events} A2A {attention_events} A2A"
+    return " ".join(
+        [f"{exchange_events} {attention_events} A2A"]
+        * len(count_heads_per_chunk(HEADS, 2, row.chunks))
+    )
 
 
-def grid_of(kind: Kind, ring: int, mode: str) -> Grid:
+def choose_grid(kind: Kind, ring: int, mode: str) -> Grid:
     """Choose the grid; laser needs at least 2048 rows in each call."""
     if kind.way != "laser":
         return GRID
@@ -125,30 +139,38 @@ def grid_of(kind: Kind, ring: int, mode: str) -> Grid:
 @pytest.mark.parametrize("kind", KINDS)
 def test_order_of_every_kind_and_mode(kind: str) -> None:
     """K/V are quantized and masks planned once per chunk, queries quantized once per block."""
-    asked, wrong = KINDS[kind], {}
+    kind_spec, wrong = KINDS[kind], {}
     for mode, ring in product(ROWS, (1, 2)):
-        if asked.way == "laser" and prod(grid_of(asked, ring, mode)) > (2048, 4096)[mode in "02"]:
+        if (
+            kind_spec.way == "laser"
+            and prod(choose_grid(kind_spec, ring, mode)) > (2048, 4096)[mode in "02"]
+        ):
             continue
-        found = run_on_ranks(
-            2 * ring, attend, Topology(2, ring), mode, asked, grid_of(asked, ring, mode)
+        events_by_rank = run_on_ranks(
+            2 * ring,
+            run_attention,
+            Topology(2, ring),
+            mode,
+            kind_spec,
+            choose_grid(kind_spec, ring, mode),
         )
-        if found != [expected(asked, ring, mode)] * (2 * ring):
-            wrong[mode, ring] = found
+        if events_by_rank != [list_expected_events(kind_spec, ring, mode)] * (2 * ring):
+            wrong[mode, ring] = events_by_rank
     assert not wrong
 
 
 def attend_at_steps(kind: Kind, mode: str) -> list[str]:
     """Run the same layer at four successive steps."""
-    plan, chosen = TokenPlan(prod(GRID), 2, 128), composed(kind)
-    layer, found = layer_of(Topology(2, 1), mode, chosen), []
-    own = [x[:, : plan.shard_len] for x in arranged(chosen, HEADS, GRID)]
+    plan, kernels = TokenPlan(prod(GRID), 2, 128), select_kernels_for(kind)
+    layer, events_by_step = make_layer(Topology(2, 1), mode, kernels), []
+    local_qkv = [x[:, : plan.shard_len] for x in make_ordered_qkv(kernels, HEADS, GRID)]
     for index in range(4):
         events: list[str] = []
-        with recorded(events):
+        with record_events(events):
             info = StepInfo(index, 8, "cond", "dit", GRID, prod(GRID))
-            layer(*own, valid_len=prod(GRID), step=info, layer=0)
-        found.append(" ".join(events))
-    return found
+            layer(*local_qkv, valid_len=prod(GRID), step=info, layer=0)
+        events_by_step.append(" ".join(events))
+    return events_by_step
 
 
 def test_masks_of_later_steps() -> None:
@@ -157,7 +179,10 @@ def test_masks_of_later_steps() -> None:
     assert kind.attention.sparse_start_step == 1
     kind = kind._replace(attention=replace(kind.attention, mask_refresh_interval=2))
     for mode in ROWS:
-        dense, planned = expected(KINDS["v3-before"], 1, mode), expected(kind, 1, mode)
+        dense, planned = (
+            list_expected_events(KINDS["v3-before"], 1, mode),
+            list_expected_events(kind, 1, mode),
+        )
         steps = [dense, planned, planned.replace("plan ", ""), planned]
         assert run_on_ranks(2, attend_at_steps, kind, mode) == [steps] * 2, mode
 
@@ -165,7 +190,7 @@ def test_masks_of_later_steps() -> None:
 def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
     """Run a model with the dtypes of a run; [16,4,32,32] latents have the grid (4,16,16)."""
     torch.manual_seed(0)
-    chosen, events = composed(kind), []
+    kernels, events = select_kernels_for(kind), []
     multiple = kind.attention.row_multiple(1)
     net = WanModel(
         dim=HEADS * HEAD_DIM,
@@ -175,23 +200,23 @@ def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
         text_dim=16,
         text_len=8,
         components=ModelComponents(
-            blocks_of(layer_of(Topology(2, 1), mode, chosen)),
-            chosen.cross_attention_kernel,
-            ShardedSequence(None, multiple, chosen.token_order),
+            make_block_attention(make_layer(Topology(2, 1), mode, kernels)),
+            kernels.cross_attention_kernel,
+            ShardedSequence(None, multiple, kernels.token_order),
         ),
     )
     for name, parameter in net.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if keeps_fp32(name) else torch.bfloat16)
     for block in net.blocks:
-        block.cross_attn.register_forward_pre_hook(lambda *_: note("text"))
-        block.register_forward_hook(lambda *_: note("end"))
+        block.cross_attn.register_forward_pre_hook(lambda *_: record_event("text"))
+        block.register_forward_hook(lambda *_: record_event("end"))
     latents, text = torch.randn(16, 4, 32, 32), torch.randn(5, 16)
-    with torch.inference_mode(), recorded(events):
-        net([latents], torch.tensor([500]), [text], 1024, step=step_info(kind, GRID))
+    with torch.inference_mode(), record_events(events):
+        net([latents], torch.tensor([500]), [text], 1024, step=make_step_info(kind, GRID))
     return " ".join(events)
 
 
-def note(name: str) -> None:
+def record_event(name: str) -> None:
     from torch_npu.log import record
 
     record(name)
@@ -202,6 +227,6 @@ def test_a_model_communicates_in_self_attention_alone(name: str) -> None:
     """Text attention is dense and needs no communication; velocities are gathered once."""
     kind = KINDS[name]
     for mode in ("0", "2"):
-        block = f"{expected(kind, 1, mode)} text FA end"
-        found = run_on_ranks(2, forward_a_model, kind, mode, 2)
-        assert found == [f"{block} {block} s-gather"] * 2, mode
+        block = f"{list_expected_events(kind, 1, mode)} text FA end"
+        events_by_rank = run_on_ranks(2, forward_a_model, kind, mode, 2)
+        assert events_by_rank == [f"{block} {block} s-gather"] * 2, mode

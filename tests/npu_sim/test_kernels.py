@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist import Ranks
-from tests.npu_sim.oracles import exact, log_sum_exp, qkv, worst
-from tests.npu_sim.ranks import KINDS, attend, composed, target
+from tests.npu_sim.oracles import compute_attention, log_sum_exp, make_qkv, max_error
+from tests.npu_sim.ranks import KINDS, make_target, run_backend, select_kernels_for
 from wan.kernels.base import AttentionInput
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations
 from wan.kernels.npu import block_sparse
@@ -36,44 +36,46 @@ BOUND = {BF16: 2e-3, F16: 5e-4, F32: 2e-6}
 SIZES = [(64, BF16), (128, F16)]  # of heads
 
 
-def names(calls: list[Any]) -> list[str]:
+def list_call_names(calls: list[Any]) -> list[str]:
     return [call.name for call in calls]
 
 
 @pytest.mark.parametrize("name", ["A2", "A3", "A5"])
 def test_fused(name: str, chip: Choose, calls: list[Any]) -> None:
     chip(name)
-    kernel = npu.FusedKernel(target(name))
+    kernel = npu.FusedKernel(make_target(name))
     for dtype, bound in BOUND.items():
-        q, k, v = qkv(200, 333, dtype=dtype, batch=2)
+        q, k, v = make_qkv(200, 333, dtype=dtype, batch=2)
         calls.clear()
         out = kernel(q, k, v)
         assert out.shape == q.shape and out.dtype == dtype
-        assert worst(out, exact(q, k, v)) < bound
+        assert max_error(out, compute_attention(q, k, v)) < bound
         (call,) = calls  # the kernel is selected explicitly: none is timed first
         assert call.name == "npu_fusion_attention" and call.facts["layout"] == "BSND"
         assert call.shapes == (tuple(q.shape), tuple(k.shape), tuple(v.shape))
         out, lse = kernel.with_lse(q * 3, k, v)
         assert kernel.can_return_lse and lse.dtype == F32 and lse.shape == (2, 2, 200)
-        torch.testing.assert_close(out.double(), exact(q * 3, k, v), rtol=2**-8, atol=bound)
-        assert worst(lse, log_sum_exp(q * 3, k)) < 4e-6
+        torch.testing.assert_close(
+            out.double(), compute_attention(q * 3, k, v), rtol=2**-8, atol=bound
+        )
+        assert max_error(lse, log_sum_exp(q * 3, k)) < 4e-6
 
 
 @pytest.mark.parametrize("name", ["dense", "laser"])
 def test_selected_kernels_are_those_that_settings_promise(name: str) -> None:
     kind = KINDS[name]
-    dense = composed(kind).dense_kernel
+    dense = select_kernels_for(kind).dense_kernel
     assert dense.can_return_lse == kind.attention.dense_kernel.has_lse
     assert dense.name.startswith("npu ")
 
 
 def test_laser(chip: Choose, calls: list[Any]) -> None:
     chip("A3")
-    kernel = npu.LaserKernel(target("A3"))
+    kernel = npu.LaserKernel(make_target("A3"))
     for size, dtype in SIZES:
-        q, k, v = qkv(2048, 2100, heads=1, size=size, dtype=dtype)
+        q, k, v = make_qkv(2048, 2100, heads=1, size=size, dtype=dtype)
         out = kernel(q, k, v)
-        assert out.dtype == dtype and worst(out, exact(q, k, v)) < 6e-4
+        assert out.dtype == dtype and max_error(out, compute_attention(q, k, v)) < 6e-4
         assert calls[-1].name == "mindiesd.la" and calls[-1].shapes[1] == (1, 1, 2304, 128)
     assert len(calls) == 2 and not kernel.can_return_lse
     with pytest.raises(ValueError, match="no log-sum-exp"):
@@ -83,59 +85,61 @@ def test_laser(chip: Choose, calls: list[Any]) -> None:
 def test_laser_refuses_where_mindiesd_takes_another_kernel(chip: Choose, calls: list[Any]) -> None:
     import mindiesd
 
-    kernel = npu.LaserKernel(target("A2"))
-    named = {"opt_mode": "manual", "op_type": "ascend_laser_attention", "layout": "BNSD"}
+    kernel = npu.LaserKernel(make_target("A2"))
+    attention_kwargs = {"opt_mode": "manual", "op_type": "ascend_laser_attention", "layout": "BNSD"}
     for rows in ((2048, 2048), (2047, 2048), (2048, 2047)):
-        inputs = qkv(*rows, heads=1)
+        inputs = make_qkv(*rows, heads=1)
         calls.clear()
-        mindiesd.attention_forward(*inputs, **named)
+        mindiesd.attention_forward(*inputs, **attention_kwargs)
         if rows == (2048, 2048):
             kernel(*inputs)
-            assert names(calls) == ["mindiesd.la"] * 2
+            assert list_call_names(calls) == ["mindiesd.la"] * 2
         else:
             with pytest.raises(ValueError, match=f"not {rows[0]} and {rows[1]} rows"):
                 kernel(*inputs)
-            assert names(calls) == ["npu_fusion_attention"]
+            assert list_call_names(calls) == ["npu_fusion_attention"]
     for size, dtype in ((192, BF16), (64, F32)):
         with pytest.raises(ValueError, match=f"rows, heads of {size} and {dtype}"):
-            kernel(*qkv(2048, 2048, 1, size, dtype))
+            kernel(*make_qkv(2048, 2048, 1, size, dtype))
 
 
-def test_what_a_chip_does_not_have_is_not_made() -> None:
+def test_kernels_a_chip_does_not_have_are_refused() -> None:
     """Kernels assert that their chip has them; settings refuse it before."""
-    having = {
+    chips_by_kernel = {
         npu.LaserKernel: "A2 A3",
         npu_quant.NpuBlockQuantizer: "A5",
         npu_quant.NpuFp8Attention: "A5",
         block_sparse.RainKernelV2: "A2 A3",
         block_sparse.RainKernelV3: "A2 A3 A5",
     }
-    for make, chips in having.items():
+    for make, chips in chips_by_kernel.items():
         for name in ("Duo", "A2", "A3", "A5"):
             if name in chips.split():
-                make(target(name))
+                make(make_target(name))
             else:
                 with pytest.raises(AssertionError, match=f"{name} has no"):
-                    make(target(name))
+                    make(make_target(name))
 
 
-def test_block_quantise(chip: Choose, calls: list[Any]) -> None:
+def test_block_quantizer(chip: Choose, calls: list[Any]) -> None:
     """Against an explicit computation: each block's largest value becomes 448."""
     chip("A5")
-    quantise = npu_quant.NpuBlockQuantizer(target("A5"))
+    quantize = npu_quant.NpuBlockQuantizer(make_target("A5"))
     for rows, size in ((128, 64), (256, 64), (128, 128), (256, 128)):
-        x = qkv(300, 300, heads=3, size=size, batch=2)[0]
+        x = make_qkv(300, 300, heads=3, size=size, batch=2)[0]
         calls.clear()
-        found = quantise(x, rows)
+        quantized = quantize(x, rows)
         for b, n, (i, first) in product(range(2), range(3), enumerate(range(0, 300, rows))):
             block = x[b, first : first + rows, n].float()
             scale = block.abs().max() / 448
-            assert found.scale is not None and found.scale[b, i, n, 0] == scale
-            values = found.values[b, first : first + rows, n]
+            assert quantized.scale is not None and quantized.scale[b, i, n, 0] == scale
+            values = quantized.values[b, first : first + rows, n]
             assert torch.equal(values.float(), (block / scale).to(values.dtype).float())
-        assert found.rows_per_scale == rows and found.values.dtype == torch.float8_e4m3fn
-        assert names(calls) == ["npu_dynamic_block_quant"] * 2
-        assert found.values.transpose(1, 2).is_contiguous()  # the layout of the attention kernel
+        assert quantized.rows_per_scale == rows and quantized.values.dtype == torch.float8_e4m3fn
+        assert list_call_names(calls) == ["npu_dynamic_block_quant"] * 2
+        assert quantized.values.transpose(
+            1, 2
+        ).is_contiguous()  # the layout of the attention kernel
 
 
 class WanSelfAttention(nn.Module):
@@ -146,7 +150,7 @@ class WanSelfAttention(nn.Module):
         self.q, self.num_heads, self.head_dim = nn.Linear(8, heads * size), heads, size
 
 
-def vendor_fp8(heads: int, size: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+def make_mindiesd_fp8(heads: int, size: int, dtype: torch.dtype) -> Callable[..., Tensor]:
     """Make mindiesd's FP8 attention by its online quantization (W16A16F8)."""
     import mindiesd
 
@@ -159,67 +163,73 @@ def vendor_fp8(heads: int, size: int, dtype: torch.dtype) -> Callable[..., Tenso
     return mindiesd.quantize(holder, online_config=config, dtype=dtype)["self_attn"].fa_quant
 
 
-def our_fp8(size: int, dtype: torch.dtype) -> Fp8Attention:
-    quantiser = Fp8Quantizer(Rotations(size), npu_quant.NpuBlockQuantizer(target("A5")), "npu")
-    return Fp8Attention(quantiser, dtype, npu_quant.NpuFp8Attention(target("A5")))
+def make_wan_fp8(size: int, dtype: torch.dtype) -> Fp8Attention:
+    quantizer = Fp8Quantizer(Rotations(size), npu_quant.NpuBlockQuantizer(make_target("A5")), "npu")
+    return Fp8Attention(quantizer, dtype, npu_quant.NpuFp8Attention(make_target("A5")))
 
 
 def test_fp8_is_that_of_mindiesd(chip: Choose, calls: list[Any]) -> None:
     chip("A5")
     for size, dtype in SIZES:
-        q, k, v = qkv(400, 400, size=size, dtype=dtype)
-        vendor = vendor_fp8(2, size, dtype)
+        q, k, v = make_qkv(400, 400, size=size, dtype=dtype)
+        vendor = make_mindiesd_fp8(2, size, dtype)
         calls.clear()
-        want = vendor(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-        theirs = [*calls]
+        expected = vendor(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        vendor_calls = [*calls]
         calls.clear()
-        out = attend(our_fp8(size, dtype), q, k, v, None)
-        assert out.dtype == dtype and torch.equal(out, want)
-        assert calls[-1] == theirs[-1] and sorted(names(calls)) == sorted(names(theirs))
+        out = run_backend(make_wan_fp8(size, dtype), q, k, v, None)
+        assert out.dtype == dtype and torch.equal(out, expected)
+        assert calls[-1] == vendor_calls[-1] and sorted(list_call_names(calls)) == sorted(
+            list_call_names(vendor_calls)
+        )
         assert calls[-1].name == "mindiesd.fused_infer_attention_score_v2"
-        assert 1e-4 < worst(out, exact(q, k, v)) < 5e-2
+        assert 1e-4 < max_error(out, compute_attention(q, k, v)) < 5e-2
 
 
 def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None:
     """Blocks, heads and samples alone have the same bits; K/V are quantized once."""
     chip("A5")
-    method = our_fp8(64, BF16)
-    q, k, v = qkv(300, 300, heads=3, batch=2)
-    whole = attend(method, q, k, v, None)
+    method = make_wan_fp8(64, BF16)
+    q, k, v = make_qkv(300, 300, heads=3, batch=2)
+    full_output = run_backend(method, q, k, v, None)
     calls.clear()
     by_blocks = method.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), None)
     parts = [by_blocks(AttentionInput(q[:, a:b]), a) for a, b in ((0, 128), (128, 256), (256, 300))]
-    assert torch.equal(torch.cat(parts, 1), whole)
-    assert names(calls).count("npu_dynamic_block_quant") == 2 * (2 + 3)  # samples x (k, v, blocks)
+    assert torch.equal(torch.cat(parts, 1), full_output)
+    assert list_call_names(calls).count("npu_dynamic_block_quant") == 2 * (
+        2 + 3
+    )  # samples x (k, v, blocks)
     part = (slice(1, 2), slice(None), slice(1, 3))
-    assert torch.equal(attend(method, q[part], k[part], v[part], None), whole[part])
+    assert torch.equal(run_backend(method, q[part], k[part], v[part], None), full_output[part])
 
 
 def test_fp8_takes_any_strides(chip: Choose) -> None:
     """Strides as after an exchange: values and scales with tokens first."""
     chip("A5")
-    quantise = npu_quant.NpuBlockQuantizer(target("A5"))
-    kernel = npu_quant.NpuFp8Attention(target("A5"))
-    q, k, v = (quantise(x, rows) for x, rows in zip(qkv(200, 400), (128, 256, 256), strict=True))
-    whole = kernel(q, k, v, BF16)
+    quantize = npu_quant.NpuBlockQuantizer(make_target("A5"))
+    kernel = npu_quant.NpuFp8Attention(make_target("A5"))
+    q, k, v = (
+        quantize(x, rows) for x, rows in zip(make_qkv(200, 400), (128, 256, 256), strict=True)
+    )
+    output = kernel(q, k, v, BF16)
     first, second, third = (x.map(Tensor.contiguous) for x in (q, k, v))
-    assert torch.equal(kernel(first, second, third, BF16), whole)
-    want = exact(*(x.dequantize(torch.float64) for x in (q, k, v)))
-    assert worst(whole, want) < BOUND[BF16]
+    assert torch.equal(kernel(first, second, third, BF16), output)
+    expected = compute_attention(*(x.dequantize(torch.float64) for x in (q, k, v)))
+    assert max_error(output, expected) < BOUND[BF16]
 
 
-def clocks(log: Path) -> list[int]:
+def read_clock_frequencies(log: Path) -> list[int]:
     """Read the frequencies that a process and its watcher have set."""
-    facts = [json.loads(line)["facts"] for line in Path(f"{log}.0").read_text().splitlines()]
-    return [fact["freq"] for fact in facts if "freq" in fact]
+    call_facts = [json.loads(line)["facts"] for line in Path(f"{log}.0").read_text().splitlines()]
+    return [call_fact["freq"] for call_fact in call_facts if "freq" in call_fact]
 
 
 def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None:
     cap = FrequencyCap(1400, 1650)
-    kernel = npu.FusedKernel(target("A2"))
+    kernel = npu.FusedKernel(make_target("A2"))
     for _ in range(2):
         with cap:
-            kernel(*qkv(8, 8))
+            kernel(*make_qkv(8, 8))
     with pytest.raises(KeyError), cap:
         raise KeyError
     wrong = FrequencyCap(-1, 1650)  # mindiesd itself refuses, before anything ran
@@ -230,7 +240,7 @@ def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None
     assert clock == [1650] + once * 2 + [1400, 1650] + [1650, 1650]
 
 
-def ended_by(number: signal.Signals) -> int:
+def end_by_signal(number: signal.Signals) -> int:
     import torch_npu
 
     assert torch_npu.npu.is_available()
@@ -241,14 +251,16 @@ def ended_by(number: signal.Signals) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM], ids=lambda signal_number: signal_number.name
+)
 def test_clock_is_restored_in_the_middle_of_a_block(number: signal.Signals, tmp_path: Path) -> None:
     """After SIGKILL the watcher process restores the clock; torchrun sends SIGTERM."""
-    with Ranks([{"NPU_SIM_LOG": str(tmp_path / "log")}], ended_by, number) as process:
+    with Ranks([{"NPU_SIM_LOG": str(tmp_path / "log")}], end_by_signal, number) as process:
         assert (
             process.wait_for_exit() == [-number] and "went on" not in process.format_outputs()
         )  # and the watcher ends too
-    assert clocks(tmp_path / "log") == [1650, 1400, 1650]
+    assert read_clock_frequencies(tmp_path / "log") == [1650, 1400, 1650]
 
 
 def test_clock_is_restored_once_by_an_orderly_end(tmp_path: Path) -> None:
@@ -257,6 +269,8 @@ def test_clock_is_restored_once_by_an_orderly_end(tmp_path: Path) -> None:
         "with FrequencyCap(1400, 1650): pass"
     )
     env = os.environ | {"NPU_SIM_LOG": str(tmp_path / "log")}
-    done = subprocess.run([sys.executable, "-c", work], env=env, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr  # its outputs are closed: no process is left
-    assert clocks(tmp_path / "log") == [1650, 1400, 1650]
+    process = subprocess.run(
+        [sys.executable, "-c", work], env=env, capture_output=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr  # its outputs are closed: no process is left
+    assert read_clock_frequencies(tmp_path / "log") == [1650, 1400, 1650]

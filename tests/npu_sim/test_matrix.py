@@ -24,12 +24,12 @@ from tests.npu_sim.ranks import (
     KINDS,
     Grid,
     Kind,
-    arranged,
-    attend,
-    composed,
-    in_raster,
-    layer_of,
-    step_info,
+    make_layer,
+    make_ordered_qkv,
+    make_raster_qkv,
+    make_step_info,
+    run_backend,
+    select_kernels_for,
 )
 from wan import trace
 from wan.settings.attention_modes import TokenPlan
@@ -67,56 +67,64 @@ def compare_modes(case: Case, expected: Tensor) -> None:
     plan = TokenPlan(prod(grid), topology.world, multiple)
     out, valid = {}, plan.count_valid_tokens(dist.get_rank())
     for mode in ROWS:
-        chosen = composed(kind)
-        own = [shard(x, plan, torch.nan) for x in arranged(chosen, heads, grid)]
-        out[mode] = layer_of(topology, mode, chosen)(
-            *own, valid_len=prod(grid), step=step_info(kind, grid), layer=0
+        kernels = select_kernels_for(kind)
+        local_qkv = [shard(x, plan, torch.nan) for x in make_ordered_qkv(kernels, heads, grid)]
+        out[mode] = make_layer(topology, mode, kernels)(
+            *local_qkv, valid_len=prod(grid), step=make_step_info(kind, grid), layer=0
         )
-    for found in out.values():  # after the last exchange, which another rank would wait for
-        assert found.dtype == torch.bfloat16 and not found[:, valid:].any()
-    far = {
+    for output in out.values():  # after the last exchange, which another rank would wait for
+        assert output.dtype == torch.bfloat16 and not output[:, valid:].any()
+    errors = {
         "ranks from one": (out["0"].float() - shard(expected, plan, 0).float()).abs().max().item()
     }
     for mode, row in ROWS.items():
         if row.blocks == 1:
             assert torch.equal(out[mode], out["0"]), f"mode {mode} has other bits at {case}"
         else:
-            off = (out[mode].float() - out["0"].float()).abs().max().item()
-            far[f"mode {mode} from 0"] = off
+            max_difference = (out[mode].float() - out["0"].float()).abs().max().item()
+            errors[f"mode {mode} from 0"] = max_difference
     limit = 2 * ulp(expected) if kind.way in ("dense", "laser") else 0.0
-    assert all(error <= limit for error in far.values()), f"{far}, {limit} at {case}"
+    assert all(error <= limit for error in errors.values()), f"{errors}, {limit} at {case}"
 
 
-def of_one(kind: Kind, heads: int, grid: Grid) -> Tensor:
+def compute_on_one_process(kind: Kind, heads: int, grid: Grid) -> Tensor:
     """Run the kernel or backend on the full sequence and compare it with the oracle."""
-    chosen = composed(kind)
-    q, k, v = arranged(chosen, heads, grid)
-    step = replace(step_info(kind, grid), layer=0)
-    method = next((m for m in chosen.backends if m.applies_to(step)), None)
-    out = chosen.dense_kernel(q, k, v) if method is None else attend(method, q, k, v, step)
+    kernels = select_kernels_for(kind)
+    q, k, v = make_ordered_qkv(kernels, heads, grid)
+    step = replace(make_step_info(kind, grid), layer=0)
+    method = next((m for m in kernels.backends if m.applies_to(step)), None)
+    out = kernels.dense_kernel(q, k, v) if method is None else run_backend(method, q, k, v, step)
     if kind.way in BOUNDS:
-        want = (oracles.fp8 if kind.way == "fp8" else oracles.exact)(q, k, v)
+        expected = (
+            oracles.compute_fp8_attention if kind.way == "fp8" else oracles.compute_attention
+        )(q, k, v)
     else:
-        assert chosen.token_order is not None
-        whole = oracles.rainfusion(kind, *in_raster(heads, grid), grid)
-        want = whole[:, chosen.token_order(grid)].to(out.dtype)
+        assert kernels.token_order is not None
+        raster_output = oracles.compute_rainfusion(kind, *make_raster_qkv(heads, grid), grid)
+        expected = raster_output[:, kernels.token_order(grid)].to(out.dtype)
     largest, share = BOUNDS.get(kind.way, (0.0, 0.0))
-    found = oracles.worst(out, want), oracles.far(out, want)
-    assert found[0] <= largest and found[1] <= share, (kind.name, grid, found)
+    errors = oracles.max_error(out, expected), oracles.relative_rms_error(out, expected)
+    assert errors[0] <= largest and errors[1] <= share, (kind.name, grid, errors)
     return out
 
 
 @cache
-def alone(kind: Kind, heads: int, grid: Grid) -> Tensor:
-    return run_on_ranks(1, of_one, kind, heads, grid)[0]
+def compute_single_process_output(kind: Kind, heads: int, grid: Grid) -> Tensor:
+    return run_on_ranks(1, compute_on_one_process, kind, heads, grid)[0]
 
 
-def check(case: Case) -> None:
+def check_case(case: Case) -> None:
     topology, kind, heads, grid = case
-    run_on_ranks(topology.world, compare_modes, case, alone(kind, heads, grid), timeout=300)
+    run_on_ranks(
+        topology.world,
+        compare_modes,
+        case,
+        compute_single_process_output(kind, heads, grid),
+        timeout=300,
+    )
 
 
-def possible(topology: Topology, kind: Kind) -> bool:
+def is_possible(topology: Topology, kind: Kind) -> bool:
     """Exchange in FP8 needs Ulysses ranks; laser gathers, so one ring type is enough."""
     if kind.name == "laser":
         return topology.ring_type == "ring"
@@ -127,7 +135,7 @@ SHARED = (Topology(2, 2), Topology(2, 2, "bidirectional"))
 LINES = [*topologies(2), Topology(4, 1), Topology(1, 4), Topology(1, 4, "bidirectional")]
 
 
-def cases_of(index: int, kind: Kind) -> Iterator[Case]:
+def list_cases(index: int, kind: Kind) -> Iterator[Case]:
     """List cases of one process, a 2 x 2 layout and a one-dimensional layout; sizes take turns.
 
     Laser on a ring needs at least 8192 tokens and is tested in the slow test only.
@@ -135,50 +143,51 @@ def cases_of(index: int, kind: Kind) -> Iterator[Case]:
     if kind.name == "laser":
         yield Topology(2, 1), kind, 4, LASER_GRIDS[1][1]
         return
-    lines = [line for line in LINES if possible(line, kind)]
+    lines = [line for line in LINES if is_possible(line, kind)]
     for i, topology in enumerate((Topology(1, 1), SHARED[index % 2], lines[index % len(lines)])):
-        if possible(topology, kind):
+        if is_possible(topology, kind):
             heads = HEADS[(index + i) % 2] // (1 if topology.ulysses == 4 else 2)
             yield topology, kind, heads, GRIDS[(index + i) % 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_selected_combinations(kind: str) -> None:
-    for case in cases_of([*KINDS].index(kind), KINDS[kind]):
-        check(case)
+    for case in list_cases([*KINDS].index(kind), KINDS[kind]):
+        check_case(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "kind"),
-    [(t, kind) for t in topologies(1, 2, 4) for kind in KINDS.values() if possible(t, kind)],
+    [(t, kind) for t in topologies(1, 2, 4) for kind in KINDS.values() if is_possible(t, kind)],
     ids=lambda x: x.name if isinstance(x, Kind) else str(x),
 )
 def test_all_combinations(topology: Topology, kind: Kind) -> None:
     laser = kind.name == "laser"
     for heads in (2 * topology.ulysses,) if laser else HEADS:
         for grid in LASER_GRIDS[topology.ring] if laser else GRIDS:
-            check((topology, kind, heads, grid))
+            check_case((topology, kind, heads, grid))
 
 
-def exchanged(name: str, heads: int) -> list[tuple[str, bool, int]]:
+def compare_exchanges(name: str, heads: int) -> list[tuple[str, bool, int]]:
     """Return (mode, whether fused and split exchanges are bit-equal, copies of fused)."""
-    kind, grid, found = KINDS[name], GRIDS[0], []
-    chosen = composed(kind)
+    kind, grid, results = KINDS[name], GRIDS[0], []
+    kernels = select_kernels_for(kind)
     plan = TokenPlan(prod(grid), 2, kind.attention.row_multiple(1))
-    own = [shard(x, plan, torch.nan) for x in arranged(chosen, heads, grid)]
-    known = {"valid_len": prod(grid), "step": step_info(kind, grid), "layer": 0}
+    local_qkv = [shard(x, plan, torch.nan) for x in make_ordered_qkv(kernels, heads, grid)]
+    call_kwargs = {"valid_len": prod(grid), "step": make_step_info(kind, grid), "layer": 0}
     for mode in ROWS:
         split, fused = (
-            layer_of(Topology(2, 1), mode, composed(kind), exchange) for exchange in EXCHANGES
+            make_layer(Topology(2, 1), mode, select_kernels_for(kind), exchange)
+            for exchange in EXCHANGES
         )
-        expected, events = split(*own, **known), list[trace.Event]()
+        expected, events = split(*local_qkv, **call_kwargs), list[trace.Event]()
         recorder = trace.Recorder((0,), trace.HostClock(), events.extend)
         with trace.use_recorder(recorder), trace.record_step(0, "dit"):
-            out = fused(*own, **known)
+            out = fused(*local_qkv, **call_kwargs)
         copies = sum(event.kind == "copy" for event in events)
-        found.append((mode, torch.equal(out, expected), copies))
-    return found
+        results.append((mode, torch.equal(out, expected), copies))
+    return results
 
 
 @pytest.mark.parametrize("name", ["dense", "fp8", "fp8-transport", "v2", "v3-fp8"])
@@ -186,9 +195,9 @@ def test_one_exchange_gives_operators_what_they_take(name: str) -> None:
     """Each chunk copies q, k, v once; values quantized before the exchange need no copy."""
     tensors = 0 if name == "fp8-transport" else 3
     for heads, chunks in ((8, 4), (5, 2)):
-        for found in run_on_ranks(2, exchanged, name, heads):
-            for mode, same, copies in found:
-                assert same, f"mode {mode}, {heads} heads"
+        for results in run_on_ranks(2, compare_exchanges, name, heads):
+            for mode, is_equal, copies in results:
+                assert is_equal, f"mode {mode}, {heads} heads"
                 assert copies == tensors * (1 if mode == "0" else chunks), (
                     f"mode {mode}, {heads} heads"
                 )

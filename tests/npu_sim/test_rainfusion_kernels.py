@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.npu_sim import oracles
-from tests.npu_sim.ranks import KINDS, Grid, Kind, attend, in_raster, target
+from tests.npu_sim.ranks import KINDS, Grid, Kind, make_raster_qkv, make_target, run_backend
 from wan.kernels.base import AttentionInput, StepInfo
 from wan.kernels.npu import block_sparse
 from wan.kernels.rainfusion import RainFusionAttention
@@ -25,23 +25,25 @@ CASES += [((4, 13, 11), 0.0)]
 WAYS = [KINDS["v2"], KINDS["v3"]._replace(chip="A3"), KINDS["v3-A5"], KINDS["v3-fp8"]]
 
 
-def ours(kind: Kind, sparsity: float, size: int = 64) -> RainFusionAttention:
+def make_backend(kind: Kind, sparsity: float, size: int = 64) -> RainFusionAttention:
     """Make the backend selected for a chip. size: of heads."""
-    asked = replace(kind.attention, sparsity=sparsity, sparse_start_step=0)
-    method = select_kernels(asked, target(kind.chip, size), {}).backends[0]
+    attention_settings = replace(kind.attention, sparsity=sparsity, sparse_start_step=0)
+    method = select_kernels(attention_settings, make_target(kind.chip, size), {}).backends[0]
     assert isinstance(method, RainFusionAttention)
     return method
 
 
-def call(grid: Grid) -> StepInfo:
+def make_step_info(grid: Grid) -> StepInfo:
     return StepInfo(0, 1, "cond", "low", grid, grid[0] * grid[1] * grid[2], layer=0)
 
 
-def in_order(way: RainFusionAttention, qkv: tuple[Tensor, Tensor, Tensor], grid: Grid) -> Tensor:
+def run_in_window_order(
+    backend: RainFusionAttention, qkv: tuple[Tensor, Tensor, Tensor], grid: Grid
+) -> Tensor:
     """Attend to tokens in raster order by reordering them to windows and back."""
     order = make_window_order(grid)
     q, k, v = (x[:, order] for x in qkv)
-    return attend(way, q, k, v, call(grid))[:, order.argsort()]
+    return run_backend(backend, q, k, v, make_step_info(grid))[:, order.argsort()]
 
 
 @pytest.mark.parametrize("kind", WAYS, ids=lambda kind: f"{kind.way}-{kind.chip}")
@@ -56,16 +58,16 @@ def test_bits_of_mindiesd(kind: Kind, chip: Choose, calls: list[Any]) -> None:
         forms = [(64, torch.float16), (128, torch.bfloat16)]
     for grid, sparsity in CASES:
         for size, dtype in forms:
-            qkv = in_raster(2, grid, size, dtype)
+            qkv = make_raster_qkv(2, grid, size, dtype)
             calls.clear()
-            want = oracles.rainfusion(kind, *qkv, grid, sparsity).to(dtype)
-            theirs = [*calls]
+            expected = oracles.compute_rainfusion(kind, *qkv, grid, sparsity).to(dtype)
+            vendor_calls = [*calls]
             calls.clear()
-            out = in_order(ours(kind, sparsity, size), qkv, grid)
-            assert out.dtype == dtype and torch.equal(out, want), (grid, sparsity, size)
-            assert calls[-1].name == operator and len(calls) == len(theirs)
+            out = run_in_window_order(make_backend(kind, sparsity, size), qkv, grid)
+            assert out.dtype == dtype and torch.equal(out, expected), (grid, sparsity, size)
+            assert calls[-1].name == operator and len(calls) == len(vendor_calls)
             assert (calls[-1].shapes[:3], calls[-1].dtypes, calls[-1].facts) == (
-                theirs[-1].shapes[:3], theirs[-1].dtypes, theirs[-1].facts,
+                vendor_calls[-1].shapes[:3], vendor_calls[-1].dtypes, vendor_calls[-1].facts,
             )  # fmt: skip
 
 
@@ -73,9 +75,11 @@ def test_bits_of_mindiesd(kind: Kind, chip: Choose, calls: list[Any]) -> None:
 def test_nothing_left_out_is_dense(kind: Kind, chip: Choose) -> None:
     chip(kind.chip)
     grid = (3, 8, 21)
-    qkv = in_raster(2, grid)
+    qkv = make_raster_qkv(2, grid)
     bound = 6e-2 if kind.way == "v3-fp8" else 3e-3
-    error = oracles.far(in_order(ours(kind, 0.0), qkv, grid), oracles.exact(*qkv))
+    error = oracles.relative_rms_error(
+        run_in_window_order(make_backend(kind, 0.0), qkv, grid), oracles.compute_attention(*qkv)
+    )
     assert bound / 3 < error < bound
 
 
@@ -84,22 +88,29 @@ def test_each_sample_and_each_block_by_itself(kind: Kind, chip: Choose) -> None:
     """mindiesd's v2 uses the first sample's mask for all; `wan` has one for each sample."""
     chip(kind.chip)
     grid = (4, 13, 16)  # and the masks of the samples differ
-    q, k, v = (x[:, make_window_order(grid)] for x in in_raster(2, grid, batch=2))
-    way = ours(kind, 0.64)
-    whole = attend(way, q, k, v, call(grid))
+    q, k, v = (x[:, make_window_order(grid)] for x in make_raster_qkv(2, grid, batch=2))
+    backend = make_backend(kind, 0.64)
+    full_output = run_backend(backend, q, k, v, make_step_info(grid))
     for b in range(2):
-        one = slice(b, b + 1)
-        assert torch.equal(whole[one], attend(way, q[one], k[one], v[one], call(grid)))
-    by_blocks = way.prepare_kv(AttentionInput(q), AttentionInput(k), AttentionInput(v), call(grid))
+        sample = slice(b, b + 1)
+        assert torch.equal(
+            full_output[sample],
+            run_backend(backend, q[sample], k[sample], v[sample], make_step_info(grid)),
+        )
+    by_blocks = backend.prepare_kv(
+        AttentionInput(q), AttentionInput(k), AttentionInput(v), make_step_info(grid)
+    )
     cuts = ((0, 256), (256, 384), (384, q.shape[1]))
     parts = [by_blocks(AttentionInput(q[:, a:b]), a) for a, b in cuts]
-    assert torch.equal(torch.cat(parts, 1), whole)
+    assert torch.equal(torch.cat(parts, 1), full_output)
     head = (slice(None), slice(None), slice(1, 2))
-    assert torch.equal(attend(way, q[head], k[head], v[head], call(grid)), whole[head])
+    assert torch.equal(
+        run_backend(backend, q[head], k[head], v[head], make_step_info(grid)), full_output[head]
+    )
 
 
 def test_v2_takes_no_wide_blocks(chip: Choose) -> None:
     q = AttentionInput(torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16))
     mask = torch.ones(1, 2, 2, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="blocks of 128 keys, not 256"):
-        block_sparse.RainKernelV2(target("A2"))(q, q, q, mask, 256)
+        block_sparse.RainKernelV2(make_target("A2"))(q, q, q, mask, 256)

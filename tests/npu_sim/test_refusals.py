@@ -28,18 +28,18 @@ def ones(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     return torch.ones(*shape, dtype=dtype)
 
 
-def three(dtype: torch.dtype, *shape: int) -> Named:
+def make_qkv_arguments(dtype: torch.dtype, *shape: int) -> Named:
     return {name: zeros(*shape, dtype=dtype) for name in ("query", "key", "value")}
 
 
-def fp8_attention() -> Named:
-    named = three(FP8, 1, 2, 300, 64) | {"num_query_heads": 2, "input_layout": "BNSD"}
+def make_fp8_arguments() -> Named:
+    named = make_qkv_arguments(FP8, 1, 2, 300, 64) | {"num_query_heads": 2, "input_layout": "BNSD"}
     for name, blocks in (("query", 3), ("key", 2), ("value", 2)):
         named |= {f"{name}_quant_mode": 7, f"dequant_scale_{name}": ones(1, 2, blocks, 1)}
     return named | {"out_dtype": BF16}
 
 
-SPARSE = three(BF16, 1, 2, 200, 64) | {
+SPARSE = make_qkv_arguments(BF16, 1, 2, 200, 64) | {
     "block_sparse_mask": ones(1, 2, 2, 2, dtype=torch.int8),
     "num_key_value_heads": 2,
 }
@@ -50,7 +50,8 @@ CALLS: dict[str, tuple[str, Callable[..., Any], Named, tuple[Named, ...]]] = {
     "dense": (
         "A2 A3 A5",
         torch_npu.npu_fusion_attention,
-        three(BF16, 1, 2, 8, 64) | {"head_num": 2, "input_layout": "BNSD", "scale": 1.0},
+        make_qkv_arguments(BF16, 1, 2, 8, 64)
+        | {"head_num": 2, "input_layout": "BNSD", "scale": 1.0},
         (
             {"input_layout": "SBND"},
             {"head_num": 4},
@@ -66,11 +67,11 @@ CALLS: dict[str, tuple[str, Callable[..., Any], Named, tuple[Named, ...]]] = {
     "laser": (
         "A2 A3",
         ops.la,
-        three(F16, 1, 2, 256, 128) | {"head_num": 2},
+        make_qkv_arguments(F16, 1, 2, 256, 128) | {"head_num": 2},
         (
-            three(BF16, 1, 2, 256, 128),
-            three(F16, 1, 2, 200, 128),
-            three(F16, 1, 2, 256, 64),
+            make_qkv_arguments(BF16, 1, 2, 256, 128),
+            make_qkv_arguments(F16, 1, 2, 200, 128),
+            make_qkv_arguments(F16, 1, 2, 256, 64),
             {"key": zeros(1, 256, 2, 128, dtype=F16).transpose(1, 2)},
             {"head_num": 1},
             {"input_layout": "BSND"},
@@ -80,14 +81,14 @@ CALLS: dict[str, tuple[str, Callable[..., Any], Named, tuple[Named, ...]]] = {
     "FP8": (
         "A5",
         ops.fused_infer_attention_score_v2,
-        fp8_attention(),
+        make_fp8_arguments(),
         (
             {"dequant_scale_query": ones(1, 2, 2, 1)},
             {"dequant_scale_key": ones(1, 2, 3, 1)},
             {"dequant_scale_value": ones(1, 2, 2, 1, dtype=BF16)},
             {"query": zeros(1, 2, 300, 64)},
             {"query": zeros(1, 300, 2, 64).to(FP8).transpose(1, 2)},
-            three(FP8, 1, 2, 300, 32),
+            make_qkv_arguments(FP8, 1, 2, 300, 32),
             {"atten_mask": zeros(300, 300, dtype=torch.bool)},
             {"return_softmax_lse": True},
             {"actual_seq_qlen": [300]},
@@ -113,7 +114,7 @@ CALLS: dict[str, tuple[str, Callable[..., Any], Named, tuple[Named, ...]]] = {
     "RainFusion v2": (
         "A2 A3",
         ops.rainfusionattention,
-        three(BF16, 128, 2, 64)
+        make_qkv_arguments(BF16, 128, 2, 64)
         | {
             "select_idx": zeros(1, 2, 1, dtype=torch.int64),
             "select_num_idx": ones(1, 2, dtype=torch.int64),
@@ -181,7 +182,7 @@ CALLS: dict[str, tuple[str, Callable[..., Any], Named, tuple[Named, ...]]] = {
 }
 
 
-def refused(operation: Callable[..., Any], named: Named) -> bool:
+def is_refused(operation: Callable[..., Any], named: Named) -> bool:
     try:
         operation(**named)
     except RuntimeError as error:
@@ -191,14 +192,14 @@ def refused(operation: Callable[..., Any], named: Named) -> bool:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    failures = []
     for name, (chips, operation, works, wrongs) in CALLS.items():
         for chip, soc in SOC.items():
             monkeypatch.setenv("NPU_SIM_SOC", soc)
-            if refused(operation, works) == (chip in chips.split()):
-                found.append(f"{name} on {chip}")
+            if is_refused(operation, works) == (chip in chips.split()):
+                failures.append(f"{name} on {chip}")
         monkeypatch.setenv("NPU_SIM_SOC", SOC[chips.split()[-1]])
         for i, wrong in enumerate(wrongs):
-            if not refused(operation, works | wrong):
-                found.append(f"{name}, wrong call {i}")
-    assert not found
+            if not is_refused(operation, works | wrong):
+                failures.append(f"{name}, wrong call {i}")
+    assert not failures

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.dist import run_on_ranks
 from tests.npu_sim import checkpoint
-from tests.npu_sim.latents import composed, latents
+from tests.npu_sim.latents import build_run, make_latents
 from wan.checkpoint.load import keep_sources
 from wan.checkpoint.source import TensorSource
 from wan.pipeline import residency
@@ -41,7 +41,7 @@ class Streams(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
-        self.late: list[Any] = []  # work of the copy stream that has not run yet
+        self.pending_copies: list[Any] = []  # work of the copy stream that has not run yet
         self.copying = False
         self.events = 0
 
@@ -49,7 +49,7 @@ class Streams(TorchFunctionMode):
         if func is Tensor.copy_ and self.copying:
             target, part = args[:2]
             self.log.append(f"copy {int(part.view(torch.float32)[0])}")
-            self.late.append(lambda: target.copy_(part))
+            self.pending_copies.append(lambda: target.copy_(part))
             return target
         return func(*args, **(kwargs or {}))
 
@@ -66,7 +66,7 @@ class Streams(TorchFunctionMode):
                 on_copies = isinstance(stream, Stream)
                 streams.log.append(f"{'mark' if on_copies else 'done'} {self.name}")
                 if on_copies:
-                    self.after = len(streams.late)
+                    self.after = len(streams.pending_copies)
 
         class Stream:
             def __init__(self, device: Any = None) -> None: ...
@@ -77,8 +77,8 @@ class Streams(TorchFunctionMode):
         class Computing:
             def wait_event(self, event: Event) -> None:
                 streams.log.append(f"behind {event.name}")
-                while streams.late[: event.after]:
-                    streams.late.pop(0)()
+                while streams.pending_copies[: event.after]:
+                    streams.pending_copies.pop(0)()
                     event.after -= 1
 
         @contextmanager
@@ -105,7 +105,7 @@ class Blocks(nn.Module):
         return x
 
 
-def recorded(
+def record_forwards(
     count: int, resident: int, forwards: Sequence[int | None], slab: int = residency._SLAB_BYTES
 ) -> list[str]:
     """Run forwards of so many blocks each; return the log of each as a string."""
@@ -117,19 +117,19 @@ def recorded(
     adapt = stream_blocks(
         keep_sources, "blocks", NPU, lambda *_: torch.float32, lambda *_: resident
     )
-    found = []
+    logs = []
     with streams.installed(), mock.patch.object(residency, "_SLAB_BYTES", slab):
         adapt(network, sources)
         for index, block in enumerate(network.blocks):
-            say = lambda *_, index=index: streams.log.append(str(index + 1))  # noqa: E731
-            block.register_forward_pre_hook(say)
+            log_block = lambda *_, index=index: streams.log.append(str(index + 1))  # noqa: E731
+            block.register_forward_pre_hook(log_block)
         for last in forwards:
             streams.log.clear()
             result = network(torch.zeros(64), last)
             computed = range(1, (last or count) + 1)
             assert result.tolist() == [float(sum(computed))] * 64
-            found.append(", ".join(streams.log))
-    return found
+            logs.append(", ".join(streams.log))
+    return logs
 
 
 def test_the_order_of_copies_events_and_blocks() -> None:
@@ -138,7 +138,7 @@ def test_the_order_of_copies_events_and_blocks() -> None:
     A and B are the events of the first buffer (copy complete, block done), C and D those of the
     second. After the last block the first one of the next forward is copied.
     """
-    first, second, third = recorded(3, 0, [None] * 3)
+    first, second, third = record_forwards(3, 0, [None] * 3)
     assert first == (
         "wait B, copy 1, mark A, wait D, copy 2, mark C, behind A, 1, done B, "
         "wait B, copy 3, mark A, behind C, 2, done D, "
@@ -154,15 +154,15 @@ def test_the_order_of_copies_events_and_blocks() -> None:
 
 def test_skipped_blocks_are_not_copied() -> None:
     """Only the first block computes: it stays in its buffer."""
-    _, skipped, again, whole = recorded(4, 0, [None, 1, 1, None])
-    assert skipped.count("copy") == 1 and again.count("copy") == 0
-    assert whole.count("copy") == 3, "of 3, of 4, and of 1 for the next forward"
+    _, skipped, skipped_again, full_forward = record_forwards(4, 0, [None, 1, 1, None])
+    assert skipped.count("copy") == 1 and skipped_again.count("copy") == 0
+    assert full_forward.count("copy") == 3, "of 3, of 4, and of 1 for the next forward"
 
 
 def test_copies_have_the_time_of_resident_blocks() -> None:
     """Blocks 1, 3 and 5 of six are resident: the copy of 6 is started before 3, not before 4."""
-    _, found = recorded(6, 3, [None, None])
-    assert found == (
+    _, forward_log = record_forwards(6, 3, [None, None])
+    assert forward_log == (
         "wait B, copy 4, mark A, 1, behind C, 2, done D, "
         "wait D, copy 6, mark C, 3, behind A, 4, done B, "
         "wait B, copy 2, mark A, 5, behind C, 6, done D"
@@ -171,71 +171,85 @@ def test_copies_have_the_time_of_resident_blocks() -> None:
 
 def test_two_blocks_or_fewer_have_nothing_to_wait_for() -> None:
     for resident in (1, 2, 3, 9):
-        assert recorded(3, resident, [None, None]) == ["1, 2, 3"] * 2
+        assert record_forwards(3, resident, [None, None]) == ["1, 2, 3"] * 2
 
 
 def test_blocks_may_end_amid_a_slab_of_host_memory() -> None:
     """Blocks of 512 bytes in slabs of 384 are copied in parts."""
-    found = recorded(3, 0, [None] * 2, slab=384)
-    assert found[1].count("copy") > 3
+    logs = record_forwards(3, 0, [None] * 2, slab=384)
+    assert logs[1].count("copy") > 3
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A t2v-A14B of five layers with a head size that NPU kernels support."""
-    return checkpoint.make(tmp_path_factory.mktemp("deep") / "checkpoint", heads=4, layers=5)
+    return checkpoint.make_rig_checkpoint(
+        tmp_path_factory.mktemp("deep") / "checkpoint", heads=4, layers=5
+    )
 
 
-ASKED = "--task t2v-A14B --device npu --size 64*64 --frame_num 5 --sample_steps 3 --base_seed 7"
+COMMON_FLAGS = (
+    "--task t2v-A14B --device npu --size 64*64 --frame_num 5 --sample_steps 3 --base_seed 7"
+)
 
 
 @pytest.mark.dist
 def test_latents_are_those_of_whole_networks(deep: Path) -> None:
     """Two experts and both branches of guidance."""
-    argv = [*ASKED.split(), "--ckpt_dir", str(deep)]
-    (expected,) = run_on_ranks(1, latents, [*argv, "--offload_model", "false"], "A2")
+    argv = [*COMMON_FLAGS.split(), "--ckpt_dir", str(deep)]
+    (expected,) = run_on_ranks(1, make_latents, [*argv, "--offload_model", "false"], "A2")
     for way in ("cpu", "block", "block --resident_blocks 0", "block --resident_blocks 2"):
-        (found,) = run_on_ranks(1, latents, [*argv, "--offload_model", *way.split()], "A2")
-        assert torch.equal(found, expected) and found.isfinite().all(), way
+        (actual,) = run_on_ranks(1, make_latents, [*argv, "--offload_model", *way.split()], "A2")
+        assert torch.equal(actual, expected) and actual.isfinite().all(), way
 
 
 @pytest.mark.dist
 def test_one_network_is_on_the_device(deep: Path) -> None:
     """Loading one expert frees the other, which returns when called; finally both are freed."""
-    argv = [*ASKED.split(), "--ckpt_dir", str(deep), "--offload_model"]
-    (expected,) = run_on_ranks(1, latents, [*argv, "false"], "A2")
-    ((seen, found),) = run_on_ranks(1, switched, [*argv, "cpu"])
-    assert seen == [[True], [False, True], [True, False], [False, False]]
-    assert torch.equal(found, expected)
+    argv = [*COMMON_FLAGS.split(), "--ckpt_dir", str(deep), "--offload_model"]
+    (expected,) = run_on_ranks(1, make_latents, [*argv, "false"], "A2")
+    ((residency_states, actual),) = run_on_ranks(1, record_residency, [*argv, "cpu"])
+    assert residency_states == [[True], [False, True], [True, False], [False, False]]
+    assert torch.equal(actual, expected)
 
 
-def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
+def record_residency(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
     """Record which experts are resident: after each load, after a call, and after a run."""
-    asked, pipeline = composed(argv, "A2")
-    networks, found = [], []
+    run_settings, pipeline = build_run(argv, "A2")
+    networks, residency_states = [], []
 
-    def look() -> None:
-        found.append([bool(x.head.head.weight.isfinite().all()) for x in networks])
+    def record_state() -> None:
+        residency_states.append([bool(x.head.head.weight.isfinite().all()) for x in networks])
 
-    for name in asked.params.preset.experts:
+    for name in run_settings.params.preset.experts:
         networks.append(pipeline.experts.get(name))
-        look()
-    networks[0].register_forward_hook(lambda *_: look() if len(found) < 3 else None)
-    embeds = torch.randn(4, asked.setup.checkpoint.config["text_dim"])
-    kept = weakref.ref(embeds)
-    pipeline.generate_latents(asked.params, Inputs(prompt_embeds=embeds))
+        record_state()
+    networks[0].register_forward_hook(
+        lambda *_: record_state() if len(residency_states) < 3 else None
+    )
+    embeds = torch.randn(4, run_settings.setup.checkpoint.config["text_dim"])
+    embeds_ref = weakref.ref(embeds)
+    pipeline.generate_latents(run_settings.params, Inputs(prompt_embeds=embeds))
     del embeds
-    assert kept() is None, "the text is not kept on the device either"
-    made = pipeline.generate_latents(asked.params)
-    look()
-    return found, made
+    assert embeds_ref() is None, "the text is not kept on the device either"
+    video_latents = pipeline.generate_latents(run_settings.params)
+    record_state()
+    return residency_states, video_latents
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_each_rank_streams_its_own(deep: Path) -> None:
-    argv = [*ASKED.split(), "--ckpt_dir", str(deep), "--ulysses_size", "2", "--comm_type", "1"]
-    expected = run_on_ranks(2, latents, [*argv, "--offload_model", "true"], "A2")
+def test_each_rank_streams_its_blocks(deep: Path) -> None:
+    argv = [
+        *COMMON_FLAGS.split(),
+        "--ckpt_dir",
+        str(deep),
+        "--ulysses_size",
+        "2",
+        "--comm_type",
+        "1",
+    ]
+    expected = run_on_ranks(2, make_latents, [*argv, "--offload_model", "true"], "A2")
     for way in ("cpu", "block --resident_blocks 1"):
-        found = run_on_ranks(2, latents, [*argv, "--offload_model", *way.split()], "A2")
-        assert all(map(torch.equal, found, expected))
+        actual = run_on_ranks(2, make_latents, [*argv, "--offload_model", *way.split()], "A2")
+        assert all(map(torch.equal, actual, expected))

@@ -18,95 +18,102 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.dist import Ranks, make_rank_envs
 from tests.npu_sim import oracles
-from tests.npu_sim.oracles import exact, made
+from tests.npu_sim.oracles import compute_attention, make_random
 
 ops = torch.ops.mindiesd
 NPU = torch.device("npu", 1)
 HALF = {"rtol": 2e-2, "atol": 2e-3}  # of a bfloat16 result
 
 
-def qkv(rows: int = 300, keys: int = 200, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def make_qkv(rows: int = 300, keys: int = 200, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Make contiguous q, k, v [1,2,S,64]."""
-    return [x.transpose(1, 2).contiguous() for x in oracles.qkv(rows, keys, dtype=dtype)]
+    return [x.transpose(1, 2).contiguous() for x in oracles.make_qkv(rows, keys, dtype=dtype)]
 
 
-def fused(*qkv: Tensor, layout: str = "BNSD", **more: Any) -> Any:
-    heads = more.pop("head_num", 2)
-    return torch_npu.npu_fusion_attention(*qkv, heads, layout, **{"scale": 0.125} | more)
+def run_fused_attention(*qkv: Tensor, layout: str = "BNSD", **extra_kwargs: Any) -> Any:
+    heads = extra_kwargs.pop("head_num", 2)
+    return torch_npu.npu_fusion_attention(*qkv, heads, layout, **{"scale": 0.125} | extra_kwargs)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def compute_attention_BNSD(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute float64 attention of [B,N,S,D]."""
-    return exact(*(x.transpose(1, 2) for x in (q, k, v)), mask=mask).transpose(1, 2)
+    return compute_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=mask).transpose(1, 2)
 
 
-def near(found: Tensor, expected: Tensor, **limits: Any) -> None:
-    torch.testing.assert_close(found, expected.to(found.dtype), **limits)
+def check_close(actual: Tensor, expected: Tensor, **limits: Any) -> None:
+    torch.testing.assert_close(actual, expected.to(actual.dtype), **limits)
 
 
 def test_bits_do_not_depend_on_heads_and_aligned_cuts() -> None:
-    q, k, v = qkv(dtype=torch.bfloat16)
-    whole = fused(q, k, v)[0]
+    q, k, v = make_qkv(dtype=torch.bfloat16)
+    full_output = run_fused_attention(q, k, v)[0]
     for cut in (128, 256):
-        parts = [fused(x.contiguous(), k, v)[0] for x in (q[:, :, :cut], q[:, :, cut:])]
-        assert torch.equal(torch.cat(parts, 2), whole)
+        parts = [
+            run_fused_attention(x.contiguous(), k, v)[0] for x in (q[:, :, :cut], q[:, :, cut:])
+        ]
+        assert torch.equal(torch.cat(parts, 2), full_output)
     heads = [
-        fused(*(x[:, n : n + 1].contiguous() for x in (q, k, v)), head_num=1)[0] for n in range(2)
+        run_fused_attention(*(x[:, n : n + 1].contiguous() for x in (q, k, v)), head_num=1)[0]
+        for n in range(2)
     ]
-    assert torch.equal(torch.cat(heads, 1), whole)
+    assert torch.equal(torch.cat(heads, 1), full_output)
 
 
-def quantised(x_BNSD: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_blocks(x_BNSD: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return FP8 values and scales of the A5 operator, and the dequantized values."""
-    given = {"dst_type": torch.float8_e4m3fn, "row_block_size": rows}
-    payload, scale = torch_npu.npu_dynamic_block_quant(x_BNSD[0], **given)
-    meant = payload.float() * scale.repeat_interleave(rows, 1)[:, : payload.shape[1]]
-    return payload[None], scale[None], meant[None]
+    quant_kwargs = {"dst_type": torch.float8_e4m3fn, "row_block_size": rows}
+    payload, scale = torch_npu.npu_dynamic_block_quant(x_BNSD[0], **quant_kwargs)
+    dequantized = payload.float() * scale.repeat_interleave(rows, 1)[:, : payload.shape[1]]
+    return payload[None], scale[None], dequantized[None]
 
 
-def block_mask(rows: int, keys: int, k_rows: int = 128) -> tuple[Tensor, Tensor]:
+def make_block_mask(rows: int, keys: int, k_rows: int = 128) -> tuple[Tensor, Tensor]:
     """Make a random block mask [1,2,q,k] with a block in each row, and expand it to rows."""
     blocks = (-(-rows // 128), -(-keys // k_rows))
     mask = torch.rand(1, 2, *blocks, generator=torch.Generator().manual_seed(3)) < 0.5
     mask[..., 0] = True
-    spread = mask.repeat_interleave(128, 2).repeat_interleave(k_rows, 3)
-    return mask, spread[:, :, :rows, :keys]
+    row_mask = mask.repeat_interleave(128, 2).repeat_interleave(k_rows, 3)
+    return mask, row_mask[:, :, :rows, :keys]
 
 
 def test_rainfusion_by_table() -> None:
-    q, k, v = qkv(300, 520, torch.bfloat16)
-    mask, spread = block_mask(300, 520)
+    q, k, v = make_qkv(300, 520, torch.bfloat16)
+    mask, row_mask = make_block_mask(300, 520)
     counts = mask[0].sum(-1).T.contiguous()
     ids = torch.full((3, 2, 5), -1)
     for block, head in ((b, h) for b in range(3) for h in range(2)):
         chosen = mask[0, head, block].nonzero()[:, 0]
         ids[block, head, : len(chosen)] = chosen
-    want = plain(q, k, v, spread)
-    named: dict[str, Any] = {"head_num": 2, "scale": 0.125, "inner_precise": 0}
-    named |= {"actual_seq_qlen": [300], "actual_seq_kvlen": [520]}
+    expected = compute_attention_BNSD(q, k, v, row_mask)
+    attention_kwargs: dict[str, Any] = {"head_num": 2, "scale": 0.125, "inner_precise": 0}
+    attention_kwargs |= {"actual_seq_qlen": [300], "actual_seq_kvlen": [520]}
     rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
-    out = ops.rainfusionattention(*rows, ids, counts, [128, 128], **named)[0]
-    near(out, want[0].transpose(0, 1), **HALF)
-    named |= {"q_input_layout": "BNSD", "kv_input_layout": "BNSD"}
-    near(ops.rainfusionattention(q, k, v, ids, counts, [128, 128], **named)[0], want, **HALF)
+    out = ops.rainfusionattention(*rows, ids, counts, [128, 128], **attention_kwargs)[0]
+    check_close(out, expected[0].transpose(0, 1), **HALF)
+    attention_kwargs |= {"q_input_layout": "BNSD", "kv_input_layout": "BNSD"}
+    check_close(
+        ops.rainfusionattention(q, k, v, ids, counts, [128, 128], **attention_kwargs)[0],
+        expected,
+        **HALF,
+    )
 
 
 def test_block_sparse_by_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = qkv(300, 520, torch.bfloat16)
-    mask, spread = block_mask(300, 520)
-    named: dict[str, Any] = {"num_key_value_heads": 2, "scale_value": 0.125}
-    out = ops.block_sparse_attention(q, k, v, mask.to(torch.int8), **named)[0]
-    near(out, plain(q, k, v, spread), **HALF)
+    q, k, v = make_qkv(300, 520, torch.bfloat16)
+    mask, row_mask = make_block_mask(300, 520)
+    attention_kwargs: dict[str, Any] = {"num_key_value_heads": 2, "scale_value": 0.125}
+    out = ops.block_sparse_attention(q, k, v, mask.to(torch.int8), **attention_kwargs)[0]
+    check_close(out, compute_attention_BNSD(q, k, v, row_mask), **HALF)
     monkeypatch.setenv("NPU_SIM_SOC", "260")
-    mask, spread = block_mask(300, 520, 256)
-    parts = list(map(quantised, (q, k, v), (128, 256, 256)))
-    named |= {
+    mask, row_mask = make_block_mask(300, 520, 256)
+    parts = list(map(quantize_blocks, (q, k, v), (128, 256, 256)))
+    attention_kwargs |= {
         f"{name}_dequant_scale": scale for name, (_, scale, _) in zip("qkv", parts, strict=True)
     }
-    named |= {"block_shape": [128, 256], "inner_precise": 4}
-    payloads, _, meant = zip(*parts, strict=True)
-    out = ops.block_sparse_attention(*payloads, mask.to(torch.int8), **named)[0]
-    near(out, plain(*meant, mask=spread), **HALF)
+    attention_kwargs |= {"block_shape": [128, 256], "inner_precise": 4}
+    payloads, _, dequantized = zip(*parts, strict=True)
+    out = ops.block_sparse_attention(*payloads, mask.to(torch.int8), **attention_kwargs)[0]
+    check_close(out, compute_attention_BNSD(*dequantized, mask=row_mask), **HALF)
 
 
 def test_calls_are_logged_in_memory_and_per_rank(
@@ -114,8 +121,8 @@ def test_calls_are_logged_in_memory_and_per_rank(
 ) -> None:
     monkeypatch.setenv("NPU_SIM_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("RANK", "3")
-    fused(*qkv())
-    torch_npu.npu_rms_norm(made(2, 8), made(8))
+    run_fused_attention(*make_qkv())
+    torch_npu.npu_rms_norm(make_random(2, 8), make_random(8))
     lines = [json.loads(line) for line in (tmp_path / "log.3").read_text().splitlines()]
     assert [call.name for call in calls] == ["npu_fusion_attention", "npu_rms_norm"]
     assert [line["name"] for line in lines] == [call.name for call in calls]
@@ -125,7 +132,7 @@ def test_calls_are_logged_in_memory_and_per_rank(
 
 def test_tensors_of_the_npu_are_on_the_cpu() -> None:
     assert (NPU.type, NPU.index) == ("npu", 1) and torch.device("npu:1") == NPU
-    made: list[Tensor] = [
+    tensors: list[Tensor] = [
         torch.zeros(2, device=NPU),
         torch.empty(2, device="npu"),
         torch.tensor([1.0], device="npu:0"),
@@ -138,11 +145,11 @@ def test_tensors_of_the_npu_are_on_the_cpu() -> None:
         nn.Linear(2, 2, device="meta").to_empty(device=NPU).weight,
     ]
     with torch.device("npu"):
-        made.append(torch.ones(2))
-    thread = threading.Thread(target=lambda: made.append(torch.zeros(1, device=NPU)))
+        tensors.append(torch.ones(2))
+    thread = threading.Thread(target=lambda: tensors.append(torch.zeros(1, device=NPU)))
     thread.start()
     thread.join()
-    assert len(made) == 12 and {x.device.type for x in made} == {"cpu"}
+    assert len(tensors) == 12 and {x.device.type for x in tensors} == {"cpu"}
     assert torch.zeros(1, device="meta").device.type == "meta"
     assert isinstance(torch.default_generator, torch.Generator)
 
@@ -165,7 +172,7 @@ def test_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.device == NPU and event.query()
 
 
-def over_hccl() -> int:
+def run_over_hccl() -> int:
     rank = int(os.environ["RANK"])
     npu = torch.device("npu", rank)
     torch.npu.set_device(npu)
@@ -173,30 +180,30 @@ def over_hccl() -> int:
     mesh = init_device_mesh("npu", (1, 2), mesh_dim_names=("a", "b"))
     group = mesh["b"].get_group()
     assert dist.get_backend(group) == "hccl"
-    own = torch.arange(4.0, device=npu) + 10 * rank
-    got, both = torch.empty_like(own), torch.empty(8, device=npu)
-    work = dist.all_to_all_single(got, own, group=group, async_op=True)
+    local_values = torch.arange(4.0, device=npu) + 10 * rank
+    received, gathered = torch.empty_like(local_values), torch.empty(8, device=npu)
+    work = dist.all_to_all_single(received, local_values, group=group, async_op=True)
     assert work is not None
     work.wait()
-    assert got.tolist() == [2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]
-    dist.all_gather_single(both, own, group)
-    assert both.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-    send = dist.P2POp(dist.isend, own, group=group, group_peer=1 - rank)
-    receive = dist.P2POp(dist.irecv, got, group=group, group_peer=1 - rank)
+    assert received.tolist() == [2 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]
+    dist.all_gather_single(gathered, local_values, group)
+    assert gathered.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    send = dist.P2POp(dist.isend, local_values, group=group, group_peer=1 - rank)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=1 - rank)
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
-    assert torch.equal(got, torch.arange(4.0) + 10 * (1 - rank))
+    assert torch.equal(received, torch.arange(4.0) + 10 * (1 - rank))
     box = [rank]
     dist.broadcast_object_list(box, src=0, device=npu)
-    dist.broadcast(own, src=0)
-    assert box == [0] and own[0] == 0
+    dist.broadcast(local_values, src=0)
+    assert box == [0] and local_values[0] == 0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(npu)
     x = torch.randn(3, 8, device=npu)
     with torch.no_grad():
-        want = model(x)
+        expected = model(x)
         fully_shard(model, mesh=mesh._flatten("world"))
-        assert torch.equal(model(x), want)
+        assert torch.equal(model(x), expected)
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -204,7 +211,7 @@ def over_hccl() -> int:
 
 @pytest.mark.dist
 def test_two_ranks_over_hccl(tmp_path: Path) -> None:
-    with Ranks(make_rank_envs(2, NPU_SIM_LOG=str(tmp_path / "log")), over_hccl) as ranks:
+    with Ranks(make_rank_envs(2, NPU_SIM_LOG=str(tmp_path / "log")), run_over_hccl) as ranks:
         assert ranks.wait_for_exit() == [0, 0], ranks.format_outputs()
     for rank in (0, 1):
         lines = (tmp_path / f"log.{rank}").read_text().splitlines()

@@ -16,9 +16,9 @@ from wan.pipeline.pipeline import WorkSharing
 CPU = torch.device("cpu")
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return (ours.double() - theirs.double()).abs().max().item()
+def distance(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    return (actual.double() - expected.double()).abs().max().item()
 
 
 def weights(path: Path) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ class Networks:
     def prefetch(self, _: str) -> None: ...
 
 
-class Parts:
+class PipelineParts:
     """The parts of a pipeline that generating clips needs, with the official test weights.
 
     Args:
@@ -49,8 +49,8 @@ class Parts:
         self.stages, self.work_sharing = StageTimer(lambda: None), WorkSharing()
         self.device: Any = type("Device", (), {"torch_device": CPU})
         self.experts: Any = experts
-        found = vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")
-        self.vae = vae.VideoVAE(found.load(device=CPU, dtype_of=lambda *_: torch.float32))
+        vae_spec = vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")
+        self.vae = vae.VideoVAE(vae_spec.load(device=CPU, dtype_of=lambda *_: torch.float32))
         self.encode, self.decode = self.vae.encode, self.vae.decode
 
     def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Place = tuple[int, int, int]
+Position = tuple[int, int, int]
 """Position of a token: time, row, column."""
 
 
@@ -33,8 +33,8 @@ class Weights:
     def conv(self, name: str, x_CFHW: Tensor) -> Tensor:
         """Apply a patch embedding as a convolution: tokens [S,C] in raster order."""
         weight = self[f"{name}.weight"]
-        found = F.conv3d(x_CFHW[None].double(), weight, self[f"{name}.bias"], weight.shape[2:])
-        return found[0].flatten(1).T
+        output = F.conv3d(x_CFHW[None].double(), weight, self[f"{name}.bias"], weight.shape[2:])
+        return output[0].flatten(1).T
 
     def causal(self, name: str, x_TC: Tensor, stride: int = 1) -> Tensor:
         """Apply a causal convolution of 3 time steps; the first step is repeated as padding."""
@@ -43,7 +43,7 @@ class Weights:
         return taps_TK @ weight.flatten(1).T + self[f"{name}.conv.bias"]
 
 
-def normed(x: Tensor, eps: float = 1e-6) -> Tensor:
+def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Normalize to mean 0 and variance 1 over the channels."""
     centred = x - x.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -59,32 +59,32 @@ def silu(x: Tensor) -> Tensor:
 
 def attention(q_SC: Tensor, k_TC: Tensor, v_TC: Tensor, heads: int) -> Tensor:
     """Compute dense attention, head by head."""
-    found = []
+    head_outputs = []
     for q, k, v in zip(*(x.chunk(heads, -1) for x in (q_SC, k_TC, v_TC)), strict=True):
-        found.append((q @ k.T / math.sqrt(q.shape[-1])).softmax(-1) @ v)
-    return torch.cat(found, -1)
+        head_outputs.append((q @ k.T / math.sqrt(q.shape[-1])).softmax(-1) @ v)
+    return torch.cat(head_outputs, -1)
 
 
-def raster(times: Sequence[int], rows: Sequence[int], columns: Sequence[int]) -> list[Place]:
+def raster(times: Sequence[int], rows: Sequence[int], columns: Sequence[int]) -> list[Position]:
     return [(t, r, c) for t in times for r in rows for c in columns]
 
 
-def rotated(x_SC: Tensor, places: Sequence[Place], heads: int) -> Tensor:
+def rotate(x_SC: Tensor, positions: Sequence[Position], heads: int) -> Tensor:
     """Apply RoPE: neighboring channels form complex numbers, split among the three axes."""
     size = x_SC.shape[1] // heads
     third = size // 2 // 3
     pairs = size // 2 - 2 * third, third, third
     angles = [
-        [p * 10000 ** (-i / n) for p, n in zip(place, pairs, strict=True) for i in range(n)]
-        for place in places
+        [p * 10000 ** (-i / n) for p, n in zip(position, pairs, strict=True) for i in range(n)]
+        for position in positions
     ]
-    turns = torch.tensor(angles, dtype=torch.float64)
-    table = torch.complex(turns.cos(), turns.sin())
+    angle_table = torch.tensor(angles, dtype=torch.float64)
+    table = torch.complex(angle_table.cos(), angle_table.sin())
     complex_SND = torch.view_as_complex(x_SC.reshape(len(x_SC), heads, -1, 2))
     return torch.view_as_real(complex_SND * table[:, None]).flatten(1)
 
 
-class Plain:
+class PlainNetwork:
     """The parts that all kinds of Wan networks share.
 
     Args:
@@ -122,7 +122,7 @@ class Plain:
         layer: int,
         x: Tensor,
         modulation_S6C: Tensor,
-        places: Sequence[Place],
+        positions: Sequence[Position],
         text: Tensor,
         image: Tensor | None = None,
     ) -> Tensor:
@@ -130,26 +130,26 @@ class Plain:
         name, w = f"blocks.{layer}", self.weights
         parts = (w[f"{name}.modulation"] + modulation_S6C).unbind(1)
         shift1, scale1, gate1, shift2, scale2, gate2 = parts
-        y = normed(x) * (1 + scale1) + shift1
+        y = normalize(x) * (1 + scale1) + shift1
         q, k, v = self.qkv(f"{name}.self_attn", y, y)
-        q, k = (rotated(one, places, self.heads) for one in (q, k))
+        q, k = (rotate(x_SC, positions, self.heads) for x_SC in (q, k))
         x = x + w.linear(f"{name}.self_attn.o", attention(q, k, v, self.heads)) * gate1
-        y = normed(x) * w[f"{name}.norm3.weight"] + w[f"{name}.norm3.bias"]
+        y = normalize(x) * w[f"{name}.norm3.weight"] + w[f"{name}.norm3.bias"]
         cross = f"{name}.cross_attn"
         q, k, v = self.qkv(cross, y, text)
-        seen = attention(q, k, v, self.heads)
+        attended = attention(q, k, v, self.heads)
         if image is not None:
             k = rms(w.linear(f"{cross}.k_img", image), w[f"{cross}.norm_k_img.weight"])
-            seen = seen + attention(q, k, w.linear(f"{cross}.v_img", image), self.heads)
-        x = x + w.linear(f"{cross}.o", seen)
-        y = normed(x) * (1 + scale2) + shift2
+            attended = attended + attention(q, k, w.linear(f"{cross}.v_img", image), self.heads)
+        x = x + w.linear(f"{cross}.o", attended)
+        y = normalize(x) * (1 + scale2) + shift2
         y = F.gelu(w.linear(f"{name}.ffn.0", y), approximate="tanh")
         return x + w.linear(f"{name}.ffn.2", y) * gate2
 
-    def velocity(self, x: Tensor, e: Tensor, grid: Place) -> Tensor:
+    def velocity(self, x: Tensor, e: Tensor, grid: Position) -> Tensor:
         """Apply the head and assemble patches of 1 x 2 x 2 to [16,F,H,W]."""
         shift, scale = (self.weights["head.modulation"][0] + e).unbind(0)
-        x = self.weights.linear("head.head", normed(x) * (1 + scale) + shift)
+        x = self.weights.linear("head.head", normalize(x) * (1 + scale) + shift)
         (frames, rows, columns), out = grid, torch.empty(16, grid[0], 2 * grid[1], 2 * grid[2])
         tokens = iter(x.reshape(-1, 2, 2, 16))
         for f, r, c in raster(range(frames), range(rows), range(columns)):

@@ -15,29 +15,29 @@ from wan.modules.interfaces import SingleDeviceAttention
 STEP = StepInfo(1, 4, "cond", "dit", (1, 1, 1), 1)
 
 
-def texts() -> dict[str, Tensor]:
+def make_prompt_embeds() -> dict[str, Tensor]:
     """Make embeddings of a prompt and a negative prompt."""
     generator = torch.Generator().manual_seed(5)
     names = {"prompt_embeds": 9, "negative_prompt_embeds": 20}
     return {name: torch.randn(rows, 64, generator=generator) for name, rows in names.items()}
 
 
-def padded(given: dict[str, Tensor]) -> dict[str, Tensor]:
+def pad_prompt_embeds(embeds: dict[str, Tensor]) -> dict[str, Tensor]:
     """Pad the embeddings to 512 tokens with a batch axis, as diffusers expects them."""
-    return {name: F.pad(x, (0, 0, 0, 512 - len(x)))[None] for name, x in given.items()}
+    return {name: F.pad(x, (0, 0, 0, 512 - len(x)))[None] for name, x in embeds.items()}
 
 
-class Samples:
+class SampleRecorder:
     """Makes each block's attention; `samples` has the sample index of each call."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.samples: list[int] = []
 
     def __call__(self, layer: int) -> Any:
         attention = SingleDeviceAttention(SdpaKernel())
 
         def attend(*qkv: Tensor, valid_len: int | None, step: StepInfo) -> Tensor:
-            self.seen.append(step.sample)
+            self.samples.append(step.sample)
             return attention(*qkv, valid_len=valid_len)
 
         return attend

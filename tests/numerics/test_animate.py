@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.numerics.official import Networks, Parts, distance, weights
-from tests.numerics.procedural import procedural
+from tests.numerics.official import Networks, PipelineParts, distance, weights
+from tests.numerics.procedural import make_procedural_tensor
 from wan.modules.animate import WanAnimateModel
 from wan.modules.interfaces import ModelComponents
 from wan.pipeline import characters
@@ -32,55 +32,68 @@ def animate(reference: Path) -> Path:
     return reference / "animate"
 
 
-def told(folder: Path, name: str = "dit_animate") -> dict[str, Any]:
+def read_json(folder: Path, name: str = "dit_animate") -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
 @cache
-def state(folder: Path) -> dict[str, Tensor]:
-    found, made = weights(folder / "dit_animate.weights.safetensors"), told(folder)["procedural"]
-    for name, (shape, scale) in made["tensors"].items():
-        found[name] = procedural(made["seed"], name, shape, scale)
-    return found
+def load_state(folder: Path) -> dict[str, Tensor]:
+    tensors, specs = (
+        weights(folder / "dit_animate.weights.safetensors"),
+        read_json(folder)["procedural"],
+    )
+    for name, (shape, scale) in specs["tensors"].items():
+        tensors[name] = make_procedural_tensor(specs["seed"], name, shape, scale)
+    return tensors
 
 
-def network(folder: Path, **components: Any) -> WanAnimateModel:
+def load_network(folder: Path, **components: Any) -> WanAnimateModel:
     with torch.device("meta"):
-        model = WanAnimateModel(**told(folder)["config"], components=ModelComponents(**components))
-    model.load_state_dict(state(folder), strict=True, assign=True)
+        model = WanAnimateModel(
+            **read_json(folder)["config"], components=ModelComponents(**components)
+        )
+    model.load_state_dict(load_state(folder), strict=True, assign=True)
     return model
 
 
-def inputs(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def load_inputs(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the model arguments of a case and its tensors in the file."""
-    case, stored = told(folder)["cases"][name], load_file(folder / "dit_animate.cases.safetensors")
-    own = {k.removeprefix(f"{name}."): x for k, x in stored.items() if k.startswith(f"{name}.")}
+    case, stored = (
+        read_json(folder)["cases"][name],
+        load_file(folder / "dit_animate.cases.safetensors"),
+    )
+    case_tensors = {
+        k.removeprefix(f"{name}."): x for k, x in stored.items() if k.startswith(f"{name}.")
+    }
     if "all -1" in case["face"]:
         faces = -torch.ones(1, 3, case["face_frames"], 512, 512)
     else:
-        small = stored["face_pool"][own["face_idx"]]
+        small = stored["face_pool"][case_tensors["face_idx"]]
         large = small.repeat_interleave(8, dim=1).repeat_interleave(8, dim=2)
         faces = (large.double() / 127.5 - 1).float().permute(3, 0, 1, 2)[None]
     row = case["clip_row"]
-    clip_fea = procedural(7101, f"clip_fea{row}", [257, 1280], (1, -3)[row])[None]
+    clip_fea = make_procedural_tensor(7101, f"clip_fea{row}", [257, 1280], (1, -3)[row])[None]
     arguments = {
-        "x": [own["x"]],
-        "t": own["t"],
+        "x": [case_tensors["x"]],
+        "t": case_tensors["t"],
         "clip_fea": clip_fea,
-        "context": [own["context"]],
+        "context": [case_tensors["context"]],
         "seq_len": case["seq_len"],
-        "y": [own["y"]],
-        "pose_latents": own["pose_latents"],
+        "y": [case_tensors["y"]],
+        "pose_latents": case_tensors["pose_latents"],
         "face_pixel_values": faces,
     }
-    return arguments, own
+    return arguments, case_tensors
 
 
 @pytest.mark.parametrize("case", ["b", *map(slow, ("a", "c", "d", "black"))])
 @torch.no_grad()
 def test_network(animate: Path, case: str) -> None:
     """The second forward uses the features of the clip that the first one cached."""
-    model, (arguments, stored) = network(animate, text_kv_cache=True), inputs(animate, case)
+    model, (arguments, stored) = (
+        load_network(animate, text_kv_cache=True),
+        load_inputs(animate, case),
+    )
     for _ in range(2):
         assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
 
@@ -88,28 +101,28 @@ def test_network(animate: Path, case: str) -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_parts_of_the_network(animate: Path) -> None:
-    model, (arguments, stored) = network(animate), inputs(animate, "a")
+    model, (arguments, stored) = load_network(animate), load_inputs(animate, "a")
     motion = model.motion_encoder(arguments["face_pixel_values"][0].transpose(0, 1))
     assert distance(motion, stored["trace.motion"][0]) <= 1e-4
     faces = model.face_encoder(stored["trace.motion"][0])
     assert distance(faces[1:], stored["trace.face_encoder"][0]) <= 2e-5 and not faces[0].any()
-    found: dict[str, Tensor] = {}
+    adapter_outputs: dict[str, Tensor] = {}
     for index, adapter in enumerate(model.face_adapter.fuser_blocks):
 
-        def keep(_: object, __: object, out: Any, index: int = index) -> None:
-            found[f"trace.face_adapter{index}"] = out[0]
+        def record_output(_: object, __: object, out: Any, index: int = index) -> None:
+            adapter_outputs[f"trace.face_adapter{index}"] = out[0]
 
-        adapter.register_forward_hook(keep)
+        adapter.register_forward_hook(record_output)
     model(**arguments)
-    assert set(found) == {"trace.face_adapter0", "trace.face_adapter1"}
-    for name, ours in found.items():
-        assert distance(ours.reshape(stored[name].shape), stored[name]) <= 2e-5
+    assert set(adapter_outputs) == {"trace.face_adapter0", "trace.face_adapter1"}
+    for name, output in adapter_outputs.items():
+        assert distance(output.reshape(stored[name].shape), stored[name]) <= 2e-5
 
 
 @torch.no_grad()
 def test_the_motion_of_a_face(animate: Path) -> None:
     stored = load_file(animate / "animate_face.safetensors")
-    encoder = network(animate).motion_encoder
+    encoder = load_network(animate).motion_encoder
     assert distance(encoder.compute_directions(), stored["direction.Q"]) <= 1e-6
     black = encoder(-torch.ones(1, 3, 512, 512))
     assert distance(black, stored["motion.black.out"].reshape(1, -1)) <= 1e-4
@@ -118,12 +131,12 @@ def test_the_motion_of_a_face(animate: Path) -> None:
 def test_helpers(animate: Path) -> None:
     """Letterboxing with OpenCV's resize, clip plans, ping-pong indices and masks are exact."""
     stored = load_file(animate / "animate_helpers.safetensors")
-    plans = told(animate, "animate_helpers")
+    plans = read_json(animate, "animate_helpers")
     for name in ("down", "exact", "odd", "same", "tall", "wide"):
-        found = letterbox_image(stored[f"resize.{name}.in"].numpy(), (64, 48))
-        assert torch.equal(torch.from_numpy(found), stored[f"resize.{name}.out"]), name
+        resized = letterbox_image(stored[f"resize.{name}.in"].numpy(), (64, 48))
+        assert torch.equal(torch.from_numpy(resized), stored[f"resize.{name}.out"]), name
     for plan in plans["clip_plan"]:
-        request = asked(plan["real"], plan["clip_len"], plan["refert_num"])
+        request = make_params(plan["real"], plan["clip_len"], plan["refert_num"])
         assert request.num_clip == plan["clips"]
         tail = plan["tail_of_padded_index"]
         assert make_ping_pong_indices(plan["real"] - 2, len(tail), plan["real"]) == tail
@@ -140,7 +153,7 @@ def test_helpers(animate: Path) -> None:
         assert torch.equal(fold_mask_to_latent(mask), out), name
 
 
-def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> VideoParams:
+def make_params(frames: int, clip: int = 9, refert: int = 1, **options: Any) -> VideoParams:
     values = {
         "frame_num": clip,
         "refert_num": refert,
@@ -148,61 +161,61 @@ def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> VideoPara
         "num_source_frames": frames,
     }
     count = count_clips(frames, clip, refert)
-    return make_video_params(PRESETS["animate-14B"], {**values, "num_clip": count, **more})
+    return make_video_params(PRESETS["animate-14B"], {**values, "num_clip": count, **options})
 
 
 class _Networks(Networks):
     """The network of the runs; its motion encoder looks up stored motions; records calls."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = network(folder)
+        self.model = load_network(folder)
         stored = load_file(folder / "e2e_animate.cases.safetensors")
-        known = stored["src_face"].double() / 127.5 - 1
-        self.known = torch.cat((known, -torch.ones(1, 64, 64, 3))).float()
+        known_faces = stored["src_face"].double() / 127.5 - 1
+        self.known_faces = torch.cat((known_faces, -torch.ones(1, 64, 64, 3))).float()
         self.rows = torch.cat((stored["face_motion"], stored["face_motion_black"]))
         self.model.motion_encoder.forward = self.motion  # type: ignore[method-assign]
         self.calls: list[tuple[str, dict[str, Any], Tensor]] = []
 
     def motion(self, faces_P3HW: Tensor) -> Tensor:
         small = faces_P3HW[:, :, ::8, ::8].permute(0, 2, 3, 1)
-        distances = (small[:, None] - self.known[None]).abs().amax(dim=(2, 3, 4))
+        distances = (small[:, None] - self.known_faces[None]).abs().amax(dim=(2, 3, 4))
         assert float(distances.amin(dim=1).max()) < 1e-6
         return self.rows[distances.argmin(dim=1)]
 
-    def __call__(self, *args: Any, **more: Any) -> list[Tensor]:
-        found = self.model(*args, **more)
-        self.calls.append((more["step"].branch, {**more, "x": args[0][0]}, found[0]))
-        return found
+    def __call__(self, *args: Any, **call_kwargs: Any) -> list[Tensor]:
+        output = self.model(*args, **call_kwargs)
+        self.calls.append((call_kwargs["step"].branch, {**call_kwargs, "x": args[0][0]}, output[0]))
+        return output
 
 
-class _Pipeline(Parts):
+class _Pipeline(PipelineParts):
     """A pipeline with the CLIP features of the run."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "e2e_animate.cases.safetensors", _Networks(folder))
-        self.looked: list[Tensor] = []
+        self.clip_images: list[Tensor] = []
 
     def encode_image(self, images: list[Tensor]) -> Tensor:
-        self.looked += images
-        return procedural(7101, "clip_fea0", [257, 1280], 1)[None]
+        self.clip_images += images
+        return make_procedural_tensor(7101, "clip_fea0", [257, 1280], 1)[None]
 
 
 @pytest.mark.parametrize("run", ["animate", "animate_cfg", "replace", "animate_bf16in"])
 def test_whole_run(animate: Path, run: str) -> None:
     """Two clips of `WanAnimate.generate`; the rounded one is compared with less precision."""
-    case = told(animate, "e2e_animate")["runs"][run]
+    case = read_json(animate, "e2e_animate")["runs"][run]
     stored = load_file(animate / "e2e_animate.cases.safetensors")
 
-    def take(name: str, side: int) -> Any:
+    def make_frame_reader(name: str, side: int) -> Any:
         frames = stored[name].repeat_interleave(side, 1).repeat_interleave(side, 2)
         return lambda chosen: frames[chosen].numpy()
 
     names = {"pose": 1, "face": 8, "bg": 1, "mask": 1}
-    parts = {name: take(f"src_{name}", side) for name, side in names.items()}
+    parts = {name: make_frame_reader(f"src_{name}", side) for name, side in names.items()}
     parts["background"] = parts.pop("bg")
     picture = Image.fromarray(stored["src_ref"].numpy())
-    driving = AnimateInputs(picture, (64, 48), case["frames_in"], 30.0, parts)
-    request = asked(
+    animate_inputs = AnimateInputs(picture, (64, 48), case["frames_in"], 30.0, parts)
+    request = make_params(
         case["frames_in"],
         case["clip_len"],
         case["refert_num"],
@@ -215,7 +228,9 @@ def test_whole_run(animate: Path, run: str) -> None:
     )
     assert request.num_clip == case["clips"]
     pipeline: Any = _Pipeline(animate)
-    done = list(characters.generate_animate_clips(pipeline, request, Inputs(animate=driving)))
+    clips = list(
+        characters.generate_animate_clips(pipeline, request, Inputs(animate=animate_inputs))
+    )
     rounded = case["rounded_inputs"]
     limit = dict.fromkeys(("y", "latent", "video"), 1e-4)
     if rounded:
@@ -223,21 +238,24 @@ def test_whole_run(animate: Path, run: str) -> None:
     assert distance(pipeline.looked[0], stored[f"{run}.clip_input"]) <= limit["video"]
     calls, steps = pipeline.experts.calls, case["sampling_steps"]
     branches = 2 if request.uses_guidance else 1
-    assert len(calls) == branches * steps * len(done)
-    for index, clip in enumerate(done):
+    assert len(calls) == branches * steps * len(clips)
+    for index, clip in enumerate(clips):
         get = partial("{}.clip{}.{}".format, run, index)
-        own = calls[branches * steps * index : branches * steps * (index + 1)]
-        assert distance(own[0][1]["x"], stored[get("noise")]) == 0
-        assert distance(own[0][1]["y"][0], stored[get("y")]) <= limit["y"]
+        clip_calls = calls[branches * steps * index : branches * steps * (index + 1)]
+        assert distance(clip_calls[0][1]["x"], stored[get("noise")]) == 0
+        assert distance(clip_calls[0][1]["y"][0], stored[get("y")]) <= limit["y"]
         if get("pose_latents") in stored:
-            assert distance(own[0][1]["pose_latents"], stored[get("pose_latents")]) <= limit["y"]
+            assert (
+                distance(clip_calls[0][1]["pose_latents"], stored[get("pose_latents")])
+                <= limit["y"]
+            )
         for step in range(steps):
-            found = [one[2] for one in own[branches * step : branches * (step + 1)]]
-            guided = found[-1] + case["guide_scale"] * (found[0] - found[-1])
+            velocities = [call[2] for call in clip_calls[branches * step : branches * (step + 1)]]
+            guided = velocities[-1] + case["guide_scale"] * (velocities[0] - velocities[-1])
             if branches == 1:
-                (guided,) = found
+                (guided,) = velocities
             assert distance(guided, stored[get("noise_pred")][step]) <= 2 * limit["latent"]
         assert distance(clip.latents, stored[get("latent_final")]) <= limit["latent"]
-    video = torch.cat([clip.frames for clip in done], dim=1)
+    video = torch.cat([clip.frames for clip in clips], dim=1)
     assert video.shape == stored[f"{run}.video"].shape
     assert distance(video, stored[f"{run}.video"]) <= 2 * limit["video"]

@@ -36,10 +36,10 @@ TOLERANCE = 1e-4
 HEADS = [(12, 24), (40, 12), (24, 24), (2, 128), (3, 48)]  # (heads, size of a head)
 
 
-def twins(in_dim: int, out_dim: int, heads: int, head_dim: int, model_type: str) -> Any:
+def make_model_pair(in_dim: int, out_dim: int, heads: int, head_dim: int, model_type: str) -> Any:
     torch.manual_seed(0)
     dim = heads * head_dim
-    ours = WanModel(
+    wan_model = WanModel(
         model_type=model_type,
         in_dim=in_dim,
         out_dim=out_dim,
@@ -50,7 +50,7 @@ def twins(in_dim: int, out_dim: int, heads: int, head_dim: int, model_type: str)
         text_dim=48,
         text_len=32,
     )
-    theirs = WanTransformer3DModel(
+    diffusers_model = WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=heads,
         attention_head_dim=head_dim,
@@ -65,42 +65,45 @@ def twins(in_dim: int, out_dim: int, heads: int, head_dim: int, model_type: str)
         eps=1e-6,
         rope_max_seq_len=1024,
     )
-    state = {rename_dit_to_diffusers(name): tensor for name, tensor in ours.state_dict().items()}
-    theirs.load_state_dict(state, strict=True)
-    return ours, theirs
+    state = {
+        rename_dit_to_diffusers(name): tensor for name, tensor in wan_model.state_dict().items()
+    }
+    diffusers_model.load_state_dict(state, strict=True)
+    return wan_model, diffusers_model
 
 
-USUAL = {("t2v", 12, 24), ("t2v", 40, 12), ("i2v", 3, 48), ("ti2v", 2, 128), ("ti2v", 24, 24)}
-WHOLE = {(kind, *one) for kind in ("t2v", "i2v", "ti2v") for one in HEADS}
+FAST_CASES = {("t2v", 12, 24), ("t2v", 40, 12), ("i2v", 3, 48), ("ti2v", 2, 128), ("ti2v", 24, 24)}
+ALL_CASES = {(kind, *sizes) for kind in ("t2v", "i2v", "ti2v") for sizes in HEADS}
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads", "head_dim"), [*sorted(USUAL), *(slow(*one) for one in sorted(WHOLE - USUAL))]
+    ("kind", "heads", "head_dim"),
+    [*sorted(FAST_CASES), *(slow(*sizes) for sizes in sorted(ALL_CASES - FAST_CASES))],
 )
 @torch.no_grad()
 def test_dit(kind: str, heads: int, head_dim: int) -> None:
     in_dim, out_dim = {"t2v": (16, 16), "i2v": (36, 16), "ti2v": (48, 48)}[kind]
-    ours, theirs = twins(in_dim, out_dim, heads, head_dim, kind)
+    wan_model, diffusers_model = make_model_pair(in_dim, out_dim, heads, head_dim, kind)
     x = torch.randn(out_dim, 3, 10, 14)
     y = torch.randn(20, 3, 10, 14) if kind == "i2v" else None
     context, tokens = torch.randn(7, 48), 3 * 5 * 7
     t = torch.tensor([917])
     if kind == "ti2v":
         t = torch.cat((torch.zeros(35), torch.full((70,), 917.0)))[None]
-    found = ours([x], t, [context], tokens, None if y is None else [y])[0]
-    expected = theirs(
+    actual = wan_model([x], t, [context], tokens, None if y is None else [y])[0]
+    expected = diffusers_model(
         hidden_states=(x if y is None else torch.cat((x, y)))[None],
         timestep=t,
         encoder_hidden_states=F.pad(context, (0, 0, 0, 25))[None],
         return_dict=False,
     )[0][0]
-    assert (found - expected).abs().max() <= TOLERANCE
+    assert (actual - expected).abs().max() <= TOLERANCE
 
 
-def official_scheduler(solver: str, shift: float) -> Any:
+def make_official_scheduler(solver: str, shift: float) -> Any:
     """Make diffusers' solver with the official sigmas and timesteps."""
 
-    def official(steps: int) -> Any:
+    def make_wan_solver(steps: int) -> Any:
         values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
         request = make_video_params(PRESETS["t2v-A14B"], {"prompt": "", **values})
         return make_solver(request, make_noise_schedule(request))[0]
@@ -109,7 +112,7 @@ def official_scheduler(solver: str, shift: float) -> Any:
 
         class Euler(FlowMatchEulerDiscreteScheduler):
             def set_timesteps(self, steps: int, device: Any = None, **_: Any) -> None:
-                super().set_timesteps(sigmas=official(steps).sigmas[:-1].tolist())
+                super().set_timesteps(sigmas=make_wan_solver(steps).sigmas[:-1].tolist())
 
         return Euler()
     base = UniPCMultistepScheduler if solver == "unipc" else DPMSolverMultistepScheduler
@@ -117,8 +120,8 @@ def official_scheduler(solver: str, shift: float) -> Any:
     class Official(base):
         def set_timesteps(self, steps: int, device: Any = None, **_: Any) -> None:
             super().set_timesteps(steps)
-            ours = official(steps)
-            self.sigmas, self.timesteps = ours.sigmas, ours.timesteps
+            wan_solver = make_wan_solver(steps)
+            self.sigmas, self.timesteps = wan_solver.sigmas, wan_solver.timesteps
             self.set_begin_index(0)
 
     return Official(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
@@ -140,30 +143,32 @@ def official_scheduler(solver: str, shift: float) -> Any:
 )
 def test_whole_run(tiny, image_path: Path, task: str, images: int, solver: str) -> None:
     """Latents of a complete run with experts, guidance, conditioning and solver."""
-    two = task.endswith("A14B")
+    has_two_experts = task.endswith("A14B")
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
     facade = {"t2v": wan.WanT2V, "ti2v": wan.WanTI2V}.get(task.split("-")[0], wan.WanI2V)
     image = Image.open(image_path).convert("RGB")
-    given = [image, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)][:images]
-    where = {"img": image, "max_area": 96 * 64} if images else {"size": (96, 64)}
-    where |= {"last_image": given[1]} if images == 2 else {}
-    ours = facade(WAN_CONFIGS[task], tiny(task)).generate(
+    input_images = [image, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)][:images]
+    size_kwargs = {"img": image, "max_area": 96 * 64} if images else {"size": (96, 64)}
+    size_kwargs |= {"last_image": input_images[1]} if images == 2 else {}
+    actual = facade(WAN_CONFIGS[task], tiny(task)).generate(
         "",
-        **where,
+        **size_kwargs,
         frame_num=9,
         sample_solver=solver,
         sampling_steps=4,
         shift=5.0,
-        guide_scale=(3.0, 4.0) if two else 5.0,
+        guide_scale=(3.0, 4.0) if has_two_experts else 5.0,
         seed=3,
         prompt_embeds=context,
         negative_prompt_embeds=negative,
         output_type="latent",
     )
     folder = tiny(task, "diffusers")
-    theirs = diffusers_latents(folder, given, solver, two, context, negative, 4)
-    assert (ours - theirs).abs().max() <= TOLERANCE
+    expected = make_diffusers_latents(
+        folder, input_images, solver, has_two_experts, context, negative, 4
+    )
+    assert (actual - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("threshold", [0.5, slow(0.8)])
@@ -178,7 +183,7 @@ def test_first_block_cache(tiny, threshold: float) -> None:
         step_cache_threshold=threshold,
         step_cache_warmup=0,
     )
-    ours = model.generate(
+    actual = model.generate(
         "",
         size=(96, 64),
         frame_num=9,
@@ -189,38 +194,38 @@ def test_first_block_cache(tiny, threshold: float) -> None:
         negative_prompt_embeds=negative,
         output_type="latent",
     )
-    computed: list[int] = []
+    computed_blocks: list[int] = []
 
-    def cached(pipe: Any) -> None:
+    def enable_cache(pipe: Any) -> None:
         for network in (pipe.transformer, pipe.transformer_2):
             network.enable_cache(FirstBlockCacheConfig(threshold=threshold))
             inner = network.blocks[-1].attn1  # its hooks see a block that is skipped, too
-            inner.register_forward_hook(lambda *_: computed.append(0))
+            inner.register_forward_hook(lambda *_: computed_blocks.append(0))
 
-    theirs = diffusers_latents(
-        tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 20, cached
+    expected = make_diffusers_latents(
+        tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 20, enable_cache
     )
     steps = model.step_cache["computed"]
-    assert 4 < len(computed) == sum(map(len, steps.values())) < 40
-    assert (ours - theirs).abs().max() <= TOLERANCE
+    assert 4 < len(computed_blocks) == sum(map(len, steps.values())) < 40
+    assert (actual - expected).abs().max() <= TOLERANCE
 
 
-def clip_features(encoder: Any, images: list[Image.Image]) -> torch.Tensor:
+def compute_clip_features(encoder: Any, images: list[Image.Image]) -> torch.Tensor:
     """Run transformers' CLIP with the official preprocessing."""
     pictures = [torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1 for image in images]
     resized = [F.interpolate(x[None].float(), size=(224, 224), mode="bicubic") for x in pictures]
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
-    shown = (torch.cat(resized) * 0.5 + 0.5 - mean) / std
+    pixel_values = (torch.cat(resized) * 0.5 + 0.5 - mean) / std
     with torch.no_grad():
-        return encoder(pixel_values=shown, output_hidden_states=True).hidden_states[-2]
+        return encoder(pixel_values=pixel_values, output_hidden_states=True).hidden_states[-2]
 
 
-def diffusers_latents(
+def make_diffusers_latents(
     folder: Path,
     images: list[Image.Image],
     solver: str,
-    two: bool,
+    has_two_experts: bool,
     context: torch.Tensor,
     negative: torch.Tensor,
     steps: int = 6,
@@ -230,18 +235,22 @@ def diffusers_latents(
     """Make latents with diffusers. prepare: changes the pipeline before the call."""
     kind = WanImageToVideoPipeline if images else WanPipeline
     pipe = kind.from_pretrained(folder, torch_dtype=torch.float32)
-    pipe.scheduler = official_scheduler(solver, 5.0)
+    pipe.scheduler = make_official_scheduler(solver, 5.0)
     prepare(pipe)
     small = pipe.transformer.config.out_channels == 16
     channels, stride = (16, 8) if small else (48, 16)
-    given = dict(zip(("image", "last_image"), images, strict=False))
+    image_kwargs = dict(zip(("image", "last_image"), images, strict=False))
     if getattr(pipe, "image_encoder", None) is not None:
-        pipe.encode_image = lambda *_: clip_features(pipe.image_encoder, images)
+        pipe.encode_image = lambda *_: compute_clip_features(pipe.image_encoder, images)
     width, height = size
     shape = (1, channels, 3, height // stride, width // stride)
     return pipe(
-        **given,
-        **({"guidance_scale": 4.0, "guidance_scale_2": 3.0} if two else {"guidance_scale": 5.0}),
+        **image_kwargs,
+        **(
+            {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+            if has_two_experts
+            else {"guidance_scale": 5.0}
+        ),
         prompt_embeds=F.pad(context, (0, 0, 0, 512 - len(context)))[None],
         negative_prompt_embeds=F.pad(negative, (0, 0, 0, 512 - len(negative)))[None],
         width=width,

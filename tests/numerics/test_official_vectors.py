@@ -36,7 +36,7 @@ DIT_CASES = [
 ]
 
 
-def dit_case(
+def load_dit_case(
     reference: Path, name: str, case: str, **components: Any
 ) -> tuple[WanModel, tuple, torch.Tensor]:
     config = json.loads((reference / f"{name}.json").read_text())["config"]
@@ -52,7 +52,7 @@ def dit_case(
 def test_dit(reference: Path) -> None:
     wrong = {}
     for name, case in DIT_CASES:
-        model, arguments, out = dit_case(reference, name, case)
+        model, arguments, out = load_dit_case(reference, name, case)
         with torch.no_grad():
             error = distance(model(*arguments)[0], out)
         wrong |= {} if error <= 2e-5 else {(name, case): error}
@@ -62,31 +62,31 @@ def test_dit(reference: Path) -> None:
 @torch.no_grad()
 def test_dit_with_image_tokens(reference: Path) -> None:
     """Wan2.1's image-to-video network and its image embedding."""
-    told = json.loads((reference / "dit_i2v21.json").read_text())
+    metadata = json.loads((reference / "dit_i2v21.json").read_text())
     state = weights(reference / "dit_i2v21.weights.safetensors")
     cases = load_file(reference / "dit_i2v21.cases.safetensors")
     for case in ("a", "b", "b_pad16", "c", "text512"):
-        config = told["config"] | {"text_len": told["cases"][case]["text_len"]}
+        config = metadata["config"] | {"text_len": metadata["cases"][case]["text_len"]}
         model = WanModel(**config, image_dim=1280)
         model.load_state_dict(state, strict=True)
         x, y, t, context = (cases[f"{case}.{key}"] for key in ("x", "y", "t", "context"))
-        seen = cases["clip_fea"].float()[told["cases"][case]["clip_rows"]]
+        clip_features = cases["clip_fea"].float()[metadata["cases"][case]["clip_rows"]]
         tokens = int(cases[f"{case}.seq_len"])
-        found = model([x], t, [context], tokens, [y], clip_fea=seen)[0]
-        assert distance(found, cases[f"{case}.out"]) <= 2e-5, case
+        actual = model([x], t, [context], tokens, [y], clip_fea=clip_features)[0]
+        assert distance(actual, cases[f"{case}.out"]) <= 2e-5, case
         if case == "b":
-            assert distance(model.img_emb(seen), cases["b.trace.img_emb"]) <= 2e-5
+            assert distance(model.img_emb(clip_features), cases["b.trace.img_emb"]) <= 2e-5
 
 
-def test_what_clip_looks_at(reference: Path) -> None:
+def test_clip_preprocessing(reference: Path) -> None:
     cases = load_file(reference / "clip_preprocess.safetensors")
-    told = json.loads((reference / "clip_preprocess.json").read_text())["cases"]
+    metadata = json.loads((reference / "clip_preprocess.json").read_text())["cases"]
     for case in ("up", "down"):
         image = Image.fromarray(cases[f"{case}.image_u8"].numpy())
-        found = clip.preprocess_clip_image(convert_image_to_tensor(image))[
-            :, :, :: told[case]["row_step"]
+        actual = clip.preprocess_clip_image(convert_image_to_tensor(image))[
+            :, :, :: metadata[case]["row_step"]
         ]
-        assert distance(found, cases[f"{case}.out_rows"]) <= 1e-4, case
+        assert distance(actual, cases[f"{case}.out_rows"]) <= 1e-4, case
 
 
 @pytest.mark.slow
@@ -94,17 +94,17 @@ def test_what_clip_looks_at(reference: Path) -> None:
 def test_dit_with_fused_operations(reference: Path, name: str, case: str) -> None:
     torch._dynamo.reset()
     run = CompiledOps(STEPS_BY_OP, min_elements=0)
-    model, arguments, out = dit_case(reference, name, case, ops=BlockOps(run_op=run))
+    model, arguments, out = load_dit_case(reference, name, case, ops=BlockOps(run_op=run))
     with torch.no_grad():
         assert distance(model(*arguments)[0], out) <= 2e-5
     assert run.compiled
 
 
 def test_dit_with_autograd_takes_the_same_path(reference: Path) -> None:
-    model, arguments, out = dit_case(reference, "dit_ti2v", "first_frame")
-    ours = model(*arguments)[0]
-    assert distance(ours.detach(), out) <= 2e-5
-    ours.square().mean().backward()
+    model, arguments, out = load_dit_case(reference, "dit_ti2v", "first_frame")
+    actual = model(*arguments)[0]
+    assert distance(actual.detach(), out) <= 2e-5
+    actual.square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -112,14 +112,14 @@ def test_bf16_weights_stay_close(reference: Path) -> None:
     """The official network has a relative rms error of 2 % under bfloat16 autocast."""
     from wan.settings.numerics import keeps_fp32
 
-    model, arguments, out = dit_case(reference, "dit_t2v_h12", "a")
+    model, arguments, out = load_dit_case(reference, "dit_t2v_h12", "a")
     for name, parameter in model.named_parameters():
         if not keeps_fp32(name):
             parameter.data = parameter.data.bfloat16()
     with torch.no_grad():
-        ours = model(*arguments)[0]
-    assert ours.dtype == torch.float32
-    assert ((ours - out).square().mean() / out.square().mean()).sqrt() <= 0.02
+        actual = model(*arguments)[0]
+    assert actual.dtype == torch.float32
+    assert ((actual - out).square().mean() / out.square().mean()).sqrt() <= 0.02
 
 
 def test_rope(reference: Path) -> None:
@@ -175,11 +175,11 @@ def test_trajectories(reference: Path) -> None:
         for index, t in enumerate(timesteps):
             velocity = cases[f"{run}.model_outputs"][index]
             trajectory.append(stepper.step(velocity, t, trajectory[-1], return_dict=False)[0])
-        theirs = cases[f"{run}.{SOLVERS[solver]}.trajectory"]
-        assert distance(torch.stack(trajectory), theirs) <= 2e-5, (solver, run)
+        expected = cases[f"{run}.{SOLVERS[solver]}.trajectory"]
+        assert distance(torch.stack(trajectory), expected) <= 2e-5, (solver, run)
 
 
-def stored_as(reference: Path, name: str, folder: Path, dtype: torch.dtype) -> Path:
+def write_weights(reference: Path, name: str, folder: Path, dtype: torch.dtype) -> Path:
     """Write the official weights as a file that the loader reads."""
     state = load_file(reference / f"{name}.weights.safetensors")
     save_file({key: t.to(dtype) for key, t in state.items()}, folder / "weights.safetensors")
@@ -189,7 +189,7 @@ def stored_as(reference: Path, name: str, folder: Path, dtype: torch.dtype) -> P
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_text_encoder_in_fp32(reference: Path, tiny, tmp_path: Path, stored: torch.dtype) -> None:
     """Loaded as in a run, also from bfloat16 weights, which are upcast layer by layer."""
-    path = stored_as(reference, "t5", tmp_path, stored)
+    path = write_weights(reference, "t5", tmp_path, stored)
     network = text.read_text_encoder_spec(path).load(
         device=CPU, dtype_of=text.choose_text_encoder_dtypes(torch.float32)
     )
@@ -206,15 +206,15 @@ def test_text_encoder_in_fp32(reference: Path, tiny, tmp_path: Path, stored: tor
 
 @pytest.mark.parametrize("name", ["vae21", "vae22"])
 def test_vae(reference: Path, tmp_path: Path, name: str) -> None:
-    path = stored_as(reference, name, tmp_path, torch.float32)
+    path = write_weights(reference, name, tmp_path, torch.float32)
     network = vae.read_vae_spec(path).load(device=CPU, dtype_of=lambda *_: torch.float32)
-    ours, cases = vae.VideoVAE(network), load_file(reference / f"{name}.cases.safetensors")
+    video_vae, cases = vae.VideoVAE(network), load_file(reference / f"{name}.cases.safetensors")
     for case in ("c0", "c1", "c2"):
-        latent = ours.encode(cases[f"{case}.video"])
+        latent = video_vae.encode(cases[f"{case}.video"])
         assert distance(latent, cases[f"{case}.latent"]) <= 2e-5, case
-        for given, decoded in (("latent", "decoded"), ("latent_rand", "decoded_rand")):
-            video = ours.decode(cases[f"{case}.{given}"])
-            assert distance(video, cases[f"{case}.{decoded}"]) <= 2e-5, (case, given)
+        for latent_key, decoded_key in (("latent", "decoded"), ("latent_rand", "decoded_rand")):
+            video = video_vae.decode(cases[f"{case}.{latent_key}"])
+            assert distance(video, cases[f"{case}.{decoded_key}"]) <= 2e-5, (case, latent_key)
 
 
 def test_sizes_and_prompt_cleaning(reference: Path) -> None:
@@ -238,6 +238,6 @@ def test_frames_as_handed_to_the_encoder(reference: Path) -> None:
 
 def test_pixels_are_exact() -> None:
     values = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    ours = convert_image_to_tensor(Image.fromarray(np.stack((values,) * 3, axis=-1)))
+    actual = convert_image_to_tensor(Image.fromarray(np.stack((values,) * 3, axis=-1)))
     expected = (torch.from_numpy(values).float() / 255 - 0.5) / 0.5
-    assert torch.equal(ours[1], expected)
+    assert torch.equal(actual[1], expected)

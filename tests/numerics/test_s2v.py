@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.numerics.official import Networks, Parts, distance, weights
+from tests.numerics.official import Networks, PipelineParts, distance, weights
 from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
 from wan.pipeline import clips, sound
@@ -33,56 +33,61 @@ def s2v(reference: Path) -> Path:
     return reference / "s2v"
 
 
-def told(folder: Path, name: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def network(folder: Path, **components: Any) -> WanModel_S2V:
-    config = told(folder, "dit_s2v")["constructor_arguments"]
+def load_network(folder: Path, **components: Any) -> WanModel_S2V:
+    config = read_json(folder, "dit_s2v")["constructor_arguments"]
     model = WanModel_S2V(**config, components=ModelComponents(**components))
     model.load_state_dict(weights(folder / "dit_s2v.weights.safetensors"), strict=True)
     return model
 
 
-def inputs(folder: Path, case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def load_inputs(folder: Path, case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the model arguments of a case and its tensors in the file."""
-    cases = told(folder, "dit_s2v")["cases"]
+    cases = read_json(folder, "dit_s2v")["cases"]
     stored = load_file(folder / "dit_s2v.cases.safetensors")
 
     def get(name: str) -> Tensor:
-        where = case
-        while f"{where}.{name}" not in stored:
-            where = cases[where]["inputs_from"]
-        return stored[f"{where}.{name}"]
+        source_case = case
+        while f"{source_case}.{name}" not in stored:
+            source_case = cases[source_case]["inputs_from"]
+        return stored[f"{source_case}.{name}"]
 
-    listed = ("x", "context", "ref_latents", "motion_latents", "cond_states")
-    arguments: dict[str, Any] = {name: [get(name)] for name in listed}
+    listed_inputs = ("x", "context", "ref_latents", "motion_latents", "cond_states")
+    arguments: dict[str, Any] = {name: [get(name)] for name in listed_inputs}
     arguments |= {"t": get("t"), "seq_len": 0, "audio_input": get("audio_input")}
     arguments["motion_frames"] = get("motion_frames").tolist()
     arguments["drop_motion_frames"] = bool(get("drop_motion_frames"))
-    own = {k.removeprefix(f"{case}."): x for k, x in stored.items() if k.startswith(f"{case}.")}
-    return arguments, own
+    case_tensors = {
+        k.removeprefix(f"{case}."): x for k, x in stored.items() if k.startswith(f"{case}.")
+    }
+    return arguments, case_tensors
 
 
 @torch.no_grad()
 def test_network(s2v: Path) -> None:
     """With and without caching of the features of the clip; two forwards each."""
-    for case, kept in product(CASES, (False, True)):
-        model, (arguments, stored) = network(s2v, text_kv_cache=kept), inputs(s2v, case)
+    for case, is_cached in product(CASES, (False, True)):
+        model, (arguments, stored) = (
+            load_network(s2v, text_kv_cache=is_cached),
+            load_inputs(s2v, case),
+        )
         for _ in range(2):
-            assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, kept)
-        if not told(s2v, "dit_s2v")["cases"][case]["pose"]:
+            assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, is_cached)
+        if not read_json(s2v, "dit_s2v")["cases"][case]["pose"]:
             arguments["cond_states"] = None
-            assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, kept)
+            assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, is_cached)
 
 
 @torch.no_grad()
 def test_parts_of_the_network(s2v: Path) -> None:
-    model, (arguments, stored) = network(s2v), inputs(s2v, "b_next")
-    heard = model.casual_audio_encoder(arguments["audio_input"][0], (73, 19))
-    for ours, name in zip(heard, ("audio_local", "audio_global"), strict=True):
-        theirs = stored[f"trace.{name}"][0, 19:]
-        assert distance(ours, theirs.reshape(ours.shape)) <= 2e-5
+    model, (arguments, stored) = load_network(s2v), load_inputs(s2v, "b_next")
+    audio_features = model.casual_audio_encoder(arguments["audio_input"][0], (73, 19))
+    for actual, name in zip(audio_features, ("audio_local", "audio_global"), strict=True):
+        expected_part = stored[f"trace.{name}"][0, 19:]
+        assert distance(actual, expected_part.reshape(actual.shape)) <= 2e-5
     tables: list[Any] = []
     model.blocks[0].register_forward_pre_hook(lambda _, args: tables.append(args[-1].rope))
     model(**arguments)
@@ -92,82 +97,82 @@ def test_parts_of_the_network(s2v: Path) -> None:
 
 
 def test_gradients_take_the_same_path(s2v: Path) -> None:
-    model, (arguments, stored) = network(s2v, text_kv_cache=True), inputs(s2v, "b_next")
-    found = model(**arguments)[0]
-    assert distance(found.detach(), stored["out"]) <= 2e-5
-    found.square().mean().backward()
-    missing = [name for name, one in model.named_parameters() if one.grad is None]
+    model, (arguments, stored) = load_network(s2v, text_kv_cache=True), load_inputs(s2v, "b_next")
+    output = model(**arguments)[0]
+    assert distance(output.detach(), stored["out"]) <= 2e-5
+    output.square().mean().backward()
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert missing == []
 
 
 @pytest.mark.parametrize("name", ["s2v_tone16k", "s2v_tone44k"])
-def test_sound(s2v: Path, name: str) -> None:
+def test_audio_features(s2v: Path, name: str) -> None:
     """From the audio file to the features of each frame."""
-    case = told(s2v, "s2v_audio")["wav_cases"][name]
+    case = read_json(s2v, "s2v_audio")["wav_cases"][name]
     stored = load_file(s2v / "s2v_audio.cases.safetensors")
-    heard = read_audio(s2v / case["file"])
-    assert torch.equal(torch.from_numpy(heard.samples), stored[f"{name}.samples16k"].float())
-    assert (heard.num_states, heard.num_features) == (case["hidden_frames"], case["frames30"])
-    assert heard.count_clips(case["infer_frames"]) == case["num_clips"]
+    audio = read_audio(s2v / case["file"])
+    assert torch.equal(torch.from_numpy(audio.samples), stored[f"{name}.samples16k"].float())
+    assert (audio.num_states, audio.num_features) == (case["hidden_frames"], case["frames30"])
+    assert audio.count_clips(case["infer_frames"]) == case["num_clips"]
     sound.check_audio_encoder(s2v / "wav2vec2_tiny", 32)
-    features = sound.extract_audio_features(s2v / "wav2vec2_tiny", heard)
-    found = sound.sample_features_per_frame(features, case["num_clips"] * case["infer_frames"])
-    assert distance(found, stored[f"{name}.audio_emb"]) <= 2e-5
+    features = sound.extract_audio_features(s2v / "wav2vec2_tiny", audio)
+    actual = sound.sample_features_per_frame(features, case["num_clips"] * case["infer_frames"])
+    assert distance(actual, stored[f"{name}.audio_emb"]) <= 2e-5
 
 
-def test_rows_of_sound(s2v: Path) -> None:
+def test_audio_features_per_frame(s2v: Path) -> None:
     stored = load_file(s2v / "s2v_audio.cases.safetensors")
     for name in ("p", "q_exact", "r", "s", "u_48"):
-        case = told(s2v, "s2v_audio")["bucket_cases"][name]
-        found = sound.sample_features_per_frame(
+        case = read_json(s2v, "s2v_audio")["bucket_cases"][name]
+        actual = sound.sample_features_per_frame(
             stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"]
         )
-        assert torch.equal(found[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"]), name
+        assert torch.equal(actual[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"]), name
 
 
 def test_sizes(s2v: Path) -> None:
-    for row in told(s2v, "s2v_size")["rows"]:
+    for row in read_json(s2v, "s2v_size")["rows"]:
         image, (height, width) = tuple(row["image_wh"]), row["out_hw"]
         assert compute_s2v_size(image, row["max_area"]) == (width, height)
         white = Image.new("RGB", image, "white")
-        framed = clips.fit_image_to_size(white, (width, height))
-        assert framed.size == (width, height)
-        assert (np.asarray(framed).min() == 0) == row["padded"], row
+        resized = clips.fit_image_to_size(white, (width, height))
+        assert resized.size == (width, height)
+        assert (np.asarray(resized).min() == 0) == row["padded"], row
 
 
 class _Networks(Networks):
     """The network of the run; records its calls."""
 
     def __init__(self, folder: Path) -> None:
-        self.model, self.calls = network(folder), list[Any]()
+        self.model, self.calls = load_network(folder), list[Any]()
 
     @torch.no_grad()
-    def __call__(self, x: list[Tensor], *args: Any, step: Any, **more: Any) -> list[Tensor]:
-        out = self.model(x, *args, **more)
-        self.calls.append((step.branch, x[0].clone(), out[0], more["motion_latents"][0]))
+    def __call__(self, x: list[Tensor], *args: Any, step: Any, **call_kwargs: Any) -> list[Tensor]:
+        out = self.model(x, *args, **call_kwargs)
+        self.calls.append((step.branch, x[0].clone(), out[0], call_kwargs["motion_latents"][0]))
         return out
 
 
-class _Pipeline(Parts):
+class _Pipeline(PipelineParts):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "e2e_s2v.cases.safetensors", _Networks(folder))
         self.folder = folder
 
-    def sample_audio_features(self, heard: Any, count: int) -> Tensor:
+    def sample_audio_features(self, audio: Any, count: int) -> Tensor:
         return sound.sample_features_per_frame(
-            sound.extract_audio_features(self.folder / "wav2vec2_tiny", heard), count
+            sound.extract_audio_features(self.folder / "wav2vec2_tiny", audio), count
         )
 
 
 def test_whole_run(s2v: Path) -> None:
     """Two clips of `WanS2V.generate`: inputs, intermediate results and frames."""
-    case = told(s2v, "e2e_s2v")["runs"]["unipc"]
+    case = read_json(s2v, "e2e_s2v")["runs"]["unipc"]
     stored = load_file(s2v / "e2e_s2v.cases.safetensors")
-    image, heard = Image.open(s2v / case["image"]), read_audio(s2v / case["audio"])
+    image, audio = Image.open(s2v / case["image"]), read_audio(s2v / case["audio"])
     values = {
         "prompt": "",
         "infer_frames": case["infer_frames"],
-        "num_clip": heard.count_clips(case["infer_frames"]),
+        "num_clip": audio.count_clips(case["infer_frames"]),
         "sample_steps": case["steps"],
         "sample_shift": case["shift"],
         "sample_guide_scale": (case["guide_scale"],) * 2,
@@ -180,24 +185,26 @@ def test_whole_run(s2v: Path) -> None:
     assert distance(picture.unsqueeze(1), stored["unipc.ref_pixels"]) <= 1e-6
     pipeline: Any = _Pipeline(s2v)
     assert distance(pipeline.encode(picture.unsqueeze(1)), stored["unipc.ref_latent"]) <= 1e-4
-    done = list(clips.generate_s2v_clips(pipeline, request, Inputs(image, audio=heard)))
+    video_clips = list(clips.generate_s2v_clips(pipeline, request, Inputs(image, audio=audio)))
     calls, steps = pipeline.experts.calls, case["steps"]
-    assert [clip.frames.shape[1] for clip in done] == [one["frames"] for one in case["per_clip"]]
-    for index, clip in enumerate(done):
+    assert [clip.frames.shape[1] for clip in video_clips] == [
+        clip_record["frames"] for clip_record in case["per_clip"]
+    ]
+    for index, clip in enumerate(video_clips):
         get = partial("unipc.clip{}.{}".format, index)
         assert distance(clip.latents, stored[get("latent_final")]) <= 1e-4
-        own = calls[2 * steps * index : 2 * steps * (index + 1)]
-        assert distance(own[0][1], stored[get("noise")]) == 0
+        clip_calls = calls[2 * steps * index : 2 * steps * (index + 1)]
+        assert distance(clip_calls[0][1], stored[get("noise")]) == 0
         for step in range(steps):
-            (_, x, cond, motion), (_, _, uncond, _) = own[2 * step : 2 * step + 2]
+            (_, x, cond, motion), (_, _, uncond, _) = clip_calls[2 * step : 2 * step + 2]
             assert distance(x, stored[get("latent_in")][step]) <= 1e-4
             guided = uncond + case["guide_scale"] * (cond - uncond)
             assert distance(guided, stored[get("noise_pred")][step]) <= 2e-4
             if get("motion_latents") in stored:
                 assert distance(motion, stored[get("motion_latents")]) <= 1e-4
-    video = torch.cat([clip.frames for clip in done], dim=1)
+    video = torch.cat([clip.frames for clip in video_clips], dim=1)
     assert video.shape[1] == case["video_frames"]
-    at = stored["unipc.video_frame_index"]
-    assert distance(video[:, at], stored["unipc.video_frames"]) <= 2e-4
+    frame_index = stored["unipc.video_frame_index"]
+    assert distance(video[:, frame_index], stored["unipc.video_frames"]) <= 2e-4
     means = video.mean(dim=(0, 2, 3))
     assert distance(means, stored["unipc.video_frame_means"]) <= 2e-4

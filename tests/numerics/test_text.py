@@ -22,17 +22,17 @@ def test_a_prompt_is_embedded_as_with_512_tokens(tiny: Any, dtype: torch.dtype) 
     tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
     encoder = text.TextEncoder(network, tokenizer, dtype=dtype, text_len=512)
     limit = 1e-6 if dtype == torch.float32 else 0.03  # the last bit of a product of other rows
-    for words in (1, 14, 15, 16, 60, 700):
-        prompt = " ".join("cat"[: 1 + i % 3] for i in range(words))
-        found = encoder(prompt)
+    for num_words in (1, 14, 15, 16, 60, 700):
+        prompt = " ".join("cat"[: 1 + i % 3] for i in range(num_words))
+        embeds = encoder(prompt)
         padded = tokenizer(
             prompt, padding="max_length", truncation=True, max_length=512, return_tensors="pt"
         )
-        whole = network(padded.input_ids, padded.attention_mask).last_hidden_state[0]
+        padded_embeds = network(padded.input_ids, padded.attention_mask).last_hidden_state[0]
         length = int(padded.attention_mask.sum())
-        assert found.shape == (length, whole.shape[1]), words
-        error = (found - whole[:length]).abs().max()
-        assert error <= limit * whole[:length].abs().max(), words
+        assert embeds.shape == (length, padded_embeds.shape[1]), num_words
+        error = (embeds - padded_embeds[:length]).abs().max()
+        assert error <= limit * padded_embeds[:length].abs().max(), num_words
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from PIL import Image
 
 import wan
 from tests.conftest import slow
-from tests.numerics.recorded import STEP, Samples, padded, texts
-from tests.numerics.test_diffusers import TOLERANCE, official_scheduler
+from tests.numerics.recorded import STEP, SampleRecorder, make_prompt_embeds, pad_prompt_embeds
+from tests.numerics.test_diffusers import TOLERANCE, make_official_scheduler
 from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
 from wan.diffusers import apply_cache_on_pipe
 from wan.modules.interfaces import ModelComponents
@@ -29,10 +29,10 @@ CONFIG = {"num_layers": 6, "text_dim": 48, "ffn_dim": 96}
 TEXT_LEN, STEPS = 32, 5
 
 
-def twins(layers: Sequence[int], heads: int, head_dim: int, **components: Any) -> Any:
+def make_model_pair(layers: Sequence[int], heads: int, head_dim: int, **components: Any) -> Any:
     """Make `wan`'s and diffusers' network with the same random weights."""
     torch.manual_seed(0)
-    ours = VaceWanModel(
+    wan_model = VaceWanModel(
         vace_layers=layers,
         dim=heads * head_dim,
         num_heads=heads,
@@ -41,13 +41,15 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **components: Any) -
         **CONFIG,
         components=ModelComponents(**components),
     )
-    theirs = WanVACETransformer3DModel(
+    diffusers_model = WanVACETransformer3DModel(
         num_attention_heads=heads, attention_head_dim=head_dim, vace_layers=list(layers), **CONFIG
     )
-    state = {rename_dit_to_diffusers(name): tensor for name, tensor in ours.state_dict().items()}
-    assert [rename_dit_to_official(name) for name in state] == [*ours.state_dict()]
-    theirs.load_state_dict(state, strict=True)
-    return ours, theirs
+    state = {
+        rename_dit_to_diffusers(name): tensor for name, tensor in wan_model.state_dict().items()
+    }
+    assert [rename_dit_to_official(name) for name in state] == [*wan_model.state_dict()]
+    diffusers_model.load_state_dict(state, strict=True)
+    return wan_model, diffusers_model
 
 
 @pytest.mark.parametrize(
@@ -64,11 +66,11 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **components: Any) -
 @torch.no_grad()
 def test_network(layers: list[int], scales: Any, heads: int, head_dim: int) -> None:
     """The second forward uses the cached text keys and values."""
-    ours, theirs = twins(layers, heads, head_dim, text_kv_cache=True)
+    wan_model, diffusers_model = make_model_pair(layers, heads, head_dim, text_kv_cache=True)
     x, control, context = torch.randn(16, 3, 10, 14), torch.randn(96, 3, 10, 14), torch.randn(7, 48)
     # Of this timestep diffusers' sinusoid, which is float32, is that of float64.
     t, factors = torch.tensor([1.0]), torch.ones(len(layers)) * torch.tensor(scales)
-    expected = theirs(
+    expected = diffusers_model(
         hidden_states=x[None],
         timestep=t,
         encoder_hidden_states=F.pad(context, (0, 0, 0, TEXT_LEN - 7))[None],
@@ -77,65 +79,69 @@ def test_network(layers: list[int], scales: Any, heads: int, head_dim: int) -> N
         return_dict=False,
     )[0][0]
     for _ in range(2):
-        found = ours([x], t, [control], [context], 105, scales)[0]
-        assert (found - expected).abs().max() <= 2e-5
-    without = ours([x], t, [control], [context], 105, 0.0)[0]
-    assert (without - expected).abs().max() > 1e-2, "the control changes nothing"
-    alone = expected, ours([-x], t, [-control], [-context], 105, scales)[0]
-    both = ours([x, -x], t, [control, -control], [context, -context], 105, scales)
-    for together, one in zip(both, alone, strict=True):
-        assert (together - one).abs().max() <= 2e-5
+        actual = wan_model([x], t, [control], [context], 105, scales)[0]
+        assert (actual - expected).abs().max() <= 2e-5
+    uncontrolled = wan_model([x], t, [control], [context], 105, 0.0)[0]
+    assert (uncontrolled - expected).abs().max() > 1e-2, "the control changes nothing"
+    single_outputs = expected, wan_model([-x], t, [-control], [-context], 105, scales)[0]
+    batch_outputs = wan_model([x, -x], t, [control, -control], [context, -context], 105, scales)
+    for batch_output, single_output in zip(batch_outputs, single_outputs, strict=True):
+        assert (batch_output - single_output).abs().max() <= 2e-5
 
 
 @torch.no_grad()
 def test_samples_of_different_sizes() -> None:
     """Each sample is computed separately; the step has its index."""
-    samples = Samples()
-    network, _ = twins([0, 3], 4, 8, attention=samples)
+    samples = SampleRecorder()
+    network, _ = make_model_pair([0, 3], 4, 8, attention=samples)
     pair = [
         (torch.randn(16, f, 4, 6), torch.randn(96, f, 4, 6), torch.randn(7, 48)) for f in (2, 1)
     ]
     t, (x, control, texts) = torch.tensor([1.0]), map(list, zip(*pair, strict=True))
-    both = network(x, t, control, texts, 12, [1.0, 0.5], step=STEP)
-    assert samples.seen == [0] * 8 + [1] * 8
-    for together, (latents, own, text) in zip(both, pair, strict=True):
-        alone = network([latents], t, [own], [text], 12, [1.0, 0.5], step=STEP)[0]
-        assert torch.equal(together, alone)
+    batch_outputs = network(x, t, control, texts, 12, [1.0, 0.5], step=STEP)
+    assert samples.samples == [0] * 8 + [1] * 8
+    for batch_output, (latents, sample_control, text) in zip(batch_outputs, pair, strict=True):
+        single_output = network([latents], t, [sample_control], [text], 12, [1.0, 0.5], step=STEP)[
+            0
+        ]
+        assert torch.equal(batch_output, single_output)
 
 
 @torch.no_grad()
 def test_one_hint_at_a_time() -> None:
     """A control block runs between two main blocks; its hint is freed before the next one."""
-    network, _ = twins([0, 2, 4], 4, 8)
+    network, _ = make_model_pair([0, 2, 4], 4, 8)
     order: list[str] = []
     hints: list[weakref.ref[torch.Tensor]] = []
 
-    def ran(name: str, made: tuple[torch.Tensor, ...]) -> None:
+    def record_block(name: str, output: tuple[torch.Tensor, ...]) -> None:
         order.append(name)
         assert not any(hint() is not None for hint in hints)
         if name.startswith("c"):
-            hints.append(weakref.ref(made[1]))
+            hints.append(weakref.ref(output[1]))
 
     for kind, blocks in (("m", network.blocks), ("c", network.vace_blocks)):
         for index, block in enumerate(blocks):
-            block.register_forward_hook(lambda _, __, made, name=f"{kind}{index}": ran(name, made))
+            block.register_forward_hook(
+                lambda _, __, output, name=f"{kind}{index}": record_block(name, output)
+            )
     x, control, context = torch.randn(16, 2, 4, 6), torch.randn(96, 2, 4, 6), torch.randn(7, 48)
     network([x], torch.tensor([1.0]), [control], [context], 12)
     assert order == ["m0", "c0", "m1", "m2", "c1", "m3", "m4", "c2", "m5"]
 
 
 @torch.no_grad()
-def test_blocks_in_two_goes() -> None:
+def test_blocks_in_two_parts() -> None:
     """As with a step cache: the control stream continues where the first part ended."""
     x, control, context = torch.randn(16, 2, 4, 6), torch.randn(96, 2, 4, 6), torch.randn(7, 48)
-    given = [x], torch.tensor([1.0]), [control], [context], 12
-    whole, _ = twins([0, 2, 4], 4, 8)
+    inputs = [x], torch.tensor([1.0]), [control], [context], 12
+    plain_model, _ = make_model_pair([0, 2, 4], 4, 8)
 
-    def in_two(x_BLC: torch.Tensor, blocks: Any, *_: object) -> torch.Tensor:
+    def run_in_two_parts(x_BLC: torch.Tensor, blocks: Any, *_: object) -> torch.Tensor:
         return blocks(blocks(x_BLC, 0, 1), 1, None)
 
-    parted, _ = twins([0, 2, 4], 4, 8, step_cache=in_two)
-    assert torch.equal(parted(*given)[0], whole(*given)[0])
+    split_model, _ = make_model_pair([0, 2, 4], 4, 8, step_cache=run_in_two_parts)
+    assert torch.equal(split_model(*inputs)[0], plain_model(*inputs)[0])
 
 
 def test_networks_and_calls_that_do_not_fit() -> None:
@@ -164,8 +170,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         inside = (abs(columns - 10 - 4 * index) < 12) & (abs(rows - 24) < 13)
         grey = np.where(rows < 8, 100, 0) + np.where(inside, np.where(rows > 28, 155, 255), 0)
         masks.append(np.repeat(grey.clip(0, 255).astype(np.uint8)[..., None], 3, axis=-1))
-    for name, made in (("video", frames), ("mask", masks)):
-        imageio.mimwrite(folder / f"{name}.mp4", made, fps=16, macro_block_size=8)
+    for name, clip_frames in (("video", frames), ("mask", masks)):
+        imageio.mimwrite(folder / f"{name}.mp4", clip_frames, fps=16, macro_block_size=8)
     # Sides are multiples of 8, because diffusers resizes other images first.
     for name, size in (("wide", (72, 32)), ("high", (40, 88))):
         pixels = random.integers(0, 255, (*size[::-1], 3), dtype=np.uint8)
@@ -173,7 +179,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.stem: path for path in folder.iterdir()}
 
 
-def pictures(path: Path) -> list[Image.Image]:
+def read_frames(path: Path) -> list[Image.Image]:
     return [Image.fromarray(frame) for frame in imageio.get_reader(path).iter_data()]
 
 
@@ -201,10 +207,10 @@ SUBSETS = {
 )
 def test_whole_run(tiny: Any, given: dict[str, Path], task: str, subset: str) -> None:
     """Latents of a complete run with experts, guidance, control and solver."""
-    ours, call = own_run(tiny, given, task, SUBSETS[subset])
+    actual, call = make_wan_latents(tiny, given, task, SUBSETS[subset])
     references = len(SUBSETS[subset].get("src_ref_images", ()))
-    assert ours.shape == (16, 3, 6, 8)
-    assert (ours - diffusers_latents(*call)[:, references:]).abs().max() <= TOLERANCE
+    assert actual.shape == (16, 3, 6, 8)
+    assert (actual - make_diffusers_latents(*call)[:, references:]).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -222,61 +228,65 @@ def test_caches_in_diffusers(
     """apply_cache_on_pipe skips the same control blocks as `wan`'s pipeline."""
     flags = {n if n in FLAGS else f"step_cache_{n}": v for n, v in parameters.items()}
     cache = {"step_cache": policy, "step_cache_force": True, **flags}
-    ours, call = own_run(tiny, given, "vace-A14B", SUBSETS["all"], **cache)
-    noted: list[str] = []
+    actual, call = make_wan_latents(tiny, given, "vace-A14B", SUBSETS["all"], **cache)
+    block_calls: list[str] = []
 
     def prepare(pipe: Any) -> None:
         apply_cache_on_pipe(pipe, policy, force=True, **parameters)
         for network in (pipe.transformer, pipe.transformer_2):
             for name, blocks in (("main", network.blocks), ("control", network.vace_blocks)):
-                blocks[-1].ffn.register_forward_hook(lambda *_, name=name: noted.append(name))
+                blocks[-1].ffn.register_forward_hook(lambda *_, name=name: block_calls.append(name))
 
-    theirs = diffusers_latents(*call, prepare)[:, 2:]
-    assert (ours - theirs).abs().max() <= TOLERANCE
-    assert noted.count("main") == noted.count("control")
-    assert (noted.count("main") < 2 * STEPS) == (policy != "attention"), noted
+    expected = make_diffusers_latents(*call, prepare)[:, 2:]
+    assert (actual - expected).abs().max() <= TOLERANCE
+    assert block_calls.count("main") == block_calls.count("control")
+    assert (block_calls.count("main") < 2 * STEPS) == (policy != "attention"), block_calls
 
 
-def own_run(
-    tiny: Any, given: dict[str, Path], task: str, files: dict[str, list[str]], **settings: Any
+def make_wan_latents(
+    tiny: Any, media_paths: dict[str, Path], task: str, files: dict[str, list[str]], **settings: Any
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Return `wan`'s latents and the arguments of `make_diffusers_latents` for the same run."""
-    two = task.endswith("A14B")
-    paths = {name: [str(given[one]) for one in names] for name, names in files.items()}
-    ours = wan.WanVace(task, tiny(task), **settings).generate(
+    has_two_experts = task.endswith("A14B")
+    paths = {name: [str(media_paths[item]) for item in names] for name, names in files.items()}
+    latents = wan.WanVace(task, tiny(task), **settings).generate(
         "",
-        **{name: one if name == "src_ref_images" else one[0] for name, one in paths.items()},
+        **{name: item if name == "src_ref_images" else item[0] for name, item in paths.items()},
         size=(64, 48),
         frame_num=9,
         context_scale=[0.9, 0.6],
         sampling_steps=STEPS,
         shift=5.0,
-        guide_scale=(3.0, 4.0) if two else 5.0,
+        guide_scale=(3.0, 4.0) if has_two_experts else 5.0,
         seed=3,
-        **texts(),
+        **make_prompt_embeds(),
         output_type="latent",
     )
-    return ours, (tiny(task, "diffusers"), paths, two)
+    return latents, (tiny(task, "diffusers"), paths, has_two_experts)
 
 
-def diffusers_latents(
+def make_diffusers_latents(
     folder: Path,
     paths: dict[str, list[str]],
-    two: bool,
+    has_two_experts: bool,
     prepare: Callable[[Any], object] = lambda _: None,
 ) -> torch.Tensor:
     pipe = WanVACEPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     prepare(pipe)
-    pipe.scheduler = official_scheduler("unipc", 5.0)
+    pipe.scheduler = make_official_scheduler("unipc", 5.0)
     references = paths.get("src_ref_images", [])
     shape = (1, 16, 3 + len(references), 6, 8)
     return pipe(
-        video=pictures(Path(paths["src_video"][0])) if "src_video" in paths else None,
-        mask=pictures(Path(paths["src_mask"][0])) if "src_mask" in paths else None,
-        reference_images=[Image.open(one) for one in references] or None,
+        video=read_frames(Path(paths["src_video"][0])) if "src_video" in paths else None,
+        mask=read_frames(Path(paths["src_mask"][0])) if "src_mask" in paths else None,
+        reference_images=[Image.open(image_path) for image_path in references] or None,
         conditioning_scale=[0.9, 0.6],
-        **({"guidance_scale": 4.0, "guidance_scale_2": 3.0} if two else {"guidance_scale": 5.0}),
-        **padded(texts()),
+        **(
+            {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
+            if has_two_experts
+            else {"guidance_scale": 5.0}
+        ),
+        **pad_prompt_embeds(make_prompt_embeds()),
         width=64,
         height=48,
         num_frames=9,

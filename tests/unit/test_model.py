@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.numerics.recorded import STEP, Samples
+from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.base import StepInfo
 from wan.kernels.sdpa import SdpaKernel
@@ -66,11 +66,11 @@ def test_a_batch_equals_its_samples() -> None:
 
 @torch.no_grad()
 def test_samples_of_different_sizes() -> None:
-    samples = Samples()
+    samples = SampleRecorder()
     net = model(components=ModelComponents(samples))
     (a, text_a), (b, text_b) = inputs(0), inputs(1, (2, 2, 4))
     both = net([a, b], torch.tensor([500]), [text_a, text_b], 18, step=STEP)
-    assert samples.seen == [0, 0, 1, 1]
+    assert samples.samples == [0, 0, 1, 1]
     net = model()
     assert torch.equal(both[0], net([a], torch.tensor([500]), [text_a], 18)[0])
     assert torch.equal(both[1], net([b], torch.tensor([500]), [text_b], 18)[0])

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from tests import dist
 
-_FOUND = find_spec("sitecustomize")
-_RIG = _FOUND is not None and Path(str(_FOUND.origin)).parent == Path(__file__).parent / "rig"
+_SITECUSTOMIZE_SPEC = find_spec("sitecustomize")
+_RIG = (
+    _SITECUSTOMIZE_SPEC is not None
+    and Path(str(_SITECUSTOMIZE_SPEC.origin)).parent == Path(__file__).parent / "rig"
+)
 collect_ignore_glob = [] if _RIG and find_spec("xfuser") is not None else ["test_*.py"]
 if _RIG:  # ranks are forked from a server that has imported xfuser once
     assert dist.run_on_ranks  # importing it sets its preload list first

@@ -35,21 +35,21 @@ def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: b
 
 
 @contextmanager
-def registered(member: Any, function: Callable[..., Any]) -> Iterator[list[tuple[int, ...]]]:
+def use_function(member: Any, function: Callable[..., Any]) -> Iterator[list[tuple[int, ...]]]:
     """Replace a function of xfuser's registry; yield the list of its calls' q shapes [B,N,S,D]."""
-    before, calls = ATTENTION_FUNCTION_REGISTRY[member], list[tuple[int, ...]]()
+    original, calls = ATTENTION_FUNCTION_REGISTRY[member], list[tuple[int, ...]]()
 
-    def counted(q: Tensor, *rest: Any) -> Any:
+    def count_call(q: Tensor, *args: Any) -> Any:
         calls.append(tuple(q.shape))
-        return function(q, *rest)
+        return function(q, *args)
 
-    register_attention_function(member)(counted)
+    register_attention_function(member)(count_call)
     try:
         yield calls
     finally:
-        ATTENTION_FUNCTION_REGISTRY[member] = before
+        ATTENTION_FUNCTION_REGISTRY[member] = original
 
 
-def kernel(name: str, head: int, dtype: torch.dtype = torch.float32) -> XfuserKernel:
+def build_kernel(name: str, head: int, dtype: torch.dtype = torch.float32) -> XfuserKernel:
     device = Device(torch.device("cpu"), get_capabilities("cpu"))
     return made(Target(device, head, dtype, dense_row=DENSE_KERNELS[name]))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import wan
 from tests.dist import Ranks, make_rank_envs
-from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, registered
+from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, use_function
 from wan.cli import main as generate
 from wan.configs import WAN_CONFIGS
 
@@ -26,9 +26,9 @@ def latents(video: Path) -> torch.Tensor:
     return load_file(video.with_suffix(".latents.safetensors"))["latents"]
 
 
-def with_lse(argv: list[str]) -> int:
+def run_with_lse(argv: list[str]) -> int:
     """On one rank: run generate.py with an SDPA_FLASH for CPUs that returns the log-sum-exp."""
-    with registered(FLASH, flash_on_cpu) as calls:
+    with use_function(FLASH, flash_on_cpu) as calls:
         code = generate.main(argv)
     print(f"{len(calls)} calls of SDPA_FLASH")
     return code
@@ -37,15 +37,15 @@ def with_lse(argv: list[str]) -> int:
 @pytest.fixture(scope="module")
 def plain(tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
     """The arguments of a run, and its latents with PyTorch's kernel in both precisions."""
-    folder, found = tmp_path_factory.mktemp("plain"), {}
+    folder, latents_by_precision = tmp_path_factory.mktemp("plain"), {}
     arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
     for precision in ("fp32", "bf16"):
         out = folder / f"{precision}.mp4"
         argv = [*arguments, "--precision", precision, "--save_file", str(out)]
         with Ranks([{}], generate.main, argv) as process:
             assert process.wait_for_exit() == [0], process.format_outputs()
-        found[precision] = latents(out)
-    return arguments, found
+        latents_by_precision[precision] = latents(out)
+    return arguments, latents_by_precision
 
 
 RUNS = {  # world, flags, precision, backend, text of the log
@@ -71,19 +71,19 @@ RUNS = {  # world, flags, precision, backend, text of the log
 @pytest.mark.dist
 @pytest.mark.parametrize("name", RUNS)
 def test_a_whole_run(name: str, plain, tmp_path: Path) -> None:
-    world, flags, precision, backend, said = RUNS[name]
+    world, flags, precision, backend, log_text = RUNS[name]
     arguments, expected = plain
     out = tmp_path / "v.mp4"
     argv = [*arguments, *flags, "--precision", precision, "--attention_backend", backend]
     argv += ["--save_file", str(out)]
-    with Ranks(make_rank_envs(world) if world > 1 else [{}], with_lse, argv) as ranks:
+    with Ranks(make_rank_envs(world) if world > 1 else [{}], run_with_lse, argv) as ranks:
         assert ranks.wait_for_exit(180) == [0] * world, ranks.format_outputs()
-    assert said in ranks.texts[0]
-    assert ("K/V are gathered" in ranks.texts[0]) == (said is GATHERED)
+    assert log_text in ranks.texts[0]
+    assert ("K/V are gathered" in ranks.texts[0]) == (log_text is GATHERED)
     limit = 1e-4 if precision == "fp32" else 0.1  # of latents around 1, after two steps in bf16
     assert (latents(out) - expected[precision]).abs().max() <= limit
-    counted = {"0 calls of SDPA_FLASH" in text for text in ranks.texts}
-    assert counted == {backend == "sdpa_math"}
+    has_no_calls = {"0 calls of SDPA_FLASH" in text for text in ranks.texts}
+    assert has_no_calls == {backend == "sdpa_math"}
     record = json.loads(out.with_suffix(".json").read_text())
     assert record["settings"]["attention_backend"] == backend
     assert record["used"]["kernel"].startswith(f"xfuser {backend.upper()} (")
@@ -94,19 +94,19 @@ def test_a_whole_run(name: str, plain, tmp_path: Path) -> None:
 def test_modes_give_the_same_latents(plain, tmp_path: Path) -> None:
     """Bit for bit, through the command line: InsertComm, overlap and the baseline."""
     arguments, _ = plain
-    found = []
+    results = []
     for flags in (["--comm_type", "0"], ["--comm_type", "1"], ["--fa_alltoall_overlap"]):
-        out = tmp_path / f"{len(found)}.mp4"
+        out = tmp_path / f"{len(results)}.mp4"
         argv = [*arguments, *flags, "--attention_backend", "sdpa_flash", "--precision", "bf16"]
-        with Ranks(make_rank_envs(2), with_lse, [*argv, "--save_file", str(out)]) as ranks:
+        with Ranks(make_rank_envs(2), run_with_lse, [*argv, "--save_file", str(out)]) as ranks:
             assert ranks.wait_for_exit(180) == [0, 0], ranks.format_outputs()
-        found.append(latents(out))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        results.append(latents(out))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_the_python_classes_take_it(tiny) -> None:
     request = {"sampling_steps": 1, "size": (32, 32), "frame_num": 1, "seed": 7}
-    with registered(MATH, ATTENTION_FUNCTION_REGISTRY[MATH]) as calls:
+    with use_function(MATH, ATTENTION_FUNCTION_REGISTRY[MATH]) as calls:
         model = wan.WanT2V(
             WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), device="cpu", attention_backend="sdpa_math"
         )
@@ -122,20 +122,20 @@ def test_ranks_refuse_together(tiny) -> None:
     assert len(ranks.lines()) == 1 and "does not compute float32" in ranks.lines()[0]
 
 
-def only_on_rank_0(argv: list[str]) -> int:
+def run_with_lse_on_rank_0(argv: list[str]) -> int:
     """On one rank: run generate.py; only rank 0 has a kernel that returns the log-sum-exp."""
 
-    def without(*args: Any) -> Any:
+    def return_no_lse(*args: Any) -> Any:
         return flash_on_cpu(*args)[0], None
 
-    with registered(FLASH, without if os.environ["RANK"] == "1" else flash_on_cpu):
+    with use_function(FLASH, return_no_lse if os.environ["RANK"] == "1" else flash_on_cpu):
         return generate.main(argv)
 
 
 @pytest.mark.dist
-def test_ranks_that_found_different_kernels_do_not_begin(tiny) -> None:
+def test_ranks_with_different_kernels_refuse_to_start(tiny) -> None:
     argv = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--precision", "bf16"]
     argv += ["--attention_backend", "sdpa_flash", "--ring_size", "2"]
-    with Ranks(make_rank_envs(2), only_on_rank_0, argv) as ranks:
+    with Ranks(make_rank_envs(2), run_with_lse_on_rank_0, argv) as ranks:
         assert ranks.wait_for_exit() == [2, 2], ranks.format_outputs()
     assert "what computes attention" in ranks.format_outputs()

@@ -14,13 +14,13 @@ from xfuser.core.distributed.attention_backend import (
 )
 
 from tests.refusals import check_refusals
-from tests.xfuser.ranks import FLASH, MATH, flash_on_cpu, kernel, registered
+from tests.xfuser.ranks import FLASH, MATH, build_kernel, flash_on_cpu, use_function
 from wan.settings.errors import InputError
 from wan.settings.kernels import DENSE_KERNELS
 
 HEAD = 16
 # Functions of the registry that are not offered, and why; as in docs/attention_backends.md.
-LEFT_OUT = {
+NOT_OFFERED = {
     "SDPA": "what --attention_backend sdpa is without xfuser",
     "CUDNN": "what --attention_backend cudnn is without xfuser",
     "NPU": "of NPUs",
@@ -32,12 +32,12 @@ LEFT_OUT = {
 SPARSE = ("SPARGE", "SPARSE", "VSA", "FLEX_BLOCK_ATTN")
 
 
-def tensors(rows: int = 19, keys: int = 33) -> list[Tensor]:
+def make_qkv(rows: int = 19, keys: int = 33) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows)
     return [torch.randn(2, n, 3, HEAD, generator=generator) for n in (rows, keys, keys)]
 
 
-def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Tensor]:
+def compute_attention(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = (x.double().transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
     logits = q @ k.mT / q.shape[-1] ** 0.5
     return (logits.softmax(-1) @ v).transpose(1, 2), logits.logsumexp(-1)
@@ -52,39 +52,39 @@ def test_all_of_the_registry_is_offered_or_left_out_for_a_reason() -> None:
     }
     sparse = {name for name in registry if any(word in name for word in SPARSE)}
     assert offered <= registry and not offered & sparse
-    assert registry - offered - sparse == LEFT_OUT.keys()
+    assert registry - offered - sparse == NOT_OFFERED.keys()
 
 
-def test_the_functions_own_weights_are_no_log_sum_exp() -> None:
+def test_softmax_weights_are_no_log_sum_exp() -> None:
     """SDPA_MATH runs on the CPU; its second result has the shape of all scores."""
     original = ATTENTION_FUNCTION_REGISTRY[MATH]
-    with registered(MATH, original) as calls:
-        found = kernel("sdpa_math", HEAD)
-        assert len(calls) == 1 and not found.can_return_lse
-        assert found.name == "xfuser SDPA_MATH (SDPA with Math backend)"
-        out = found(*tensors())
+    with use_function(MATH, original) as calls:
+        xfuser_kernel = build_kernel("sdpa_math", HEAD)
+        assert len(calls) == 1 and not xfuser_kernel.can_return_lse
+        assert xfuser_kernel.name == "xfuser SDPA_MATH (SDPA with Math backend)"
+        out = xfuser_kernel(*make_qkv())
         assert calls[1:] == [(2, 3, 19, HEAD)]
-    torch.testing.assert_close(out.double(), exact(*tensors())[0], atol=2e-6, rtol=0)
+    torch.testing.assert_close(out.double(), compute_attention(*make_qkv())[0], atol=2e-6, rtol=0)
 
 
-def test_a_log_sum_exp_that_is_one() -> None:
-    with registered(FLASH, flash_on_cpu) as calls:
-        found = kernel("sdpa_flash", HEAD)
-        assert found.can_return_lse and found.name.startswith("xfuser SDPA_FLASH (")
-        out, lse = found.with_lse(*tensors())
-        assert torch.equal(found(*tensors()), out)
+def test_a_correct_log_sum_exp() -> None:
+    with use_function(FLASH, flash_on_cpu) as calls:
+        xfuser_kernel = build_kernel("sdpa_flash", HEAD)
+        assert xfuser_kernel.can_return_lse and xfuser_kernel.name.startswith("xfuser SDPA_FLASH (")
+        out, lse = xfuser_kernel.with_lse(*make_qkv())
+        assert torch.equal(xfuser_kernel(*make_qkv()), out)
     assert calls[1:] == [(2, 3, 19, HEAD)] * 2
-    expected, expected_lse = exact(*tensors())
+    expected, expected_lse = compute_attention(*make_qkv())
     assert lse.dtype == torch.float32 and lse.shape == (2, 3, 19)
     assert (out - expected).abs().max() <= 2e-6 and (lse - expected_lse).abs().max() <= 2e-6
 
 
-def with_second(change: Callable[[Tensor], object]) -> Callable[..., Any]:
-    def function(*args: Any) -> Any:
+def replace_lse(change: Callable[[Tensor], object]) -> Callable[..., Any]:
+    def run_with_changed_lse(*args: Any) -> Any:
         out, lse = flash_on_cpu(*args)
         return out, change(lse)
 
-    return function
+    return run_with_changed_lse
 
 
 LSE: dict[str, Callable[[Tensor], object]] = {
@@ -103,36 +103,38 @@ NO_LSE: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def test_what_a_trial_takes_for_the_log_sum_exp() -> None:
+def test_log_sum_exps_that_a_trial_accepts() -> None:
     for name, change in {**LSE, **NO_LSE}.items():
-        with registered(FLASH, with_second(change)):
-            found = kernel("sdpa_flash", HEAD)
-        assert found.can_return_lse == (name in LSE), name
+        with use_function(FLASH, replace_lse(change)):
+            xfuser_kernel = build_kernel("sdpa_flash", HEAD)
+        assert xfuser_kernel.can_return_lse == (name in LSE), name
         if name in LSE:
-            assert (found.with_lse(*tensors())[1] - exact(*tensors())[1]).abs().max() <= 2e-6, name
+            assert (
+                xfuser_kernel.with_lse(*make_qkv())[1] - compute_attention(*make_qkv())[1]
+            ).abs().max() <= 2e-6, name
 
 
-def said(name: str) -> str:
+def collect_refusal(name: str) -> str:
     """Return the refusal of a kernel; empty if it is not refused."""
     try:
-        kernel(name, HEAD)
+        build_kernel(name, HEAD)
     except InputError as error:
         return str(error)
     return ""
 
 
-def raising(*_: object) -> Any:
+def raise_name_error(*_: object) -> Any:
     raise NameError("name 'flash_attn_func' is not defined.\nmore")
 
 
-def biased(*args: Any) -> Any:
+def return_biased(*args: Any) -> Any:
     out, lse = flash_on_cpu(*args)
     return out * 1.05, lse
 
 
 NO_ATTENTION: dict[str, Callable[..., Any]] = {
-    "raises": raising,
-    "off": biased,
+    "raises": raise_name_error,
+    "off": return_biased,
     "transposed": lambda *args: (flash_on_cpu(*args)[0].transpose(1, 2), None),
     "nan": lambda *args: (flash_on_cpu(*args)[0] * torch.nan, None),
     "three values": lambda *args: (flash_on_cpu(*args)[0], None, None),
@@ -143,13 +145,15 @@ def test_what_computes_no_attention_is_refused() -> None:
     """A trial refuses wrong functions, GPU operators on a CPU, and missing packages."""
     sentences = {}
     for name, function in NO_ATTENTION.items():
-        with registered(FLASH, function):
-            sentences[name] = said("sdpa_flash")
+        with use_function(FLASH, function):
+            sentences[name] = collect_refusal("sdpa_flash")
     missing = ("flash", "flash_3", "flash_3_fp8", "flash_4", "sage", "aiter_fp8")
-    sentences |= {name: said(name) for name in ("sdpa_flash", "sdpa_efficient", *missing)}
+    sentences |= {
+        name: collect_refusal(name) for name in ("sdpa_flash", "sdpa_efficient", *missing)
+    }
     function = ATTENTION_FUNCTION_REGISTRY.pop(FLASH)
     try:
-        sentences["unknown to this xfuser"] = said("sdpa_flash")
+        sentences["unknown to this xfuser"] = collect_refusal("sdpa_flash")
     finally:
         ATTENTION_FUNCTION_REGISTRY[FLASH] = function
     check_refusals(
@@ -160,15 +164,15 @@ def test_what_computes_no_attention_is_refused() -> None:
 
 
 def test_a_trial_is_made_once_and_leaves_the_randomness_alone() -> None:
-    with registered(FLASH, flash_on_cpu) as calls:
-        before = torch.get_rng_state()
-        kernel("sdpa_flash", HEAD), kernel("sdpa_flash", HEAD)
-        assert len(calls) == 1 and torch.equal(torch.get_rng_state(), before)
-        kernel("sdpa_flash", 2 * HEAD)
+    with use_function(FLASH, flash_on_cpu) as calls:
+        rng_state = torch.get_rng_state()
+        build_kernel("sdpa_flash", HEAD), build_kernel("sdpa_flash", HEAD)
+        assert len(calls) == 1 and torch.equal(torch.get_rng_state(), rng_state)
+        build_kernel("sdpa_flash", 2 * HEAD)
         assert len(calls) == 2
 
 
-def test_every_function_takes_the_five_arguments_that_are_given() -> None:
+def test_every_function_takes_five_arguments() -> None:
     from inspect import signature
 
     for backend in DENSE_KERNELS.values():

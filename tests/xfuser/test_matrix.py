@@ -17,12 +17,12 @@ from tests.distributed.test_attention_matrix import (
     HEAD_DIM,
     Case,
     compare_modes,
-    name,
-    qkv_and_reference,
+    format_case,
+    make_qkv_and_reference,
 )
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
-from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, registered
-from tests.xfuser.ranks import kernel as loaded
+from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, use_function
+from tests.xfuser.ranks import build_kernel as loaded
 from wan.settings import attention_modes
 from wan.settings.attention_modes import TokenPlan
 
@@ -35,27 +35,27 @@ FUNCTIONS = {
 }
 
 
-def check(cases: Sequence[tuple[Case, str]]) -> dict[str, str]:
+def find_differences(cases: Sequence[tuple[Case, str]]) -> dict[str, str]:
     """On one rank: compare all modes with plain attention; map failing cases to messages."""
     wrong = {}
     for case, backend in cases:
         member, function, has_lse = FUNCTIONS[backend]
         dtype = getattr(torch, case[3])
-        with registered(member, function):
+        with use_function(member, function):
 
-            def made(dtype: Any = dtype, backend: str = backend, lse: bool = has_lse) -> Any:
-                found = loaded(backend, HEAD_DIM, dtype)
-                assert found.can_return_lse == lse
-                return found
+            def make_kernel(dtype: Any = dtype, backend: str = backend, lse: bool = has_lse) -> Any:
+                xfuser_kernel = loaded(backend, HEAD_DIM, dtype)
+                assert xfuser_kernel.can_return_lse == lse
+                return xfuser_kernel
 
             try:
-                compare_modes(case, made, same_bits=has_lse)
+                compare_modes(case, make_kernel, same_bits=has_lse)
             except AssertionError as error:
-                wrong[f"{name(case)}-{backend}"] = str(error)
+                wrong[f"{format_case(case)}-{backend}"] = str(error)
     return wrong
 
 
-def cases() -> list[tuple[Case, str]]:
+def list_cases() -> list[tuple[Case, str]]:
     """List every layout of 1, 2 and 4 ranks with every function; dtypes and lengths take turns."""
     return [
         ((topology, 24, TOKENS[i % 2], ("float32", "bfloat16")[(i + j) % 2]), backend)
@@ -66,20 +66,22 @@ def cases() -> list[tuple[Case, str]]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_modes(world: int) -> None:
-    chosen = [(case, backend) for case, backend in cases() if case[0].world == world]
-    assert run_on_ranks(world, check, chosen) == [{}] * world
+    world_cases = [(case, backend) for case, backend in list_cases() if case[0].world == world]
+    assert run_on_ranks(world, find_differences, world_cases) == [{}] * world
 
 
-def calls(topology: Topology, mode: str, backend: str) -> tuple[list[tuple[int, ...]], float]:
+def record_calls(
+    topology: Topology, mode: str, backend: str
+) -> tuple[list[tuple[int, ...]], float]:
     """Return the query shapes of all calls of one layer, and its error."""
     member, function, _ = FUNCTIONS[backend]
     tokens, plan = 64, TokenPlan(64, topology.world)
-    whole, expected, _ = qkv_and_reference(24, tokens, "float32")
-    with registered(member, function) as made:
+    global_qkv, expected, _ = make_qkv_and_reference(24, tokens, "float32")
+    with use_function(member, function) as call_shapes:
         layer = attention_layer(topology, mode, loaded(backend, HEAD_DIM))
-        made.clear()
-        found = layer(*(shard(x, plan, 0) for x in whole))
-    return made, float((found - shard(expected, plan, 0)).abs().max())
+        call_shapes.clear()
+        output = layer(*(shard(x, plan, 0) for x in global_qkv))
+    return call_shapes, float((output - shard(expected, plan, 0)).abs().max())
 
 
 def test_which_function_computes_and_how_often() -> None:
@@ -90,7 +92,9 @@ def test_which_function_computes_and_how_often() -> None:
         chunks = attention_modes.list_head_ranges(24, ulysses, row.chunks)
         merged = topology.ring if FUNCTIONS[backend][2] else 1
         heads = sorted((b - a) // ulysses for a, b in chunks for _ in range(row.blocks * merged))
-        for made, off in run_on_ranks(topology.world, calls, topology, mode, backend):
+        for call_shapes, error in run_on_ranks(
+            topology.world, record_calls, topology, mode, backend
+        ):
             case = topology, mode, backend
-            assert sorted(shape[1] for shape in made) == heads and off <= 2e-5, case
-            assert {shape[2] for shape in made} == {64 // topology.ring // row.blocks}, case
+            assert sorted(shape[1] for shape in call_shapes) == heads and error <= 2e-5, case
+            assert {shape[2] for shape in call_shapes} == {64 // topology.ring // row.blocks}, case

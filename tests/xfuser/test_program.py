@@ -12,7 +12,7 @@ from tests.dist import REPO, Ranks, make_rank_envs
 pytestmark = pytest.mark.dist
 
 
-def program() -> int:
+def run_program() -> int:
     """On one rank: run the example."""
     runpy.run_path(str(REPO / "examples" / "xfuser_program.py"), run_name="__main__")
     return 0
@@ -20,8 +20,8 @@ def program() -> int:
 
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "2 x ring 1"), (4, "2 x ring 2")])
 def test_the_layer_in_a_program_of_xfuser(ranks: int, layout: str) -> None:
-    with Ranks(make_rank_envs(ranks), program) as started:
+    with Ranks(make_rank_envs(ranks), run_program) as started:
         assert started.wait_for_exit() == [0] * ranks, started.format_outputs()
     for rank, text in enumerate(started.texts):
-        found = re.search(rf"rank {rank}: ulysses {layout}, off by (\S+)", text)
-        assert found is not None and float(found[1]) <= 2e-6, text
+        match = re.search(rf"rank {rank}: ulysses {layout}, off by (\S+)", text)
+        assert match is not None and float(match[1]) <= 2e-6, text
