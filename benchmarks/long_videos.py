@@ -87,7 +87,7 @@ def record_timelines(clips: int) -> dict[str, list[Span]]:
     for name in ("one after the other", "overlap"):
         model: Any = WanI2V("i2v-A14B", DEMO, overlap_decoding=name == "overlap")
         _make_video(model, 1, False)  # loads the networks
-        stages = model._pipeline.stages = Timeline()
+        stages = model._pipeline.stage_timer = Timeline()
         start = time.perf_counter()
         _make_video(model, clips, False)
         spans_by_name[name] = [(stage, a - start, b - start) for stage, a, b in stages.spans]

@@ -79,7 +79,7 @@ def run_all_modes(
                     out = layer(*local_qkv, **call_kwargs)
             if out is not None:
                 outputs[mode, exchange] = out
-                counts[mode, exchange] = collectives.found["alltoall_base_"]
+                counts[mode, exchange] = collectives.counts["alltoall_base_"]
     return outputs, counts, was_written, plan.count_valid_tokens(dist.get_rank())
 
 

@@ -258,7 +258,7 @@ def count_collectives(task: str) -> dict[str, int]:
     """On one rank: count the collectives of mode 0 with split exchanges."""
     with Collectives() as counter:
         predict_on_rank(task, TASKS[task].scenes[0], [(Topology(2, 1), "0", "split")])
-    return dict(counter.found)
+    return dict(counter.counts)
 
 
 def test_what_a_task_adds_needs_no_exchange() -> None:

@@ -235,7 +235,7 @@ def test_whole_run(animate: Path, run: str) -> None:
     limit = dict.fromkeys(("y", "latent", "video"), 1e-4)
     if rounded:
         limit = {"y": 2e-2, "latent": 1e-2, "video": 5e-3}
-    assert distance(pipeline.looked[0], stored[f"{run}.clip_input"]) <= limit["video"]
+    assert distance(pipeline.clip_images[0], stored[f"{run}.clip_input"]) <= limit["video"]
     calls, steps = pipeline.experts.calls, case["sampling_steps"]
     branches = 2 if request.uses_guidance else 1
     assert len(calls) == branches * steps * len(clips)

@@ -157,7 +157,7 @@ async def lose(jobs: Jobs) -> None:
     outcomes = {prompt: await wait_for_end(jobs, name) for prompt, name in names.items()}
     assert outcomes == expected and jobs.service.rank_group.restarts == 3
     error = (await jobs.request(f"/v1/videos/{names['lose memory']}"))[2]["error"]
-    assert "No memory is left. --plan finds" in error["message"]
+    assert "No memory is left. The estimated need is" in error["message"]
 
 
 async def fail_to_start(jobs: Jobs) -> None:

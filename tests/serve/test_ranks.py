@@ -73,8 +73,8 @@ def test_each_step_is_reported_once(clips: int, phases: int | None) -> None:
         assert loop.remaining_experts == ["high_noise", "low_noise"]
         while loop.remaining_experts:
             loop.advance(Experts(), num_experts=phases, cancellation_point=boundary)
-    assert {message["total"] for message in front.said} == {4 * clips}
-    done_counts = [message["done"] for message in front.said]
+    assert {message["total"] for message in front.messages} == {4 * clips}
+    done_counts = [message["done"] for message in front.messages]
     assert done_counts == sorted(done_counts) and {*done_counts} == {*range(4 * clips + 1)}
 
 
@@ -108,7 +108,7 @@ def test_the_last_texts_are_kept(
         main.resolve_argv(argv, require_inputs=False).setup, select_device("cpu")
     )
     assert ranks.RankWorker(flags.parse_flags(argv), pipeline, None, front, 2).serve() == 0
-    texts = [item["texts"] for item in front.said if item["is"] == "done"]
+    texts = [item["texts"] for item in front.messages if item["is"] == "done"]
     assert [tuple(item) for item in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
 
 

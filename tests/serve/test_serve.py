@@ -215,7 +215,7 @@ def check_fault(kind: str, served: ServiceProcess, faults: Faults, own: np.ndarr
     assert (video["error"] or {"code": None})["code"] == code, video
     assert video["attempt"] == (1 if code else 2)
     if code == "out_of_memory":
-        assert "--plan finds that it needs" in video["error"]["message"]
+        assert "The estimated need is" in video["error"]["message"]
     assert served.wait_for_video(second)["status"] == "completed"
     assert served.health()["restarts"] - restarts_before == restarts
     assert not faults.is_armed

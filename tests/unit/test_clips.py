@@ -47,9 +47,13 @@ class FakePipeline:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.decoded: list[tuple[Tensor, Tensor]] = []
         self.clip_images: list[Tensor] = []
-        self.stages, self.work_sharing, self.vae = StageTimer(lambda: None), WorkSharing(), object()
+        self.stage_timer, self.work_sharing, self.vae = (
+            StageTimer(lambda: None),
+            WorkSharing(),
+            object(),
+        )
         self.device, self.experts = SimpleNamespace(torch_device=torch.device("cpu")), self
-        self.encode = encode_by_averages
+        self.encode_video = encode_by_averages
 
     def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:
         return TEXTS

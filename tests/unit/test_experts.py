@@ -141,7 +141,7 @@ def test_grouped_videos_keep_only_latents() -> None:
     cpu_device = SimpleNamespace(torch_device=torch.device("cpu"), empty_cache=lambda: None)
     pipeline: Any = SimpleNamespace(
         offload_manager=SimpleNamespace(offload=True),
-        stages=SimpleNamespace(seconds={}),
+        stage_timer=SimpleNamespace(seconds={}),
         device=cpu_device,
         experts=source,
         prepare_denoising=prepare_loop,

@@ -409,7 +409,7 @@ def test_a_device_converts_the_dtypes_of_its_tensors(tmp_path: Path) -> None:
         (("cpu", stored_dtype), ("meta", stored_dtype)),
         (("meta", stored_dtype), ("meta", loaded_dtype)),
     ]
-    assert copies.seen[-4:] == each * 2
+    assert copies.copy_pairs[-4:] == each * 2
 
 
 def test_loading_uses_this_ranks_share_of_the_cores(tmp_path: Path, monkeypatch) -> None:

@@ -110,7 +110,7 @@ def test_memory_of_a_host(group: str, tmp_path: Path) -> None:
 PEAKS = """
 import mmap, sys, time
 from pathlib import Path
-from wan import host
+from wan import system
 
 def now(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -118,10 +118,10 @@ def now(kind):
 
 def wait(index, least):
     end = time.monotonic() + 20
-    while host._SAMPLED[index] < least and time.monotonic() < end:
+    while system._PEAK_BYTES[index] < least and time.monotonic() < end:
         time.sleep(0.01)
 
-with host.memory_sampled():
+with system.sample_peak_memory():
     before = now("RssAnon"), now("RssFile")
     allocated = b"x" * (80 << 20)
     wait(0, before[0] + (80 << 20))
@@ -129,10 +129,10 @@ with host.memory_sampled():
     with open(sys.argv[1], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
         assert not any(view[at] for at in range(0, len(view), mmap.PAGESIZE))
         wait(1, before[1] + (48 << 20))
-peak = host.peak_memory()
+peak = system.read_peak_memory()
 print(peak.anonymous - before[0], peak.mapped - before[1], peak.resident >= peak.anonymous)
-print(peak.line())
-print(peak.record())
+print(peak.summary())
+print(peak.to_record())
 """
 
 
@@ -150,7 +150,7 @@ def test_peaks_tell_allocated_from_mapped(tmp_path: Path) -> None:
 
 TRIMMED = """
 from pathlib import Path
-from wan import host
+from wan import system
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -160,7 +160,7 @@ pieces = [bytearray(b"x") * 100_000 for _ in range(1000)]
 last = bytearray(b"x") * 100_000  # allocated last, so that the end of the heap stays in use
 del pieces
 before = anonymous()
-host.trim_heap()
+system.trim_heap()
 print(before - anonymous())
 """
 

@@ -390,7 +390,7 @@ def test_refusals() -> None:
         calls[f"{rows} queries of {keys} from {first}"] = make_mask
     calls["means of no rows"] = partial(mean_pool_blocks, x.values, 0)
     method = RainFusionAttention("v2", 0.5, 0)
-    for name, step in (("step", None), ("layer", call((3, 10, 20), layer=None))):
+    for name, step in (("step", None), ("layer", make_step((3, 10, 20), layer=None))):
         calls[f"no {name}"] = partial(method.applies_to, step)
         calls[f"no {name}, prepared"] = partial(method.prepare_kv, x, x, x, step)
     messages = {name: f"{get_refusal(call, kind=ValueError)}." for name, call in calls.items()}

@@ -324,7 +324,7 @@ def test_a_skipped_step_adds_the_kept_residual() -> None:
     torch.testing.assert_close(apply_cache(cache, blocks, x + 1, step(1)), x + 1 + 2 * x)
     torch.testing.assert_close(apply_cache(cache, blocks, 2 * x, step(2)), 6 * x)
     torch.testing.assert_close(apply_cache(cache, blocks, x, step(3)), x + 4 * x)
-    assert blocks.calls == [2, 2] and cache.computed == {"cond": [0, 2]}
+    assert blocks.calls == [2, 2] and cache.computed_indices == {"cond": [0, 2]}
 
 
 def test_order_one_extrapolates_the_residual() -> None:
@@ -385,7 +385,7 @@ def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
                 blocks = lambda x, *_, value=value: x.add_(value)  # noqa: E731
                 output = cache(torch.zeros(1, 6, 4), blocks, info, 6, torch.float32)
         assert torch.equal(output, added[branch, sample]), (index, branch, sample)
-    assert cache.skipped == {"cond": [1], "uncond": [1]}
+    assert cache.skipped_indices == {"cond": [1], "uncond": [1]}
 
 
 @pytest.mark.parametrize("name", ["tea", "attention", "cfg"])
@@ -411,7 +411,7 @@ def test_small_changes_add_up() -> None:
     cache.start_run(make_step_lists(*[False] * 4))
     for index in range(4):
         apply_cache(cache, Blocks(1.0, 1.0), 1.15**index * x, step(index))
-    assert cache.computed == {"cond": [0, 2]} and cache.skipped == {"cond": [1, 3]}
+    assert cache.computed_indices == {"cond": [0, 2]} and cache.skipped_indices == {"cond": [1, 3]}
 
 
 def test_first_block_cache_compares_the_first_residual() -> None:
@@ -429,7 +429,7 @@ def test_first_block_cache_compares_the_first_residual() -> None:
             assert blocks.calls == [2, 2]
         else:
             torch.testing.assert_close(output, 2 * later + 2 * padded)
-            assert blocks.calls == [2, 1] and cache.computed == {"cond": [0]}
+            assert blocks.calls == [2, 1] and cache.computed_indices == {"cond": [0]}
 
 
 def test_threshold_zero_changes_no_bit() -> None:
@@ -439,7 +439,7 @@ def test_threshold_zero_changes_no_bit() -> None:
         x = torch.randn(1, 6, 4)
         expected = Blocks(0.3, 0.7)(x.clone(), 0, None)
         assert torch.equal(apply_cache(cache, blocks, x, step(index)), expected)
-    assert cache.computed == {"cond": [0, 1, 2, 3]}
+    assert cache.computed_indices == {"cond": [0, 1, 2, 3]}
 
 
 def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
@@ -456,7 +456,7 @@ def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
         len(computed) == 4 and returned[1][0] is returned[0][0] and returned[2][1] is returned[0][1]
     )
     assert returned[3][0] is computed[2]
-    assert (cache.computed, cache.skipped) == ({"cond": [0, 3]}, {"cond": [1, 2]})
+    assert (cache.computed_indices, cache.skipped_indices) == ({"cond": [0, 3]}, {"cond": [1, 2]})
     alive = [weakref.ref(x) for x in computed]
     computed.clear(), returned.clear()
     assert not any(ref() is not None for ref in alive), "nobody will ask for them again"
@@ -478,7 +478,9 @@ def test_the_rebuilt_branch_has_the_kept_difference(h: int, w: int) -> None:
     predictions = {"cond": later}
     branches = cache(1, run_both_branches, predictions.__getitem__)
     torch.testing.assert_close(branches[1], later + slow + 1.2 * fast)
-    assert cache.computed == {"cond": [0, 1], "uncond": [0]} and cache.skipped == {"uncond": [1]}
+    assert cache.computed_indices == {"cond": [0, 1], "uncond": [0]} and cache.skipped_indices == {
+        "uncond": [1]
+    }
 
 
 # Values and parameters with which a policy skips steps of a random network.

@@ -223,7 +223,7 @@ def format_run_rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: in
                 offload_model=False,
                 **video,
             )
-            seconds.append(model._pipeline.stages.seconds["denoising"])
+            seconds.append(model._pipeline.stage_timer.seconds["denoising"])
             clip = to_pixels(frames)
             like.append(compute_psnr(clip, first.setdefault(number, clip)))
             verdicts.append(judge_shapes(scene, detect_shapes(clip)))

@@ -126,7 +126,7 @@ class VideoMaker:
         model = self._get_model(variant.cache)
         pipeline = model._pipeline
         arguments: tuple[Any, ...] = (make_caption(scene),)
-        seconds_before = pipeline.stages.seconds.get("denoising", 0.0)
+        seconds_before = pipeline.stage_timer.seconds.get("denoising", 0.0)
         size: dict[str, Any] = {"size": (SIDE, SIDE)}
         if self.kind == "i2v":
             arguments = (*arguments, Image.fromarray(render_scene(scene, FRAMES, SIDE)[0]))
@@ -144,7 +144,7 @@ class VideoMaker:
             negative_prompt_embeds=self._negative,
             output_type="latent",
         )
-        seconds = pipeline.stages.seconds["denoising"] - seconds_before
+        seconds = pipeline.stage_timer.seconds["denoising"] - seconds_before
         share = _compute_share(model.step_cache, variant.steps)
         frames = to_pixels(self._plain._pipeline.decode(latents))
         return frames, {"seconds": seconds, "computed": share}
