@@ -65,9 +65,9 @@ import runpy
 import sys
 from contextlib import contextmanager
 
-from wan.log import Stages
+from wan.log import StageTimer
 
-call = Stages.__call__
+call = StageTimer.__call__
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def within():  # loading counts toward the stage that needs it
     yield
 
 
-Stages.__call__ = lambda self, name: within() if name == "loading" else call(self, name)
+StageTimer.__call__ = lambda self, name: within() if name == "loading" else call(self, name)
 runpy.run_path("generate.py", run_name="__main__")
 """
 THEIRS = """
