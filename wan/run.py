@@ -76,11 +76,7 @@ INPUT_FILE_SETTINGS = [
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file of a video.
-
-    Attributes:
-        setting: The setting that names the file or its folder.
-    """
+    """An input file of a video, and the setting that names it or its folder."""
 
     setting: str
     path: Path
@@ -220,10 +216,9 @@ class Run:
             "skip_existing": self.skip_existing,
             "group_by_expert": self.group_by_expert,
         }
-        invariants = {f"--{name}": value for name, value in values.items()} | {
-            f"the content of {name}": {"hash": value}
-            for name, value in self.compute_content_digests().items()
-        }
+        invariants = {f"--{name}": value for name, value in values.items()}
+        for name, value in self.compute_content_digests().items():
+            invariants[f"the content of {name}"] = {"hash": value}
         invariants["the video's size"] = self.params.video_size
         for line in self.lines:
             line_digest: Any = None
@@ -244,17 +239,13 @@ class Run:
             "--quant_dit_path": quantized_dit and compute_fingerprint(quantized_dit.list_files()),
             "--step_cache_curve": setup.policy and setup.policy.content,
             "--lora": {
-                name: [
-                    (lora_file.strength, compute_fingerprint([lora_file.path]))
-                    for lora_file in lora_files
-                ]
+                name: [(file.strength, compute_fingerprint([file.path])) for file in lora_files]
                 for name, lora_files in setup.loras.items()
             },
         }
         for name in INPUT_FILE_SETTINGS:
-            digests[f"--{name}"] = [
-                file.sha256 for file in self.input_files if file.setting == name
-            ] or None
+            file_digests = [file.sha256 for file in self.input_files if file.setting == name]
+            digests[f"--{name}"] = file_digests or None
         return digests
 
 
@@ -292,17 +283,14 @@ def resolve_run(
     if plan and world_size == 1:
         world_size = prod(values.get(name) or 1 for name in SIZE_FLAGS)
         if world_size > MAX_RANKS:
-            raise InputError(
-                f"The sizes make {world_size} ranks", remedy=f"give at most {MAX_RANKS}"
-            )
-    allow_missing = plan or not require_inputs
-    image, last_image = (
-        (None, None) if decodes_only else _read_input_images(values, preset, allow_missing)
-    )
+            remedy = f"give at most {MAX_RANKS}"
+            raise InputError(f"The sizes make {world_size} ranks", remedy=remedy)
+    input_options = (values, preset, plan or not require_inputs)
+    image, last_image = (None, None) if decodes_only else _read_input_images(*input_options)
     size = None if image is None else image.size
-    audio, pose = (None, None) if decodes_only else read_s2v_inputs(values, preset, allow_missing)
-    animate_inputs = None if decodes_only else read_animate_inputs(values, preset, allow_missing)
-    vace_inputs = None if decodes_only else read_vace_inputs(values, preset, allow_missing)
+    audio, pose = (None, None) if decodes_only else read_s2v_inputs(*input_options)
+    animate_inputs = None if decodes_only else read_animate_inputs(*input_options)
+    vace_inputs = None if decodes_only else read_vace_inputs(*input_options)
     size = vace_inputs.size if vace_inputs is not None else size
     network_files = build_from_values(NetworkFiles, values)
     folder, is_demo = _find_checkpoint_folder(values, preset, network_files)
@@ -320,7 +308,12 @@ def resolve_run(
         preset = PRESETS["flf2v-14B" if has_two_images else task]
     check_task(checkpoint, preset)
     defaults = {} if checkpoint.folder is None else read_generation_config(checkpoint.folder)
-    counts = _count_clips_and_frames(values, preset, defaults, audio, animate_inputs, vace_inputs)
+    if preset.infer_frames is not None:
+        counts = count_s2v_clips(values, preset, audio, defaults)
+    elif preset.kind == "animate":
+        counts = count_animate_clips(values, preset, animate_inputs, defaults)
+    else:
+        counts = count_vace_frames(values, preset, vace_inputs, defaults)
     values = {**values, **counts}
     setup, params, notices = _make_setup_and_params(
         values, defaults, preset, checkpoint, world_size, size
@@ -338,6 +331,7 @@ def resolve_run(
     output = build_from_values(Output, {**output_defaults, **values})
     demo_folder = folder if is_demo and not plan else None
     settings = {**values, "task": task, "ckpt_dir": folder}
+    extends_prompt = values.get("use_prompt_extend")
     return Run(
         setup=setup,
         params=params,
@@ -349,9 +343,7 @@ def resolve_run(
         animate_inputs=animate_inputs,
         vace_inputs=vace_inputs,
         input_files=() if plan else _list_input_files(values, animate_inputs),
-        prompt_extension=build_from_values(PromptExtension, values)
-        if values.get("use_prompt_extend")
-        else None,
+        prompt_extension=build_from_values(PromptExtension, values) if extends_prompt else None,
         decode_latents=values.get("decode_latents"),
         fixed_latents=values.get("fixed_latents"),
         plan_options=build_from_values(PlanOptions, values),
@@ -374,22 +366,6 @@ def _list_input_files(
         paths = [paths] if isinstance(paths, Path) else [Path(path) for path in paths]
         input_files += [InputFile(name, path, compute_file_digest(path)) for path in paths]
     return tuple(input_files)
-
-
-def _count_clips_and_frames(
-    values: Values,
-    preset: Preset,
-    defaults: Values,
-    audio: Audio | None,
-    animate_inputs: AnimateInputs | None,
-    vace_inputs: VaceInputs | None,
-) -> dict[str, Any]:
-    """Returns the numbers of clips, frames and reference images that follow from the inputs."""
-    if preset.infer_frames is not None:
-        return count_s2v_clips(values, preset, audio, defaults)
-    if preset.kind == "animate":
-        return count_animate_clips(values, preset, animate_inputs, defaults)
-    return count_vace_frames(values, preset, vace_inputs, defaults)
 
 
 def _make_setup_and_params(
@@ -416,11 +392,9 @@ def _make_setup_and_params(
         raise InputError(f"{path} has {channels} channels", None, why, remedy)
     t, h, w = preset.vae_stride
     stored_sizes = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
+    has_image = "image" in values or "src_video" in values  # its aspect ratio wins
     for name in stored_sizes.keys() & values.keys():
-        size_is_from_image = name == "size" and {"image", "src_video"} & {
-            *values
-        }  # whose aspect ratio wins
-        if values[name] != stored_sizes[name] and not size_is_from_image:
+        if values[name] != stored_sizes[name] and not (name == "size" and has_image):
             why = f"holds latents whose {name} is {stored_sizes[name]}, and its settings say "
             why, remedy = f"{why}{values[name]}", "use the unmodified file"
             raise InputError(str(path), None, why, remedy)
@@ -464,8 +438,6 @@ def make_setup(
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
     cache_settings = build_from_values(StepCache, values)
-    cache_policy = policy.make_policy(cache_settings, preset, checkpoint.folder)
-    loras = lora.resolve_loras(values, checkpoint)
     setup = Setup(
         preset,
         checkpoint,
@@ -475,8 +447,8 @@ def make_setup(
         quantized_dit=quantized_dit,
         chip=chip,
         cache=cache_settings,
-        policy=cache_policy,
-        loras=loras,
+        policy=policy.make_policy(cache_settings, preset, checkpoint.folder),
+        loras=lora.resolve_loras(values, checkpoint),
     )
     return setup, notices
 

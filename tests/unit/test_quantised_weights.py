@@ -391,7 +391,8 @@ def test_only_linear_layers_can_be_quantised(broken: Path, tiny: Any) -> None:
 DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32)
 INT8, FP8 = {torch.int8: 96}, {torch.float8_e4m3fn: 96}
 FLOATS, BYTES = (torch.float32, torch.bfloat16), (torch.uint8,)
-ACCEPTED_DTYPES = {  # algorithm -> dtypes of a weight with 96 columns and how many each has, of its scales
+# algorithm -> dtypes of a weight with 96 columns and how many each has, of its scales
+ACCEPTED_DTYPES = {
     "W8A8": (INT8, DTYPES),  # has no such scales
     "W8A8_TIMESTEP": (INT8, FLOATS),
     "W8A16": (INT8, FLOATS),

@@ -89,8 +89,8 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"fp8": True, "fp8_exchange": True},
-        f"{INPUT_SENDS}, A2A q scale, A2A k scale, A2A v scale, {INPUT_WAITS}, wait q scale, wait k scale, "
-        f"wait v scale, FA 0, {OUTPUT_ITEMS}",
+        f"{INPUT_SENDS}, A2A q scale, A2A k scale, A2A v scale, {INPUT_WAITS}, wait q scale, "
+        f"wait k scale, wait v scale, FA 0, {OUTPUT_ITEMS}",
     ),
     (
         {"fp8": True, "fp8_exchange": True, "fused": True},

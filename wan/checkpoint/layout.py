@@ -63,10 +63,7 @@ _EXPECTED_FILES = {
     "audio_encoder": f"the folder {WAV2VEC2_FOLDER}",
 }
 PIPELINE_INDEX = "model_index.json"
-_FLAG_HINTS = {
-    "text_encoder": ", or give one with `text_encoder`",
-    "vae": ", or give one with `vae`",
-}
+_FLAG_HINTS = {name: f", or give one with `{name}`" for name in ("text_encoder", "vae")}
 _PIPELINE_COMPONENTS = (
     *_DIFFUSERS_FOLDERS.values(),
     "vae",
@@ -83,9 +80,7 @@ _UNSUPPORTED = {
     "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
 }
 """Part of a tensor's name -> (unsupported feature, remedy)."""
-_is_constant_tensor = re.compile(
-    r"motion_encoder\..*\.kernel$"
-).match  # a constant, the same in every file
+_is_constant_tensor = re.compile(r"motion_encoder\..*\.kernel$").match  # the same in every file
 _is_conv_bias = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them
 
@@ -278,19 +273,17 @@ class _PipelineIndex:
         path = folder / PIPELINE_INDEX
         if not path.is_file():
             return cls()
-        model_index = read_json(path)
+        model_index, remedy = read_json(path), "download model_index.json again"
         boundary = model_index.get("boundary_ratio")
         is_number = isinstance(boundary, int | float) and not isinstance(boundary, bool)
         if boundary is not None and not (is_number and 0 < boundary < 1):
             why = f"is {format_value(boundary)}, but must be a number between 0 and 1, or null"
-            raise InputError(
-                f"{path}: boundary_ratio", None, why, "download model_index.json again"
-            )
+            raise InputError(f"{path}: boundary_ratio", None, why, remedy)
         entries = {name: model_index[name] for name in _PIPELINE_COMPONENTS if name in model_index}
         for name, value in entries.items():
             if value is not None and not (isinstance(value, list) and len(value) == 2):
                 why = f"is {format_value(value)}, but must be a library and a class"
-                raise InputError(f"{path}: {name}", None, why, "download model_index.json again")
+                raise InputError(f"{path}: {name}", None, why, remedy)
         return cls(
             None if boundary is None else float(boundary),
             "boundary_ratio" in model_index and boundary is None,
@@ -302,21 +295,15 @@ def _read_explicit_experts(
     network_files: NetworkFiles, presets: tuple[Preset, ...]
 ) -> dict[str, DitFiles]:
     """Reads the DiTs that were given as single files or folders (`dit`, `dit_high_noise`, ...)."""
-    paths = {"dit": network_files.dit, "high_noise": network_files.dit_high_noise}
-    paths |= {"low_noise": network_files.dit_low_noise}
-    if network_files.dit is not None and (
-        network_files.dit_high_noise or network_files.dit_low_noise
-    ):
+    high_noise, low_noise = network_files.dit_high_noise, network_files.dit_low_noise
+    paths = {"dit": network_files.dit, "high_noise": high_noise, "low_noise": low_noise}
+    if network_files.dit is not None and (high_noise or low_noise):
         why = "is a task's only network, and cannot be given with one of two experts"
-        raise InputError(
-            "`dit`", network_files.dit, why, "give `dit_high_noise` and `dit_low_noise`"
-        )
-    if (
-        network_files.dit_high_noise is not None
-        and network_files.dit_high_noise == network_files.dit_low_noise
-    ):
+        remedy = "give `dit_high_noise` and `dit_low_noise`"
+        raise InputError("`dit`", network_files.dit, why, remedy)
+    if high_noise is not None and high_noise == low_noise:
         why = "is given for both experts"
-        raise InputError("`dit_high_noise`", network_files.dit_high_noise, why, "give two files")
+        raise InputError("`dit_high_noise`", high_noise, why, "give two files")
     dits: dict[str, DitFiles] = {}
     for expert, path in paths.items():
         if path is None:
@@ -421,11 +408,8 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
     if (checkpoint.kind, {*checkpoint.experts}) != (preset.kind, {*preset.experts}):
         actual = describe_networks(checkpoint.kind, checkpoint.experts)
         folder = checkpoint.folder
-        if (
-            folder is not None
-            and "dit" in checkpoint.experts
-            and (folder / "transformer_2").is_dir()
-        ):
+        has_second = folder is not None and (folder / "transformer_2").is_dir()
+        if has_second and "dit" in checkpoint.experts:
             actual = f"{actual} (boundary_ratio is null in {PIPELINE_INDEX})"
         expected = describe_networks(preset.kind, preset.experts)
     elif checkpoint.num_clip_vision_images != preset.num_clip_vision_images:
@@ -539,9 +523,8 @@ def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
     keys = {S2V_KEY: S2V_KEY, ANIMATE_KEY: rename_dit_to_diffusers(ANIMATE_KEY), VACE_KEY: VACE_KEY}
     present_keys = [name for name in keys if weight_file.find_shape(name, keys[name])]
     kind = detect_kind(present_keys, weight_file.channels)
-    takes_images = bool(
-        weight_file.find_shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight")
-    )
+    image_keys = ("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight")
+    takes_images = bool(weight_file.find_shape(*image_keys))
     return kind == preset.kind and takes_images == bool(preset.num_clip_vision_images)
 
 

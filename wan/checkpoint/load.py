@@ -57,14 +57,9 @@ from wan.settings.numerics import keeps_fp32
 from wan.settings.values import format_value
 
 _PICKLE_SUFFIXES = (".pth", ".ckpt")
-_COPY_ELEMENTS = 1 << 24  # elements per copy
-_TILE_ROWS = 256  # rows per LoRA merge
-_FLOAT_NAMES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
+_COPY_ELEMENTS, _TILE_ROWS = 1 << 24, 256  # elements per copy; rows per LoRA merge
+_FLOAT_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16"}
+_FLOAT_NAMES[torch.bfloat16] = "BF16"
 DTYPES = {
     **{name: dtype for dtype, name in _FLOAT_NAMES.items()},
     "F8_E4M3": torch.float8_e4m3fn,
@@ -326,13 +321,10 @@ def map_pickle(path: Path) -> dict[str, Tensor]:
     entries = content.items() if isinstance(content, dict) else [(type(content).__name__, None)]
     for name, value in entries:
         is_tensor = isinstance(name, str) and type(value) in (Tensor, nn.Parameter)
+        is_strided = is_tensor and value.layout == torch.strided
+        is_on_cpu = is_strided and value.device.type == "cpu"
         # A damaged view may extend past the end of its storage.
-        if not (
-            is_tensor
-            and value.layout == torch.strided
-            and value.device.type == "cpu"
-            and value.untyped_storage().nbytes() >= value.nbytes
-        ):
+        if not (is_on_cpu and value.untyped_storage().nbytes() >= value.nbytes):
             why = f"holds something other than weights ({format_value(name, str)})"
             raise InputError(f"{path}", None, why, "download it again")
     return dict(entries)
@@ -369,11 +361,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
             sources[name] = _make_view_source(view, mapped_file)
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
-        block_scales = {
-            name: info.block_scales
-            for name, info in tensors.items()
-            if info.block_scales is not None
-        }
+        block_scales = {name: i.block_scales for name, i in tensors.items() if i.block_scales}
         scale_sources, block_scale_sources = open_sources(scales), open_sources(block_scales)
         for name in scales:
             source, scale = sources[name], scale_sources[name]
@@ -437,10 +425,7 @@ def _make_gguf_source(data: Tensor, info: TensorInfo, file: MappedFile) -> Tenso
 
 
 def open_weight_only_sources(weights: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
-    """Returns sources of the buffers of weight-only quantized layers.
-
-    weights: Layer -> its weight.
-    """
+    """Returns sources of the buffers of weight-only quantized layers (layer -> its weight)."""
     infos = {f"{layer}.weight": view_as_bytes(info) for layer, info in weights.items()}
     scales = {f"{layer}.weight_scale": i.scale for layer, i in weights.items() if i.dtype in FP8}
     infos |= {name: info for name, info in scales.items() if info is not None}
@@ -457,8 +442,7 @@ def open_lora_sources(
 ) -> dict[str, TensorSource]:
     """Returns sources of the LoRA matrices of weight-only quantized layers.
 
-    Args:
-        dtype: The matrices are scaled in float64 and rounded once to this dtype.
+    The matrices are scaled in float64 and rounded once to `dtype`.
     """
     infos = {
         f"{layer}.{index}.{side}": info
@@ -504,13 +488,9 @@ def merge_loras(
 
     Rows are summed in float64 in tiles that begin at multiples of the tile size, wherever a rank's
     rows begin. So the sum is rounded once and its bits do not depend on the sharding.
-
-    Args:
-        skipped_names: Weights that are not changed.
     """
-    deltas_by_name = {
-        name: deltas for name, deltas in collect_deltas(loras).items() if name not in skipped_names
-    }
+    all_deltas = collect_deltas(loras)
+    deltas_by_name = {name: all_deltas[name] for name in all_deltas if name not in skipped_names}
     infos = {
         f"{info.file}:{info.name}": info
         for deltas in deltas_by_name.values()
@@ -598,8 +578,7 @@ def load_rotations(quantized_dit: QuantizedDit) -> dict[tuple[str, int], Rotatio
     """Loads the exported rotations of queries and keys for FP8 attention, [D,D] on the CPU.
 
     Returns:
-        (expert, block index) -> rotations; layers without an entry run attention in the run's
-        dtype.
+        (expert, block index) -> rotations; other layers run attention in the run's dtype.
     """
     layers = {
         (expert, index): layer.tensors

@@ -155,9 +155,8 @@ class RainFusionAttention:
         convert_layout: ConvertLayout = keep_layout,
     ) -> None:
         if rainfusion_type not in RAINFUSION_TYPES:
-            raise ValueError(
-                f"RainFusion's type must be one of {', '.join(RAINFUSION_TYPES)}, got {rainfusion_type!r}"
-            )
+            types = ", ".join(RAINFUSION_TYPES)
+            raise ValueError(f"RainFusion's type must be one of {types}, got {rainfusion_type!r}")
         if quantizer is not None and rainfusion_type != "v3":
             raise ValueError(
                 f"FP8 RainFusion exists as v3 only, got {rainfusion_type}: take v3, or no FP8"

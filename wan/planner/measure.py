@@ -405,14 +405,8 @@ class Planner:
             }
             features = AUDIO_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
             audio_kwargs_by_branch = [{"audio_input": empty(1, *features)} for _ in branches]
-        tracker.exclude(
-            (
-                x,
-                y,
-                *contexts,
-                *chain.from_iterable(map(_iter_tensors, (model_kwargs, *audio_kwargs_by_branch))),
-            )
-        )
+        keywords = map(_iter_tensors, (model_kwargs, *audio_kwargs_by_branch))
+        tracker.exclude((x, y, *contexts, *chain.from_iterable(keywords)))
         t = torch.tensor([500.0])
         fixes_first_frame = setup.preset.kind == "ti2v" and memory.count_encoded_frames(params) == 1
         if fixes_first_frame and tracker.device == "meta":  # the image's tokens have timestep 0
@@ -427,22 +421,12 @@ class Planner:
                 branches, contexts, audio_kwargs_by_branch, strict=True
             ):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
-                image_kwargs = {"y": [y]} if len(y) else {}
+                kwargs = model_kwargs | audio_kwargs | ({"y": [y]} if len(y) else {})
                 with tracker:
-                    network(
-                        [x],
-                        t,
-                        context=[text_LC],
-                        seq_len=prod(grid),
-                        **{**model_kwargs, **audio_kwargs, **image_kwargs},
-                        step=step,
-                    )
-            num_layers = len(network.self_attention_blocks())
-            collectives.append(
-                tracker.sent_operations[
-                    : len(tracker.sent_operations) // len(branches) // num_layers
-                ]
-            )
+                    network([x], t, context=[text_LC], seq_len=prod(grid), **kwargs, step=step)
+            num_calls = len(branches) * len(network.self_attention_blocks())
+            operations = tracker.sent_operations
+            collectives.append(operations[: len(operations) // num_calls])
         return tuple(collectives[-len(step_indices) :])
 
     @contextmanager

@@ -53,7 +53,6 @@ class Limits:
     Attributes:
         queue: Queued jobs.
         pixels: Pixels of all frames of a video.
-        frames: Frames of a video.
         prompt: Characters of a prompt.
         cached_prompts: Prompts whose embeddings stay in host memory.
         batch_size: Jobs in a batch, which is grouped by expert.
@@ -105,8 +104,7 @@ class Service:
         """
         self.startup_run, self.model, self.stopping = run, run.setup.preset.task, False
         self.limits, self._user_settings, self._replica_name = limits, user_settings, replica_name
-        self._on_event = on_event
-        self._jobs = folder / "jobs"
+        self._on_event, self._jobs = on_event, folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(self._jobs, self.journal)
@@ -125,9 +123,8 @@ class Service:
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
         # The function runs directly, since the service is one process on its machine.
         make_demo = partial(main.make_random_checkpoint, lambda make: make())
-        self._resolve = partial(
-            resolve_command_line, make_demo=make_demo, inspect_folder=cache(inspect_checkpoint)
-        )
+        resolve = partial(resolve_command_line, inspect_folder=cache(inspect_checkpoint))
+        self._resolve = partial(resolve, make_demo=make_demo)
         for job in self.journal.requeue_interrupted():
             self._remove_attempt_files(job, keep_clips=False)
         for job in self.journal.list_in_state("queued"):
@@ -164,13 +161,9 @@ class Service:
     async def remix(
         self, job_id: str, prompt: str, key: str | None = None, is_retry: bool = False
     ) -> ServiceJob:
-        """Queues a copy of a job with the same settings, seed and files and a new prompt.
+        """Queues a copy of a job: the same settings, seed and files, a new prompt for all clips.
 
-        Args:
-            job_id: Id of the job to copy.
-            prompt: The new prompt, for all clips.
-            key: The request's Idempotency-Key.
-            is_retry: Whether the client marks the request as a retry.
+        `key` and `is_retry` are as in `create`.
         """
         digest = hash_request({"remix": job_id, "prompt": prompt})
         earlier = self._repeats.find_duplicate(digest, key, is_retry)
@@ -187,13 +180,11 @@ class Service:
 
     def _copy_request(self, job: ServiceJob, prompt: str) -> ParsedRequest:
         """Returns the request of a job with another prompt."""
-        folder = self.job_folder(job)
-        paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
-        files = {
-            name.removeprefix(UPLOAD_PREFIX): path.read_bytes()
-            for name, path in paths.items()
-            if name.startswith(UPLOAD_PREFIX) and path.is_file()
-        }
+        folder, files = self.job_folder(job), {}
+        for path in folder.rglob("*"):
+            name = str(path.relative_to(folder))
+            if name.startswith(UPLOAD_PREFIX) and path.is_file():
+                files[name.removeprefix(UPLOAD_PREFIX)] = path.read_bytes()
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
         if "clip_prompts" in job.settings:
             settings["num_clip"] = len(job.settings["clip_prompts"])
@@ -569,7 +560,6 @@ class Service:
             return ""
 
     def _remove_job_folder(self, job: ServiceJob) -> None:
-        """Removes all files of a job, and its folder."""
         remove_job_files(self.job_folder(job))
 
     def _remove_attempt_files(self, job: ServiceJob, keep_clips: bool = True) -> None:
