@@ -91,10 +91,8 @@ class PackedBuffer:
         spec, start = self.specs[index], 0
         preceding_bytes = sum(earlier_spec.head_bytes for earlier_spec in self.specs[:index])
         unit_size = self.memory.dtype.itemsize
-        spec_start, spec_stop = (
-            preceding_bytes // unit_size,
-            (preceding_bytes + spec.head_bytes) // unit_size,
-        )
+        spec_start = preceding_bytes // unit_size
+        spec_stop = (preceding_bytes + spec.head_bytes) // unit_size
         for num_heads, equal_slots in groupby(self.heads_per_slot):
             stop = start + num_heads * len(list(equal_slots))
             view = self.memory[start * self._elements_per_head : stop * self._elements_per_head]

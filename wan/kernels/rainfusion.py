@@ -203,10 +203,8 @@ class RainFusionAttention:
             kernel_v = self._convert_layout(v if fp8 is None else fp8.quantize_v(v.values))
 
         def attend(q_block: AttentionInput, first_local_row: int) -> Tensor:
-            first_q_block, num_q_blocks = (
-                first_local_row // Q_ROWS,
-                math.ceil(q_block.values.shape[1] / Q_ROWS),
-            )
+            first_q_block = first_local_row // Q_ROWS
+            num_q_blocks = math.ceil(q_block.values.shape[1] / Q_ROWS)
             block_mask = mask[:, :, first_q_block : first_q_block + num_q_blocks]
             queries, num_keys = q_block, kernel_k.values.shape[1]
             if fp8 is not None:

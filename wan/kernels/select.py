@@ -109,10 +109,8 @@ def select_kernels(
         ValueError: A kernel does not exist on the device, or fails a test run there.
     """
     device, load = target.device, target.load
-    fused_op_names, vendor_ops = (
-        device.capabilities.list_fused_ops(attention, compile_blocks),
-        PLAIN_OPS,
-    )
+    fused_op_names = device.capabilities.list_fused_ops(attention, compile_blocks)
+    vendor_ops = PLAIN_OPS
     compiled_ops, frequency_cap = None, None
     if device.type == "npu":
         vendor_ops = make_vendor_ops(fused_op_names, load)

@@ -145,10 +145,8 @@ class FAPowerCapAttention:
             self.comm_type, fa_alltoall_overlap, chunks
         )
         self.overlaps = self.mode.overlaps
-        self.ulysses_size, self.ulysses_rank = (
-            get_group_size(ulysses_pg),
-            get_group_rank(ulysses_pg),
-        )
+        self.ulysses_size = get_group_size(ulysses_pg)
+        self.ulysses_rank = get_group_rank(ulysses_pg)
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
         self.backends, self.exchange = tuple(methods), exchange

@@ -65,10 +65,8 @@ def read_animate_folder(folder: Path, replace_character: bool) -> AnimateInputs:
     Raises:
         InputError: A file is missing or damaged, or differs from the others in size or length.
     """
-    setting, names = (
-        "`src_root_path`",
-        _MOTION_VIDEOS | (_SCENE_VIDEOS if replace_character else {}),
-    )
+    setting = "`src_root_path`"
+    names = _MOTION_VIDEOS | (_SCENE_VIDEOS if replace_character else {})
     if not folder.is_dir():
         why = "is no folder" if folder.exists() else "does not exist"
         raise InputError(setting, folder, why, f"give a folder with {_list_file_names(names)}")

@@ -322,10 +322,8 @@ class Planner:
                 num_ranks,
             ) as (tracker, size):
                 collectives = self._run_forwards(network, tracker, self.list_branches(parallel))
-                activations, cached_usage = (
-                    tracker.peak_bytes - tracker.live_bytes,
-                    +tracker.live_bytes,
-                )
+                activations = tracker.peak_bytes - tracker.live_bytes
+                cached_usage = +tracker.live_bytes
                 residual_bytes = step_cache.cached_bytes()
         num_layers = checkpoint.config["num_layers"] + checkpoint.num_control_blocks
         num_measured = len(network.self_attention_blocks())

@@ -164,10 +164,8 @@ def describe_rereads(planner: Planner, memory: int) -> Iterator[str]:
     Args:
         memory: Available bytes; 0 if unknown.
     """
-    stages, forwards = (
-        planner.compute_stage_memory(),
-        len(planner.list_branches(planner.setup.parallel)),
-    )
+    stages = planner.compute_stage_memory()
+    forwards = len(planner.list_branches(planner.setup.parallel))
     for name, usage in planner.sum_mapped_weights().items():
         size, need = usage.total(), stages[name].total()
         reread_bytes = min(size, size + need - memory)

@@ -373,9 +373,9 @@ def recommend_variant(results: Sequence[VariantResult]) -> tuple[Variant, str]:
     fastest = min(faster.values(), key=lambda time_ratio: time_ratio.median)
     ties = [variant for variant, time_ratio in faster.items() if time_ratio.low <= fastest.high]
     best_variant = min(ties, key=lambda variant: (variant.chunks is not None, variant.comm_type))
-    best_ratio, control_ratio = (
-        ratios[best_variant],
-        next((ratios[candidate] for candidate in ratios if candidate.adds_idle_gaps), None),
+    best_ratio = ratios[best_variant]
+    control_ratio = next(
+        (ratios[candidate] for candidate in ratios if candidate.adds_idle_gaps), None
     )
     reason = f"{best_variant.name}: {best_ratio.change_text} in time against the baseline. "
     if control_ratio is None:

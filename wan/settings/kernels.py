@@ -204,10 +204,8 @@ class SparseKernelRow(KernelRow):
     unsupported_reason: str = ""
 
 
-_BY_TILES, _BY_FLEX = (
-    "wan.kernels.rainfusion:ReferenceBlockSparseKernel",
-    "wan.kernels.flex:FlexBlocks",
-)
+_BY_TILES = "wan.kernels.rainfusion:ReferenceBlockSparseKernel"
+_BY_FLEX = "wan.kernels.flex:FlexBlocks"
 _NPU_SPARSE = "wan.kernels.npu.block_sparse"
 RAINFUSION = {
     row.name: row
