@@ -209,7 +209,7 @@ class FAPowerCapAttention:
         if spec.backend is not None and spec.backend.quantizes_before_exchange:
             return None
         tensor_spec = TensorSpec(batch, num_tokens, 3, channels // num_heads, x_BsC.dtype)
-        heads = [num_heads for per_rank in spec.chunk_heads for num_heads in per_rank]
+        heads = [count for counts in spec.chunk_heads for count in counts]
         buffer = PackedBuffer([tensor_spec], heads, x_BsC.device)
         return _PackedCall(self, buffer)
 
