@@ -194,7 +194,7 @@ class PlanOptions:
     plan: bool = command_option(
         False,
         switch,
-        "print exchanges and memory, and exit (default false)",
+        "print the exchanges and the memory of the run, and exit (default false)",
         record=False,
         common=True,
     )

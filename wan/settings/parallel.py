@@ -39,7 +39,7 @@ class Parallel:
     ulysses_size: int = layout_option(
         1,
         _SIZE,
-        "ranks that exchange heads (default: all that fit)",
+        "ranks that split the attention heads (default: all that fit)",
         diffusers=True,
         common=True,
     )

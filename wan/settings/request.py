@@ -74,7 +74,7 @@ class Sampling:
     sample_guide_scale: tuple[float, float] = option(
         REQUIRED,
         readers.read_guide_scale,
-        "one number, or LOW,HIGH for the two experts: guidance scale; 1: no guidance (default: the "
+        "guidance scale: one number, or LOW,HIGH for the two experts; 1: no guidance (default: the "
         "task's)",
         keyword="guide_scale",
         diffusers="guidance_scale",
@@ -130,7 +130,7 @@ class VideoParams(Sampling):
     negative_prompt: str = option(
         REQUIRED,
         readers.read_text_value,
-        "default, or '': the official negative prompt",
+        "negative prompt (default, or '': the official one)",
         keyword="n_prompt",
         diffusers=True,
         checkpoint=True,
@@ -139,7 +139,7 @@ class VideoParams(Sampling):
     size: Size = option(
         REQUIRED,
         readers.read_size,
-        "in pixels; with an image only the area counts (default: the task's)",
+        "width and height in pixels; with an image only their area counts (default: the task's)",
         diffusers=True,
         checkpoint=True,
         common=True,
