@@ -360,7 +360,7 @@ def test_help_is_light(tmp_path: Path) -> None:
     )
     text = " ".join(result.stdout.split())
     for option in (
-        "--sample_guide_scale X[,X] one number",
+        "--sample_guide_scale X[,X] guidance scale",
         "--comm_type {0,1,2} 0: baseline",
         "--sample_solver {unipc,dpm++,euler,dmd,rcm}",
         "--cfg_size {1,2}",

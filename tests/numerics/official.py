@@ -46,12 +46,12 @@ class PipelineParts:
     def __init__(self, folder: Path, cases: str, experts: Networks) -> None:
         tensors = load_file(folder / cases)
         self.contexts = tensors["context"], tensors["context_null"]
-        self.stages, self.work_sharing = StageTimer(lambda: None), WorkSharing()
+        self.stage_timer, self.work_sharing = StageTimer(lambda: None), WorkSharing()
         self.device: Any = type("Device", (), {"torch_device": CPU})
         self.experts: Any = experts
         vae_spec = vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")
         self.vae = vae.VideoVAE(vae_spec.load(device=CPU, dtype_of=lambda *_: torch.float32))
-        self.encode, self.decode = self.vae.encode, self.vae.decode
+        self.encode_video, self.decode = self.vae.encode, self.vae.decode
 
     def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:
         return self.contexts
