@@ -184,7 +184,7 @@ def test_whole_run(s2v: Path) -> None:
     picture = convert_image_to_tensor(clips.fit_image_to_size(image, request.video_size))
     assert distance(picture.unsqueeze(1), stored["unipc.ref_pixels"]) <= 1e-6
     pipeline: Any = _Pipeline(s2v)
-    assert distance(pipeline.encode(picture.unsqueeze(1)), stored["unipc.ref_latent"]) <= 1e-4
+    assert distance(pipeline.encode_video(picture.unsqueeze(1)), stored["unipc.ref_latent"]) <= 1e-4
     video_clips = list(clips.generate_s2v_clips(pipeline, request, Inputs(image, audio=audio)))
     calls, steps = pipeline.experts.calls, case["steps"]
     assert [clip.frames.shape[1] for clip in video_clips] == [
