@@ -185,7 +185,7 @@ class Generator:
         setup = self._setup
         return (
             f"<{type(self).__name__} {self._preset.task}: {self._pipeline.device.name()}, "
-            f"world_size {setup.parallel.world_size}, {setup.execution.precision}, "
+            f"world_size {setup.parallel.world_size}, precision {setup.execution.precision}, "
             f"comm_type {setup.parallel.comm_type}, offload_model {setup.execution.offload_model}>"
         )
 
