@@ -160,8 +160,8 @@ def _write_summary(
         first_seconds, *later_seconds = (job.stages.get("loading", 0.0) for job in finished_jobs)
         # The first one loads all networks.
         saved_seconds = max(len(later_seconds) * first_seconds - sum(later_seconds), 0.0)
-        text += f"; loading took {first_seconds:.1f} s of the first"
-        text += f" and saved the others {saved_seconds:.1f} s"
+        text += f"; the first one loaded networks for {first_seconds:.1f} s"
+        text += f", and reusing them saved the others {saved_seconds:.1f} s"
     is_incomplete = bool(refused_lines or failed or unreached_lines)
     logger.log(logging.ERROR if is_incomplete else logging.INFO, "%s.", text)
     command = [*sys.argv, *(() if "--skip_existing" in sys.argv else ("--skip_existing",))]

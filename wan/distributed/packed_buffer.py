@@ -1,4 +1,4 @@
-"""The send and receive buffer of an all-to-all: one contiguous slot for each rank.
+"""The send and receive buffers of all-to-alls: one contiguous slot for each rank and head chunk.
 
 Legend: B batch, s tokens or rows of scales, N all heads, h heads of one slot, m slots of one size,
 D channels of a tensor.
@@ -43,7 +43,7 @@ def make_tensor_specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
 
 
 class PackedBuffer:
-    """One buffer with a slot for each rank.
+    """One buffer with a slot for each rank, or for each head chunk and rank.
 
     Args:
         specs: The tensors of every slot.
@@ -83,13 +83,13 @@ class PackedBuffer:
         (spec,), num_heads = self.specs, self.heads_per_slot[0]
         return by_rank.view(-1, spec.batch, spec.rows, num_heads, spec.count * spec.width)
 
-    def iter_views(self, index: int) -> Iterator[tuple[Range, Tensor]]:
+    def iter_views(self, spec_index: int) -> Iterator[tuple[Range, Tensor]]:
         """Yields the tensors of one spec as views [m,B,s,h,tensors,D], with the heads they hold.
 
         Consecutive slots of equal heads share a view. The range of heads counts over all slots.
         """
-        spec, start = self.specs[index], 0
-        preceding_bytes = sum(earlier_spec.head_bytes for earlier_spec in self.specs[:index])
+        spec, start = self.specs[spec_index], 0
+        preceding_bytes = sum(earlier_spec.head_bytes for earlier_spec in self.specs[:spec_index])
         unit_size = self.memory.dtype.itemsize
         spec_start = preceding_bytes // unit_size
         spec_stop = (preceding_bytes + spec.head_bytes) // unit_size
@@ -114,13 +114,13 @@ class PackedBuffer:
 
     def write(self, index: int, x_BsND: Tensor, first_row: int = 0) -> None:
         """Writes rows of tensor `index`, which counts over all specs, from `first_row` on."""
-        spec_index = 0
-        while index >= self.specs[spec_index].count:
-            index -= self.specs[spec_index].count
+        spec_index, index_in_spec = 0, index
+        while index_in_spec >= self.specs[spec_index].count:
+            index_in_spec -= self.specs[spec_index].count
             spec_index += 1
         for (start, stop), view in self.iter_views(spec_index):
-            heads_by_rank = x_BsND[:, :, start:stop].unflatten(2, (view.shape[0], -1)).movedim(2, 0)
-            view[:, :, first_row : first_row + x_BsND.shape[1], :, index].copy_(heads_by_rank)
+            values = x_BsND[:, :, start:stop].unflatten(2, (view.shape[0], -1)).movedim(2, 0)
+            view[:, :, first_row : first_row + x_BsND.shape[1], :, index_in_spec].copy_(values)
 
     def unpack(self) -> list[Tensor]:
         """Returns the received tensors [B,S,h,D]: joins the rows of all slots, of equal heads.

@@ -4,10 +4,12 @@ Legend: B batch, s this rank's tokens, S tokens of this rank's Ulysses group (al
 is no ring), P Ulysses size, N all heads, N_c heads of a chunk, h_c heads of a chunk on this rank,
 D head size.
 
-Attention is split into head chunks and query blocks, and the all-to-alls of Ulysses run between
-them, so that the device idles between two attention kernels and its power stays low. A row of
-`MODES` defines how many chunks and blocks there are and in which order they run; one loop executes
-every mode. A chunk is computed by the dense kernel or by an `AttentionBackend` (FP8, block-sparse).
+Attention is split into head chunks, and the all-to-alls of Ulysses run between them, so that the
+device idles between the attention kernels of two chunks and its power stays low; mode 2 also splits
+the queries of a chunk into blocks. A row of `MODES` defines how many chunks and blocks there are
+and in which order they run; `OVERLAP` runs the all-to-alls during attention instead. One loop
+executes every mode. A chunk is computed by the dense kernel or by an `AttentionBackend` (FP8,
+block-sparse).
 No other module calls both all-to-alls and attention kernels.
 """
 

@@ -218,7 +218,7 @@ class WanSelfAttention(WanAttention):
             self.project_k(x_BLC, forward_context.rope, partial(packed_call.write, 1))
             packed_call.write(2, self.project_v(x_BLC))
             return self.project_out(packed_call.finish(**call_kwargs))
-        # q, k and v are temporaries without a name here, so that the layer can free them early.
+        # This frame holds no reference to q, k and v: the layer decides when they are freed.
         out_BLND = self.attention(
             self.project_q(x_BLC, forward_context.rope),
             self.project_k(x_BLC, forward_context.rope),

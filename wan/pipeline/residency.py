@@ -9,8 +9,9 @@ other weights are converted (dtype, LoRA) and written into one buffer.
 With `cpu` all networks have a copy in page-locked host memory, and one network at a time is on the
 accelerator.
 
-All copies are made in forward hooks, so a skipped block is not copied and the layers need no code
-for offloading. A weight without memory is a NaN (or 0) expanded to its shape.
+All copies are made in forward hooks, so the layers need no code for offloading, and a block that a
+step cache skips is copied at most as the next block of a computed one. A weight without memory is a
+NaN (or 0) expanded to its shape.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class HostBlockLoader:
 
 
 class BlockStreamer:
-    """Blocks that are called in a fixed order in every forward; some stay resident.
+    """Blocks that every forward calls in a fixed order, or skips; some stay resident.
 
     Before a block is called, its weights are fetched; on an accelerator also those of the next
     block (after the last block: the first).

@@ -144,7 +144,7 @@ def resolve_topology(
     Sizes that are not set are chosen, see `choose_ulysses_size`.
 
     Args:
-        values: Flag -> checked value; settings of other subjects are ignored.
+        values: Flag -> checked value, also of other settings, which some rules read.
         world: Number of ranks.
         heads: Attention heads of the network.
 
