@@ -53,7 +53,7 @@ FAULTS: dict[str, tuple[int, str, str, bool, str | None, int]] = {
     "no memory": (1, f"{DENOISE}predict_velocity", "memory", False, "out_of_memory", 1),
     "killed in text": (1, f"{PIPELINE}encode_prompt", "kill", False, None, 1),
     "killed in denoising": (0, f"{DENOISE}predict_velocity", "kill", False, None, 1),
-    "killed in decoding": (0, f"{PIPELINE}stream", "kill", False, None, 1),
+    "killed in decoding": (0, f"{PIPELINE}decode_to_sink", "kill", False, None, 1),
     "killed in writing": (0, "wan.pipeline.video:Mp4Encoder.write_frames", "kill", False, None, 1),
 }
 FAULT_TARGETS = dict.fromkeys(at for _, at, *_ in FAULTS.values())

@@ -18,7 +18,7 @@ import importlib, os, sys, time
 
 if os.environ.get("RANK", "0") == "0" and "wan.serve.ranks" in sys.orig_argv:
     owner = importlib.import_module("wan.pipeline.build").NetworkLoader
-    load = owner.dit
+    load = owner.load_dit
 
     def slow(self, name, **more):
         with open(os.path.join(os.path.dirname(__file__), "loads"), "a") as file:
@@ -26,7 +26,7 @@ if os.environ.get("RANK", "0") == "0" and "wan.serve.ranks" in sys.orig_argv:
         time.sleep(2)
         return load(self, name, **more)
 
-    owner.dit = slow
+    owner.load_dit = slow
 """
 
 
