@@ -246,12 +246,10 @@ def test_a_name_has_one_meaning() -> None:
     for path in FILES:
         for name in (*_types(path), *_functions(path)):
             first = modules.setdefault(name, module(path))
-            one_home = first == module(path) or name in ("main", *VENDOR_FUNCTIONS)
+            one_home = first == module(path) or name == "main"
             assert one_home, f"{name} is defined in {first} and {module(path)}"
 
 
-VENDOR_FUNCTIONS = ("rope", "rms_norm", "layer_norm", "scale_shift")
-"""Functions of `wan.kernels.npu.small_ops`, named as the values of `fused_ops`."""
 NO_NAMES = {
     word
     for line in (
