@@ -41,16 +41,16 @@ import torch
 from benchmarks.common import CPU, compute_ratios, results_file, write_json
 from benchmarks.residency import draw_parameters
 from tools.safetensors_stream import stream_safetensors
-from wan.checkpoint.files import read_json
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.output_files import write_folder
-from wan.pipeline import text
-from wan.pipeline.tiny import VAE_22, train_tokenizer, write_tokenizer
-from wan.pipeline.tiny import write_json as write_object
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
+from wan.checkpoint.headers import read_json
+from wan.modules import t5
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer, read_frame_num, read_size, real
+from wan.testing.random_checkpoint import VAE_22, train_tokenizer, write_tokenizer
+from wan.testing.random_checkpoint import write_json as write_object
+from wan.utils.files import write_folder
 
 SIZES: dict[str, dict[str, int]] = {
     "t2v-1.3B": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
@@ -65,7 +65,7 @@ import runpy
 import sys
 from contextlib import contextmanager
 
-from wan.log import StageTimer
+from wan.utils.log import StageTimer
 
 call = StageTimer.__call__
 
@@ -147,7 +147,7 @@ def write_diffusers_checkpoint(task: str, folder: Path) -> None:
                 torch.bfloat16,
                 "blocks",
             ),
-            "text_encoder": (text.build_published_text_encoder(), torch.bfloat16, "block"),
+            "text_encoder": (t5.build_published_text_encoder(), torch.bfloat16, "block"),
             "vae": (diffusers.AutoencoderKLWan(**vae), torch.float32, "no layers"),
         }
     for name, (network, dtype, layer) in networks.items():

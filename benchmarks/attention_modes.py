@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks import attention_runs, common
 from benchmarks.attention_runs import Size
 from benchmarks.common import CPU, run_on_ranks, take_slowest_rank
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.attention_modes import MODES
 from wan.settings.values import integer
 

@@ -24,8 +24,8 @@ from torch._inductor.utils import run_and_get_code
 
 from benchmarks import common
 from benchmarks.common import CPU, time_interleaved
-from wan.distributed.exchange import Group, to_process_group
 from wan.distributed.ring import RING_TYPES, Ring
+from wan.distributed.ulysses import Group, to_process_group
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock

@@ -25,10 +25,10 @@ from tests.dist import GENERATE, REPO, TORCHRUN
 from tests.gguf_files import make_gguf_folders
 from tools import compare_videos
 from tools.quantize_dit import quantize_checkpoint
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.output_files import check_output, make_marked_kind, write_output
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer
+from wan.utils.files import check_output, make_marked_kind, write_output
 
 DEMO = REPO / "examples" / "demo"
 PROMPTS = (

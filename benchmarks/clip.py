@@ -28,9 +28,9 @@ from benchmarks.common import (
     time_interleaved,
     write_json,
 )
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.config import make_reference_dit_config
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
 from wan.modules.interfaces import ModelComponents
 from wan.modules.networks import build_dit
 from wan.settings.presets import FACE_SIZE, PRESETS

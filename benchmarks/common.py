@@ -32,10 +32,10 @@ from torch.autograd import DeviceType
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-from wan import system
-from wan.cli.programs import make_argument_type, make_output_path_type
-from wan.output_files import make_json_kind, write_output
+from wan.app.programs import make_argument_type, make_output_path_type
 from wan.settings.values import format_value, integer
+from wan.utils import system
+from wan.utils.files import make_json_kind, write_output
 
 _SPIN = """
 import os

@@ -34,16 +34,16 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from wan import system
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.keymaps import rename_dit_to_diffusers
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
+from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
-from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import integer
+from wan.utils import system
 
 CHANNELS, TEXT_DIM, TEXT_LEN, PATCH, HEAD_DIM = 16, 4096, 512, (1, 2, 2), 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -37,24 +37,24 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from wan import trace
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.distributed.exchange import SINGLE_RANK
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.distributed.ring import Ring
-from wan.evidence.exchange_order import (
+from wan.distributed.ulysses import SINGLE_RANK
+from wan.kernels.sdpa import SdpaKernel
+from wan.metering.exchange_order import (
     TRACE_KIND,
     ExchangePlan,
     Trace,
     make_trace_path,
     write_trace,
 )
-from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.output_files import check_output
 from wan.settings.attention_modes import MODES, OVERLAP, Mode, count_heads_per_chunk
 from wan.settings.parallel import EXCHANGES
 from wan.settings.values import integer, real
+from wan.utils import trace
+from wan.utils.files import check_output
 
 LAYER_MODES: dict[str, tuple[int, bool, int | None]] = {  # comm_type, overlap, chunks
     **{f"mode {key}": (key, False, None) for key in MODES},

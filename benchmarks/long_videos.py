@@ -24,11 +24,11 @@ from typing import Any
 
 from benchmarks.common import CPU, compute_ratios, results_file, time_interleaved, write_json
 from wan import WanI2V
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, make_output_path_type, run_program
-from wan.log import StageTimer
-from wan.output_files import make_marked_kind, write_output
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.settings.values import integer
+from wan.utils.files import make_marked_kind, write_output
+from wan.utils.log import StageTimer
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO, IMAGE = ROOT / "examples" / "demo" / "i2v-A14B", ROOT / "examples" / "star.png"

@@ -26,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from wan import device as devices
-from wan import system
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.device import Device
-from wan.evidence.meter import (
+from wan.metering.meter import (
     DEFAULT_PERIOD,
     Meter,
     PowerMeasurement,
@@ -39,8 +38,9 @@ from wan.evidence.meter import (
     UnavailableSource,
     open_power_source,
 )
-from wan.evidence.rapl import SysfsNumber
+from wan.metering.rapl import SysfsNumber
 from wan.settings.values import integer, real
+from wan.utils import system
 
 
 class Files(PowerSource):

@@ -34,20 +34,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import results_file, write_json
 from tools import make_character
 from tools.make_sound import write_wav
-from wan.cli import flags
-from wan.cli.flags import Parser
-from wan.cli.programs import run_program
-from wan.cli.resolve import resolve_command_line
+from wan.app import flag_parser as flags
+from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
 from wan.device import select_device as resolve_device
 from wan.distributed import mesh
-from wan.log import StageTimer
-from wan.pipeline import build, tiny
-from wan.pipeline.video import write_video
+from wan.media.video_writer import write_video
+from wan.pipeline import build
 from wan.planner.measure import Planner
-from wan.run import Run
 from wan.settings.command import Output
 from wan.settings.presets import PRESETS
-from wan.torch_private import StorageTracker
+from wan.testing import random_checkpoint
+from wan.utils.log import StageTimer
+from wan.utils.torch_private import StorageTracker
 
 STAGES = {
     "text": "text encoder",
@@ -95,8 +96,10 @@ class Case:
         checkpoint = folder / f"{self.task}-{len(self.text)}"
         if not checkpoint.is_dir():
             dim = PRESETS[self.task].num_heads * HEAD_DIMS[self.task]
-            with patch.dict(tiny.TEXT_SIZES, self.text):
-                tiny.make_checkpoint(self.task, checkpoint, sizes={"dim": dim, "ffn_dim": 2 * dim})
+            with patch.dict(random_checkpoint.TEXT_SIZES, self.text):
+                random_checkpoint.make_checkpoint(
+                    self.task, checkpoint, sizes={"dim": dim, "ffn_dim": 2 * dim}
+                )
         argv = ["--plan", "--device", "cpu", "--task", self.task, "--ckpt_dir", str(checkpoint)]
         argv += ["--prompt", "cat " * 255]  # 511 tokens: the plan is for 512
         if self.image:

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import common
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.device import Device, select_device
-from wan.evidence.meter import Meter, MeterError, PowerMeasurement, open_power_source
-from wan.evidence.nvml import ClockLock
-from wan.kernels.base import Kernel, Target
-from wan.kernels.select import make_dense_kernel
+from wan.kernels.interfaces import Kernel, Target
+from wan.kernels.registry import make_dense_kernel
+from wan.metering.meter import Meter, MeterError, PowerMeasurement, open_power_source
+from wan.metering.nvml import ClockLock
 from wan.settings.attention import Attention
 from wan.settings.attention_modes import MODES, q_ranges, split_evenly
 from wan.settings.values import integer, real

@@ -42,18 +42,20 @@ from torch import Tensor, nn
 from benchmarks.common import results_file, write_json
 from tests.gguf_files import get_quant_type, quantize
 from tools.safetensors_stream import stream_safetensors
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import rename_t5_to_official, rename_vae_to_official
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.checkpoint.load import copy_rows, merge_loras, open_sources
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.checkpoint.load import copy_rows, open_sources
+from wan.checkpoint.merge_lora import merge_loras
+from wan.modules import t5 as text
 from wan.modules.model import WanModel
-from wan.output_files import write_folder
-from wan.pipeline import text, vae
-from wan.pipeline.tiny import train_tokenizer, write_tokenizer
+from wan.modules.vae import video_vae
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer, real
+from wan.testing.random_checkpoint import train_tokenizer, write_tokenizer
+from wan.utils.files import write_folder
 
 SIZES: dict[str, dict[str, Any]] = {
     "ti2v-5B": {"model_type": "ti2v", "in_dim": 48, "out_dim": 48, "num_heads": 24},
@@ -135,7 +137,7 @@ def write_official_checkpoint(task: str, out: Path, layers: int | None) -> None:
         dit = WanModel(**config, text_dim=4096)
         encoder, autoencoder = (
             text.build_published_text_encoder(),
-            vae.build_published_vae(preset.vae),
+            video_vae.build_published_vae(preset.vae),
         )
     names = ["."] if len(preset.experts) == 1 else ["high_noise_model", "low_noise_model"]
     (out / names[0]).mkdir(exist_ok=True)

@@ -32,8 +32,8 @@ from typing import Any
 from benchmarks.common import CPU, results_file, run_on_ranks, write_json
 from tests.dist import GENERATE, TORCHRUN
 from tests.serve.serving import PROMPT, ServiceProcess
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer
 
 _VIDEO = {"prompt": PROMPT, "frame_num": 17, "sample_steps": 8}

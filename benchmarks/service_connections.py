@@ -31,8 +31,8 @@ from typing import Any
 from benchmarks.common import CPU, results_file, write_json
 from benchmarks.service import pin_process
 from tests.serve.serving import ServiceProcess
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer, real
 
 _DESCRIPTORS = 1024

@@ -29,9 +29,9 @@ from typing import Any
 
 from benchmarks.common import CPU, results_file, write_json
 from tests.serve.serving import ServiceProcess
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.pipeline.video_reader import read_video
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
+from wan.media.video_reader import read_video
 from wan.settings.values import integer, real
 
 

@@ -25,21 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import CPU, run_on_ranks, take_slowest_rank, time_interleaved
-from wan import system
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.cache import policy
 from wan.cache.residual import measure_change
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
 from wan.device import select_device
 from wan.distributed.mesh import make_parallel_groups
-from wan.distributed.tokens import ShardedSequence
-from wan.kernels.base import StepInfo
+from wan.distributed.sequence_shards import ShardedSequence
+from wan.kernels.forward_context import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import StepCache
 from wan.settings.values import integer
+from wan.utils import system
 
 HEADS, HEAD_DIM, LAYERS, TEXT = 12, 128, 4, 64
 STEPS = 1000

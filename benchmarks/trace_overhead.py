@@ -21,14 +21,14 @@ import torch
 
 from benchmarks import common
 from wan import device as devices
-from wan import trace
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.values import integer
-from wan.trace import Event, Recorder
+from wan.utils import trace
+from wan.utils.trace import Event, Recorder
 
 
 def make_model(options: argparse.Namespace) -> WanModel:

@@ -39,18 +39,18 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.distributed.exchange import SINGLE_RANK, Group
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
+from wan.distributed.ulysses import SINGLE_RANK, Group
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
+from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
-from wan.modules.small_ops import BlockOps
 from wan.settings.attention_modes import MODES
 from wan.settings.numerics import keeps_fp32
 from wan.settings.parallel import EXCHANGES
 from wan.settings.values import integer
-from wan.torch_private import DatalessFunctionMode, StorageTracker, init_fake_process_group
+from wan.utils.torch_private import DatalessFunctionMode, StorageTracker, init_fake_process_group
 
 HEADS, HEAD_DIM, FFN, TEXT = 40, 128, 13824, 512
 TOKENS = 75_600  # 1280*720, 81 frames
@@ -70,7 +70,7 @@ class Traffic(TorchDispatchMode):
         self.collectives, self.sent = 0, 0
 
     def run(self, step: Callable[..., Tensor], x: Tensor, /, *args: Any) -> Tensor:
-        """Implements `wan.modules.small_ops.OpRunner`: records an op that a run would compile."""
+        """Implements `wan.modules.fused_ops.OpRunner`: records an op that a run would compile."""
         self.steps.append((step, (x, *args)))
         self.is_counting = False
         try:

@@ -22,15 +22,15 @@ from diffusers import WanVACETransformer3DModel
 from torch import Tensor, nn
 
 from benchmarks import common
-from wan import system
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.config import make_reference_dit_config
 from wan.checkpoint.keymaps import rename_dit_to_diffusers
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
 from wan.modules.vace import VaceWanModel
 from wan.settings.numerics import keeps_fp32
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer
+from wan.utils import system
 
 DTYPE, CPU = torch.bfloat16, common.CPU
 

@@ -30,16 +30,15 @@ from torch import Tensor
 
 from benchmarks import common
 from benchmarks.common import CPU, Times, run_on_ranks, take_slowest_rank, time_interleaved
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.pipeline import vae
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
+from wan.modules.vae import tiles, video_vae
+from wan.modules.vae.network import Autoencoder
+from wan.modules.vae.rows import ALL_ROWS, Rows
+from wan.modules.vae.sharded import ShardedRows, split_rows_evenly
+from wan.modules.vae.video_vae import build_published_vae
 from wan.pipeline.conditioning import convert_image_to_tensor
-from wan.pipeline.vae import build_published_vae
 from wan.settings.values import integer
-from wan.vae import tiles
-from wan.vae.network import Autoencoder
-from wan.vae.rows import ALL_ROWS, Rows
-from wan.vae.sharded import ShardedRows, split_rows_evenly
 
 WIDTHS = {"2.1": {"base_dim": 96}, "2.2": {"base_dim": 160, "decoder_base_dim": 256}}
 RESIDUAL = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
@@ -97,9 +96,9 @@ def measure_shared_rows(version: str, size: tuple[int, ...], rounds: int) -> dic
 
 def measure_seams(weights: Path, image: Path) -> dict[str, Any]:
     """Measure the seams in five frames, each the image shifted by some pixels."""
-    blueprint = vae.read_vae_spec(weights)
+    blueprint = video_vae.read_vae_spec(weights)
     loaded = blueprint.load(device=CPU, dtype_of=lambda *_: torch.float32)
-    network = vae.VideoVAE(loaded)
+    network = video_vae.VideoVAE(loaded)
     still = convert_image_to_tensor(Image.open(image))
     still = still[:, : still.shape[1] // 64 * 64, : still.shape[2] // 64 * 64]
     z = network.encode(torch.stack([still.roll(3 * frame, 2) for frame in range(5)], dim=1))

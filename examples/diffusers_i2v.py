@@ -23,7 +23,7 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from wan.diffusers import parallelize_pipe
-from wan.pipeline.tiny import make_checkpoint
+from wan.testing.random_checkpoint import make_checkpoint
 
 
 def main() -> None:

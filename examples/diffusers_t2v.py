@@ -20,7 +20,7 @@ from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 
 from wan.diffusers import apply_cache_on_pipe, parallelize_pipe
-from wan.pipeline.tiny import make_checkpoint
+from wan.testing.random_checkpoint import make_checkpoint
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
     Each is made once: all workers of a run share one folder.
     """
-    from wan.pipeline.tiny import make_checkpoint
+    from wan.testing.random_checkpoint import make_checkpoint
 
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -155,7 +155,7 @@ def refusals(
     for name in (
         "checkpoint.load.load_weights",
         "checkpoint.load.map_safetensors",
-        "pipeline.tiny.make_checkpoint",
+        "testing.random_checkpoint.make_checkpoint",
     ):
         monkeypatch.setattr(f"wan.{name}", fail)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -7,14 +7,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wan.app import flag_parser
+from wan.app.make_run import make_setup
+from wan.app.resolve import resolve_command_line as asked_for
+from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.checkpoint.source import owns_memory
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line as asked_for
+from wan.checkpoint.tensor_source import owns_memory
 from wan.device import select_device
 from wan.pipeline import build
 from wan.pipeline.pipeline import Pipeline
-from wan.run import Run, make_setup
 from wan.settings.presets import PRESETS
 
 QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
@@ -31,14 +32,14 @@ def build_quick_pipeline(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
     """Returns the run of a short command line (see `QUICK`), and its pipeline."""
     task = () if "--task" in argv else ("--task", folder.name)
     run = asked_for(
-        flags.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), fail_on_demo
+        flag_parser.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), fail_on_demo
     )
     return run, build.build_pipeline(run.setup, select_device("cpu"))
 
 
 def resolve_plan(*argv: object) -> Run:
     """Returns the run of `--plan` with these arguments."""
-    return asked_for(flags.parse_flags(["--plan", *map(str, argv)]), fail_on_demo, plan=True)
+    return asked_for(flag_parser.parse_flags(["--plan", *map(str, argv)]), fail_on_demo, plan=True)
 
 
 def fail_on_demo(*_: Any) -> None:

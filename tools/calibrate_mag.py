@@ -20,22 +20,22 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from wan import device as devices
+from wan.app import flag_parser
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type
+from wan.app.resolve import resolve_command_line
 from wan.cache import mag, policy
 from wan.cache.mag import Curve
 from wan.cache.policy import Cache, Policy, StepLists
-from wan.cli import flags
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type
-from wan.cli.resolve import resolve_command_line
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import RunBlocks
-from wan.output_files import check_output, write_output
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError, WriteError, get_exit_code
 from wan.settings.step_cache import StepCache
 from wan.settings.values import read_path
+from wan.utils.files import check_output, write_output
 
 
 class RatioRecorder(Cache):
@@ -74,7 +74,7 @@ class RatioRecorder(Cache):
 
 def calibrate_curve(argv: list[str]) -> Curve:
     """Runs the pipeline with these flags, and returns the curve; InputError for wrong flags."""
-    run = resolve_command_line(flags.parse_flags(argv), lambda *_: None)
+    run = resolve_command_line(flag_parser.parse_flags(argv), lambda *_: None)
     request, setup = run.params, run.setup
     if setup.cache.policy != "none":
         raise InputError("A curve is measured without a step cache; drop --step_cache.")
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         options, generate_flags = parser.parse_known_args(argv)
-        settings = flags.parse_flags(generate_flags)
+        settings = flag_parser.parse_flags(generate_flags)
         if options.out is None and "ckpt_dir" not in settings:
             raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
         out = options.out or settings["ckpt_dir"] / mag.CURVE_FILE

@@ -24,18 +24,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wan.distributed import rank_env
+
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.device_check import steps as report
 from tools.device_check.process import DeviceError, Job, WorkerKeeper
 from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, DeviceProperties, Outcome, Step
-from wan import env
-from wan.cli.failures import raise_on_sigterm
-from wan.cli.flags import Parser
-from wan.output_files import check_output
+from wan.app.failures import raise_on_sigterm
+from wan.app.flag_parser import Parser
 from wan.settings.errors import InputError, Terminated, WriteError, get_exit_code
 from wan.settings.execution import DEVICE_TYPES
+from wan.utils import env
+from wan.utils.files import check_output
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -245,9 +247,7 @@ class TorchrunRanks(SingleProcess):
 def _open_store() -> Store:
     import torch.distributed as dist
 
-    from wan.distributed import rendezvous
-
-    here = rendezvous.read_rank_env()
+    here = rank_env.read_rank_env()
     if here.holds_store:
         raise InputError("WORLD_SIZE is set, but there is no torchrun: start with torchrun.")
     store = dist.TCPStore(here.address, here.port, wait_for_workers=False)

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, make_output_path_type
-from wan.output_files import make_json_kind, write_output
-from wan.pipeline.video import load_latents
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, make_output_path_type
+from wan.media.video_writer import load_latents
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.values import real
+from wan.utils.files import make_json_kind, write_output
 
 RESULTS = make_json_kind("results of compare_latents.py", "steps", "least", "departs")
 

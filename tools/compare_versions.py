@@ -46,11 +46,11 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(REPO))
 
 from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case  # noqa: E402
-from wan.cli.flags import Parser  # noqa: E402
-from wan.cli.programs import make_argument_type, make_output_path_type  # noqa: E402
-from wan.output_files import OutputKind, make_json_kind, remove_output, write_folder, write_output  # noqa: E402
+from wan.app.flag_parser import Parser  # noqa: E402
+from wan.app.programs import make_argument_type, make_output_path_type  # noqa: E402
 from wan.settings.errors import InputError, WriteError, get_exit_code  # noqa: E402
 from wan.settings.values import integer, read_path  # noqa: E402
+from wan.utils.files import OutputKind, make_json_kind, remove_output, write_folder, write_output  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,13 +31,13 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.contact_sheet import make_contact_sheet, read_frames
-from wan.cli.flags import Parser
-from wan.cli.programs import make_output_path_type, run_program
-from wan.output_files import OutputKind, make_marked_kind, write_output
-from wan.pipeline.ffmpeg import build_input_args, describe_failure, run_ffmpeg
-from wan.pipeline.video_reader import read_video
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_output_path_type, run_program
+from wan.media.ffmpeg import build_input_args, describe_failure, run_ffmpeg
+from wan.media.video_reader import read_video
 from wan.settings.errors import InputError
 from wan.settings.values import integer
+from wan.utils.files import OutputKind, make_marked_kind, write_output
 
 FULL_REFERENCE_MEASURES = ("vmaf", "ssim", "psnr", "xpsnr")
 NO_REFERENCE_MEASURES = ("detail", "motion", "blocks", "untextured")

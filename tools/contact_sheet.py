@@ -19,11 +19,11 @@ from PIL.PngImagePlugin import PngInfo
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from wan.cli.flags import Parser
-from wan.cli.programs import make_output_path_type, run_program
-from wan.output_files import make_marked_kind, write_output
-from wan.pipeline.video_reader import read_video
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_output_path_type, run_program
+from wan.media.video_reader import read_video
 from wan.settings.errors import InputError
+from wan.utils.files import make_marked_kind, write_output
 
 FRAMES = 9  # frames of a strip
 SIDE = 96  # pixels of a frame's longer side

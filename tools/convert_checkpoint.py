@@ -33,7 +33,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tools.safetensors_stream import stream_safetensors
-from wan.checkpoint.files import (
+from wan.app.flag_parser import Parser
+from wan.checkpoint.headers import (
     TensorInfo,
     check_file_complete,
     compute_fingerprint,
@@ -43,11 +44,10 @@ from wan.checkpoint.files import (
 from wan.checkpoint.keymaps import rename_dit_to_official
 from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, inspect_checkpoint
 from wan.checkpoint.load import open_sources, read_headers
-from wan.cli.flags import Parser
-from wan.log import set_up_logging
-from wan.output_files import OutputKind, make_json_kind, remove_output, write_output
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
+from wan.utils.files import OutputKind, make_json_kind, remove_output, write_output
+from wan.utils.log import set_up_logging
 
 UNFINISHED = "unfinished_conversion.json"
 NETWORKS = ("dit", "high_noise", "low_noise")

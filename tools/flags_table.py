@@ -16,13 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from wan.app.programs import run_program
 from wan.checkpoint.lora import DIFFERENCES, NAMINGS
-from wan.cli.programs import run_program
-from wan.output_files import OutputKind, write_output
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import GROUPS
 from wan.settings.kernels import DENSE_KERNELS
+from wan.utils.files import OutputKind, write_output
 
 DOCS = Path(__file__).parents[1] / "docs"
 Row = tuple[str, ...]

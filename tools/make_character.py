@@ -19,15 +19,15 @@ import torch
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
-from wan.cli.flags import Parser
-from wan.cli.programs import run_program
-from wan.output_files import VIDEO_KIND, check_output, make_marked_kind, write_output
-from wan.pipeline.video import write_video
+from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
+from wan.media.video_writer import write_video
 from wan.settings.command import Output
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
 from wan.settings.presets import FACE_SIZE
 from wan.settings.values import integer
 from wan.settings.values import read_size as read_size
+from wan.utils.files import VIDEO_KIND, check_output, make_marked_kind, write_output
 
 FPS = 30
 _PROGRAM = "tools/make_character.py"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.output_files import OutputKind, check_output, write_output
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer, real
+from wan.utils.files import OutputKind, check_output, write_output
 
 SYLLABLE, PAUSE = 0.22, 0.08  # seconds
 _COMPARED = 16_000  # samples that identify a wav of this program

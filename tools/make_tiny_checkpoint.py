@@ -11,12 +11,12 @@ from pathlib import Path
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type
-from wan.pipeline.tiny import DTYPES, WRITERS, make_checkpoint
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.values import integer
+from wan.testing.random_checkpoint import DTYPES, WRITERS, make_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:

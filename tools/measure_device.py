@@ -27,11 +27,14 @@ from pathlib import Path
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from wan import __version__, system
-from wan.cli.failures import raise_on_sigterm
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type
-from wan.output_files import (
+from wan import __version__
+from wan.app.failures import raise_on_sigterm
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type
+from wan.settings.errors import InputError, Terminated, get_exit_code
+from wan.settings.values import integer, real
+from wan.utils import system
+from wan.utils.files import (
     OutputKind,
     check_folder,
     check_output_folder,
@@ -40,8 +43,6 @@ from wan.output_files import (
     remove_output,
     write_output,
 )
-from wan.settings.errors import InputError, Terminated, get_exit_code
-from wan.settings.values import integer, real
 
 REPO = Path(__file__).resolve().parent.parent
 _SHARES = {"check": 0.3, "compare": 0.3, "against": 0.25, "mlperf": 0.15}

@@ -31,11 +31,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tools.safetensors_stream import stream_safetensors
+from wan.app.flag_parser import Parser
 from wan.checkpoint import lora
 from wan.checkpoint.layout import Checkpoint, DitFiles, inspect_checkpoint
-from wan.checkpoint.load import merge_loras, open_sources
+from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import Lora
-from wan.checkpoint.source import TensorSource
+from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.tensor_source import TensorSource
 from wan.checkpoint.w8a8_export import (
     DESCRIPTION_FILES,
     FOLDERS,
@@ -43,15 +45,14 @@ from wan.checkpoint.w8a8_export import (
     MAX_FILE_MODE,
     W8A8_DYNAMIC,
 )
-from wan.cli.flags import Parser
 from wan.kernels.fp8 import make_hadamard_rotation
 from wan.kernels.int8_linear import quantize_per_token
-from wan.log import set_up_logging
-from wan.output_files import write_folder
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.flags import read_settings
+from wan.utils.files import write_folder
+from wan.utils.log import set_up_logging
 
 LINEAR = re.compile(r"(blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02]))\.weight")
 SELF_ATTENTION = re.compile(r"(blocks\.\d+\.self_attn)\.q\.weight")

@@ -20,11 +20,11 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(REPO))
 
 from tools import contact_sheet  # noqa: E402
-from wan.cli.flags import Parser  # noqa: E402
-from wan.cli.programs import make_argument_type, run_program  # noqa: E402
-from wan.output_files import VIDEO_KIND, check_output  # noqa: E402
+from wan.app.flag_parser import Parser  # noqa: E402
+from wan.app.programs import make_argument_type, run_program  # noqa: E402
 from wan.settings.attention_modes import MODES  # noqa: E402
 from wan.settings.values import integer  # noqa: E402
+from wan.utils.files import VIDEO_KIND, check_output  # noqa: E402
 
 PROMPTS = (
     "a large red triangle moves right on a brown background",

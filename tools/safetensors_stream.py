@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.log import make_progress_bar
+from wan.utils.log import make_progress_bar
 
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor."""

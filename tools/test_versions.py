@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.output_files import check_output_folder, make_marked_kind, remove_output, write_output
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import Reader, integer
+from wan.utils.files import check_output_folder, make_marked_kind, remove_output, write_output
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "diffusers", "transformers", "numpy")

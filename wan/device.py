@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan import system, trace
-from wan.output_files import KERNEL_TRACE_KIND, write_output
 from wan.settings.devices import Capabilities, get_capabilities
 from wan.settings.errors import InputError
+from wan.utils import system, trace
+from wan.utils.files import KERNEL_TRACE_KIND, write_output
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Device:
 
 
 class EventClock:
-    """Implements `wan.trace.Clock` with events on the current stream of an accelerator."""
+    """Implements `wan.utils.trace.Clock` with events on the current stream of an accelerator."""
 
     name = "device events"
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from wan.checkpoint.files import read_json
-from wan.cli import failures
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, make_output_path_type, run_program
-from wan.output_files import check_output, make_marked_kind, write_output
+from wan.app import failures
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, make_output_path_type, run_program
+from wan.checkpoint.headers import read_json
 from wan.settings import values
 from wan.settings.errors import InputError, WriteError
+from wan.utils.files import check_output, make_marked_kind, write_output
 
 _TITLE = "Wan2.2 videos"
 PAGE_KIND = make_marked_kind("a page of wan.gallery", f"<title>{_TITLE}</title>".encode())

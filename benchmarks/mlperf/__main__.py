@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mlperf import rules
-from wan import system
-from wan.checkpoint.files import read_json
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type
-from wan.output_files import check_output, make_json_kind, make_marked_kind, write_output
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type
+from wan.checkpoint.headers import read_json
 from wan.settings.errors import InputError, WriteError, get_exit_code
 from wan.settings.values import integer, read_path, real
+from wan.utils import system
+from wan.utils.files import check_output, make_json_kind, make_marked_kind, write_output
 
 _DRIVER = "benchmarks.mlperf.driver"
 _TITLE = "# MLPerf-shaped, not a submission"

@@ -24,13 +24,13 @@ import mlperf_loadgen as loadgen
 
 from benchmarks.mlperf import rules
 from benchmarks.mlperf.rules import Workload
-from wan import log
-from wan.cli import failures, main
-from wan.cli.flags import Parser
-from wan.cli.videos import VideoJob
-from wan.output_files import VIDEO_KIND, check_output, is_output, make_json_kind, write_output
-from wan.run import Run
+from wan.app import failures, launch
+from wan.app.flag_parser import Parser
+from wan.app.job import VideoJob
+from wan.app.run import Run
 from wan.settings.errors import get_exit_code
+from wan.utils import log
+from wan.utils.files import VIDEO_KIND, check_output, is_output, make_json_kind, write_output
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -209,7 +209,7 @@ def _run_rank(
     options: argparse.Namespace, workload: Workload, run: Run, team: ParallelGroups | None
 ) -> int:
     """Runs the tests on rank 0; the other ranks join in each of its videos."""
-    main.load_torch()
+    launch.load_torch()
     from wan import device as devices
     from wan.distributed.gloo_group import GlooGroup
     from wan.pipeline import build
@@ -251,7 +251,7 @@ def run_mode(argv: list[str]) -> int:
         _run_tests(options, workload, make_http_client(options.url, workload), at_once=8)
         return 0
     arguments = [*workload.make_flags(), "--save_file", str(options.out / "video.mp4"), *flags]
-    return main.execute_command_line(arguments, partial(_run_rank, options, workload))
+    return launch.execute_command_line(arguments, partial(_run_rank, options, workload))
 
 
 if __name__ == "__main__":

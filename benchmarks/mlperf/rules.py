@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from wan.cli.flags import parse_flags
-from wan.cli.programs import make_argument_type
+from wan.app.flag_parser import parse_flags
+from wan.app.programs import make_argument_type
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
 from wan.settings.values import read_path
 

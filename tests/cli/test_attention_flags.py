@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from tests.conftest import Refusals, Tiny
 from tests.dist import REPO
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line
-from wan.run import Run
+from wan.app import flag_parser
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
 from wan.settings.attention import Attention
 
 FP8 = ["--fa_quant", "fp8"]
@@ -158,7 +158,7 @@ def resolve_run(*argv: object) -> Run:
         raise AssertionError("the demo must not be made here")
 
     return resolve_command_line(
-        flags.parse_flags([str(a) for a in argv]), no_demo, plan="--plan" in argv
+        flag_parser.parse_flags([str(a) for a in argv]), no_demo, plan="--plan" in argv
     )
 
 

@@ -448,7 +448,7 @@ def test_decoding_refuses_what_it_would_ignore(
         "other frames": latents("length", 16, 2, 8, 8, size=[64, 64], frame_num=9),
     }
     refusals("decoding of latents", cases)
-    monkeypatch.setattr("wan.system.read_available_memory", lambda: 1000)
+    monkeypatch.setattr("wan.utils.system.read_available_memory", lambda: 1000)
     refusals("decoding without memory", {"1000 bytes": [*argv, "--device", "cpu"]})
 
 
@@ -466,7 +466,7 @@ sys.exit(run_command_line())
 """
 
 
-@pytest.mark.parametrize("module", ["wan.cli.resolve", "torch"])
+@pytest.mark.parametrize("module", ["wan.app.resolve", "torch"])
 def test_an_interrupted_import(module: str) -> None:
     result = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, module],

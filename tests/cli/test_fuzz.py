@@ -26,15 +26,15 @@ from PIL import Image
 from safetensors.torch import save
 
 import wan
-from wan.cli import flags, prompt_file
+from wan.app import flag_parser, prompt_file
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
 from wan.cli.main import main
-from wan.cli.resolve import resolve_command_line
-from wan.evidence import exchange_order
-from wan.pipeline import images
-from wan.pipeline.tiny import make_checkpoint
-from wan.run import Run
+from wan.media import images
+from wan.metering import exchange_order
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
+from wan.testing.random_checkpoint import make_checkpoint
 
 ODD = (
     *("", " ", "0", "1", "-1", "2", "3.5", "nan", "inf", "-inf", "1e308", "5e-324", "9" * 5000),
@@ -108,21 +108,23 @@ class Attacks:
     def flags(self, draw: random.Random) -> None:
         names = draw.sample(NAMES, draw.randint(1, 5))
         argv = [part for name in names for part in (f"--{name}", draw_value(name, draw))]
-        resolve_plan(flags.parse_flags(["--plan", *argv]))
+        resolve_plan(flag_parser.parse_flags(["--plan", *argv]))
 
     def record(self, draw: random.Random) -> None:
         names = [*draw.sample([*FLAGS], draw.randint(0, 4)), *draw.sample(("x", "seed"), 1)]
         settings: Any = {name: draw.choice(RAW) for name in names if draw.random() < 0.8}
         path = self.folder / "record.json"
         path.write_text(json.dumps({"settings": draw.choice((settings, settings, [], "x"))}))
-        resolve_plan(flags.parse_flags(["--plan", "--from_json", str(path)]))
+        resolve_plan(flag_parser.parse_flags(["--plan", "--from_json", str(path)]))
 
     def line(self, draw: random.Random) -> None:
         names = draw.sample(["seed", "seeds", "save_file", *FLAGS], draw.randint(1, 4))
         line = json.dumps({name: draw.choice(RAW) for name in names})
         path = self.folder / "prompts.txt"
         path.write_text(draw.choice((line, line[:-1], "[" * 2000, "a fox", "# a")) + "\n")
-        arguments = flags.parse_flags(["--prompt_file", str(path), "--save_file", str(self.folder)])
+        arguments = flag_parser.parse_flags(
+            ["--prompt_file", str(path), "--save_file", str(self.folder)]
+        )
         prompt_file.resolve_prompt_file(arguments, resolve_plan)
 
     def lora(self, draw: random.Random) -> None:
@@ -138,7 +140,9 @@ class Attacks:
         argument = f"{path}{draw.choice(('', '=0.5', '=1e308', '=nan', '=x'))}"
         flag = draw.choice(("lora", "lora", "lora_high_noise", "lora_low_noise"))
         resolve_plan(
-            flags.parse_flags(["--plan", "--ckpt_dir", str(self.checkpoint), f"--{flag}", argument])
+            flag_parser.parse_flags(
+                ["--plan", "--ckpt_dir", str(self.checkpoint), f"--{flag}", argument]
+            )
         )
 
     def latents(self, draw: random.Random) -> None:
@@ -150,7 +154,7 @@ class Attacks:
         content = save({"latents": torch.zeros(shape)}, {"settings": text})
         path = self.folder / "l.safetensors"
         path.write_bytes(damage_bytes(content, draw))
-        resolve_command_line(flags.parse_flags(["--decode_latents", str(path)]), fail_on_demo)
+        resolve_command_line(flag_parser.parse_flags(["--decode_latents", str(path)]), fail_on_demo)
 
     def image(self, draw: random.Random) -> None:
         pixels = np.frombuffer(draw.randbytes(20 * 10 * 3), np.uint8).reshape(20, 10, 3)

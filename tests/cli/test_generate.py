@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
 from tools import compare_latents
+from wan.app.flag_parser import parse_flags
+from wan.app.resolve import resolve_command_line
 from wan.cli import main as generate
-from wan.cli.flags import parse_flags
-from wan.cli.resolve import resolve_command_line
-from wan.output_files import make_process_name
-from wan.pipeline import video
+from wan.media import video_writer
+from wan.utils.files import make_process_name
 
 REPO = Path(__file__).parents[2]
 SMALL = ["--size", "32*32", "--frame_num", "1", "--sample_steps", "1"]
@@ -127,8 +127,8 @@ def test_a_failure_after_denoising_loses_nothing(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        target = "vae.VideoVAE.stream" if stage == "decode" else "video.to_uint8"
-        patch.setattr(f"wan.pipeline.{target}", fail)
+        decoder, writer = "modules.vae.video_vae.VideoVAE.stream", "media.video_writer.to_uint8"
+        patch.setattr(f"wan.{decoder if stage == 'decode' else writer}", fail)
         argv = [str(word) for word in (*args, "--save_file", out)]
         if stage == "decode":
             with pytest.raises(OSError, match="disk full"):
@@ -225,14 +225,14 @@ def before_the_last_frame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[], object]], None]:
     """Runs an action, as of another program, just before a video is finished."""
-    finish = video.Mp4Encoder.finish
+    finish = video_writer.Mp4Encoder.finish
 
     def arrange(action: Callable[[], object]) -> None:
-        def finish_late(encoder: video.Mp4Encoder) -> None:
+        def finish_late(encoder: video_writer.Mp4Encoder) -> None:
             action()
             finish(encoder)
 
-        monkeypatch.setattr(video.Mp4Encoder, "finish", finish_late)
+        monkeypatch.setattr(video_writer.Mp4Encoder, "finish", finish_late)
 
     return arrange
 
@@ -431,7 +431,7 @@ def test_unsaved_latents_do_not_stop_the_run(
 
     monkeypatch.chdir(tmp_path)
 
-    monkeypatch.setattr("wan.pipeline.video.save_latents", raise_disk_full)
+    monkeypatch.setattr("wan.media.video_writer.save_latents", raise_disk_full)
     run_generate("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4")
     assert read_frames(tmp_path / "v.mp4").shape[0] == 5
     output = capfd.readouterr().out

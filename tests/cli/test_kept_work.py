@@ -13,11 +13,12 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from wan.app import batch_job, launch
+from wan.app import job as videos
+from wan.app.clip_store import ClipFiles
 from wan.cli import main as generate
-from wan.cli import many, videos
-from wan.cli.clip_files import ClipFiles
+from wan.media.video_writer import save_latents
 from wan.pipeline.clips import Clip
-from wan.pipeline.video import save_latents
 
 # Clips. A run reuses the clips of another run if it would generate the same.
 
@@ -44,7 +45,7 @@ class TwoClipRun:
         argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7", "--prompt", "x"]
         argv += ["--lora", f"{self.lora}={strength}", "--image", str(self.image)]
         argv += ["--save_file", str(self.folder / "v.mp4")]
-        return ClipFiles(generate.resolve_argv([*argv, *map(str, flags)]))
+        return ClipFiles(launch.resolve_argv([*argv, *map(str, flags)]))
 
     def write_clips(self, *flags: object, end: float = 1.0) -> None:
         """Writes the clips. end: Value of the state that the first clip passes on."""
@@ -70,7 +71,7 @@ def test_latents_that_could_not_be_saved_are_not_called_kept(
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("wan.pipeline.video.save_latents", fail)
+    monkeypatch.setattr("wan.media.video_writer.save_latents", fail)
     monkeypatch.setattr(videos.logger, "error", lambda text, *args: messages.append(text % args))
     for value, continues in ((0.0, True), (float("nan"), False)):
         messages.clear()
@@ -172,7 +173,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class UnmadeVideo:
-    """Replaces `wan.cli.videos.VideoJob`: makes no video."""
+    """Replaces `wan.app.job.VideoJob`: makes no video."""
 
     def __init__(self, run: Any, *_: Any) -> None:
         self.run = run
@@ -188,7 +189,7 @@ def again(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, bool]]:
     """Requests one video again, with other settings and flags; returns whether it was skipped."""
-    monkeypatch.setattr(many, "VideoJob", UnmadeVideo)
+    monkeypatch.setattr(batch_job, "VideoJob", UnmadeVideo)
     shutil.copytree(made, tmp_path / "out")
 
     def is_there(name: str, settings: dict[str, Any], *flags: str) -> bool:
@@ -251,10 +252,10 @@ def test_decoding_writes_over_no_video_and_no_record(
     existing: list[str], name: str, tmp_path: Path
 ) -> None:
     """Also if a video was moved away and only its record exists."""
-    run = generate.resolve_argv([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
+    run = launch.resolve_argv([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
     latents = tmp_path / "x.safetensors"
     save_latents(torch.zeros(run.params.latent_shape), latents, run.settings)
     for file in existing:
         (tmp_path / file).touch()
-    decode_run = generate.resolve_argv(["--decode_latents", str(latents)])
+    decode_run = launch.resolve_argv(["--decode_latents", str(latents)])
     assert decode_run.output.save_file == tmp_path / name

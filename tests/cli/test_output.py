@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.test_settings import CASES
 from wan.cli import main as generate
-from wan.evidence import exchange_order
-from wan.pipeline import video
+from wan.media import video_writer
+from wan.metering import exchange_order
 from wan.settings.command import Output
 from wan.settings.fields import list_options
 
@@ -36,7 +36,7 @@ Make = Callable[..., Outcome]
 @pytest.fixture(scope="module")
 def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     """Makes a video with these flags in a new folder."""
-    start, commands = video.start_ffmpeg, list[Sequence[str]]()
+    start, commands = video_writer.start_ffmpeg, list[Sequence[str]]()
 
     def record_start(args: Sequence[str], **more: Any) -> object:
         commands.append(args)
@@ -60,7 +60,7 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(video, "start_ffmpeg", record_start)
+        patch.setattr(video_writer, "start_ffmpeg", record_start)
         yield cache(make_outcome)
 
 

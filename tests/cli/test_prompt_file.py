@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from tests.conftest import Refusals, Tiny, slow
 from tests.dist import GENERATE, TORCHRUN, Ranks, make_rank_envs
 from tests.refusals import check_refusals
+from wan.app import prompt_file
+from wan.app.flag_parser import parse_flags
+from wan.app.resolve import resolve_command_line
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
-from wan.cli import prompt_file
-from wan.cli.flags import parse_flags
-from wan.cli.resolve import resolve_command_line
 from wan.modules.model import WanModel
 from wan.settings.errors import InputError
 

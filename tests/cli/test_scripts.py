@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist import REPO
 from tests.pipelines import build_cpu_pipeline
-from wan.pipeline import images, video
+from wan.media import images, video_writer
 from wan.settings.attention_modes import MODES
 
 SCRIPTS = ("infer_t2v.sh", "infer_i2v.sh")
@@ -120,8 +120,8 @@ def test_three_modes_give_the_same_frames(task: str, tmp_path: Path) -> None:
             env={**os.environ, "COMM_TYPE": mode, "PATH": path},
         )
         files.append(np.stack(list(imageio.get_reader(out).iter_data())))
-        latents = video.load_latents(out.with_suffix(".latents.safetensors"))
-        frames.append(video.to_uint8(decode(latents)).int().numpy())  # before the lossy file
+        latents = video_writer.load_latents(out.with_suffix(".latents.safetensors"))
+        frames.append(video_writer.to_uint8(decode(latents)).int().numpy())  # before the lossy file
     assert (files[0] == files[1]).all() and (frames[0] == frames[1]).all()
     difference = np.abs(frames[0] - frames[2])
     assert difference.max() <= 1 and (difference > 0).mean() <= 1e-3

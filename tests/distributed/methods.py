@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wan.kernels.base import AttentionBackend, AttentionInput, StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations, make_sylvester_rotation
+from wan.kernels.interfaces import AttentionBackend, AttentionInput
 from wan.kernels.rainfusion import RainFusionAttention
 
 HEAD_DIM = 16

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
-from wan.kernels.base import Kernel
+from wan.kernels.interfaces import Kernel
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings.attention_modes import TokenPlan
 

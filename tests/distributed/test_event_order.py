@@ -23,9 +23,10 @@ from torch import Tensor
 
 from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology, attention_layer, make_block_attention
-from wan.distributed.tokens import ShardedSequence
-from wan.kernels.base import AttentionInput, StepInfo
+from wan.distributed.sequence_shards import ShardedSequence
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import DequantizedAttention, Fp8Attention, Fp8Quantizer, Rotations
+from wan.kernels.interfaces import AttentionInput
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel

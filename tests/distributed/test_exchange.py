@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.dist import run_on_ranks
 from tests.refusals import check_refusals
-from wan.distributed.exchange import all_to_all_4D, start_all_to_all_4D
+from wan.distributed.ulysses import all_to_all_4D, start_all_to_all_4D
 
 pytestmark = pytest.mark.dist
 

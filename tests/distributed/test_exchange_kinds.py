@@ -18,7 +18,7 @@ from tests.conftest import slow
 from tests.dist import run_on_ranks
 from tests.distributed.methods import HEAD_DIM, KINDS, Kind, make_methods
 from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, shard
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents

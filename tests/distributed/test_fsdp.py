@@ -22,14 +22,14 @@ from tests.conftest import slow
 from tests.dist import run_on_ranks
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import UNSHARDED, ModelSpec, make_dit_dtype_rule, read_headers
-from wan.checkpoint.source import TensorSource, TensorSources
+from wan.checkpoint.tensor_source import TensorSource, TensorSources
 from wan.distributed.fsdp import FsdpSharding, compute_row_range
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
+from wan.modules import t5
+from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
-from wan.modules.small_ops import BlockOps
-from wan.pipeline import text
-from wan.pipeline.text import TextEncoder, list_umt5_blocks
+from wan.modules.t5 import TextEncoder, list_umt5_blocks
 
 WORLDS = pytest.mark.parametrize("world", [2, slow(4)])
 SLOW = [(2, True), (4, False), (4, True)]
@@ -110,12 +110,12 @@ def test_dit_is_bit_equal(tiny, layout: str, world: int, fused: bool) -> None:
 def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextEncoder, nn.Module]:
     """The encoder and its network."""
     checkpoint = inspect_checkpoint(folder)
-    network = text.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
+    network = t5.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
         device=CPU,
-        dtype_of=text.choose_text_encoder_dtypes(dtype),
+        dtype_of=t5.choose_text_encoder_dtypes(dtype),
         sharding=FsdpSharding(mesh(), list_umt5_blocks) if sharded else UNSHARDED,
     )
-    tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
+    tokenizer = t5.load_tokenizer(checkpoint.require("tokenizer"))
     return TextEncoder(network, tokenizer, dtype=dtype, text_len=64), network
 
 

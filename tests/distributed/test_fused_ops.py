@@ -15,11 +15,11 @@ from tests.dist import run_on_ranks
 from tests.distributed.methods import make_small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
-from wan.distributed.tokens import ShardedSequence
+from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
 from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.small_ops import BlockOps
+from wan.modules.fused_ops import BlockOps
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 JOB = Job("ti2v", heads=12, grid=(3, 9, 10))

@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 from tests.conftest import slow
 from tests.dist import run_on_ranks
-from wan.distributed.tokens import ShardedSequence
+from wan.distributed.sequence_shards import ShardedSequence
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel

@@ -24,8 +24,7 @@ import torch.distributed as collectives
 from tests.dist import Ranks, free_port, make_rank_envs
 from tests.refusals import check_refusals
 from wan import device as devices
-from wan import system
-from wan.cli.failures import describe_error, print_error, raise_on_sigterm
+from wan.app.failures import describe_error, print_error, raise_on_sigterm
 from wan.distributed.mesh import ParallelGroups
 from wan.distributed.rendezvous import (
     PreparedRun,
@@ -36,6 +35,7 @@ from wan.distributed.rendezvous import (
     run_ranks,
 )
 from wan.settings.errors import InputError
+from wan.utils import system
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 DEFAULT_TIMEOUTS, SHORT_TIMEOUTS = (

@@ -16,7 +16,7 @@ from tests.dist import Ranks, make_rank_envs
 from tests.distributed.test_torchrun import latents
 from tests.gguf_files import make_gguf_folders
 from wan.cli import main as generate
-from wan.pipeline.tiny import make_checkpoint
+from wan.testing.random_checkpoint import make_checkpoint
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
 QUICK = ["--size", "64*48", "--frame_num", "5", "--base_seed", "7", "--save_latents"]

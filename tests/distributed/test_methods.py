@@ -23,7 +23,8 @@ from tests.distributed.methods import KINDS, Kind, attend_whole_sequence, make_m
 from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.device import select_device
-from wan.kernels.base import AttendRows, AttentionInput, StepInfo
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import AttendRows, AttentionInput
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
 from wan.settings.attention import Attention

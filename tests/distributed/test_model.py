@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.dist import run_on_ranks
 from tests.distributed.topology import ROWS, Topology, attention_layer, make_block_attention
 from tests.refusals import check_refusals
-from wan.distributed.tokens import ShardedSequence
-from wan.kernels.base import StepInfo
+from wan.distributed.sequence_shards import ShardedSequence
+from wan.kernels.forward_context import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel

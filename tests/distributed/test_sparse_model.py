@@ -19,8 +19,9 @@ from tests.dist import run_on_ranks
 from tests.distributed.methods import make_small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
-from wan.distributed.tokens import ShardedSequence
-from wan.kernels.base import AttentionBackend, StepInfo
+from wan.distributed.sequence_shards import ShardedSequence
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import AttentionBackend
 from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.model import WanModel

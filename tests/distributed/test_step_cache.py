@@ -18,8 +18,8 @@ from tests.distributed.methods import make_small_methods
 from tests.distributed.test_model import Job
 from wan.cache import policy as policies
 from wan.cache.policy import StepLists
-from wan.distributed.tokens import ShardedSequence
-from wan.kernels.base import StepInfo
+from wan.distributed.sequence_shards import ShardedSequence
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.rainfusion_masks import make_window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import ModelComponents

@@ -29,7 +29,7 @@ def velocities(parallel: Parallel | None) -> Any:
     from wan import device as devices
     from wan.distributed.mesh import make_parallel_groups
     from wan.distributed.ring import Ring
-    from wan.distributed.tokens import ShardedSequence
+    from wan.distributed.sequence_shards import ShardedSequence
     from wan.modules.attnlayer import FAPowerCapAttention
     from wan.modules.interfaces import ModelComponents
     from wan.modules.model import WanModel

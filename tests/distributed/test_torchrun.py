@@ -23,7 +23,7 @@ from tests.conftest import Tiny
 from tests.dist import REPO, TORCHRUN, Ranks, exec_torchrun, free_port, make_rank_envs, torchrun
 from tests.refusals import check_refusals
 from wan.cli import main as generate
-from wan.pipeline.tiny import make_checkpoint
+from wan.testing.random_checkpoint import make_checkpoint
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
 QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "3", "--base_seed", "7"]

@@ -21,16 +21,16 @@ from tests.distributed.methods import make_small_methods
 from tests.distributed.test_attention_matrix import GatheringKernel
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
-from wan import trace
 from wan.cli import main as generate
-from wan.distributed.tokens import ShardedSequence
-from wan.evidence.exchange_order import ExchangePlan, Trace
+from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels.rainfusion_masks import make_window_order
+from wan.metering.exchange_order import ExchangePlan, Trace
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.power.__main__ import main as power
 from wan.power.report import RankReport, analyze_trace
 from wan.settings.attention_modes import Action, Mode, count_heads_per_chunk
-from wan.trace import HostClock, Recorder
+from wan.utils import trace
+from wan.utils.trace import HostClock, Recorder
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 

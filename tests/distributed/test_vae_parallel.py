@@ -20,19 +20,19 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tests.conftest import slow
 from tests.dist import Ranks, make_rank_envs, run_on_ranks
 from tests.pipelines import build_cpu_pipeline
+from wan.app.make_run import make_setup
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.device import select_device
-from wan.distributed.exchange import SINGLE_RANK
-from wan.pipeline import memory
-from wan.pipeline.decoding import VaeRunner
-from wan.pipeline.vae import FrameCollector, build_published_vae, read_vae_spec
-from wan.run import make_setup
+from wan.distributed.ulysses import SINGLE_RANK
+from wan.modules.vae.layers import Downsample, ResidualBlock, Upsample, pad_conv_input
+from wan.modules.vae.network import Autoencoder
+from wan.modules.vae.rows import ALL_ROWS, Rows, VaeState
+from wan.modules.vae.sharded import ShardedRows, split_rows_evenly
+from wan.modules.vae.video_vae import FrameCollector, build_published_vae, read_vae_spec
+from wan.pipeline import memory_estimate
+from wan.pipeline.vae_runner import VaeRunner
 from wan.settings.presets import PRESETS
-from wan.vae.layers import Downsample, ResidualBlock, Upsample, pad_conv_input
-from wan.vae.network import Autoencoder
-from wan.vae.rows import ALL_ROWS, Rows, VaeState
-from wan.vae.sharded import ShardedRows, split_rows_evenly
 
 pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
@@ -344,7 +344,9 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
     The second rank has no rows, because there is only one or the main rank has them all.
     """
     agreements: list[object] = []
-    monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: agreements.append(None))
+    monkeypatch.setattr(
+        "wan.modules.vae.sharded.dist.all_reduce", lambda *_, **__: agreements.append(None)
+    )
     vae = build_cpu_pipeline("t2v-1.3B", tiny("t2v-1.3B")).vae
     preset, checkpoint = PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B"))
 
@@ -385,11 +387,11 @@ def test_a_rank_needs_memory_for_its_own_rows(
     free: float, method: str, tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two ranks needs memory for half of the rows; other errors end the run."""
-    monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr("wan.modules.vae.sharded.dist.all_reduce", lambda *_, **__: None)
     setup = make_setup({}, PRESETS["t2v-1.3B"], inspect_checkpoint(tiny("t2v-1.3B")), world_size=2)[
         0
     ]
-    needed_bytes = memory.estimate_vae_activations(setup, "decode", (3, 32, 16))
+    needed_bytes = memory_estimate.estimate_vae_activations(setup, "decode", (3, 32, 16))
     device: Any = SimpleNamespace(free_memory=lambda: free * needed_bytes, empty_cache=lambda: None)
 
     def load() -> NoReturn:

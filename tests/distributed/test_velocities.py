@@ -27,8 +27,8 @@ from tests.distributed.topology import (
     attention_layer,
     make_block_attention,
 )
-from wan.distributed.tokens import ShardedSequence
-from wan.kernels.base import StepInfo
+from wan.distributed.sequence_shards import ShardedSequence
+from wan.kernels.forward_context import StepInfo
 from wan.modules.animate import WanAnimateModel
 from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V

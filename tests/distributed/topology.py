@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
-from wan.kernels.base import AttentionBackend, Kernel
+from wan.distributed.ulysses import Group
+from wan.kernels.interfaces import AttentionBackend, Kernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.attention_modes import MODES, OVERLAP, Mode, TokenPlan
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.npu_sim.ranks import HEAD_DIM
-from wan.pipeline.tiny import make_checkpoint
 from wan.settings.presets import FACE_BLOCK_INTERVAL
+from wan.testing.random_checkpoint import make_checkpoint
 
 TASK = "t2v-A14B"
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.npu_sim.ranks import select_chip
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line
+from wan.app import flag_parser as flags
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
 from wan.distributed import mesh
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs, Pipeline
-from wan.run import Run
 from wan.settings import attention_modes
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of ranks fits

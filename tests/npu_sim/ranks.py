@@ -18,8 +18,9 @@ from torch import Tensor
 from tests.distributed.topology import Topology, attention_layer
 from wan import device as devices
 from wan.device import Device
-from wan.kernels.base import AttentionBackend, AttentionInput, Load, StepInfo, Target
-from wan.kernels.select import SelectedKernels, select_kernels
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import AttentionBackend, AttentionInput, Load, Target
+from wan.kernels.registry import SelectedKernels, select_kernels
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.attention import Attention
 from wan.settings.devices import DEVICES

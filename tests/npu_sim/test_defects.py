@@ -26,7 +26,7 @@ from tests.npu_sim.latents import SMALL, WAYS, build_run, make_arguments, make_l
 from tests.npu_sim.oracles import relative_rms_error
 from tests.npu_sim.ranks import KINDS, Grid, Kind, make_layer, make_ordered_qkv, make_step_info
 from tests.npu_sim.ranks import select_kernels_for as parts_of
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.model import WanModel
 from wan.settings.attention import Attention
 from wan.settings.attention_modes import TokenPlan

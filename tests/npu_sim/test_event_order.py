@@ -34,10 +34,10 @@ from tests.npu_sim.ranks import (
     make_step_info,
     select_kernels_for,
 )
-from wan.distributed.tokens import ShardedSequence
+from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels import fp8 as quant
 from wan.kernels import rainfusion as sparse
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.settings.attention_modes import TokenPlan, count_heads_per_chunk

@@ -29,8 +29,8 @@ from tests.tasks.tasks import write_moving_box as control_video
 from tools.make_character import write_character_folder as draw
 from tools.make_sound import write_wav
 from wan import device as devices
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line
+from wan.app import flag_parser as flags
+from wan.app.resolve import resolve_command_line
 from wan.pipeline import build
 
 pytestmark = pytest.mark.dist

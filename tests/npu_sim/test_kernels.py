@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from tests.dist import Ranks
 from tests.npu_sim.oracles import compute_attention, log_sum_exp, make_qkv, max_error
 from tests.npu_sim.ranks import KINDS, make_target, run_backend, select_kernels_for
-from wan.kernels.base import AttentionInput
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantizer, Rotations
+from wan.kernels.interfaces import AttentionInput
 from wan.kernels.npu import block_sparse
 from wan.kernels.npu import dense as npu
 from wan.kernels.npu import fp8 as npu_quant

@@ -31,9 +31,9 @@ from tests.npu_sim.ranks import (
     run_backend,
     select_kernels_for,
 )
-from wan import trace
 from wan.settings.attention_modes import TokenPlan
 from wan.settings.parallel import EXCHANGES
+from wan.utils import trace
 
 pytestmark = pytest.mark.dist
 

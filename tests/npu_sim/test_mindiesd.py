@@ -10,8 +10,8 @@ import torch
 import torch_npu
 from mindiesd.layers.moe import moe_mlp
 
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line
+from wan.app import flag_parser
+from wan.app.resolve import resolve_command_line
 
 
 def test_importing_mindiesd_allows_internal_formats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,9 @@ def test_steps_of_the_attention_cache_are_those_of_mindiesd() -> None:
             f"--use_attentioncache --start_step {start} --end_step {end} --sample_steps 12"
         )
         command_line = ["--plan", *cache_flags.split(), "--attentioncache_interval", str(interval)]
-        run = resolve_command_line(flags.parse_flags(command_line), lambda *_: None, plan=True)
+        run = resolve_command_line(
+            flag_parser.parse_flags(command_line), lambda *_: None, plan=True
+        )
         assert run.setup.policy is not None
         lists = run.setup.policy.select_steps(run.params, None)
         expected = list_computed_steps(12, start, end, interval)

@@ -17,13 +17,13 @@ from tests.npu_sim.latents import Way, make_arguments
 from tests.npu_sim.oracles import make_random, relative_rms_error
 from tests.pipelines import fail_on_demo
 from wan import device
+from wan.app import flag_parser
+from wan.app.resolve import resolve_command_line as asked_for
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import ModelSpec, make_dit_dtype_rule, open_sources
 from wan.checkpoint.w8a8_export import read_quantized_dit
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line as asked_for
 from wan.modules.model import WanModel
-from wan.pipeline import adapt, build
+from wan.pipeline import build, weight_transforms
 from wan.settings.errors import InputError
 
 GROUP, LARGEST = 32, 8  # values under one power of two; the exponent of E4M3's largest value
@@ -94,7 +94,7 @@ def test_networks_are_those_of_the_format(
         npu = model_spec.load(
             device=npu_device.torch_device,
             dtype_of=make_dit_dtype_rule(torch.bfloat16, False),
-            transform=adapt.make_quantized_transform(
+            transform=weight_transforms.make_quantized_transform(
                 quantized_dit.experts[expert], npu_device, torch.bfloat16
             ),
         )
@@ -119,7 +119,7 @@ def test_networks_are_those_of_the_format(
 
 
 def make_latents(argv: list[str]) -> Tensor:
-    run_settings = asked_for(flags.parse_flags(argv), fail_on_demo)
+    run_settings = asked_for(flag_parser.parse_flags(argv), fail_on_demo)
     return build.build_pipeline(run_settings.setup, device.select_device("npu")).generate_latents(
         run_settings.params
     )

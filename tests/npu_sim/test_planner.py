@@ -22,11 +22,11 @@ from tests.npu_sim.ranks import (
     make_target,
     run_backend,
 )
-from wan.kernels.select import make_vendor_ops, select_kernels
+from wan.kernels.registry import make_vendor_ops, select_kernels
 from wan.modules.rope import make_rope_table
 from wan.planner import operators
 from wan.settings.kernels import SMALL_OPS
-from wan.torch_private import StorageTracker
+from wan.utils.torch_private import StorageTracker
 
 GRID, LASER_GRID = (3, 11, 13), (3, 23, 31)  # laser takes 2048 tokens
 # Allowed ratio of the planner's peak memory to the vendor's. The shape function of the laser kernel

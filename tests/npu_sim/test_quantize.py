@@ -27,10 +27,10 @@ from wan.checkpoint.w8a8_export import QuantizedDit, read_quantized_dit
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear
 from wan.modules.model import WanModel
-from wan.pipeline import adapt
-from wan.pipeline.tiny import make_checkpoint
+from wan.pipeline import weight_transforms
 from wan.planner import operators
 from wan.settings.errors import InputError
+from wan.testing.random_checkpoint import make_checkpoint
 
 Choose = Callable[[str], None]
 Folders = dict[str, tuple[Path, Path]]
@@ -113,7 +113,7 @@ def load_network(pair: tuple[Path, Path], target_device: device.Device, name: st
     return ModelSpec("DiT", lambda: WanModel(**files.config), files.tensors, pair[0]).load(
         device=target_device.torch_device,
         dtype_of=make_dit_dtype_rule(torch.bfloat16, False),
-        transform=adapt.make_quantized_transform(export, target_device, torch.bfloat16),
+        transform=weight_transforms.make_quantized_transform(export, target_device, torch.bfloat16),
     )
 
 

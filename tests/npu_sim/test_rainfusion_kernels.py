@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tests.npu_sim import oracles
 from tests.npu_sim.ranks import KINDS, Grid, Kind, make_raster_qkv, make_target, run_backend
-from wan.kernels.base import AttentionInput, StepInfo
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import AttentionInput
 from wan.kernels.npu import block_sparse
 from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import make_window_order
-from wan.kernels.select import select_kernels
+from wan.kernels.registry import select_kernels
 
 Choose = Callable[[str], None]
 # Windows that fill frames; rows left over; columns left over; both; many blocks kept, few, all.

@@ -27,10 +27,10 @@ from tests.dist import run_on_ranks
 from tests.npu_sim import checkpoint
 from tests.npu_sim.latents import build_run, make_latents
 from wan.checkpoint.load import keep_sources
-from wan.checkpoint.source import TensorSource
-from wan.pipeline import residency
+from wan.checkpoint.tensor_source import TensorSource
+from wan.pipeline import offload
+from wan.pipeline.offload import stream_blocks
 from wan.pipeline.pipeline import Inputs
-from wan.pipeline.residency import stream_blocks
 
 NPU = torch.device("npu", 0)
 
@@ -106,7 +106,7 @@ class Blocks(nn.Module):
 
 
 def record_forwards(
-    count: int, resident: int, forwards: Sequence[int | None], slab: int = residency._SLAB_BYTES
+    count: int, resident: int, forwards: Sequence[int | None], slab: int = offload._SLAB_BYTES
 ) -> list[str]:
     """Run forwards of so many blocks each; return the log of each as a string."""
     streams = Streams()
@@ -118,7 +118,7 @@ def record_forwards(
         keep_sources, "blocks", NPU, lambda *_: torch.float32, lambda *_: resident
     )
     logs = []
-    with streams.installed(), mock.patch.object(residency, "_SLAB_BYTES", slab):
+    with streams.installed(), mock.patch.object(offload, "_SLAB_BYTES", slab):
         adapt(network, sources)
         for index, block in enumerate(network.blocks):
             log_block = lambda *_, index=index: streams.log.append(str(index + 1))  # noqa: E731

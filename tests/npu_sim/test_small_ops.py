@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.npu_sim.oracles import make_random, relative_rms_error
-from wan.kernels.base import PLAIN_OPS, SmallOps
-from wan.kernels.select import make_vendor_ops
-from wan.modules import small_ops as plain
+from wan.kernels.interfaces import PLAIN_OPS, SmallOps
+from wan.kernels.registry import make_vendor_ops
+from wan.modules import fused_ops as plain
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.rope import apply_rope, make_rope_table

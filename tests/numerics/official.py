@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from wan.log import StageTimer
-from wan.pipeline import vae
+from wan.modules.vae import video_vae
 from wan.pipeline.pipeline import WorkSharing
+from wan.utils.log import StageTimer
 
 CPU = torch.device("cpu")
 
@@ -49,8 +49,8 @@ class PipelineParts:
         self.stage_timer, self.work_sharing = StageTimer(lambda: None), WorkSharing()
         self.device: Any = type("Device", (), {"torch_device": CPU})
         self.experts: Any = experts
-        vae_spec = vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")
-        self.vae = vae.VideoVAE(vae_spec.load(device=CPU, dtype_of=lambda *_: torch.float32))
+        vae_spec = video_vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")
+        self.vae = video_vae.VideoVAE(vae_spec.load(device=CPU, dtype_of=lambda *_: torch.float32))
         self.encode_video, self.decode = self.vae.encode, self.vae.decode
 
     def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:

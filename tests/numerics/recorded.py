@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import SingleDeviceAttention
 

@@ -21,11 +21,12 @@ from tests.numerics.test_animate import animate, load_inputs, load_state, read_j
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint import keymaps, lora
 from wan.checkpoint.layout import check_task, inspect_checkpoint
-from wan.checkpoint.load import ModelSpec, merge_loras
+from wan.checkpoint.load import ModelSpec
+from wan.checkpoint.merge_lora import merge_loras
 from wan.modules.networks import build_dit
-from wan.pipeline.tiny import convert_to_diffusers, write_json
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
+from wan.testing.random_checkpoint import convert_to_diffusers, write_json
 
 __all__ = ["animate"]  # a fixture
 PRESET = PRESETS["animate-14B"]

@@ -26,7 +26,7 @@ from tests.conftest import slow
 from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.configs import WAN_CONFIGS
 from wan.modules.model import WanModel
-from wan.pipeline.solvers import make_solver
+from wan.pipeline.scheduler import make_solver
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_video_params

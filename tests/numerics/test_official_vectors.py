@@ -16,14 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.numerics.official import CPU, distance, weights
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
+from wan.media.video_writer import to_uint8
+from wan.modules import clip, t5
+from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel, sinusoidal_embedding
 from wan.modules.rope import apply_rope, compute_rope_angles, make_rope_table
-from wan.modules.small_ops import BlockOps
-from wan.pipeline import clip, text, vae
+from wan.modules.vae import video_vae as vae
 from wan.pipeline.conditioning import convert_image_to_tensor
-from wan.pipeline.solvers import make_solver
-from wan.pipeline.video import to_uint8
+from wan.pipeline.scheduler import make_solver
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.request import compute_i2v_size, compute_ti2v_size, make_video_params
@@ -190,12 +191,12 @@ def write_weights(reference: Path, name: str, folder: Path, dtype: torch.dtype) 
 def test_text_encoder_in_fp32(reference: Path, tiny, tmp_path: Path, stored: torch.dtype) -> None:
     """Loaded as in a run, also from bfloat16 weights, which are upcast layer by layer."""
     path = write_weights(reference, "t5", tmp_path, stored)
-    network = text.read_text_encoder_spec(path).load(
-        device=CPU, dtype_of=text.choose_text_encoder_dtypes(torch.float32)
+    network = t5.read_text_encoder_spec(path).load(
+        device=CPU, dtype_of=t5.choose_text_encoder_dtypes(torch.float32)
     )
     assert network.config._attn_implementation == "eager"  # others are 2e-6 off
-    tokenizer = text.load_tokenizer(tiny("t2v-1.3B") / "google/umt5-xxl")
-    text.TextEncoder(network, tokenizer, dtype=torch.float32, text_len=160)
+    tokenizer = t5.load_tokenizer(tiny("t2v-1.3B") / "google/umt5-xxl")
+    t5.TextEncoder(network, tokenizer, dtype=torch.float32, text_len=160)
     cases = load_file(reference / "t5.cases.safetensors")
     with torch.no_grad():
         out = network(cases["ids"], cases["mask"]).last_hidden_state
@@ -226,7 +227,7 @@ def test_sizes_and_prompt_cleaning(reference: Path) -> None:
         size = compute_i2v_size(PRESETS["i2v-A14B"], tuple(row["image_wh"]), row["max_area"])
         assert list(size) == row["pixel_hw"][::-1]
     for row in tables["text_clean"]:
-        assert text.clean_prompt(row["raw"]) == row["clean"]
+        assert t5.clean_prompt(row["raw"]) == row["clean"]
 
 
 def test_frames_as_handed_to_the_encoder(reference: Path) -> None:

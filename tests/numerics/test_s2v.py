@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.numerics.official import Networks, PipelineParts, distance, weights
+from wan.media.audio import read_audio
+from wan.modules import audio_encoder
 from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
-from wan.pipeline import clips, sound
+from wan.pipeline import clips
 from wan.pipeline.conditioning import convert_image_to_tensor
-from wan.pipeline.media import read_audio
 from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
 from wan.settings.request import compute_s2v_size, make_video_params
@@ -114,9 +115,11 @@ def test_audio_features(s2v: Path, name: str) -> None:
     assert torch.equal(torch.from_numpy(audio.samples), stored[f"{name}.samples16k"].float())
     assert (audio.num_states, audio.num_features) == (case["hidden_frames"], case["frames30"])
     assert audio.count_clips(case["infer_frames"]) == case["num_clips"]
-    sound.check_audio_encoder(s2v / "wav2vec2_tiny", 32)
-    features = sound.extract_audio_features(s2v / "wav2vec2_tiny", audio)
-    actual = sound.sample_features_per_frame(features, case["num_clips"] * case["infer_frames"])
+    audio_encoder.check_audio_encoder(s2v / "wav2vec2_tiny", 32)
+    features = audio_encoder.extract_audio_features(s2v / "wav2vec2_tiny", audio)
+    actual = audio_encoder.sample_features_per_frame(
+        features, case["num_clips"] * case["infer_frames"]
+    )
     assert distance(actual, stored[f"{name}.audio_emb"]) <= 2e-5
 
 
@@ -124,7 +127,7 @@ def test_audio_features_per_frame(s2v: Path) -> None:
     stored = load_file(s2v / "s2v_audio.cases.safetensors")
     for name in ("p", "q_exact", "r", "s", "u_48"):
         case = read_json(s2v, "s2v_audio")["bucket_cases"][name]
-        actual = sound.sample_features_per_frame(
+        actual = audio_encoder.sample_features_per_frame(
             stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"]
         )
         assert torch.equal(actual[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"]), name
@@ -159,8 +162,8 @@ class _Pipeline(PipelineParts):
         self.folder = folder
 
     def sample_audio_features(self, audio: Any, count: int) -> Tensor:
-        return sound.sample_features_per_frame(
-            sound.extract_audio_features(self.folder / "wav2vec2_tiny", audio), count
+        return audio_encoder.sample_features_per_frame(
+            audio_encoder.extract_audio_features(self.folder / "wav2vec2_tiny", audio), count
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.pipeline import text
+from wan.modules import t5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -16,11 +16,11 @@ from wan.pipeline import text
 def test_a_prompt_is_embedded_as_with_512_tokens(tiny: Any, dtype: torch.dtype) -> None:
     """Truncation at 512 tokens and shorter padding do not change the embeddings."""
     checkpoint = inspect_checkpoint(tiny("t2v-A14B"))
-    network = text.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
+    network = t5.read_text_encoder_spec(checkpoint.require("text_encoder")).load(
         device=torch.device("cpu"), dtype_of=lambda *_: dtype
     )
-    tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
-    encoder = text.TextEncoder(network, tokenizer, dtype=dtype, text_len=512)
+    tokenizer = t5.load_tokenizer(checkpoint.require("tokenizer"))
+    encoder = t5.TextEncoder(network, tokenizer, dtype=dtype, text_len=512)
     limit = 1e-6 if dtype == torch.float32 else 0.03  # the last bit of a product of other rows
     for num_words in (1, 14, 15, 16, 60, 700):
         prompt = " ".join("cat"[: 1 + i % 3] for i in range(num_words))
@@ -46,4 +46,4 @@ def test_a_prompt_is_embedded_as_with_512_tokens(tiny: Any, dtype: torch.dtype) 
     ],
 )
 def test_a_prompt_is_cleaned_as_officially(prompt: str, cleaned: str) -> None:
-    assert text.clean_prompt(prompt) == cleaned
+    assert t5.clean_prompt(prompt) == cleaned

@@ -20,7 +20,7 @@ import torch
 
 from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs
-from wan.pipeline.video import write_video
+from wan.media.video_writer import write_video
 from wan.serve import journal, journal_file
 from wan.settings.command import Output
 from wan.settings.errors import InputError

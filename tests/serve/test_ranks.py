@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.dist import Ranks, make_rank_envs
-from wan import env
-from wan.cli import flags, main
+from wan.app import flag_parser, launch
 from wan.device import select_device
 from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build, denoise
@@ -23,6 +22,7 @@ from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.serve import ranks
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_video_params
+from wan.utils import env
 
 
 class Front:
@@ -82,7 +82,7 @@ def test_each_step_is_reported_once(clips: int, phases: int | None) -> None:
 
 
 class NoVideo:
-    """Replaces `wan.cli.videos.VideoJob`; only the prompt embeddings matter here."""
+    """Replaces `wan.app.job.VideoJob`; only the prompt embeddings matter here."""
 
     is_main_only = False
 
@@ -105,9 +105,9 @@ def test_the_last_texts_are_kept(
         commands.append({"do": "make", "jobs": [job | {"file": str(tmp_path / f"{number}.mp4")}]})
     front: Any = Front(commands)
     pipeline = build.build_pipeline(
-        main.resolve_argv(argv, require_inputs=False).setup, select_device("cpu")
+        launch.resolve_argv(argv, require_inputs=False).setup, select_device("cpu")
     )
-    assert ranks.RankWorker(flags.parse_flags(argv), pipeline, None, front, 2).serve() == 0
+    assert ranks.RankWorker(flag_parser.parse_flags(argv), pipeline, None, front, 2).serve() == 0
     texts = [item["texts"] for item in front.messages if item["is"] == "done"]
     assert [tuple(item) for item in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
 

@@ -19,14 +19,14 @@ from tests.dist import Ranks
 from tests.inputs import find_changed_invariants
 from tests.tasks.conftest import TaskRun, read_frames, run_generate
 from tests.tasks.tasks import TASKS
-from wan.cli import flags as command_line
-from wan.cli.resolve import resolve_command_line
-from wan.pipeline.video import write_video
+from wan.app import flag_parser as command_line
+from wan.app.resolve import resolve_command_line
+from wan.media.video_writer import write_video
 from wan.planner.measure import Planner
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.torch_private import StorageTracker
+from wan.utils.torch_private import StorageTracker
 
 pytestmark = pytest.mark.xdist_group("tasks")
 Ask = Callable[[str], TaskRun]

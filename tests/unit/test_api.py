@@ -18,7 +18,7 @@ from tests.conftest import slow
 from tests.refusals import check_refusals, get_refusal
 from tools.quantize_dit import quantize_checkpoint
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
-from wan.pipeline.video_reader import read_video
+from wan.media.video_reader import read_video
 from wan.settings.flags import FLAGS
 
 QUICK: dict[str, Any] = {"frame_num": 5, "sampling_steps": 2, "seed": 7}

@@ -15,64 +15,62 @@ FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
 
 # Folders and files of wan/: each imports those of the rows above it, and no other one of its row.
 LAYERS = (
-    "settings system log trace torch_private",
-    "output_files",
-    "configs env device checkpoint",
-    "kernels distributed",
-    "modules vae",
+    "settings",
+    "utils",
+    "configs device checkpoint",
+    "kernels distributed media",
+    "modules",
     "cache",
+    "tasks",
     "pipeline",
-    "run evidence",
-    "planner generator diffusers",
-    "api cli",
-    "power serve gallery __main__",
+    "metering testing",
+    "app",
+    "planner diffusers power serve gallery",
+    "text2video image2video textimage2video speech2video animate vace",
+    "cli",
+    "__main__",
 )
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names.split()}
-METERS = " ".join(f"wan.evidence.{name}" for name in ("meter", "nvml", "npu_smi", "rapl"))
+METERS = " ".join(f"wan.metering.{name}" for name in ("meter", "nvml", "npu_smi", "rapl"))
 # Part of wan -> the only modules outside it that may import it.
 ONLY_FOR = {
-    "wan.distributed": "wan.modules.attnlayer wan.vae.sharded wan.pipeline wan.generator wan.cli "
+    "wan.distributed": "wan.modules.attnlayer wan.modules.vae.sharded wan.pipeline wan.app wan.cli "
     "wan.planner wan.diffusers wan.power wan.serve.ranks",
-    "wan.pipeline.build": "wan.generator wan.cli.main wan.diffusers.session wan.planner.measure "
+    "wan.pipeline.build": "wan.app wan.cli wan.diffusers.session wan.planner.measure "
     "wan.planner.report wan.power.rounds wan.serve.ranks",
-    "wan.evidence": "wan.cli.videos wan.cli.output wan.power",
+    "wan.metering": "wan.app.job wan.app.output wan.power",
 }
 WITHOUT_TORCH = (
     "generate",
     "wan.__main__",
     "wan.cli",
     "wan.settings",
-    "wan.env",
-    "wan.run",
-    "wan.system",
-    "wan.output_files",
-    "wan.log",
-    "wan.trace",
+    *(f"wan.utils.{name}" for name in ("env", "system", "files", "log", "trace")),
     *METERS.split(),
-    *(f"wan.checkpoint.{name}" for name in ("config", "files", "gguf", "layout")),
+    *(f"wan.checkpoint.{name}" for name in ("config", "headers", "gguf", "layout")),
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "w8a8_export")),
-    *(
-        f"wan.pipeline.{name}"
-        for name in ("setup", "memory", "images", "media", "video", "following", "ffmpeg")
-    ),
-    *(f"wan.pipeline.{name}" for name in ("video_reader", "driving", "sources")),
-    *(f"wan.evidence.{name}" for name in ("exchange_order", "recording")),
+    "wan.media",
+    "wan.tasks",
+    *(f"wan.pipeline.{name}" for name in ("setup", "memory_estimate")),
+    *(f"wan.app.{name}" for name in ("make_run", "run", "resolve", "launch", "job", "batch_job")),
+    *(f"wan.app.{name}" for name in ("prompt_file", "flag_parser", "programs", "failures")),
+    *(f"wan.metering.{name}" for name in ("exchange_order", "recording")),
     *(f"wan.power.{name}" for name in ("predict", "report", "timeline")),
     "wan.serve",
     "wan.gallery",
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
-    "diffusers": "wan.pipeline.solvers wan.pipeline.tiny wan.diffusers",
-    "transformers": "wan.pipeline.text wan.pipeline.clip wan.pipeline.sound wan.pipeline.tiny "
-    "wan.cli.extend_prompt",
-    "soxr": "wan.pipeline.media",
-    "imageio_ffmpeg": "wan.pipeline.ffmpeg",
-    "dashscope": "wan.cli.extend_prompt",
+    "diffusers": "wan.pipeline.scheduler wan.testing.random_checkpoint wan.diffusers",
+    "transformers": "wan.modules.t5 wan.modules.clip wan.modules.audio_encoder "
+    "wan.testing.random_checkpoint wan.app.prompt_extend",
+    "soxr": "wan.media.audio",
+    "imageio_ffmpeg": "wan.media.ffmpeg",
+    "dashscope": "wan.app.prompt_extend",
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
-    "pynvml": "wan.evidence.nvml",
+    "pynvml": "wan.metering.nvml",
     "starlette": "wan.serve.app",
     "uvicorn": "wan.serve.connections",
     "prometheus_client": "wan.serve.metrics",
@@ -80,12 +78,12 @@ ONLY_IN = {
 # Longer than 70 lines, and why.
 LONG_FUNCTIONS = {
     "wan.modules.model.WanModel.__init__": "half of it is the official signature",
-    "wan.generator.Generator.__init__": "half of it is the official signature and its docstring",
-    "wan.api.WanT2V.generate": "the official signature",
-    "wan.api.WanI2V.generate": "the official signature",
-    "wan.api.WanS2V.generate": "the official signature",
-    "wan.api.WanTI2V.generate": "the official signature",
-    "wan.run.resolve_run": "the order of the checks, one call each",
+    "wan.app.python_api.Generator.__init__": "half of it is the official signature",
+    "wan.text2video.WanT2V.generate": "the official signature",
+    "wan.image2video.WanI2V.generate": "the official signature",
+    "wan.speech2video.WanS2V.generate": "the official signature",
+    "wan.textimage2video.WanTI2V.generate": "the official signature",
+    "wan.app.make_run.resolve_run": "the order of the checks, one call each",
     "wan.pipeline.build.build_pipeline": "composition, one argument a line",
 }
 
@@ -168,7 +166,9 @@ def test_imports(path: Path) -> None:
             i for i in wan_imports if is_under(i, inner)
         }
     if is_under(name, METERS):
-        assert not {other for other in wan_imports if not is_under(other, f"wan.system {METERS}")}
+        assert not {
+            other for other in wan_imports if not is_under(other, f"wan.utils.system {METERS}")
+        }
     assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
     for library, users in ONLY_IN.items():
         assert is_under(name, users) or not {i for i in imported if is_under(i, library)}
@@ -180,12 +180,14 @@ def test_imports(path: Path) -> None:
 def test_restricted_interfaces_stay_in_their_modules(path: Path) -> None:
     """Few modules use the environment, the vendors' runtimes, or private names of PyTorch."""
     name, text = module(path), path.read_text()
-    if not is_under(name, "wan.env wan.system wan.distributed.rendezvous wan.cli.extend_prompt"):
+    if not is_under(
+        name, "wan.utils.env wan.utils.system wan.distributed.rank_env wan.app.prompt_extend"
+    ):
         assert "os.environ" not in text and "getenv" not in text
     assert "MethodType" not in text
     if not is_under(name, "wan.device wan.kernels"):
         assert "torch.cuda." not in text and "torch.npu." not in text
-    if name != "wan.torch_private":
+    if name != "wan.utils.torch_private":
         assert not {i for i in imports(path) if i.startswith("torch") and "._" in i}
         assert not re.search(r"torch\._[a-z]|torch\.ops\.aten", text)
 
@@ -199,7 +201,7 @@ def test_one_module_starts_ffmpeg() -> None:
         for path in [REPO / "generate.py", *files]
         if {imported for imported in imports(path) if is_under(imported, "imageio imageio_ffmpeg")}
     }
-    assert users == {"wan/pipeline/ffmpeg.py"}
+    assert users == {"wan/media/ffmpeg.py"}
 
 
 @for_each(FILES)
@@ -337,7 +339,7 @@ PROGRAMS = sorted(
     ]
 )
 REPLACES = {"unlink", "rename", "rmtree", "removedirs"}
-# Files outside wan/output_files.py -> the calls that remove or replace a file, and the reason why
+# Files outside wan/utils/files.py -> the calls that remove or replace a file, and the reason why
 # these files can only be the program's own.
 REMOVES = {
     "tools.check_device": ({"shutil.rmtree"}, "a folder of tempfile.mkdtemp"),
@@ -346,7 +348,7 @@ REMOVES = {
         "in a folder of which the file `commit` shows that it is its own",
     ),
     "tools.demo.outputs": ({"shutil.rmtree"}, "an export that `check_export` has recognised"),
-    "wan.cli.videos": (
+    "wan.app.job": (
         {"audio_file.replace", "audio_file.unlink", "stale_file.unlink", "path.unlink"},
         "temporary files of this run, and files that `is_output` has recognised",
     ),
@@ -377,7 +379,7 @@ def removals(path: Path) -> set[str]:
 @for_each(PROGRAMS)
 def test_files_are_removed_in_one_place(path: Path) -> None:
     """Other calls could remove or replace files of the user."""
-    if module(path) != "wan.output_files":
+    if module(path) != "wan.utils.files":
         assert removals(path) == REMOVES.get(module(path), (set(), ""))[0]
 
 

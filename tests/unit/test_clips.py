@@ -14,14 +14,15 @@ from PIL import Image
 from torch import Tensor
 from transformers import Wav2Vec2FeatureExtractor, Wav2Vec2Model
 
-from wan.log import StageTimer
-from wan.pipeline import characters, clips, sound
+from wan.media.audio import Audio, PoseVideo
+from wan.modules import audio_encoder as sound
+from wan.pipeline import characters, clips
 from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
 from wan.pipeline.driving import count_overlapping_clips as count_clips
-from wan.pipeline.media import Audio, PoseVideo
 from wan.pipeline.pipeline import Inputs, WorkSharing
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_video_params
+from wan.utils.log import StageTimer
 
 TEXTS = torch.full((2, 4), 1.0), torch.full((3, 4), -1.0)
 SAMPLING = {"prompt": "", "base_seed": 7, "sample_steps": 2, "sample_guide_scale": (2.0, 2.0)}

@@ -18,7 +18,7 @@ from tools.compare_versions import (
     run_base_case,
 )
 from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case
-from wan.cli import flags
+from wan.app import flag_parser
 
 PATHS = defaultdict(lambda: Path("somewhere"))
 
@@ -35,7 +35,7 @@ def test_arguments_are_accepted() -> None:
     for case in (*FIXTURES[1], *CASES):
         script, *arguments = case.split_command(PATHS)
         if script == "generate.py":
-            assert flags.parse_flags(arguments), case.name
+            assert flag_parser.parse_flags(arguments), case.name
         elif script == "-c":
             compile(arguments[0], case.name, "exec")
 

@@ -17,10 +17,10 @@ from torch.testing import assert_close
 
 from tests.conftest import slow
 from wan.kernels.compiled_ops import MIN_ELEMENTS, STEPS_BY_OP, CompiledOps
+from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.rope import compute_rope_angles, make_rope_table
-from wan.modules.small_ops import BlockOps
 
 GRID, HEADS, HEAD_DIM = (3, 4, 6), 4, 12
 L, C, EPS = 72, HEADS * HEAD_DIM, 1e-6

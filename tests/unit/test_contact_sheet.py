@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tools import contact_sheet
-from wan.pipeline.video import write_video
+from wan.media.video_writer import write_video
 from wan.settings.command import Output
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.refusals import check_refusals, get_refusal
-from wan import env
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line
+from wan.app import flag_parser
+from wan.app.resolve import resolve_command_line
 from wan.settings.attention import Attention
+from wan.utils import env
 
 
 def test_aliases() -> None:
@@ -33,7 +33,7 @@ def test_aliases() -> None:
     )
     for environ, settings in table:
         assert env.read_variable_settings(environ) == settings, environ
-        assert flags.read_settings(settings, "{}") == settings, (
+        assert flag_parser.read_settings(settings, "{}") == settings, (
             "the flags would not take these values"
         )
 
@@ -62,7 +62,7 @@ def attention(*argv: str) -> Attention:
         raise AssertionError("nothing is made for a plan")
 
     return resolve_command_line(
-        flags.parse_flags(["--plan", *argv]), no_demo, plan=True
+        flag_parser.parse_flags(["--plan", *argv]), no_demo, plan=True
     ).setup.attention
 
 

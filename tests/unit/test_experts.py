@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.refusals import check_refusals
-from wan import device, system
-from wan.checkpoint.load import merge_loras, open_sources, read_headers
+from wan import device
+from wan.checkpoint.load import open_sources, read_headers
+from wan.checkpoint.merge_lora import merge_loras
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.conditioning import prepare_denoise_inputs
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
@@ -28,6 +29,7 @@ from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
 from wan.settings.request import VideoParams, make_video_params
+from wan.utils import system
 
 
 class Recorder:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 import wan
 from tests.refusals import check_refusals, get_refusal
+from wan.app import flag_parser
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line
 from wan.pipeline.conditioning import make_noise_sampler
-from wan.pipeline.solvers import make_solver
-from wan.run import Run
+from wan.pipeline.scheduler import make_solver
 from wan.settings import recipes
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
@@ -33,7 +33,7 @@ from wan.settings.solvers import SOLVERS
 
 def plan_run(arguments: str) -> Run:
     return resolve_command_line(
-        flags.parse_flags(["--plan", *arguments.split()]), lambda *_: None, plan=True
+        flag_parser.parse_flags(["--plan", *arguments.split()]), lambda *_: None, plan=True
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.files import (
+from wan.checkpoint.headers import (
     TensorInfo,
     compute_fingerprint,
     is_further_shard,

@@ -36,16 +36,16 @@ from tests.gguf_files import (
 from tests.pipelines import build_quick_pipeline, count_owned_bytes, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.dequantise import TO_FLOAT, dequantize_gguf
-from wan.checkpoint.files import read_file_headers
 from wan.checkpoint.gguf import read_gguf_metadata
+from wan.checkpoint.headers import read_file_headers
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.kernels.weight_only_linear import WeightOnlyLinear
-from wan.pipeline import text
-from wan.pipeline.tiny import make_checkpoint
+from wan.modules import t5
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
+from wan.testing.random_checkpoint import make_checkpoint
 
 LLAMA = (  # official name, llama.cpp's
     ("token_embedding", "token_embd"),
@@ -254,8 +254,8 @@ def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> N
     }
     path = tmp_path / "umt5.gguf"
     values = gguf_files.write_gguf(path, llama_state, kinds)
-    network = text.read_text_encoder_spec(path).load(
-        device=torch.device("cpu"), dtype_of=text.choose_text_encoder_dtypes(torch.float32)
+    network = t5.read_text_encoder_spec(path).load(
+        device=torch.device("cpu"), dtype_of=t5.choose_text_encoder_dtypes(torch.float32)
     )
     expected = {
         rename_t5_to_transformers(name): x for name, x in zip(state, values.values(), strict=True)

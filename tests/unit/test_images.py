@@ -23,7 +23,7 @@ from PIL import Image, features
 
 from tests.dist import REPO
 from tests.refusals import check_refusals, get_refusal
-from wan.pipeline import images
+from wan.media import images
 from wan.settings.errors import InputError
 
 SIZE = (24, 16)
@@ -74,7 +74,7 @@ def test_a_file_and_what_python_holds_of_it_give_the_same_pixels(tmp_path: Path)
 def test_neither_torch_nor_numpy_is_needed_for_a_file(tmp_path: Path) -> None:
     path = save_image(tmp_path, rgb(), "x.png")
     script = (
-        "import sys\nfrom wan.pipeline import images\n"
+        "import sys\nfrom wan.media import images\n"
         f"images.convert_to_image({str(path)!r})\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)\n"
         "import numpy\nimages.convert_to_image(numpy.zeros((2, 2, 3), 'uint8'))\n"

@@ -13,7 +13,8 @@ from PIL import Image
 
 from tests.inputs import copy_changed_file
 from tools import make_character, make_sound
-from wan.pipeline import driving, media, sources
+from wan.media import audio as media
+from wan.pipeline import driving, sources
 from wan.pipeline.pipeline import NO_INPUTS, Inputs
 
 

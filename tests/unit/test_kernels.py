@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.refusals import check_refusals, get_refusal
-from wan import log
 from wan.device import Device
-from wan.kernels.base import AttentionInput, StepInfo, Target
 from wan.kernels.compiled_ops import STEPS_BY_OP
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import AttentionInput, Target
+from wan.kernels.registry import CheckpointRotations, make_dense_kernel, select_kernels
 from wan.kernels.sdpa import (
     CUDNN,
     EFFICIENT,
@@ -28,13 +29,13 @@ from wan.kernels.sdpa import (
     check_cudnn,
     select_cuda_operator,
 )
-from wan.kernels.select import CheckpointRotations, make_dense_kernel, select_kernels
-from wan.modules.small_ops import BlockOps
+from wan.modules.fused_ops import BlockOps
 from wan.pipeline.build import DTYPES
 from wan.planner import operators
 from wan.settings.attention import Attention
 from wan.settings.devices import get_capabilities
 from wan.settings.kernels import DENSE_KERNELS, FP8, RAINFUSION, SMALL_OPS, list_dense_kernels
+from wan.utils import log
 
 
 def qkv(head: int, rows: int = 19, keys: int = 33) -> list[Tensor]:

@@ -22,15 +22,20 @@ from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
 from wan import WanT2V
 from wan.checkpoint.config import read_dit_config
-from wan.checkpoint.files import TensorInfo, compute_fingerprint, read_json, read_safetensors_header
+from wan.checkpoint.headers import (
+    TensorInfo,
+    compute_fingerprint,
+    read_json,
+    read_safetensors_header,
+)
 from wan.checkpoint.layout import (
     WAV2VEC2_FOLDER,
     check_task,
     inspect_checkpoint,
     make_reference_checkpoint,
 )
+from wan.modules import audio_encoder
 from wan.modules.animate import WanAnimateModel
-from wan.pipeline import sound
 from wan.planner import report
 from wan.planner.measure import Planner
 from wan.settings.command import NetworkFiles
@@ -303,12 +308,12 @@ def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path
 def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     path = speaking / WAV2VEC2_FOLDER
     assert inspect_checkpoint(speaking).require("audio_encoder") == path
-    sound.check_audio_encoder(path, 32)
-    messages = {"another width": get_refusal(sound.check_audio_encoder, path, 1024)}
+    audio_encoder.check_audio_encoder(path, 32)
+    messages = {"another width": get_refusal(audio_encoder.check_audio_encoder, path, 1024)}
     set_config(path, num_hidden_layers=12)
-    messages["fewer layers"] = get_refusal(sound.check_audio_encoder, path, 32)
+    messages["fewer layers"] = get_refusal(audio_encoder.check_audio_encoder, path, 32)
     (path / "config.json").write_text("{")
-    messages["half a file"] = get_refusal(sound.check_audio_encoder, path, 32)
+    messages["half a file"] = get_refusal(audio_encoder.check_audio_encoder, path, 32)
     shutil.rmtree(path)
     messages["none"] = get_refusal(inspect_checkpoint(speaking).require, "audio_encoder")
     check_messages("sound encoders", messages)

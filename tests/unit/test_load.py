@@ -21,11 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import gguf_files
 from tests.refusals import check_refusals, get_refusal
-from wan import system
-from wan.checkpoint.files import compute_fingerprint
+from wan.checkpoint.headers import compute_fingerprint
 from wan.checkpoint.load import ModelSpec, open_sources, read_headers
-from wan.checkpoint.source import TensorSource, TensorSources, materialize_tensors, owns_memory
+from wan.checkpoint.tensor_source import (
+    TensorSource,
+    TensorSources,
+    materialize_tensors,
+    owns_memory,
+)
 from wan.settings.errors import FileChangedError, InputError
+from wan.utils import system
 
 CPU = torch.device("cpu")
 SUFFIXES = pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

@@ -13,12 +13,12 @@ from PIL import Image
 
 import wan
 from tests.refusals import check_refusals, get_refusal
-from wan.cli import flags
-from wan.cli.resolve import resolve_command_line
+from wan.app import flag_parser
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
+from wan.modules.t5 import TextEncoder
 from wan.pipeline.conditioning import make_chained_condition
 from wan.pipeline.pipeline import Inputs
-from wan.pipeline.text import TextEncoder
-from wan.run import Run
 from wan.settings import recipes
 from wan.settings.presets import PRESETS
 from wan.settings.request import VideoParams, make_video_params
@@ -35,7 +35,7 @@ def request(**values: Any) -> VideoParams:
 
 def plan_run(*arguments: object) -> Run:
     argv = ["--plan", "--task", "i2v-A14B", *map(str, arguments)]
-    return resolve_command_line(flags.parse_flags(argv), lambda *_: None, plan=True)
+    return resolve_command_line(flag_parser.parse_flags(argv), lambda *_: None, plan=True)
 
 
 def test_chained_conditions_of_clips() -> None:

@@ -19,8 +19,9 @@ from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint, inspect_checkpoint
-from wan.checkpoint.load import merge_loras, open_lora_sources, open_sources
+from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import LoraFile, parse_lora_file
+from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
 from wan.settings.errors import FileChangedError, InputError
 
 LAYERS = ("blocks.0.self_attn.q", "blocks.1.self_attn.o", "blocks.0.cross_attn.v", "blocks.1.ffn.0")

@@ -19,12 +19,12 @@ from tests.unit.test_load import shift_tensors
 from tests.unit.test_residency import LAYERS, write_fp8_checkpoint, write_lora
 from tools.quantize_dit import quantize_checkpoint
 from tools.safetensors_stream import stream_safetensors
-from wan.checkpoint.source import owns_memory
+from wan.checkpoint.tensor_source import owns_memory
 from wan.cli import main as generate
 from wan.modules.model import WanModel
-from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
 from wan.planner.report import describe_plan, describe_rereads
+from wan.testing.random_checkpoint import make_checkpoint
 
 BF16 = ("--precision", "bf16", "--sample_steps", "2")
 DIT = "diffusion_pytorch_model.safetensors"

@@ -17,12 +17,12 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.pipelines import generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
-from wan.checkpoint.files import read_safetensors_header
+from wan.checkpoint.headers import read_safetensors_header
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
 from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.pipeline import text
+from wan.modules import t5
 from wan.settings.errors import InputError
 
 Stored = tuple[dict[str, Tensor], Tensor]
@@ -182,8 +182,8 @@ def test_the_text_encoder_in_one_file(tiny: Any, tmp_path: Path) -> None:
     stored["spiece_model"] = torch.zeros(100, dtype=torch.uint8)
     path = tmp_path / "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
     save_file(stored, path)
-    dtypes = text.choose_text_encoder_dtypes(torch.float32)
-    network = text.read_text_encoder_spec(path).load(device=torch.device("cpu"), dtype_of=dtypes)
+    dtypes = t5.choose_text_encoder_dtypes(torch.float32)
+    network = t5.read_text_encoder_spec(path).load(device=torch.device("cpu"), dtype_of=dtypes)
     parameters = dict(network.named_parameters())
     assert parameters.keys() == dequantised.keys()
     assert all(torch.equal(parameters[name].float(), x) for name, x in dequantised.items())

@@ -15,7 +15,8 @@ from imageio_ffmpeg import get_ffmpeg_exe
 
 from tests.conftest import slow
 from tools import contact_sheet, make_character, make_sound
-from wan.pipeline import driving, media, sources, video, video_reader
+from wan.media import audio, video_reader, video_writer
+from wan.pipeline import driving, sources
 from wan.settings.command import Output
 from wan.settings.errors import FileChangedError, InputError
 
@@ -62,8 +63,8 @@ def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     make_character.write_character_folder(tmp_path / "moves", (32, 32), 5)
     for name, read in (
-        ("sound.wav", media.read_audio),
-        ("moves/src_pose.mp4", lambda path: media.read_video(path, "`pose_video`")),
+        ("sound.wav", audio.read_audio),
+        ("moves/src_pose.mp4", lambda path: audio.read_video(path, "`pose_video`")),
     ):
         script = tmp_path / "list.mp4"
         script.write_text(f"ffconcat version 1.0\nfile {name}\n")
@@ -80,7 +81,7 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
     path = Path(name)
-    video.write_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
+    video_writer.write_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
     assert (
         path.is_file()
         and video_reader.read_video(path, "`src_root_path`").num_frames
@@ -91,11 +92,11 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     folder = tmp_path / f"of {name}"
     folder.mkdir()
     path.rename(folder / name)
-    video.join_videos(folder, [name, name], path, "a comment")
+    video_writer.join_videos(folder, [name, name], path, "a comment")
     assert video_reader.read_video(path, "`src_root_path`").num_frames == 10
     path.rename("10.mp4")
-    media.add_audio(Path("10.mp4"), Path("sound.wav"), path)
-    assert len(media.read_audio(path).samples) == pytest.approx(10_000, abs=1100)
+    audio.add_audio(Path("10.mp4"), Path("sound.wav"), path)
+    assert len(audio.read_audio(path).samples) == pytest.approx(10_000, abs=1100)
 
 
 def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
@@ -104,7 +105,7 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     assert len(decode_frames(path)) == 20
     source = sources.read_vace_files(path, write_clock_video(tmp_path / "mask.mp4"), ())
     assert "clock.mp4" in caplog.text
-    pose = media.read_pose_video(path)
+    pose = audio.read_pose_video(path)
     poses = np.stack(list(pose.iter_poses()))
     video_frames = source.video_reader(range(source.num_frames))
     assert (source.mask_reader(range(source.num_frames)) == video_frames).all()
@@ -116,7 +117,7 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     assert (
         video_reader.read_video(path, "`src_root_path`").num_frames
         == source.num_frames
-        == len(list(media.read_video(path, "x").iter_frames()))
+        == len(list(audio.read_video(path, "x").iter_frames()))
     )
 
 
@@ -132,10 +133,10 @@ def test_a_mask_of_a_constant_rate_fits_a_variable_video(tmp_path: Path) -> None
 
 def test_a_video_that_lost_frames_since_it_was_checked(tmp_path: Path) -> None:
     path = tmp_path / "v.mp4"
-    video.write_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
+    video_writer.write_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
     checked = video_reader.read_video(path, "x")
     path.unlink()
-    video.write_video(torch.zeros(3, 3, 64, 96), Output(path, fps=16))
+    video_writer.write_video(torch.zeros(3, 3, 64, 96), Output(path, fps=16))
     with pytest.raises(FileChangedError, match=r"v\.mp4 ends before its frame 4"):
         driving.read_frames_at(checked, range(5))
 
@@ -146,7 +147,7 @@ def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> Non
     path = write_clock_video(tmp_path / "late.mp4", late=0.5, variable=variable)
     source = sources.read_vace_files(path, path, ())
     assert "late.mp4" in caplog.text
-    frames = np.stack(list(media.read_video(path, "x").iter_frames()))
+    frames = np.stack(list(audio.read_video(path, "x").iter_frames()))
     assert (
         len(frames)
         == source.num_frames
@@ -169,7 +170,7 @@ def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, 
     """Time stamps that are rounded to milliseconds change nothing."""
     path = tmp_path / f"v.{suffix}"
     ffmpeg(*lavfi(f"testsrc2=s=96x64:r={rate}:d=1.3"), "-pix_fmt", "yuv420p", path)
-    clip = media.read_video(path, "x")
+    clip = audio.read_video(path, "x")
     assert (np.stack(list(clip.iter_frames())) == decode_frames(path)).all()
     assert f"{clip.fps:.2f}" == f"{eval(rate):.2f}" and not caplog.messages
     assert (np.stack(list(clip.iter_frames(3))) == decode_frames(path)[::3]).all()
@@ -193,9 +194,9 @@ def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
 def test_a_rotated_video_is_read_as_it_is_shown(tmp_path: Path) -> None:
     ffmpeg(*lavfi("testsrc2=s=96x64:r=16:d=0.3"), "-pix_fmt", "yuv420p", tmp_path / "v.mp4")
     ffmpeg("-display_rotation", 90, "-i", tmp_path / "v.mp4", "-c", "copy", tmp_path / "r.mp4")
-    clip = media.read_video(tmp_path / "r.mp4", "x")
+    clip = audio.read_video(tmp_path / "r.mp4", "x")
     assert clip.size == (64, 96)
-    upright = np.stack(list(media.read_video(tmp_path / "v.mp4", "x").iter_frames()))
+    upright = np.stack(list(audio.read_video(tmp_path / "v.mp4", "x").iter_frames()))
     turned = np.rot90(upright, axes=(1, 2)).astype(int)
     assert np.abs(np.stack(list(clip.iter_frames())) - turned).mean() < 3  # chroma is turned before
 
@@ -223,10 +224,10 @@ def test_a_sound_that_begins_late(suffix: str, codec: str, cut: float, tmp_path:
     picture = lavfi("color=blue:s=64x64:r=16:d=1.7")
     ffmpeg(*late, *picture, "-map", "1", "-map", "0", "-pix_fmt", "yuv420p", "-c:a", codec, talk)
     ffmpeg(*lavfi("color=red:s=64x64:r=16:d=1.5"), "-pix_fmt", "yuv420p", silent)
-    samples = media.read_audio(talk).samples
+    samples = audio.read_audio(talk).samples
     assert first_loud(samples) == pytest.approx(0.5, abs=0.03)
     assert len(samples) / 16000 == pytest.approx(1.7, abs=0.06)
-    media.add_audio(silent, talk, out, cut)
+    audio.add_audio(silent, talk, out, cut)
     sound = decode_sound_by_time(out)
     assert first_loud(sound) == pytest.approx(0.5 - cut, abs=0.03)
     assert len(sound) / 16000 == pytest.approx(1.5, abs=0.06)
@@ -237,7 +238,7 @@ def test_a_plain_sound_keeps_its_samples(tmp_path: Path) -> None:
         path = tmp_path / f"a.{suffix}"
         ffmpeg(*lavfi("sine=d=1.3:r=16000,volume=3"), "-c:a", codec, path)
         decoded = np.frombuffer(ffmpeg("-i", path, "-f", "f32le", "-"), np.float32)
-        assert (media.read_audio(path).samples == decoded).all(), suffix
+        assert (audio.read_audio(path).samples == decoded).all(), suffix
 
 
 def test_channels_are_averaged(tmp_path: Path) -> None:
@@ -250,13 +251,15 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     )
     assert np.abs(left_channel - right_channel).max() > 0.1
     np.testing.assert_allclose(
-        media.read_audio(path).samples, (left_channel + right_channel) / 2, atol=1e-6
+        audio.read_audio(path).samples, (left_channel + right_channel) / 2, atol=1e-6
     )
 
 
 def write_stripes(path: Path, width: int, height: int) -> Path:
     pixels = torch.from_numpy(COLOURS / 127.5 - 1).float().T.repeat_interleave(width // 4, 1)
-    video.write_video(pixels[:, None, None].expand(3, 3, height, width), Output(path, fps=16))
+    video_writer.write_video(
+        pixels[:, None, None].expand(3, 3, height, width), Output(path, fps=16)
+    )
     return path
 
 
@@ -282,8 +285,8 @@ def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_
     """Players depend on these tags; videos with an added sound and joined videos have them."""
     path = write_stripes(tmp_path / "a.mp4", *size)
     make_sound.write_wav(tmp_path / "sound.wav", 1.0)
-    media.add_audio(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")
-    video.join_videos(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
+    audio.add_audio(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")
+    video_writer.join_videos(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
     for file in (path, tmp_path / "spoken.mp4", tmp_path / "joined.mp4"):
         assert describe_pixels(file).startswith(f"yuv420p(tv, {name}")
         assert "/" not in describe_pixels(file), "range, matrix, primaries and transfer"
@@ -293,7 +296,7 @@ def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_
         raw = ffmpeg("-i", file, "-frames:v", 1, "-vf", graph, "-f", "rawvideo", "-")
         (width, height), step = size, size[0] // 8
         frame = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
-        first_frame = next(media.read_video(file, "x").iter_frames())
+        first_frame = next(audio.read_video(file, "x").iter_frames())
         for picture in (frame, first_frame):
             assert np.abs(picture[height // 2, step :: 2 * step].astype(int) - COLOURS).max() <= 4
 
@@ -313,7 +316,7 @@ def test_a_source_is_read_by_its_tags_or_height(tmp_path: Path) -> None:
         graph += ",setparams=colorspace=" + (tag or "unknown")
         ffmpeg(*raw, "-vf", graph, "-c:v", "libx264", "-crf", 1, path)
         assert (tag or "yuv420p(progressive") in describe_pixels(path)
-        frame = next(media.read_video(path, "x").iter_frames())
+        frame = next(audio.read_video(path, "x").iter_frames())
         errors[height, tag] = np.abs(frame[height // 2, 8::16].astype(int) - COLOURS).max()
     assert not {case: error for case, error in errors.items() if error > 4}
 
@@ -334,8 +337,8 @@ def test_hdr_is_tone_mapped_or_named(
 ) -> None:
     path = tmp_path / "hdr.mp4"
     white_video_writer(transfer, signal)(path)
-    frame = next(media.read_video(path, "x").iter_frames())
+    frame = next(audio.read_video(path, "x").iter_frames())
     assert frame.min() >= 235 and np.ptp(frame) <= 2 and not caplog.messages
-    monkeypatch.setattr("wan.pipeline.video_reader.has_filters", lambda *names: False)
-    assert next(media.read_video(path, "x").iter_frames()).max() < 235
+    monkeypatch.setattr("wan.media.video_reader.has_filters", lambda *names: False)
+    assert next(audio.read_video(path, "x").iter_frames()).max() < 235
     assert len(caplog.messages) == 1 and "hdr.mp4" in caplog.text

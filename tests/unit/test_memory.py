@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines import resolve_plan
-from wan import system
+from wan.app.make_run import make_setup
+from wan.app.run import Run
 from wan.checkpoint.layout import make_reference_checkpoint
-from wan.pipeline import memory
+from wan.pipeline import memory_estimate
 from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
-from wan.run import Run, make_setup
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import VideoParams, make_video_params
+from wan.utils import system
 
 
 def make_hd_setup(device: str) -> tuple[Setup, VideoParams]:
@@ -33,22 +34,24 @@ def test_the_least_that_a_run_takes_must_be_free(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup, request = make_hd_setup(device)
-    sizes = memory.estimate_network_sizes(setup, request)
-    stages = memory.compute_stage_memory(setup, request, sizes)
+    sizes = memory_estimate.estimate_network_sizes(setup, request)
+    stages = memory_estimate.compute_stage_memory(setup, request, sizes)
     least = max(usage.total() for usage in stages.values())
     for free, fits in ((least, True), (least - 1, False), (None, True)):
-        monkeypatch.setattr(memory, "get_free_memory", lambda _, free=free: free)
+        monkeypatch.setattr(memory_estimate, "get_free_memory", lambda _, free=free: free)
         if fits:
-            memory.check_memory(setup, request, ranks_here=1)
+            memory_estimate.check_memory(setup, request, ranks_here=1)
             continue
         with pytest.raises(InputError, match=r"needs at least .* GB \(denoising\).*with plan\."):
-            memory.check_memory(setup, request, ranks_here=1)
-    monkeypatch.setattr(memory, "get_free_memory", lambda _: 2 * stages["denoising"].total() - 1)
+            memory_estimate.check_memory(setup, request, ranks_here=1)
+    monkeypatch.setattr(
+        memory_estimate, "get_free_memory", lambda _: 2 * stages["denoising"].total() - 1
+    )
     if device == "cuda":
-        memory.check_memory(setup, request, ranks_here=2)
+        memory_estimate.check_memory(setup, request, ranks_here=2)
     else:  # ranks share the memory of a machine
         with pytest.raises(InputError, match="this machine has"):
-            memory.check_memory(setup, request, ranks_here=2)
+            memory_estimate.check_memory(setup, request, ranks_here=2)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +62,13 @@ def test_a_device_that_torch_chooses(
 ) -> None:
     """A GPU here may be one that torch cannot use: the run is refused where nothing can hold it."""
     free = {"cuda": gpu, "cpu": host}
-    monkeypatch.setattr(memory, "query_gpu_memory", lambda _: [gpu])
-    monkeypatch.setattr(memory, "get_free_memory", free.get)
+    monkeypatch.setattr(memory_estimate, "query_gpu_memory", lambda _: [gpu])
+    monkeypatch.setattr(memory_estimate, "get_free_memory", free.get)
     if not where:
-        memory.check_memory(*make_hd_setup("auto"), ranks_here=1)
+        memory_estimate.check_memory(*make_hd_setup("auto"), ranks_here=1)
         return
     with pytest.raises(InputError, match=where):
-        memory.check_memory(*make_hd_setup("auto"), ranks_here=1)
+        memory_estimate.check_memory(*make_hd_setup("auto"), ranks_here=1)
 
 
 def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +79,8 @@ def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr("time.monotonic", lambda now=clock: now)  # an answer holds 10 seconds
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        assert memory.get_free_memory("cuda") == free
-    assert memory.get_free_memory("npu") is None
+        assert memory_estimate.get_free_memory("cuda") == free
+    assert memory_estimate.get_free_memory("npu") is None
 
 
 GROUPS = {  # of version 2, and of version 1
@@ -110,7 +113,7 @@ def test_memory_of_a_host(group: str, tmp_path: Path) -> None:
 PEAKS = """
 import mmap, sys, time
 from pathlib import Path
-from wan import system
+from wan.utils import system
 
 def now(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -150,7 +153,7 @@ def test_peaks_tell_allocated_from_mapped(tmp_path: Path) -> None:
 
 TRIMMED = """
 from pathlib import Path
-from wan import system
+from wan.utils import system
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -186,8 +189,8 @@ def vace_bytes(resident: int) -> float:
 def test_the_largest_block_of_vace_has_two_buffers() -> None:
     for resident in (0, 4):
         expected, run = vace_bytes(resident), plan_streamed_vace(resident)
-        sizes = memory.estimate_network_sizes(run.setup, run.params)
-        estimated = memory.compute_stage_memory(run.setup, run.params, sizes)["denoising"][
+        sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
+        estimated = memory_estimate.compute_stage_memory(run.setup, run.params, sizes)["denoising"][
             "DiT weights"
         ]
         assert 0.95 * expected <= estimated <= expected
@@ -213,12 +216,12 @@ def test_the_plan_of_vace_has_two_buffers(resident: int) -> None:
     assert measured == pytest.approx(vace_bytes(resident), rel=0.01)
 
 
-def estimate_stages(*flags: object) -> dict[str, memory.Usage]:
+def estimate_stages(*flags: object) -> dict[str, memory_estimate.Usage]:
     """Estimates the stages of a 320 x 192 video on one GPU in bfloat16."""
     base_flags = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
     run = resolve_plan(*base_flags, *flags)
-    return memory.compute_stage_memory(
-        run.setup, run.params, memory.estimate_network_sizes(run.setup, run.params)
+    return memory_estimate.compute_stage_memory(
+        run.setup, run.params, memory_estimate.estimate_network_sizes(run.setup, run.params)
     )
 
 

@@ -11,12 +11,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.numerics.recorded import STEP, SampleRecorder
 from tests.refusals import check_refusals, get_refusal
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.sdpa import SdpaKernel
+from wan.modules.fused_ops import BlockOps
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel, find_timestep_segments
 from wan.modules.rope import RopeCache, make_rope_table, split_head_dim
-from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
 
 CACHED = ModelComponents(text_kv_cache=True)

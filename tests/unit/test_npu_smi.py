@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.refusals import check_refusals, get_refusal
-from wan import system
-from wan.evidence import npu_smi
-from wan.evidence.meter import MeterError
-from wan.evidence.npu_smi import DieLocation, DieReading
+from wan.metering import npu_smi
+from wan.metering.meter import MeterError
+from wan.metering.npu_smi import DieLocation, DieReading
+from wan.utils import system
 
 FIXTURES = Path(__file__).parent / "fixtures" / "npu_smi"
 POWERS: dict[str, dict[int, list[float | None]]] = {

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from benchmarks.common import measure_peak_bytes
-from wan.kernels.base import SmallOps
+from wan.kernels.interfaces import SmallOps
+from wan.modules.fused_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel
 from wan.modules.rope import apply_rope, compute_rope_angles, make_rope_table
-from wan.modules.small_ops import BlockOps, compute_layer_norm, compute_rms_norm, modulated_norm
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = {
@@ -119,7 +119,7 @@ def test_the_residual_stream_takes_any_dtype(dtype: torch.dtype, gated: bool, mo
     """Several slices give the same bits as one operation, without a full float32 copy."""
     x, y, row = torch.randn(1, 64, 48), torch.randn(1, 64, 48).to(dtype), torch.randn(1, 1, 48)
     expected = torch.addcmul(x, y.float(), row) if gated else x + y
-    monkeypatch.setattr("wan.modules.small_ops.get_slice_numel", lambda _: 48 * 10)
+    monkeypatch.setattr("wan.modules.fused_ops.get_slice_numel", lambda _: 48 * 10)
     ops, result = BlockOps(), 0 if gated else 64 * 48 * 2
     with torch.no_grad():
         add: Any = partial(ops.gated_add, x, y, row, [64])

@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.refusals import check_refusals, get_refusal
-from wan.output_files import (
+from wan.media.video_writer import save_latents, write_video
+from wan.settings.command import Output
+from wan.settings.errors import WriteError
+from wan.utils.files import (
     LATENTS_KIND,
     RECORD_KIND,
     SUMMARY_KIND,
@@ -31,9 +34,6 @@ from wan.output_files import (
     write_folder,
     write_output,
 )
-from wan.pipeline.video import save_latents, write_video
-from wan.settings.command import Output
-from wan.settings.errors import WriteError
 
 ENDS = pytest.mark.parametrize("end", [RuntimeError, KeyboardInterrupt, SystemExit])
 TEXT = make_marked_kind("a text of this test", b"# made by this test")

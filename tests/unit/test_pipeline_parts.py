@@ -25,17 +25,18 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionModel
 
 from tests.refusals import check_refusals, get_refusal
-from wan import log
-from wan.kernels.base import StepInfo
-from wan.pipeline import clip, conditioning
+from wan.kernels.forward_context import StepInfo
+from wan.media.video_writer import load_latents, save_latents, to_uint8, write_video
+from wan.modules import clip
+from wan.pipeline import conditioning
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop, apply_guidance, predict_velocity
 from wan.pipeline.pipeline import Experts
-from wan.pipeline.video import load_latents, save_latents, to_uint8, write_video
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule, select_expert
 from wan.settings.presets import PRESETS
 from wan.settings.request import VideoParams, make_video_params
+from wan.utils import log
 
 
 def request(

@@ -16,17 +16,17 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.dist import run_on_ranks
 from tests.pipelines import resolve_plan
+from wan.app.run import Run
 from wan.device import select_device as device
 from wan.distributed import mesh
-from wan.pipeline import build, memory
+from wan.pipeline import build, memory_estimate
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.pipeline.pipeline import Inputs
 from wan.planner.measure import Planner
 from wan.planner.report import check_plan_memory, describe_plan
-from wan.run import Run
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
-from wan.torch_private import StorageTracker
+from wan.utils.torch_private import StorageTracker
 
 GB = 1e9
 HD = ("--size", "1280*720", "--frame_num", "81")
@@ -348,8 +348,8 @@ def test_fp8_exchanges_carry_scales() -> None:
 def bound_and_plan(*argv: object) -> tuple[dict[str, int], dict[str, int]]:
     cuda_planner = planner(*argv, "--device", "cuda")
     stages = {name: parts.total() for name, parts in cuda_planner.compute_stage_memory().items()}
-    sizes = memory.estimate_network_sizes(cuda_planner.setup, cuda_planner.params)
-    bounds = memory.compute_stage_memory(cuda_planner.setup, cuda_planner.params, sizes)
+    sizes = memory_estimate.estimate_network_sizes(cuda_planner.setup, cuda_planner.params)
+    bounds = memory_estimate.compute_stage_memory(cuda_planner.setup, cuda_planner.params, sizes)
     return {name: usage.total() for name, usage in bounds.items()}, stages
 
 
@@ -382,7 +382,9 @@ def check_vae_estimate(task_planner: Planner) -> None:
             continue
         encodes_one = verb == "encode" and task_planner.params.preset.kind == "ti2v"
         steps = 1 if encodes_one else task_planner.params.latent_shape[1]
-        estimate = memory.estimate_vae_activations(task_planner.setup, verb, (steps, height, width))
+        estimate = memory_estimate.estimate_vae_activations(
+            task_planner.setup, verb, (steps, height, width)
+        )
         expected = measured[stage].total() - measured[stage]["VAE weights"]
         assert 0.92 * expected <= estimate <= expected, (verb, estimate / expected)
 

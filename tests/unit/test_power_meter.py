@@ -16,8 +16,8 @@ import pytest
 
 from tests.dist import Ranks, make_rank_envs
 from wan.cli import main as generate
-from wan.evidence import meter, rapl
-from wan.evidence.meter import (
+from wan.metering import meter, rapl
+from wan.metering.meter import (
     Meter,
     MeterError,
     PowerMeasurement,

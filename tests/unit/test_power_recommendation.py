@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wan.evidence.meter import PowerMeasurement
+from wan.metering.meter import PowerMeasurement
 from wan.power.compare import (
     Variant,
     VariantResult,
@@ -17,7 +17,7 @@ from wan.power.compare import (
     recommend_variant,
 )
 from wan.settings.attention import Attention
-from wan.trace import Event
+from wan.utils.trace import Event
 
 BASE, INSERT, BLOCK, CONTROL, _ = list_variants((0, 1, 2), ())
 FIVE_CHUNKS = Variant("InsertComm, 5 chunks", 1, 5)

@@ -20,11 +20,11 @@ from tools import contact_sheet, make_sound
 from tools.demo import outputs
 from tools.demo.step_caches import read_result_lines as read_results
 from tools.demo.training import save_atomically
-from wan.cli.programs import make_argument_type, make_output_path_type, run_program
-from wan.output_files import is_output, make_marked_kind
+from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError, WriteError
 from wan.settings.values import integer
+from wan.utils.files import is_output, make_marked_kind
 
 BAD = ("-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many", "")
 NUMBERS = {  # module -> options with a number | other required arguments

@@ -23,8 +23,8 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.refusals import check_refusals, get_refusal
-from wan.cli import extend_prompt
-from wan.cli.extend_prompt import check_prompt_extension, rewrite_prompt
+from wan.app import prompt_extend
+from wan.app.prompt_extend import check_prompt_extension, rewrite_prompt
 from wan.settings.command import PromptExtension
 from wan.settings.errors import InputError
 
@@ -47,7 +47,7 @@ def rewrite_locally(prompt: str, model: Any, **changes: Any) -> str:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """Has `messages`. `wan.log.set_up_logging` of an earlier test has stopped the propagation."""
+    """Has `messages`. `set_up_logging` of an earlier test has stopped the propagation."""
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
     return caplog
 
@@ -96,7 +96,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     modules[2].__dict__["DashScopeException"] = CLIENT_ERROR
     monkeypatch.setenv("DASH_API_KEY", "sk-test")
     monkeypatch.delenv("DASH_API_URL", raising=False)
-    monkeypatch.setattr(extend_prompt.time, "sleep", fake.pauses.append)
+    monkeypatch.setattr(prompt_extend.time, "sleep", fake.pauses.append)
     return fake
 
 
@@ -197,11 +197,11 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     code = """if True:
         import sys
-        from wan.cli.extend_prompt import check_prompt_extension
+        from wan.app.prompt_extend import check_prompt_extension
         from wan.settings.command import PromptExtension
         check_prompt_extension(PromptExtension(prompt_extend_model=sys.argv[1]), has_image=False)
         assert not {"torch", "transformers", "PIL", "dashscope"} & set(sys.modules)"""
-    root = Path(extend_prompt.__file__).parents[2]
+    root = Path(prompt_extend.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=root)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import slow
-from wan.kernels.base import AttentionInput, StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import (
     Fp8Attention,
     Fp8Quantizer,
@@ -26,6 +26,7 @@ from wan.kernels.fp8 import (
     quantize_blocks,
     rotate_heads,
 )
+from wan.kernels.interfaces import AttentionInput
 from wan.kernels.reference import attend_in_tiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")

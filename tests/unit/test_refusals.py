@@ -10,11 +10,11 @@ import pytest
 
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
-from wan import env
 from wan.settings import flags, rules, values
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError
 from wan.settings.flags import DIFFUSERS_NAMING, FLAGS, PYTHON_NAMING
 from wan.settings.step_cache import POLICIES
+from wan.utils import env
 
 REPO = Path(__file__).parents[2]
 OF_CACHES = [rule for row in POLICIES.values() for rule in row.conflicts]

@@ -27,20 +27,22 @@ from tests.pipelines import (
 )
 from tests.refusals import check_refusals, get_refusal
 from tools.quantize_dit import quantize_checkpoint
-from wan import WanTI2V, system
+from wan import WanTI2V
 from wan import device as devices
 from wan.checkpoint.load import keep_sources, load_weights
-from wan.checkpoint.source import TensorSource
+from wan.checkpoint.tensor_source import TensorSource
 from wan.cli import main as generate
 from wan.modules.animate import WanAnimateModel
 from wan.modules.s2v import WanModel_S2V
 from wan.modules.vace import VaceWanModel
-from wan.pipeline import memory, residency
-from wan.pipeline.residency import stream_blocks
-from wan.pipeline.tiny import make_checkpoint
+from wan.pipeline import memory_estimate as memory
+from wan.pipeline import offload as residency
+from wan.pipeline.offload import stream_blocks
 from wan.planner.measure import Planner
 from wan.planner.report import check_plan_memory
 from wan.settings.errors import InputError
+from wan.testing.random_checkpoint import make_checkpoint
+from wan.utils import system
 
 CPU = torch.device("cpu")
 LAYERS = 4

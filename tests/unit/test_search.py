@@ -25,9 +25,10 @@ from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.embedded_tokenizer import read_embedded_tokenizer
 from wan.checkpoint.keymaps import rename_t5_to_transformers
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.pipeline import text
+from wan.modules import t5 as text
 from wan.planner import report
 from wan.planner.measure import Planner
+from wan.testing import random_checkpoint
 
 TEXT = "umt5_xxl_fp16.safetensors"
 VAES = {"Wan2.1_VAE": "wan_2.1_vae.safetensors", "Wan2.2_VAE": "wan2.2_vae.safetensors"}
@@ -285,7 +286,9 @@ def test_damaged_files_of_other_models_are_left_alone(tree: Path, tmp_path: Path
 def spiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SentencePiece model with T5's special tokens, as the published one has them."""
     folder = tmp_path_factory.mktemp("spiece")
-    lines = Path(text.__file__).with_name("tokenizer_text.txt").read_text().splitlines()
+    lines = (
+        (Path(random_checkpoint.__file__).with_name("tokenizer_text.txt")).read_text().splitlines()
+    )
     (folder / "lines.txt").write_text("\n".join([*lines, *SAMPLE_TEXTS]))
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "lines.txt"),

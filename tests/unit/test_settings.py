@@ -18,19 +18,20 @@ from tests.pipelines import fail_on_demo, resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tools import flags_table
 from wan import cli
-from wan.cli import extend_prompt, flags
-from wan.cli.resolve import resolve_command_line
-from wan.env import find_cache_dir, rank, world_size
-from wan.run import Run, make_video_file_name
+from wan.app import flag_parser, prompt_extend
+from wan.app.make_run import make_video_file_name
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.settings.request import compute_i2v_size, compute_ti2v_size, make_video_params
+from wan.utils.env import find_cache_dir, rank, world_size
 
 
 def resolve_flags(*argv: object) -> Run:
-    return resolve_command_line(flags.parse_flags([str(a) for a in argv]), fail_on_demo)
+    return resolve_command_line(flag_parser.parse_flags([str(a) for a in argv]), fail_on_demo)
 
 
 def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_pairs_and_official_boolean_words() -> None:
     pairs = {"5": (5.0, 5.0), "3,4": (3.0, 4.0), "1.5, 2": (1.5, 2.0)}
     booleans = dict.fromkeys(("yes", "TRUE", "t", "y", "1"), True) | {"No": False}
     for name, values in (("sample_guide_scale", pairs), ("offload_model", booleans)):
-        assert {raw: flags.parse_flags([f"--{name}", raw])[name] for raw in values} == values
+        assert {raw: flag_parser.parse_flags([f"--{name}", raw])[name] for raw in values} == values
 
 
 def test_an_empty_prompt_stays_empty(tiny) -> None:
@@ -111,9 +112,11 @@ def test_every_official_flag_is_known_or_refused_by_name() -> None:
         enable_tts tts_prompt_audio tts_prompt_text tts_text pose_video start_from_ref infer_frames
     """
     assert not [
-        f for f in official.split() if f not in flags.FLAGS and f not in flags.UNSUPPORTED_FLAGS
+        f
+        for f in official.split()
+        if f not in flag_parser.FLAGS and f not in flag_parser.UNSUPPORTED_FLAGS
     ]
-    assert not set(flags.FLAGS) & set(flags.UNSUPPORTED_FLAGS)
+    assert not set(flag_parser.FLAGS) & set(flag_parser.UNSUPPORTED_FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +325,7 @@ INDIRECT_FLAGS = {  # flags without a field of the same name in a run
 @pytest.fixture(autouse=True)
 def no_check_of_prompt_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packages may be missing here."""
-    monkeypatch.setattr(extend_prompt, "check_prompt_extension", lambda *_: None)
+    monkeypatch.setattr(prompt_extend, "check_prompt_extension", lambda *_: None)
 
 
 def collect_fields(run: Run) -> dict[str, object]:
@@ -333,7 +336,7 @@ def collect_fields(run: Run) -> dict[str, object]:
 
 
 def test_every_flag_is_followed_to_the_run() -> None:
-    assert flags.FLAGS.keys() - CASES.keys() == INDIRECT_FLAGS
+    assert flag_parser.FLAGS.keys() - CASES.keys() == INDIRECT_FLAGS
 
 
 def test_each_flag_reaches_the_run_and_its_record() -> None:
@@ -344,16 +347,16 @@ def test_each_flag_reaches_the_run_and_its_record() -> None:
     )
     for name, (text, value, more) in CASES.items():
         run = resolve_plan(*more, f"--{name}", text)
-        record = flags.read_settings(json.loads(json.dumps(run.settings)), "{}")
+        record = flag_parser.read_settings(json.loads(json.dumps(run.settings)), "{}")
         actual = collect_fields(run)[name], record.get(name), default_fields(*more)[name] != value
-        if actual != (value, value if flags.FLAGS[name].record else None, True):
+        if actual != (value, value if flag_parser.FLAGS[name].record else None, True):
             failures[name] = actual
     assert not failures
 
 
 def test_a_switch_of_a_record_is_turned_back(tmp_path: Path) -> None:
     path, failures = tmp_path / "record.json", {}
-    switches = [n for n in CASES if isinstance(CASES[n][1], bool) and flags.FLAGS[n].record]
+    switches = [n for n in CASES if isinstance(CASES[n][1], bool) and flag_parser.FLAGS[n].record]
     for name in switches:
         _, value, more = CASES[name]
         path.write_text(json.dumps({"settings": {name: value}}))
@@ -402,6 +405,6 @@ def test_every_flag_is_read_where_it_acts() -> None:
     """
     wan = Path(cli.__file__).parents[1]
     text = "\n".join(path.read_text() for path in wan.rglob("*.py") if path.stem != "rules")
-    names = flags.FLAGS.keys() - list_options(Output).keys()
+    names = flag_parser.FLAGS.keys() - list_options(Output).keys()
     unread = {name for name in names if not re.search(rf"\.{name}\b|[\"']{name}[\"']", text)}
     assert not unread

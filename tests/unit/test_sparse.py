@@ -17,9 +17,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tests.refusals import check_refusals, get_refusal
 from wan.device import Device
-from wan.kernels.base import AttendRows, AttentionInput, StepInfo, Target
 from wan.kernels.flex import FlexBlocks, compile_per_shape, make_flex_mask
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import Fp8Quantizer, Rotations, make_sylvester_rotation
+from wan.kernels.interfaces import AttendRows, AttentionInput, Target
 from wan.kernels.rainfusion import MaskCache, RainFusionAttention
 from wan.kernels.rainfusion_masks import (
     make_block_mask,

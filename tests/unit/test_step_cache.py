@@ -24,23 +24,23 @@ from tests.conftest import slow
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals, get_refusal
 from tools import calibrate_mag
+from wan.app.run import Run
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
 from wan.cache.tea import Tea, compute_embedding_changes
 from wan.configs import WAN_CONFIGS
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.blocks import WanAttentionBlock
 from wan.modules.model import WanModel
 from wan.pipeline.denoise import run_both_branches
 from wan.planner import report
 from wan.planner.measure import Planner
-from wan.run import Run
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import POLICIES, StepCache
 from wan.settings.values import parse_step_list as listed_values
-from wan.torch_private import StorageTracker
+from wan.utils.torch_private import StorageTracker
 
 HIGH, LOW = "high_noise", "low_noise"
 T2V = (HIGH,) * 26 + (LOW,) * 14

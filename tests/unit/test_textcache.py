@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from wan.modules.textcache import InputCache
+from wan.modules.text_kv_cache import InputCache
 
 
 def test_the_least_recently_used_entry_is_forgotten() -> None:

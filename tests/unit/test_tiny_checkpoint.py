@@ -19,8 +19,8 @@ from tests.conftest import slow
 from tools import make_tiny_checkpoint
 from wan.checkpoint import keymaps
 from wan.modules.model import WanModel
-from wan.pipeline import tiny as made_by
-from wan.pipeline.tiny import make_checkpoint
+from wan.testing import random_checkpoint as made_by
+from wan.testing.random_checkpoint import make_checkpoint
 
 LAYOUTS = ("official", "diffusers")
 VAE = {"t2v-A14B": "2.1", "i2v-A14B": "2.1", "ti2v-5B": "2.2", "t2v-1.3B": "2.1"}

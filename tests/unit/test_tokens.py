@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import RING_TYPES, LseMerger, plan_hops
-from wan.distributed.tokens import ShardedSequence
+from wan.distributed.sequence_shards import ShardedSequence
+from wan.distributed.ulysses import SINGLE_RANK
 from wan.settings.attention_modes import TokenPlan
 
 CALM = settings(deadline=None)  # the machine may be busy

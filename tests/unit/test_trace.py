@@ -17,15 +17,15 @@ from PIL import Image
 
 from tests.conftest import slow
 from tests.refusals import check_refusals
-from wan import trace
 from wan.cli import main as generate
-from wan.evidence import exchange_order
-from wan.evidence.exchange_order import ExchangePlan, Trace
-from wan.evidence.recording import select_nth_steps
+from wan.metering import exchange_order
+from wan.metering.exchange_order import ExchangePlan, Trace
+from wan.metering.recording import select_nth_steps
 from wan.power.__main__ import main as power
 from wan.power.report import GAP_EDGES_MS, analyze_trace
 from wan.settings.errors import InputError
-from wan.trace import Event, HostClock, Recorder
+from wan.utils import trace
+from wan.utils.trace import Event, HostClock, Recorder
 
 PLAN = ExchangePlan(
     rank=0,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.conftest import slow
 from wan.checkpoint.keymaps import rename_vae_to_diffusers
-from wan.pipeline.vae import LATENT_STATISTICS, FrameCollector, VideoVAE
-from wan.vae import tiles
-from wan.vae.network import VERSIONS, Autoencoder
+from wan.modules.vae import tiles
+from wan.modules.vae.network import VERSIONS, Autoencoder
+from wan.modules.vae.video_vae import LATENT_STATISTICS, FrameCollector, VideoVAE
 
 FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.pth")}
 VERSION = pytest.mark.parametrize("version", FILES)
@@ -104,7 +104,7 @@ def test_rows_that_make_no_latent_are_left_out(pair) -> None:
 
 @VERSION
 def test_parameters_have_the_published_shapes(version: str) -> None:
-    from wan.pipeline.vae import build_published_vae
+    from wan.modules.vae.video_vae import build_published_vae
 
     with torch.device("meta"):
         widths = {"2.1": (96, 96), "2.2": (160, 256)}[version]

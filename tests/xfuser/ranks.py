@@ -20,7 +20,7 @@ from xfuser.core.distributed.attention_backend import (
 )
 
 from wan.device import Device
-from wan.kernels.base import Target
+from wan.kernels.interfaces import Target
 from wan.kernels.xfuser import XfuserKernel
 from wan.kernels.xfuser import build_xfuser_kernel as made
 from wan.settings.devices import get_capabilities

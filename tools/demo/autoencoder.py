@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from tools.demo.render import render_scene
 from tools.demo.scenes import make_random_scene
 from tools.demo.training import Training, get_device, join_processes
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer
 
 BASE_DIM, SIDE, CLIP = 8, 64, 9

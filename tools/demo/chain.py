@@ -48,8 +48,8 @@ from tools.demo.scenes import (
 )
 from tools.demo.score import find_foreground, find_largest_part
 from tools.demo.training import Training, save_atomically
-from wan.output_files import check_output
 from wan.settings.presets import PRESETS
+from wan.utils.files import check_output
 
 FRAMES, TOKENS, CLIPS, BATCH = 17, 80, 3, 24  # per clip (2), clips of a training video, per step
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "long_videos.png"

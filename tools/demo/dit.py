@@ -22,8 +22,8 @@ from tools.demo.latents import CLIPS, SEED
 from tools.demo.scenes import make_caption, make_random_scene
 from tools.demo.text import TEXT_DIM, TEXT_LEN, load_trained_encoder, tokenize_texts
 from tools.demo.training import Training, get_device, join_processes, load_averaged_weights
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.model import WanModel

@@ -34,13 +34,14 @@ from tools.demo.scenes import (
     make_random_scene,
 )
 from tools.demo.score import DetectedShape, detect_shapes, find_foreground
-from wan import WanI2V, WanT2V, log
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, make_output_path_type, run_program
+from wan import WanI2V, WanT2V
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, make_output_path_type, run_program
 from wan.configs import WAN_CONFIGS
-from wan.output_files import OutputKind, write_output
-from wan.pipeline.vae import VideoVAE, read_vae_spec
+from wan.modules.vae.video_vae import VideoVAE, read_vae_spec
 from wan.settings.values import integer, real
+from wan.utils import log
+from wan.utils.files import OutputKind, write_output
 
 SIDE, LONG = 64, 249
 _SEED = 77

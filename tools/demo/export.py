@@ -22,11 +22,11 @@ from tools.demo.outputs import check_export, remove_export
 from tools.demo.text import load_encoder_weights, make_tokenizer
 from tools.demo.training import load_averaged_weights
 from tools.run_demo import I2V_PROMPT, PROMPTS
+from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
 from wan.checkpoint import keymaps
-from wan.cli.flags import Parser
-from wan.cli.programs import run_program
-from wan.output_files import write_folder
-from wan.pipeline.tiny import write_json, write_tokenizer
+from wan.testing.random_checkpoint import write_json, write_tokenizer
+from wan.utils.files import write_folder
 
 SHARED_SETTINGS: dict[str, Any] = {
     "size": "64*64",

@@ -19,8 +19,8 @@ from tools.demo import autoencoder
 from tools.demo.render import render_scene
 from tools.demo.scenes import make_random_scene
 from tools.demo.training import get_device, join_processes, load_averaged_weights, save_atomically
-from wan.cli.flags import Parser
-from wan.cli.programs import run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import run_program
 
 CLIPS = {9: 8000, 17: 1500, 33: 800, 249: 100}  # frames -> number of clips
 IMAGES = {9: 3000, 17: 500, 33: 250, 249: 30}  # the clips among them that train i2v

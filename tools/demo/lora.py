@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from tools.demo.outputs import LORA, LORA_MARK
 from tools.demo.training import load_averaged_weights
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.output_files import check_output, write_output
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer, real
+from wan.utils.files import check_output, write_output
 
 EXPERTS = ("high_noise", "low_noise")
 BATCH, TOKENS = 32, 48  # clips per step; tokens of 9 frames of 64 x 64

@@ -10,14 +10,14 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from wan.output_files import (
+from wan.settings.errors import InputError
+from wan.utils.files import (
     is_output,
     make_json_kind,
     make_marked_kind,
     make_safetensors_kind,
     write_output,
 )
-from wan.settings.errors import InputError
 
 LORA_MARK = {"tools.demo": "a LoRA of the demo"}
 LORA = make_safetensors_kind("a LoRA of tools.demo", *LORA_MARK)

@@ -41,13 +41,14 @@ from tools.demo.outputs import PICTURE
 from tools.demo.render import render_scene
 from tools.demo.scenes import Scene, make_caption
 from tools.demo.score import detect_shapes
-from wan import WanI2V, WanT2V, log
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan import WanI2V, WanT2V
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.configs import WAN_CONFIGS
-from wan.output_files import OutputKind, check_output, write_output
 from wan.settings.errors import InputError
 from wan.settings.values import integer
+from wan.utils import log
+from wan.utils.files import OutputKind, check_output, write_output
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 FRAMES, GUIDANCE = 9, 3.0

@@ -33,8 +33,8 @@ from tools.demo.scenes import (
     make_random_scene,
 )
 from tools.demo.training import Training, get_device, join_processes, load_averaged_weights
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.settings.values import integer
 
 TEXT_DIM, TEXT_LEN, LAYERS = 64, 32, 2

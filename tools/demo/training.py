@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from wan.output_files import OutputKind, check_output, write_output
+from wan.utils.files import OutputKind, check_output, write_output
 
 _MARK = b"tools.demo"
 

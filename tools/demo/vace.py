@@ -50,14 +50,14 @@ from tools.demo.scenes import (
 from tools.demo.score import detect_shapes, find_foreground, find_largest_part
 from tools.demo.training import Training, load_averaged_weights, save_atomically
 from wan import WanT2V, WanVace
+from wan.media.video_writer import write_video
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.vace import VaceWanModel
-from wan.output_files import check_output, write_folder
 from wan.pipeline.control import fold_mask_to_vace_channels
-from wan.pipeline.tiny import write_json
-from wan.pipeline.video import write_video
 from wan.settings.command import Output
 from wan.settings.presets import PRESETS
+from wan.testing.random_checkpoint import write_json
+from wan.utils.files import check_output, write_folder
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO, PICTURE = REPO / "examples" / "demo" / "t2v-A14B", REPO / "docs" / "vace.png"

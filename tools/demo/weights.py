@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from tests.gguf_files import make_gguf_folders
 from tools.demo.evaluate import format_run_rows
 from tools.quantize_dit import quantize_checkpoint
-from wan import WanT2V, log
+from wan import WanT2V
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.w8a8_export import FOLDERS
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type, run_program
-from wan.output_files import write_folder
 from wan.settings.values import integer
+from wan.utils import log
+from wan.utils.files import write_folder
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "t2v-A14B"
 KINDS = ("Q8_0", "Q6_K", "Q4_K", "Q3_K")

@@ -37,12 +37,13 @@ from tools.device_check.steps import (
     make_share,
     make_time,
 )
-from wan.distributed.exchange import SINGLE_RANK
 from wan.distributed.ring import LseMerger
-from wan.kernels import select
-from wan.kernels.base import AttentionInput, Kernel, StepInfo, Target
+from wan.distributed.ulysses import SINGLE_RANK
+from wan.kernels import registry
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import Fp8Quantizer, Rotations, make_hadamard_rotation, make_sylvester_rotation
 from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.interfaces import AttentionInput, Kernel, Target
 from wan.kernels.npu import linear as npu_linear
 from wan.kernels.rainfusion_masks import make_rainfusion_mask
 from wan.kernels.sdpa import CUDNN, EFFICIENT, FLASH, CudaKernel, CudaOperator
@@ -134,7 +135,7 @@ def _list_shapes(bench: Bench) -> list[Shape]:
 def _list_kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
     def make_kernel(attention: Attention) -> Kernel:
         try:
-            return select.make_dense_kernel(attention, Target(bench.device, HEAD, dtype))
+            return registry.make_dense_kernel(attention, Target(bench.device, HEAD, dtype))
         except InputError as error:
             raise UnavailableError(str(error)) from error
 
@@ -296,7 +297,7 @@ def _measure_backend(
         (bench.device.capabilities,), attention, Execution(precision=precision), HEAD
     )
     target = Target(bench.device, HEAD, dtype)
-    chosen = select.select_kernels(attention, target, {})
+    chosen = registry.select_kernels(attention, target, {})
     step = StepInfo(0, 4, "cond", "dit", grid, prod(grid), layer=0)
 
     def attend() -> Tensor:
@@ -322,7 +323,7 @@ def _measure_backend(
         rotations = Rotations(
             HEAD, make_sylvester_rotation if attention.use_rainfusion else make_hadamard_rotation
         )
-        fp8 = _quantize_qkv(select.make_fp8_quantizer(target, rotations), qkv)
+        fp8 = _quantize_qkv(registry.make_fp8_quantizer(target, rotations), qkv)
         q_fp8, k_fp8, v_fp8 = (x.dequantize(torch.float32) for x in fp8)
         rounded = q_fp8, k_fp8, v_fp8
         want = _quantize_qkv(Fp8Quantizer(rotations), (q.cpu(), k.cpu(), v.cpu()))

@@ -25,7 +25,7 @@ from benchmarks import common
 from tools.device_check.process import Job
 from tools.device_check.steps import DeviceProperties, Figure, make_time
 from wan.device import Device
-from wan.distributed import rendezvous
+from wan.distributed import rank_env, rendezvous
 from wan.distributed.mesh import ParallelGroups
 
 HEAD = 128  # channels of a head in every published network
@@ -125,7 +125,7 @@ def make_bench(device: Device, job: Job) -> Bench:
     """Make the argument of a job's step; the ranks of a collective step form a group."""
     team = None
     if job.is_collective:
-        here, limit = rendezvous.read_rank_env(), timedelta(seconds=job.step.limit)
+        here, limit = rank_env.read_rank_env(), timedelta(seconds=job.step.limit)
         store = dist.TCPStore(here.address, here.port, wait_for_workers=False)
         step_store = dist.PrefixStore(f"step/{job.index}", store)
         team = rendezvous.join_ranks(step_store, here, device, (1, 1, here.world_size), limit)

@@ -17,14 +17,14 @@ from benchmarks import common
 from tools.device_check.bench import HEAD, Bench, format_ranks
 from tools.device_check.steps import Figure, Line, Measurements, make_line, make_time
 from wan.distributed import mesh
-from wan.distributed.exchange import (
+from wan.distributed.ring import RING_TYPES, Ring
+from wan.distributed.ulysses import (
     Group,
     all_gather_tokens,
     all_to_all_4D,
     get_group_rank,
     get_group_size,
 )
-from wan.distributed.ring import RING_TYPES, Ring
 from wan.settings.parallel import enumerate_topologies
 
 HEADS = 40

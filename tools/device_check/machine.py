@@ -17,11 +17,11 @@ import wan
 from tools.device_check.bench import LIMITS, Bench
 from tools.device_check.steps import Figure, Measurements, make_absent, make_error, make_line
 from wan import device as devices
-from wan import system
 from wan.device import Device
-from wan.log import collect_versions
-from wan.pipeline.memory import query_gpu_memory
+from wan.pipeline.memory_estimate import query_gpu_memory
 from wan.settings.errors import InputError
+from wan.utils import system
+from wan.utils.log import collect_versions
 
 _PREFIXES = ("ASCEND", "CUDA", "HCCL", "NCCL", "NPU", "OMP", "PYTORCH", "TORCH", "TASK_QUEUE")
 _VERSION = re.compile(r"^version=(\S+)", re.MULTILINE | re.IGNORECASE)

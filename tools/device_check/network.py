@@ -34,13 +34,14 @@ from tools.device_check.steps import (
 )
 from wan.checkpoint.layout import make_reference_checkpoint
 from wan.checkpoint.load import UNSHARDED, load_weights, make_dit_dtype_rule
-from wan.checkpoint.source import TensorSource
+from wan.checkpoint.tensor_source import TensorSource
 from wan.distributed import mesh
 from wan.distributed.fsdp import FsdpSharding
 from wan.distributed.mesh import ParallelGroups
 from wan.distributed.ring import RING_TYPES
-from wan.kernels.base import Kernel, StepInfo, Target
-from wan.kernels.select import SelectedKernels, select_kernels
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import Kernel, Target
+from wan.kernels.registry import SelectedKernels, select_kernels
 from wan.modules.model import WanModel
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
@@ -173,7 +174,7 @@ def compute_rms_distance(values: Tensor, want: Tensor) -> float:
 
 
 class _RecordingKernel:
-    """Implements `wan.kernels.base.Kernel`: wraps a kernel and records its calls."""
+    """Implements `wan.kernels.interfaces.Kernel`: wraps a kernel and records its calls."""
 
     can_return_lse = False
 

@@ -25,7 +25,7 @@ from tools.device_check.steps import (
     make_absent,
     make_error,
 )
-from wan.kernels.select import make_vendor_ops
+from wan.kernels.registry import make_vendor_ops
 from wan.modules.rope import RopeTable, apply_rope, make_rope_table
 from wan.settings.kernels import SMALL_OPS
 

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.output_files import make_json_kind, write_output
 from wan.settings.errors import InputError
+from wan.utils.files import make_json_kind, write_output
 
 REPORT = make_json_kind("a report of check_device.py", "verdict", "facts", "environment", "steps")
 OK, SLOW, ABSENT, WRONG = "ok", "slow", "not available", "wrong"

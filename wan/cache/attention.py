@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.cache.residual import AllAgree
-    from wan.kernels.base import StepInfo
+    from wan.kernels.forward_context import StepInfo
 
 
 class AttentionPolicy(Policy):

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from wan.cache.policy import BRANCHES, ComputeChanges, Policy, StepLists, StepMask
-from wan.checkpoint.files import read_json
-from wan.output_files import make_json_kind
+from wan.checkpoint.headers import read_json
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import Preset
 from wan.settings.request import VideoParams
 from wan.settings.step_cache import StepCache
+from wan.utils.files import make_json_kind
 
 CURVE_FILE = "mag_curve.json"
 """File name of the curve in a checkpoint folder."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from wan import trace
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import TRAIN_TIMESTEPS, Preset
 from wan.settings.request import VideoParams
 from wan.settings.step_cache import POLICIES, StepCache
+from wan.utils import trace
 
 if TYPE_CHECKING:
     from wan.cache.residual import AllAgree

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wan.cache.policy import Cache, Policy
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import RunBlocks
 from wan.settings.attention_modes import Grid
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from wan.checkpoint.expert_names import ExpertTag, detect_experts
-from wan.checkpoint.files import (
+from wan.checkpoint.headers import (
     WEIGHT_FILES,
     TensorInfo,
     is_further_shard,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint import gguf
-from wan.checkpoint.files import open_regular_file, read_safetensors_offsets
+from wan.checkpoint.headers import open_regular_file, read_safetensors_offsets
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 

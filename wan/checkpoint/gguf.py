@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wan.checkpoint.files import GGUF, TensorInfo, open_regular_file, read_file_state
+from wan.checkpoint.headers import GGUF, TensorInfo, open_regular_file, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 

@@ -121,7 +121,7 @@ _VAE: Renames = (
     (".shortcut", ".conv_shortcut"),
 )
 
-_CLIP: Renames = (  # the vision tower; transformers splits `to_qkv` (`wan.pipeline.clip`)
+_CLIP: Renames = (  # the vision tower; transformers splits `to_qkv` (`wan.modules.clip`)
     ("visual.cls_embedding", "embeddings.class_embedding"),
     ("visual.pos_embedding", "embeddings.position_embedding.weight"),
     ("visual.patch_embedding", "embeddings.patch_embedding"),

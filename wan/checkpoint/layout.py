@@ -26,7 +26,7 @@ from wan.checkpoint.config import (
 from wan.checkpoint.discovery import COMPONENTS, WeightFile, WeightFinder, inspect_weights
 from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
 from wan.checkpoint.expert_names import detect_experts
-from wan.checkpoint.files import (
+from wan.checkpoint.headers import (
     FLOATS,
     OTHER_COMPONENTS,
     WEIGHT_FILES,

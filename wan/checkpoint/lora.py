@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wan.checkpoint.expert_names import EXPERTS, ExpertTag, detect_experts, find_expert_tags
-from wan.checkpoint.files import (
+from wan.checkpoint.headers import (
     FLOATS,
     TensorInfo,
     compute_fingerprint,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import read_json, read_safetensors_metadata
+from wan.checkpoint.headers import read_json, read_safetensors_metadata
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 

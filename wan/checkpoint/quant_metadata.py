@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import (
+from wan.checkpoint.headers import (
     FLOATS,
     FP8,
     GGUF,

@@ -38,13 +38,13 @@ from torch import nn
 from wan.diffusers import hooks
 from wan.diffusers.session import Networks, Session
 from wan.distributed import mesh
-from wan.log import logger
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
 from wan.settings.fields import list_options
 from wan.settings.flags import DIFFUSERS_NAMING, FLAGS, read_constructor_settings
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
+from wan.utils.log import logger
 
 Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline, WanVACEPipeline)
 Transformer = TypeVar("Transformer", WanTransformer3DModel, WanVACETransformer3DModel)

@@ -20,7 +20,7 @@ from diffusers.hooks.hooks import StateManager
 from torch import Tensor
 
 from wan.diffusers.session import Networks, Session
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import SequenceShard
 from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.attention_modes import Grid

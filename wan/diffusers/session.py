@@ -16,24 +16,25 @@ from diffusers import WanImageToVideoPipeline, WanTransformer3DModel, WanVACETra
 from torch import Tensor
 
 from wan import device as devices
+from wan.app.make_run import make_setup
 from wan.cache.tea import compute_embedding_changes
 from wan.checkpoint.config import KINDS, DitConfig
 from wan.checkpoint.layout import Checkpoint, DitFiles, make_reference_checkpoint
 from wan.distributed import mesh
 from wan.distributed.mesh import ParallelGroups
-from wan.kernels.base import StepInfo, Target
-from wan.kernels.select import select_kernels
-from wan.log import logger
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import Target
+from wan.kernels.registry import select_kernels
 from wan.pipeline import build
 from wan.pipeline.denoise import RunBranches, run_both_branches
 from wan.pipeline.setup import Setup
-from wan.run import make_setup
 from wan.settings import noise_schedule
 from wan.settings.attention_modes import Grid
 from wan.settings.errors import InputError, name_settings
 from wan.settings.flags import DIFFUSERS_NAMING
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import VideoParams, make_video_params
+from wan.utils.log import logger
 
 Networks = Mapping[str, WanTransformer3DModel | WanVACETransformer3DModel]
 """Expert -> its network."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wan import system, torch_private
 from wan.device import Device
+from wan.utils import system, torch_private
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from wan.device import Device
 from wan.distributed.mesh import BACKENDS, ParallelGroups, make_parallel_groups
+from wan.distributed.rank_env import RankEnv, read_rank_env
 from wan.distributed.watchdog import STORE_TIMEOUT, Json, Notify, Watchdog, call_with_timeout
 from wan.settings.errors import InputError, Terminated, get_exit_code
 
@@ -36,46 +37,6 @@ RunOncePerNode = Callable[[Callable[[], None]], None]
 _POLL_INTERVAL = 0.1  # seconds between two queries of the store
 _LOSS_DELAY = 3.0  # seconds in which a lost rank is reported after a collective has failed
 _TIMEOUT_MARGIN = timedelta(seconds=10)  # a hung rank is reported before a collective times out
-
-
-@dataclass(frozen=True)
-class RankEnv:
-    """The environment variables of torchrun or another launcher."""
-
-    rank: int
-    world_size: int  # the number of ranks
-    local_rank: int  # among the ranks of this node
-    node: str  # number of torchrun's agent
-    address: str  # of the machine of rank 0, where the store is
-    port: int  # of the store
-    torchrun: bool  # torchrun's agent is the parent process
-    holds_store: bool  # this rank opens the store; under torchrun its agent does
-    attempt: str  # torchrun's restart count; its store keeps the keys of earlier attempts
-
-
-def read_rank_env() -> RankEnv:
-    """Read the launcher's variables; `wan.env` has validated ranks and world sizes.
-
-    Raises:
-        InputError: MASTER_ADDR or MASTER_PORT is missing or malformed.
-    """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address:
-        raise InputError("MASTER_ADDR", None, "is not set, but WORLD_SIZE is", "use torchrun")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise InputError("MASTER_PORT", repr(port), "is not a port (1 to 65535)", "use torchrun")
-    rank, agent = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
-    return RankEnv(
-        rank,
-        int(os.environ["WORLD_SIZE"]),
-        int(os.environ["LOCAL_RANK"]),
-        os.environ.get("GROUP_RANK", ""),
-        address,
-        int(port),
-        torchrun="TORCHELASTIC_RUN_ID" in os.environ,
-        holds_store=rank == 0 and agent != "True",
-        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan import trace
-from wan.distributed.exchange import (
+from wan.distributed.ulysses import (
     Group,
     all_gather_tokens,
     get_group_rank,
@@ -26,6 +25,7 @@ from wan.distributed.exchange import (
     view_bytes_as_uint8,
 )
 from wan.settings.parallel import RING_TYPES
+from wan.utils import trace
 
 KvBlock = tuple[int, Tensor, Tensor]
 """The owner's rank, k and v, [B,S,N,D] each."""

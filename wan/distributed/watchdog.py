@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from wan import system
 from wan.settings.errors import InputError
+from wan.utils import system
 
 if TYPE_CHECKING:
-    from wan.distributed.rendezvous import RankEnv
+    from wan.distributed.rank_env import RankEnv
 
 T = TypeVar("T")
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"

@@ -1,6 +1,6 @@
 """The small operations of a block, compiled by torch.compile on CPUs and CUDA GPUs.
 
-A compiled function (`wan.modules.small_ops`) reads and writes its tensors once instead of once per
+A compiled function (`wan.modules.fused_ops`) reads and writes its tensors once instead of once per
 operation, which on a GPU is most of its time. On a CPU the threads synchronize once per function
 instead of once per slice. The other operations of a block are not compiled.
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.log import logger
 from wan.settings.kernels import SMALL_OPS
-from wan.torch_private import set_up_compiler
+from wan.utils.log import logger
+from wan.utils.torch_private import set_up_compiler
 
 STEPS_BY_OP = {
     name: row.factories["cpu"].split() for name, row in SMALL_OPS.items() if "cpu" in row.factories
@@ -28,7 +28,7 @@ MIN_ELEMENTS = 1 << 22
 
 
 class CompiledOps:
-    """Implements `wan.modules.small_ops.OpRunner`.
+    """Implements `wan.modules.fused_ops.OpRunner`.
 
     names: keys of STEPS_BY_OP. min_elements: tensors of fewer elements are computed eagerly.
     Attribute compiled: the compiled functions by name.

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from wan import torch_private
-from wan.kernels.base import AttentionInput, Target
+from wan.kernels.interfaces import AttentionInput, Target
 from wan.kernels.rainfusion_masks import pack_block_indices
 from wan.settings.numerics import Q_ROWS
+from wan.utils import torch_private
 
 _SMALLEST_HEAD = 16  # smallest head size of the compiled kernel
 _SHAPES = 256  # recompilation limit, above the shapes of any process

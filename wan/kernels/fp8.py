@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan import trace
-from wan.kernels.base import QKV, AttendRows, AttentionInput, StepInfo, Target, divide_exactly
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import QKV, AttendRows, AttentionInput, Target, divide_exactly
 from wan.kernels.reference import attend_in_tiles
 from wan.settings.numerics import KV_ROWS, Q_ROWS
+from wan.utils import trace
 
 E4M3_MAX = 448.0
 HADAMARD_SEED = 1234  # mindiesd's
@@ -237,7 +238,7 @@ def keep_layout(x: AttentionInput) -> AttentionInput:
 
 
 class Fp8Attention:
-    """Implements `wan.kernels.base.AttentionBackend` for every call.
+    """Implements `wan.kernels.interfaces.AttentionBackend` for every call.
 
     Args:
         dtype: Of the results.

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan import torch_private
-from wan.kernels.base import divide_exactly
+from wan.kernels.interfaces import divide_exactly
 from wan.settings.numerics import get_int8_slice_numel
+from wan.utils import torch_private
 
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # CUDA's int8 product needs 17 rows or more, sizes 8n
 

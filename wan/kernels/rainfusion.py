@@ -17,12 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wan import trace
-from wan.kernels.base import QKV, AttendRows, AttentionInput, StepInfo, Target
+from wan.kernels.forward_context import StepInfo
 from wan.kernels.fp8 import ConvertLayout, Quantizer, keep_layout
+from wan.kernels.interfaces import QKV, AttendRows, AttentionInput, Target
 from wan.kernels.rainfusion_masks import make_rainfusion_mask
 from wan.kernels.reference import attend_in_tiles
 from wan.settings.numerics import Q_ROWS
+from wan.utils import trace
 
 RAINFUSION_TYPES = ("v2", "v3")
 _MaskKey = tuple[int, str, int | None, int]
@@ -125,7 +126,7 @@ class MaskCache:
 
 
 class RainFusionAttention:
-    """Implements `wan.kernels.base.AttentionBackend`: rf_v2 / rf_v3 of MindIE-SD from start_step.
+    """An `AttentionBackend`: rf_v2 / rf_v3 of MindIE-SD from start_step.
 
     Args:
         rainfusion_type: "v2" or "v3"; they compute the same, but only v3 can be quantized.

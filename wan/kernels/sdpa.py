@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.kernels.base import Target
+from wan.kernels.interfaces import Target
 from wan.settings.errors import InputError
-from wan.torch_private import (
+from wan.utils.torch_private import (
     cudnn_attention_on_cuda,
     efficient_attention_on_cuda,
     flash_attention_on_cpu,
@@ -79,7 +79,7 @@ def check_cudnn(capability: tuple[int, int], head_dim: int, cudnn: int | None) -
 
 
 class CudaKernel:
-    """Implements `wan.kernels.base.Kernel` by one operator, with and without log-sum-exp."""
+    """Implements `wan.kernels.interfaces.Kernel` by one operator, with and without log-sum-exp."""
 
     can_return_lse = True
 
@@ -131,7 +131,7 @@ def get_cudnn_version() -> int | None:
 
 
 class SdpaKernel:
-    """Implements `wan.kernels.base.Kernel` on the device of the tensors.
+    """Implements `wan.kernels.interfaces.Kernel` on the device of the tensors.
 
     target: only for the name; None: any device.
     """

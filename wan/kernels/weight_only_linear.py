@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan import torch_private
-from wan.kernels.base import divide_exactly
 from wan.kernels.fp8 import E4M3_MAX
 from wan.kernels.int8_linear import multiply_padded
+from wan.kernels.interfaces import divide_exactly
 from wan.settings.errors import InputError
 from wan.settings.numerics import get_int8_slice_numel
+from wan.utils import torch_private
 
 _CUDA_MULTIPLE = 16  # sizes of CUDA's FP8 product are multiples of it
 _MIN_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 products

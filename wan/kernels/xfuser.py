@@ -1,4 +1,4 @@
-"""Attention kernels of xfuser's registry as `wan.kernels.base.Kernel`.
+"""Attention kernels of xfuser's registry as `wan.kernels.interfaces.Kernel`.
 
 xfuser (xDiT) has functions that call FlashAttention 2, 3, 4, SageAttention, AITER and others. Its
 parallel layers are not used. The registry does not declare the inputs a function supports, so each
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Target
+from wan.kernels.interfaces import Target
 from wan.settings.errors import InputError
 from wan.settings.kernels import DenseKernelRow
 
@@ -34,7 +34,7 @@ _REMEDY = "use `attention_backend=auto`"
 
 
 class XfuserKernel:
-    """Implements `wan.kernels.base.Kernel` by a function of xfuser's registry.
+    """Implements `wan.kernels.interfaces.Kernel` by a function of xfuser's registry.
 
     can_return_lse: the function's second value is the log-sum-exp, by a trial.
     """

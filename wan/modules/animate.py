@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan import trace
-from wan.kernels.base import StepInfo
-from wan.modules.framewise import (
+from wan.kernels.forward_context import StepInfo
+from wan.modules.frame_attention import (
     CausalConv1d,
     add_to_video_tokens,
     apply_norm_silu,
@@ -40,9 +39,10 @@ from wan.modules.model import (
     embed_patches,
     extract_patches,
 )
-from wan.modules.textcache import InputCache
+from wan.modules.text_kv_cache import InputCache
 from wan.settings.attention_modes import Grid
 from wan.settings.presets import FACE_BLOCK_INTERVAL, FACE_SIZE
+from wan.utils import trace
 
 _BLUR = (1.0, 3.0, 3.0, 1.0)  # separable kernel of the motion encoder's blurs, times 8
 _MOTION_DIM = 20  # motion directions of a face

@@ -24,8 +24,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from wan import trace
-from wan.distributed.exchange import (
+from wan.distributed.packed_buffer import PackedBuffer, TensorSpec
+from wan.distributed.ring import Ring
+from wan.distributed.ulysses import (
     Group,
     PendingExchange,
     get_group_rank,
@@ -33,13 +34,13 @@ from wan.distributed.exchange import (
     start_gather_heads,
     start_scatter_heads,
 )
-from wan.distributed.packed_buffer import PackedBuffer, TensorSpec
-from wan.distributed.ring import Ring
-from wan.kernels.base import QKV, AttendRows, AttentionBackend, AttentionInput, Kernel, StepInfo
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import QKV, AttendRows, AttentionBackend, AttentionInput, Kernel
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings import attention_modes
 from wan.settings.attention_modes import Range
 from wan.settings.parallel import EXCHANGES
+from wan.utils import trace
 
 QKVTensors = tuple[Tensor, Tensor, Tensor]
 Chunk = QKVTensors | PackedBuffer

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan import trace
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
+from wan.modules.fused_ops import BlockOps, WriteTokens
 from wan.modules.interfaces import ModelComponents, PackedSelfAttention
 from wan.modules.rope import RopeTable
-from wan.modules.small_ops import BlockOps, WriteTokens
-from wan.modules.textcache import ContextKV
+from wan.modules.text_kv_cache import ContextKV
+from wan.utils import trace
 
 TimestepSegments = tuple[int, ...]
 """Number of tokens of each timestep segment on this rank."""

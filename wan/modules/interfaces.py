@@ -12,11 +12,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from wan import trace
-from wan.kernels.base import Kernel, StepInfo
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import Kernel
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.small_ops import BlockOps
+from wan.modules.fused_ops import BlockOps
 from wan.settings.attention_modes import Grid
+from wan.utils import trace
 
 
 class SelfAttention(Protocol):

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan import trace
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.blocks import (
     BlockSizes,
     ForwardContext,
@@ -31,8 +30,9 @@ from wan.modules.blocks import (
 )
 from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import RopeCache, RopeTable
-from wan.modules.textcache import ContextKV, EmbeddedContext, InputCache
+from wan.modules.text_kv_cache import ContextKV, EmbeddedContext, InputCache
 from wan.settings.attention_modes import Grid
+from wan.utils import trace
 
 MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
 

@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan import trace
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttention, fp32_linear
-from wan.modules.framewise import (
+from wan.modules.frame_attention import (
     CausalConv1d,
     add_to_video_tokens,
     apply_norm_silu,
@@ -44,7 +43,7 @@ from wan.modules.model import (
     extract_patches,
 )
 from wan.modules.rope import GridPositions, RopeTable, compute_rope_angles, tabulate_rope_angles
-from wan.modules.textcache import InputCache
+from wan.modules.text_kv_cache import InputCache
 from wan.settings.attention_modes import Grid
 from wan.settings.sound import (
     AUDIO_LAYERS,
@@ -53,6 +52,7 @@ from wan.settings.sound import (
     MOTION_LATENTS,
     S2V_FIXED_CONFIG,
 )
+from wan.utils import trace
 
 REFERENCE_POSITION = 30  # position of the reference image on the time axis
 _TOKEN_TYPES = {"video": 0, "reference": 1, "motion": 2}  # rows of `trainable_cond_mask`

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan import trace
-from wan.kernels.base import StepInfo
+from wan.kernels.forward_context import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttentionBlock
-from wan.modules.framewise import add_to_video_tokens, check_shapes
+from wan.modules.frame_attention import add_to_video_tokens, check_shapes
 from wan.modules.interfaces import ModelComponents
 from wan.modules.model import (
     AfterBlock,
@@ -32,9 +31,10 @@ from wan.modules.model import (
     embed_patches,
     extract_patches,
 )
-from wan.modules.textcache import ContextKV
+from wan.modules.text_kv_cache import ContextKV
 from wan.settings.attention_modes import Grid
 from wan.settings.presets import VACE_CONTEXT_CHANNELS
+from wan.utils import trace
 
 HintScales = float | Sequence[float]
 """Factor of the hints: one number, or one per control block."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from wan import log
-from wan.log import logger
 from wan.settings.errors import EndedError
 from wan.settings.execution import VIDEO_GROUP_SIZE
+from wan.utils import log
+from wan.utils.log import logger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class Job:
     Attributes:
         name: The name in log messages, such as "Line 3".
         seconds: Wall-clock time of this video.
-        stages: Seconds by stage, as in `wan.log.StageTimer`.
+        stages: Seconds by stage, as in `wan.utils.log.StageTimer`.
         denoising: The paused loop of a video between its two experts.
         latents: The denoised latents on the CPU, before they are decoded.
         cancellation_point: Checked between steps; None: that of the pipeline.

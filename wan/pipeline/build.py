@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from wan import system
 from wan.cache.policy import Cache
 from wan.checkpoint.config import S2VConfig
-from wan.checkpoint.files import FP8
+from wan.checkpoint.headers import FP8
 from wan.checkpoint.load import (
     UNSHARDED,
     ModelSpec,
@@ -27,13 +26,14 @@ from wan.checkpoint.load import (
     keep_sources,
     load_rotations,
     make_dit_dtype_rule,
-    merge_loras,
     open_sources,
 )
+from wan.checkpoint.merge_lora import merge_loras
 from wan.device import Device
-from wan.kernels.base import Target
-from wan.kernels.select import SelectedKernels, make_dense_kernel, select_kernels
-from wan.log import StageTimer, logger
+from wan.kernels.interfaces import Target
+from wan.kernels.registry import SelectedKernels, make_dense_kernel, select_kernels
+from wan.modules import audio_encoder, t5
+from wan.modules.fused_ops import BlockOps, run_eager
 from wan.modules.interfaces import (
     ModelComponents,
     SelfAttention,
@@ -42,9 +42,10 @@ from wan.modules.interfaces import (
 )
 from wan.modules.model import WanModel
 from wan.modules.networks import build_dit
-from wan.modules.small_ops import BlockOps, run_eager
-from wan.pipeline import memory, sound, text, vae
-from wan.pipeline.decoding import MakeRows, VaeRunner
+from wan.modules.t5 import TextEncoder
+from wan.modules.vae import video_vae
+from wan.modules.vae.video_vae import VideoVAE
+from wan.pipeline import memory_estimate
 from wan.pipeline.denoise import run_both_branches
 from wan.pipeline.pipeline import (
     Experts,
@@ -55,18 +56,19 @@ from wan.pipeline.pipeline import (
     run_locally,
 )
 from wan.pipeline.setup import UNCONVERTED_DTYPES, Setup
-from wan.pipeline.text import TextEncoder
-from wan.pipeline.vae import VideoVAE
+from wan.pipeline.vae_runner import MakeRows, VaeRunner
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
+from wan.utils import system
+from wan.utils.log import StageTimer, logger
 
 if TYPE_CHECKING:
-    from wan.distributed.exchange import Group
     from wan.distributed.mesh import ParallelGroups
-    from wan.pipeline.clip import ClipVision
-    from wan.pipeline.media import Audio
-    from wan.vae.sharded import ShardedRows
+    from wan.distributed.ulysses import Group
+    from wan.media.audio import Audio
+    from wan.modules.clip import ClipVision
+    from wan.modules.vae.sharded import ShardedRows
 
 _TIME_EMBEDDING = [f"time_embedding.{i}.{part}" for i in (0, 2) for part in ("weight", "bias")]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -118,7 +120,7 @@ def build_pipeline(
         offload_manager=OffloadManager(
             device,
             execution.resident_blocks,
-            partial(memory.estimate_denoising_bytes_without_blocks, setup),
+            partial(memory_estimate.estimate_denoising_bytes_without_blocks, setup),
             execution.offload_model,
         ),
         groups=groups,
@@ -269,11 +271,11 @@ class NetworkLoader:
         checks, config = [], ckpt.config
         self._vae_spec = self._clip_spec = self._text_encoder_spec = None
         if ckpt.vae is not None:
-            self._vae_spec = vae.read_vae_spec(ckpt.vae)
+            self._vae_spec = video_vae.read_vae_spec(ckpt.vae)
             channels = self._vae_spec.tensors["post_quant_conv.weight"].shape[0]
             checks.append((self._vae_spec.origin, "latent channels", channels, config["out_dim"]))
         if ckpt.image_encoder is not None:
-            from wan.pipeline import clip
+            from wan.modules import clip
 
             self._clip_spec = clip.make_clip_spec(ckpt.image_encoder)
             channels = self._clip_spec.tensors["embeddings.patch_embedding.weight"].shape[0]
@@ -281,7 +283,7 @@ class NetworkLoader:
                 (self._clip_spec.origin, "channels of features", channels, config["image_dim"])
             )
         if ckpt.text_encoder is not None:
-            self._text_encoder_spec = text.read_text_encoder_spec(ckpt.text_encoder)
+            self._text_encoder_spec = t5.read_text_encoder_spec(ckpt.text_encoder)
             channels = self._text_encoder_spec.tensors["shared.weight"].shape[1]
             name = "channels of embeddings"
             checks.append((self._text_encoder_spec.origin, name, channels, config["text_dim"]))
@@ -297,13 +299,15 @@ class NetworkLoader:
         if self._clip_spec is not None and is_main:
             self._clip_spec.check()
         if ckpt.audio_encoder is not None and is_main:
-            sound.check_audio_encoder(ckpt.audio_encoder, cast(S2VConfig, config)["audio_dim"])
+            audio_encoder.check_audio_encoder(
+                ckpt.audio_encoder, cast(S2VConfig, config)["audio_dim"]
+            )
         self._tokenizer: object = None
         self._runs_text_encoder = is_main or setup.parallel.t5_fsdp
         if self._text_encoder_spec is not None and self._runs_text_encoder:
             self._text_encoder_spec.check()
             if ckpt.tokenizer is not None:
-                self._tokenizer = text.load_tokenizer(ckpt.tokenizer)
+                self._tokenizer = t5.load_tokenizer(ckpt.tokenizer)
 
     def load_dit(self, name: str, *, editable: bool = False) -> WanModel:
         """Loads one expert. editable: Its weights stay on the device and may be changed."""
@@ -312,13 +316,13 @@ class NetworkLoader:
         dtypes = make_dit_dtype_rule(self.compute_dtype, execution.convert_model_dtype)
         transform: WeightTransform = keep_sources
         if setup.changes_weights(name, self._device.type):
-            from wan.pipeline.adapt import make_weight_transform
+            from wan.pipeline.weight_transforms import make_weight_transform
 
             transform = make_weight_transform(
                 setup, name, self.offload_manager.device, self.compute_dtype
             )
         if offload == "block":
-            from wan.pipeline.residency import stream_blocks
+            from wan.pipeline.offload import stream_blocks
 
             count_resident_blocks = self.offload_manager.count_resident_blocks
             get_adapters = lambda network, layer: network.adapter_modules(layer)  # noqa: E731
@@ -374,13 +378,13 @@ class NetworkLoader:
         assert self._text_encoder_spec is not None
         device = torch.device("cpu") if self.setup.execution.t5_cpu else self._device
         offload = self.offload_manager.offload
-        dtypes = text.choose_text_encoder_dtypes(self.encoder_dtype)
+        dtypes = t5.choose_text_encoder_dtypes(self.encoder_dtype)
         transform: WeightTransform = keep_sources
         if offload == "block":
-            from wan.pipeline.residency import stream_blocks
+            from wan.pipeline.offload import stream_blocks
 
             transform = stream_blocks(
-                transform, text.BLOCKS_NAME, device, dtypes, embedding_name=text.EMBEDDING_NAME
+                transform, t5.BLOCKS_NAME, device, dtypes, embedding_name=t5.EMBEDDING_NAME
             )
         model = self._text_encoder_spec.load(
             device=device, dtype_of=dtypes, sharding=self._t5_sharding, transform=transform
@@ -394,7 +398,7 @@ class NetworkLoader:
         """Loads the image encoder."""
         self.setup.checkpoint.require("image_encoder")
         assert self._clip_spec is not None
-        from wan.pipeline.clip import ClipVision, add_clip_position_ids
+        from wan.modules.clip import ClipVision, add_clip_position_ids
 
         network = self._clip_spec.load(
             device=self._device,
@@ -405,7 +409,9 @@ class NetworkLoader:
 
     def encode_audio(self, audio: Audio) -> Tensor:
         """Computes audio features on the CPU; the encoder is released afterwards."""
-        return sound.extract_audio_features(self.setup.checkpoint.require("audio_encoder"), audio)
+        return audio_encoder.extract_audio_features(
+            self.setup.checkpoint.require("audio_encoder"), audio
+        )
 
     def load_video_vae(self) -> VideoVAE:
         """Loads the VAE."""
@@ -449,9 +455,9 @@ def build_components(
             caches_text,
             *skip_hooks,
         )
-    from wan.distributed.exchange import SINGLE_RANK
     from wan.distributed.ring import Ring
-    from wan.distributed.tokens import ShardedSequence
+    from wan.distributed.sequence_shards import ShardedSequence
+    from wan.distributed.ulysses import SINGLE_RANK
     from wan.modules.attnlayer import FAPowerCapAttention
 
     ulysses: Group = SINGLE_RANK
@@ -495,7 +501,7 @@ def make_weight_shardings(
         if parallel.dit_fsdp:
             dit = FsdpSharding(groups.world_mesh(), lambda network: network.blocks_and_adapters())
         if parallel.t5_fsdp:
-            encoder = FsdpSharding(groups.world_mesh(), text.list_umt5_blocks)
+            encoder = FsdpSharding(groups.world_mesh(), t5.list_umt5_blocks)
     return dit, encoder
 
 
@@ -503,7 +509,7 @@ def assign_vae_rows(device: Device, groups: ParallelGroups | None) -> MakeRows |
     """Assigns the rows that each rank encodes and decodes; None for one process."""
     if groups is None:
         return None
-    from wan.vae.sharded import ShardedRows, split_rows_evenly
+    from wan.modules.vae.sharded import ShardedRows, split_rows_evenly
 
     world, torch_device = groups.mesh.size(), device.torch_device
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wan import log
 from wan.device import use_side_stream
-from wan.log import logger
+from wan.modules.vae.video_vae import FrameCollector
 from wan.pipeline.clips import Clip
 from wan.pipeline.conditioning import (
     convert_image_to_tensor,
@@ -28,9 +27,10 @@ from wan.pipeline.conditioning import (
     resize_image_to_video,
 )
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
-from wan.pipeline.vae import FrameCollector
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.request import VideoParams
+from wan.utils import log
+from wan.utils.log import logger
 
 if TYPE_CHECKING:
     from wan.pipeline.pipeline import Inputs, Pipeline

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wan.log import logger
 from wan.pipeline.clips import Clip
 from wan.pipeline.conditioning import make_noise_sampler
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
 from wan.settings.presets import FACE_SIZE
 from wan.settings.request import VideoParams
+from wan.utils.log import logger
 
 if TYPE_CHECKING:
     from wan.pipeline.pipeline import Inputs, Pipeline

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from wan.log import logger
 from wan.pipeline.conditioning import convert_image_to_tensor, make_noise_sampler
 from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
 from wan.settings.request import Size, VideoParams
 from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
+from wan.utils.log import logger
 
 if TYPE_CHECKING:
-    from wan.pipeline.media import PoseVideo
+    from wan.media.audio import PoseVideo
     from wan.pipeline.pipeline import Inputs, Pipeline
 
 _NUM_IMAGE_FRAMES = 6  # motion frames filled with the image, with start_from_ref

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan.pipeline.denoise import DenoiseInputs
-from wan.pipeline.solvers import SampleNoise
+from wan.pipeline.scheduler import SampleNoise
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.request import VideoParams
 

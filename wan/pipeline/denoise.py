@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wan import trace
 from wan.cache.policy import Cache
-from wan.kernels.base import StepInfo
-from wan.log import make_progress_bar
-from wan.pipeline.solvers import SampleNoise, make_solver
+from wan.kernels.forward_context import StepInfo
+from wan.pipeline.scheduler import SampleNoise, make_solver
 from wan.settings.errors import NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.request import VideoParams
+from wan.utils import trace
+from wan.utils.log import make_progress_bar
 
 
 class Denoiser(Protocol):

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from wan.pipeline import images
-from wan.pipeline.video_reader import VideoFile, read_video
+from wan.media import images
+from wan.media.video_reader import VideoFile, read_video
 from wan.settings.errors import FileChangedError, InputError
 from wan.settings.presets import FACE_SIZE
 

@@ -12,8 +12,8 @@ from wan.settings.request import VideoParams
 from wan.settings.rules import Values
 
 if TYPE_CHECKING:
+    from wan.media.audio import Audio, PoseVideo
     from wan.pipeline.driving import AnimateInputs
-    from wan.pipeline.media import Audio, PoseVideo
     from wan.pipeline.sources import VaceInputs
 
 
@@ -31,7 +31,7 @@ def read_s2v_inputs(
         if plan:
             return None, None
         raise InputError("`task`", preset.task, "needs an audio file", "give one with `audio`")
-    from wan.pipeline import media
+    from wan.media import audio as media
 
     pose = values.get("pose_video")
     return media.read_audio(values["audio"]), None if pose is None else media.read_pose_video(pose)

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wan import system
 from wan.cache.policy import Cache
-from wan.checkpoint.files import compute_file_digest
-from wan.checkpoint.source import materialize_tensors
+from wan.checkpoint.headers import compute_file_digest
+from wan.checkpoint.tensor_source import materialize_tensors
 from wan.device import Device
-from wan.log import StageTimer
+from wan.modules.t5 import TextEncoder
+from wan.modules.vae.video_vae import FrameCollector, Sink, VideoVAE
 from wan.pipeline import conditioning
-from wan.pipeline.decoding import VaeRunner
 from wan.pipeline.denoise import (
     NEVER_CANCELLED,
     CancellationPoint,
@@ -30,22 +29,23 @@ from wan.pipeline.denoise import (
     StepCallback,
     run_both_branches,
 )
-from wan.pipeline.text import TextEncoder
-from wan.pipeline.vae import FrameCollector, Sink, VideoVAE
+from wan.pipeline.vae_runner import VaeRunner
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
 from wan.settings.request import VideoParams
+from wan.utils import system
+from wan.utils.log import StageTimer
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from wan.media.audio import Audio, PoseVideo
+    from wan.modules.clip import ClipVision
     from wan.modules.model import WanModel
-    from wan.pipeline.clip import ClipVision
     from wan.pipeline.clips import Clip
     from wan.pipeline.driving import AnimateInputs
-    from wan.pipeline.media import Audio, PoseVideo
-    from wan.pipeline.residency import OffloadedModule
+    from wan.pipeline.offload import OffloadedModule
     from wan.pipeline.sources import VaceInputs
 
 _RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
@@ -82,7 +82,7 @@ class OffloadManager:
 
     def register(self, network: nn.Module, on_free: Callable[[], None] = lambda: None) -> None:
         """Adds a network that is offloaded to host memory. on_free: clears its caches."""
-        from wan.pipeline.residency import OffloadedModule
+        from wan.pipeline.offload import OffloadedModule
 
         # The new object adds itself to the list.
         OffloadedModule(network, self.device.torch_device, self.offloaded_modules, on_free)
@@ -335,7 +335,7 @@ class Pipeline:
 
     def sample_audio_features(self, audio: Audio, num_frames: int) -> Tensor:
         """Returns the audio features of each of `num_frames` video frames, [1,S,C,F]."""
-        from wan.pipeline.sound import sample_features_per_frame
+        from wan.modules.audio_encoder import sample_features_per_frame
 
         assert self.encode_audio is not None
         with self.stage_timer("sound"):

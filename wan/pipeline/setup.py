@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wan.cache.policy import Policy
-from wan.checkpoint.files import FP8, GGUF
+from wan.checkpoint.headers import FP8, GGUF
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device

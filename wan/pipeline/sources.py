@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wan.log import logger
-from wan.pipeline import images
+from wan.media import images
+from wan.media.video_reader import VideoFile, read_video
 from wan.pipeline.driving import FrameReader, read_frames_at
-from wan.pipeline.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError
+from wan.utils.log import logger
 
 if TYPE_CHECKING:
     from PIL import Image

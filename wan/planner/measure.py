@@ -19,20 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from wan import log
 from wan.cache.policy import BRANCHES
 from wan.checkpoint.config import S2VConfig, VaceConfig
-from wan.checkpoint.files import TensorInfo
+from wan.checkpoint.headers import TensorInfo
 from wan.checkpoint.load import UNSHARDED, DtypeRule, Sharding, make_dit_dtype_rule, open_sources
-from wan.checkpoint.source import TensorSources, count_mapped_bytes
+from wan.checkpoint.tensor_source import TensorSources, count_mapped_bytes
 from wan.device import Device, select_device
 from wan.distributed import mesh
-from wan.kernels.base import StepInfo, Target
-from wan.kernels.select import select_kernels
+from wan.kernels.forward_context import StepInfo
+from wan.kernels.interfaces import Target
+from wan.kernels.registry import select_kernels
+from wan.modules import clip, t5
 from wan.modules.model import WanModel
 from wan.modules.networks import build_dit
-from wan.pipeline import adapt, build, clip, memory, text, vae
-from wan.pipeline.memory import NetworkSize, NetworkSizes, Usage, WeightBytes
+from wan.modules.vae import tiles
+from wan.modules.vae import video_vae as vae
+from wan.pipeline import build, memory_estimate, weight_transforms
+from wan.pipeline.memory_estimate import NetworkSize, NetworkSizes, Usage, WeightBytes
 from wan.pipeline.setup import Setup
 from wan.planner import operators
 from wan.settings.attention_modes import TokenPlan
@@ -40,14 +43,14 @@ from wan.settings.parallel import Parallel
 from wan.settings.presets import FACE_SIZE
 from wan.settings.request import VideoParams
 from wan.settings.sound import AUDIO_LAYERS, MOTION_LATENTS
-from wan.torch_private import (
+from wan.utils import log
+from wan.utils.torch_private import (
     DatalessFunctionMode,
     StorageTracker,
     count_weight_bytes,
     init_fake_process_group,
     materialize_without_data,
 )
-from wan.vae import tiles
 
 META = torch.device("meta")
 Collectives = list[tuple[str, int]]
@@ -81,7 +84,7 @@ class Planner:
 
     def __init__(self, setup: Setup, params: VideoParams) -> None:
         self.setup, self.params = setup, params
-        self.device = Device(META, memory.find_planned_capabilities(setup))
+        self.device = Device(META, memory_estimate.find_planned_capabilities(setup))
         self.precision = setup.execution.get_dit_precision(self.device.type)
         self.dtype = build.DTYPES[setup.execution.get_precision(self.device.type)]
         self._get_text_encoder_size = cache(self._measure_text_encoder)
@@ -95,7 +98,9 @@ class Planner:
             setup: The setup of the run, or a variant with another topology or memory settings.
         """
         setup = self.setup if setup is None else setup
-        return memory.compute_stage_memory(setup, self.params, self._collect_network_sizes(setup))
+        return memory_estimate.compute_stage_memory(
+            setup, self.params, self._collect_network_sizes(setup)
+        )
 
     def compute_peak_bytes(self, setup: Setup | None = None) -> int:
         """Returns the peak memory of the rank with the most memory, in bytes."""
@@ -103,7 +108,7 @@ class Planner:
 
     def sum_mapped_weights(self) -> dict[str, Usage]:
         """Sums the memory-mapped weights of each stage."""
-        return memory.get_mapped_weights_by_stage(self._collect_network_sizes(self.setup))
+        return memory_estimate.get_mapped_weights_by_stage(self._collect_network_sizes(self.setup))
 
     def compute_host_bytes(self) -> int:
         """Returns the page-locked host memory of the first rank for offloading, in bytes."""
@@ -208,23 +213,23 @@ class Planner:
             with META:
                 network: Any
                 if path is None:
-                    network = text.build_published_text_encoder()
+                    network = t5.build_published_text_encoder()
                 else:
-                    network = text.read_text_encoder_spec(path).make()
+                    network = t5.read_text_encoder_spec(path).make()
             _, sharding = build.make_weight_shardings(parallel, groups)
-            blocks, dtypes = network.encoder.block, text.choose_text_encoder_dtypes(self.dtype)
+            blocks, dtypes = network.encoder.block, t5.choose_text_encoder_dtypes(self.dtype)
             sources: TensorSources = {}
             if path is not None and self.device.type == "cpu" and num_ranks == 1:
-                sources = open_sources(text.read_text_encoder_spec(path).tensors)
+                sources = open_sources(t5.read_text_encoder_spec(path).tensors)
             with _prepare_meta_network(network, blocks, dtypes, sharding, sources) as (
                 tracker,
                 size,
             ):
-                text.TextEncoder(network, None, dtype=self.dtype, text_len=length)
+                t5.TextEncoder(network, None, dtype=self.dtype, text_len=length)
                 ids = torch.ones(1, length, dtype=torch.int64, device=tracker.device)
                 with tracker:
                     network(ids, torch.ones_like(ids))
-                embedding_bytes = count_weight_bytes(network.get_submodule(text.EMBEDDING_NAME))
+                embedding_bytes = count_weight_bytes(network.get_submodule(t5.EMBEDDING_NAME))
         block_bytes = max(0, size.weights - embedding_bytes)
         return replace(size, all_blocks_bytes=block_bytes, activations=tracker.peak_bytes)
 
@@ -248,7 +253,7 @@ class Planner:
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         video_vae = vae.VideoVAE(network)
         (channels, _, *latent_size), pixel_size = params.latent_shape, params.video_size[::-1]
-        num_latent_frames = memory.count_decoded_frames(params)
+        num_latent_frames = memory_estimate.count_decoded_frames(params)
         temporal_stride, spatial_stride, _ = preset.vae_stride
         if tiling:
             latent_size = [min(side, tiles.SIDE // spatial_stride) for side in latent_size]
@@ -283,7 +288,7 @@ class Planner:
             further = max(0, num_latent_frames - 4) * (peaks[1].total() - peaks[0].total())
             return peaks[1] + Usage(activations=further)
 
-        num_encoded_frames = memory.count_encoded_frames(params)
+        num_encoded_frames = memory_estimate.count_encoded_frames(params)
         encoding = measure_peak(encode, num_encoded_frames) if num_encoded_frames else Usage()
         num_pixel_frames = 1 + (num_latent_frames - 1) * temporal_stride
         tile_bytes = tiles.estimate_tile_bytes(pixel_size, num_pixel_frames) if tiling else 0
@@ -354,7 +359,9 @@ class Planner:
                     network, setup.quantized_dit.experts[expert].linear_bytes
                 )
             elif files.tensors:
-                transform = adapt.make_weight_transform(setup, expert, self.device, compute)
+                transform = weight_transforms.make_weight_transform(
+                    setup, expert, self.device, compute
+                )
                 sources = transform(network, open_sources(files.tensors))
         uses_mapped = self.device.type == "cpu" and not setup.parallel.dit_fsdp
         return network, sources if uses_mapped else {}
@@ -394,7 +401,7 @@ class Planner:
         elif setup.preset.kind == "vace":
             model_kwargs["vace_context"] = [empty(cast(VaceConfig, config)["vace_in_dim"], *size)]
         elif setup.preset.kind == "s2v":
-            num_encoded_frames = memory.count_encoded_frames(params)
+            num_encoded_frames = memory_estimate.count_encoded_frames(params)
             model_kwargs |= {
                 "ref_latents": [empty(channels, 1, *size[1:])],
                 "motion_latents": [empty(channels, MOTION_LATENTS, *size[1:])],
@@ -406,7 +413,9 @@ class Planner:
         keywords = map(_iter_tensors, (model_kwargs, *audio_kwargs_by_branch))
         tracker.exclude((x, y, *contexts, *chain.from_iterable(keywords)))
         t = torch.tensor([500.0])
-        fixes_first_frame = setup.preset.kind == "ti2v" and memory.count_encoded_frames(params) == 1
+        fixes_first_frame = (
+            setup.preset.kind == "ti2v" and memory_estimate.count_encoded_frames(params) == 1
+        )
         if fixes_first_frame and tracker.device == "meta":  # the image's tokens have timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
         attention, sparse_from = setup.attention, 0

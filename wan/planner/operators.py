@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from wan.kernels.base import Target
 from wan.kernels.flex import FlexBlocks
+from wan.kernels.interfaces import Target
 from wan.kernels.sdpa import SdpaKernel
 
 _LSE_COPIES = 8  # npu_fusion_attention repeats the maximum and sum of each row so often, in float32

@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from wan import env, system
-from wan.checkpoint.files import TensorInfo
+from wan.app.run import Run
+from wan.checkpoint.headers import TensorInfo
 from wan.checkpoint.layout import Checkpoint
-from wan.pipeline import clip, text, vae
-from wan.pipeline.memory import Usage, query_gpu_memory
+from wan.modules import clip, t5
+from wan.modules.vae import video_vae
+from wan.pipeline.memory_estimate import Usage, query_gpu_memory
 from wan.planner import placement
 from wan.planner.measure import Planner
 from wan.planner.placement import list_layouts
 from wan.planner.topology import find_nearest_run, iter_decodings
-from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.request import VideoParams
+from wan.utils import env, system
 
 
 def print_plan_report(run: Run) -> None:
@@ -126,7 +127,7 @@ def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
         if infos:
             yield _describe_component(ckpt, f"DiT {expert}", infos, note)
     if (path := ckpt.text_encoder) is not None:
-        infos = list(text.read_text_encoder_spec(path).tensors.values())
+        infos = list(t5.read_text_encoder_spec(path).tensors.values())
         yield _describe_component(ckpt, "text encoder", infos, f"becomes {encoders}")
     if (path := ckpt.tokenizer) is not None:
         yield f"  tokenizer: {_format_paths(ckpt, {path})}"
@@ -136,7 +137,7 @@ def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
     if (path := ckpt.audio_encoder) is not None:
         yield f"  sound encoder: {_format_paths(ckpt, {path})}; runs in fp32 on the CPU"
     if (path := ckpt.vae) is not None:
-        infos = list(vae.read_vae_spec(path).tensors.values())
+        infos = list(video_vae.read_vae_spec(path).tensors.values())
         yield _describe_component(ckpt, "VAE", infos, f"becomes {setup.execution.vae_precision}")
 
 

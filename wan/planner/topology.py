@@ -2,7 +2,7 @@
 
 Candidates are tried in this order: one more memory setting, then two and more; block offload;
 another topology; another topology with all memory settings. A candidate is measured only if its
-estimate (`wan.pipeline.memory`) fits.
+estimate (`wan.pipeline.memory_estimate`) fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
 
-from wan.pipeline.memory import find_fullest_stage
+from wan.pipeline.memory_estimate import find_fullest_stage
 from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError

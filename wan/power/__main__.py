@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from wan.cli import failures
+from wan.app import failures
 from wan.settings.errors import InputError, get_exit_code
 
 COMMANDS = {  # modules of wan.power, each with a main(argv)

@@ -26,13 +26,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wan import __version__, env, log, system
-from wan.cli import main as cli
-from wan.cli.flags import Parser, parse_flags
-from wan.evidence import exchange_order
-from wan.evidence.meter import PowerMeasurement
-from wan.log import logger
-from wan.output_files import (
+from wan import __version__
+from wan.app import launch
+from wan.app.flag_parser import Parser, parse_flags
+from wan.app.run import Run
+from wan.metering import exchange_order
+from wan.metering.meter import PowerMeasurement
+from wan.power.timeline import PLOT_KIND, PLOT_METADATA
+from wan.settings.attention_modes import MODES
+from wan.settings.errors import InputError
+from wan.settings.values import Reader, choice, integer, real
+from wan.utils import env, log, system
+from wan.utils.files import (
     VIDEO_KIND,
     check_folder,
     check_output,
@@ -40,12 +45,8 @@ from wan.output_files import (
     make_marked_kind,
     write_output,
 )
-from wan.power.timeline import PLOT_KIND, PLOT_METADATA
-from wan.run import Run
-from wan.settings.attention_modes import MODES
-from wan.settings.errors import InputError
-from wan.settings.values import Reader, choice, integer, real
-from wan.trace import Event
+from wan.utils.log import logger
+from wan.utils.trace import Event
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -158,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
         if name in user_settings:
             raise InputError(f"`{name}`", None, "cannot be used in a comparison", "drop it")
     if options.plan is not None:
-        return _print_comparison_plan(options, cli.resolve_argv(arguments, plan=True))
+        return _print_comparison_plan(options, launch.resolve_argv(arguments, plan=True))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -174,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     _check_comparison_outputs(options.out)
     arguments += ["--save_file", str(options.out / "baseline.mp4")]
-    return cli.execute_command_line(arguments, partial(_run_comparison, options))
+    return launch.execute_command_line(arguments, partial(_run_comparison, options))
 
 
 def _check_comparison_outputs(out: Path) -> None:
@@ -274,7 +275,7 @@ def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None)
 
 def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -> Run:
     """Returns the run with the first offload mode that fits into memory; the same on all ranks."""
-    from wan.pipeline import memory
+    from wan.pipeline import memory_estimate
 
     device_type, ranks_per_node = groups.device.type, env.local_world_size()
     free = system.read_available_memory() if device_type == "cpu" else groups.device.free_memory()
@@ -285,7 +286,7 @@ def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -
     stage, needed = "", 0
     for offload in offload_modes:
         memory_options: dict[str, Any] = {"device": device_type, "offload_model": offload}
-        stage, needed = memory.find_fullest_stage(
+        stage, needed = memory_estimate.find_fullest_stage(
             run.setup, run.params, ranks_per_node, **memory_options
         )
         if not free_per_rank or needed <= min(free_per_rank):
@@ -303,14 +304,14 @@ def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -
 
 def _print_comparison_plan(options: Namespace, run: Run) -> int:
     """Prints the memory that a comparison needs, and whether it fits."""
-    from wan.pipeline import memory
+    from wan.pipeline import memory_estimate
 
     params, fits_any = run.params, False
     width, height = params.video_size
     size = f"{width}*{height}, {params.frame_num} frames, {params.sample_steps} steps"
     print(f"Comparison: {params.preset.task}, {size}, {run.setup.parallel.world_size} ranks")
     for offload, mode in _OFFLOAD_LABELS.items():
-        stage, needed = memory.find_fullest_stage(run.setup, params, offload_model=offload)
+        stage, needed = memory_estimate.find_fullest_stage(run.setup, params, offload_model=offload)
         fits_any = fits_any or needed <= options.plan
         verdict = "fits" if needed <= options.plan else "does not fit"
         print(f"  {mode}: {needed / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB")

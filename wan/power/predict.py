@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from wan.cli.flags import Parser
-from wan.run import Run, resolve_run
+from wan.app.flag_parser import Parser
+from wan.app.make_run import resolve_run
+from wan.app.run import Run
 from wan.settings.attention_modes import (
     MODES,
     OVERLAP,

@@ -21,13 +21,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from wan.cli.flags import Parser
-from wan.evidence.exchange_order import OrderComparison, Trace, compare_with_plan, read_traces
-from wan.output_files import check_output, make_json_kind, write_output
+from wan.app.flag_parser import Parser
+from wan.metering.exchange_order import OrderComparison, Trace, compare_with_plan, read_traces
 from wan.power import timeline
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
-from wan.trace import Event
+from wan.utils.files import check_output, make_json_kind, write_output
+from wan.utils.trace import Event
 
 PARTS = {  # part of a step -> kinds of events
     "attention": ("attention",),

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan import trace
-from wan.distributed.exchange import SINGLE_RANK, Group, all_to_all_4D
+from wan.app.run import Run
 from wan.distributed.mesh import ParallelGroups
-from wan.evidence.exchange_order import TRACE_KIND
-from wan.evidence.meter import (
+from wan.distributed.ulysses import SINGLE_RANK, Group, all_to_all_4D
+from wan.media import video_writer
+from wan.metering.exchange_order import TRACE_KIND
+from wan.metering.meter import (
     Meter,
     MeterError,
     PowerMeasurement,
@@ -27,20 +28,20 @@ from wan.evidence.meter import (
     combine_spans,
     open_power_source,
 )
-from wan.evidence.nvml import ClockLock
-from wan.evidence.recording import TraceRecording, make_exchange_plan
-from wan.log import logger
+from wan.metering.nvml import ClockLock
+from wan.metering.recording import TraceRecording, make_exchange_plan
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import PackedAttentionCall, PackedSelfAttention, SelfAttention
-from wan.output_files import remove_output
-from wan.pipeline import build, video
+from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Variant, VariantResult, measure_chunk_gaps, summarize_traces
-from wan.run import Run
 from wan.settings import noise_schedule
 from wan.settings.attention_modes import MODES, count_heads_per_rank
 from wan.settings.request import VideoParams
+from wan.utils import trace
+from wan.utils.files import remove_output
+from wan.utils.log import logger
 
 QUICK_STEPS = 4
 """Steps of each expert in a quick comparison; the first one is not measured."""
@@ -389,7 +390,7 @@ class ComparisonRounds:
         if frames is None:
             return None
         path = self._out_folder / f"{result.variant.slug}.mp4"
-        video.write_video(frames, replace(self._run.output, save_file=path))
+        video_writer.write_video(frames, replace(self._run.output, save_file=path))
         if not bool(frames.isfinite().all()):
             logger.warning("The video of %s holds NaN or infinity.", result.variant.name)
         return ((frames + 1) * 127.5).round_()

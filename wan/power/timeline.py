@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.evidence.exchange_order import Trace
-from wan.output_files import make_marked_kind, write_output
+from wan.metering.exchange_order import Trace
 from wan.settings.errors import InputError
-from wan.trace import Event
+from wan.utils.files import make_marked_kind, write_output
+from wan.utils.trace import Event
 
 PLOT_METADATA = {"Software": "wan.power"}
 PLOT_KIND = make_marked_kind("a plot of wan.power", b"Software\0wan.power")

@@ -12,12 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from wan import env, log
-from wan.checkpoint.files import open_regular_file
-from wan.cli import failures, flags, main
-from wan.cli.flags import Parser
-from wan.cli.programs import make_argument_type
-from wan.log import logger
+from wan.app import failures, flag_parser, launch
+from wan.app.flag_parser import Parser
+from wan.app.programs import make_argument_type
+from wan.checkpoint.headers import open_regular_file
 from wan.serve.folders import NAME_LENGTH, check_journal_folder, lock_journal
 from wan.settings.command import (
     AnimateOptions,
@@ -31,9 +29,11 @@ from wan.settings.command import (
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
 from wan.settings.values import integer, read_path, read_text_value, real
+from wan.utils import env, log
+from wan.utils.log import logger
 
 if TYPE_CHECKING:
-    from wan.run import Run
+    from wan.app.run import Run
     from wan.serve.connections import Connections, LimitedSocket
     from wan.serve.group import Nodes
     from wan.serve.service import Limits
@@ -194,11 +194,11 @@ def _make_nodes(count: int, address: str | None) -> Nodes:
 def _resolve_service_run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, Any]]:
     """Resolves the flags of generate.py; returns the run and the settings that were given."""
     env.simulate_ranks(ranks, nodes)
-    user_settings = flags.parse_flags(argv)
+    user_settings = flag_parser.parse_flags(argv)
     per_video = [name for name in user_settings if name in _PER_VIDEO_FLAGS]
     if per_video:
         raise InputError(f"`{per_video[0]}` is about one video", remedy="drop it")
-    return main.resolve_argv(argv, require_inputs=False), user_settings
+    return launch.resolve_argv(argv, require_inputs=False), user_settings
 
 
 def _read_api_key(path: Path | None, host: str) -> str | None:

@@ -22,8 +22,8 @@ from weakref import WeakSet
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from wan.log import logger
 from wan.settings.errors import InputError
+from wan.utils.log import logger
 
 HEADER_SECONDS = 10.0
 """Seconds from a connection, or from the first byte of a later request, to the headers' end."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wan.app.run import PATH_SETTINGS, Run
 from wan.pipeline import driving
 from wan.pipeline.sources import MAX_REFERENCE_IMAGES
-from wan.run import PATH_SETTINGS, Run
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
 from wan.settings.values import format_value, integer, real

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from wan.output_files import OutputKind, check_folder, check_output, make_json_kind
 from wan.settings.errors import InputError
+from wan.utils.files import OutputKind, check_folder, check_output, make_json_kind
 
 NAME_LENGTH = 63
 """Maximum length of a replica's name, as in Kubernetes."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wan import env
-from wan.log import logger
-from wan.output_files import write_output
 from wan.serve.connections import Connections, open_sockets
 from wan.serve.folders import FRONT_KIND
 from wan.serve.monitor import GroupMonitor
+from wan.utils import env
+from wan.utils.files import write_output
+from wan.utils.log import logger
 
 _GRACE = 15.0  # seconds in which ranks should end after a stop command or the loss of a rank
 _RECOVERY = 15.0  # seconds in which ranks that seem to hang may recover

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from wan.log import logger
 from wan.serve.journal_file import BUSY, JournalError, JournalFile
 from wan.serve.rows import Row, ServiceJob, make_row, make_tombstone, read_row
 from wan.settings.errors import InputError
+from wan.utils.log import logger
 
 FINAL_STATES = ("completed", "failed", "deleted")
 MAX_ATTEMPTS = 2

@@ -13,16 +13,16 @@ from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 
-from wan.log import logger
-from wan.output_files import (
+from wan.serve.rows import COLUMNS, Row
+from wan.settings.errors import InputError, is_disk_full
+from wan.utils.files import (
     has_process_ended,
     make_marked_kind,
     make_process_name,
     remove_output,
     write_output,
 )
-from wan.serve.rows import COLUMNS, Row
-from wan.settings.errors import InputError, is_disk_full
+from wan.utils.log import logger
 
 BUSY = 1.0
 """Seconds that one attempt to write waits for a lock."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from wan.output_files import make_marked_kind, write_output
-from wan.pipeline.video_reader import read_video
+from wan.media.video_reader import read_video
 from wan.serve.folders import remove_job_files
+from wan.utils.files import make_marked_kind, write_output
 
 _COLUMNS, _ROWS, _WIDTH = 4, 2, 320
 _JPEG = make_marked_kind("a JPEG", b"\xff\xd8\xff")

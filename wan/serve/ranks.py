@@ -19,15 +19,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan import env, log
+from wan.app import failures, flag_parser, launch
+from wan.app.job import VideoJob
+from wan.app.prompt_file import merge_line
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.cli import failures, flags, main
-from wan.cli.prompt_file import merge_line
-from wan.cli.resolve import resolve_command_line
-from wan.cli.videos import VideoJob
-from wan.log import logger
 from wan.pipeline.batch import Batch, Job
-from wan.run import Run
 from wan.serve.monitor import HEARTBEAT
 from wan.serve.rpc import FrontLink, read_front_file
 from wan.settings.errors import (
@@ -40,6 +38,8 @@ from wan.settings.errors import (
     is_out_of_memory,
 )
 from wan.settings.flags import read_settings
+from wan.utils import env, log
+from wan.utils.log import logger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +141,7 @@ class RankWorker:
         self._shared, self._pipeline, self._team, self._link = shared, pipeline, team, link
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
-        make_demo = partial(main.make_random_checkpoint, lambda make: make())
+        make_demo = partial(launch.make_random_checkpoint, lambda make: make())
         self._resolve = partial(
             resolve_command_line, make_demo=make_demo, inspect_folder=cache(inspect_checkpoint)
         )
@@ -275,7 +275,7 @@ def _hash_run(run: Run) -> str:
 
 def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> int:
     """Builds the pipeline of one rank and serves commands; returns the exit code."""
-    main.load_torch()
+    launch.load_torch()
     from wan import device as devices
     from wan.pipeline import build
 
@@ -285,7 +285,7 @@ def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None)
         device = devices.select_device(run.setup.execution.device) if team is None else team.device
         pipeline = build.build_pipeline(run.setup, device, team)
         code = RankWorker(
-            flags.parse_flags(front["flags"]), pipeline, team, link, front["texts"]
+            flag_parser.parse_flags(front["flags"]), pipeline, team, link, front["texts"]
         ).serve()
         if team is not None:
             team.close()
@@ -310,7 +310,7 @@ def run_rank(front: Path) -> int:
             log.set_up_logging(env.rank() == 0)
             log.hide_prompts()
             front_info = read_front_file(front)
-            return main.execute_command_line(
+            return launch.execute_command_line(
                 front_info["flags"], partial(_serve_rank, front_info), require_inputs=False
             )
     except BaseException as error:

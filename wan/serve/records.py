@@ -9,16 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import read_json
-from wan.log import logger
-from wan.output_files import RECORD_KIND, VIDEO_KIND, is_output
-from wan.run import PATH_SETTINGS
+from wan.app.run import PATH_SETTINGS
+from wan.checkpoint.headers import read_json
 from wan.serve.fields import FOLDER, UPLOADS
 from wan.serve.folders import JOB_ID
 from wan.serve.journal import Journal
 from wan.serve.rows import ServiceJob
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, read_settings
+from wan.utils.files import RECORD_KIND, VIDEO_KIND, is_output
+from wan.utils.log import logger
 
 
 def restore_finished_jobs(jobs: Path, journal: Journal) -> None:

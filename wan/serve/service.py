@@ -14,15 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import read_json
+from wan.app import launch
+from wan.app.prompt_file import merge_line
+from wan.app.resolve import resolve_command_line
+from wan.app.run import Run
+from wan.checkpoint.headers import read_json
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.cli import main
-from wan.cli.prompt_file import merge_line
-from wan.cli.resolve import resolve_command_line
-from wan.log import logger
-from wan.output_files import write_output
-from wan.pipeline import memory
-from wan.run import Run
+from wan.pipeline import memory_estimate
 from wan.serve import fields, records
 from wan.serve.estimates import Estimates
 from wan.serve.fields import ParsedRequest
@@ -41,6 +39,8 @@ from wan.serve.shapes import can_group_by_expert, can_share_experts, set_job_siz
 from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
+from wan.utils.files import write_output
+from wan.utils.log import logger
 
 _MAX_SAMPLES = 200  # completed jobs from which durations are estimated
 _MAX_OVERTAKES = 4  # how often a job may be overtaken by a later job with the last job's shape
@@ -122,7 +122,7 @@ class Service:
         self._max_batch_size = limits.batch_size if can_group_by_expert(run) else 1
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
         # The function runs directly, since the service is one process on its machine.
-        make_demo = partial(main.make_random_checkpoint, lambda make: make())
+        make_demo = partial(launch.make_random_checkpoint, lambda make: make())
         resolve = partial(resolve_command_line, inspect_folder=cache(inspect_checkpoint))
         self._resolve = partial(resolve, make_demo=make_demo)
         for job in self.journal.requeue_interrupted():
@@ -551,8 +551,8 @@ class Service:
         """Returns a sentence with the planned peak memory of a job; "" if planning fails."""
         try:
             run = self._resolve_run(job)
-            sizes = memory.estimate_network_sizes(run.setup, run.params)
-            stages = memory.compute_stage_memory(run.setup, run.params, sizes).values()
+            sizes = memory_estimate.estimate_network_sizes(run.setup, run.params)
+            stages = memory_estimate.compute_stage_memory(run.setup, run.params, sizes).values()
             peak_bytes = max(usage.total() for usage in stages)
             return f"The estimated need is {peak_bytes / 1e9:.1f} GB on each rank."
         except Exception:  # it is only a hint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from math import prod
 
-from wan.run import Run
+from wan.app.run import Run
 from wan.serve.journal import ServiceJob
 from wan.settings.errors import InputError
 

@@ -1,8 +1,8 @@
 """Table of the kernels that flags can select. Does not import torch.
 
 A row names the flag value, the supported devices and limits of a kernel, and its factory as
-"module:name", which is called with a `wan.kernels.base.Target`. The parser, `--help`, refusals,
-`--plan`, records and tests use these rows; a new kernel is a new file and a row here.
+"module:name", which is called with a `wan.kernels.interfaces.Target`. The parser, `--help`,
+refusals, `--plan`, records and tests use these rows; a new kernel is a new file and a row here.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ RAINFUSION = {
 class SmallOpRow(KernelRow):
     """A kernel for operations of a block between its matrix products, selected by fused_ops.
 
-    On CPUs and GPUs the factory text lists methods of `wan.modules.small_ops.BlockOps` to compile;
-    on NPUs it names a function that adds the vendor's kernel to `wan.kernels.base.SmallOps`.
+    On CPUs and GPUs the factory text lists methods of `wan.modules.fused_ops.BlockOps` to compile;
+    on NPUs it names a function that adds the vendor's kernel to `wan.kernels.interfaces.SmallOps`.
     """
 
 

@@ -40,7 +40,7 @@ class Preset:
     """Network sizes and sampling defaults of one task; defaults are those of Wan2.1 14B.
 
     Attributes:
-        kind: "t2v", "i2v", "ti2v", "s2v", "animate" or "vace"; each has a class in `wan.api`.
+        kind: Kind of task: "t2v", "i2v", ...; a row of `wan.tasks.base.TASKS`.
         folder: Name of the official checkpoint folder.
         experts: ("high_noise", "low_noise") for two networks, else ("dit",).
         vae: Version of the VAE.

@@ -55,13 +55,13 @@ SOLVERS = {
     ),
     "dmd": Solver(
         "stochastic, of DMD's few steps",
-        "wan.pipeline.solvers:Renoise",
+        "wan.pipeline.scheduler:Renoise",
         adds_noise=True,
         takes_any_timesteps=True,
     ),
     "rcm": Solver(
         "stochastic, of rCM's few steps",
-        "wan.pipeline.solvers:Renoise",
+        "wan.pipeline.scheduler:Renoise",
         adds_noise=True,
         takes_any_timesteps=True,
     ),

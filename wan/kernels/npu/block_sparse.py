@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.kernels.base import AttentionInput, Target
+from wan.kernels.interfaces import AttentionInput, Target
 from wan.kernels.npu.fp8 import transpose_to_bnsd
 from wan.kernels.rainfusion_masks import make_select_table
 from wan.settings.kernels import RAINFUSION

@@ -2,7 +2,7 @@
 
 Each constructor imports its operator, after `wan.device` has imported torch_npu and mindiesd in the
 required order. The environment variable MINDIE_SD_FA_TYPE would override the kernels selected here;
-`wan.env` refuses it.
+`wan.utils.env` refuses it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Load, Target
+from wan.kernels.interfaces import Load, Target
 from wan.settings.kernels import DENSE_KERNELS
 from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
@@ -20,7 +20,7 @@ _ALL_TOKENS = 2**31 - 1  # an unlimited window; the operator needs the argument 
 
 
 class FusedKernel:
-    """Implements `wan.kernels.base.Kernel` by npu_fusion_attention.
+    """Implements `wan.kernels.interfaces.Kernel` by npu_fusion_attention.
 
     opt_mode="manual": mindiesd's default first times all kernels on the first call's tensors (43
     launches on A2) and may select different kernels in different runs.
@@ -62,7 +62,7 @@ def attend_fused_with_lse(
 
 
 class LaserKernel:
-    """Implements `wan.kernels.base.Kernel` by mindiesd's ascend_laser_attention; A2 and A3.
+    """Implements `wan.kernels.interfaces.Kernel` by mindiesd's ascend_laser_attention; A2 and A3.
 
     The operator computes in float16 and pads rows to 256 and heads to 128 channels. For short
     sequences, wide heads and float32 a call raises ValueError, because mindiesd would silently run

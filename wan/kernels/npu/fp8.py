@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.kernels.base import AttentionInput, Target
+from wan.kernels.interfaces import AttentionInput, Target
 from wan.settings.kernels import FP8
 
 _ALL_TOKENS = 2**31 - 1  # an unlimited window

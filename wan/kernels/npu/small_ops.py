@@ -2,7 +2,7 @@
 
 Each function returns `ops` with the kernels of one value of fused_ops added. A kernel has the
 arguments and, up to rounding, the float32 result of the function with its name in
-`wan.modules.small_ops` or `wan.modules.rope`.
+`wan.modules.fused_ops` or `wan.modules.rope`.
 
 layer_norm also replaces the layer norm inside modulated_norm; scale_shift replaces modulated_norm
 by a single kernel.
@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from wan.kernels.base import Load, SmallOps
+from wan.kernels.interfaces import Load, SmallOps
 
 _ROTARY_GROUPS_LIMIT = 1000  # npu_rotary_mul's interleave mode takes B * N below this ...
 _ROTARY_HEAD_DIM_LIMIT = 896  # ... and D below this

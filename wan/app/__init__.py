@@ -1,0 +1,1 @@
+"""What carries out a run, whoever asks: command line, service, Python classes, tools."""

@@ -1,0 +1,157 @@
+"""Stores the clips of a long video on disk, so that an interrupted run can be resumed.
+
+The folder `NAME.clips` of the video `NAME.mp4` has for each clip `0001.mp4` and, written last,
+`0001.safetensors` with the clip state, from which the next clip starts. The clips are joined into
+the video, and the folder is removed unless `--save_latents` is given. A later run with more clips
+generates only the missing ones.
+
+The metadata of a clip state has the settings and input digests of the run, and the digests of the
+clip's mp4, of the state and of the previous state. A clip with other values is generated again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import wan
+from wan.app.run import Run, drop_paths_and_seed
+from wan.checkpoint.headers import compute_file_digest, read_safetensors_metadata
+from wan.media import video_writer
+from wan.settings.errors import FileChangedError, InputError
+from wan.utils.files import VIDEO_KIND, make_safetensors_kind, remove_output, write_output
+from wan.utils.log import logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan.pipeline.clips import Clip
+
+NUMBERED_SAFETENSORS = "[0-9][0-9][0-9][0-9].safetensors"
+CLIP_STATE_KIND = make_safetensors_kind("a state of generate.py --num_clip", "settings")
+CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO_KIND, NUMBERED_SAFETENSORS: CLIP_STATE_KIND}
+"""File name pattern in the folder of clips -> kind of the file."""
+_VARIABLE_SETTINGS = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
+"""Settings that may differ between the runs that generate the clips of one video."""
+
+
+class ClipFiles:
+    """The stored clips of a run; used on the main rank."""
+
+    def __init__(self, run: Run) -> None:
+        """Prepares access to a run's folder of clips; reads nothing."""
+        self._run, self.folder = run, run.output.clips_dir
+
+    def count_finished(self) -> int:
+        """Returns the number of clips, from the first, that are stored and match this run."""
+        num_clips = self._run.params.num_clip or 0
+        previous_digest = ""
+        for index in range(num_clips):
+            state = self._state_path(index)
+            if not (self._clip_path(index).exists() and state.exists()):
+                return index
+            try:
+                difference = self._find_difference(index, previous_digest)
+                previous_digest = read_safetensors_metadata(state, "digests")["state"]
+            except (InputError, OSError, LookupError, TypeError):
+                difference = "is damaged"
+            if difference is not None:
+                text = "%s: clip %d is generated again, because it %s."
+                logger.info(text, self.folder, index + 1, difference)
+                return index
+        return num_clips
+
+    def _find_difference(self, index: int, previous_digest: str) -> str | None:
+        """Returns the reason why a clip must be generated again, or None.
+
+        Args:
+            previous_digest: Digest of the previous clip's state; "" for the first clip.
+        """
+        state = self._state_path(index)
+        stored, digests = (read_safetensors_metadata(state, key) for key in ("settings", "digests"))
+        current = json.loads(json.dumps(self._collect_settings(index), default=str))
+        changed = [n for n in sorted({*current, *stored}) if current.get(n) != stored.get(n)]
+        if changed:
+            return f"differs in {', '.join(changed)}"
+        current_digests = {
+            "video": compute_file_digest(self._clip_path(index)),
+            "state": _digest_tensor(self._read_state(index)),
+            "before": previous_digest,
+        }
+        return None if current_digests == digests else "was changed, or is of another run"
+
+    def read_last_state(self, num_clips_done: int) -> Tensor | None:
+        """Returns the state of the last of the first `num_clips_done` clips; None for 0."""
+        return self._read_state(num_clips_done - 1) if num_clips_done else None
+
+    def _read_state(self, index: int) -> Tensor:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(self._state_path(index))["end"]
+        except (SafetensorError, LookupError, OSError):
+            raise FileChangedError(
+                f"{self._state_path(index)} does not hold the state that the next clip needs; "
+                "remove it and start again."
+            ) from None
+
+    def write_clip(self, index: int, clip: Clip) -> None:
+        """Writes a clip, then its state."""
+        from safetensors.torch import save
+
+        assert clip.frames is not None and clip.state is not None, "the main rank has both"
+        comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
+        output = replace(self._run.output, save_file=self._clip_path(index))
+        video_writer.write_video(clip.frames, output, comment)
+        clip_state = clip.state.float().cpu().contiguous()
+        digests = {
+            "video": compute_file_digest(self._clip_path(index)),
+            "state": _digest_tensor(clip_state),
+            "before": _digest_tensor(self._read_state(index - 1)) if index else "",
+        }
+        metadata = {"settings": self._collect_settings(index), "digests": digests}
+        texts = {name: json.dumps(value, default=str) for name, value in metadata.items()}
+        with write_output(self._state_path(index), CLIP_STATE_KIND) as temporary:
+            temporary.write_bytes(save({"end": clip_state}, metadata=texts))
+
+    def join_clips(self, path: Path, comment: str) -> None:
+        """Joins all clips into one file."""
+        names = [self._clip_path(index).name for index in range(self._run.params.num_clip or 0)]
+        video_writer.join_videos(self.folder, names, path, comment)
+
+    def remove_clips(self) -> None:
+        """Removes the clips, and the folder if it is then empty."""
+        for path in sorted(self.folder.iterdir()):
+            for pattern, kind in CLIP_KINDS.items():
+                if path.match(pattern):
+                    remove_output(path, kind)
+        with suppress(OSError):  # a folder with other files is kept
+            self.folder.rmdir()
+
+    def _collect_settings(self, index: int) -> dict[str, Any]:
+        """Returns the settings and input digests that determine a clip's frames."""
+        run, clip_params = self._run, self._run.params.make_clip_params(index)
+        settings = drop_paths_and_seed(run.settings)
+        settings = {n: x for n, x in settings.items() if n not in _VARIABLE_SETTINGS}
+        settings |= {
+            f"the content of {name}": value for name, value in run.compute_content_digests().items()
+        }
+        return settings | {"prompt": clip_params.prompt, "base_seed": clip_params.base_seed}
+
+    def _clip_path(self, index: int) -> Path:
+        return self.folder / f"{index + 1:04}.mp4"
+
+    def _state_path(self, index: int) -> Path:
+        return self.folder / f"{index + 1:04}.safetensors"
+
+
+def _digest_tensor(tensor: Tensor) -> str:
+    """Returns the SHA-256 of a tensor's dtype, shape and values."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()

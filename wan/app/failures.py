@@ -1,0 +1,82 @@
+"""Handles failures: sentences for errors, SIGTERM, and a closed stdout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from wan.settings.errors import (
+    FileChangedError,
+    InputError,
+    NotFiniteError,
+    Terminated,
+    WriteError,
+    is_disk_full,
+    is_out_of_memory,
+)
+from wan.utils import env
+
+DECODING_NOTE = "while the video was decoded"
+"""Exception note of errors during decoding."""
+
+
+def describe_error(error: BaseException) -> str | None:
+    """Returns a sentence for an error that a user can act on; None for other errors."""
+    if isinstance(error, InputError):
+        error.naming = env.make_flag_naming()
+    if isinstance(error, InputError | WriteError | FileChangedError | NotFiniteError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; the video was not written."
+    if isinstance(error, Terminated):
+        return "terminated; the video was not written."
+    if is_out_of_memory(error):
+        remedy = "choose a smaller --size or --frame_num, or use --offload_model block"
+        if DECODING_NOTE in getattr(error, "__notes__", ()):
+            remedy = "decode the saved latents with --vae_tiling, or on a machine with more memory"
+        return f"Out of memory; {remedy}; --plan reports what a run needs."
+    if is_disk_full(error):
+        name = getattr(error, "filename", None)
+        location = "" if name is None else f" where {name} is written"
+        return f"The disk is full{location}; make space and start again."
+    return None
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM raise `Terminated` inside the block, if it runs in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(_: int, __: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    previous_handler = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+@contextmanager
+def ignore_closed_stdout() -> Iterator[None]:
+    """Ends the block without an error when the reader of stdout closes it, as `| head` does."""
+    try:
+        yield
+        if sys.stdout is not None:  # None after `>&-`
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+
+
+def print_error(text: str, command: str = "generate.py") -> None:
+    """Writes one line to stderr, prefixed with the command's name."""
+    sys.stderr.write(f"{command}: {' '.join(text.split())}\n")  # one write: several ranks may print
+    sys.stderr.flush()

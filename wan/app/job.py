@@ -1,0 +1,560 @@
+"""Generates one video of the command line from its resolved run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import wan
+from wan.app.clip_store import NUMBERED_SAFETENSORS, ClipFiles
+from wan.app.output import report_saved_latents
+from wan.app.run import Run
+from wan.checkpoint import lora
+from wan.media import audio, video_writer
+from wan.settings import noise_schedule
+from wan.settings.command import Output
+from wan.settings.errors import NotFiniteError
+from wan.settings.sound import NUM_DROPPED_FRAMES, S2V_FPS
+from wan.utils import log, system, trace
+from wan.utils.files import (
+    LATENTS_KIND,
+    RECORD_KIND,
+    VIDEO_KIND,
+    has_process_ended,
+    make_process_name,
+    move_to_free_name,
+    remove_output,
+    replace_output,
+    write_output,
+)
+from wan.utils.log import logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan.distributed.mesh import ParallelGroups
+    from wan.metering.meter import PowerMeasurement, VideoMeter
+    from wan.pipeline.pipeline import Inputs, Pipeline
+
+
+class VideoJob:
+    """Generates one video of the command line and writes its files and record.
+
+    Attributes:
+        run: The resolved run of the video.
+        latents_file: Path of the denoised latents, once they are on disk.
+        is_main_only: Whether only the main rank still works on the video.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        pipeline: Pipeline,
+        groups: ParallelGroups | None,
+        on_main_only: Callable[[], None] | None = None,
+    ) -> None:
+        """Prepares a video on every rank; computes nothing.
+
+        Args:
+            groups: The parallel groups; None for one process.
+            on_main_only: Called on every rank when only the main rank still works on the video.
+        """
+        self.run, self._pipeline, self._groups = run, pipeline, groups
+        self._on_main_only = on_main_only
+        self.latents_file, self.is_main_only = run.decode_latents, False
+        self._is_main = groups is None or groups.is_main
+        self._old_file_identity = _read_file_identity(run.output.save_file)
+
+    def make(self, denoise: Callable[[], Tensor] | None = None) -> None:
+        """Generates the video and its record.
+
+        Args:
+            denoise: Returns the latents, after passing them to `save_denoised_latents`. By default
+                they are computed here, or read from `decode_latents`.
+        """
+        run, pipeline = self.run, self._pipeline
+        meter_context: AbstractContextManager[VideoMeter | None] = nullcontext()
+        if run.power:
+            from wan.metering.meter import VideoMeter
+
+            includes_denoising = run.decode_latents is None
+            meter_context = VideoMeter(
+                pipeline.device, "text to decoded video" if includes_denoising else "decoding only"
+            )
+        if run.decode_latents is None:
+            logger.info("Prompt: %s", log.format_prompt(run.params.prompt))
+        with meter_context as video_meter:
+            if run.params.chain is not None:
+                self._generate_clip_files(video_meter)
+                return
+            if run.params.has_clips:
+                self._generate_and_encode_clips(video_meter)
+                return
+            if run.decode_latents is not None:
+                latents = video_writer.load_latents(run.decode_latents)
+            else:
+                with self._record_trace():
+                    latents = self._denoise() if denoise is None else denoise()
+            self._write_video(latents, video_meter)
+
+    def make_inputs(self) -> Inputs:
+        """Returns the pipeline's inputs; on the main rank with a callback that saves each step."""
+        inputs = self.run.make_inputs()
+        if self.run.output.save_latents == "steps" and self._is_main:
+            return replace(inputs, callback_on_step_end=self._save_step_latents)
+        return inputs
+
+    def _save_step_latents(self, num_steps_done: int, latents: Tensor) -> None:
+        """Writes the latents after a step; logs an error if that fails."""
+        folder = self.run.output.steps_dir
+        try:
+            folder.mkdir(exist_ok=True)
+            for old_file in folder.glob(NUMBERED_SAFETENSORS) if num_steps_done == 1 else ():
+                remove_output(old_file, LATENTS_KIND)
+            video_writer.save_latents(
+                latents, folder / f"{num_steps_done:04}.safetensors", self.run.settings
+            )
+        except OSError as error:
+            logger.error(
+                "The latents after step %d are not saved (%s).",
+                num_steps_done,
+                error.strerror or error,
+            )
+
+    def extend_prompt(self) -> None:
+        """Extends the prompt on the main rank, if enabled, and broadcasts it."""
+        run, prompt = self.run, self.run.params.prompt
+        if run.prompt_extension is None or run.decode_latents is not None:
+            return
+        with self._pipeline.stage_timer("prompt extension"):
+            if self._is_main:
+                kind, device = run.params.preset.kind, str(self._pipeline.device.torch_device)
+                from wan.app import prompt_extend
+
+                arguments = (prompt, kind, run.image, run.params.base_seed, device)
+                prompt = prompt_extend.rewrite_prompt(run.prompt_extension, *arguments)
+            if self._groups is not None:
+                prompt = self._groups.broadcast_object_from_rank0(prompt)
+        self.run = run.with_prompt(prompt)
+
+    def save_denoised_latents(self, latents: Tensor) -> None:
+        """Writes the latents to disk on the main rank, before decoding can fail."""
+        if not self._is_main:
+            return
+        self.latents_file = _write_to_first_path(
+            _make_unfinished_paths(self.run.output, ".latents.safetensors"),
+            lambda path: video_writer.save_latents(latents, path, self.run.settings),
+            "denoised latents",
+        )
+        is_finite = bool(latents.isfinite().all())
+        if is_finite and self.latents_file is None:
+            logger.error("Decoding continues from memory; if it fails, the latents are lost.")
+        elif not is_finite and self.latents_file is not None:
+            logger.error(
+                "The latents, which contain NaN or infinity, are kept in %s.", self.latents_file
+            )
+
+    def _denoise(self) -> Tensor:
+        run = self.run
+        try:
+            latents = self._pipeline.generate_latents(run.params, self.make_inputs())
+        except NotFiniteError as error:
+            self.save_denoised_latents(error.latents)
+            raise
+        self.save_denoised_latents(latents)
+        return latents
+
+    @contextmanager
+    def _record_trace(self) -> Iterator[None]:
+        """Records the spans for `--trace` and `--log_level debug`."""
+        run, pipeline, folder = self.run, self._pipeline, self.run.output.trace
+        if folder is None and not run.verbose:
+            yield
+            return
+        from wan.metering.recording import TraceRecording, make_exchange_plan, select_nth_steps
+
+        experts = noise_schedule.make_noise_schedule(run.params).experts
+        steps = run.output.trace_steps or select_nth_steps(experts, 1) if folder else ()
+        rank = 0 if self._groups is None else self._groups.rank
+        recording = TraceRecording(
+            make_exchange_plan(
+                run.setup, run.params, steps, pipeline.can_return_lse, pipeline.device.type, rank
+            ),
+            pipeline.device,
+            select_nth_steps(experts, 0) if run.verbose else (),
+            None if folder is None else self._groups,
+            folder if run.output.trace_kernels else None,
+        )
+        with trace.use_recorder(recording.recorder):
+            yield
+        if folder is not None:
+            used = {"device": pipeline.device.name(), "kernel": pipeline.kernel_name}
+            recording.write_trace_file(folder, used)
+            quoted_folder = shlex.quote(str(folder))
+            logger.info("Trace: %s  (python -m wan.power report %s)", folder, quoted_folder)
+
+    def _write_video(self, latents: Tensor, meter: VideoMeter | None) -> None:
+        """Decodes the latents; on the main rank writes the video and its record, logs a summary."""
+        release_other_ranks = partial(self._release_other_ranks, meter)
+        if not self._is_main:
+            self._pipeline.decode_to_sink(latents, NullSink(), release_other_ranks)
+            return
+        file = video_writer.open_mp4_encoder(
+            self.run.output, self._move_to_final_name, self._make_comment()
+        )
+        with (
+            report_saved_latents(self.latents_file),
+            self._pipeline.stage_timer("writing"),
+            file as encoder,
+        ):
+            self._pipeline.decode_to_sink(latents, encoder, release_other_ranks)
+            power = None if meter is None else meter.stop()
+        if self.run.decode_latents is None:
+            self._move_or_remove_latents()
+        self._log_summary(self._save_record(encoder.size, power), power)
+        self._remove_stale_files()
+
+    def _release_other_ranks(self, meter: VideoMeter | None) -> None:
+        """Releases the ranks other than the main one; called on every rank."""
+        if self._groups is not None and meter is not None:
+            meter.gather_measurements(self._groups)
+        self.is_main_only = True
+        if self._on_main_only is not None:
+            self._on_main_only()
+
+    def _make_comment(self) -> str:
+        """Returns the mp4's comment, JSON of the seed and some settings."""
+        comment = {
+            "wan": wan.__version__,
+            "task": self.run.params.preset.task,
+            "seed": self.run.params.base_seed,
+        }
+        settings = self.run.settings
+        comment |= {name: settings[name] for name in _COMMENT_SETTINGS if name in settings}
+        return json.dumps(comment, ensure_ascii=False, default=str)
+
+    def _generate_clip_files(self, meter: VideoMeter | None) -> None:
+        """Generates the clips that are not stored yet, writes each to a file, and joins all."""
+        run, files = self.run, ClipFiles(self.run)
+        params, num_clips = run.params, run.params.num_clip or 0
+        num_done = files.count_finished() if self._is_main else 0
+        clip_state = files.read_last_state(num_done) if self._is_main else None
+        if self._groups is not None:
+            num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
+        if num_done:
+            logger.info("%d of %d clips are in %s.", num_done, num_clips, files.folder)
+        clip_iterator = self._pipeline.generate_clips(
+            params, replace(run.make_inputs(), num_clips_done=num_done, clip_state=clip_state)
+        )
+        for index in range(num_done, num_clips):
+            with self._record_trace() if index == num_done else nullcontext():
+                try:
+                    clip = next(clip_iterator)
+                except BaseException as error:
+                    if isinstance(error, NotFiniteError):
+                        self.save_denoised_latents(error.latents)
+                    if self._is_main and index:
+                        logger.error(
+                            "%d of %d clips are kept in %s; the same command with --base_seed %d "
+                            "continues after them.",
+                            *(index, num_clips, files.folder, params.base_seed),
+                        )
+                    raise
+            if self._is_main:
+                with (
+                    self._pipeline.stage_timer("writing"),
+                    video_writer.wrap_write_errors(run.output.save_file),
+                ):
+                    files.write_clip(index, clip)
+            del clip  # before the next one is made
+        self._release_other_ranks(meter)
+        if not self._is_main:
+            return
+        output_file = write_output(run.output.save_file, VIDEO_KIND, self._move_to_final_name)
+        with (
+            self._pipeline.stage_timer("writing"),
+            video_writer.wrap_write_errors(run.output.save_file),
+            output_file as path,
+        ):
+            files.join_clips(path, self._make_comment())
+        if not run.output.save_latents:
+            files.remove_clips()
+        width, height = params.video_size
+        num_frames = sum(map(params.count_clip_frames, range(num_clips)))
+        power = None if meter is None else meter.stop()
+        self._log_summary(self._save_record((num_frames, height, width), power), power)
+        self._remove_stale_files()
+
+    def _generate_and_encode_clips(self, meter: VideoMeter | None) -> None:
+        """Generates a video in clips; the main rank writes each clip when it is finished."""
+        run, pipeline = self.run, self._pipeline
+        params, clip_iterator = run.params, pipeline.generate_clips(run.params, run.make_inputs())
+        num_clips = params.num_clip or 0
+
+        def iterate_frames() -> Iterator[Tensor | None]:
+            for index in range(num_clips):
+                with self._record_trace() if index == 0 else nullcontext():
+                    try:
+                        clip = next(clip_iterator)
+                    except NotFiniteError as error:
+                        self.save_denoised_latents(error.latents)
+                        raise
+                yield clip.frames
+                del clip  # before the next one is made
+            self._release_other_ranks(meter)
+
+        if not self._is_main:
+            for _ in iterate_frames():
+                pass
+            return
+        width, height = params.video_size
+        num_frames = sum(map(params.count_clip_frames, range(num_clips)))
+        file = video_writer.open_mp4_encoder(
+            run.output, self._move_with_audio, self._make_comment()
+        )
+        with pipeline.stage_timer("writing"), file as encoder:
+            encoder.begin((num_frames, height, width))
+            num_clips_done = 0
+            try:
+                for clip in iterate_frames():
+                    assert clip is not None, "the main rank has the frames"
+                    encoder.write_frames(clip)
+                    del clip
+                    num_clips_done += 1
+            except BaseException:
+                if 0 < num_clips_done < num_clips:
+                    self._save_finished_clips(encoder, num_clips_done, num_clips)
+                raise
+            power = None if meter is None else meter.stop()
+        self._log_summary(self._save_record(encoder.size, power), power)
+        self._remove_stale_files()
+
+    def _save_finished_clips(
+        self, encoder: video_writer.Mp4Encoder, num_clips_done: int, num_clips: int
+    ) -> None:
+        """Saves the clips before a failure to a separate file, with audio."""
+        path = self.run.output.save_file
+        _, height, width = encoder.size
+        num_frames = sum(map(self.run.params.count_clip_frames, range(num_clips_done)))
+        encoder.size = (num_frames, height, width)
+        try:
+            encoder.finish()
+            finished_file = self._add_audio(encoder.path)
+            name = move_to_free_name(
+                finished_file, path.with_stem(f"{path.stem}.clips-1-{num_clips_done}")
+            )
+        except OSError as error:
+            logger.error("The clips so far could not be kept (%s).", error.strerror or error)
+        else:
+            logger.error(
+                "The video up to clip %d of %d is kept in %s.", num_clips_done, num_clips, name
+            )
+
+    def _move_with_audio(self, temporary: Path) -> None:
+        self._move_to_final_name(self._add_audio(temporary))
+
+    def _add_audio(self, silent: Path) -> Path:
+        """Adds the audio, if any, to a finished mp4; logs an error if that fails."""
+        run = self.run
+        if run.audio is None:
+            return silent
+        start_seconds = NUM_DROPPED_FRAMES / S2V_FPS if run.settings.get("audio_sync") else 0.0
+        audio_file = silent.with_name(f"{silent.stem}.sound.mp4")
+        try:
+            audio.add_audio(silent, run.audio.path, audio_file, start_seconds)
+            audio_file.replace(silent)
+        except OSError as error:
+            audio_file.unlink(missing_ok=True)
+            logger.error("The video has no sound (%s).", error.strerror or error)
+        return silent
+
+    def _move_to_final_name(self, temporary: Path) -> None:
+        """Renames the complete video.
+
+        A file that appeared under its name during the run is kept; the video then gets a free name,
+        and `run` is updated.
+        """
+        path = self.run.output.save_file
+        if (
+            self._old_file_identity is not None
+            and _read_file_identity(path) == self._old_file_identity
+        ):
+            replace_output(temporary, path, VIDEO_KIND)
+            return
+        name = move_to_free_name(temporary, path)
+        if name != path:
+            logger.warning("%s appeared during this run and is kept.", path)
+            self.run = self.run.with_save_file(name)
+
+    def _remove_stale_files(self) -> None:
+        """Removes temporary files of killed runs of this video from its folder.
+
+        A hidden file, which may be incomplete, is removed if its name contains an ended process. A
+        latents file must also have the content of one.
+        """
+        path = self.run.output.save_file.absolute()
+        stem, process_pattern = re.escape(path.stem), r"([\w]+-\d+)"
+        hidden = re.compile(
+            rf"\.{process_pattern}-{stem}\.((sound\.)?mp4|json|\S+\.latents\.safetensors)"
+        )
+        latents = re.compile(rf"{stem}\.{process_pattern}\.latents\.safetensors")
+        for stale_file in path.parent.iterdir():
+            match = hidden.fullmatch(stale_file.name)
+            if match is not None and has_process_ended(match[1]) and stale_file.is_file():
+                stale_file.unlink(missing_ok=True)
+            else:
+                match = latents.fullmatch(stale_file.name)
+                if (
+                    match is None
+                    or not has_process_ended(match[1])
+                    or not remove_output(stale_file, LATENTS_KIND)
+                ):
+                    continue
+            logger.info("Removed %s, left by a killed run.", stale_file)
+
+    def _move_or_remove_latents(self) -> None:
+        """Stores the latents under the video's name with `save_latents`; removes them otherwise."""
+        path, output = self.latents_file, self.run.output
+        if path is None:
+            return
+        try:
+            if output.save_latents:
+                with write_output(output.latents_path, LATENTS_KIND) as temporary:
+                    shutil.copyfile(path, temporary)
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("The latents are still in %s (%s).", path, error.strerror or error)
+
+    def _save_record(
+        self, size: tuple[int, int, int], power: PowerMeasurement | None
+    ) -> Path | None:
+        """Writes the JSON record, to the temporary folder if the video's folder is not writable."""
+        run, pipeline = self.run, self._pipeline
+        execution, device = run.setup.execution, pipeline.device
+        num_frames, height, width = size
+        precision = execution.get_precision(device.type)
+        packages = run.setup.attention.required_packages
+        record = {
+            # The flag converts the DiT to bf16, whatever the precision.
+            "settings": run.settings
+            | ({} if execution.convert_model_dtype else {"precision": precision}),
+            "seed": run.params.base_seed,
+            "inputs": [
+                {
+                    "setting": input_file.setting,
+                    "file": str(input_file.path.absolute()),
+                    "sha256": input_file.sha256,
+                }
+                for input_file in run.input_files
+            ],
+            "video": {
+                "frames": num_frames,
+                "width": width,
+                "height": height,
+                "fps": run.output.fps,
+            },
+            "used": {
+                "device": device.name(),
+                "precision": precision,
+                "dit_precision": execution.get_dit_precision(device.type),
+                "kernel": pipeline.kernel_name,
+                "vae": pipeline.vae_runner.last_method,
+                **asdict(run.setup.parallel),
+            },
+            **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
+            **({"lora": lora.make_lora_record(run.setup.loras)} if run.setup.loras else {}),
+            **({"step_cache": cache} if (cache := pipeline.step_cache.make_record()) else {}),
+            "seconds": {name: round(s, 3) for name, s in pipeline.stage_timer.seconds.items()},
+            "peak_memory_bytes": {
+                "device": device.peak_memory(),
+                **system.read_peak_memory().to_record(),
+            },
+            **({"power": power.to_record()} if power is not None else {}),
+            "versions": {"wan": wan.__version__} | log.collect_versions(device.type, packages),
+            "run": {
+                "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "machine": platform.node(),
+                "system": platform.platform(),
+                "command": shlex.join(sys.argv),
+                "commit": log.find_commit(),
+            },
+        }
+        text = json.dumps(record, indent=1, ensure_ascii=False)
+
+        def write(path: Path) -> None:
+            with write_output(path, RECORD_KIND) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+
+        paths = (run.output.record_path, *_make_unfinished_paths(run.output, ".json"))
+        return _write_to_first_path(paths, write, "record")
+
+    def _log_summary(self, record_path: Path | None, power: PowerMeasurement | None) -> None:
+        run, pipeline = self.run, self._pipeline
+        memory = system.read_peak_memory().summary()
+        if (peak := pipeline.device.peak_memory()) is not None:
+            memory = f"device {peak / 2**30:.2f} GiB, {memory}"
+        stages = [
+            f"{name} {seconds:.1f} s" for name, seconds in pipeline.stage_timer.seconds.items()
+        ]
+        logger.info("Seconds: %s. Peak memory: %s.", ", ".join(stages), memory)
+        for line in (None if power is None else power.summary(), pipeline.step_cache.summarize()):
+            if line is not None:
+                logger.info("%s", line)
+        params = run.params
+        logger.info("Seed %d, noise drawn on the %s.", params.base_seed, params.noise_device)
+        logger.info("Video: %s  Record: %s", run.output.save_file, record_path or "none")
+
+
+_COMMENT_SETTINGS = ("prompt", "size", "frame_num", "sample_solver", "sample_steps", "sample_shift")
+"""Settings in the comment of an mp4; the record has all settings."""
+
+
+class NullSink:
+    """Discards the frames, as a `wan.modules.vae.video_vae.Sink` on ranks that write no video."""
+
+    def begin(self, size: tuple[int, int, int]) -> None: ...
+
+    def write_frames(self, frames_3FHW: Tensor) -> None: ...
+
+
+def _read_file_identity(path: Path) -> tuple[int, int] | None:
+    """Returns the inode and modification time of a file; None if it does not exist."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _make_unfinished_paths(output: Output, suffix: str) -> tuple[Path, Path]:
+    """Returns paths unique to this run, in the video's folder and in the temporary folder."""
+    sibling = output.save_file.with_suffix(f".{make_process_name()}{suffix}")
+    return sibling, Path(tempfile.gettempdir()) / sibling.name
+
+
+def _write_to_first_path(
+    paths: Iterable[Path], write: Callable[[Path], None], kind: str
+) -> Path | None:
+    """Writes to the first writable path and returns it; logs failures; None if all fail."""
+    for path in paths:
+        try:
+            write(path)
+        except OSError as error:
+            logger.error(
+                "The %s could not be saved to %s (%s).", kind, path, error.strerror or error
+            )
+        else:
+            return path
+    return None

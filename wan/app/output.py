@@ -1,0 +1,135 @@
+"""Checks output paths before a run, and logs the path of the latents after a failure."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from wan.app.clip_store import CLIP_KINDS, NUMBERED_SAFETENSORS
+from wan.app.failures import DECODING_NOTE
+from wan.app.run import Run
+from wan.metering.exchange_order import TRACE_KIND, make_trace_path
+from wan.settings.command import Output
+from wan.settings.errors import InputError
+from wan.utils import env
+from wan.utils.files import (
+    KERNEL_TRACE_KIND,
+    LATENTS_KIND,
+    RECORD_KIND,
+    VIDEO_KIND,
+    check_folder,
+    check_output,
+    check_output_folder,
+)
+from wan.utils.log import logger
+
+
+@contextmanager
+def refuse_unusable_paths() -> Iterator[None]:
+    """Turns the system's errors for a path (too long, not permitted, I/O) into InputError."""
+    try:
+        yield
+    except OSError as error:
+        subject = "A path" if error.filename is None else os.fsdecode(error.filename)
+        why = f"cannot be used ({error.strerror or error})"
+        raise InputError(subject, why=why, remedy="give another one") from error
+
+
+def check_current_folder() -> None:
+    """Checks, on rank 0, that a video without `save_file` can be written to the current folder.
+
+    Raises:
+        InputError: The current folder does not exist any more, or is not writable.
+    """
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError as error:
+        remedy = "change into one that does"
+        raise InputError("The current folder", why="does not exist", remedy=remedy) from error
+    if env.rank() == 0:
+        check_folder(folder, "The current folder", folder, "give a `save_file` elsewhere")
+
+
+@refuse_unusable_paths()
+def check_video_path(path: Path) -> None:
+    """Checks, on rank 0, that a video and its record can be written.
+
+    Raises:
+        InputError: The path does not end in .mp4, its folder cannot be created, or an existing file
+            is not an output of generate.py.
+    """
+    if env.rank() != 0:
+        return
+    flag = "`save_file`"
+    if path.name.lower() == ".mp4":
+        raise InputError(flag, path, "has no name before .mp4", "add one")
+    if path.suffix.lower() != ".mp4":
+        raise InputError(flag, path, "must end in .mp4, the only format written")
+    if (size := len(os.fsencode(path.name))) > 200:
+        raise InputError(flag, None, f"has a name of {size} bytes; 200 are allowed", "shorten it")
+    check_output(path, VIDEO_KIND, flag)
+    check_output(path.with_suffix(".json"), RECORD_KIND, flag)
+
+
+@refuse_unusable_paths()
+def check_run_outputs(run: Run) -> None:
+    """Checks, on rank 0, all files and folders that are named after the video.
+
+    Raises:
+        InputError: A path cannot be written, or is not an output of generate.py.
+    """
+    output = run.output
+    check_video_path(output.save_file)
+    if env.rank() != 0:
+        return
+    if output.save_latents:
+        check_output(output.latents_path, LATENTS_KIND, "`save_latents`")
+    if output.save_latents == "steps":
+        check_output_folder(
+            output.steps_dir, {NUMBERED_SAFETENSORS: LATENTS_KIND}, "`save_latents`"
+        )
+    if run.params.chain is not None:
+        check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
+
+
+def check_trace_options(output: Output, compiled: bool, steps: int) -> None:
+    """Checks `trace` and `log_level=debug`: no compiled blocks, valid steps, writable files.
+
+    Args:
+        compiled: Whether blocks are compiled.
+        steps: The number of sampling steps.
+
+    Raises:
+        InputError: A step does not exist, a file cannot be written, or blocks are compiled.
+    """
+    ranged_features = {
+        "`trace`": output.trace is not None,
+        "`log_level=debug`": output.log_level == "debug",
+    }
+    for setting in (setting for setting, is_set in ranged_features.items() if is_set and compiled):
+        why = "does not work with `compile`, whose graphs contain no spans"
+        raise InputError(setting, None, why, "drop one of them")
+    if output.trace_steps is not None and max(output.trace_steps) >= steps:
+        why = f"names step {max(output.trace_steps)}, but there are {steps} (`sample_steps`)"
+        raise InputError("`trace_steps`", None, f"{why}: 0 to {steps - 1}")
+    if output.trace is not None:
+        check_folder(output.trace.absolute(), "`trace`", output.trace)
+        check_output(make_trace_path(output.trace, env.rank()), TRACE_KIND, "`trace`")
+        for path in output.trace.glob(f"rank{env.rank()}.step*.kernels.json"):
+            check_output(path, KERNEL_TRACE_KIND, "`trace`")
+
+
+@contextmanager
+def report_saved_latents(path: Path | None) -> Iterator[None]:
+    """Logs the path of the denoised latents when decoding or writing fails."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(DECODING_NOTE)
+        if path is not None:
+            command = f"python generate.py --decode_latents {shlex.quote(str(path))}"
+            logger.error("The denoised latents are safe in %s; continue with: %s", path, command)
+        raise

@@ -1,0 +1,207 @@
+"""Resolves a --prompt_file: one video per line, with networks that are loaded once.
+
+A line that starts with `{` is a JSON object of settings of one video, by flag name; `seed` is
+`base_seed`, `seeds` is a list of seeds with one video each, and `prompt` may be a list of prompts
+for the clips of a long video. A line that starts with `# ` is a comment. Any other line is a
+prompt. The settings of the command line apply to all lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from wan.app import failures
+from wan.app.output import check_run_outputs
+from wan.app.run import PromptLine, Run
+from wan.checkpoint.headers import open_regular_file
+from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
+from wan.settings.values import format_value
+from wan.utils import env
+from wan.utils.files import SUMMARY_KIND, check_output
+from wan.utils.log import logger
+
+MAX_BYTES, MAX_LINES = 16_000_000, 10_000
+_MAX_SLUG_BYTES = 40
+
+
+def resolve_prompt_file(
+    user_settings: Mapping[str, Any], resolve_settings: Callable[[Mapping[str, Any]], Run]
+) -> Run:
+    """Resolves a command line with --prompt_file; an invalid line does not affect the others.
+
+    Args:
+        user_settings: The flags; `save_file` is a folder.
+        resolve_settings: Resolves the settings of one video to a run.
+
+    Raises:
+        InputError: The file cannot be read, has no lines or too many, or every line is invalid.
+    """
+    path, folder = user_settings["prompt_file"], user_settings.get("save_file", Path())
+    for name in _EXCLUDED_SETTINGS:
+        if name in user_settings:
+            raise InputError(f"`{name}` is about one video; drop it or `prompt_file`.")
+    shared = {name: value for name, value in user_settings.items() if name not in _COMMAND_SETTINGS}
+    lines: list[PromptLine] = []
+    numbered_texts, last_log = _read_prompt_lines(path), time.monotonic()
+    for number, text in numbered_texts:
+        if time.monotonic() - last_log > 2:
+            last_log = time.monotonic()
+            logger.info("%d of %d lines are checked.", len(lines), len(numbered_texts))
+        seeds: list[int | None] = [None]
+        try:
+            values, seeds = _parse_prompt_line(text)
+        except Exception as error:  # refuse this line only
+            lines.append(_make_refused_line(number, error))
+            continue
+        for seed in seeds:
+            try:
+                line_args = (number, dict(values), seed, shared, folder, resolve_settings)
+                lines.append(_resolve_prompt_line(*line_args))
+            except Exception as error:
+                lines.append(replace(_make_refused_line(number, error), seed=seed))
+    lines = _refuse_duplicate_videos(lines)
+    first_run = next((line.run for line in lines if line.run is not None), None)
+    if first_run is None or all(line.error for line in lines):
+        raise InputError(
+            f"`prompt_file={path}` has no line that can be carried out; line {lines[0].number}: "
+            f"{lines[0].error}"
+        )
+    is_grouped = user_settings.get("group_by_expert", False)
+    if is_grouped:
+        first_run.setup.check_grouping()
+        for flag, is_set in (("power", first_run.power), ("log_level=debug", first_run.verbose)):
+            if is_set:
+                raise InputError(f"`{flag}` is about whole videos; drop it or `group_by_expert`.")
+    drawn_seeds = [line.run.params.base_seed for line in lines if line.run and line.draws_seed]
+    # Its seed is broadcast to all ranks.
+    first_run = first_run.with_seed(drawn_seeds[0]) if drawn_seeds else first_run
+    skip_existing = user_settings.get("skip_existing", False)
+    summary = folder / f"{path.stem}.summary.json"
+    if env.rank() == 0:
+        check_output(summary, SUMMARY_KIND, "`save_file`")
+    run_options = {
+        "skip_existing": skip_existing,
+        "group_by_expert": is_grouped,
+        "summary": summary,
+    }
+    return replace(first_run, lines=tuple(lines), **run_options)
+
+
+_COMMAND_SETTINGS = ("prompt_file", "skip_existing", "group_by_expert", "save_file")
+_EXCLUDED_SETTINGS = ("decode_latents", "trace", "use_prompt_extend", "prompt")
+
+
+def _read_prompt_lines(path: Path) -> list[tuple[int, str]]:
+    with open_regular_file(path) as file:
+        content = file.read(MAX_BYTES + 1)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"`prompt_file={path}` is no UTF-8 text ({error.reason}).") from error
+    stripped = ((n, line.strip()) for n, line in enumerate(text.split("\n"), 1))
+    numbered_lines = [(n, line) for n, line in stripped if line and not f"{line} ".startswith("# ")]
+    if not numbered_lines:
+        raise InputError(f"`prompt_file={path}` has no lines; write one prompt per line.")
+    if len(content) > MAX_BYTES or len(numbered_lines) > MAX_LINES:
+        raise InputError(f"`prompt_file={path}` is too long: at most {MAX_LINES} lines, 16 MB.")
+    return numbered_lines
+
+
+def _resolve_prompt_line(
+    number: int,
+    values: dict[str, Any],
+    seed: int | None,
+    shared: Mapping[str, Any],
+    folder: Path,
+    resolve_settings: Callable[[Mapping[str, Any]], Run],
+) -> PromptLine:
+    name, suffix = values.pop("save_file", None), ""
+    if seed is not None:
+        values["base_seed"], suffix = seed, f"_s{seed}"
+    path = folder / (f"{number:03d}.mp4" if name is None else name)
+    path = path.with_stem(f"{path.stem}{suffix}") if path.name else path
+    settings = merge_line(shared, values)
+    run, error = resolve_settings(settings).with_save_file(path), ""
+    if name is None:
+        prompt_start = run.params.prompt[: 4 * _MAX_SLUG_BYTES]
+        slug = re.sub(r"[^\w-]+", "_", prompt_start.lower()).strip("_")
+        while len(slug.encode()) > _MAX_SLUG_BYTES:
+            slug = slug[:-1]
+        run = run.with_save_file(folder / f"{number:03d}_{slug.strip('_')}{suffix}.mp4")
+    try:
+        check_run_outputs(run)
+    except InputError as reason:  # on the main rank only: the others keep the run
+        error = str(failures.describe_error(reason))
+    draws_seed = settings.get("base_seed", -1) < 0 and "from_json" not in settings
+    return PromptLine(number, run, error, draws_seed, seed)
+
+
+def merge_line(shared: Mapping[str, Any], line_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of all lines, overridden by those of a line."""
+    schedule_settings = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
+    # Timesteps replace the whole schedule.
+    names = {*schedule_settings} if "timesteps" in line_settings else set()
+    names |= {"clip_prompts"} if "prompt" in line_settings else set()
+    return {name: value for name, value in shared.items() if name not in names} | {**line_settings}
+
+
+def _make_refused_line(number: int, error: Exception) -> PromptLine:
+    return PromptLine(number, None, failures.describe_error(error) or repr(error))
+
+
+def _parse_prompt_line(text: str) -> tuple[dict[str, Any], list[int | None]]:
+    """Parses a line; returns its settings and its `seeds`, or [None] without `seeds`."""
+    if not text.startswith("{"):
+        return {"prompt": text}, [None]
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"it is no JSON object ({error}).") from error
+    if len({"seed", "base_seed", "seeds"} & raw.keys()) > 1:
+        raise InputError("seed, base_seed and seeds exclude each other; give one.")
+    for name in raw:
+        if name in FLAGS and not FLAGS[name].line:
+            raise InputError(f"{name} applies to all lines; give `{name}` on the command line.")
+    seeds: list[int | None] = [None]
+    reader = FLAGS["base_seed"].reader
+    if (seed_list := raw.get("seeds")) is not None:
+        is_valid = (
+            isinstance(seed_list, list) and 0 < len(seed_list) <= 1000 and None not in seed_list
+        )
+        seeds = [reader("seeds", seed_value) for seed_value in raw.pop("seeds")] if is_valid else []
+        if not is_valid or len({*seeds}) < len(seeds):
+            raise InputError(
+                "seeds",
+                format_value(seed_list, json.dumps),
+                "must be a list of different whole numbers",
+            )
+    seed = {} if raw.get("seed") is None else {"base_seed": reader("seed", raw.pop("seed"))}
+    if isinstance(raw.get("prompt"), list):  # prompts of the clips
+        raw = {"clip_prompts" if name == "prompt" else name: value for name, value in raw.items()}
+    values = read_settings(raw, "{}") | seed
+    check_exclusive_settings(values)
+    return values, seeds
+
+
+def _refuse_duplicate_videos(lines: list[PromptLine]) -> list[PromptLine]:
+    """Refuses a line that would overwrite the video or record of an earlier one."""
+    line_of_record: dict[Path, str] = {}
+    for index, line in enumerate(lines):
+        if line.run is None or line.error:
+            continue
+        # Unique for the video and its record.
+        path = Path(os.path.realpath(line.run.output.record_path))
+        if path in line_of_record:
+            name, earlier = line.run.output.save_file, line_of_record[path]
+            error = f"{name} is the video of line {earlier} already; give another save_file."
+            lines[index] = replace(line, error=error)
+        line_of_record.setdefault(path, line.name)
+    return lines

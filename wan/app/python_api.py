@@ -1,0 +1,566 @@
+"""Base class of the official Python classes: checkpoint, pipeline and calls of `generate`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from wan import device as devices
+from wan.app.make_run import make_params, make_setup
+from wan.checkpoint.headers import compute_fingerprint
+from wan.checkpoint.layout import Checkpoint, check_task, inspect_checkpoint
+from wan.configs import WAN_CONFIGS
+from wan.distributed import mesh
+from wan.distributed.mesh import ParallelGroups
+from wan.distributed.rendezvous import RankStatus, find_first_mismatch
+from wan.media import images
+from wan.modules.model import WanModel
+from wan.pipeline import build
+from wan.pipeline.batch import Batch, Job
+from wan.pipeline.following import (
+    count_animate_clips,
+    count_s2v_clips,
+    count_vace_frames,
+    read_animate_inputs,
+    read_s2v_inputs,
+    read_vace_inputs,
+)
+from wan.pipeline.pipeline import Inputs
+from wan.pipeline.setup import Setup
+from wan.settings.command import Loras, NetworkFiles
+from wan.settings.errors import InputError, name_settings
+from wan.settings.execution import OFFLOAD_MODEL, Offload
+from wan.settings.fields import build_from_values, list_options
+from wan.settings.flags import (
+    FLAGS,
+    PYTHON_KEYWORDS,
+    PYTHON_NAMING,
+    is_python_setting,
+    make_keyword_error,
+    read_constructor_settings,
+    read_settings,
+)
+from wan.settings.presets import PRESETS, Preset
+from wan.settings.request import VideoParams
+from wan.settings.values import choice, format_value, integer, switch
+from wan.utils import env
+from wan.utils.log import logger
+
+_EXPERT_OF_ATTRIBUTE = {
+    "high_noise_model": "high_noise",
+    "low_noise_model": "low_noise",
+    "model": "dit",
+}
+_IMAGE_SETTINGS = ("image", "last_image")
+_OPTIONAL_SETTINGS = (
+    *("base_seed", "audio", "pose_video", "num_clip", "src_root_path"),
+    *("src_video", "src_mask"),
+)
+_REFERENCE_IMAGES = "src_ref_images"
+_EMBEDDING_KEYWORDS = ("prompt_embeds", "negative_prompt_embeds")
+T = TypeVar("T")
+
+
+class DefaultFloat(float):
+    """A default of `generate`, distinguishable from the same number passed by the caller."""
+
+
+class DefaultInt(int):
+    """A default like `DefaultFloat`."""
+
+
+class DefaultStr(str):
+    """A default like `DefaultFloat`."""
+
+
+GuideScale = float | tuple[float, float]
+GUIDANCE = DefaultFloat(5.0)
+UNGUIDED = DefaultFloat(1.0)
+
+
+@dataclass(eq=False, kw_only=True)
+class VideoCall(Job):
+    """A checked call of `generate`.
+
+    Attributes:
+        output_type: "pt" or "latent".
+    """
+
+    output_type: str
+
+
+class Generator:
+    """Generates videos with one checkpoint.
+
+    A subclass sets `kind`; the networks of the checkpoint select the task of that kind.
+    """
+
+    kind: str
+    generate: Any
+
+    def __init__(
+        self,
+        config: Any,
+        checkpoint_dir: str | Path,
+        device_id: int = 0,
+        rank: int = 0,
+        t5_fsdp: bool = False,
+        dit_fsdp: bool = False,
+        use_sp: bool = False,
+        t5_cpu: bool = False,
+        init_on_cpu: bool = True,
+        convert_model_dtype: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Reads the checkpoint's headers and builds the pipeline; loads no weights.
+
+        Args:
+            config: An entry of WAN_CONFIGS, edited or not, or its name. boundary,
+                sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer, vae_checkpoint) and
+                float32 as t5_dtype or param_dtype are used; the networks' sizes come from the
+                checkpoint.
+            checkpoint_dir: A folder in any layout that --ckpt_dir accepts.
+            device_id: Index of the accelerator; no effect on CPUs.
+            rank: No effect: the rank comes from the process group.
+            t5_fsdp: As --t5_fsdp.
+            dit_fsdp: As --dit_fsdp.
+            use_sp: Distribute each video over the ranks of torch.distributed, which the caller has
+                initialized. `generate` is called on every rank and returns the video on rank 0,
+                None on the others (latents on all).
+            t5_cpu: As --t5_cpu.
+            init_on_cpu: No effect: networks are loaded directly to their device.
+            convert_model_dtype: As --convert_model_dtype.
+            **settings: Command-line flags, without dashes, for loading and running networks:
+                ulysses_size, comm_type, fa_quant, compile, ... None means unset. Environment
+                variables that set flags have no effect; unsupported ones are refused.
+
+        Raises:
+            InputError (a ValueError): The folder or a setting is invalid.
+        """
+        with name_settings(PYTHON_NAMING):
+            env.check_environment()
+            self.config = _find_config(config)
+            flags = {"t5_fsdp": t5_fsdp, "dit_fsdp": dit_fsdp, "t5_cpu": t5_cpu}
+            values = read_constructor_settings(
+                {**settings, **flags, "convert_model_dtype": convert_model_dtype}
+            )
+            if "precision" not in values and self.config.param_dtype == torch.float32:
+                values["precision"] = "fp32"
+            integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
+            network_files = build_from_values(NetworkFiles, values)
+            presets = [preset for preset in PRESETS.values() if preset.kind == self.kind]
+            checkpoint = _inspect_checkpoint_dir(checkpoint_dir, network_files, tuple(presets))
+            checkpoint = _apply_config_files(checkpoint, self.config, network_files)
+            structure = checkpoint.experts.keys(), checkpoint.num_clip_vision_images
+            matching = [
+                candidate
+                for candidate in presets
+                if ({*candidate.experts}, candidate.num_clip_vision_images) == structure
+            ]
+            self._preset = (matching or presets[:1])[-1]  # of Wan2.1's t2v networks, the larger one
+            check_task(checkpoint, self._preset)
+            _warn_of_other_task(self.config, self._preset)
+            world_size = _find_world_size(use_sp)
+            self._setup, notices = make_setup(values, self._preset, checkpoint, world_size)
+            for notice in notices:
+                logger.warning(PYTHON_NAMING.render(notice))
+            device = devices.select_device(
+                self._setup.execution.device, integer(0, 10**6)("`device_id`", device_id)
+            )
+            self._setup.check_device(device.capabilities)
+            self._groups: ParallelGroups | None = None
+            if world_size > 1:
+                self._groups = mesh.make_parallel_groups(device, self._setup.parallel.mesh_shape)
+                self._agree_on(lambda: checkpoint, self._collect_model_invariants)
+            setting_names = ("noise_device", *list_options(Loras))
+            self._base_settings = {name: values[name] for name in setting_names if name in values}
+            t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
+            self._pipeline = build.build_pipeline(
+                self._setup, device, self._groups, t5_dtype=t5_dtype
+            )
+
+    def __repr__(self) -> str:
+        setup = self._setup
+        return (
+            f"<{type(self).__name__} {self._preset.task}: {self._pipeline.device.name()}, "
+            f"world_size {setup.parallel.world_size}, precision {setup.execution.precision}, "
+            f"comm_type {setup.parallel.comm_type}, offload_model {setup.execution.offload_model}>"
+        )
+
+    def __getattr__(self, name: str) -> WanModel:
+        """Returns the network of an official attribute: low_noise_model, high_noise_model, model.
+
+        The network stays in memory, so that a caller may modify it in place.
+        """
+        expert = _EXPERT_OF_ATTRIBUTE.get(name)
+        if expert is None or expert not in self._setup.checkpoint.experts:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._pipeline.experts.load_editable(expert)
+
+    @property
+    def step_cache(self) -> dict[str, Any] | None:
+        """The step cache's entry of the last video's record; None without a policy.
+
+        {"policy": ..., "computed": {"cond": [...], "uncond": [...]}} lists the computed steps of
+        each branch.
+        """
+        return self._pipeline.step_cache.make_record()
+
+    def generate_many(
+        self,
+        calls: Iterable[str | Mapping[str, Any]],
+        *,
+        group_by_expert: bool = False,
+        offload_model: Offload = True,
+        **shared: Any,
+    ) -> Iterator[Tensor | None]:
+        """Generates a video for each call, in order, and loads every network only once.
+
+        All calls are checked before this returns. An error ends the iteration.
+
+        Args:
+            calls: Prompts, or mappings with arguments of `generate`.
+            group_by_expert: As --group_by_expert.
+            offload_model: As for `generate`, for all calls.
+            **shared: Arguments of all calls; those of a call override them.
+
+        Returns:
+            An iterator over the results of `generate`, to be consumed on all ranks.
+
+        Raises:
+            InputError (a ValueError): A value is invalid.
+        """
+        with name_settings(PYTHON_NAMING):
+            offload = OFFLOAD_MODEL("`offload_model`", offload_model)
+            setup = self._make_call_setup(offload)
+            is_grouped = switch("`group_by_expert`", group_by_expert)
+            if is_grouped:
+                setup.check_grouping()
+            if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
+                raise InputError("calls", format_value(calls), "is no list of calls", "give a list")
+            video_calls = [
+                self._prepare_call(self._bind_arguments(call, shared), setup) for call in calls
+            ]
+        return self._generate_videos(video_calls, offload, is_grouped)
+
+    def _generate_video(self, call: dict[str, Any]) -> Tensor | None:
+        """Generates one video from the arguments of `generate`."""
+        with name_settings(PYTHON_NAMING):
+            offload = OFFLOAD_MODEL("`offload_model`", call["offload_model"])
+            video_call = self._prepare_call(call, self._make_call_setup(offload))
+        (video,) = self._generate_videos([video_call], offload, False)
+        return video
+
+    def _bind_arguments(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns all arguments of `generate`, defaults included, for a call of `generate_many`."""
+        if not isinstance(call, str | Mapping):
+            raise InputError(
+                f"A call is {format_value(call)}; give a prompt, or arguments of generate."
+            )
+        arguments = {"input_prompt": call} if isinstance(call, str) else call
+        if "offload_model" in arguments:
+            raise InputError("offload_model applies to all calls; give it to generate_many.")
+        try:
+            bound = inspect.signature(self.generate).bind(**{**shared, **arguments})
+        except TypeError as error:
+            raise InputError(f"A call does not fit generate: {error}.") from error
+        bound.apply_defaults()
+        return self._rename_arguments(bound.arguments)
+
+    def _rename_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of `generate` by the names that are common to all classes."""
+        return call
+
+    def _generate_videos(
+        self, calls: Sequence[VideoCall], offload: Offload, is_grouped: bool
+    ) -> Iterator[Tensor | None]:
+        """Yields the video of each call; `generate` may be called between two videos."""
+        pipeline = self._pipeline
+
+        def make_output(call: VideoCall, get_latents: Callable[[], Tensor]) -> Tensor | None:
+            if call.params.has_clips:
+                return self._generate_long_video(call)
+            return get_latents() if call.output_type == "latent" else pipeline.decode(get_latents())
+
+        with name_settings(PYTHON_NAMING):
+            pipeline.set_offload(offload)
+            try:
+                yield from Batch(pipeline, calls, group_by_expert=is_grouped).generate_videos(
+                    make_output
+                )
+            except BaseException:
+                pipeline.release_all()
+                raise
+
+    def _generate_long_video(self, call: VideoCall) -> Tensor | None:
+        """Generates the clips of a long video and concatenates them along the frames."""
+        video_clips = [*self._pipeline.generate_clips(call.params, call.inputs)]
+        if call.output_type == "latent":
+            return torch.cat([clip.latents for clip in video_clips], dim=1)
+        frames = [clip.frames for clip in video_clips if clip.frames is not None]
+        return torch.cat(frames, dim=1) if frames else None
+
+    def _prepare_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+        """Checks that a call is valid and equal on all ranks, and broadcasts the seed of rank 0."""
+        video_call = self._agree_on(
+            lambda: self._make_video_call(call, setup), _collect_call_invariants
+        )
+        if self._groups is not None:  # a random seed differs between ranks
+            seed = self._groups.broadcast_object_from_rank0(video_call.params.base_seed)
+            video_call.params = replace(video_call.params, base_seed=seed)
+        return video_call
+
+    def _collect_model_invariants(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Returns the settings and digests of the model that must be equal on all ranks."""
+        setup, loras = self._setup, self._setup.loras.items()
+        settings_parts = (setup.attention, setup.parallel, setup.execution, setup.cache)
+        invariants = {
+            name: str(value) for part in settings_parts for name, value in vars(part).items()
+        }
+        invariants["ckpt_dir"] = compute_fingerprint(checkpoint.list_files())
+        invariants["lora"] = str(
+            [
+                (name, lora_file.strength, compute_fingerprint([lora_file.path]))
+                for name, lora_files in loras
+                for lora_file in lora_files
+            ]
+        )
+        return {f"`{name}`": {"value": value} for name, value in invariants.items()}
+
+    def _agree_on(
+        self, prepare: Callable[[], T], collect_invariants: Callable[[T], dict[str, Any]]
+    ) -> T:
+        """Returns the result of `prepare`, after comparing it between all ranks.
+
+        Args:
+            prepare: Checks the input of this rank; raises InputError for a refusal.
+            collect_invariants: Returns the values of a result that must be equal on all ranks.
+
+        Raises:
+            InputError: A rank refused its input, or its values differ; raised on all ranks.
+        """
+        if self._groups is None:
+            return prepare()
+        report = RankStatus(self._groups.rank, socket.gethostname())
+        result: T | None = None
+        refusal: InputError | None = None
+        try:
+            result = prepare()
+            report = replace(report, invariants=collect_invariants(result))
+        except InputError as error:
+            refusal, report = error, replace(report, error=str(error))
+        mismatch = find_first_mismatch(self._groups.gather(report))
+        if refusal is not None or result is None:
+            raise refusal or InputError(mismatch or "")
+        if mismatch is not None:
+            raise InputError(mismatch)
+        return result
+
+    def _make_video_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+        """Checks the arguments of a call, and reads its images, audio and other inputs."""
+        if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
+            name = "img" if self._preset.kind == "i2v" else "ref_image_path"
+            raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
+        params, base_inputs = self._make_call_params(call, setup)
+        embeds, negative_embeds = (
+            _check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS
+        )
+        output_type = choice("pt", "latent")("`output_type`", call["output_type"])
+        motion_latent = _check_motion_latent(call.get("motion_latent"), params)
+        if params.clip_prompts and (embeds is not None or negative_embeds is not None):
+            why = "cannot be combined with `clip_prompts`"
+            raise InputError("Embeddings", None, why, "give prompts instead")
+        inputs = replace(
+            base_inputs,
+            prompt_embeds=embeds,
+            negative_prompt_embeds=negative_embeds,
+            clip_state=motion_latent,  # the first clip continues from it
+        )
+        return VideoCall("A call", params, inputs, output_type=output_type)
+
+    def _make_call_setup(self, offload: Offload) -> Setup:
+        """Returns the setup with a call's `offload_model`, checked for the device."""
+        execution = replace(self._setup.execution, offload_model=offload)
+        setup = replace(self._setup, execution=execution)
+        setup.check_device(self._pipeline.device.capabilities)
+        return setup
+
+    def _make_call_params(self, call: dict[str, Any], setup: Setup) -> tuple[VideoParams, Inputs]:
+        """Reads a call's inputs, resolves its parameters, and logs notices about them."""
+        unknown = [name for name in call["settings"] if not is_python_setting(name, "video")]
+        if unknown:
+            raise make_keyword_error(unknown[0], "video")
+        duplicates = [name for name in call["settings"] if PYTHON_KEYWORDS.get(name) in call]
+        if duplicates:
+            name = duplicates[0]
+            raise InputError(f"{name} is called {PYTHON_KEYWORDS[name]} here; use that keyword.")
+        if "image" in call["settings"]:
+            raise InputError("image has no effect on a text-to-video model; remove it.")
+        flags = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
+        args = {
+            flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
+        }
+        image, last_image = (
+            None if args.get(name) is None else images.convert_to_image(args[name], name)
+            for name in _IMAGE_SETTINGS
+        )
+        reference_images = _read_reference_images(args.get(_REFERENCE_IMAGES))
+        unset_names = {
+            *_IMAGE_SETTINGS,
+            _REFERENCE_IMAGES,
+            *(n for n in (*_OPTIONAL_SETTINGS, *call["settings"]) if args.get(n) is None),
+        }
+        video_settings = {
+            n: args[n] for n in args if is_python_setting(n, "video") and n not in unset_names
+        }
+        values = self._base_settings | read_settings(video_settings)
+        values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
+        if image is not None and call.get("max_area") is not None:
+            values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
+        # Values of a recipe override the defaults of `generate`; for Wan2.1's image models those of
+        # the preset do too.
+        default_names = {
+            n for n in values if isinstance(args.get(n), DefaultFloat | DefaultInt | DefaultStr)
+        }
+        defaults = (
+            {}
+            if self._preset.num_clip_vision_images
+            else {name: values[name] for name in default_names}
+        )
+        values = {name: value for name, value in values.items() if name not in default_names}
+        image_size = None if image is None else image.size
+        values["last_image"] = last_image
+        inputs = Inputs(image, last_image)
+        if self._preset.kind == "s2v":
+            audio, pose_video = read_s2v_inputs(values, self._preset)
+            values |= count_s2v_clips(values, self._preset, audio)
+            inputs = replace(inputs, audio=audio, pose=pose_video)
+        if self._preset.kind == "animate":
+            animate_inputs = read_animate_inputs(values, self._preset)
+            values |= count_animate_clips(values, self._preset, animate_inputs, defaults)
+            inputs = replace(inputs, animate=animate_inputs)
+        if self._preset.kind == "vace":
+            vace = read_vace_inputs(values | {_REFERENCE_IMAGES: reference_images}, self._preset)
+            values |= count_vace_frames(values, self._preset, vace, defaults)
+            inputs = replace(inputs, vace=vace)
+            image_size = None if vace is None else vace.size
+        boundary = self.config.get("boundary")
+        if boundary in (None, self._preset.boundary):
+            defaults = defaults | {"boundary": boundary}
+        else:  # the caller has edited the config
+            values = values | {"boundary": boundary}
+        params, notices = make_params(setup, values, image_size, defaults)
+        for notice in notices:
+            logger.warning(PYTHON_NAMING.render(notice))
+        return params, inputs
+
+
+def _collect_call_invariants(call: VideoCall) -> dict[str, Any]:
+    """Returns the values of a call that must be equal on all ranks."""
+    invariants: dict[str, Any] = {name: str(value) for name, value in vars(call.params).items()}
+    del invariants["base_seed"]  # broadcast from rank 0 later
+    invariants |= call.inputs.compute_digests() | {"output_type": call.output_type}
+    return {f"`{name}`": {"value": value} for name, value in invariants.items()}
+
+
+def _find_config(config: Any) -> Any:
+    """Returns an entry of WAN_CONFIGS by its name, or a given config after a check."""
+    if isinstance(config, str):
+        if config not in WAN_CONFIGS:
+            raise InputError(
+                f"config is {format_value(config)}; names are {', '.join(WAN_CONFIGS)}."
+            )
+        return WAN_CONFIGS[config]
+    if not hasattr(config, "sample_neg_prompt"):
+        raise InputError(
+            f"config is {format_value(config)}; give an entry of WAN_CONFIGS, or its name "
+            f"({', '.join(WAN_CONFIGS)})."
+        )
+    return config
+
+
+def _warn_of_other_task(config: Any, preset: Preset) -> None:
+    """Logs a warning if the folder's number of networks differs from that of the config's task."""
+    task = str(getattr(config, "__name__", "")).rpartition(" ")[2]
+    if task in PRESETS and len(PRESETS[task].experts) != len(preset.experts):
+        networks = "two experts" if len(preset.experts) == 2 else "one network"
+        logger.warning(
+            "The checkpoint holds %s: it runs as %s, not as %s.", networks, preset.task, task
+        )
+
+
+def _inspect_checkpoint_dir(
+    folder: Any, network_files: NetworkFiles, presets: tuple[Preset, ...]
+) -> Checkpoint:
+    if not isinstance(folder, str | Path):
+        raise InputError("`ckpt_dir`", format_value(folder), "must be the folder of a checkpoint")
+    return inspect_checkpoint(Path(os.path.expanduser(folder)), network_files, presets)
+
+
+def _apply_config_files(
+    checkpoint: Checkpoint, config: Any, network_files: NetworkFiles
+) -> Checkpoint:
+    """Returns the checkpoint with the files that the config names, if the folder has them.
+
+    Files given explicitly (`vae`, `text_encoder`, `tokenizer`) are not replaced.
+    """
+    assert checkpoint.folder is not None
+    paths = {
+        "vae": checkpoint.folder / config.vae_checkpoint,
+        "text_encoder": checkpoint.folder / config.t5_checkpoint,
+        "tokenizer": checkpoint.folder / config.t5_tokenizer,
+    }
+    paths = {name: path for name, path in paths.items() if not getattr(network_files, name, None)}
+    return replace(checkpoint, **{name: path for name, path in paths.items() if path.exists()})
+
+
+def _find_world_size(use_sp: bool) -> int:
+    world_size = mesh.get_num_ranks() if use_sp else 1
+    if use_sp and world_size == 1:
+        raise InputError(
+            "use_sp distributes a video over ranks, but torch.distributed is not initialized for "
+            "several; start with torchrun and call init_process_group first."
+        )
+    return world_size
+
+
+def _read_reference_images(value: Any) -> tuple[Any, ...]:
+    """Returns the reference images of VACE from one image, a list of images, or paths."""
+    if value is None:
+        return ()
+    image_list = [*value] if isinstance(value, list | tuple) else [value]
+    if all(isinstance(item, str | Path) for item in image_list):
+        if image_list:
+            return FLAGS[_REFERENCE_IMAGES].reader(f"`{_REFERENCE_IMAGES}`", image_list)
+        return ()
+    return tuple(image_list)
+
+
+def _check_motion_latent(value: Any, params: VideoParams) -> Tensor | None:
+    """Checks the latent frame from which the first clip continues; returns it in float32."""
+    if value is None:
+        return None
+    if params.chain != "latent":
+        why = "has an effect only with `chain=latent`"
+        raise InputError("motion_latent", None, why, "add that, or drop it")
+    channels, _, *sides = params.latent_shape
+    shape = (channels, 1, *sides)
+    if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
+        actual_shape = list(value.shape) if isinstance(value, Tensor) else format_value(value)
+        raise InputError("motion_latent", actual_shape, f"must be floats of shape {list(shape)}")
+    return value.float()
+
+
+def _check_prompt_embeds(name: str, value: Any) -> Tensor | None:
+    """Checks that prompt embeddings are a floating-point tensor, and returns them."""
+    if value is None or (isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    raise InputError(f"{name} must be a floating-point tensor [length, channels].")

@@ -1,0 +1,52 @@
+"""Image to video: the official class `WanI2V`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.settings.execution import Offload
+
+
+class WanI2V(Generator):
+    """Image to video: i2v-A14B, Wan2.1's i2v-14B and flf2v-14B, depending on the checkpoint."""
+
+    kind = "i2v"
+
+    def generate(
+        self,
+        input_prompt: str,
+        img: Any,
+        max_area: int = 720 * 1280,
+        frame_num: int = 81,
+        shift: float = DefaultFloat(5.0),
+        sample_solver: str = DefaultStr("unipc"),
+        sampling_steps: int = DefaultInt(40),
+        guide_scale: GuideScale = GUIDANCE,
+        n_prompt: str = "",
+        seed: int | None = -1,
+        offload_model: Offload = True,
+        *,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        last_image: Any = None,
+        num_repeat: int | None = None,
+        motion_latent: Tensor | None = None,
+        output_type: str = "pt",
+        **settings: Any,
+    ) -> Tensor | None:
+        """Generates one video that starts from an image; see `WanT2V.generate`.
+
+        Args:
+            input_prompt: Description of the motion.
+            img: First frame: a PIL image, a path, a uint8 array [H,W,3] or a tensor.
+            max_area: Pixels of a frame; the image's aspect ratio is kept.
+            last_image: Last frame (i2v-A14B, flf2v-14B); like `img`.
+            num_repeat: Number of clips of a long video (i2v-A14B; docs/long_videos.md); with
+                output_type "latent" their latents are concatenated.
+            motion_latent: Last latent [Z,1,h,w] of the clip that this video continues
+                (`chain="latent"`); the frames that both share are not repeated.
+        """
+        return self._generate_video(locals())

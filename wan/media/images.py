@@ -1,0 +1,291 @@
+"""Converts an image from a file or a Python object to 8-bit RGB in its upright orientation.
+
+The command line and the Python classes get the same pixels from the same file. This module does not
+import torch, and imports Pillow and numpy on use, so that a wrong path is refused quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from wan.settings.errors import InputError
+from wan.settings.values import format_value
+from wan.utils.log import logger
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+T = TypeVar("T")
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
+"""Pillow's names of the allowed formats (AVIF if Pillow was built with it).
+
+JPEG includes MPO, a format of phones with further images after the first one.
+"""
+_ACCEPTED = "PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF"
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _SUBFILE_TYPE = 258, 262, 254  # TIFF tags
+
+
+@dataclass(frozen=True)
+class ImageSetting:
+    """The setting of an image and the path in it, for messages."""
+
+    setting: str
+    path: str | None = None
+
+    def input_error(self, why: str, remedy: str) -> InputError:
+        return InputError(f"`{self.setting}`", self.path, why, remedy)
+
+
+def read_image(path: Path, setting: str = "image") -> Image.Image:
+    """Reads and decodes an image file to RGB, rotated by its EXIF orientation.
+
+    A file with several images (MPO, TIFF) is read up to the first image; animations are refused.
+    Transparent parts are composited over white, with a warning. Grey values of more than 8 bits are
+    scaled.
+
+    Args:
+        path: A regular file in one of `FORMATS`.
+        setting: Name of the setting, for messages.
+
+    Raises:
+        InputError: The path is no such file, or the file is damaged.
+    """
+    image_setting = ImageSetting(setting, str(path))
+    _check_image_file(path, image_setting)
+    from PIL import Image
+
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]
+    # Opened as a file object: from a path, Pillow 13 memory-maps a TIFF, and confuses width and
+    # height if the orientation rotates it.
+    with (
+        _catch_decoder_errors(image_setting),
+        path.open("rb") as file,
+        Image.open(file, formats=formats) as image,
+    ):
+        _check_still_image(image, image_setting)
+        return _convert_to_rgb(image, image_setting)
+
+
+def convert_to_image(value: object, setting: str = "image") -> Image.Image:
+    """Converts a Python value to an RGB image, with the rules of `read_image`.
+
+    Args:
+        value: A path (`~` is the home folder), a PIL image, or a numpy array or torch tensor
+            [H,W,3] or [3,H,W], uint8 or floating in [0, 1]. An animation in a PIL image gives its
+            current frame.
+        setting: Name of the setting, for messages.
+
+    Raises:
+        InputError: The value has another type, or the image is damaged.
+    """
+    from PIL import Image
+
+    if isinstance(value, str | Path):
+        return read_image(Path(os.path.expanduser(value)), setting)
+    source = ImageSetting(setting)
+    with _catch_decoder_errors(source):
+        if isinstance(value, Image.Image):
+            return _convert_to_rgb(value, source)
+        return Image.fromarray(_convert_to_uint8_rgb(_convert_to_array(value, source), source))
+
+
+def _check_image_file(path: Path, image_setting: ImageSetting) -> None:
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if re.match(r"([a-z][a-z0-9+.-]+:/|data:)", str(path), re.IGNORECASE):
+            source = ImageSetting(image_setting.setting)
+            raise source.input_error("takes a file, not an address", "download it first") from None
+        raise image_setting.input_error("does not exist", "give an image") from None
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        # The name may be too long to print.
+        short_setting = ImageSetting(image_setting.setting, format_value(path, str))
+        raise short_setting.input_error(
+            f"cannot be used ({_describe_decoder_error(error)})", "give another one"
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise image_setting.input_error("is not a file", "give an image")
+    if status.st_size == 0:
+        raise image_setting.input_error("is empty (0 bytes)", "give an image")
+
+
+@contextmanager
+def _catch_decoder_errors(image_setting: ImageSetting) -> Iterator[None]:
+    """Turns every error of Pillow's decoders into an InputError, and hides Pillow's warnings.
+
+    All of Exception is caught: on damaged files the decoders raise ValueError, SyntaxError,
+    NotImplementedError, AttributeError, struct.error, ..., depending on the broken byte.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except InputError:
+        raise
+    except UnidentifiedImageError as error:
+        why = f"cannot be read as an image: it is no intact {_ACCEPTED}"
+        raise image_setting.input_error(why, "convert it to one") from error
+    except (Image.DecompressionBombError, MemoryError) as error:
+        raise image_setting.input_error(
+            "has too many pixels to be decoded", "scale it down"
+        ) from error
+    except Exception as error:
+        why = f"cannot be read as an image ({_describe_decoder_error(error)})"
+        raise image_setting.input_error(why, "give a PNG or JPEG") from error
+
+
+def _describe_decoder_error(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return format_value(error, str) or type(error).__name__
+
+
+def _check_still_image(image: Image.Image, image_setting: ImageSetting) -> None:
+    """Refuses animations, and TIFFs whose first page is a thumbnail."""
+    if image.format == "TIFF":
+        if _get_tiff_tag(image, _SUBFILE_TYPE, 0) & 1:
+            why = "begins with a thumbnail, as raw files of cameras do"
+            raise image_setting.input_error(why, "export it as PNG or JPEG")
+    elif image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
+        raise image_setting.input_error(f"is animated ({frames} frames)", "give a still image")
+
+
+def _convert_to_rgb(image: Image.Image, image_setting: ImageSetting) -> Image.Image:
+    """Converts an image of any mode to 8-bit RGB: upright by its EXIF data, over white."""
+    from PIL import ImageOps
+
+    width, height = image.size
+    if not width or not height:
+        raise image_setting.input_error(f"has no pixels ({width}x{height})", "give another image")
+    _decode_pixels(image)
+    upright = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        upright = _scale_to_eight_bits(upright, image, image_setting)
+    return _composite_over_white(upright, image_setting).convert("RGB")
+
+
+def _decode_pixels(image: Image.Image) -> None:
+    """Decodes an image, and discards the messages of libtiff on standard error."""
+    if image.format != "TIFF" or sys.stderr is None:
+        image.load()
+        return
+    saved_stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
+    try:
+        image.load()
+    finally:
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
+        os.close(devnull)
+
+
+def _composite_over_white(image: Image.Image, image_setting: ImageSetting) -> Image.Image:
+    """Composites an image with transparent parts over white, with a warning."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image
+    straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode, image.mode)
+    rgba = image.convert(straight).convert("RGBA")
+    if rgba.getchannel("A").getextrema() == (255, 255):
+        return image
+    name = image_setting.path or "The image"
+    logger.warning("%s is transparent in places; they become white.", name)
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), rgba)
+
+
+def _scale_to_eight_bits(
+    upright: Image.Image, source: Image.Image, image_setting: ImageSetting
+) -> Image.Image:
+    """Scales grey values of 16 or 32 bits, or floating ones, to 8 bits.
+
+    Args:
+        upright: The rotated image.
+        source: The image as opened, with the TIFF tags.
+    """
+    import numpy as np
+    from PIL import Image
+
+    values = np.asarray(upright, dtype=np.float32)
+    low, high = float(values.min()), float(values.max())
+    white = _find_white_level(source, high)
+    if white is None or low < 0 or high > white:
+        allowed = "0 to 1 or 0 to 255" if source.mode == "F" else "0 to 255 or 0 to 65535"
+        why = f"has grey values from {low:g} to {high:g}"
+        raise image_setting.input_error(why, f"they must be from {allowed}")
+    grey = np.rint(values * np.float32(255) / np.float32(white)).astype(np.uint8)
+    # TIFF's "white is zero", which Pillow ignores here
+    if _get_tiff_tag(source, _PHOTOMETRIC, 1) == 0:
+        grey = 255 - grey
+    eight = Image.fromarray(grey)
+    if "transparency" in source.info:  # one grey value of the file is transparent
+        opaque = values != source.info["transparency"]
+        eight.putalpha(Image.fromarray(opaque.astype(np.uint8) * np.uint8(255)))
+    return eight
+
+
+def _find_white_level(image: Image.Image, high: float) -> float | None:
+    """Returns the grey value that is white; None if it is unclear (NaN).
+
+    Floating values up to 1 are read as 0 to 1. Values up to 255 are read as 0 to 255, but only if
+    some are above 16: a highlight of 1.2 in an image from 0 to 1 would make all of it black.
+    """
+    if image.mode == "F":
+        if high <= 1:
+            return 1
+        return 255 if 16 < high <= 255 else None
+    if image.mode == "I" and image.format != "PNG":  # Pillow 10 opens 16-bit PNG as "I"
+        return 255 if high <= 255 else 65535
+    return 2 ** _get_tiff_tag(image, _BITS_PER_SAMPLE, (16,))[0] - 1  # "I;16" is also 12-bit TIFF
+
+
+def _get_tiff_tag(image: Image.Image, number: int, default: T) -> T:
+    """Returns a tag of a TIFF image, or the default for other formats."""
+    return getattr(image, "tag_v2", {}).get(number, default)
+
+
+def _convert_to_array(value: object, image_setting: ImageSetting) -> np.ndarray:
+    """Converts a numpy array or torch tensor to an array, without importing torch."""
+    import numpy as np
+
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensor = value.detach().cpu()
+        return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    if isinstance(value, np.ndarray):
+        return value
+    remedy = "give a path, a PIL image, or an array or tensor [H,W,3]"
+    raise image_setting.input_error(f"is {format_value(value)}", remedy)
+
+
+def _convert_to_uint8_rgb(array: np.ndarray, image_setting: ImageSetting) -> np.ndarray:
+    """Converts [H,W,3] or [3,H,W], uint8 or floating in [0, 1], to [H,W,3] uint8."""
+    import numpy as np
+
+    shape, last = list(array.shape), array.ndim - 1
+    channels = next((axis for axis in (last, 0) if array.ndim == 3 and shape[axis] == 3), None)
+    if channels is None or not array.size:
+        raise image_setting.input_error(f"has shape {shape}", "an image is [H,W,3] or [3,H,W]")
+    array = np.moveaxis(array, channels, -1)
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array)
+    if array.dtype.kind != "f":
+        raise image_setting.input_error(f"has dtype {array.dtype}", "an image is uint8 or floating")
+    low, high = float(array.min()), float(array.max())
+    if not (low >= 0 and high <= 1):  # NaN, too
+        why = f"has values from {low:g} to {high:g}"
+        raise image_setting.input_error(why, "floating ones must be from 0 to 1")
+    return np.rint(array * 255).astype(np.uint8)

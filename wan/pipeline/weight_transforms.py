@@ -1,0 +1,161 @@
+"""Transforms a DiT's layers and weights while they load: quantized layers, FP8, merged LoRAs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import nn
+
+from wan.checkpoint.config import BLOCK_PREFIXES
+from wan.checkpoint.dequantise import TO_FLOAT
+from wan.checkpoint.headers import FP8, GGUF, TensorInfo, view_as_bytes
+from wan.checkpoint.load import (
+    DTYPES,
+    WeightTransform,
+    keep_sources,
+    open_int8_sources,
+    open_weight_only_sources,
+)
+from wan.checkpoint.lora import WeightDelta, collect_deltas
+from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
+from wan.checkpoint.tensor_source import TensorSources
+from wan.checkpoint.w8a8_export import Export
+from wan.device import Device
+from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.npu import linear as npu_linear
+from wan.kernels.weight_only_linear import FP8Linear, WeightOnlyLinear
+from wan.pipeline.setup import Setup
+
+
+def make_weight_transform(
+    setup: Setup, name: str, device: Device, compute_dtype: torch.dtype
+) -> WeightTransform:
+    """Returns the transform of an expert; `Setup` refuses LoRAs with quantized layers.
+
+    Args:
+        name: The expert.
+        compute_dtype: The dtype of its matrix products.
+    """
+    if setup.quantized_dit is not None:
+        return make_quantized_transform(setup.quantized_dit.experts[name], device, compute_dtype)
+
+    def transform(network: nn.Module, sources: TensorSources) -> TensorSources:
+        layers = install_weight_only_linears(setup, name, device.type, network, compute_dtype)
+        lora_changes = {layer: changes for layer, (_, changes) in layers.items() if changes}
+        unmerged_weights = {f"{layer}.weight" for layer in layers}
+        return {
+            **merge_loras(sources, setup.loras.get(name, ()), unmerged_weights),
+            **open_weight_only_sources({layer: info for layer, (info, _) in layers.items()}),
+            **open_lora_sources(lora_changes, compute_dtype),
+        }
+
+    return transform
+
+
+def install_weight_only_linears(
+    setup: Setup, name: str, device_type: str, network: nn.Module, compute_dtype: torch.dtype
+) -> dict[str, tuple[TensorInfo, list[WeightDelta]]]:
+    """Replaces linear layers of the blocks by `KeptLinear`, which holds the stored weight.
+
+    A layer is not replaced if a LoRA file contains a full weight for it: this is merged instead.
+
+    Returns:
+        Layer -> its weight in the file, and its LoRA changes.
+    """
+    kept_dtypes = setup.unconverted_dtypes(device_type)
+    tensors = setup.checkpoint.experts[name].tensors
+    lora_changes = collect_deltas(setup.loras.get(name, ()))
+    stored_layers: dict[str, tuple[TensorInfo, list[WeightDelta]]] = {}
+    for layer, module in list(network.named_modules()) if kept_dtypes else ():
+        info = tensors.get(f"{layer}.weight")
+        if not (isinstance(module, nn.Linear) and layer.startswith(BLOCK_PREFIXES)):
+            continue
+        if (
+            info is None
+            or info.dtype not in kept_dtypes
+            or info.shape[-1] % GGUF.get(info.dtype, (1, 1))[0]
+        ):
+            continue
+        changes = lora_changes.get(f"{layer}.weight", [])
+        if any(change.full is not None for change in changes):
+            continue
+        in_fp8 = setup.multiplies_fp8 and info.dtype in FP8 and not info.full_precision
+        linear_class = FP8Linear if in_fp8 else WeightOnlyLinear
+        network.set_submodule(
+            layer, _make_empty_linear(linear_class, info, module, changes, compute_dtype)
+        )
+        stored_layers[layer] = info, changes
+    return stored_layers
+
+
+def _make_empty_linear(
+    linear_class: type[WeightOnlyLinear],
+    info: TensorInfo,
+    module: nn.Linear,
+    changes: Sequence[WeightDelta],
+    compute_dtype: torch.dtype,
+) -> WeightOnlyLinear:
+    """Makes a layer on the meta device."""
+    weight, scale, lora = view_as_bytes(info), None, None
+    if info.dtype in FP8:
+        rows = 1 if info.scale is None else prod(info.scale.shape)
+        scale = torch.empty(1 if rows == 1 else (rows, 1), device="meta")
+    if changes:
+        rank = sum(change.rank for change in changes)
+        sizes = (module.out_features, rank), (rank, module.in_features)
+        up, down = (torch.empty(size, dtype=compute_dtype, device="meta") for size in sizes)
+        lora = up, down
+    return linear_class(
+        torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta"),
+        TO_FLOAT[info.dtype],
+        module.bias,
+        in_features=module.in_features,
+        scale=scale,
+        lora=lora,
+    )
+
+
+def make_quantized_transform(
+    export: Export, device: Device, compute_dtype: torch.dtype
+) -> WeightTransform:
+    """Replaces a DiT's linear layers by the quantized layers of an export.
+
+    On an NPU these are mindiesd's layers; on other devices `W8A8Linear`, the only algorithm that
+    runs everywhere. The float weights of these layers are neither read nor allocated.
+
+    Args:
+        compute_dtype: The dtype of the layers' inputs and outputs; 16 bits on an NPU.
+    """
+
+    def install_npu_linears(network: nn.Module, sources: TensorSources) -> TensorSources:
+        npu_linear.quantize_npu_linears(
+            network,
+            export.description,
+            export.linears,
+            use_nz=export.use_nz,
+            dtype=compute_dtype,
+            device=device.torch_device,
+        )
+        return sources
+
+    def install_w8a8_linears(network: nn.Module, sources: TensorSources) -> TensorSources:
+        for name, layer in export.linears.items():
+            meta_tensors = {
+                key: torch.empty(info.shape, device="meta") for key, info in layer.tensors.items()
+            }
+            linear = W8A8Linear(
+                meta_tensors["weight"].to(torch.int8),
+                meta_tensors["weight_scale"],
+                meta_tensors.get("bias"),
+                meta_tensors.get("mul_scale"),
+                dtype=compute_dtype,
+                device_type=device.type,
+            )
+            network.set_submodule(name, linear)
+        return {**sources, **open_int8_sources(export, compute_dtype)}
+
+    if not export.linears:
+        return keep_sources
+    return install_npu_linears if device.type == "npu" else install_w8a8_linears

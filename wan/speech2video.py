@@ -1,0 +1,68 @@
+"""Speech to video: the official class `WanS2V`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.settings.errors import InputError
+from wan.settings.execution import Offload
+
+
+class WanS2V(Generator):
+    """Audio, a reference image and text to video: s2v-14B."""
+
+    kind = "s2v"
+
+    def generate(
+        self,
+        input_prompt: str,
+        ref_image_path: Any,
+        audio_path: str,
+        enable_tts: bool = False,
+        tts_prompt_audio: str | None = None,
+        tts_prompt_text: str | None = None,
+        tts_text: str | None = None,
+        num_repeat: int | None = 1,
+        pose_video: str | None = None,
+        max_area: int = 720 * 1280,
+        infer_frames: int = 80,
+        shift: float = DefaultFloat(5.0),
+        sample_solver: str = DefaultStr("unipc"),
+        sampling_steps: int = DefaultInt(40),
+        guide_scale: GuideScale = GUIDANCE,
+        n_prompt: str = "",
+        seed: int | None = -1,
+        offload_model: Offload = True,
+        init_first_frame: bool = False,
+        *,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        output_type: str = "pt",
+        **settings: Any,
+    ) -> Tensor | None:
+        """Generates one video, in clips, that is driven by audio; see `WanT2V.generate`.
+
+        Args:
+            input_prompt: Description of the video.
+            ref_image_path: Reference image; like `img` of `WanI2V.generate`.
+            audio_path: An audio file, or a video with audio. The returned video has no audio.
+            enable_tts, tts_prompt_audio, tts_prompt_text, tts_text: Refused, as there is no speech
+                synthesis here.
+            num_repeat: Maximum number of clips; None: as many as the audio needs.
+            pose_video: A video with the poses to follow.
+            max_area: Pixels of a frame; the image's aspect ratio is approximately kept.
+            infer_frames: Frames of a clip, 4n.
+            init_first_frame: Start the video with the reference image.
+            output_type: "latent": the latents of all clips, concatenated.
+        """
+        return self._generate_video(self._rename_arguments(locals()))
+
+    def _rename_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        for name in ("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"):
+            if call.pop(name):
+                why = "is not available: there is no speech synthesis here"
+                raise InputError(name, None, why, "give a recording as audio_path")
+        return {**call, "img": call.pop("ref_image_path")}

@@ -1,0 +1,1 @@
+"""One file a kind of task: its inputs, sizes, conditions and clips."""

@@ -1,0 +1,1 @@
+"""Randomly initialized checkpoints, for tests and demonstrations."""

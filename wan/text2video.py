@@ -1,0 +1,62 @@
+"""Text to video: the official class `WanT2V`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.settings.execution import Offload
+
+
+class WanT2V(Generator):
+    """Text to video: t2v-A14B (two experts), or the dense Wan 2.1 networks."""
+
+    kind = "t2v"
+
+    def generate(
+        self,
+        input_prompt: str,
+        size: tuple[int, int] = (1280, 720),
+        frame_num: int = 81,
+        shift: float = DefaultFloat(5.0),
+        sample_solver: str = DefaultStr("unipc"),
+        sampling_steps: int = DefaultInt(50),
+        guide_scale: GuideScale = GUIDANCE,
+        n_prompt: str = "",
+        seed: int | None = -1,
+        offload_model: Offload = True,
+        *,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        output_type: str = "pt",
+        **settings: Any,
+    ) -> Tensor | None:
+        """Generates one video.
+
+        Args:
+            input_prompt: Description of the video.
+            size: (width, height) in pixels.
+            frame_num: 4n+1.
+            shift: Shift of the noise schedule.
+            sample_solver: "unipc" or "dpm++".
+            sampling_steps: Number of solver steps.
+            guide_scale: One number or (low noise, high noise).
+            n_prompt: Negative prompt; "": the default of the config.
+            seed: Seed of the noise; negative or None: random.
+            offload_model: True releases each network after its stage; False, "cpu", "block": as
+                --offload_model.
+            prompt_embeds: Prompt embeddings [length, text_dim], used instead of the prompt.
+            negative_prompt_embeds: Embeddings [length, text_dim] of the negative prompt.
+            output_type: "pt": the video; "latent": its latents.
+            **settings: Other command-line flags of a video, by their names (docs/cli.md).
+
+        Returns:
+            The video, float32 [3,F,H,W] in [-1, 1], or the latents [Z,f,h,w]. With several ranks
+            only rank 0 returns the video, the others None.
+
+        Raises:
+            InputError: A ValueError: a value is invalid.
+        """
+        return self._generate_video(locals())

@@ -1,0 +1,39 @@
+"""Text or image to video: the official class `WanTI2V`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.settings.execution import Offload
+
+
+class WanTI2V(Generator):
+    """Text, and optionally a first image, to video: ti2v-5B."""
+
+    kind = "ti2v"
+
+    def generate(
+        self,
+        input_prompt: str,
+        img: Any = None,
+        size: tuple[int, int] = (1280, 704),
+        max_area: int = 704 * 1280,
+        frame_num: int = 81,
+        shift: float = DefaultFloat(5.0),
+        sample_solver: str = DefaultStr("unipc"),
+        sampling_steps: int = DefaultInt(50),
+        guide_scale: GuideScale = GUIDANCE,
+        n_prompt: str = "",
+        seed: int | None = -1,
+        offload_model: Offload = True,
+        *,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        output_type: str = "pt",
+        **settings: Any,
+    ) -> Tensor | None:
+        """Generates one video of `size`, or with `img`'s aspect ratio; see `WanI2V.generate`."""
+        return self._generate_video(locals())

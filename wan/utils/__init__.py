@@ -1,0 +1,1 @@
+"""Small helpers: log, machine, environment variables, trace, files written whole."""

@@ -1,0 +1,182 @@
+"""Log messages, progress bars and stage times; ranks other than 0 log errors only."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("wan")
+_SILENT = ContextVar("silent", default=False)
+logger.addFilter(lambda record: record.levelno >= logging.WARNING or not _SILENT.get())
+_PROMPTS_HIDDEN = threading.Event()
+
+
+class _Handler(logging.StreamHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignores that the reader of stdout has closed it (`| head`)."""
+        if not isinstance(sys.exception(), BrokenPipeError):
+            super().handleError(record)
+
+
+def set_up_logging(main_rank: bool = True) -> None:
+    """Sends messages to stdout: INFO and above on the main rank, errors only on the others."""
+    handler = _Handler(sys.stdout)
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if main_rank else logging.ERROR)
+
+
+def set_level(name: str) -> None:
+    """Sets the main rank's log level: "info" or "debug"."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.setLevel(name.upper())
+
+
+@contextmanager
+def silence_thread() -> Iterator[None]:
+    """Drops this thread's progress bars and messages below WARNING while the block runs."""
+    token = _SILENT.set(True)
+    try:
+        yield
+    finally:
+        _SILENT.reset(token)
+
+
+def hide_prompts() -> None:
+    """Keeps prompts out of this process's log."""
+    _PROMPTS_HIDDEN.set()
+
+
+def format_prompt(text: str) -> str:
+    """Returns a prompt, or only its length after `hide_prompts`."""
+    return f"({len(text)} characters)" if _PROMPTS_HIDDEN.is_set() else text
+
+
+def make_progress_bar(total: int | None, description: str, unit: str) -> Any:
+    """Returns a tqdm bar, disabled on other ranks and without `set_up_logging` (Python API).
+
+    Without a terminal it writes a log line twice a minute and at each refresh.
+    """
+    from tqdm import tqdm
+
+    log_options: dict[str, Any] = {}
+    if sys.stderr is None or not sys.stderr.isatty():
+        bar_format = "{desc}: {n_fmt}/{total_fmt} {unit}s, about {remaining} left"
+        log_options = {
+            "file": _LogWriter(),
+            "mininterval": 30,
+            "delay": 30,
+            "bar_format": bar_format,
+        }
+    return tqdm(
+        total=total,
+        desc=description,
+        unit=unit,
+        unit_scale=unit == "B",
+        disable=_SILENT.get() or not logger.isEnabledFor(logging.INFO),
+        dynamic_ncols=not log_options,
+        **log_options,
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """Formats seconds as "3 h 5 min", "4 min" or "20 s"."""
+    minutes, hours = round(seconds / 60), round(seconds / 60) // 60
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"
+
+
+class _LogWriter:
+    """File-like object that writes a progress bar's lines to the log."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            logger.info("%s", text.strip())
+
+    def flush(self) -> None: ...
+
+
+class StageTimer:
+    """Measures the seconds of each named stage of a run.
+
+    A nested stage's time is not counted in the outer stage. Stages in several threads may overlap,
+    so that their sum can exceed the time of the run.
+
+    Args:
+        synchronize: Waits for the device at the end of each stage.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._synchronize = synchronize
+        self._running = threading.local()  # per thread: seconds of nested stages
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        running, outer = self._running, getattr(self._running, "inner", 0.0)
+        start, running.inner = time.perf_counter(), 0.0
+        try:
+            yield
+            self._synchronize()
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - running.inner
+            running.inner = outer + elapsed
+
+
+def collect_versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the versions of Python and packages for a record.
+
+    Args:
+        device_type: As in PyTorch.
+        packages: Additional packages, with attention kernels.
+    """
+    names = ["torch", "diffusers", "transformers", "safetensors", "imageio-ffmpeg", "ftfy"]
+    names += ["torch-npu", "mindiesd"] if device_type == "npu" else []
+    version_of = {"python": platform.python_version()}
+    version_of |= {name: _read_package_version(name) for name in (*names, *packages)}
+    return version_of | ({"cudnn": _read_cudnn_version()} if device_type == "cuda" else {})
+
+
+def find_commit() -> str | None:
+    """Returns the commit of the Git clone that this package runs from; None outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _read_cudnn_version() -> str:
+    """Returns cuDNN's version as PyTorch has it: 91600 is 9.16.0.
+
+    One version of PyTorch runs with several of cuDNN, whose kernels differ.
+    """
+    import torch
+
+    version = None if torch.version.hip else torch.backends.cudnn.version()  # MIOpen's with HIP
+    return str(version or "not available")
+
+
+def _read_package_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"

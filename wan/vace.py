@@ -1,0 +1,51 @@
+"""Videos from a source video, a mask and reference images: the class `WanVace`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wan.app.python_api import GUIDANCE, DefaultFloat, DefaultInt, DefaultStr, Generator, GuideScale
+from wan.settings.execution import Offload
+
+
+class WanVace(Generator):
+    """Video, mask, reference images and text to video: vace-1.3B, vace-14B and vace-A14B."""
+
+    kind = "vace"
+
+    def generate(
+        self,
+        input_prompt: str,
+        src_video: str | None = None,
+        src_mask: str | None = None,
+        src_ref_images: Any = None,
+        size: tuple[int, int] = (1280, 720),
+        frame_num: int = DefaultInt(81),
+        context_scale: Any = 1.0,
+        shift: float = DefaultFloat(5.0),
+        sample_solver: str = DefaultStr("unipc"),
+        sampling_steps: int = DefaultInt(50),
+        guide_scale: GuideScale = GUIDANCE,
+        n_prompt: str = "",
+        seed: int | None = -1,
+        offload_model: Offload = True,
+        *,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        output_type: str = "pt",
+        **settings: Any,
+    ) -> Tensor | None:
+        """Generates one video; see `WanT2V.generate`.
+
+        Args:
+            input_prompt: Description of the video.
+            src_video: A video to edit, or a control video (depth, pose, ...).
+            src_mask: A mask video of the same size and length, white where pixels are generated.
+            src_ref_images: A reference image or a list; each like `img` of `WanI2V.generate`.
+            size: (width, height) in pixels; with `src_video` only its area is used.
+            frame_num: 4n+1; by default at most the number of frames of `src_video`.
+            context_scale: Strength of the control, one number or one per control block.
+        """
+        return self._generate_video(locals())
