@@ -43,6 +43,7 @@ from wan.device import select_device as resolve_device
 from wan.distributed import mesh
 from wan.media.video_writer import write_video
 from wan.pipeline import build
+from wan.pipeline.clips import generate_clips
 from wan.planner.measure import Planner
 from wan.settings.command import Output
 from wan.settings.presets import PRESETS
@@ -299,13 +300,13 @@ def run_case(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int
     prompt_embeds = torch.zeros(2, *pipeline.text_size) if case.loop else (None, None)
     if run.params.has_clips:
         with live:
-            clips = pipeline.generate_clips(run.params, run.make_inputs())
+            clips = generate_clips(pipeline, run.params, run.load_inputs())
             while next(clips, None) is not None:
                 pass
         return stages.peaks
     with live:
         inputs = replace(
-            run.make_inputs(),
+            run.load_inputs(),
             prompt_embeds=prompt_embeds[0],
             negative_prompt_embeds=prompt_embeds[1],
         )

@@ -32,12 +32,12 @@ from benchmarks import common
 from benchmarks.common import CPU, Times, run_on_ranks, take_slowest_rank, time_interleaved
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
+from wan.media.images import convert_image_to_tensor
 from wan.modules.vae import tiles, video_vae
 from wan.modules.vae.network import Autoencoder
 from wan.modules.vae.rows import ALL_ROWS, Rows
 from wan.modules.vae.sharded import ShardedRows, split_rows_evenly
 from wan.modules.vae.video_vae import build_published_vae
-from wan.pipeline.conditioning import convert_image_to_tensor
 from wan.settings.values import integer
 
 WIDTHS = {"2.1": {"base_dim": 96}, "2.2": {"base_dim": 160, "decoder_base_dim": 256}}

@@ -30,7 +30,6 @@ from wan.cache.policy import Cache, Policy, StepLists
 from wan.kernels.forward_context import StepInfo
 from wan.modules.interfaces import RunBlocks
 from wan.pipeline import build
-from wan.pipeline.pipeline import Inputs
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError, WriteError, get_exit_code
 from wan.settings.step_cache import StepCache
@@ -84,7 +83,7 @@ def calibrate_curve(argv: list[str]) -> Curve:
     recorder = RatioRecorder(policy.make_policy(everything, setup.preset))
     device = devices.select_device(setup.execution.device)
     pipeline = build.build_pipeline(setup, device, step_cache=recorder)
-    pipeline.generate_latents(request, Inputs(run.image))
+    pipeline.generate_latents(request, run.inputs)
     return Curve(
         task=setup.preset.task,
         sample_shift=request.sample_shift,

@@ -18,7 +18,7 @@ from wan.app import job as videos
 from wan.app.clip_store import ClipFiles
 from wan.cli import main as generate
 from wan.media.video_writer import save_latents
-from wan.pipeline.clips import Clip
+from wan.tasks.base import Clip
 
 # Clips. A run reuses the clips of another run if it would generate the same.
 
@@ -179,7 +179,7 @@ class UnmadeVideo:
         self.run = run
 
     def make_inputs(self) -> Any:
-        return self.run.make_inputs()
+        return self.run.load_inputs()
 
     def make(self, latents: Any) -> None: ...
 

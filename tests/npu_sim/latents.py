@@ -15,7 +15,7 @@ from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
 from wan.distributed import mesh
 from wan.pipeline import build
-from wan.pipeline.pipeline import Inputs, Pipeline
+from wan.pipeline.pipeline import Pipeline
 from wan.settings import attention_modes
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of ranks fits
@@ -60,7 +60,7 @@ def make_arguments(checkpoint: object, way: Way) -> list[str]:
 def make_latents(argv: Sequence[str], chip: str) -> Tensor:
     """Make the float32 latents [C,F,H,W] of a generate.py command line, on every rank."""
     run, pipeline = build_run(argv, chip)
-    return pipeline.generate_latents(run.params, Inputs(run.image, run.last_image))
+    return pipeline.generate_latents(run.params, run.inputs)
 
 
 def build_run(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:

@@ -32,6 +32,7 @@ from wan import device as devices
 from wan.app import flag_parser as flags
 from wan.app.resolve import resolve_command_line
 from wan.pipeline import build
+from wan.pipeline.clips import generate_clips
 
 pytestmark = pytest.mark.dist
 
@@ -147,8 +148,8 @@ def make_all_clips(argv: list[str], chip: str, device: str) -> Tensor:
         )
         pipeline = build.build_pipeline(run_settings.setup, devices.select_device("cpu"))
     if not run_settings.params.has_clips:
-        return pipeline.generate_latents(run_settings.params, run_settings.make_inputs()).cpu()
-    video_clips = pipeline.generate_clips(run_settings.params, run_settings.make_inputs())
+        return pipeline.generate_latents(run_settings.params, run_settings.load_inputs()).cpu()
+    video_clips = generate_clips(pipeline, run_settings.params, run_settings.load_inputs())
     return torch.cat([clip.latents.cpu() for clip in video_clips], dim=1)
 
 

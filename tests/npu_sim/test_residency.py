@@ -30,7 +30,7 @@ from wan.checkpoint.load import keep_sources
 from wan.checkpoint.tensor_source import TensorSource
 from wan.pipeline import offload
 from wan.pipeline.offload import stream_blocks
-from wan.pipeline.pipeline import Inputs
+from wan.tasks.base import Inputs
 
 NPU = torch.device("npu", 0)
 

@@ -49,6 +49,9 @@ class PipelineParts:
         self.stage_timer, self.work_sharing = StageTimer(lambda: None), WorkSharing()
         self.device: Any = type("Device", (), {"torch_device": CPU})
         self.experts: Any = experts
+        self.torch_device, self.overlap_decoding = CPU, False
+        self.cached_prompt_embeds: dict[str, Tensor] = {}
+        self.run_on_rank0 = self.work_sharing.run_on_rank0
         vae_spec = video_vae.read_vae_spec(folder.parent / "vae21.weights.safetensors")
         self.vae = video_vae.VideoVAE(vae_spec.load(device=CPU, dtype_of=lambda *_: torch.float32))
         self.encode_video, self.decode = self.vae.encode, self.vae.decode
@@ -60,3 +63,5 @@ class PipelineParts:
         return video.advance(self.experts)
 
     def release(self, _: object) -> None: ...
+
+    def release_vae(self) -> None: ...

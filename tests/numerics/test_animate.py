@@ -18,13 +18,16 @@ from tests.numerics.official import Networks, PipelineParts, distance, weights
 from tests.numerics.procedural import make_procedural_tensor
 from wan.modules.animate import WanAnimateModel
 from wan.modules.interfaces import ModelComponents
-from wan.pipeline import characters
-from wan.pipeline.characters import fold_mask_to_latent
-from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
-from wan.pipeline.driving import count_overlapping_clips as count_clips
-from wan.pipeline.pipeline import Inputs
+from wan.pipeline.clips import generate_clips
 from wan.settings.presets import PRESETS
-from wan.settings.request import VideoParams, make_video_params
+from wan.tasks.animate import (
+    AnimateInputs,
+    fold_mask_to_latent,
+    letterbox_image,
+    make_ping_pong_indices,
+)
+from wan.tasks.animate import count_overlapping_clips as count_clips
+from wan.tasks.base import VideoParams, make_video_params
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +217,13 @@ def test_whole_run(animate: Path, run: str) -> None:
     parts = {name: make_frame_reader(f"src_{name}", side) for name, side in names.items()}
     parts["background"] = parts.pop("bg")
     picture = Image.fromarray(stored["src_ref"].numpy())
-    animate_inputs = AnimateInputs(picture, (64, 48), case["frames_in"], 30.0, parts)
+    animate_inputs = AnimateInputs(
+        reference_image=picture,
+        pose_size=(64, 48),
+        num_frames=case["frames_in"],
+        fps=30.0,
+        readers=parts,
+    )
     request = make_params(
         case["frames_in"],
         case["clip_len"],
@@ -228,9 +237,7 @@ def test_whole_run(animate: Path, run: str) -> None:
     )
     assert request.num_clip == case["clips"]
     pipeline: Any = _Pipeline(animate)
-    clips = list(
-        characters.generate_animate_clips(pipeline, request, Inputs(animate=animate_inputs))
-    )
+    clips = list(generate_clips(pipeline, request, animate_inputs))
     rounded = case["rounded_inputs"]
     limit = dict.fromkeys(("y", "latent", "video"), 1e-4)
     if rounded:

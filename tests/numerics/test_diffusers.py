@@ -29,7 +29,7 @@ from wan.modules.model import WanModel
 from wan.pipeline.scheduler import make_solver
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_video_params
+from wan.tasks.base import make_video_params
 
 # diffusers' timestep sinusoid is float32: up to 4e-5 off, which moves the output by 2.5e-5.
 TOLERANCE = 1e-4

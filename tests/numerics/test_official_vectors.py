@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.numerics.official import CPU, distance, weights
 from wan.kernels.compiled_ops import STEPS_BY_OP, CompiledOps
+from wan.media.images import convert_image_to_tensor
 from wan.media.video_writer import to_uint8
 from wan.modules import clip, t5
 from wan.modules.fused_ops import BlockOps
@@ -23,11 +24,12 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.model import WanModel, sinusoidal_embedding
 from wan.modules.rope import apply_rope, compute_rope_angles, make_rope_table
 from wan.modules.vae import video_vae as vae
-from wan.pipeline.conditioning import convert_image_to_tensor
 from wan.pipeline.scheduler import make_solver
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.request import compute_i2v_size, compute_ti2v_size, make_video_params
+from wan.tasks.base import make_video_params
+from wan.tasks.image2video import compute_i2v_size
+from wan.tasks.textimage2video import compute_ti2v_size
 
 SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}
 DIT_CASES = [

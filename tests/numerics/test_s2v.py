@@ -17,14 +17,15 @@ from torch import Tensor
 
 from tests.numerics.official import Networks, PipelineParts, distance, weights
 from wan.media.audio import read_audio
+from wan.media.images import convert_image_to_tensor
 from wan.modules import audio_encoder
 from wan.modules.interfaces import ModelComponents
 from wan.modules.s2v import WanModel_S2V
-from wan.pipeline import clips
-from wan.pipeline.conditioning import convert_image_to_tensor
-from wan.pipeline.pipeline import Inputs
+from wan.pipeline.clips import generate_clips
 from wan.settings.presets import PRESETS
-from wan.settings.request import compute_s2v_size, make_video_params
+from wan.tasks import speech2video
+from wan.tasks.base import make_video_params
+from wan.tasks.speech2video import compute_s2v_size
 
 CASES = ("a_first", "b_next", "b_null", "b_dropped", "c_wide", "d_short_motion", "e_one_frame")
 
@@ -114,7 +115,7 @@ def test_audio_features(s2v: Path, name: str) -> None:
     audio = read_audio(s2v / case["file"])
     assert torch.equal(torch.from_numpy(audio.samples), stored[f"{name}.samples16k"].float())
     assert (audio.num_states, audio.num_features) == (case["hidden_frames"], case["frames30"])
-    assert audio.count_clips(case["infer_frames"]) == case["num_clips"]
+    assert speech2video.count_clips(audio, case["infer_frames"]) == case["num_clips"]
     audio_encoder.check_audio_encoder(s2v / "wav2vec2_tiny", 32)
     features = audio_encoder.extract_audio_features(s2v / "wav2vec2_tiny", audio)
     actual = audio_encoder.sample_features_per_frame(
@@ -138,7 +139,7 @@ def test_sizes(s2v: Path) -> None:
         image, (height, width) = tuple(row["image_wh"]), row["out_hw"]
         assert compute_s2v_size(image, row["max_area"]) == (width, height)
         white = Image.new("RGB", image, "white")
-        resized = clips.fit_image_to_size(white, (width, height))
+        resized = speech2video.fit_image_to_size(white, (width, height))
         assert resized.size == (width, height)
         assert (np.asarray(resized).min() == 0) == row["padded"], row
 
@@ -175,7 +176,7 @@ def test_whole_run(s2v: Path) -> None:
     values = {
         "prompt": "",
         "infer_frames": case["infer_frames"],
-        "num_clip": audio.count_clips(case["infer_frames"]),
+        "num_clip": speech2video.count_clips(audio, case["infer_frames"]),
         "sample_steps": case["steps"],
         "sample_shift": case["shift"],
         "sample_guide_scale": (case["guide_scale"],) * 2,
@@ -184,11 +185,13 @@ def test_whole_run(s2v: Path) -> None:
     }
     request = make_video_params(PRESETS["s2v-14B"], values, image.size)
     assert request.video_size == tuple(reversed(case["size_hw"]))
-    picture = convert_image_to_tensor(clips.fit_image_to_size(image, request.video_size))
+    picture = convert_image_to_tensor(speech2video.fit_image_to_size(image, request.video_size))
     assert distance(picture.unsqueeze(1), stored["unipc.ref_pixels"]) <= 1e-6
     pipeline: Any = _Pipeline(s2v)
     assert distance(pipeline.encode_video(picture.unsqueeze(1)), stored["unipc.ref_latent"]) <= 1e-4
-    video_clips = list(clips.generate_s2v_clips(pipeline, request, Inputs(image, audio=audio)))
+    video_clips = list(
+        generate_clips(pipeline, request, speech2video.SpeechInputs(image=image, audio=audio))
+    )
     calls, steps = pipeline.experts.calls, case["steps"]
     assert [clip.frames.shape[1] for clip in video_clips] == [
         clip_record["frames"] for clip_record in case["per_clip"]

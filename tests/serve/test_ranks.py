@@ -18,10 +18,10 @@ from wan.app import flag_parser, launch
 from wan.device import select_device
 from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build, denoise
-from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
+from wan.pipeline.denoise import DenoisingLoop
 from wan.serve import ranks
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_video_params
+from wan.tasks.base import DenoiseInputs, make_video_params
 from wan.utils import env
 
 

@@ -12,9 +12,8 @@ import pytest
 from tests.conftest import Refusals, Tiny, slow
 from tests.tasks.conftest import TaskRun, read_frames, run_generate
 from tests.tasks.tasks import QUICK, write_moving_box, write_picture
-from wan.pipeline.following import count_vace_frames
-from wan.pipeline.sources import VaceInputs
 from wan.settings.presets import PRESETS
+from wan.tasks.vace import TASK, VaceInputs
 
 pytestmark = pytest.mark.xdist_group("tasks")
 
@@ -94,7 +93,7 @@ def test_number_of_frames_read_from_a_source(
     )
     video: Any = object()  # not read in this test
     sources = VaceInputs(num_frames=source, video_reader=video)
-    updates = count_vace_frames(values, PRESETS["vace-1.3B"], sources, defaults)
+    updates = TASK.complete_settings(PRESETS["vace-1.3B"], values, sources, defaults)
     assert updates == {"num_reference_images": 0, **wanted}
 
 

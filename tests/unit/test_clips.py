@@ -14,14 +14,16 @@ from PIL import Image
 from torch import Tensor
 from transformers import Wav2Vec2FeatureExtractor, Wav2Vec2Model
 
-from wan.media.audio import Audio, PoseVideo
+from wan.media.audio import Audio
 from wan.modules import audio_encoder as sound
-from wan.pipeline import characters, clips
-from wan.pipeline.driving import AnimateInputs, letterbox_image, make_ping_pong_indices
-from wan.pipeline.driving import count_overlapping_clips as count_clips
-from wan.pipeline.pipeline import Inputs, WorkSharing
+from wan.pipeline.clips import generate_clips
+from wan.pipeline.pipeline import WorkSharing
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_video_params
+from wan.tasks import speech2video
+from wan.tasks.animate import AnimateInputs, letterbox_image, make_ping_pong_indices
+from wan.tasks.animate import count_overlapping_clips as count_clips
+from wan.tasks.base import make_video_params
+from wan.tasks.speech2video import PoseVideo
 from wan.utils.log import StageTimer
 
 TEXTS = torch.full((2, 4), 1.0), torch.full((3, 4), -1.0)
@@ -53,7 +55,9 @@ class FakePipeline:
             WorkSharing(),
             object(),
         )
-        self.device, self.experts = SimpleNamespace(torch_device=torch.device("cpu")), self
+        self.torch_device, self.experts, self.overlap_decoding = torch.device("cpu"), self, False
+        self.cached_prompt_embeds: dict[str, Tensor] = {}
+        self.run_on_rank0 = self.work_sharing.run_on_rank0
         self.encode_video = encode_by_averages
 
     def encode_prompt(self, *_: object) -> tuple[Tensor, Tensor]:
@@ -79,6 +83,8 @@ class FakePipeline:
     def prefetch(self, _: str) -> None: ...
 
     def release(self, _: object) -> None: ...
+
+    def release_vae(self) -> None: ...
 
     def decode(self, latents: Tensor) -> Tensor:
         draw = torch.Generator().manual_seed(len(self.decoded))
@@ -127,7 +133,9 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
     pose = SimpleNamespace(iter_poses=lambda: iter(poses)) if posed else None
     pipeline: Any = FakePipeline()
     all_clips = list(
-        clips.generate_s2v_clips(pipeline, request, Inputs(image, audio=rows, pose=pose))
+        generate_clips(
+            pipeline, request, speech2video.SpeechInputs(image=image, audio=rows, pose=pose)
+        )
     )  # type: ignore[arg-type]
     assert len(all_clips) == 3 and len(pipeline.calls) == 3 * 2 * 2
     reference, history = encode_by_averages(levels(image)[:, None]), torch.zeros(3, 73, 64, 128)
@@ -170,15 +178,15 @@ def test_clips_of_a_character(replaces: bool, overlap: int) -> None:
     sides = {"pose": (48, 64), "face": (32, 32), "background": (48, 64), "mask": (48, 64)}
     videos = {n: random.integers(0, 256, (23, *s, 3), dtype=np.uint8) for n, s in sides.items()}
     takes: Any = {name: lambda at, x=x: x[list(at)] for name, x in videos.items()}
-    animate_inputs = AnimateInputs(picture(31, 48), size, 23, 30.0, takes)
+    animate_inputs = AnimateInputs(
+        reference_image=picture(31, 48), pose_size=size, num_frames=23, fps=30.0, readers=takes
+    )
     count = count_clips(23, 13, overlap)
     values = {**SAMPLING, "frame_num": 13, "refert_num": overlap, "replace_flag": replaces}
     values |= {"size": size, "num_source_frames": 23, "num_clip": count}
     request, pipeline = make_video_params(PRESETS["animate-14B"], values), FakePipeline()
     assert count == {1: 2, 5: 3}[overlap]
-    clip_iterator: Any = characters.generate_animate_clips(
-        pipeline, request, Inputs(animate=animate_inputs)
-    )  # type: ignore[arg-type]
+    clip_iterator: Any = generate_clips(pipeline, request, animate_inputs)  # type: ignore[arg-type]
     all_clips, draw = list(clip_iterator), torch.Generator().manual_seed(7)
     order = [*range(23), *range(21, 0, -1)]
     padded_reference = F.pad(levels(animate_inputs.reference_image), (16, 17), value=-1)
@@ -270,17 +278,17 @@ def test_a_character_between_bars() -> None:
 
 def test_the_picture_of_a_speaker() -> None:
     """The shorter side is scaled to the video's, the middle is cropped, and the rest is black."""
-    wide = clips.fit_image_to_size(Image.new("RGB", (832, 480), "white"), (832, 448))
+    wide = speech2video.fit_image_to_size(Image.new("RGB", (832, 480), "white"), (832, 448))
     lit = np.asarray(wide)[..., 0] > 0
     assert lit.shape == (448, 832) and lit[:, 28:-28].all()
     assert not lit[:, :28].any() and not lit[:, -28:].any()
     image = picture(100, 64)
     assert (
-        np.asarray(clips.fit_image_to_size(image, (64, 64))) == np.asarray(image)[:, 18:82]
+        np.asarray(speech2video.fit_image_to_size(image, (64, 64))) == np.asarray(image)[:, 18:82]
     ).all()
-    high = clips.fit_image_to_size(image.transpose(Image.Transpose.ROTATE_90), (128, 64)).convert(
-        "L"
-    )
+    high = speech2video.fit_image_to_size(
+        image.transpose(Image.Transpose.ROTATE_90), (128, 64)
+    ).convert("L")
     assert (np.asarray(high)[:, 31:97] > 0).mean() > 0.95 and not np.asarray(high)[:, :30].any()
 
 

@@ -22,13 +22,18 @@ from wan import device
 from wan.checkpoint.load import open_sources, read_headers
 from wan.checkpoint.merge_lora import merge_loras
 from wan.pipeline.batch import Batch, Job
-from wan.pipeline.conditioning import prepare_denoise_inputs
-from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
-from wan.pipeline.pipeline import NO_INPUTS, Experts, LazyModule
+from wan.pipeline.denoise import DenoisingLoop
+from wan.pipeline.pipeline import Experts, LazyModule
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.request import VideoParams, make_video_params
+from wan.tasks.base import (
+    NO_INPUTS,
+    DenoiseInputs,
+    VideoParams,
+    make_base_inputs,
+    make_video_params,
+)
 from wan.utils import system
 
 
@@ -52,9 +57,7 @@ def make_six_steps(**overrides: Any) -> tuple[VideoParams, DenoiseInputs]:
     values |= {"base_seed": 0, "sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
     request = make_video_params(PRESETS["t2v-A14B"], values | overrides)
     context = torch.zeros(1, 4)
-    conditions = prepare_denoise_inputs(
-        request, (context, context), [], lambda v: v, None, torch.device("cpu")
-    )
+    conditions = make_base_inputs(request, (context, context), torch.device("cpu"))
     return request, conditions
 
 

@@ -21,14 +21,13 @@ from wan.app import flag_parser
 from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
-from wan.pipeline.conditioning import make_noise_sampler
 from wan.pipeline.scheduler import make_solver
 from wan.settings import recipes
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import PRESETS
-from wan.settings.request import VideoParams, make_video_params
 from wan.settings.solvers import SOLVERS
+from wan.tasks.base import VideoParams, make_noise_sampler, make_video_params
 
 
 def plan_run(arguments: str) -> Run:

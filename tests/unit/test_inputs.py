@@ -14,8 +14,8 @@ from PIL import Image
 from tests.inputs import copy_changed_file
 from tools import make_character, make_sound
 from wan.media import audio as media
-from wan.pipeline import driving, sources
-from wan.pipeline.pipeline import NO_INPUTS, Inputs
+from wan.tasks import animate, speech2video, vace
+from wan.tasks.base import Inputs
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +31,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_vace_inputs(folder: Path) -> Inputs:
     video, mask = folder / "src_bg.mp4", folder / "src_mask.mp4"
-    return Inputs(vace=sources.read_vace_files(video, mask, [folder / "a.png", folder / "b.png"]))
+    return vace.read_vace_files(video, mask, [folder / "a.png", folder / "b.png"])
 
 
 INPUT_MAKERS: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
     "vace": (read_vace_inputs, ("src_bg.mp4", "src_mask.mp4", "a.png", "b.png")),
     "animate": (
-        lambda folder: Inputs(animate=driving.read_animate_folder(folder, replace_character=True)),
-        driving.ANIMATE_FILES,
+        lambda folder: animate.read_animate_folder(folder, replace_character=True),
+        animate.ANIMATE_FILES,
     ),
     "pose": (
-        lambda folder: Inputs(pose=media.read_pose_video(folder / "src_pose.mp4")),
+        lambda folder: speech2video.SpeechInputs(files=(folder / "src_pose.mp4",)),
         ("src_pose.mp4",),
     ),
 }
@@ -50,19 +50,13 @@ INPUT_MAKERS: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
 def test_each_file_counts(files: Path, tmp_path: Path) -> None:
     """A byte more in any file changes the digest; another folder does not."""
     for name, (make, parts) in INPUT_MAKERS.items():
-        digests = [make(files).compute_digests()[name]]
-        assert (
-            make(copy_changed_file(files, tmp_path / name / "copy")).compute_digests()[name]
-            == digests[0]
-        )
+        digests = [make(files).compute_digests()["files"]]
+        unchanged = copy_changed_file(files, tmp_path / name / "copy")
+        assert make(unchanged).compute_digests()["files"] == digests[0]
         for part in parts:
             copy = copy_changed_file(files, tmp_path / name / part, part)
-            digests.append(make(copy).compute_digests()[name])
-        assert None not in digests and len({*digests}) == 1 + len(parts), name
-        differing = {*make(files).compute_digests().items()} ^ {
-            *NO_INPUTS.compute_digests().items()
-        }
-        assert differing == {(name, None), (name, digests[0])}
+            digests.append(make(copy).compute_digests()["files"])
+        assert len({*digests}) == 1 + len(parts), name
 
 
 def test_values_in_memory_count_too(files: Path) -> None:
@@ -72,16 +66,8 @@ def test_values_in_memory_count_too(files: Path) -> None:
     audio = media.read_audio(files / "voice.wav")
     louder = media.Audio(audio.path, audio.samples * np.float32(1.5))
     pairs: list[tuple[str, Any, Any]] = [
-        (
-            "vace",
-            sources.read_vace_files(None, None, pictures),
-            sources.read_vace_files(None, None, pictures[::-1]),
-        ),
-        (
-            "vace",
-            sources.read_vace_files(None, None, pictures),
-            sources.read_vace_files(None, None, pictures[:1]),
-        ),
+        ("reference_images", tuple(pictures), tuple(pictures[::-1])),
+        ("reference_images", tuple(pictures), tuple(pictures[:1])),
         ("audio", audio, louder),
         *((name, *pictures) for name in ("image", "last_image")),
     ]
@@ -90,9 +76,11 @@ def test_values_in_memory_count_too(files: Path) -> None:
     pairs += [(name, values, values.T.contiguous()) for name in tensors]
     pairs += [(name, values, values.double()) for name in tensors]
     for name, first, second in pairs:
+        make = {"reference_images": vace.VaceInputs, "audio": speech2video.SpeechInputs}.get(
+            name, Inputs
+        )
         digests = [
-            Inputs(**{name: value}).compute_digests()[name]
-            for value in (first, first, second, None)
+            make(**{name: value}).compute_digests()[name] for value in (first, first, second)
         ]
-        assert digests[0] == digests[1] and len({*digests}) == 3, name
-        assert digests[3] is None
+        assert digests[0] == digests[1] != digests[2], name
+        assert name not in make().compute_digests()

@@ -17,11 +17,11 @@ from wan.app import flag_parser
 from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
 from wan.modules.t5 import TextEncoder
-from wan.pipeline.conditioning import make_chained_condition
-from wan.pipeline.pipeline import Inputs
+from wan.pipeline.clips import generate_clips
 from wan.settings import recipes
 from wan.settings.presets import PRESETS
-from wan.settings.request import VideoParams, make_video_params
+from wan.tasks.base import Inputs, VideoParams, make_video_params
+from wan.tasks.image2video import make_chained_condition
 
 PRO = "SVI_Wan2.2-I2V-A14B_{}_noise_lora_v2.0_pro.safetensors"
 QUICK: dict[str, Any] = {"max_area": 48 * 32, "frame_num": 9, "seed": 7, "sampling_steps": 2}
@@ -256,7 +256,7 @@ def test_texts_are_embedded_once_and_not_kept(
     cached_embeds, embeddings = {**pipeline.cached_prompt_embeds}, list[weakref.ref[torch.Tensor]]()
     params = request(clip_prompts=("b", "c"), num_clip=2, sample_steps=1, chain="latent")
     with Image.open(image_path) as image:
-        clips = pipeline.generate_clips(params, Inputs(image.resize((48, 32))))
+        clips = generate_clips(pipeline, params, Inputs(image=image.resize((48, 32))))
         next(clips)
         embeddings += [
             weakref.ref(x) for text, x in pipeline.cached_prompt_embeds.items() if text != "d"

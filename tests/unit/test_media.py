@@ -16,9 +16,9 @@ from imageio_ffmpeg import get_ffmpeg_exe
 from tests.conftest import slow
 from tools import contact_sheet, make_character, make_sound
 from wan.media import audio, video_reader, video_writer
-from wan.pipeline import driving, sources
 from wan.settings.command import Output
 from wan.settings.errors import FileChangedError, InputError
+from wan.tasks import animate, speech2video, vace
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 90]])
 NAMES = ["concat:v.mp4", "-i.mp4", "%03d.mp4", "a\nb'\"c.mp4", "file:v.mp4"]
@@ -64,7 +64,7 @@ def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
     make_character.write_character_folder(tmp_path / "moves", (32, 32), 5)
     for name, read in (
         ("sound.wav", audio.read_audio),
-        ("moves/src_pose.mp4", lambda path: audio.read_video(path, "`pose_video`")),
+        ("moves/src_pose.mp4", lambda path: video_reader.read_video(path, "`pose_video`")),
     ):
         script = tmp_path / "list.mp4"
         script.write_text(f"ffconcat version 1.0\nfile {name}\n")
@@ -85,7 +85,7 @@ def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert (
         path.is_file()
         and video_reader.read_video(path, "`src_root_path`").num_frames
-        == sources.read_vace_files(path, path, ()).num_frames
+        == vace.read_vace_files(path, path, ()).num_frames
         == 5
     )
     assert len(contact_sheet.read_frames(path)) == 5
@@ -103,9 +103,9 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     """The video, its mask and the poses each have 20 unevenly spaced frames in 1.2 s."""
     path = write_clock_video(tmp_path / "clock.mp4")
     assert len(decode_frames(path)) == 20
-    source = sources.read_vace_files(path, write_clock_video(tmp_path / "mask.mp4"), ())
+    source = vace.read_vace_files(path, write_clock_video(tmp_path / "mask.mp4"), ())
     assert "clock.mp4" in caplog.text
-    pose = audio.read_pose_video(path)
+    pose = speech2video.read_pose_video(path)
     poses = np.stack(list(pose.iter_poses()))
     video_frames = source.video_reader(range(source.num_frames))
     assert (source.mask_reader(range(source.num_frames)) == video_frames).all()
@@ -117,7 +117,7 @@ def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
     assert (
         video_reader.read_video(path, "`src_root_path`").num_frames
         == source.num_frames
-        == len(list(audio.read_video(path, "x").iter_frames()))
+        == len(list(video_reader.read_video(path, "x").iter_frames()))
     )
 
 
@@ -126,7 +126,7 @@ def test_a_mask_of_a_constant_rate_fits_a_variable_video(tmp_path: Path) -> None
         write_clock_video(tmp_path / "clock.mp4"),
         write_clock_video(tmp_path / "mask.mp4", variable=False),
     )
-    source = sources.read_vace_files(path, mask, ())
+    source = vace.read_vace_files(path, mask, ())
     mask_seconds = seconds_shown(source.mask_reader(range(source.num_frames)))
     assert np.abs(mask_seconds - np.arange(source.num_frames) / source.fps).max() < 0.1
 
@@ -138,16 +138,16 @@ def test_a_video_that_lost_frames_since_it_was_checked(tmp_path: Path) -> None:
     path.unlink()
     video_writer.write_video(torch.zeros(3, 3, 64, 96), Output(path, fps=16))
     with pytest.raises(FileChangedError, match=r"v\.mp4 ends before its frame 4"):
-        driving.read_frames_at(checked, range(5))
+        video_reader.read_frames_at(checked, range(5))
 
 
 @pytest.mark.parametrize("variable", [False, True])
 def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> None:
     """The first frame is repeated until the video begins."""
     path = write_clock_video(tmp_path / "late.mp4", late=0.5, variable=variable)
-    source = sources.read_vace_files(path, path, ())
+    source = vace.read_vace_files(path, path, ())
     assert "late.mp4" in caplog.text
-    frames = np.stack(list(audio.read_video(path, "x").iter_frames()))
+    frames = np.stack(list(video_reader.read_video(path, "x").iter_frames()))
     assert (
         len(frames)
         == source.num_frames
@@ -170,7 +170,7 @@ def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, 
     """Time stamps that are rounded to milliseconds change nothing."""
     path = tmp_path / f"v.{suffix}"
     ffmpeg(*lavfi(f"testsrc2=s=96x64:r={rate}:d=1.3"), "-pix_fmt", "yuv420p", path)
-    clip = audio.read_video(path, "x")
+    clip = video_reader.read_video(path, "x")
     assert (np.stack(list(clip.iter_frames())) == decode_frames(path)).all()
     assert f"{clip.fps:.2f}" == f"{eval(rate):.2f}" and not caplog.messages
     assert (np.stack(list(clip.iter_frames(3))) == decode_frames(path)[::3]).all()
@@ -180,7 +180,7 @@ def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
     """Each face belongs to its pose, also where the file of faces has a constant rate."""
     make_character.write_character_folder(tmp_path, (96, 64), 20)
     poses = write_clock_video(tmp_path / "src_pose.mp4")
-    character = driving.read_animate_folder(tmp_path, replace_character=False)
+    character = animate.read_animate_folder(tmp_path, replace_character=False)
     assert character.num_frames == video_reader.read_video(poses, "`src_root_path`").num_frames > 20
     pose_frames, face_frames = (
         character.readers[part](range(character.num_frames)) for part in ("pose", "face")
@@ -194,9 +194,9 @@ def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
 def test_a_rotated_video_is_read_as_it_is_shown(tmp_path: Path) -> None:
     ffmpeg(*lavfi("testsrc2=s=96x64:r=16:d=0.3"), "-pix_fmt", "yuv420p", tmp_path / "v.mp4")
     ffmpeg("-display_rotation", 90, "-i", tmp_path / "v.mp4", "-c", "copy", tmp_path / "r.mp4")
-    clip = audio.read_video(tmp_path / "r.mp4", "x")
+    clip = video_reader.read_video(tmp_path / "r.mp4", "x")
     assert clip.size == (64, 96)
-    upright = np.stack(list(audio.read_video(tmp_path / "v.mp4", "x").iter_frames()))
+    upright = np.stack(list(video_reader.read_video(tmp_path / "v.mp4", "x").iter_frames()))
     turned = np.rot90(upright, axes=(1, 2)).astype(int)
     assert np.abs(np.stack(list(clip.iter_frames())) - turned).mean() < 3  # chroma is turned before
 
@@ -296,7 +296,7 @@ def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_
         raw = ffmpeg("-i", file, "-frames:v", 1, "-vf", graph, "-f", "rawvideo", "-")
         (width, height), step = size, size[0] // 8
         frame = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
-        first_frame = next(audio.read_video(file, "x").iter_frames())
+        first_frame = next(video_reader.read_video(file, "x").iter_frames())
         for picture in (frame, first_frame):
             assert np.abs(picture[height // 2, step :: 2 * step].astype(int) - COLOURS).max() <= 4
 
@@ -316,7 +316,7 @@ def test_a_source_is_read_by_its_tags_or_height(tmp_path: Path) -> None:
         graph += ",setparams=colorspace=" + (tag or "unknown")
         ffmpeg(*raw, "-vf", graph, "-c:v", "libx264", "-crf", 1, path)
         assert (tag or "yuv420p(progressive") in describe_pixels(path)
-        frame = next(audio.read_video(path, "x").iter_frames())
+        frame = next(video_reader.read_video(path, "x").iter_frames())
         errors[height, tag] = np.abs(frame[height // 2, 8::16].astype(int) - COLOURS).max()
     assert not {case: error for case, error in errors.items() if error > 4}
 
@@ -337,8 +337,8 @@ def test_hdr_is_tone_mapped_or_named(
 ) -> None:
     path = tmp_path / "hdr.mp4"
     white_video_writer(transfer, signal)(path)
-    frame = next(audio.read_video(path, "x").iter_frames())
+    frame = next(video_reader.read_video(path, "x").iter_frames())
     assert frame.min() >= 235 and np.ptp(frame) <= 2 and not caplog.messages
     monkeypatch.setattr("wan.media.video_reader.has_filters", lambda *names: False)
-    assert next(audio.read_video(path, "x").iter_frames()).max() < 235
+    assert next(video_reader.read_video(path, "x").iter_frames()).max() < 235
     assert len(caplog.messages) == 1 and "hdr.mp4" in caplog.text

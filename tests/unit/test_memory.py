@@ -17,7 +17,7 @@ from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.request import VideoParams, make_video_params
+from wan.tasks.base import VideoParams, make_video_params
 from wan.utils import system
 
 

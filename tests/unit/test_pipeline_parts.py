@@ -26,16 +26,17 @@ from transformers import CLIPVisionModel
 
 from tests.refusals import check_refusals, get_refusal
 from wan.kernels.forward_context import StepInfo
+from wan.media import images
 from wan.media.video_writer import load_latents, save_latents, to_uint8, write_video
 from wan.modules import clip
-from wan.pipeline import conditioning
-from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop, apply_guidance, predict_velocity
+from wan.pipeline.denoise import DenoisingLoop, apply_guidance, predict_velocity
 from wan.pipeline.pipeline import Experts
 from wan.settings.command import Output
 from wan.settings.errors import InputError, NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule, select_expert
 from wan.settings.presets import PRESETS
-from wan.settings.request import VideoParams, make_video_params
+from wan.tasks import base, textimage2video
+from wan.tasks.base import DenoiseInputs, VideoParams, make_video_params
 from wan.utils import log
 
 
@@ -55,10 +56,9 @@ def prepare(
     r: VideoParams, image: Image.Image | None, encode, start: torch.Tensor | None = None
 ) -> DenoiseInputs:
     contexts = (torch.zeros(1, 4), torch.zeros(1, 4))
-    images = [] if image is None else [image]
-    return conditioning.prepare_denoise_inputs(
-        r, contexts, images, encode, None, torch.device("cpu"), start
-    )
+    shared = base.make_base_inputs(r, contexts, torch.device("cpu"), start)
+    encoders: Any = SimpleNamespace(encode_video=encode, torch_device=torch.device("cpu"))
+    return r.task.make_denoise_inputs(r, shared, base.Inputs(image=image), encoders)
 
 
 def test_noise_is_the_first_draw_of_the_seed() -> None:
@@ -80,9 +80,9 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
     The official file holds queries, keys and values in one tensor.
     """
     folder = tiny("i2v-14B", "diffusers") / "image_encoder"
-    images = [
-        conditioning.convert_image_to_tensor(noise(96, 64)),
-        conditioning.convert_image_to_tensor(noise(40, 90)),
+    pictures = [
+        images.convert_image_to_tensor(noise(96, 64)),
+        images.convert_image_to_tensor(noise(40, 90)),
     ]
     official = next(tiny("i2v-14B").glob("models_clip*.pth"))
     save_file(torch.load(official), tmp_path / "clip.safetensors")
@@ -93,11 +93,11 @@ def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
                 dtype_of=lambda *_: torch.float32,
                 transform=clip.add_clip_position_ids,
             )
-        )(images)
+        )(pictures)
         for path in (folder, official, tmp_path / "clip.safetensors")
     ]
     network = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, layer_norm_eps=1e-5)
-    pixels = torch.cat([clip.preprocess_clip_image(image) for image in images])
+    pixels = torch.cat([clip.preprocess_clip_image(image) for image in pictures])
     with torch.no_grad():
         expected = network(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
     assert all(torch.equal(features, expected) for features in results)
@@ -127,7 +127,7 @@ def test_i2v_channels() -> None:
 def test_ti2v_covers_and_crops() -> None:
     """The image is scaled by the larger ratio with Lanczos and cropped to the centre."""
     image = noise(100, 100)
-    frame = conditioning.make_first_frame(image, (96, 64))
+    frame = textimage2video.make_first_frame(image, (96, 64))
     resized = np.array(image.resize((96, 96), Image.Resampling.LANCZOS))[16:80]
     expected = torch.from_numpy(resized).permute(2, 0, 1).float() / 255 * 2 - 1
     assert frame.shape == (3, 1, 64, 96)

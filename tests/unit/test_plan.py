@@ -20,12 +20,12 @@ from wan.app.run import Run
 from wan.device import select_device as device
 from wan.distributed import mesh
 from wan.pipeline import build, memory_estimate
-from wan.pipeline.denoise import DenoiseInputs, DenoisingLoop
-from wan.pipeline.pipeline import Inputs
+from wan.pipeline.denoise import DenoisingLoop
 from wan.planner.measure import Planner
 from wan.planner.report import check_plan_memory, describe_plan
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
+from wan.tasks.base import DenoiseInputs
 from wan.utils.torch_private import StorageTracker
 
 GB = 1e9
@@ -234,7 +234,10 @@ def measure_live_bytes(planned_run: Run) -> tuple[int, int]:
     live = StorageTracker("cpu")
     live.exclude([texts])
     with live:
-        pipeline.generate_latents(planned_run.params, Inputs(planned_run.image, None, *texts))
+        pipeline.generate_latents(
+            planned_run.params,
+            replace(planned_run.inputs, prompt_embeds=texts[0], negative_prompt_embeds=texts[1]),
+        )
     return live.peak_bytes.total(), live.live_bytes.total()
 
 

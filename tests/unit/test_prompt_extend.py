@@ -36,7 +36,7 @@ FALLBACK_WARNING = "Prompt extension failed, the original prompt is used: "
 def rewrite(
     prompt: str, *, method: str = "dashscope", model: Any = None, lang: str = "en", **changes: Any
 ) -> str:
-    defaults: dict[str, Any] = {"task_kind": "t2v", "image": None, "seed": 7, "device": "cpu"}
+    defaults: dict[str, Any] = {"image": None, "seed": 7, "device": "cpu"}
     settings = PromptExtension(True, method, model and str(model), lang)
     return rewrite_prompt(settings, prompt, **(defaults | changes))
 
@@ -177,8 +177,8 @@ def test_our_own_mistakes_are_not_swallowed(service: Service) -> None:
 
 @pytest.mark.parametrize("lang", ["zh", "en"])
 def test_system_texts(service: Service, lang: str) -> None:
-    def system(kind: str, image: Any, prompt: str = "a cat") -> str:
-        rewrite(prompt, task_kind=kind, image=image, lang=lang)
+    def system(image: Any, prompt: str = "a cat") -> str:
+        rewrite(prompt, image=image, lang=lang)
         system, user = service.messages()
         text = system if isinstance(system, str) else system[0]["text"]
         assert any("\u4e00" <= c <= "\u9fff" for c in text) == (lang == "zh")
@@ -187,10 +187,9 @@ def test_system_texts(service: Service, lang: str) -> None:
         assert image is None or user[1]["text"].strip(), "the service refuses an empty text"
         return text
 
-    t2v, i2v, describe = system("t2v", None), system("i2v", RED), system("i2v", RED, " ")
+    t2v, i2v, describe = system(None), system(RED), system(RED, " ")
     assert len({text.splitlines()[0] for text in (t2v, i2v, describe)}) == 3
-    assert [system("ti2v", None), system("ti2v", RED), system("t2v", RED)] == [t2v, i2v, t2v]
-    assert system("ti2v", RED, "") == system("t2v", RED, "") == describe
+    assert system(RED, "") == describe
 
 
 def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
@@ -220,8 +219,7 @@ def test_unavailable_methods(service: Service, monkeypatch: pytest.MonkeyPatch) 
     for method, package in (("dashscope", "dashscope"), ("local_qwen", "transformers")):
         monkeypatch.setitem(sys.modules, package, None)
         messages[f"no {package}"] = get_extension_refusal(method, None)
-    messages["no image"] = get_refusal(lambda: rewrite("a cat", task_kind="i2v"))
-    messages["no prompt"] = get_refusal(lambda: rewrite(" ", task_kind="t2v"))
+    messages["no prompt"] = get_refusal(lambda: rewrite(" "))
     check_refusals("prompt extension: not available", messages)
     assert not service.requests
 
@@ -384,7 +382,7 @@ def test_local_chat(text_model: Path, runs: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_local_vision(vision_model: Path, runs: Any) -> None:
     for image in (RED, BLUE):
-        assert rewrite_locally("a cat", vision_model, task_kind="i2v", image=image)
+        assert rewrite_locally("a cat", vision_model, image=image)
     red, blue = (run.pixel_values[0, :, 9, 9] for run in runs)
     assert red.argmax() == 0 and blue.argmax() == 2, "the image reaches the model"
     user = make_tokenizer().decode(runs[0].input_ids[0]).split("<|im_end|>\n")[1]

@@ -31,10 +31,9 @@ from wan.checkpoint.load import load_rotations
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device, read_quantized_dit
 from wan.kernels.int8_linear import W8A8Linear, multiply_padded, quantize_per_token
 from wan.modules.model import WanModel
-from wan.pipeline.pipeline import Inputs
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_video_params
+from wan.tasks.base import Inputs, make_video_params
 
 REPO = Path(__file__).parents[2]
 DESCRIPTION = "quant_model_description_w8a8_dynamic.json"
@@ -642,6 +641,10 @@ def test_whole_run(tiny: Any, export: Export) -> None:
         )
         generator = torch.Generator().manual_seed(7)
         texts = torch.randn(2, 5, pipeline.text_size[1], generator=generator)
-        latents.append(pipeline.generate_latents(request, Inputs(None, None, *texts)))
+        latents.append(
+            pipeline.generate_latents(
+                request, Inputs(prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
+            )
+        )
     expected, out = latents
     assert 1e-4 < (out - expected).norm() / expected.norm() < 0.05

@@ -18,7 +18,7 @@ from wan.utils import env
 
 REPO = Path(__file__).parents[2]
 OF_CACHES = [rule for row in POLICIES.values() for rule in row.conflicts]
-ROWS = (*rules.ALL_RULES, *flags.NEEDS_RULES, *OF_CACHES)
+ROWS = (*rules.ALL_RULES, *flags.TASK_RULES, *flags.NEEDS_RULES, *OF_CACHES)
 FRONT_ENDS = {
     "command line": (COMMAND_LINE_NAMING, {*FLAGS}),
     "Python": (PYTHON_NAMING, {n for n, flag in FLAGS.items() if flag.python or flag.keyword}),

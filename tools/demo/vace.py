@@ -53,9 +53,9 @@ from wan import WanT2V, WanVace
 from wan.media.video_writer import write_video
 from wan.modules.interfaces import ModelComponents, SingleDeviceAttention
 from wan.modules.vace import VaceWanModel
-from wan.pipeline.control import fold_mask_to_vace_channels
 from wan.settings.command import Output
 from wan.settings.presets import PRESETS
+from wan.tasks.vace import fold_mask_to_vace_channels
 from wan.testing.random_checkpoint import write_json
 from wan.utils.files import check_output, write_folder
 

@@ -21,7 +21,7 @@ from wan.modules.vae.network import Autoencoder
 from wan.modules.vae.video_vae import VideoVAE, build_published_vae
 from wan.planner.measure import Planner
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_video_params
+from wan.tasks.base import make_video_params
 
 LIMIT = 1e-2  # relative rms; TF32 and HF32 round inputs to 10 bits, float32 alone gives 1e-5
 PLAN = 1.1  # largest measured memory over planned memory

@@ -52,7 +52,7 @@ from wan.settings.devices import CHIPS
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel, enumerate_topologies
 from wan.settings.presets import PRESETS
-from wan.settings.request import VideoParams, make_video_params
+from wan.tasks.base import VideoParams, make_video_params
 
 Grid = tuple[int, int, int]
 Weights = dict[str, Tensor]

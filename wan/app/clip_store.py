@@ -1,9 +1,10 @@
 """Stores the clips of a long video on disk, so that an interrupted run can be resumed.
 
 The folder `NAME.clips` of the video `NAME.mp4` has for each clip `0001.mp4` and, written last,
-`0001.safetensors` with the clip state, from which the next clip starts. The clips are joined into
-the video, and the folder is removed unless `--save_latents` is given. A later run with more clips
-generates only the missing ones.
+`0001.safetensors` with the clip state, from which the next clip starts. The clips of a long i2v
+video are joined into the video; those of other tasks are stored losslessly, and their frames are
+encoded together. Then the folder is removed unless `--save_latents` is given. A later run with more
+clips generates only the missing ones.
 
 The metadata of a clip state has the settings and input digests of the run, and the digests of the
 clip's mp4, of the state and of the previous state. A clip with other values is generated again.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ import wan
 from wan.app.run import Run, drop_paths_and_seed
 from wan.checkpoint.headers import compute_file_digest, read_safetensors_metadata
 from wan.media import video_writer
+from wan.media.video_reader import decode_frames
 from wan.settings.errors import FileChangedError, InputError
 from wan.utils.files import VIDEO_KIND, make_safetensors_kind, remove_output, write_output
 from wan.utils.log import logger
@@ -29,12 +32,13 @@ from wan.utils.log import logger
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.pipeline.clips import Clip
+    from wan.tasks.base import Clip
 
 NUMBERED_SAFETENSORS = "[0-9][0-9][0-9][0-9].safetensors"
 CLIP_STATE_KIND = make_safetensors_kind("a state of generate.py --num_clip", "settings")
 CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO_KIND, NUMBERED_SAFETENSORS: CLIP_STATE_KIND}
 """File name pattern in the folder of clips -> kind of the file."""
+_MAX_KEPT_STATE = 1 << 24  # bytes; a larger state is kept for the last clip only
 _VARIABLE_SETTINGS = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
 """Settings that may differ between the runs that generate the clips of one video."""
 
@@ -48,6 +52,13 @@ class ClipFiles:
 
     def count_finished(self) -> int:
         """Returns the number of clips, from the first, that are stored and match this run."""
+        num_finished = self._count_matching()
+        num_clips = self._run.params.num_clip or 0
+        while 0 < num_finished < num_clips and self._read_state(num_finished - 1) is None:
+            num_finished -= 1  # no clip can follow it
+        return num_finished
+
+    def _count_matching(self) -> int:
         num_clips = self._run.params.num_clip or 0
         previous_digest = ""
         for index in range(num_clips):
@@ -77,9 +88,10 @@ class ClipFiles:
         changed = [n for n in sorted({*current, *stored}) if current.get(n) != stored.get(n)]
         if changed:
             return f"differs in {', '.join(changed)}"
+        end = self._read_state(index)
         current_digests = {
             "video": compute_file_digest(self._clip_path(index)),
-            "state": _digest_tensor(self._read_state(index)),
+            "state": digests["state"] if end is None else _digest_tensor(end),
             "before": previous_digest,
         }
         return None if current_digests == digests else "was changed, or is of another run"
@@ -88,12 +100,13 @@ class ClipFiles:
         """Returns the state of the last of the first `num_clips_done` clips; None for 0."""
         return self._read_state(num_clips_done - 1) if num_clips_done else None
 
-    def _read_state(self, index: int) -> Tensor:
+    def _read_state(self, index: int) -> Tensor | None:
+        """Returns a clip's state, or None if it was not kept."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            return load_file(self._state_path(index))["end"]
+            return load_file(self._state_path(index)).get("end")
         except (SafetensorError, LookupError, OSError):
             raise FileChangedError(
                 f"{self._state_path(index)} does not hold the state that the next clip needs; "
@@ -102,27 +115,52 @@ class ClipFiles:
 
     def write_clip(self, index: int, clip: Clip) -> None:
         """Writes a clip, then its state."""
-        from safetensors.torch import save
-
-        assert clip.frames is not None and clip.state is not None, "the main rank has both"
+        assert clip.frames is not None, "the main rank has them"
         comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
         output = replace(self._run.output, save_file=self._clip_path(index))
-        video_writer.write_video(clip.frames, output, comment)
-        clip_state = clip.state.float().cpu().contiguous()
+        joins_clips = self._run.params.task.joins_clips
+        video_writer.write_video(clip.frames, output, comment, lossless=not joins_clips)
+        end = None if clip.state is None else clip.state.float().cpu().contiguous()
         digests = {
             "video": compute_file_digest(self._clip_path(index)),
-            "state": _digest_tensor(clip_state),
-            "before": _digest_tensor(self._read_state(index - 1)) if index else "",
+            "state": "" if end is None else _digest_tensor(end),
+            "before": self._read_digest(index - 1) if index else "",
         }
-        metadata = {"settings": self._collect_settings(index), "digests": digests}
+        self._write_state(
+            index, end, {"settings": self._collect_settings(index), "digests": digests}
+        )
+        if index and end is not None and end.nbytes > _MAX_KEPT_STATE:
+            state = self._state_path(index - 1)
+            metadata = {
+                key: read_safetensors_metadata(state, key) for key in ("settings", "digests")
+            }
+            self._write_state(index - 1, None, metadata)
+
+    def _write_state(self, index: int, end: Tensor | None, metadata: dict[str, Any]) -> None:
+        from safetensors.torch import save
+
         texts = {name: json.dumps(value, default=str) for name, value in metadata.items()}
         with write_output(self._state_path(index), CLIP_STATE_KIND) as temporary:
-            temporary.write_bytes(save({"end": clip_state}, metadata=texts))
+            temporary.write_bytes(save({} if end is None else {"end": end}, metadata=texts))
 
-    def join_clips(self, path: Path, comment: str) -> None:
-        """Joins all clips into one file."""
-        names = [self._clip_path(index).name for index in range(self._run.params.num_clip or 0)]
-        video_writer.join_videos(self.folder, names, path, comment)
+    def _read_digest(self, index: int) -> str:
+        digest: str = read_safetensors_metadata(self._state_path(index), "digests")["state"]
+        return digest
+
+    def write_video(self, move_into_place: Callable[[Path], None], comment: str) -> None:
+        """Writes the video of all clips. move_into_place: As in `write_output`."""
+        run, num_clips = self._run, self._run.params.num_clip or 0
+        paths = [self._clip_path(index) for index in range(num_clips)]
+        if run.params.task.joins_clips:
+            with write_output(run.output.save_file, VIDEO_KIND, move_into_place) as path:
+                video_writer.join_videos(self.folder, [clip.name for clip in paths], path, comment)
+            return
+        size = run.params.video_size
+        with video_writer.open_mp4_encoder(run.output, move_into_place, comment) as encoder:
+            encoder.begin((run.params.num_frames, *size[::-1]))
+            for path in paths:
+                for frame in decode_frames(path, size):
+                    encoder.write_rgb_frame(frame)
 
     def remove_clips(self) -> None:
         """Removes the clips, and the folder if it is then empty."""

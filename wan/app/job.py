@@ -26,7 +26,6 @@ from wan.media import audio, video_writer
 from wan.settings import noise_schedule
 from wan.settings.command import Output
 from wan.settings.errors import NotFiniteError
-from wan.settings.sound import NUM_DROPPED_FRAMES, S2V_FPS
 from wan.utils import log, system, trace
 from wan.utils.files import (
     LATENTS_KIND,
@@ -46,7 +45,8 @@ if TYPE_CHECKING:
 
     from wan.distributed.mesh import ParallelGroups
     from wan.metering.meter import PowerMeasurement, VideoMeter
-    from wan.pipeline.pipeline import Inputs, Pipeline
+    from wan.pipeline.pipeline import Pipeline
+    from wan.tasks.base import Inputs
 
 
 class VideoJob:
@@ -96,11 +96,8 @@ class VideoJob:
         if run.decode_latents is None:
             logger.info("Prompt: %s", log.format_prompt(run.params.prompt))
         with meter_context as video_meter:
-            if run.params.chain is not None:
-                self._generate_clip_files(video_meter)
-                return
-            if run.params.has_clips:
-                self._generate_and_encode_clips(video_meter)
+            if run.params.has_clips and run.decode_latents is None:
+                self._generate_clips(video_meter)
                 return
             if run.decode_latents is not None:
                 latents = video_writer.load_latents(run.decode_latents)
@@ -111,7 +108,7 @@ class VideoJob:
 
     def make_inputs(self) -> Inputs:
         """Returns the pipeline's inputs; on the main rank with a callback that saves each step."""
-        inputs = self.run.make_inputs()
+        inputs = self.run.load_inputs()
         if self.run.output.save_latents == "steps" and self._is_main:
             return replace(inputs, callback_on_step_end=self._save_step_latents)
         return inputs
@@ -140,10 +137,10 @@ class VideoJob:
             return
         with self._pipeline.stage_timer("prompt extension"):
             if self._is_main:
-                kind, device = run.params.preset.kind, str(self._pipeline.device.torch_device)
+                device = str(self._pipeline.device.torch_device)
                 from wan.app import prompt_extend
 
-                arguments = (prompt, kind, run.image, run.params.base_seed, device)
+                arguments = (prompt, run.inputs.image, run.params.base_seed, device)
                 prompt = prompt_extend.rewrite_prompt(run.prompt_extension, *arguments)
             if self._groups is not None:
                 prompt = self._groups.broadcast_object_from_rank0(prompt)
@@ -245,8 +242,10 @@ class VideoJob:
         comment |= {name: settings[name] for name in _COMMENT_SETTINGS if name in settings}
         return json.dumps(comment, ensure_ascii=False, default=str)
 
-    def _generate_clip_files(self, meter: VideoMeter | None) -> None:
-        """Generates the clips that are not stored yet, writes each to a file, and joins all."""
+    def _generate_clips(self, meter: VideoMeter | None) -> None:
+        """Generates the clips that are not stored yet, stores each, and writes the video."""
+        from wan.pipeline import clips
+
         run, files = self.run, ClipFiles(self.run)
         params, num_clips = run.params, run.params.num_clip or 0
         num_done = files.count_finished() if self._is_main else 0
@@ -255,9 +254,8 @@ class VideoJob:
             num_done, clip_state = self._groups.broadcast_object_from_rank0((num_done, clip_state))
         if num_done:
             logger.info("%d of %d clips are in %s.", num_done, num_clips, files.folder)
-        clip_iterator = self._pipeline.generate_clips(
-            params, replace(run.make_inputs(), num_clips_done=num_done, clip_state=clip_state)
-        )
+        inputs = replace(run.inputs, num_clips_done=num_done, clip_state=clip_state)
+        clip_iterator = clips.generate_clips(self._pipeline, params, inputs)
         for index in range(num_done, num_clips):
             with self._record_trace() if index == num_done else nullcontext():
                 try:
@@ -273,112 +271,43 @@ class VideoJob:
                         )
                     raise
             if self._is_main:
-                with (
-                    self._pipeline.stage_timer("writing"),
-                    video_writer.wrap_write_errors(run.output.save_file),
-                ):
+                with self._writing():
                     files.write_clip(index, clip)
             del clip  # before the next one is made
         self._release_other_ranks(meter)
         if not self._is_main:
             return
-        output_file = write_output(run.output.save_file, VIDEO_KIND, self._move_to_final_name)
-        with (
-            self._pipeline.stage_timer("writing"),
-            video_writer.wrap_write_errors(run.output.save_file),
-            output_file as path,
-        ):
-            files.join_clips(path, self._make_comment())
+        with self._writing():
+            files.write_video(self._finish_file, self._make_comment())
         if not run.output.save_latents:
             files.remove_clips()
         width, height = params.video_size
-        num_frames = sum(map(params.count_clip_frames, range(num_clips)))
         power = None if meter is None else meter.stop()
-        self._log_summary(self._save_record((num_frames, height, width), power), power)
+        self._log_summary(self._save_record((params.num_frames, height, width), power), power)
         self._remove_stale_files()
 
-    def _generate_and_encode_clips(self, meter: VideoMeter | None) -> None:
-        """Generates a video in clips; the main rank writes each clip when it is finished."""
-        run, pipeline = self.run, self._pipeline
-        params, clip_iterator = run.params, pipeline.generate_clips(run.params, run.make_inputs())
-        num_clips = params.num_clip or 0
-
-        def iterate_frames() -> Iterator[Tensor | None]:
-            for index in range(num_clips):
-                with self._record_trace() if index == 0 else nullcontext():
-                    try:
-                        clip = next(clip_iterator)
-                    except NotFiniteError as error:
-                        self.save_denoised_latents(error.latents)
-                        raise
-                yield clip.frames
-                del clip  # before the next one is made
-            self._release_other_ranks(meter)
-
-        if not self._is_main:
-            for _ in iterate_frames():
-                pass
-            return
-        width, height = params.video_size
-        num_frames = sum(map(params.count_clip_frames, range(num_clips)))
-        file = video_writer.open_mp4_encoder(
-            run.output, self._move_with_audio, self._make_comment()
-        )
-        with pipeline.stage_timer("writing"), file as encoder:
-            encoder.begin((num_frames, height, width))
-            num_clips_done = 0
-            try:
-                for clip in iterate_frames():
-                    assert clip is not None, "the main rank has the frames"
-                    encoder.write_frames(clip)
-                    del clip
-                    num_clips_done += 1
-            except BaseException:
-                if 0 < num_clips_done < num_clips:
-                    self._save_finished_clips(encoder, num_clips_done, num_clips)
-                raise
-            power = None if meter is None else meter.stop()
-        self._log_summary(self._save_record(encoder.size, power), power)
-        self._remove_stale_files()
-
-    def _save_finished_clips(
-        self, encoder: video_writer.Mp4Encoder, num_clips_done: int, num_clips: int
-    ) -> None:
-        """Saves the clips before a failure to a separate file, with audio."""
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Measures the time of writing, and gives its errors a remedy."""
         path = self.run.output.save_file
-        _, height, width = encoder.size
-        num_frames = sum(map(self.run.params.count_clip_frames, range(num_clips_done)))
-        encoder.size = (num_frames, height, width)
-        try:
-            encoder.finish()
-            finished_file = self._add_audio(encoder.path)
-            name = move_to_free_name(
-                finished_file, path.with_stem(f"{path.stem}.clips-1-{num_clips_done}")
-            )
-        except OSError as error:
-            logger.error("The clips so far could not be kept (%s).", error.strerror or error)
-        else:
-            logger.error(
-                "The video up to clip %d of %d is kept in %s.", num_clips_done, num_clips, name
-            )
+        with self._pipeline.stage_timer("writing"), video_writer.wrap_write_errors(path):
+            yield
 
-    def _move_with_audio(self, temporary: Path) -> None:
-        self._move_to_final_name(self._add_audio(temporary))
+    def _finish_file(self, temporary: Path) -> None:
+        """Adds the audio, if any, to a complete mp4, and moves it to its final name."""
+        if self.run.inputs.soundtrack is not None:
+            self._add_audio(temporary, *self.run.inputs.soundtrack)
+        self._move_to_final_name(temporary)
 
-    def _add_audio(self, silent: Path) -> Path:
-        """Adds the audio, if any, to a finished mp4; logs an error if that fails."""
-        run = self.run
-        if run.audio is None:
-            return silent
-        start_seconds = NUM_DROPPED_FRAMES / S2V_FPS if run.settings.get("audio_sync") else 0.0
+    def _add_audio(self, silent: Path, source: Path, start_seconds: float) -> None:
+        """Adds audio to a finished mp4; logs an error if that fails."""
         audio_file = silent.with_name(f"{silent.stem}.sound.mp4")
         try:
-            audio.add_audio(silent, run.audio.path, audio_file, start_seconds)
+            audio.add_audio(silent, source, audio_file, start_seconds)
             audio_file.replace(silent)
         except OSError as error:
             audio_file.unlink(missing_ok=True)
             logger.error("The video has no sound (%s).", error.strerror or error)
-        return silent
 
     def _move_to_final_name(self, temporary: Path) -> None:
         """Renames the complete video.

@@ -24,15 +24,6 @@ from wan.checkpoint.layout import (
     make_reference_checkpoint,
 )
 from wan.media.video_writer import check_latents_shape, read_latents_shape
-from wan.pipeline.following import (
-    check_chain_settings,
-    count_animate_clips,
-    count_s2v_clips,
-    count_vace_frames,
-    read_animate_inputs,
-    read_s2v_inputs,
-    read_vace_inputs,
-)
 from wan.pipeline.setup import Setup
 from wan.settings import parallel, recipes, step_cache
 from wan.settings.attention import Attention
@@ -43,15 +34,13 @@ from wan.settings.fields import build_from_values, list_options
 from wan.settings.flags import FLAGS, read_settings
 from wan.settings.parallel import SIZE_FLAGS, Parallel
 from wan.settings.presets import PRESETS, TASK_ALIASES, Preset
-from wan.settings.request import VideoParams, make_video_params
 from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
+from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, get_task, make_video_params
 from wan.utils import env
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from wan.pipeline.driving import AnimateInputs
+    pass
 
 MAX_RANKS = 4096  # limit of --plan
 _DEMO_FOLDER = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained checkpoints
@@ -89,13 +78,11 @@ def resolve_run(
         if world_size > MAX_RANKS:
             remedy = f"give at most {MAX_RANKS}"
             raise InputError(f"The sizes make {world_size} ranks", remedy=remedy)
-    input_options = (values, preset, plan or not require_inputs)
-    image, last_image = (None, None) if decodes_only else _read_input_images(*input_options)
-    size = None if image is None else image.size
-    audio, pose = (None, None) if decodes_only else read_s2v_inputs(*input_options)
-    animate_inputs = None if decodes_only else read_animate_inputs(*input_options)
-    vace_inputs = None if decodes_only else read_vace_inputs(*input_options)
-    size = vace_inputs.size if vace_inputs is not None else size
+    task_room = get_task(preset.kind)
+    inputs = NO_INPUTS
+    if not decodes_only:
+        inputs = task_room.read_inputs(preset, values, required=require_inputs and not plan)
+    size = inputs.source_size
     network_files = build_from_values(NetworkFiles, values)
     folder, is_demo = _find_checkpoint_folder(values, preset, network_files)
     candidates = tuple(PRESETS[name] for name in (task, TASK_ALIASES.get(task)) if name in PRESETS)
@@ -112,26 +99,24 @@ def resolve_run(
         preset = PRESETS["flf2v-14B" if has_two_images else task]
     check_task(checkpoint, preset)
     defaults = {} if checkpoint.folder is None else read_generation_config(checkpoint.folder)
-    if preset.infer_frames is not None:
-        counts = count_s2v_clips(values, preset, audio, defaults)
-    elif preset.kind == "animate":
-        counts = count_animate_clips(values, preset, animate_inputs, defaults)
-    else:
-        counts = count_vace_frames(values, preset, vace_inputs, defaults)
-    values = {**values, **counts}
+    if not decodes_only:
+        values = {**values, **task_room.complete_settings(preset, values, inputs, defaults)}
     setup, params, notices = _make_setup_and_params(
         values, defaults, preset, checkpoint, world_size, size
     )
     check_latents_shape(values.get("fixed_latents"), params.latent_shape)
     if not plan:
-        encoders = ["audio_encoder"] if audio else []
-        if preset.num_clip_vision_images:
-            encoders = ["image_encoder"]
-        for kind in ("vae",) if decodes_only else ("vae", "text_encoder", "tokenizer", *encoders):
-            checkpoint.require(kind)
-    animate_fps = animate_inputs and defaults.get("fps", animate_inputs.fps)
-    fps = [f for f in (params.fps, animate_fps, vace_inputs and vace_inputs.fps) if f][-1]
-    output_defaults = {"save_file": Path(make_video_file_name(task, params)), "fps": fps}
+        components: tuple[str, ...] = ("vae",)
+        if not decodes_only:
+            components = ("vae", "text_encoder", "tokenizer", *inputs.components)
+        if not decodes_only and preset.num_clip_vision_images:
+            components = (*components, "image_encoder")
+        for component in components:
+            checkpoint.require(component)
+    output_defaults = {
+        "save_file": Path(make_video_file_name(task, params)),
+        "fps": task_room.choose_fps(params, inputs, defaults),
+    }
     output = build_from_values(Output, {**output_defaults, **values})
     demo_folder = folder if is_demo and not plan else None
     settings = {**values, "task": task, "ckpt_dir": folder}
@@ -140,13 +125,8 @@ def resolve_run(
         setup=setup,
         params=params,
         output=output,
-        image=image,
-        last_image=last_image,
-        audio=audio,
-        pose_video=pose,
-        animate_inputs=animate_inputs,
-        vace_inputs=vace_inputs,
-        input_files=() if plan else _list_input_files(values, animate_inputs),
+        inputs=inputs,
+        input_files=() if plan else _list_input_files(values, inputs),
         prompt_extension=build_from_values(PromptExtension, values) if extends_prompt else None,
         decode_latents=values.get("decode_latents"),
         fixed_latents=values.get("fixed_latents"),
@@ -158,16 +138,14 @@ def resolve_run(
     )
 
 
-def _list_input_files(
-    values: Values, animate_inputs: AnimateInputs | None
-) -> tuple[InputFile, ...]:
+def _list_input_files(values: Values, inputs: Inputs) -> tuple[InputFile, ...]:
     """Lists the input files of a video with the digests of their contents."""
     input_files: list[InputFile] = []
     for name in ("decode_latents",) if "decode_latents" in values else INPUT_FILE_SETTINGS:
         paths = values.get(name, ())
-        if animate_inputs is not None and name == "src_root_path":
-            paths = animate_inputs.files
         paths = [paths] if isinstance(paths, Path) else [Path(path) for path in paths]
+        if any(path.is_dir() for path in paths):  # the files in it
+            paths = [*inputs.files]
         input_files += [InputFile(name, path, compute_file_digest(path)) for path in paths]
     return tuple(input_files)
 
@@ -283,7 +261,6 @@ def make_params(
     defaults = recipes.merge_defaults(settings, {**(defaults or {}), **boundary})
     values = recipes.merge_defaults(values, defaults)
     params = make_video_params(setup.preset, values, image_size)
-    check_chain_settings(values, params)
     recipes.check_svi_loras(params.chain, lora_files)
     lora_notices = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(recipe_names))
     notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
@@ -357,29 +334,6 @@ def _find_checkpoint_folder(
         return dit.parent, False
     trained = _DEMO_FOLDER / preset.task
     return trained if trained.is_dir() else env.find_cache_dir() / f"demo-{preset.task}-v1", True
-
-
-def _read_input_images(
-    values: Values, preset: Preset, allow_missing: bool
-) -> tuple[Image | None, Image | None]:
-    """Reads the first and the last image."""
-    remedies = {
-        "animate": "drop it; the image is src_ref.png in `src_root_path`",
-        "vace": "give images with `src_ref_images`, or drop it",
-        "t2v": "use i2v-A14B or ti2v-5B, or drop the image",
-    }
-    if "image" in values and preset.kind in remedies:
-        raise InputError("`task`", preset.task, "takes no `image`", remedies[preset.kind])
-    if "image" not in values and preset.kind in ("i2v", "s2v") and not allow_missing:
-        raise InputError("`task`", preset.task, "starts from an image", "give one with `image`")
-    if not {"image", "last_image"} & values.keys():
-        return None, None
-    from wan.media import images
-
-    first_image = images.read_image(values["image"], "image") if "image" in values else None
-    if "last_image" not in values:
-        return first_image, None
-    return first_image, images.read_image(values["last_image"], "last_image")
 
 
 def _make_run_notices(

@@ -91,7 +91,7 @@ def check_run_outputs(run: Run) -> None:
         check_output_folder(
             output.steps_dir, {NUMBERED_SAFETENSORS: LATENTS_KIND}, "`save_latents`"
         )
-    if run.params.chain is not None:
+    if run.params.has_clips:
         check_output_folder(output.clips_dir, CLIP_KINDS, "`save_file`")
 
 

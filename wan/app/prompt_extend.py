@@ -43,7 +43,7 @@ _PAUSE_S = 1.0  # times the number of failed tries, for an overloaded service
 _TIMEOUT_S = 60  # of one try; the other ranks wait for --dist_timeout, 30 minutes
 _MAX_AREA = 512 * 512  # of the image: enough detail, few tokens
 _TASK = {
-    ("t2v", "en"): """\
+    ("text", "en"): """\
 You turn a short request into a prompt for a text-to-video model.
 - Add what the request leaves open and what suits it: the looks, clothing, pose and expression of \
 the subject; the place, time of day, weather and background.
@@ -51,13 +51,13 @@ the subject; the place, time of day, weather and background.
 unless the request implies another).
 - Say what moves and how, in simple visible verbs; the action must fit one shot of a few seconds.
 - Name the camera: shot size, angle and movement.""",
-    ("t2v", "zh"): """\
+    ("text", "zh"): """\
 你把简短的需求改写成文生视频模型的提示词。
 - 补充需求中没有说明且与之相称的内容：主体的外貌、衣着、姿态和表情；地点、时间、天气和背景。
 - 写明光线、色彩和氛围，以及画面风格（需求未暗示风格时，采用自然的实拍风格）。
 - 用简单可见的动词写明什么在动、怎样动；动作要能在几秒钟的一个镜头内完成。
 - 写明镜头：景别、视角和运镜。""",
-    ("i2v", "en"): """\
+    ("image", "en"): """\
 You turn a picture and a short request into a prompt for a model that makes a video from the \
 picture.
 - The picture is the first frame: take subject, clothing, place, light and style from it and \
@@ -66,7 +66,7 @@ contradict none of them.
 - Spend most words on motion: what the subject does, how it goes on, what moves in the background; \
 where the request names no motion, choose a small one that the picture makes likely.
 - Name the camera movement; without a wish in the request it is slow or still.""",
-    ("i2v", "zh"): """\
+    ("image", "zh"): """\
 你根据一张图片和简短的需求，写出图生视频模型的提示词。
 - 图片是视频的第一帧：主体、衣着、地点、光线和风格都以图片为准，不得与之矛盾。
 - 图中已有的内容只写到足以说清谁或什么在动。
@@ -161,7 +161,6 @@ def check_prompt_extension(settings: PromptExtension, has_image: bool) -> None:
 def rewrite_prompt(
     settings: PromptExtension,
     prompt: str,
-    task_kind: str,
     image: Image | None,
     seed: int,
     device: str,
@@ -169,7 +168,6 @@ def rewrite_prompt(
     """Rewrites a prompt with a language model.
 
     Args:
-        task_kind: "t2v", "i2v" (needs an image) or "ti2v".
         image: An image of any size and mode; needs a vision model.
         seed: With local_qwen the same seed gives the same text. The global random state does not
             change.
@@ -179,10 +177,10 @@ def rewrite_prompt(
         The model's text, stripped; the prompt, with a warning, if the model gives none.
 
     Raises:
-        InputError: The image or the prompt is missing, or a local model cannot be used.
+        InputError: The prompt and the image are missing, or a local model cannot be used.
     """
     model = settings.prompt_extend_model
-    question = _make_question(prompt, task_kind, image, settings.prompt_extend_target_lang)
+    question = _make_question(prompt, image, settings.prompt_extend_target_lang)
     try:
         if settings.prompt_extend_method == "dashscope":
             return _query_dashscope(question, model, seed)
@@ -230,11 +228,9 @@ def _find_model_source(model: str | None, has_image: bool) -> str:
     return LOCAL_MODELS.get(name, os.path.expanduser(name))
 
 
-def _make_question(prompt: str, task_kind: str, image: Image | None, lang: str) -> Question:
+def _make_question(prompt: str, image: Image | None, lang: str) -> Question:
     """Returns the messages for a prompt and its image, which may have any size."""
     prompt = prompt.strip()
-    if task_kind == "i2v" and image is None:
-        raise InputError("Prompt extension for i2v got no image; give one with `image`.")
     if not prompt and image is None:
         raise InputError(
             "Prompt extension got an empty prompt and no image; "
@@ -254,7 +250,7 @@ def _make_question(prompt: str, task_kind: str, image: Image | None, lang: str) 
     request_format, describe_text = _REQUEST[lang]
     if not prompt:
         return Question(f"{_TASK['describe', lang]}\n{_RULES[lang]}", describe_text, image)
-    purpose = "t2v" if image is None or task_kind == "t2v" else "i2v"
+    purpose = "text" if image is None else "image"
     # The label before the prompt marks it as material, and keeps the dashscope client from
     # uploading a local file whose name equals the prompt.
     system = f"{_TASK[purpose, lang]}\n{_KEEP[lang]}{_RULES[lang]}"

@@ -21,19 +21,9 @@ from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
 from wan.distributed.mesh import ParallelGroups
 from wan.distributed.rendezvous import RankStatus, find_first_mismatch
-from wan.media import images
 from wan.modules.model import WanModel
-from wan.pipeline import build
+from wan.pipeline import build, clips
 from wan.pipeline.batch import Batch, Job
-from wan.pipeline.following import (
-    count_animate_clips,
-    count_s2v_clips,
-    count_vace_frames,
-    read_animate_inputs,
-    read_s2v_inputs,
-    read_vace_inputs,
-)
-from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
 from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, name_settings
@@ -49,8 +39,8 @@ from wan.settings.flags import (
     read_settings,
 )
 from wan.settings.presets import PRESETS, Preset
-from wan.settings.request import VideoParams
 from wan.settings.values import choice, format_value, integer, switch
+from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
 from wan.utils.log import logger
 
@@ -59,12 +49,13 @@ _EXPERT_OF_ATTRIBUTE = {
     "low_noise_model": "low_noise",
     "model": "dit",
 }
-_IMAGE_SETTINGS = ("image", "last_image")
 _OPTIONAL_SETTINGS = (
     *("base_seed", "audio", "pose_video", "num_clip", "src_root_path"),
     *("src_video", "src_mask"),
 )
 _REFERENCE_IMAGES = "src_ref_images"
+_IN_MEMORY_SETTINGS = ("image", "last_image", _REFERENCE_IMAGES)
+"""Settings whose values may be images in memory."""
 _EMBEDDING_KEYWORDS = ("prompt_embeds", "negative_prompt_embeds")
 T = TypeVar("T")
 
@@ -302,7 +293,7 @@ class Generator:
 
     def _generate_long_video(self, call: VideoCall) -> Tensor | None:
         """Generates the clips of a long video and concatenates them along the frames."""
-        video_clips = [*self._pipeline.generate_clips(call.params, call.inputs)]
+        video_clips = [*clips.generate_clips(self._pipeline, call.params, call.inputs)]
         if call.output_type == "latent":
             return torch.cat([clip.latents for clip in video_clips], dim=1)
         frames = [clip.frames for clip in video_clips if clip.frames is not None]
@@ -366,9 +357,6 @@ class Generator:
 
     def _make_video_call(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         """Checks the arguments of a call, and reads its images, audio and other inputs."""
-        if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
-            name = "img" if self._preset.kind == "i2v" else "ref_image_path"
-            raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
         params, base_inputs = self._make_call_params(call, setup)
         embeds, negative_embeds = (
             _check_prompt_embeds(name, call[name]) for name in _EMBEDDING_KEYWORDS
@@ -402,28 +390,25 @@ class Generator:
         if duplicates:
             name = duplicates[0]
             raise InputError(f"{name} is called {PYTHON_KEYWORDS[name]} here; use that keyword.")
-        if "image" in call["settings"]:
-            raise InputError("image has no effect on a text-to-video model; remove it.")
         flags = {keyword: flag for flag, keyword in PYTHON_KEYWORDS.items()}
         args = {
             flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
         }
-        image, last_image = (
-            None if args.get(name) is None else images.convert_to_image(args[name], name)
-            for name in _IMAGE_SETTINGS
-        )
-        reference_images = _read_reference_images(args.get(_REFERENCE_IMAGES))
+        media = {
+            name: _read_media(name, args[name])
+            for name in _IN_MEMORY_SETTINGS
+            if args.get(name) is not None
+        }
         unset_names = {
-            *_IMAGE_SETTINGS,
-            _REFERENCE_IMAGES,
+            *_IN_MEMORY_SETTINGS,
             *(n for n in (*_OPTIONAL_SETTINGS, *call["settings"]) if args.get(n) is None),
         }
         video_settings = {
             n: args[n] for n in args if is_python_setting(n, "video") and n not in unset_names
         }
-        values = self._base_settings | read_settings(video_settings)
+        values = self._base_settings | read_settings(video_settings) | media
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
-        if image is not None and call.get("max_area") is not None:
+        if "image" in media and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
         # Values of a recipe override the defaults of `generate`; for Wan2.1's image models those of
         # the preset do too.
@@ -436,28 +421,15 @@ class Generator:
             else {name: values[name] for name in default_names}
         )
         values = {name: value for name, value in values.items() if name not in default_names}
-        image_size = None if image is None else image.size
-        values["last_image"] = last_image
-        inputs = Inputs(image, last_image)
-        if self._preset.kind == "s2v":
-            audio, pose_video = read_s2v_inputs(values, self._preset)
-            values |= count_s2v_clips(values, self._preset, audio)
-            inputs = replace(inputs, audio=audio, pose=pose_video)
-        if self._preset.kind == "animate":
-            animate_inputs = read_animate_inputs(values, self._preset)
-            values |= count_animate_clips(values, self._preset, animate_inputs, defaults)
-            inputs = replace(inputs, animate=animate_inputs)
-        if self._preset.kind == "vace":
-            vace = read_vace_inputs(values | {_REFERENCE_IMAGES: reference_images}, self._preset)
-            values |= count_vace_frames(values, self._preset, vace, defaults)
-            inputs = replace(inputs, vace=vace)
-            image_size = None if vace is None else vace.size
+        task = get_task(self._preset.kind)
+        inputs = task.read_inputs(self._preset, values, required=True)
+        values |= task.complete_settings(self._preset, values, inputs, defaults)
         boundary = self.config.get("boundary")
         if boundary in (None, self._preset.boundary):
             defaults = defaults | {"boundary": boundary}
         else:  # the caller has edited the config
             values = values | {"boundary": boundary}
-        params, notices = make_params(setup, values, image_size, defaults)
+        params, notices = make_params(setup, values, inputs.source_size, defaults)
         for notice in notices:
             logger.warning(PYTHON_NAMING.render(notice))
         return params, inputs
@@ -532,15 +504,13 @@ def _find_world_size(use_sp: bool) -> int:
     return world_size
 
 
-def _read_reference_images(value: Any) -> tuple[Any, ...]:
-    """Returns the reference images of VACE from one image, a list of images, or paths."""
-    if value is None:
-        return ()
+def _read_media(name: str, value: Any) -> Any:
+    """Returns an image, or VACE's reference images from one image, a list of images, or paths."""
+    if name != _REFERENCE_IMAGES:
+        return value
     image_list = [*value] if isinstance(value, list | tuple) else [value]
-    if all(isinstance(item, str | Path) for item in image_list):
-        if image_list:
-            return FLAGS[_REFERENCE_IMAGES].reader(f"`{_REFERENCE_IMAGES}`", image_list)
-        return ()
+    if image_list and all(isinstance(item, str | Path) for item in image_list):
+        return FLAGS[name].reader(f"`{name}`", image_list)
     return tuple(image_list)
 
 

@@ -61,7 +61,7 @@ def resolve_command_line(
             from wan.app import prompt_extend
 
             prompt_extend.check_prompt_extension(
-                checked_run.prompt_extension, checked_run.image is not None
+                checked_run.prompt_extension, checked_run.inputs.image is not None
             )
         if plan:
             checked_run.setup.check_plan()

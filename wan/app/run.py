@@ -6,24 +6,17 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wan.checkpoint.headers import compute_fingerprint
+from wan.media.video_writer import load_latents
 from wan.pipeline.setup import Setup
 from wan.settings.command import Loras, Output, PlanOptions, PromptExtension
 from wan.settings.fields import list_options
 from wan.settings.flags import FLAGS
-from wan.settings.request import VideoParams
 from wan.settings.rules import Values
 from wan.settings.values import read_image_files, read_path
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from wan.media.audio import Audio, PoseVideo
-    from wan.pipeline.driving import AnimateInputs
-    from wan.pipeline.pipeline import Inputs
-    from wan.pipeline.sources import VaceInputs
+from wan.tasks.base import Inputs, VideoParams
 
 
 @dataclass(frozen=True)
@@ -82,12 +75,7 @@ class Run:
     setup: Setup
     params: VideoParams
     output: Output
-    image: Image | None
-    last_image: Image | None
-    audio: Audio | None
-    pose_video: PoseVideo | None
-    animate_inputs: AnimateInputs | None
-    vace_inputs: VaceInputs | None
+    inputs: Inputs
     input_files: tuple[InputFile, ...]
     prompt_extension: PromptExtension | None
     decode_latents: Path | None
@@ -137,21 +125,11 @@ class Run:
         settings = self.settings | {"save_file": str(path.absolute())}
         return replace(self, output=replace(self.output, save_file=path), settings=settings)
 
-    def make_inputs(self) -> Inputs:
-        """Returns the pipeline's inputs; loads `fixed_latents`."""
-        from wan.media.video_writer import load_latents
-        from wan.pipeline.pipeline import Inputs  # imports torch
-
-        path = self.fixed_latents
-        return Inputs(
-            self.image,
-            self.last_image,
-            audio=self.audio,
-            pose=self.pose_video,
-            animate=self.animate_inputs,
-            vace=self.vace_inputs,
-            initial_latents=None if path is None else load_latents(path),
-        )
+    def load_inputs(self) -> Inputs:
+        """Returns the inputs with the latents of `fixed_latents`."""
+        if self.fixed_latents is None:
+            return self.inputs
+        return replace(self.inputs, initial_latents=load_latents(self.fixed_latents))
 
     def collect_rank_invariants(self, device: str) -> dict[str, Any]:
         """Returns the values that must be equal on all ranks, by their names in messages.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from wan.cache.policy import BRANCHES, Cache, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
 from wan.settings.presets import TRAIN_TIMESTEPS
-from wan.settings.request import VideoParams
+from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wan.cache.policy import BRANCHES, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
-from wan.settings.request import VideoParams
+from wan.tasks.base import VideoParams
 
 
 class FirstBlock(Policy):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from wan.cache.policy import Cache, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
-from wan.settings.request import VideoParams
+from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
     from torch import Tensor

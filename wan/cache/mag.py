@@ -18,8 +18,8 @@ from wan.checkpoint.headers import read_json
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import Preset
-from wan.settings.request import VideoParams
 from wan.settings.step_cache import StepCache
+from wan.tasks.base import VideoParams
 from wan.utils.files import make_json_kind
 
 CURVE_FILE = "mag_curve.json"

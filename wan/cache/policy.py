@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import TRAIN_TIMESTEPS, Preset
-from wan.settings.request import VideoParams
 from wan.settings.step_cache import POLICIES, StepCache
+from wan.tasks.base import VideoParams
 from wan.utils import trace
 
 if TYPE_CHECKING:

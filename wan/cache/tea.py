@@ -18,8 +18,8 @@ from wan.cache.policy import (
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import Preset
-from wan.settings.request import VideoParams
 from wan.settings.step_cache import StepCache
+from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
     from torch import Tensor

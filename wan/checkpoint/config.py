@@ -10,7 +10,7 @@ from typing import Any, TypedDict, cast
 from wan.checkpoint.headers import TensorInfo, read_json
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, VACE_CONTEXT_CHANNELS, Preset
-from wan.settings.sound import INJECT_LAYERS, S2V_FIXED_CONFIG
+from wan.settings.sound import FIXED_CONFIG, INJECT_LAYERS
 from wan.settings.values import format_value
 
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
@@ -192,7 +192,7 @@ def _read_s2v_config(
 ) -> dict[str, Any]:
     """Returns the arguments that only S2V's network has."""
     config_json = read_json(path) if path.is_file() else {}
-    for key, value in S2V_FIXED_CONFIG.items():
+    for key, value in FIXED_CONFIG.items():
         if config_json.get(key, value) != value:
             raise _make_config_error(
                 path, key, config_json[key], f"{format_value(value)}, as in the published network"

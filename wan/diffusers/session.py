@@ -33,7 +33,7 @@ from wan.settings.attention_modes import Grid
 from wan.settings.errors import InputError, name_settings
 from wan.settings.flags import DIFFUSERS_NAMING
 from wan.settings.presets import PRESETS, Preset
-from wan.settings.request import VideoParams, make_video_params
+from wan.tasks.base import VideoParams, make_video_params
 from wan.utils.log import logger
 
 Networks = Mapping[str, WanTransformer3DModel | WanVACETransformer3DModel]

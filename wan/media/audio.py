@@ -6,7 +6,6 @@ This module does not import torch, so that bad files are refused before torch is
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +18,12 @@ from wan.media.ffmpeg import (
     describe_failure,
     run_ffmpeg,
 )
-from wan.media.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError
 from wan.settings.sound import (
     FEATURE_RATE,
     RESAMPLED_FEATURE_RATE,
-    S2V_FPS,
     SAMPLE_RATE,
+    SPEECH_FPS,
     WAV2VEC_CONVOLUTIONS,
 )
 from wan.utils.log import logger
@@ -69,20 +67,7 @@ class Audio:
 
     def count_clips(self, infer_frames: int) -> int:
         """Counts the clips of `infer_frames` frames that cover the audio, by the official rule."""
-        return int(self.num_features / (infer_frames * (RESAMPLED_FEATURE_RATE / S2V_FPS))) + 1
-
-
-class PoseVideo(VideoFile):
-    """The pose video of S2V."""
-
-    @property
-    def step(self) -> int:
-        """Every `step`th frame is used, so that there are about 16 frames per second."""
-        return max(1, round(self.fps / S2V_FPS))
-
-    def iter_poses(self) -> Iterator[np.ndarray]:
-        """Decodes and yields the used frames, uint8 [H,W,3]."""
-        return self.iter_frames(self.step)
+        return int(self.num_features / (infer_frames * (RESAMPLED_FEATURE_RATE / SPEECH_FPS))) + 1
 
 
 def read_audio(path: Path) -> Audio:
@@ -137,22 +122,6 @@ def read_audio(path: Path) -> Audio:
             *(path, rate, rate // 2),
         )
     return audio
-
-
-def read_pose_video(path: Path) -> PoseVideo:
-    """Reads the time stamps of a pose video; its frames are decoded later.
-
-    Raises:
-        InputError: The file is no video.
-    """
-    pose = PoseVideo(**vars(read_video(path, "`pose_video`", S2V_FPS)))
-    if abs(pose.fps / pose.step - S2V_FPS) > 0.01 * S2V_FPS:
-        selection = "all are" if pose.step == 1 else f"one in {pose.step} is"
-        logger.warning(
-            "%s has %g frames a second, and %s taken: the poses move at %.3g times their speed.",
-            *(path, pose.fps, selection, S2V_FPS * pose.step / pose.fps),
-        )
-    return pose
 
 
 def add_audio(video: Path, audio: Path, out: Path, skip_seconds: float = 0.0) -> None:

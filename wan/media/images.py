@@ -11,11 +11,11 @@ import re
 import stat
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
@@ -24,6 +24,7 @@ from wan.utils.log import logger
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
+    from torch import Tensor
 
 T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
@@ -44,6 +45,11 @@ class ImageSetting:
 
     def input_error(self, why: str, remedy: str) -> InputError:
         return InputError(f"`{self.setting}`", self.path, why, remedy)
+
+
+def read_image_setting(values: Mapping[str, Any], name: str) -> Image.Image | None:
+    """Returns the image that a setting names or, in Python, holds; None without it."""
+    return None if values.get(name) is None else convert_to_image(values[name], name)
 
 
 def read_image(path: Path, setting: str = "image") -> Image.Image:
@@ -289,3 +295,25 @@ def _convert_to_uint8_rgb(array: np.ndarray, image_setting: ImageSetting) -> np.
         why = f"has values from {low:g} to {high:g}"
         raise image_setting.input_error(why, "floating ones must be from 0 to 1")
     return np.rint(array * 255).astype(np.uint8)
+
+
+def convert_image_to_tensor(image: Image.Image) -> Tensor:
+    """Converts an image to [3,H,W] float32 in [-1, 1]."""
+    import numpy as np
+    import torch
+
+    array = torch.from_numpy(np.array(image.convert("RGB")))
+    return array.permute(2, 0, 1).float().div_(255).sub_(0.5).div_(0.5)
+
+
+def scale_and_crop_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Scales an image to cover (width, height), and crops it to its center."""
+    from PIL import Image
+
+    width, height = size
+    scale = max(width / image.width, height / image.height)
+    resized = image.convert("RGB").resize(
+        (round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS
+    )
+    x_offset, y_offset = (resized.width - width) // 2, (resized.height - height) // 2
+    return resized.crop((x_offset, y_offset, x_offset + width, y_offset + height))

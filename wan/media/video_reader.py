@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from wan.media.ffmpeg import (
     build_clock_args,
@@ -29,8 +29,11 @@ from wan.media.ffmpeg import (
     start_ffmpeg,
     stop_ffmpeg,
 )
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 from wan.utils.log import logger
+
+if TYPE_CHECKING:
+    import numpy as np
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +75,7 @@ class VideoFile:
 
     def iter_frames(self, step: int = 1) -> Iterator[np.ndarray]:
         """Decodes and yields every `step`th frame, uint8 [H,W,3]."""
-        with closing(self._decode_frames()) as frames:
+        with closing(decode_frames(self.path, self.size, self.filters)) as frames:
             frame, stored_index = None, -1
             for index in self.indices[::step]:
                 while stored_index < index:
@@ -103,20 +106,26 @@ class VideoFile:
         repeated = [resampled.indices[-1]] * max(missing, 0)
         return replace(resampled, indices=[*resampled.indices[: other.num_frames], *repeated])
 
-    def _decode_frames(self) -> Generator[np.ndarray]:
-        """Decodes and yields all stored frames."""
-        import numpy as np
 
-        width, height = self.size
-        args = [*build_input_args(self.path), *(("-vf", self.filters) if self.filters else ())]
-        args += [*build_passthrough_args(), "-pix_fmt", "rgb24", "-c:v", "rawvideo"]
-        process = start_ffmpeg([*args, "-f", "image2pipe", "-"], "quiet", reads=True)
-        assert process.stdout is not None
-        try:
-            while len(frame := process.stdout.read(width * height * 3)) == width * height * 3:
-                yield np.frombuffer(frame, np.uint8).reshape(height, width, 3)
-        finally:
-            stop_ffmpeg(process)
+def decode_frames(path: Path, size: tuple[int, int], filters: str = "") -> Generator[np.ndarray]:
+    """Decodes and yields all stored frames of a video, uint8 [H,W,3].
+
+    Args:
+        size: (width, height) after the filters.
+        filters: ffmpeg's filters.
+    """
+    import numpy as np
+
+    width, height = size
+    args = [*build_input_args(path), *(("-vf", filters) if filters else ())]
+    args += [*build_passthrough_args(), "-pix_fmt", "rgb24", "-c:v", "rawvideo"]
+    process = start_ffmpeg([*args, "-f", "image2pipe", "-"], "quiet", reads=True)
+    assert process.stdout is not None
+    try:
+        while len(frame := process.stdout.read(width * height * 3)) == width * height * 3:
+            yield np.frombuffer(frame, np.uint8).reshape(height, width, 3)
+    finally:
+        stop_ffmpeg(process)
 
 
 @dataclass(frozen=True)
@@ -317,3 +326,28 @@ def _build_tone_map_filters(colors: dict[str, str]) -> str:
         f"zscale=t=linear:npl=203{''.join(missing)},format=gbrpf32le,zscale=p=bt709,"
         "tonemap=mobius:param=0.8:desat=0,zscale=t=bt709:m=gbr:r=pc,format=gbrp"
     )
+
+
+class FrameReader(Protocol):
+    """Reads the frames of a video at the given indices, uint8 [F,H,W,3]."""
+
+    def __call__(self, indices: Sequence[int]) -> np.ndarray: ...
+
+
+def read_frames_at(video: VideoFile, indices: Sequence[int]) -> np.ndarray:
+    """Reads frames by index, uint8 [F,H,W,3]; decodes from the start of the video.
+
+    Raises:
+        FileChangedError: The video has fewer frames than when its metadata was read.
+    """
+    import numpy as np
+
+    unique, frames_by_index = {*indices}, dict[int, np.ndarray]()
+    frames = video.iter_frames()
+    for index, frame in zip(range(max(unique) + 1), frames, strict=False):
+        if index in unique:
+            frames_by_index[index] = frame
+    frames.close()  # type: ignore[attr-defined]
+    if len(frames_by_index) < len(unique):
+        raise FileChangedError(f"{video.path} ends before its frame {max(unique)}; make it again.")
+    return np.stack([frames_by_index[i] for i in indices])

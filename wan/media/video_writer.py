@@ -37,6 +37,7 @@ from wan.settings.values import read_path, real
 from wan.utils.files import LATENTS_KIND, VIDEO_KIND, check_output, write_output
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -56,15 +57,17 @@ class Mp4Encoder:
         size: Frames, height and width.
     """
 
-    def __init__(self, path: Path, output: Output, comment: str) -> None:
+    def __init__(self, path: Path, output: Output, comment: str, lossless: bool = False) -> None:
         """Creates an encoder; ffmpeg is started by `begin`.
 
         Args:
             path: The temporary file.
             output: Frame rate, and the final path `save_file` for messages.
             comment: The mp4's tag "comment", a JSON object that begins like `DEFAULT_COMMENT`.
+            lossless: Store the RGB values exactly (libx264rgb).
         """
         self.path, self._output, self._comment = path, output, comment
+        self._lossless = lossless
         self.size = (0, 0, 0)
         self._process: Popen[bytes] | None = None
         self._frame_queue: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED_FRAMES)
@@ -79,6 +82,8 @@ class Mp4Encoder:
         raw_args = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
         codec_args = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10"]
         codec_args += _build_color_args(height)
+        if self._lossless:
+            codec_args = ["-an", "-vcodec", "libx264rgb", "-preset", "veryfast", "-qp", "0"]
         codec_args += ["-metadata", f"comment={self._comment[:30_000]}"]  # argument limit: 128 kB
         args = [*raw_args, "-i", "-", *codec_args, *build_output_args(self.path)]
         with wrap_write_errors(self._output.save_file):
@@ -90,6 +95,11 @@ class Mp4Encoder:
         with wrap_write_errors(self._output.save_file):
             for frame in to_uint8(frames_3FHW):
                 self._frame_queue.put(frame.numpy().tobytes())
+
+    def write_rgb_frame(self, frame_HW3: np.ndarray) -> None:
+        """Writes a frame of uint8 values."""
+        with wrap_write_errors(self._output.save_file):
+            self._frame_queue.put(frame_HW3.tobytes())
 
     def finish(self) -> None:
         """Completes the file; raises OSError with ffmpeg's first error if a frame is missing."""
@@ -143,13 +153,14 @@ def open_mp4_encoder(
     output: Output,
     move_into_place: Callable[[Path], object] | None = None,
     comment: str = DEFAULT_COMMENT,
+    lossless: bool = False,
 ) -> Iterator[Mp4Encoder]:
     """Yields an encoder; on exit the file is complete or absent.
 
     Args:
         output: Its `save_file` ends in .mp4, and `~` is not expanded.
         move_into_place: Moves the temporary file to its final name, as in `write_output`.
-        comment: As in `Mp4Encoder`.
+        comment, lossless: As in `Mp4Encoder`.
 
     Raises:
         WriteError: Not every frame could be written; the file is removed.
@@ -157,7 +168,7 @@ def open_mp4_encoder(
     caller_error: BaseException | None = None
     try:
         with write_output(output.save_file, VIDEO_KIND, move_into_place) as temporary:
-            encoder = Mp4Encoder(temporary, output, comment)
+            encoder = Mp4Encoder(temporary, output, comment, lossless)
             try:
                 yield encoder
             except BaseException as error:
@@ -192,9 +203,11 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_video(video_3FHW: Tensor, output: Output, comment: str = DEFAULT_COMMENT) -> None:
+def write_video(
+    video_3FHW: Tensor, output: Output, comment: str = DEFAULT_COMMENT, lossless: bool = False
+) -> None:
     """Writes a video in [-1, 1] with even height and width; raises like `open_mp4_encoder`."""
-    with open_mp4_encoder(output, comment=comment) as encoder:
+    with open_mp4_encoder(output, comment=comment, lossless=lossless) as encoder:
         _, frames, height, width = video_3FHW.shape
         encoder.begin((frames, height, width))
         for frame_3HW in video_3FHW.unbind(1):

@@ -16,7 +16,7 @@ from wan.metering import exchange_order
 from wan.metering.exchange_order import ExchangePlan, Trace
 from wan.pipeline.setup import Setup
 from wan.settings import noise_schedule
-from wan.settings.request import VideoParams
+from wan.tasks.base import VideoParams
 from wan.utils.log import logger
 from wan.utils.trace import Event, Recorder
 

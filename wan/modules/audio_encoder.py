@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wan.media.audio import Audio
 from wan.settings.errors import InputError
-from wan.settings.sound import AUDIO_LAYERS, RESAMPLED_FEATURE_RATE, S2V_FPS
+from wan.settings.sound import AUDIO_LAYERS, RESAMPLED_FEATURE_RATE, SPEECH_FPS
 from wan.settings.values import format_value
 from wan.utils.system import limit_cpu_threads
 
@@ -86,6 +86,6 @@ def extract_audio_features(path: Path, audio: Audio) -> Tensor:
 def sample_features_per_frame(features_SCT: Tensor, num_frames: int) -> Tensor:
     """Samples the feature nearest in time for each video frame: [1,S,C,R], 0 after the end."""
     # round() rounds halves to even.
-    indices = [round(frame * RESAMPLED_FEATURE_RATE / S2V_FPS) for frame in range(num_frames)]
+    indices = [round(frame * RESAMPLED_FEATURE_RATE / SPEECH_FPS) for frame in range(num_frames)]
     valid_indices = [index for index in indices if index < features_SCT.shape[2]]
     return F.pad(features_SCT[..., valid_indices], (0, num_frames - len(valid_indices)))[None]

@@ -47,10 +47,10 @@ from wan.modules.text_kv_cache import InputCache
 from wan.settings.attention_modes import Grid
 from wan.settings.sound import (
     AUDIO_LAYERS,
+    FIXED_CONFIG,
     INJECT_LAYERS,
     MOTION_FRAMES,
     MOTION_LATENTS,
-    S2V_FIXED_CONFIG,
 )
 from wan.utils import trace
 
@@ -92,14 +92,12 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         **config: Any,
     ) -> None:
         """Builds the network. zero_init, motion_token_num: ignored."""
-        fixed_config = {
-            name: config.pop(name, value) for name, value in S2V_FIXED_CONFIG.items()
-        } | {"cond_dim": cond_dim}
+        fixed_config = {name: config.pop(name, value) for name, value in FIXED_CONFIG.items()} | {
+            "cond_dim": cond_dim
+        }
         for name, value in fixed_config.items():
-            if value != S2V_FIXED_CONFIG[name]:
-                raise ValueError(
-                    f"{name} is {value!r}; only {S2V_FIXED_CONFIG[name]!r} is supported."
-                )
+            if value != FIXED_CONFIG[name]:
+                raise ValueError(f"{name} is {value!r}; only {FIXED_CONFIG[name]!r} is supported.")
         components = ModelComponents() if components is None else components
         super().__init__(model_type, **config, components=components)
         self.injected = {layer: i for i, layer in enumerate(sorted(audio_inject_layers))}

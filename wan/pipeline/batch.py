@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.pipeline.denoise import CancellationPoint, DenoisingLoop
-    from wan.pipeline.pipeline import Inputs, Pipeline
-    from wan.settings.request import VideoParams
+    from wan.pipeline.pipeline import Pipeline
+    from wan.tasks.base import Inputs, VideoParams
 
 
 @dataclass(eq=False)

@@ -7,9 +7,9 @@ Legend: Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from typing import Any, Protocol
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from wan.cache.policy import Cache
 from wan.kernels.forward_context import StepInfo
-from wan.pipeline.scheduler import SampleNoise, make_solver
+from wan.pipeline.scheduler import make_solver
 from wan.settings.errors import NotFiniteError
 from wan.settings.noise_schedule import make_noise_schedule
-from wan.settings.request import VideoParams
+from wan.tasks.base import DenoiseInputs, StepCallback, VideoParams
 from wan.utils import trace
 from wan.utils.log import make_progress_bar
 
@@ -53,33 +53,6 @@ class ExpertSource(Protocol):
         """Prepares for a later `get` of this network."""
 
 
-@dataclass(frozen=True)
-class DenoiseInputs:
-    """The inputs of the loop that are the same in all steps.
-
-    Attributes:
-        initial_latents: float32 [Z,f,h,w].
-        context: Text embeddings of the prompt, [length, text_dim].
-        negative_context: Text embeddings of the negative prompt, [length, text_dim].
-        y: Masks and image latents, concatenated to the channels of the latents (i2v: [20,f,h,w]).
-        clip_fea: CLIP features of the images, for Wan2.1's image models.
-        sample_noise: Samples more noise, for stochastic solvers.
-        make_model_timesteps: Converts a timestep t for the model: [1], or one for each token.
-        restore_fixed_frames: Overwrites frames that do not change, such as ti2v's first frame.
-        model_kwargs: Branch -> further keywords of the network.
-    """
-
-    initial_latents: Tensor
-    context: Tensor
-    negative_context: Tensor
-    y: Tensor | None = None
-    clip_fea: Tensor | None = None
-    sample_noise: SampleNoise | None = None
-    make_model_timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
-    restore_fixed_frames: Callable[[Tensor], Tensor] = lambda latents: latents
-    model_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
 RunBranches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 """Calls a function with "cond" and with "uncond", and returns both results."""
 
@@ -87,10 +60,6 @@ RunBranches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 def run_both_branches(predict_branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     """Computes both guidance branches one after the other on this device."""
     return predict_branch("cond"), predict_branch("uncond")
-
-
-StepCallback = Callable[[int, Tensor], None]
-"""Called with the number of steps done and the latents after them."""
 
 
 class CancellationPoint(Protocol):

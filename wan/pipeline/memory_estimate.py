@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from wan.checkpoint.config import BLOCK_PREFIXES, S2VConfig
+from wan.checkpoint.config import BLOCK_PREFIXES
 from wan.checkpoint.headers import (
     get_tensor_alignment,
     read_folder_headers,
@@ -32,9 +32,7 @@ from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import count_block_buffers
 from wan.settings.numerics import keeps_fp32
-from wan.settings.presets import FACE_BLOCK_INTERVAL, FACE_SIZE
-from wan.settings.request import VideoParams
-from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
+from wan.tasks.base import VideoParams
 from wan.utils import system
 
 Usage = Counter[str]
@@ -160,14 +158,17 @@ def compute_stage_memory(
         {"DiT weights": dit.weights - num_blocks * dit.block_bytes + largest_block_surplus}
     )
     dit_usage = Usage({name: num_networks * size for name, size in dit_usage.items()})
-    previous_clip = _estimate_previous_clip(params) if device == "cpu" else Usage()
+    previous_clip = Usage(params.task.estimate_host_bytes(params) if device == "cpu" else {})
     overlapped_decoding = (
         vae - retained_usage + sizes.decoding_activations
         if is_decoding_overlapped(setup, params)
         else Usage()
     )
     denoising = (
-        dit.activations + _estimate_latents(params) + _estimate_face_images(params) + previous_clip
+        dit.activations
+        + _estimate_latents(params)
+        + Usage(params.task.estimate_denoise_bytes(params))
+        + previous_clip
     )
     add_stage("denoising", dit_usage, denoising + overlapped_decoding)
     add_stage("decoding", vae - retained_usage, sizes.decoding_activations + previous_clip)
@@ -201,20 +202,6 @@ def _estimate_latents(params: VideoParams) -> Usage:
     return Usage(latents=LATENT_COPIES * prod(params.latent_shape) * 4)
 
 
-def _estimate_face_images(params: VideoParams) -> Usage:
-    """Estimates the face images of a clip of Animate."""
-    num_images = params.frame_num if params.preset.kind == "animate" else 0
-    return +Usage({"pictures of the face": 3 * num_images * FACE_SIZE**2 * 4})
-
-
-def _estimate_previous_clip(params: VideoParams) -> Usage:
-    """Estimates the frames of the previous clip that are kept in host memory."""
-    if params.infer_frames is None:
-        return Usage()
-    width, height = params.video_size
-    return Usage({"frames of the clip before": 3 * MOTION_FRAMES * height * width * 4})
-
-
 def find_planned_capabilities(setup: Setup) -> Capabilities:
     """Finds the capabilities of the device that the settings `device` and `chip` select.
 
@@ -237,10 +224,11 @@ def estimate_network_sizes(setup: Setup, params: VideoParams) -> NetworkSizes:
     of it. Weights count with the size of their files, except weights that a CPU can memory-map.
     The formulas leave out CLIP, and the activations of a VAE that decodes in tiles.
     """
-    execution, decoded_frames = setup.execution, count_decoded_frames(params)
+    execution, decoded_frames = setup.execution, params.task.count_decoded_latents(params)
     width, height = params.video_size
     is_on_device = find_planned_capabilities(setup).type == "cpu" or not execution.t5_cpu
-    encoded_frames, vae_itemsize = count_encoded_frames(params), _ITEMSIZE[execution.vae_precision]
+    encoded_frames = params.task.count_encoded_latents(params)
+    vae_itemsize = _ITEMSIZE[execution.vae_precision]
     ranks = setup.parallel.world_size if execution.vae_parallel else 1
     can_map_vae = _can_map_weights(setup, setup.checkpoint.vae) and vae_itemsize == 4
     encoding_bytes = (
@@ -263,34 +251,6 @@ def estimate_network_sizes(setup: Setup, params: VideoParams) -> NetworkSizes:
         ),
         dit=_estimate_dit(setup, params),
     )
-
-
-def count_encoded_frames(params: VideoParams) -> int:
-    """Counts the latent frames that the VAE encodes at once.
-
-    They are a padded video (i2v), an image (ti2v, latent clip transition), the end of the previous
-    clip (s2v), a clip (animate) or a control video (vace).
-    """
-    if params.preset.kind == "animate":
-        return params.latent_shape[1] - 1
-    if params.infer_frames is not None:
-        return 1 if params.num_clip == 1 and not params.start_from_ref else MOTION_LATENTS
-    if params.preset.kind == "vace":
-        return params.latent_shape[1] - params.num_reference_images
-    if params.preset.kind == "i2v":
-        return 1 if params.chain == "latent" else params.latent_shape[1]
-    return int(params.preset.kind == "ti2v" and params.image_size is not None)
-
-
-def count_decoded_frames(params: VideoParams) -> int:
-    """Counts the latent frames that the VAE decodes at once.
-
-    A clip of s2v is decoded together with the encoded end of the previous clip.
-    """
-    if params.preset.kind == "animate":
-        return params.latent_shape[1] - 1
-    num_previous_frames = count_encoded_frames(params) if params.preset.kind == "s2v" else 0
-    return num_previous_frames + params.latent_shape[1] - params.num_reference_images
 
 
 def _estimate_text_encoder(setup: Setup) -> NetworkSize:
@@ -344,11 +304,8 @@ def _estimate_dit(setup: Setup, params: VideoParams) -> NetworkSize:
             if name.startswith(BLOCK_PREFIXES) and len(info.shape) == 2
         ]
         block_bytes = sum(sizes) // layers
-    if "audio_inject_layers" in config:  # audio attention of S2V, copied together with a block
-        num_injected_layers = len(cast(S2VConfig, config)["audio_inject_layers"])
-        block_bytes += num_injected_layers * 6 * c * c * e // layers
-    if setup.preset.kind == "animate":  # every fifth block has attention to the face
-        block_bytes += -(-layers // FACE_BLOCK_INTERVAL) * 4 * c * c * e // layers
+    # Adapter modules, copied together with a block.
+    block_bytes += params.task.count_adapter_matrices(config) * c * c * e // layers
     outside_block_bytes = (config["text_dim"] + c) * c * e + (
         config["freq_dim"] + 7 * c
     ) * c * fp32_param_itemsize

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -15,38 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from wan.cache.policy import Cache
-from wan.checkpoint.headers import compute_file_digest
 from wan.checkpoint.tensor_source import materialize_tensors
 from wan.device import Device
 from wan.modules.t5 import TextEncoder
 from wan.modules.vae.video_vae import FrameCollector, Sink, VideoVAE
-from wan.pipeline import conditioning
 from wan.pipeline.denoise import (
     NEVER_CANCELLED,
     CancellationPoint,
     DenoisingLoop,
     RunBranches,
-    StepCallback,
     run_both_branches,
 )
 from wan.pipeline.vae_runner import VaeRunner
 from wan.settings import noise_schedule
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload, count_block_buffers
-from wan.settings.request import VideoParams
+from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, make_base_inputs
 from wan.utils import system
 from wan.utils.log import StageTimer
 
 if TYPE_CHECKING:
-    from PIL import Image
-
-    from wan.media.audio import Audio, PoseVideo
+    from wan.media.audio import Audio
     from wan.modules.clip import ClipVision
     from wan.modules.model import WanModel
-    from wan.pipeline.clips import Clip
-    from wan.pipeline.driving import AnimateInputs
     from wan.pipeline.offload import OffloadedModule
-    from wan.pipeline.sources import VaceInputs
 
 _RESERVED_BYTES = 1 << 30  # bytes reserved for kernels and fragmentation
 
@@ -208,66 +199,6 @@ class WorkSharing:
     run_branches: RunBranches = run_both_branches
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Images, audio, videos and tensors that condition a video.
-
-    Attributes:
-        prompt_embeds: [length, text_dim], used instead of the prompt.
-        negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
-        pose: The pose video of S2V.
-        animate: The preprocessed videos of Animate.
-        vace: The source video, mask and reference images of VACE.
-        initial_latents: Latents used instead of noise, float32 [Z,f,h,w].
-        callback_on_step_end: Called after each step with the number of steps done and the latents.
-        num_clips_done: Clips that an earlier run has generated.
-        clip_state: `Clip.state` of the last of these clips, on every rank.
-    """
-
-    image: Image.Image | None = None
-    last_image: Image.Image | None = None
-    prompt_embeds: Tensor | None = None
-    negative_prompt_embeds: Tensor | None = None
-    audio: Audio | None = None
-    pose: PoseVideo | None = None
-    animate: AnimateInputs | None = None
-    vace: VaceInputs | None = None
-    initial_latents: Tensor | None = None
-    callback_on_step_end: StepCallback | None = None
-    num_clips_done: int = 0
-    clip_state: Tensor | None = None
-
-    def compute_digests(self) -> dict[str, str | None]:
-        """Returns the SHA-256 of each input, by which ranks check that their inputs are equal."""
-        excluded = ("callback_on_step_end", "num_clips_done")
-        names = [entry.name for entry in fields(self) if entry.name not in excluded]
-        return {name: _hash_input(getattr(self, name)) for name in names}
-
-
-def _hash_input(content: Any) -> str | None:
-    """Returns the SHA-256 of an input in hexadecimal, or None without an input."""
-    if content is None:
-        return None
-    digest = hashlib.sha256()
-    if isinstance(content, Tensor):
-        digest.update(f"{content.dtype} {tuple(content.shape)}".encode())
-        values = content.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(values.numpy().tobytes())
-    elif hasattr(content, "tobytes") and hasattr(content, "mode"):  # a PIL image
-        digest.update(f"{content.mode} {content.size}".encode() + content.tobytes())
-    elif hasattr(content, "samples"):
-        digest.update(content.samples.tobytes())
-    else:
-        files = content.files if hasattr(content, "files") else (content.path,)
-        digest.update("".join(map(compute_file_digest, files)).encode())
-        for image in getattr(content, "reference_images", ()):
-            digest.update(str(_hash_input(image)).encode())
-    return digest.hexdigest()
-
-
-NO_INPUTS = Inputs()
-
-
 @dataclass
 class Pipeline:
     """The networks of a checkpoint, and the stages that generate a video with them.
@@ -322,17 +253,6 @@ class Pipeline:
         self.release(self.experts)
         return latents
 
-    def generate_clips(self, params: VideoParams, inputs: Inputs) -> Iterator[Clip]:
-        """Generates a video clip by clip; all ranks call it."""
-        from wan.pipeline import chain, characters, clips
-
-        self.experts.prefetch(noise_schedule.make_noise_schedule(params).experts[0])
-        if params.chain is not None:
-            return chain.generate_chained_clips(self, params, inputs)
-        is_s2v = inputs.animate is None
-        generate = clips.generate_s2v_clips if is_s2v else characters.generate_animate_clips
-        return generate(self, params, inputs)
-
     def sample_audio_features(self, audio: Audio, num_frames: int) -> Tensor:
         """Returns the audio features of each of `num_frames` video frames, [1,S,C,F]."""
         from wan.modules.audio_encoder import sample_features_per_frame
@@ -348,21 +268,9 @@ class Pipeline:
         """Encodes prompt and inputs, and returns the denoising loop before its first step."""
         contexts = self.encode_prompt(params, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with self.stage_timer("conditioning"):
-            loop_inputs = conditioning.prepare_denoise_inputs(
-                params,
-                contexts,
-                [image for image in (inputs.image, inputs.last_image) if image is not None],
-                self.encode_video,
-                self.encode_image,
-                self.device.torch_device,
-                inputs.initial_latents,
-            )
-            if params.preset.kind == "vace":
-                from wan.pipeline import control
-
-                loop_inputs = control.add_vace_context(
-                    params, loop_inputs, inputs.vace, self.encode_video
-                )
+            base = make_base_inputs(params, contexts, self.torch_device, inputs.initial_latents)
+            loop_inputs = params.task.make_denoise_inputs(params, base, inputs, self)
+            del base
             self.release(self.vae)
         return DenoisingLoop(params, loop_inputs, inputs.callback_on_step_end)
 
@@ -439,6 +347,19 @@ class Pipeline:
             is_main = self.vae_runner.decode(latents_Zfhw, sink, on_other_ranks_done)
             self.release(self.vae)
         return is_main
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of the denoising loop."""
+        return self.device.torch_device
+
+    def run_on_rank0(self, make: Callable[[], Tensor]) -> Tensor:
+        """Returns the tensor that `make` returns on the main rank; all ranks call it."""
+        return self.work_sharing.run_on_rank0(make)
+
+    def release_vae(self) -> None:
+        """Frees the memory of the VAE before denoising, as `offload` says."""
+        self.release(self.vae)
 
     def release_all(self) -> None:
         """Releases all networks and the step cache after a failure."""

@@ -7,7 +7,6 @@ noise, (1 - s') (x - s v) + s' noise, as the distillations DMD and rCM do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Protocol
 
@@ -15,11 +14,8 @@ import torch
 from torch import Tensor
 
 from wan.settings.noise_schedule import NoiseSchedule
-from wan.settings.request import VideoParams
 from wan.settings.solvers import SOLVERS
-
-SampleNoise = Callable[[], Tensor]
-"""Draws new noise of the latents' shape in each call."""
+from wan.tasks.base import SampleNoise, VideoParams
 
 
 class Stepper(Protocol):

@@ -22,8 +22,8 @@ from wan.settings.errors import InputError
 from wan.settings.execution import MULTIPLY, Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
-from wan.settings.request import VideoParams
 from wan.settings.step_cache import StepCache
+from wan.tasks.base import VideoParams
 
 UNCONVERTED_DTYPES = {"fp8_weights": FP8, "gguf_weights": tuple(GGUF)}
 """Setting -> the stored dtypes of weights that it leaves unconverted or upcasts."""

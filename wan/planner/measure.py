@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
-from wan.checkpoint.config import S2VConfig, VaceConfig
 from wan.checkpoint.headers import TensorInfo
 from wan.checkpoint.load import UNSHARDED, DtypeRule, Sharding, make_dit_dtype_rule, open_sources
 from wan.checkpoint.tensor_source import TensorSources, count_mapped_bytes
@@ -40,9 +39,7 @@ from wan.pipeline.setup import Setup
 from wan.planner import operators
 from wan.settings.attention_modes import TokenPlan
 from wan.settings.parallel import Parallel
-from wan.settings.presets import FACE_SIZE
-from wan.settings.request import VideoParams
-from wan.settings.sound import AUDIO_LAYERS, MOTION_LATENTS
+from wan.tasks.base import VideoParams
 from wan.utils import log
 from wan.utils.torch_private import (
     DatalessFunctionMode,
@@ -253,7 +250,7 @@ class Planner:
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         video_vae = vae.VideoVAE(network)
         (channels, _, *latent_size), pixel_size = params.latent_shape, params.video_size[::-1]
-        num_latent_frames = memory_estimate.count_decoded_frames(params)
+        num_latent_frames = params.task.count_decoded_latents(params)
         temporal_stride, spatial_stride, _ = preset.vae_stride
         if tiling:
             latent_size = [min(side, tiles.SIDE // spatial_stride) for side in latent_size]
@@ -266,10 +263,8 @@ class Planner:
         def encode(num_latent_frames: int) -> None:
             video = torch.empty(3, (num_latent_frames - 1) * temporal_stride + 1, *pixel_size)
             host_video = None  # the caller's video in host memory
-            if self.device.type == "cpu" and params.preset.kind == "vace":
-                host_video = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # RGB, two masks
-            elif self.device.type == "cpu" and not params.has_clips:
-                host_video = video.clone()
+            if self.device.type == "cpu":
+                host_video = params.task.make_encoder_input(params, video, torch.empty)
             video_vae.encode(video[:, :, :num_rows] if num_ranks > 1 else video)
             del host_video
 
@@ -288,7 +283,7 @@ class Planner:
             further = max(0, num_latent_frames - 4) * (peaks[1].total() - peaks[0].total())
             return peaks[1] + Usage(activations=further)
 
-        num_encoded_frames = memory_estimate.count_encoded_frames(params)
+        num_encoded_frames = params.task.count_encoded_latents(params)
         encoding = measure_peak(encode, num_encoded_frames) if num_encoded_frames else Usage()
         num_pixel_frames = 1 + (num_latent_frames - 1) * temporal_stride
         tile_bytes = tiles.estimate_tile_bytes(pixel_size, num_pixel_frames) if tiling else 0
@@ -390,45 +385,23 @@ class Planner:
         text_size = config["text_len"], config["text_dim"]
         contexts = [empty(*text_size, dtype=self.dtype) for _ in branches]
         num_images = setup.preset.num_clip_vision_images
-        model_kwargs: dict[str, Any] = {}
+        model_kwargs = params.task.make_model_kwargs(params, config, empty)
         if num_images:
             model_kwargs["clip_fea"] = empty(num_images, clip.NUM_TOKENS, config["image_dim"])
-        audio_kwargs_by_branch: list[Any] = [{}] * len(branches)
-        if setup.preset.kind == "animate":
-            num_face_images = 4 * (size[0] - 2) + 1
-            model_kwargs["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
-            model_kwargs["face_pixel_values"] = empty(1, 3, num_face_images, FACE_SIZE, FACE_SIZE)
-        elif setup.preset.kind == "vace":
-            model_kwargs["vace_context"] = [empty(cast(VaceConfig, config)["vace_in_dim"], *size)]
-        elif setup.preset.kind == "s2v":
-            num_encoded_frames = memory_estimate.count_encoded_frames(params)
-            model_kwargs |= {
-                "ref_latents": [empty(channels, 1, *size[1:])],
-                "motion_latents": [empty(channels, MOTION_LATENTS, *size[1:])],
-                "cond_states": [empty(channels, *size)],
-                "drop_motion_frames": num_encoded_frames == 1,
-            }
-            features = AUDIO_LAYERS, cast(S2VConfig, config)["audio_dim"], 4 * size[0]
-            audio_kwargs_by_branch = [{"audio_input": empty(1, *features)} for _ in branches]
-        keywords = map(_iter_tensors, (model_kwargs, *audio_kwargs_by_branch))
-        tracker.exclude((x, y, *contexts, *chain.from_iterable(keywords)))
+        tracker.exclude((x, y, *contexts, *_iter_tensors(model_kwargs)))
         t = torch.tensor([500.0])
-        fixes_first_frame = (
-            setup.preset.kind == "ti2v" and memory_estimate.count_encoded_frames(params) == 1
-        )
-        if fixes_first_frame and tracker.device == "meta":  # the image's tokens have timestep 0
-            t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
+        token_timesteps = model_kwargs.pop("t", None)
+        if token_timesteps is not None and tracker.device == "meta":
+            t = token_timesteps
         attention, sparse_from = setup.attention, 0
         if attention.use_rainfusion:
             sparse_from = attention.resolve_sparse_start_step(steps)
         step_indices, collectives = sorted({0, sparse_from}), list[Collectives]()
         for index in [0, *step_indices] if setup.cache.policy != "none" else step_indices:
             tracker.sent_operations.clear()
-            for branch, text_LC, audio_kwargs in zip(
-                branches, contexts, audio_kwargs_by_branch, strict=True
-            ):
+            for branch, text_LC in zip(branches, contexts, strict=True):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
-                kwargs = model_kwargs | audio_kwargs | ({"y": [y]} if len(y) else {})
+                kwargs = model_kwargs | ({"y": [y]} if len(y) else {})
                 with tracker:
                     network([x], t, context=[text_LC], seq_len=prod(grid), **kwargs, step=step)
             num_calls = len(branches) * len(network.self_attention_blocks())

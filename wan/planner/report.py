@@ -17,7 +17,7 @@ from wan.planner.measure import Planner
 from wan.planner.placement import list_layouts
 from wan.planner.topology import find_nearest_run, iter_decodings
 from wan.settings.errors import InputError
-from wan.settings.request import VideoParams
+from wan.tasks.base import VideoParams
 from wan.utils import env, system
 
 

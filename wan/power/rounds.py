@@ -34,11 +34,10 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import PackedAttentionCall, PackedSelfAttention, SelfAttention
 from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
-from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Variant, VariantResult, measure_chunk_gaps, summarize_traces
 from wan.settings import noise_schedule
 from wan.settings.attention_modes import MODES, count_heads_per_rank
-from wan.settings.request import VideoParams
+from wan.tasks.base import VideoParams
 from wan.utils import trace
 from wan.utils.files import remove_output
 from wan.utils.log import logger
@@ -185,7 +184,9 @@ class ComparisonRounds:
         )
         prompt_embeds = self._pipeline.encode_prompt(run.params)
         self._pipeline.text_encoder.release()
-        self._inputs = Inputs(run.image, run.last_image, *prompt_embeds)
+        self._inputs = replace(
+            run.inputs, prompt_embeds=prompt_embeds[0], negative_prompt_embeds=prompt_embeds[1]
+        )
 
     def _shorten_params(self, max_steps: int) -> VideoParams:
         """Returns video parameters with at most `max_steps` steps of each expert."""

@@ -27,7 +27,6 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wan.pipeline.sources import MAX_REFERENCE_IMAGES
 from wan.serve import fields, pictures
 from wan.serve.fields import PICTURES
 from wan.serve.journal import ServiceJob
@@ -36,6 +35,7 @@ from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.service import Service, is_ended
 from wan.settings.errors import InputError
 from wan.settings.values import format_value, integer
+from wan.tasks.vace import MAX_REFERENCE_IMAGES
 from wan.utils.log import logger
 
 _MAX_DEPTH = 8  # nesting levels of a body; lists of image references need four

@@ -7,17 +7,15 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
-from wan.pipeline import driving
-from wan.pipeline.sources import MAX_REFERENCE_IMAGES
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
 from wan.settings.values import format_value, integer, real
+from wan.tasks.vace import MAX_REFERENCE_IMAGES
 
 FIELD_TO_SETTING = {
     "num_frames": "frame_num",
@@ -34,14 +32,11 @@ PICTURES = "src_ref_images"
 """Setting whose value is one or several uploaded files."""
 UPLOADS = ("image", "last_image", "audio", "pose_video", "src_video", "src_mask", PICTURES)
 """Settings whose values are uploaded files."""
-_FOLDER_FILES = {Path(name).stem: f"{FOLDER}/{name}" for name in driving.ANIMATE_FILES}
 _GUIDANCE = ("guidance_high", "guidance_low")
 _API_FIELDS = (
     *("model", "seconds", "boundary_ratio", "priority"),
     *("guidance_scale", "guidance_scale_2", *_GUIDANCE),
 )
-_FILES_REPLACING_PROMPT = {"s2v": ("image", "audio"), "animate": (FOLDER,)}
-"""Kind of task -> files with which a prompt is optional; official code has a default prompt."""
 _REFUSED_FIELDS = {
     "latent_path": "requests cannot name files of the server; give a seed",
     "save_file": "the video is fetched from /v1/videos/{id}/content",
@@ -91,7 +86,8 @@ def parse_request(body: Mapping[str, Any], run: Run, model: str) -> ParsedReques
     files: dict[str, bytes] = {}
     names: dict[str, str] = {}
     api_fields: dict[str, Any] = {}
-    folder_files = _FOLDER_FILES if run.setup.preset.kind == "animate" else {}
+    task = run.params.task
+    folder_files = {key: f"{FOLDER}/{name}" for key, name in task.upload_names.items()}
     for key, value in body.items():
         key, value = _unwrap_image_url(key, value)
         has_clip_prompts = key == "prompt" and isinstance(value, list)
@@ -124,7 +120,7 @@ def parse_request(body: Mapping[str, Any], run: Run, model: str) -> ParsedReques
             settings[name] = [value] if is_single_prompt else value
         names[name] = key
     try:
-        _check_prompts(settings, files, run.setup.preset.kind)
+        _check_prompts(settings, files, task.uploads_without_prompt)
         priority = _apply_api_fields(api_fields, settings, run, model)
         if "size" in settings:
             settings["size"] = str(settings["size"]).replace("x", "*")
@@ -141,7 +137,9 @@ def check_prompt(text: Any) -> None:
         raise InputError("prompt", why="has no visible text", remedy="describe the video")
 
 
-def _check_prompts(settings: Mapping[str, Any], files: Mapping[str, bytes], kind: str) -> None:
+def _check_prompts(
+    settings: Mapping[str, Any], files: Mapping[str, bytes], sufficient: Collection[str]
+) -> None:
     """Refuses a request without a prompt; the command line would use an example prompt."""
     if settings.get("clip_prompts"):
         prompts = settings["clip_prompts"]
@@ -149,7 +147,7 @@ def _check_prompts(settings: Mapping[str, Any], files: Mapping[str, bytes], kind
         prompts = [settings["prompt"]]
     else:
         uploads = {name.partition("/")[0] for name in files}
-        if kind in _FILES_REPLACING_PROMPT and uploads.issuperset(_FILES_REPLACING_PROMPT[kind]):
+        if sufficient and uploads.issuperset(sufficient):
             return
         raise InputError("prompt", why="is missing", remedy="describe the video")
     for prompt in prompts if isinstance(prompts, list) else [prompts]:

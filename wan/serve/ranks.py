@@ -179,7 +179,7 @@ class RankWorker:
         return RunningJob(
             f"Video {job}",
             run.params,
-            run.make_inputs(),
+            run.load_inputs(),
             id=job,
             video=VideoJob(run, self._pipeline, self._team),
             cancellation_point=SharedCancellationPoint(

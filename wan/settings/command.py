@@ -12,7 +12,7 @@ from typing import Literal
 from wan.settings import values
 from wan.settings.devices import CHIPS
 from wan.settings.fields import REQUIRED, command_option, load_option, option
-from wan.settings.presets import PRESETS
+from wan.settings.presets import PRESETS, TASKS_OF_KIND
 from wan.settings.recipes import RECIPE_NAMES as RECIPES
 from wan.settings.values import choice, integer, real, switch, switch_or_choice
 
@@ -31,12 +31,14 @@ class ImageOptions:
         keyword="img",
         diffusers=True,
         common=True,
+        tasks=(*TASKS_OF_KIND["i2v"], *TASKS_OF_KIND["ti2v"], *TASKS_OF_KIND["s2v"]),
     )
     last_image: Path | None = option(
         None,
         values.read_path,
         "image to end with (flf2v: needed, i2v-A14B: optional; default none)",
         diffusers=True,
+        tasks=("i2v-A14B", "flf2v-14B"),
     )
 
 
@@ -49,9 +51,13 @@ class SpeechOptions:
         values.read_path,
         "audio file, or video file with an audio track (s2v: needed; default none)",
         keyword="audio_path",
+        tasks=TASKS_OF_KIND["s2v"],
     )
     pose_video: Path | None = option(
-        None, values.read_path, "video whose poses the character follows (s2v; default none)"
+        None,
+        values.read_path,
+        "video whose poses the character follows (s2v; default none)",
+        tasks=TASKS_OF_KIND["s2v"],
     )
     audio_sync: bool = command_option(
         False,
@@ -59,6 +65,7 @@ class SpeechOptions:
         "cut the first 3/16 s of the audio, by which officially the video runs ahead of it (s2v; "
         "default false)",
         line=True,
+        tasks=TASKS_OF_KIND["s2v"],
     )
 
 
@@ -70,6 +77,7 @@ class AnimateOptions:
         None,
         values.read_path,
         "folder with src_pose.mp4, src_face.mp4 and src_ref.png (animate: needed; default none)",
+        tasks=TASKS_OF_KIND["animate"],
     )
 
 
@@ -81,17 +89,20 @@ class VaceOptions:
         None,
         values.read_path,
         "control video, or video to edit (vace: this or --src_ref_images is needed; default none)",
+        tasks=TASKS_OF_KIND["vace"],
     )
     src_mask: Path | None = option(
         None,
         values.read_path,
         "mask video: white is generated, black is kept (vace; default: all white)",
         needs="src_video",
+        tasks=TASKS_OF_KIND["vace"],
     )
     src_ref_images: tuple[str, ...] = option(
         (),
         values.read_image_files,
         "reference images, separated by commas or the flag repeated (vace; default none)",
+        tasks=TASKS_OF_KIND["vace"],
     )
 
 
@@ -173,6 +184,7 @@ class Loras:
         switch,
         "merge the checkpoint's relighting_lora.ckpt, which fits the character to the light of "
         "the scene (animate; default false)",
+        tasks=TASKS_OF_KIND["animate"],
     )
 
 

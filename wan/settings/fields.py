@@ -39,6 +39,7 @@ class Option:
         line: Whether a line of a prompt file may set it.
         decoding: Whether it has an effect with `--decode_latents`.
         checkpoint: Whether a checkpoint's generation_config.json may set it.
+        tasks: Tasks on whose videos it has an effect; (): on those of all tasks.
         variables: Environment variable -> its value -> the setting's value; None leaves the setting
             unchanged.
     """
@@ -55,6 +56,7 @@ class Option:
     line: bool = False
     decoding: bool = False
     checkpoint: bool = False
+    tasks: tuple[str, ...] = ()
     variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

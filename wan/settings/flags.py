@@ -28,12 +28,12 @@ from wan.settings.errors import FlagNaming, InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import Option, list_options
 from wan.settings.parallel import Parallel
-from wan.settings.request import Sampling, VideoParams
+from wan.settings.request import Sampling, VideoSettings
 from wan.settings.step_cache import StepCache
-from wan.settings.values import switch
+from wan.settings.values import join_with_or, switch
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "video": (VideoParams, ImageOptions, SpeechOptions, AnimateOptions, VaceOptions),
+    "video": (VideoSettings, ImageOptions, SpeechOptions, AnimateOptions, VaceOptions),
     "checkpoint": (CheckpointOptions, NetworkFiles, Loras),
     "sampling": (Sampling, LatentOptions),
     "device and memory": (Execution,),
@@ -55,6 +55,17 @@ FLAGS: dict[str, Option] = {
 }
 
 
+TASK_RULES = tuple(
+    rules.Rule(
+        (name,),
+        "has no effect on {task}",
+        f"drop it, or use {join_with_or(flag.tasks)}",
+        lambda s, tasks=flag.tasks: s.task not in tasks,  # type: ignore[misc]
+    )
+    for name, flag in FLAGS.items()
+    if flag.tasks
+)
+"""Rules for settings of single tasks, by their options."""
 FLAG_ALIASES = {flag.alias: name for name, flag in FLAGS.items() if flag.alias is not None}
 """Alias -> flag."""
 _CHOOSE_ONE = "give one of them"

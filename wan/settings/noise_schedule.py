@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import atan, cos, sin
 
 from wan.settings.presets import TRAIN_TIMESTEPS
-from wan.settings.request import VideoParams
+from wan.settings.request import VideoSettings
 from wan.settings.solvers import SOLVERS
 
 RCM_ANGLES = (1.5, 1.4, 1.0)
@@ -36,7 +36,7 @@ class NoiseSchedule:
         return self.experts.count("high_noise")
 
 
-def make_noise_schedule(params: VideoParams, steps: int | None = None) -> NoiseSchedule:
+def make_noise_schedule(params: VideoSettings, steps: int | None = None) -> NoiseSchedule:
     """Makes the noise schedule of a video; `steps` replaces `sample_steps`."""
     solver = params.sample_solver
     num_steps = params.sample_steps if steps is None else steps
@@ -57,6 +57,13 @@ def make_noise_schedule(params: VideoParams, steps: int | None = None) -> NoiseS
     return NoiseSchedule((*levels, 0.0), model_timesteps, tuple(experts))
 
 
+def count_noise_samples(params: VideoSettings) -> int:
+    """Returns how often noise is drawn for a video: for the first latents and stochastic steps."""
+    if not SOLVERS["euler" if params.ode else params.sample_solver].adds_noise:
+        return 1
+    return sum(sigma > 0 for sigma in make_noise_schedule(params).sigmas)
+
+
 def compute_sigmas(solver: str, steps: int, shift: float) -> list[float]:
     """Computes shifted sigmas [N] in the official order of operations, for bitwise equality."""
     start = SOLVERS[solver].start_sigma
@@ -71,7 +78,7 @@ def compute_timesteps(solver: str, levels: list[float]) -> tuple[float, ...]:
 
 
 def select_expert(timestep: float, boundary: float | None) -> str:
-    """Returns the expert for a timestep; `boundary` is that of `VideoParams`."""
+    """Returns the expert for a timestep; `boundary` is that of `VideoSettings`."""
     if boundary is None:
         return "dit"
     return "high_noise" if timestep >= boundary * TRAIN_TIMESTEPS else "low_noise"

@@ -50,6 +50,7 @@ class Preset:
         infer_frames: Frames of a clip of s2v.
         num_clip_vision_images: Number of images that the CLIP vision encoder encodes.
         sample_shift_480p: `sample_shift` at 832*480 and 480*832; None: `sample_shift`.
+        rcm_sigma: First noise-to-data ratio of the solver rcm.
         diffusers_shift: `flow_shift` of the published diffusers scheduler.
         sharded: Whether the published weights of a network are several files.
         vace_block_interval: VACE has one control block per this many blocks.
@@ -79,6 +80,7 @@ class Preset:
     num_clip_vision_images: int = 0
     negative_prompt: str = NEGATIVE_PROMPT
     sample_shift_480p: float | None = None
+    rcm_sigma: float = 80.0
     diffusers_shift: float = 3.0
     sharded: bool = True
     vace_block_interval: int = 5
@@ -122,6 +124,7 @@ PRESETS = {
         Preset(
             task="i2v-A14B",
             kind="i2v",
+            rcm_sigma=200.0,
             folder="Wan2.2-I2V-A14B",
             experts=_TWO_EXPERTS,
             sample_steps=40,
@@ -172,6 +175,7 @@ PRESETS = {
         Preset(
             task="i2v-14B",
             kind="i2v",
+            rcm_sigma=200.0,
             folder="Wan2.1-I2V-14B-720P",
             sample_steps=40,
             sample_shift=5.0,
@@ -182,6 +186,7 @@ PRESETS = {
         Preset(
             task="flf2v-14B",
             kind="i2v",
+            rcm_sigma=200.0,
             folder="Wan2.1-FLF2V-14B-720P",
             sample_steps=50,
             sample_shift=16.0,
@@ -247,6 +252,11 @@ PRESETS = {
         ),
     )
 }
+
+TASKS_OF_KIND: dict[str, tuple[str, ...]] = {}
+"""Kind of task -> its tasks."""
+for _preset in PRESETS.values():
+    TASKS_OF_KIND[_preset.kind] = (*TASKS_OF_KIND.get(_preset.kind, ()), _preset.task)
 
 TASK_ALIASES = {"t2v-14B": "t2v-A14B", "i2v-14B": "i2v-A14B"}
 """Alias -> two-expert task. With a single-network checkpoint the alias is Wan2.1's task."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
-from wan.settings.request import VideoParams
+from wan.settings.request import VideoSettings
 
 _LIGHTX2V: dict[str, Any] = {"sample_solver": "euler", "sample_steps": 4, "sample_shift": 5.0}
 
@@ -157,7 +157,7 @@ def check_svi_loras(clip_transition: str | None, loras: Iterable[Path]) -> None:
 
 
 def make_recipe_notices(
-    names: Sequence[str], params: VideoParams, has_loras: bool
+    names: Sequence[str], params: VideoSettings, has_loras: bool
 ) -> tuple[str, ...]:
     """Describes the settings of the recipes, and warns of settings that lower their quality.
 
@@ -186,7 +186,9 @@ def make_recipe_notices(
     return tuple(messages)
 
 
-def _make_clip_notices(names: Sequence[str], params: VideoParams, has_loras: bool) -> Iterator[str]:
+def _make_clip_notices(
+    names: Sequence[str], params: VideoSettings, has_loras: bool
+) -> Iterator[str]:
     if params.chain == "frame" and (params.num_clip or 0) > 1:
         yield (
             "Each clip begins with the last frame of the previous clip, so that the video drifts "

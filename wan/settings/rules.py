@@ -189,8 +189,6 @@ TOPOLOGY_RULES = (
 )
 """Rules for the topology; `user_settings` holds the names of the settings that the user set."""
 
-_VACE_TASKS = ("vace-1.3B", "vace-14B", "vace-A14B")
-
 
 def _copies_weights(s: Any) -> bool:
     """Returns whether `offload_model` is `cpu` or `block`, which copy weights to the device."""
@@ -341,13 +339,6 @@ SAMPLING_RULES = (
 IMAGE_RULES = (
     Rule(
         ("has_last_image",),
-        "is not supported by {task}",
-        "use i2v-A14B or flf2v-14B, or drop it",
-        lambda s: s.preset.kind != "i2v" or s.preset.num_clip_vision_images == 1,
-        "`last_image`",
-    ),
-    Rule(
-        ("has_last_image",),
         "needs a video of more than one frame",
         "give a larger `frame_num`",
         lambda s: s.frame_num == 1,
@@ -364,18 +355,7 @@ IMAGE_RULES = (
 """Rules for the images of a video."""
 
 
-def _make_task_rule(name: str, *tasks: str) -> Rule:
-    """Makes the rule that a setting has an effect only on these tasks."""
-    remedy = f"drop it, or use {' or '.join(tasks)}"
-    return Rule((name,), "has no effect on {task}", remedy, lambda s: s.task not in tasks)
-
-
-CLIP_AND_TASK_RULES = (
-    _make_task_rule("infer_frames", "s2v-14B"),
-    _make_task_rule("start_from_ref", "s2v-14B"),
-    _make_task_rule("chain", "i2v-A14B"),
-    _make_task_rule("clip_prompts", "i2v-A14B"),
-    _make_task_rule("num_clip", "i2v-A14B", "s2v-14B", "animate-14B"),
+CLIP_RULES = (
     Rule(
         ("clip_prompts",),
         "and `num_clip={num_clip}` differ",
@@ -404,10 +384,6 @@ CLIP_AND_TASK_RULES = (
         lambda s: s.frame_num < 5 and s.num_clip > 1,
         "`frame_num={frame_num}`",
     ),
-    _make_task_rule("refert_num", "animate-14B"),
-    _make_task_rule("replace_flag", "animate-14B"),
-    _make_task_rule("use_relighting_lora", "animate-14B"),
-    _make_task_rule("conditioning_scale", *_VACE_TASKS),
     Rule(
         ("refert_num",),
         "is not below the {frame_num} frames of a clip",
@@ -416,7 +392,7 @@ CLIP_AND_TASK_RULES = (
         "`refert_num={refert_num}`",
     ),
 )
-"""Rules for videos that are generated clip by clip, and for settings of single tasks."""
+"""Rules for videos that are generated clip by clip."""
 ALL_RULES = (
     *USER_SETTING_RULES,
     *TOPOLOGY_RULES,
@@ -425,5 +401,5 @@ ALL_RULES = (
     *PIPELINE_AND_VIDEO_RULES,
     *SAMPLING_RULES,
     *IMAGE_RULES,
-    *CLIP_AND_TASK_RULES,
+    *CLIP_RULES,
 )

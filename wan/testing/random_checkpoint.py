@@ -38,7 +38,7 @@ from wan.modules.networks import build_dit
 from wan.modules.vae.video_vae import LATENT_STATISTICS
 from wan.settings.errors import InputError
 from wan.settings.presets import FACE_BLOCK_INTERVAL, PRESETS, Preset
-from wan.settings.sound import AUDIO_LAYERS, S2V_FIXED_CONFIG, WAV2VEC_CONVOLUTIONS
+from wan.settings.sound import AUDIO_LAYERS, FIXED_CONFIG, WAV2VEC_CONVOLUTIONS
 from wan.utils.files import write_folder
 
 NamedTensors = OrderedDict[str, Tensor]
@@ -262,7 +262,7 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
         config = {key: networks.config[key] for key in _CONFIG_KEYS}
         if task.kind == "s2v":
             class_entries["_class_name"] = "WanModel_S2V"
-            config |= S2V_FIXED_CONFIG | {key: networks.config[key] for key in _S2V_CONFIG_KEYS}
+            config |= FIXED_CONFIG | {key: networks.config[key] for key in _S2V_CONFIG_KEYS}
         if task.kind == "animate":
             class_entries["_class_name"] = "WanAnimateModel"
             del config["model_type"]

@@ -1,0 +1,125 @@
+"""Text to video, or text and a first image to video (ti2v).
+
+Legend: Z latent channels, h w latent height/width, H W pixel ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from wan.media import images
+from wan.settings.presets import Preset
+from wan.settings.request import Size
+from wan.settings.rules import Values
+from wan.tasks.base import (
+    DenoiseInputs,
+    Encoders,
+    Inputs,
+    Task,
+    VideoParams,
+    check_nonzero_size,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+
+class TextImageToVideo(Task):
+    kind = "ti2v"
+
+    def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:
+        return Inputs(image=images.read_image_setting(values, "image"))
+
+    def compute_video_size(self, params: VideoParams) -> Size:
+        if params.image_size is None:
+            return params.size
+        return compute_ti2v_size(params.preset, params.image_size, params.area)
+
+    def count_encoded_latents(self, params: VideoParams) -> int:
+        return int(params.image_size is not None)
+
+    def make_denoise_inputs(
+        self, params: VideoParams, base: DenoiseInputs, inputs: Inputs, encoders: Encoders
+    ) -> DenoiseInputs:
+        if inputs.image is None:
+            return base
+        first_frame = make_first_frame(inputs.image, params.video_size)
+        return _fix_first_frame(
+            params, base, encoders.encode_video(first_frame).to(encoders.torch_device)
+        )
+
+    def make_model_kwargs(
+        self, params: VideoParams, config: Mapping[str, Any], make: Callable[..., Tensor]
+    ) -> dict[str, Any]:
+        if params.image_size is None:
+            return {}
+        import torch
+
+        # The image's tokens have timestep 0.
+        _, rows, columns = params.grid
+        is_later = torch.arange(math.prod(params.grid)) >= rows * columns
+        return {"t": 500.0 * is_later.unsqueeze(0)}
+
+
+TASK = TextImageToVideo()
+
+
+def compute_ti2v_size(preset: Preset, image: Size, area: int) -> Size:
+    """Computes the size of a ti2v video, which the image is scaled to cover and cropped to.
+
+    As in the official code, there are two candidates of whole tokens within `area`, one with the
+    height rounded first and one with the width; the one closer to the image's aspect ratio is
+    taken, on a tie the first.
+    """
+    multiple, ratio = preset.size_multiple, image[0] / image[1]
+    ideal_width = math.sqrt(area * ratio)
+    ideal_height = area / ideal_width
+
+    def round_down(side: float) -> int:
+        return int(side // multiple * multiple)
+
+    width, height = round_down(ideal_width), round_down(ideal_height)
+    candidates = [(round_down(area / height), height) if height else (0, 0)]
+    candidates.append((width, round_down(area / width)) if width else (0, 0))
+
+    def measure_distortion(candidate: Size) -> float:
+        if not all(candidate):
+            return math.inf
+        candidate_ratio = candidate[0] / candidate[1]
+        return max(ratio / candidate_ratio, candidate_ratio / ratio)
+
+    return check_nonzero_size(image, min(candidates, key=measure_distortion))
+
+
+def make_first_frame(image: Image.Image, size: Size) -> Tensor:
+    """Returns ti2v's first frame [3,1,H,W]: the image scaled and center-cropped."""
+    return images.convert_image_to_tensor(images.scale_and_crop_image(image, size)).unsqueeze(1)
+
+
+def _fix_first_frame(
+    params: VideoParams, inputs: DenoiseInputs, first_Z1hw: Tensor
+) -> DenoiseInputs:
+    """Fixes ti2v's first latent frame: its tokens have timestep 0 and never change."""
+    import torch
+
+    frames, height, width = params.grid
+    timestep_mask = torch.zeros(frames, dtype=torch.float32)
+    timestep_mask[1:] = 1
+
+    def fix_latents(latents: Tensor) -> Tensor:
+        return torch.cat((first_Z1hw, latents[:, 1:]), dim=1)
+
+    def expand_timestep(t: Tensor) -> Tensor:
+        return (timestep_mask * t).repeat_interleave(height * width).unsqueeze(0)
+
+    initial_latents = fix_latents(inputs.initial_latents)
+    return replace(
+        inputs,
+        initial_latents=initial_latents,
+        make_model_timesteps=expand_timestep,
+        restore_fixed_frames=fix_latents,
+    )

@@ -1,0 +1,301 @@
+"""Videos from a source video, its mask and reference images (VACE, arXiv:2503.07598).
+
+Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wan.media import images
+from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
+from wan.settings.command import VaceOptions
+from wan.settings.errors import InputError
+from wan.settings.fields import list_options
+from wan.settings.presets import Preset
+from wan.settings.request import Size
+from wan.settings.rules import Values
+from wan.tasks.base import (
+    DenoiseInputs,
+    Encoders,
+    Inputs,
+    Task,
+    VideoParams,
+    check_nonzero_size,
+    require_input,
+)
+from wan.tasks.textimage2video import compute_ti2v_size
+from wan.utils.log import logger
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+    from torch import Tensor
+
+MAX_REFERENCE_IMAGES = 16  # each adds a latent frame
+_TRAINED_FPS = 16
+_MIN_FPS, _MAX_FPS = 1, 240  # frames per second, the range of `fps`
+EncodeVideo = Callable[["Tensor"], "Tensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaceInputs(Inputs):
+    """The inputs of a VACE video.
+
+    Attributes:
+        size: (width, height) of the source video; None without one.
+        num_frames: The number of frames of the source video; 0 without one.
+        fps: Frames per second of the source video; None without one.
+        video_reader: Reads frames of the source video.
+        mask_reader: Reads frames of the mask; white pixels are generated.
+    """
+
+    size: Size | None = None
+    num_frames: int = 0
+    fps: float | None = None
+    video_reader: FrameReader | None = None
+    mask_reader: FrameReader | None = None
+    reference_images: tuple[Image.Image, ...] = ()
+
+    @property
+    def source_size(self) -> Size | None:
+        return self.size
+
+
+class Vace(Task):
+    kind = "vace"
+
+    def read_inputs(self, preset: Preset, values: Values, required: bool) -> VaceInputs:
+        has_input = any(values.get(name) for name in list_options(VaceOptions))
+        remedy = "give `src_video`, `src_ref_images` or both"
+        require_input(preset, "needs an input", remedy, has_input or not required)
+        return read_vace_files(
+            values.get("src_video"), values.get("src_mask"), values.get("src_ref_images", ())
+        )
+
+    def complete_settings(
+        self, preset: Preset, values: Values, inputs: Inputs, defaults: Values
+    ) -> dict[str, Any]:
+        """Counts reference images, and limits the frames to those of the source video."""
+        assert isinstance(inputs, VaceInputs)
+        counts = {"num_reference_images": len(inputs.reference_images)}
+        settings = {"frame_num": preset.frame_num} | {**defaults} | {**values}
+        if inputs.video_reader is None or inputs.num_frames >= settings["frame_num"]:
+            return counts
+        if "frame_num" in values:
+            why = f"has {inputs.num_frames} frames, and `frame_num` is {values['frame_num']}"
+            remedy = "give a longer one, or a smaller `frame_num`"
+            raise InputError("`src_video`", values["src_video"], why, remedy)
+        return counts | {"frame_num": (inputs.num_frames - 1) // 4 * 4 + 1}
+
+    def choose_fps(self, params: VideoParams, inputs: Inputs, defaults: Values) -> float:
+        return inputs.fps or params.fps if isinstance(inputs, VaceInputs) else params.fps
+
+    def compute_video_size(self, params: VideoParams) -> Size:
+        if params.image_size is None:
+            return params.size
+        return compute_vace_size(params.preset, params.image_size, params.area)
+
+    def count_reference_latents(self, params: VideoParams) -> int:
+        return params.num_reference_images
+
+    def count_encoded_latents(self, params: VideoParams) -> int:
+        return self.count_decoded_latents(params)
+
+    def make_denoise_inputs(
+        self, params: VideoParams, base: DenoiseInputs, inputs: Inputs, encoders: Encoders
+    ) -> DenoiseInputs:
+        vace_inputs = inputs if isinstance(inputs, VaceInputs) else VaceInputs()
+        context = make_vace_context(params, vace_inputs, encoders.encode_video)
+        scales = params.conditioning_scale or (1.0,)
+        model_kwargs = {
+            "vace_context": [context.to(base.initial_latents.device)],
+            "vace_context_scale": scales[0] if len(scales) == 1 else scales,
+        }
+        return replace(base, model_kwargs={"cond": model_kwargs, "uncond": model_kwargs})
+
+    def make_model_kwargs(
+        self, params: VideoParams, config: Mapping[str, Any], make: Callable[..., Tensor]
+    ) -> dict[str, Any]:
+        return {"vace_context": [make(config["vace_in_dim"], *params.latent_shape[1:])]}
+
+    def make_encoder_input(
+        self, params: VideoParams, video: Tensor, make: Callable[..., Tensor]
+    ) -> Tensor:
+        import torch
+
+        return make(5, *video.shape[1:], dtype=torch.uint8)  # RGB and two masks
+
+
+TASK = Vace()
+
+
+def compute_vace_size(preset: Preset, video: Size, area: int) -> Size:
+    """Computes the size of a VACE video: the source video's, in whole tokens, within `area`."""
+    if video[0] * video[1] > area:
+        return compute_ti2v_size(preset, video, area)
+    multiple = preset.size_multiple
+    return check_nonzero_size(
+        video, (video[0] // multiple * multiple, video[1] // multiple * multiple)
+    )
+
+
+def read_vace_files(
+    video: Path | None, mask: Path | None, reference_images: Sequence[str | Path | Image.Image]
+) -> VaceInputs:
+    """Reads images and the metadata of the videos; frames are read later.
+
+    Args:
+        video: The source video.
+        mask: Its mask, of the same size and length.
+        reference_images: Images, or their paths.
+
+    Raises:
+        InputError: A file is damaged, or the mask differs from the video in size or length.
+    """
+    if len(reference_images) > MAX_REFERENCE_IMAGES:
+        why = (
+            f"has {len(reference_images)} pictures, and at most {MAX_REFERENCE_IMAGES} are allowed"
+        )
+        raise InputError("`src_ref_images`", None, why, "choose some of them")
+    if mask is not None and video is None:
+        why, remedy = "is a mask without a video", "give the video with `src_video`"
+        raise InputError("`src_mask`", mask, why, remedy)
+    loaded_images = tuple(
+        images.convert_to_image(image, "src_ref_images") for image in reference_images
+    )
+    files = tuple(Path(image) for image in reference_images if isinstance(image, str | Path))
+    if video is None:
+        return VaceInputs(reference_images=loaded_images, files=files)
+    video_file = read_video(video, "`src_video`")
+    _check_source_fps(video_file)
+    mask_reader: FrameReader | None = None
+    if mask is not None:
+        mask_reader = partial(read_frames_at, _read_mask_video(mask, video_file))
+        files = (mask, *files)
+    video_reader = partial(read_frames_at, video_file)
+    return VaceInputs(
+        size=video_file.size,
+        num_frames=video_file.num_frames,
+        fps=video_file.fps,
+        video_reader=video_reader,
+        mask_reader=mask_reader,
+        reference_images=loaded_images,
+        files=(video, *files),
+    )
+
+
+def _check_source_fps(video: VideoFile) -> None:
+    if not _MIN_FPS <= video.fps <= _MAX_FPS:
+        why = f"has {video.fps:g} frames per second, and {_MIN_FPS} to {_MAX_FPS} are allowed"
+        raise InputError("`src_video`", video.path, why, "convert it to 16")
+    if abs(video.fps - _TRAINED_FPS) > 0.01 * _TRAINED_FPS:
+        logger.warning(
+            "%s has %g frames per second; the network was trained with %d: all frames are used.",
+            *(video.path, video.fps, _TRAINED_FPS),
+        )
+
+
+def _read_mask_video(path: Path, video: VideoFile) -> VideoFile:
+    """Reads the metadata of a mask, which must have the size and length of its video."""
+    mask = read_video(path, "`src_mask`")
+    remedy = "give a mask of the same size and length as `src_video`"
+    if mask.size != video.size:
+        why = "has frames of {}x{} pixels, not {}x{}".format(*mask.size, *video.size)
+        raise InputError("`src_mask`", path, why, remedy)
+    mask = mask.synchronize(video)
+    if mask.num_frames != video.num_frames:
+        why = f"has {mask.num_frames} frames, not {video.num_frames}"
+        raise InputError("`src_mask`", path, why, remedy)
+    return mask
+
+
+def make_vace_context(params: VideoParams, vace_inputs: VaceInputs, encode: EncodeVideo) -> Tensor:
+    """Returns the VACE context, float32 [96,f,h,w]: inactive latents, reactive latents, mask.
+
+    The latent frames of the reference images precede those of the video, the last image first, as
+    in diffusers. Without a source video all frames are gray and reactive.
+    """
+    import torch
+
+    size, num_frames = params.video_size, params.frame_num
+    mask_FHW = torch.ones(1).expand(num_frames, *size[::-1])
+    if vace_inputs.video_reader is None:
+        inactive = reactive = encode(torch.zeros(3, num_frames, *size[::-1]))
+    else:
+        # The video stays uint8; each part is converted to float32 separately to save memory.
+        video = _read_frames_at_size(vace_inputs.video_reader, num_frames, size).permute(3, 0, 1, 2)
+        is_reactive_FHW = mask_FHW.bool()
+        if vace_inputs.mask_reader is not None:
+            mask_FHW = _read_frames_at_size(vace_inputs.mask_reader, num_frames, size)[
+                ..., 0
+            ].contiguous()
+            is_reactive_FHW = mask_FHW > 127
+        inactive = encode(_normalize_bytes(video).mul_(~is_reactive_FHW))
+        reactive = encode(_normalize_bytes(video).mul_(is_reactive_FHW))
+        del video, is_reactive_FHW
+    mask_channels = fold_mask_to_vace_channels(mask_FHW, inactive.shape[1:]).to(inactive.device)
+    context = torch.cat((inactive, reactive, mask_channels))
+    for image in vace_inputs.reference_images:
+        latent = encode(paste_image_on_canvas(image, size)).to(inactive.device)
+        zeros = torch.zeros(len(context) - len(latent), *latent.shape[1:], device=inactive.device)
+        context = torch.cat((torch.cat((latent, zeros)), context), dim=1)
+    return context
+
+
+def fold_mask_to_vace_channels(mask_FHW: Tensor, latents_fhw: torch.Size) -> Tensor:
+    """Folds each latent pixel's 8 x 8 mask pixels into channels, [64,f,h,w].
+
+    Frames are resampled to the nearest one. mask_FHW: floats from 0 to 1, or uint8 up to 255.
+    """
+    import torch
+
+    (frames, height, width), (num_latents, rows, columns) = mask_FHW.shape, latents_fhw
+    mask_fHW = mask_FHW[((torch.arange(num_latents) + 0.5) * frames / num_latents).long()]
+    if mask_fHW.dtype == torch.uint8:
+        mask_fHW = (_normalize_bytes(mask_fHW) + 1) / 2
+    cells = mask_fHW.reshape(num_latents, rows, height // rows, columns, width // columns)
+    return cells.permute(2, 4, 0, 1, 3).flatten(0, 1)
+
+
+def paste_image_on_canvas(image: Image.Image, size: Size) -> Tensor:
+    """Pastes a scaled image on the center of a white canvas of (width, height): [3,1,H,W]."""
+    import torch
+    from torch.nn.functional import interpolate
+
+    width, height = size
+    scale = min(height / image.height, width / image.width)
+    scaled = max(1, int(image.height * scale)), max(1, int(image.width * scale))
+    canvas = torch.ones(3, height, width)
+    y_offset, x_offset = (height - scaled[0]) // 2, (width - scaled[1]) // 2
+    canvas[:, y_offset : y_offset + scaled[0], x_offset : x_offset + scaled[1]] = interpolate(
+        images.convert_image_to_tensor(image)[None],
+        size=scaled,
+        mode="bilinear",
+        align_corners=False,
+    )[0]
+    return canvas.unsqueeze(1)
+
+
+def _read_frames_at_size(reader: FrameReader, num_frames: int, size: Size) -> Tensor:
+    """Reads a video's first frames, uint8 [F,H,W,3], scaled to cover (width, height)."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    frames_FHW3 = reader(range(num_frames))
+    if frames_FHW3.shape[1:3] != size[::-1]:
+        scaled = (
+            images.scale_and_crop_image(Image.fromarray(frame), size) for frame in frames_FHW3
+        )
+        frames_FHW3 = np.stack([np.asarray(image) for image in scaled])
+    return torch.from_numpy(np.ascontiguousarray(frames_FHW3))
+
+
+def _normalize_bytes(pixels: Tensor) -> Tensor:
+    """Converts uint8 pixels to floats in [-1, 1]."""
+    return pixels.float().div_(255).sub_(0.5).div_(0.5)
