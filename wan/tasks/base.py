@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 SampleNoise = Callable[[], "Tensor"]
 """Draws new noise of the latents' shape in each call."""
+EncodeVideo = Callable[["Tensor"], "Tensor"]
+"""Pixels [3,F,H,W] in [-1, 1] to normalized latents [Z,f,h,w]."""
 StepCallback = Callable[[int, "Tensor"], None]
 """Called with the number of steps done and the latents after them."""
 
@@ -550,10 +552,3 @@ def make_base_inputs(
     if params.sample_solver == "rcm":  # its first sigma is not 1
         latents = latents * make_noise_schedule(params).sigmas[0]
     return DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
-
-
-def concat_frames(frames: Iterable[Tensor]) -> Tensor:
-    """Concatenates tensors [C,F,...] along the frames."""
-    import torch
-
-    return torch.cat(tuple(frames), dim=1)

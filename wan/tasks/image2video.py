@@ -10,7 +10,7 @@ Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from wan.settings.rules import Values
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,
+    EncodeVideo,
     Inputs,
     Task,
     VideoParams,
@@ -32,9 +33,6 @@ from wan.tasks.base import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-EncodeVideo = Callable[["Tensor"], "Tensor"]
-"""Pixels [3,F,H,W] in [-1, 1] to normalized latents [Z,f,h,w]."""
 
 
 class ImageToVideo(Task):

@@ -22,6 +22,7 @@ from wan.settings.rules import Values
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,
+    EncodeVideo,
     Inputs,
     Task,
     VideoParams,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 MAX_REFERENCE_IMAGES = 16  # each adds a latent frame
 _TRAINED_FPS = 16
 _MIN_FPS, _MAX_FPS = 1, 240  # frames per second, the range of `fps`
-EncodeVideo = Callable[["Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True, kw_only=True)
