@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from wan.app import launch
+from tests.pipelines import resolve_argv
 
 _FREE_ATOM = b"\0\0\0\x0cfreemore"  # ignored at the end of images, audio files and videos
 
@@ -38,9 +38,9 @@ def find_changed_invariants(
     source = Path(argv[index])
     copy = copy_changed_file(source, tmp_path / "copy" / source.name)
     copy_argv = [*argv[:index], str(copy), *argv[index + 1 :]]
-    invariants = launch.resolve_argv([str(arg) for arg in argv]).collect_rank_invariants("cpu")
-    assert launch.resolve_argv(copy_argv).collect_rank_invariants("cpu") == invariants
+    invariants = resolve_argv(argv).collect_rank_invariants("cpu")
+    assert resolve_argv(copy_argv).collect_rank_invariants("cpu") == invariants
     with (copy / inner).open("ab") if inner else copy.open("ab") as file:
         file.write(_FREE_ATOM)
-    changed_invariants = launch.resolve_argv(copy_argv).collect_rank_invariants("cpu")
+    changed_invariants = resolve_argv(copy_argv).collect_rank_invariants("cpu")
     return {name for name in invariants if invariants[name] != changed_invariants[name]}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from wan.app import flag_parser
+from wan.app import flag_parser, launch
 from wan.app.make_run import make_setup
 from wan.app.resolve import resolve_command_line as asked_for
 from wan.app.run import Run
@@ -35,6 +36,11 @@ def build_quick_pipeline(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
         flag_parser.parse_flags(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), fail_on_demo
     )
     return run, build.build_pipeline(run.setup, select_device("cpu"))
+
+
+def resolve_argv(argv: Sequence[object], **options: Any) -> Run:
+    """Returns the run of a command line. options: As for `launch.resolve_settings`."""
+    return launch.resolve_settings(flag_parser.parse_flags([*map(str, argv)]), **options)
 
 
 def resolve_plan(*argv: object) -> Run:

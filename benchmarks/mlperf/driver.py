@@ -25,7 +25,7 @@ import mlperf_loadgen as loadgen
 from benchmarks.mlperf import rules
 from benchmarks.mlperf.rules import Workload
 from wan.app import failures, launch
-from wan.app.flag_parser import Parser
+from wan.app.flag_parser import Parser, parse_flags
 from wan.app.job import VideoJob
 from wan.app.run import Run
 from wan.settings.errors import get_exit_code
@@ -251,7 +251,9 @@ def run_mode(argv: list[str]) -> int:
         _run_tests(options, workload, make_http_client(options.url, workload), at_once=8)
         return 0
     arguments = [*workload.make_flags(), "--save_file", str(options.out / "video.mp4"), *flags]
-    return launch.execute_command_line(arguments, partial(_run_rank, options, workload))
+    return launch.execute_run(
+        partial(parse_flags, arguments), partial(_run_rank, options, workload)
+    )
 
 
 if __name__ == "__main__":

@@ -125,7 +125,9 @@ class Attacks:
         arguments = flag_parser.parse_flags(
             ["--prompt_file", str(path), "--save_file", str(self.folder)]
         )
-        prompt_file.resolve_prompt_file(arguments, resolve_plan)
+        prompt_file.resolve_prompt_file(
+            arguments, lambda shared: lambda line: resolve_plan({**shared, **line})
+        )
 
     def lora(self, draw: random.Random) -> None:
         size = draw.choice((240, 240, 3))

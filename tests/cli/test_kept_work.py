@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from wan.app import batch_job, launch
+from tests.pipelines import resolve_argv
+from wan.app import batch_job
 from wan.app import job as videos
 from wan.app.clip_store import ClipFiles
 from wan.cli import main as generate
@@ -45,7 +46,7 @@ class TwoClipRun:
         argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7", "--prompt", "x"]
         argv += ["--lora", f"{self.lora}={strength}", "--image", str(self.image)]
         argv += ["--save_file", str(self.folder / "v.mp4")]
-        return ClipFiles(launch.resolve_argv([*argv, *map(str, flags)]))
+        return ClipFiles(resolve_argv([*argv, *flags]))
 
     def write_clips(self, *flags: object, end: float = 1.0) -> None:
         """Writes the clips. end: Value of the state that the first clip passes on."""
@@ -252,10 +253,10 @@ def test_decoding_writes_over_no_video_and_no_record(
     existing: list[str], name: str, tmp_path: Path
 ) -> None:
     """Also if a video was moved away and only its record exists."""
-    run = launch.resolve_argv([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
+    run = resolve_argv([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
     latents = tmp_path / "x.safetensors"
     save_latents(torch.zeros(run.params.latent_shape), latents, run.settings)
     for file in existing:
         (tmp_path / file).touch()
-    decode_run = launch.resolve_argv(["--decode_latents", str(latents)])
+    decode_run = resolve_argv(["--decode_latents", str(latents)])
     assert decode_run.output.save_file == tmp_path / name

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wan.app import launch
+from tests.pipelines import resolve_argv
 from wan.app.run import Run
 
 SIZE = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5"]
@@ -19,7 +19,7 @@ def resolve_lines(folder: Path, lines: list[str | dict[str, Any]], *flags: str) 
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "lines.txt").write_text("\n".join(texts))
     argv = [*SIZE, *flags, "--prompt_file", str(folder / "lines.txt")]
-    return launch.resolve_argv([*argv, "--save_file", str(folder / "out")])
+    return resolve_argv([*argv, "--save_file", str(folder / "out")])
 
 
 def test_each_line_has_a_seed_of_its_own(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from safetensors.torch import load_file
 
 from tests.conftest import Refusals, Tiny, slow
 from tests.dist import GENERATE, TORCHRUN, Ranks, make_rank_envs
+from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
-from wan.app import prompt_file
-from wan.app.flag_parser import parse_flags
-from wan.app.resolve import resolve_command_line
+from wan.app import launch
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.modules.model import WanModel
@@ -45,10 +43,7 @@ def write_prompts(folder: Path, *lines: str) -> Path:
 
 
 def resolve_prompts(path: Path, *argv: str) -> Any:
-    arguments = parse_flags(["--prompt_file", str(path), *argv])
-    return prompt_file.resolve_prompt_file(
-        arguments, lambda line_arguments: resolve_command_line(line_arguments, lambda *_: None)
-    )
+    return resolve_argv(["--prompt_file", path, *argv])
 
 
 def load_video_latents(video: Path) -> torch.Tensor:
@@ -309,22 +304,18 @@ def test_a_killed_run_is_continued_and_memory_stays(tiny: Tiny, tmp_path: Path) 
     assert max(peaks) < 1.05 * peaks[0]
 
 
-def test_lines_read_the_checkpoint_once(tiny: Tiny, tmp_path: Path) -> None:
+def test_lines_read_the_checkpoint_once(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inspected: list[Path] = []
 
     def count_inspections(folder: Path, *more: Any) -> Any:
         inspected.append(folder)
         return inspect_checkpoint(folder, *more)
 
-    arguments = parse_flags(["--prompt_file", str(write_prompts(tmp_path, *map(str, range(20))))])
-    arguments["ckpt_dir"] = tiny("t2v-A14B")
-    cached_inspect = cache(count_inspections)
-    file_run = prompt_file.resolve_prompt_file(
-        arguments,
-        lambda line_arguments: resolve_command_line(
-            line_arguments, lambda *_: None, inspect_folder=cached_inspect
-        ),
-    )
+    monkeypatch.setattr(launch, "inspect_checkpoint", count_inspections)
+    path = write_prompts(tmp_path, *map(str, range(20)))
+    file_run = resolve_prompts(path, "--ckpt_dir", str(tiny("t2v-A14B")))
     assert len(file_run.lines) == 20 and inspected == [tiny("t2v-A14B")]
 
 

@@ -16,8 +16,8 @@ import torch
 from tests.conftest import slow
 from tests.dist import REPO, TORCHRUN, Ranks, make_rank_envs, run_on_ranks
 from tests.distributed.topology import Topology, attention_layer
+from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
-from wan.app import launch
 from wan.kernels.forward_context import StepInfo
 from wan.pipeline import memory_estimate
 from wan.power import compare
@@ -169,7 +169,7 @@ def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
     """Memory is enough for one expert only; a step cache needs both and is refused."""
     video = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
     video += ["--sample_steps", "8", "--ulysses_size", "2", "--step_cache", cache]
-    result = launch.resolve_argv([*video, "--offload_model", "true"], plan=True)
+    result = resolve_argv([*video, "--offload_model", "true"], plan=True)
     both_experts_bytes, one_expert_bytes = (
         memory_estimate.find_fullest_stage(
             result.setup, result.params, device="cpu", offload_model=way

@@ -59,16 +59,16 @@ class Jobs:
     ) -> None:
         """Opens the service. guards: Further arguments of `wan.serve.app.make_app`."""
         argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
-        argv += ["--ulysses_size", str(ranks), "--save_file", str(folder / "video.mp4")]
+        argv += ["--ulysses_size", str(ranks)]
         folder.mkdir(exist_ok=True)
-        run, settings = command._resolve_service_run(argv, ranks, 1)
+        run, settings = command._resolve_service_run(argv, folder, ranks, 1)
         self.folder = folder
         metrics = Metrics()
         service_kwargs: dict[str, Any] = {
             "limits": limits or Limits(),
             "on_event": metrics.count_event,
         }
-        self.service = Service(argv, settings, run, folder, ranks, **service_kwargs)
+        self.service = Service(settings, run, folder, ranks, **service_kwargs)
         self.app: ASGIApp = app.make_app(
             self.service, metrics, host="localhost", api_key=key, **guards
         )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.dist import REPO
 from tests.refusals import check_refusals
-from wan import gallery
+from tools import gallery
+from wan.app.programs import run_program
 
 
 def write_video(folder: Path, name: str, prompt: str, **more: object) -> None:
@@ -26,21 +31,29 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "003.mp4").write_bytes(b"without a record")
     summary = {"refused": {"4": "size 1*1 is <small>"}, "failed": {}}
     (folder / "lines.summary.json").write_text(json.dumps(summary))
-    assert gallery.main([str(folder)]) == 0
+    gallery.main([str(folder)])
     page = (folder / "index.html").read_text()
     assert capsys.readouterr().out.strip() == str(folder / "index.html")
     assert 'src="001_a%20%231.mp4"' in page and "003" not in page and str(tmp_path) not in page
     assert "a &lt;b&gt;red&lt;/b&gt; star" in page and "<b>" not in page
     assert "64x32 · 5 frames · seed 7 · 1.2 s · 1234 J" in page
     assert "Line 4: size 1*1 is &lt;small&gt;" in page and "--accent" in page
-    assert gallery.main([str(folder), "--out", str(tmp_path / "all.html")]) == 0
+    gallery.main([str(folder), "--out", str(tmp_path / "all.html")])
     assert 'src="made/002.mp4"' in (tmp_path / "all.html").read_text()
+
+
+def test_program(tmp_path: Path) -> None:
+    write_video(tmp_path, "001", "a red star")
+    command = [sys.executable, str(REPO / "tools" / "gallery.py"), str(tmp_path)]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == f"{tmp_path / 'index.html'}\n"
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     messages = {}
     for case, folder in {"no folder": tmp_path / "none", "no videos": tmp_path}.items():
-        assert gallery.main([str(folder)]) == 2
+        assert run_program(partial(gallery.main, [str(folder)]), "gallery.py") == 2
         messages[case] = capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
     check_refusals("gallery", messages)

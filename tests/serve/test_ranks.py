@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.dist import Ranks, make_rank_envs
-from wan.app import flag_parser, launch
+from tests.pipelines import resolve_argv
+from wan.app.flag_parser import parse_flags
 from wan.device import select_device
 from wan.distributed.gloo_group import GlooGroup
 from wan.pipeline import build, denoise
@@ -105,9 +106,9 @@ def test_the_last_texts_are_kept(
         commands.append({"do": "make", "jobs": [job | {"file": str(tmp_path / f"{number}.mp4")}]})
     front: Any = Front(commands)
     pipeline = build.build_pipeline(
-        launch.resolve_argv(argv, require_inputs=False).setup, select_device("cpu")
+        resolve_argv(argv, require_inputs=False).setup, select_device("cpu")
     )
-    assert ranks.RankWorker(flag_parser.parse_flags(argv), pipeline, None, front, 2).serve() == 0
+    assert ranks.RankWorker(parse_flags(argv), pipeline, None, front, 2).serve() == 0
     texts = [item["texts"] for item in front.messages if item["is"] == "done"]
     assert [tuple(item) for item in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
 
@@ -130,14 +131,14 @@ def run_without_memory(front: str) -> int:
 @pytest.mark.dist
 @pytest.mark.xdist_group("serve")
 def test_a_rank_without_memory_says_so_and_all_end(tmp_path: Path) -> None:
-    argv = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--ulysses_size", "2"]
-    argv += ["--save_file", str(tmp_path / "none.mp4")]
+    settings = {"size": "32*32", "frame_num": 5, "sample_steps": 2, "ulysses_size": 2}
+    settings["save_file"] = str(tmp_path / "none.mp4")
     job = {"job": "a", "settings": {"prompt": "x"}, "file": str(tmp_path / "a.mp4")}
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         front = {"host": "127.0.0.1", "port": server.getsockname()[1], "secret": "open"}
         file = tmp_path / "front.json"
-        file.write_text(json.dumps(front | {"flags": argv, "texts": 2}))
+        file.write_text(json.dumps(front | {"settings": settings, "texts": 2}))
         with Ranks(make_rank_envs(2), run_without_memory, str(file)) as processes:
             links = {}
             for _ in range(2):

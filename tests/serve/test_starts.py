@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -13,6 +16,8 @@ import uvicorn
 from tests.refusals import check_refusals
 from wan.serve import __main__ as command
 from wan.serve.folders import lock_journal
+from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS, read_settings
 
 HIDDEN = [r"(?<=known here \().*?(?=\);)", r"(?<=aaa)a{99,}"]  # message of libc, and long names
 Capsys = pytest.CaptureFixture[str]
@@ -169,3 +174,24 @@ def test_locks_that_are_no_file(folder: Path, capsys: Capsys) -> None:
         assert "lock" in check_refused(folder, capsys)
         lock.rmdir() if lock.is_dir() else lock.unlink()
     assert not (folder / "precious").exists()
+
+
+TEXTS = "1 4 1000 0.5 true auto none a 64*32 1.5,2 1000,500 a,b=0.7 first_block list:0-3"
+
+
+def list_values(name: str) -> list[Any]:
+    """Returns values of a setting, from those of its choices and of `TEXTS` that it accepts."""
+    values = []
+    for text in (*TEXTS.split(), *(FLAGS[name].reader.choices or ())):
+        with suppress(InputError):
+            values.append(FLAGS[name].reader(name, text))
+    return values
+
+
+@pytest.mark.parametrize("name", [name for name in FLAGS if name not in command._PER_VIDEO_FLAGS])
+def test_the_ranks_read_the_settings_of_the_service(name: str) -> None:
+    """Each flag that the service accepts has the same value when it is read from front.json."""
+    values = list_values(name)
+    assert values
+    for value in values:
+        assert read_settings(json.loads(json.dumps({name: value}, default=str))) == {name: value}

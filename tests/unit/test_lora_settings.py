@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.pipelines import resolve_argv
 from tests.unit.test_lora import Q, pair, pair_of, peft_folder, read_merged_weights
-from wan.app import launch
 from wan.checkpoint import lora
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.checkpoint.load import open_sources
@@ -103,7 +103,7 @@ def test_ranks_compare_content_and_strength_and_no_folders(tiny: Any, tmp_path: 
 
     def collect_invariants(lora_argument: str) -> dict[str, Any]:
         argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--base_seed", "1"]
-        return launch.resolve_argv(
+        return resolve_argv(
             [*argv, "--save_file", "v.mp4", "--lora", lora_argument]
         ).collect_rank_invariants("cpu")
 

@@ -38,6 +38,7 @@ NUMBERS = {  # module -> options with a number | other required arguments
     "benchmarks.long_videos": "--rounds --clips --memory",
     "benchmarks.metering": "--period --size --products --steps --rounds",
     "benchmarks.mlperf.__main__": "--ranks --modes",
+    "benchmarks.power_model": "--tau --f_low --pfa --frame_num --sample_steps --ulysses_size",
     "benchmarks.powercap_gpu": "--tokens --heads --head_dim --hidden --link_gbs --seconds --rounds",
     "benchmarks.residency": "--layers --limit --lora",
     "benchmarks.service": "--rounds --videos",
@@ -64,7 +65,6 @@ NUMBERS = {  # module -> options with a number | other required arguments
     "tools.demo.text": "--steps | --state s",
     "tools.demo.weights": "--prompts | --out o",
     "wan.power.compare": "--repeats --modes --chunks --plan --order | --out o",
-    "wan.power.predict": "--tau --f_low --pfa --frame_num --sample_steps --ulysses_size",
 }
 WITH_JSON = """
     against attention_modes changes clip diffusers_parallel dit_forward limited_link long_videos
@@ -79,11 +79,11 @@ OUTPUTS = {  # module -> options that name a file | other required arguments
     "tools.compare_versions": "--json | --base HEAD",
     "tools.compare_videos": "--json --page | a b",
     "tools.contact_sheet": "--out --gif | --out sheet.png a.mp4",
+    "tools.gallery": "--out | g",
     "tools.make_sound": "",
     "tools.demo.evaluate": "--report | --checkpoint c",
     "tools.demo.step_caches": "--results",
     "tools.calibrate_mag": f"--out | --ckpt_dir {REPO}/examples/demo/t2v-A14B",
-    "wan.gallery": "--out | g",
 }
 
 
@@ -123,10 +123,12 @@ def collect_refusals(
 def test_numbers_have_ranges(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     messages = collect_refusals(NUMBERS, BAD, capsys)
-    recorded = {case: messages[case] for case in messages if case.endswith((" -1", " many"))}
-    check_refusals(
-        "programs: numbers", {case: recorded[case] for case in recorded if "wan." in case}
-    )
+    recorded = {
+        case: message
+        for case, message in messages.items()
+        if case.startswith(("wan.", "benchmarks.power_model")) and case.endswith((" -1", " many"))
+    }
+    check_refusals("programs: numbers", recorded)
     assert not [*tmp_path.iterdir()]
 
 

@@ -1,4 +1,4 @@
-"""Handles failures: sentences for errors, SIGTERM, and a closed stdout."""
+"""Handles failures: sentences for errors, unusable paths, SIGTERM, and a closed stdout."""
 
 from __future__ import annotations
 
@@ -46,6 +46,17 @@ def describe_error(error: BaseException) -> str | None:
         location = "" if name is None else f" where {name} is written"
         return f"The disk is full{location}; make space and start again."
     return None
+
+
+@contextmanager
+def refuse_unusable_paths() -> Iterator[None]:
+    """Turns the system's errors for a path (too long, not permitted, I/O) into InputError."""
+    try:
+        yield
+    except OSError as error:
+        subject = "A path" if error.filename is None else os.fsdecode(error.filename)
+        why = f"cannot be used ({error.strerror or error})"
+        raise InputError(subject, why=why, remedy="give another one") from error
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wan.app.failures import refuse_unusable_paths
 from wan.settings import values
 from wan.settings.command import SAVE_LATENTS
 from wan.settings.errors import COMMAND_LINE_NAMING, InputError, name_settings
@@ -85,6 +86,7 @@ class Parser(argparse.ArgumentParser):
 
 
 @name_settings(COMMAND_LINE_NAMING)
+@refuse_unusable_paths()
 def parse_flags(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Parses the flags of a command line and returns their checked values.
 

@@ -1,21 +1,24 @@
-"""Resolves command lines to runs, and executes a run in one process or on the ranks of torchrun."""
+"""Resolves settings to runs, and executes a run in one process or on the ranks of torchrun."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
-from wan.app import failures, flag_parser
+from wan.app import failures
+from wan.app.failures import refuse_unusable_paths
 from wan.app.job import VideoJob
-from wan.app.output import check_current_folder, refuse_unusable_paths
+from wan.app.output import check_current_folder
+from wan.app.prompt_file import resolve_prompt_file
 from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.settings.errors import InputError
+from wan.settings.rules import Values
 from wan.utils import env, log, system
 from wan.utils.log import logger
 
@@ -25,24 +28,22 @@ if TYPE_CHECKING:
 
 
 RunFunction = Callable[[Run, "ParallelGroups | None"], int]
-
-
 """Executes a run and returns the exit code."""
 
 
-def execute_command_line(
-    argv: Sequence[str], execute: RunFunction, require_inputs: bool = True
+def execute_run(
+    read_user_settings: Callable[[], Values], execute: RunFunction, require_inputs: bool = True
 ) -> int:
-    """Resolves and executes a command line, in one process or on the ranks of torchrun.
+    """Resolves settings to a run and executes it, in one process or on the ranks of torchrun.
 
     Args:
-        argv: The command line without the program's name.
+        read_user_settings: Returns the user's settings. If one rank refuses them, no rank starts.
         execute: Executes the run, with the parallel groups or None.
         require_inputs: As for `wan.app.make_run.resolve_run`.
     """
     if env.world_size() > 1:
-        return _execute_as_rank(argv, execute, require_inputs)
-    return execute(resolve_argv(argv, require_inputs=require_inputs), None)
+        return _execute_on_ranks(read_user_settings, execute, require_inputs)
+    return execute(resolve_settings(read_user_settings(), require_inputs=require_inputs), None)
 
 
 @system.sample_peak_memory()
@@ -75,50 +76,61 @@ def generate_videos(run: Run, groups: ParallelGroups | None = None) -> int:
     return 1 if has_failed else 0
 
 
-def resolve_argv(
-    argv: Sequence[str],
+@refuse_unusable_paths()
+def resolve_settings(
+    user_settings: Values,
     run_once: RunOncePerNode = lambda make: make(),
     plan: bool = False,
     require_inputs: bool = True,
 ) -> Run:
-    """Resolves a command line to a run.
+    """Resolves the user's settings to a run of one video or of a prompt file.
 
     Args:
-        argv: The command line without the program's name.
+        user_settings: Checked settings, as from `wan.app.flag_parser.parse_flags`.
         run_once: Calls a function on one rank of each node; the others wait.
         plan, require_inputs: As for `wan.app.make_run.resolve_run`.
     """
-    with refuse_unusable_paths():
-        user_settings = flag_parser.parse_flags(argv)
-        if not plan and "save_file" not in user_settings:
-            check_current_folder()
-        if "prompt_file" in user_settings:
-            if plan:
-                raise InputError("`plan` is about one video; drop `prompt_file`.")
-            from wan.app import prompt_file
-
-            resolve = partial(
-                resolve_command_line,
-                make_demo=partial(make_random_checkpoint, run_once),
-                inspect_folder=cache(inspect_checkpoint),
-            )
-            return prompt_file.resolve_prompt_file(user_settings, resolve)
-        return resolve_command_line(
-            user_settings,
-            partial(make_random_checkpoint, run_once),
-            plan,
-            require_inputs=require_inputs,
-        )
+    if not plan and "save_file" not in user_settings:
+        check_current_folder()
+    if "prompt_file" in user_settings:
+        if plan:
+            raise InputError("`plan` is about one video; drop `prompt_file`.")
+        return resolve_prompt_file(user_settings, partial(make_line_resolver, run_once=run_once))
+    make_demo = partial(make_random_checkpoint, run_once)
+    return resolve_command_line(user_settings, make_demo, plan, require_inputs=require_inputs)
 
 
-def _execute_as_rank(argv: Sequence[str], execute: RunFunction, require_inputs: bool) -> int:
-    """Executes a command line as one of several ranks."""
+def make_line_resolver(
+    shared: Values, run_once: RunOncePerNode = lambda make: make()
+) -> Callable[[Values], Run]:
+    """Returns a function that resolves the settings of one of several videos.
+
+    They override the shared settings. The checkpoint folder is inspected once.
+    """
+    make_demo = partial(make_random_checkpoint, run_once)
+    inspect_folder = cache(inspect_checkpoint)
+
+    def resolve_line(line_settings: Values) -> Run:
+        names = {"clip_prompts"} if "prompt" in line_settings else set()
+        if "timesteps" in line_settings:  # they replace the whole schedule
+            names |= {"timesteps", "sample_steps", "sample_shift", "boundary_step"}
+        inherited = {name: value for name, value in shared.items() if name not in names}
+        settings = inherited | {**line_settings}
+        return resolve_command_line(settings, make_demo, inspect_folder=inspect_folder)
+
+    return resolve_line
+
+
+def _execute_on_ranks(
+    read_user_settings: Callable[[], Values], execute: RunFunction, require_inputs: bool
+) -> int:
+    """Executes a run on this rank, if all ranks have resolved the same one."""
     load_torch()
     from wan import device as devices
     from wan.distributed import rendezvous
 
     def prepare(run_once: RunOncePerNode) -> PreparedRun[Run]:
-        run = resolve_argv(argv, run_once, require_inputs=require_inputs)
+        run = resolve_settings(read_user_settings(), run_once, require_inputs=require_inputs)
         device = devices.select_device(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.capabilities)
         invariants = run.collect_rank_invariants(device.type) | {

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wan.app.clip_store import CLIP_KINDS, NUMBERED_SAFETENSORS
-from wan.app.failures import DECODING_NOTE
+from wan.app.failures import DECODING_NOTE, refuse_unusable_paths
 from wan.app.run import Run
 from wan.metering.exchange_order import TRACE_KIND, make_trace_path
 from wan.settings.command import Output
@@ -25,17 +25,6 @@ from wan.utils.files import (
     check_output_folder,
 )
 from wan.utils.log import logger
-
-
-@contextmanager
-def refuse_unusable_paths() -> Iterator[None]:
-    """Turns the system's errors for a path (too long, not permitted, I/O) into InputError."""
-    try:
-        yield
-    except OSError as error:
-        subject = "A path" if error.filename is None else os.fsdecode(error.filename)
-        why = f"cannot be used ({error.strerror or error})"
-        raise InputError(subject, why=why, remedy="give another one") from error
 
 
 def check_current_folder() -> None:

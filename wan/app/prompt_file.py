@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from wan.app.run import PromptLine, Run
 from wan.checkpoint.headers import open_regular_file
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
+from wan.settings.rules import Values
 from wan.settings.values import format_value
 from wan.utils import env
 from wan.utils.files import SUMMARY_KIND, check_output
@@ -33,13 +34,13 @@ _MAX_SLUG_BYTES = 40
 
 
 def resolve_prompt_file(
-    user_settings: Mapping[str, Any], resolve_settings: Callable[[Mapping[str, Any]], Run]
+    user_settings: Values, make_line_resolver: Callable[[Values], Callable[[Values], Run]]
 ) -> Run:
     """Resolves a command line with --prompt_file; an invalid line does not affect the others.
 
     Args:
         user_settings: The flags; `save_file` is a folder.
-        resolve_settings: Resolves the settings of one video to a run.
+        make_line_resolver: As in `wan.app.launch`.
 
     Raises:
         InputError: The file cannot be read, has no lines or too many, or every line is invalid.
@@ -49,6 +50,7 @@ def resolve_prompt_file(
         if name in user_settings:
             raise InputError(f"`{name}` is about one video; drop it or `prompt_file`.")
     shared = {name: value for name, value in user_settings.items() if name not in _COMMAND_SETTINGS}
+    resolve_line = make_line_resolver(shared)
     lines: list[PromptLine] = []
     numbered_texts, last_log = _read_prompt_lines(path), time.monotonic()
     for number, text in numbered_texts:
@@ -63,7 +65,7 @@ def resolve_prompt_file(
             continue
         for seed in seeds:
             try:
-                line_args = (number, dict(values), seed, shared, folder, resolve_settings)
+                line_args = (number, dict(values), seed, shared, folder, resolve_line)
                 lines.append(_resolve_prompt_line(*line_args))
             except Exception as error:
                 lines.append(replace(_make_refused_line(number, error), seed=seed))
@@ -119,17 +121,16 @@ def _resolve_prompt_line(
     number: int,
     values: dict[str, Any],
     seed: int | None,
-    shared: Mapping[str, Any],
+    shared: Values,
     folder: Path,
-    resolve_settings: Callable[[Mapping[str, Any]], Run],
+    resolve_line: Callable[[Values], Run],
 ) -> PromptLine:
     name, suffix = values.pop("save_file", None), ""
     if seed is not None:
         values["base_seed"], suffix = seed, f"_s{seed}"
     path = folder / (f"{number:03d}.mp4" if name is None else name)
     path = path.with_stem(f"{path.stem}{suffix}") if path.name else path
-    settings = merge_line(shared, values)
-    run, error = resolve_settings(settings).with_save_file(path), ""
+    run, error = resolve_line(values).with_save_file(path), ""
     if name is None:
         prompt_start = run.params.prompt[: 4 * _MAX_SLUG_BYTES]
         slug = re.sub(r"[^\w-]+", "_", prompt_start.lower()).strip("_")
@@ -140,17 +141,9 @@ def _resolve_prompt_line(
         check_run_outputs(run)
     except InputError as reason:  # on the main rank only: the others keep the run
         error = str(failures.describe_error(reason))
+    settings = {**shared, **values}
     draws_seed = settings.get("base_seed", -1) < 0 and "from_json" not in settings
     return PromptLine(number, run, error, draws_seed, seed)
-
-
-def merge_line(shared: Mapping[str, Any], line_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of all lines, overridden by those of a line."""
-    schedule_settings = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
-    # Timesteps replace the whole schedule.
-    names = {*schedule_settings} if "timesteps" in line_settings else set()
-    names |= {"clip_prompts"} if "prompt" in line_settings else set()
-    return {name: value for name, value in shared.items() if name not in names} | {**line_settings}
 
 
 def _make_refused_line(number: int, error: Exception) -> PromptLine:

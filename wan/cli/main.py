@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from wan.app import failures
-from wan.app.launch import execute_command_line, generate_videos, load_torch, resolve_argv
+from wan.app.flag_parser import parse_flags
+from wan.app.launch import execute_run, generate_videos, load_torch, resolve_settings
 from wan.settings.errors import InputError, get_exit_code
 from wan.utils import env, log
 
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             argv = sys.argv[1:] if argv is None else argv
             if "--plan" in argv:
                 return _print_plan(argv)
-            return execute_command_line(argv, generate_videos)
+            return execute_run(partial(parse_flags, argv), generate_videos)
     except BaseException as error:
         sentence = failures.describe_error(error)
         if sentence is None:
@@ -40,7 +42,7 @@ def _print_plan(argv: Sequence[str]) -> int:
     """Prints the plan of a run; under torchrun on the main rank only."""
     if env.rank() > 0:
         return 0
-    run = resolve_argv(argv, plan=True)
+    run = resolve_settings(parse_flags(argv), plan=True)
     load_torch()
     from wan.planner import report
 

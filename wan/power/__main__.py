@@ -1,4 +1,4 @@
-"""`python -m wan.power`: measures or predicts the effect of FA_Power_Cap on a machine."""
+"""`python -m wan.power`: measures the effect of FA_Power_Cap on a machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from wan.settings.errors import InputError, get_exit_code
 COMMANDS = {  # modules of wan.power, each with a main(argv)
     "report": "summarize schedule traces (--trace): order, gaps, exposed communication",
     "compare": "measure the attention modes on this machine and recommend one",
-    "predict": "estimate without a run whether head chunks can help",
 }
 
 
@@ -35,6 +34,9 @@ def _run_command(argv: Sequence[str]) -> int:
         print("usage: python -m wan.power COMMAND ...\n")
         print("\n".join(f"  {name:9}{text}" for name, text in COMMANDS.items()))
         return 0
+    if argv[0] == "predict":
+        why, remedy = "is a program of its own", "start python benchmarks/power_model.py"
+        raise InputError("The prediction", why=why, remedy=remedy)
     if argv[0] not in COMMANDS:
         raise InputError(f"There is no command {argv[0]!r}; use {', '.join(COMMANDS)}.")
     return int(import_module(f"wan.power.{argv[0]}").main(argv[1:]))

@@ -35,6 +35,7 @@ from wan.metering.meter import PowerMeasurement
 from wan.power.timeline import PLOT_KIND, PLOT_METADATA
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
+from wan.settings.flags import read_settings
 from wan.settings.values import Reader, choice, integer, real
 from wan.utils import env, log, system
 from wan.utils.files import (
@@ -151,15 +152,14 @@ def main(argv: Sequence[str]) -> int:
     """Runs a comparison; returns an exit code of generate.py."""
     log.set_up_logging(env.rank() == 0)
     separator = [*argv, "--"].index("--")
-    options, arguments = _parse_compare_options(argv[:separator]), list(argv[separator + 1 :])
+    options = _parse_compare_options(argv[:separator])
     options.command = f"compare {' '.join(argv)}"
-    arguments = [*PRESETS.get(options.preset, ()), *arguments]
-    user_settings = parse_flags(arguments)
+    user_settings = parse_flags([*PRESETS.get(options.preset, ()), *argv[separator + 1 :]])
     for name in _FORBIDDEN_FLAGS:
         if name in user_settings:
             raise InputError(f"`{name}`", None, "cannot be used in a comparison", "drop it")
     if options.plan is not None:
-        return _print_comparison_plan(options, launch.resolve_argv(arguments, plan=True))
+        return _print_comparison_plan(options, launch.resolve_settings(user_settings, plan=True))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -170,12 +170,14 @@ def main(argv: Sequence[str]) -> int:
     # Networks are loaded once if they fit.
     options.chooses_offload_mode = "offload_model" not in user_settings
     if options.chooses_offload_mode:
-        arguments += ["--offload_model", "true"]
+        user_settings["offload_model"] = True
     check_folder(options.out.absolute(), "--out", options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     _check_comparison_outputs(options.out)
-    arguments += ["--save_file", str(options.out / "baseline.mp4")]
-    return launch.execute_command_line(arguments, partial(_run_comparison, options))
+    save_file = {"save_file": options.out / "baseline.mp4"}
+    return launch.execute_run(
+        lambda: user_settings | read_settings(save_file), partial(_run_comparison, options)
+    )
 
 
 def _check_comparison_outputs(out: Path) -> None:

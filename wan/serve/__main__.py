@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from wan.app import failures, flag_parser, launch
-from wan.app.flag_parser import Parser
+from wan.app import failures, launch
+from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
 from wan.checkpoint.headers import open_regular_file
 from wan.serve.folders import NAME_LENGTH, check_journal_folder, lock_journal
@@ -28,6 +28,7 @@ from wan.settings.command import (
 )
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
+from wan.settings.flags import read_settings
 from wan.settings.values import integer, read_path, read_text_value, real
 from wan.utils import env, log
 from wan.utils.log import logger
@@ -191,14 +192,18 @@ def _make_nodes(count: int, address: str | None) -> Nodes:
     return nodes
 
 
-def _resolve_service_run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, Any]]:
-    """Resolves the flags of generate.py; returns the run and the settings that were given."""
+def _resolve_service_run(
+    argv: Sequence[str], folder: Path, ranks: int, nodes: int
+) -> tuple[Run, dict[str, Any]]:
+    """Resolves the flags of generate.py; returns the run and the user's settings."""
     env.simulate_ranks(ranks, nodes)
-    user_settings = flag_parser.parse_flags(argv)
+    user_settings = parse_flags(argv)
     per_video = [name for name in user_settings if name in _PER_VIDEO_FLAGS]
     if per_video:
         raise InputError(f"`{per_video[0]}` is about one video", remedy="drop it")
-    return launch.resolve_argv(argv, require_inputs=False), user_settings
+    # The file is never written: each job has its own one.
+    user_settings |= read_settings({"save_file": folder.absolute() / "video.mp4"})
+    return launch.resolve_settings(user_settings, require_inputs=False), user_settings
 
 
 def _read_api_key(path: Path | None, host: str) -> str | None:
@@ -260,8 +265,9 @@ def run_service(argv: Sequence[str]) -> int:
     key = _read_api_key(options.api_key, options.host)
     nodes = _make_nodes(options.nodes, options.node_address)
     check_journal_folder(options.journal)
-    generate_args += ["--save_file", str(options.journal.absolute() / "video.mp4")]  # never written
-    run, user_settings = _resolve_service_run(generate_args, options.ranks, options.nodes)
+    run, user_settings = _resolve_service_run(
+        generate_args, options.journal, options.ranks, options.nodes
+    )
     for notice in run.notices:
         logger.warning(env.make_flag_naming().render(notice))
     clients = connections.Connections(connections.compute_max_connections(options.ranks))
@@ -269,7 +275,7 @@ def run_service(argv: Sequence[str]) -> int:
     metrics, journal, name = Metrics(), options.journal, options.name
     service_args = (journal, options.ranks, nodes, name, _make_limits(options), metrics.count_event)
     try:
-        service = Service(generate_args, user_settings, run, *service_args)
+        service = Service(user_settings, run, *service_args)
     except sqlite3.Error as error:
         why, remedy = f"has a damaged journal.sqlite ({error})", "move it away, or give another one"
         raise InputError(f"--journal {journal}", None, why, remedy) from error
@@ -293,7 +299,7 @@ def run_service(argv: Sequence[str]) -> int:
 
 
 def run_service_cli(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit codes of `wan.cli.main.main`."""
+    """Runs the command line; returns the exit codes of generate.py."""
     log.set_up_logging()
     try:
         return run_service(sys.argv[1:] if argv is None else argv)

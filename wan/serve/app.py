@@ -32,7 +32,7 @@ from wan.serve.fields import PICTURES
 from wan.serve.journal import ServiceJob
 from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError, hash_request
-from wan.serve.service import Service, is_ended
+from wan.serve.service import Service
 from wan.settings.errors import InputError
 from wan.settings.values import format_value, integer
 from wan.tasks.vace import MAX_REFERENCE_IMAGES
@@ -300,7 +300,7 @@ class Routes:
         with self._service.waiters.wait(job, is_existing) as note_disconnect:
             while True:
                 current = self._service.find_job(job.id)
-                if is_ended(current):
+                if current.is_ended:
                     break
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_SECONDS):
@@ -314,7 +314,7 @@ class Routes:
 
     def _make_video_response(self, job: ServiceJob) -> Response:
         headers = {}
-        if not is_ended(job):
+        if not job.is_ended:
             wait = self._service.estimate_wait(queued_job=job) if job.state == "queued" else 0.0
             milliseconds = int(1000 * min(max(wait / 2, _POLL_SECONDS), 60))
             headers["openai-poll-after-ms"] = str(milliseconds)

@@ -74,7 +74,7 @@ class RankGroup:
 
     def __init__(
         self,
-        argv: Sequence[str],
+        user_settings: Mapping[str, Any],
         ranks: int,
         folder: Path,
         on_message: Callable[[dict[str, Any]], None],
@@ -85,7 +85,7 @@ class RankGroup:
         """Prepares the group; `run` starts it.
 
         Args:
-            argv: Flags of generate.py for the ranks.
+            user_settings: Settings of the ranks' run and of all jobs.
             ranks: Number of ranks on all machines.
             folder: The journal folder, for the ranks' log and front.json.
             on_message: Called with messages about jobs, with {"is": "ready"} when all ranks are
@@ -93,7 +93,7 @@ class RankGroup:
             max_cached_prompts: Number of prompts whose embeddings the ranks cache.
             timeout: Seconds that the ranks may make no progress, as --dist_timeout.
         """
-        self._argv, self._ranks, self._folder = list(argv), ranks, folder
+        self._user_settings, self._ranks, self._folder = user_settings, ranks, folder
         self._on_message = on_message
         self._nodes, self._max_cached_prompts = nodes, max_cached_prompts
         self._secret = secrets.token_hex()
@@ -136,10 +136,14 @@ class RankGroup:
         address = self._folder / "front.json"
         with write_output(address, FRONT_KIND) as temporary:
             temporary.chmod(0o600)
-            front = {"host": self._nodes.host, "port": port, "secret": self._secret}
-            temporary.write_text(
-                json.dumps(front | {"flags": self._argv, "texts": self._max_cached_prompts})
-            )
+            front = {
+                "host": self._nodes.host,
+                "port": port,
+                "secret": self._secret,
+                "settings": self._user_settings,
+                "texts": self._max_cached_prompts,
+            }
+            temporary.write_text(json.dumps(front, default=str))
         wait = _SHORTEST
         async with server:
             while not self._stopping:

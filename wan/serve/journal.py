@@ -18,7 +18,6 @@ from wan.serve.rows import Row, ServiceJob, make_row, make_tombstone, read_row
 from wan.settings.errors import InputError
 from wan.utils.log import logger
 
-FINAL_STATES = ("completed", "failed", "deleted")
 MAX_ATTEMPTS = 2
 """Attempts after which a job fails whose ranks were lost."""
 PATIENCE = 5.0
@@ -313,7 +312,7 @@ class Journal:
 
     def _index_job(self, job: ServiceJob, row: Row | None = None) -> None:
         """Adds a job to the index of its state. row: its row, if known."""
-        if job.state in FINAL_STATES:
+        if job.is_ended:
             self._ended_rows[job.id] = marshal.dumps(make_row(job) if row is None else row)
             insort(self._end_times, (job.ended or 0.0, job.id))
         else:

@@ -15,16 +15,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan.app import failures, flag_parser, launch
+from wan.app import failures, launch
 from wan.app.job import VideoJob
-from wan.app.prompt_file import merge_line
-from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
-from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline.batch import Batch, Job
 from wan.serve.monitor import HEARTBEAT
 from wan.serve.rpc import FrontLink, read_front_file
@@ -138,13 +135,10 @@ class RankWorker:
         """
         from wan.distributed.gloo_group import GlooGroup
 
-        self._shared, self._pipeline, self._team, self._link = shared, pipeline, team, link
+        self._pipeline, self._team, self._link = pipeline, team, link
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
-        make_demo = partial(launch.make_random_checkpoint, lambda make: make())
-        self._resolve = partial(
-            resolve_command_line, make_demo=make_demo, inspect_folder=cache(inspect_checkpoint)
-        )
+        self._resolve_settings = launch.make_line_resolver(shared)
         self._max_cached_prompts = max_cached_prompts
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
 
@@ -165,9 +159,7 @@ class RankWorker:
         """Resolves a job on all ranks; if one refuses it, reports the reason and returns None."""
         run, refusal = None, None
         try:
-            run = self._resolve(merge_line(self._shared, read_settings(settings))).with_save_file(
-                Path(file)
-            )
+            run = self._resolve_settings(read_settings(settings)).with_save_file(Path(file))
         except Exception as error:
             refusal = failures.describe_error(error) or repr(error)
         answers = self._control.gather((refusal, None if run is None else _hash_run(run)))
@@ -284,9 +276,8 @@ def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None)
     try:
         device = devices.select_device(run.setup.execution.device) if team is None else team.device
         pipeline = build.build_pipeline(run.setup, device, team)
-        code = RankWorker(
-            flag_parser.parse_flags(front["flags"]), pipeline, team, link, front["texts"]
-        ).serve()
+        shared = read_settings(front["settings"])
+        code = RankWorker(shared, pipeline, team, link, front["texts"]).serve()
         if team is not None:
             team.close()
         return code
@@ -303,16 +294,16 @@ def run_rank(front: Path) -> int:
         front: The file front.json.
 
     Returns:
-        The exit codes of `wan.cli.main.main`.
+        The exit codes of generate.py.
     """
     try:
         with failures.raise_on_sigterm():
             log.set_up_logging(env.rank() == 0)
             log.hide_prompts()
             front_info = read_front_file(front)
-            return launch.execute_command_line(
-                front_info["flags"], partial(_serve_rank, front_info), require_inputs=False
-            )
+            read_shared = partial(read_settings, front_info["settings"])
+            execute = partial(_serve_rank, front_info)
+            return launch.execute_run(read_shared, execute, require_inputs=False)
     except BaseException as error:
         sentence = failures.describe_error(error)
         if sentence is None:

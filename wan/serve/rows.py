@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wan.app.run import Run
 
 Row = tuple[Any, ...]
 """Values of the columns `COLUMNS`, of SQLite types."""
@@ -60,6 +64,36 @@ class ServiceJob:
     bytes: int = 0
     names: dict[str, str] = field(default_factory=dict)
     guidance: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it is completed, failed or deleted."""
+        return self.state in ("completed", "failed", "deleted")
+
+    def set_sizes(self, run: Run) -> None:
+        """Sets frames, fps, sizes, steps, guidance, shape and work from the run."""
+        params = run.params
+        branches, clips = (2 if params.uses_guidance else 1), params.num_clip or 1
+        self.frames = params.frame_num
+        if params.has_clips:
+            self.frames = sum(map(params.count_clip_frames, range(clips)))
+        self.fps, (self.width, self.height) = float(run.output.fps), params.video_size
+        self.total = params.sample_steps * clips
+        low, high = params.sample_guide_scale
+        has_two = params.boundary is not None
+        self.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
+        self.shape = json.dumps([params.latent_shape, params.sample_steps, branches, clips])
+        self.work = float(prod(params.grid) * params.sample_steps * branches * clips)
+
+    @property
+    def can_share_experts(self) -> bool:
+        """Whether it may run in one batch with others, grouped by expert.
+
+        Videos of several clips may not, since they load their experts for each clip. Neither may a
+        second attempt, since the job may have caused the loss of the ranks.
+        """
+        *_, clips = json.loads(self.shape)
+        return self.attempt == 0 and int(clips) == 1
 
 
 COLUMNS = tuple(column.name for column in fields(ServiceJob))

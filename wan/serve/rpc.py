@@ -25,14 +25,14 @@ from wan.settings.errors import InputError
 
 
 def read_front_file(file: Path) -> dict[str, Any]:
-    """Reads front.json: host, port, secret, flags, and texts (the number of cached prompts).
+    """Reads front.json: host, port, secret, settings, and texts (the number of cached prompts).
 
     Raises:
         InputError: The file is missing or invalid.
     """
     try:
         front = json.loads(file.read_text())
-        return {name: front[name] for name in ("host", "port", "secret", "flags", "texts")}
+        return {name: front[name] for name in ("host", "port", "secret", "settings", "texts")}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise _make_front_error(str(file), error) from error
 

@@ -9,17 +9,13 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from wan.app import launch
-from wan.app.prompt_file import merge_line
-from wan.app.resolve import resolve_command_line
 from wan.app.run import Run
 from wan.checkpoint.headers import read_json
-from wan.checkpoint.layout import inspect_checkpoint
 from wan.pipeline import memory_estimate
 from wan.serve import fields, records
 from wan.serve.estimates import Estimates
@@ -32,10 +28,9 @@ from wan.serve.folders import (
     remove_orphaned_folders,
 )
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
-from wan.serve.journal import FINAL_STATES, MAX_ATTEMPTS, Journal, ServiceJob
+from wan.serve.journal import MAX_ATTEMPTS, Journal, ServiceJob
 from wan.serve.journal_file import JournalError
 from wan.serve.repeats import RefusedError, RepeatedRequests, hash_request
-from wan.serve.shapes import can_group_by_expert, can_share_experts, set_job_sizes
 from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, name_settings
 from wan.settings.flags import read_settings
@@ -81,7 +76,6 @@ class Service:
 
     def __init__(
         self,
-        argv: Sequence[str],
         user_settings: Mapping[str, Any],
         run: Run,
         folder: Path,
@@ -94,23 +88,28 @@ class Service:
         """Opens the journal and cleans the jobs' folders; `serve_forever` starts the ranks.
 
         Args:
-            argv: Flags of generate.py.
-            user_settings: The parsed flags.
-            run: The resolved flags.
+            user_settings: Settings of all jobs, and of the ranks.
+            run: The run of these settings.
             folder: Folder of the journal and the jobs' files.
             ranks: Number of ranks on all machines.
             replica_name: Part of its jobs' ids.
             on_event: Called with each event, its job and its record, for metrics.
         """
         self.startup_run, self.model, self.stopping = run, run.setup.preset.task, False
-        self.limits, self._user_settings, self._replica_name = limits, user_settings, replica_name
+        self.limits, self._replica_name = limits, replica_name
         self._on_event, self._jobs = on_event, folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
         records.restore_finished_jobs(self._jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout
         self.rank_group = RankGroup(
-            argv, ranks, folder, self._handle_message, nodes, limits.cached_prompts, timeout
+            user_settings,
+            ranks,
+            folder,
+            self._handle_message,
+            nodes,
+            limits.cached_prompts,
+            timeout,
         )
         self._running: dict[str, ServiceJob] = {}
         self._repeats = RepeatedRequests(self.journal)
@@ -119,12 +118,9 @@ class Service:
         self._queue_estimate: tuple[object, dict[str, float], float] = (None, {}, 0.0)
         self._last_shape = ""  # `ServiceJob.shape` of the batch that was started last
         self._loading_seconds = 0.0  # to load the weights for one batch
-        self._max_batch_size = limits.batch_size if can_group_by_expert(run) else 1
+        self._max_batch_size = limits.batch_size if _can_group_by_expert(run) else 1
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
-        # The function runs directly, since the service is one process on its machine.
-        make_demo = partial(launch.make_random_checkpoint, lambda make: make())
-        resolve = partial(resolve_command_line, inspect_folder=cache(inspect_checkpoint))
-        self._resolve = partial(resolve, make_demo=make_demo)
+        self._resolve_settings = launch.make_line_resolver(user_settings)
         for job in self.journal.requeue_interrupted():
             self._remove_attempt_files(job, keep_clips=False)
         for job in self.journal.list_in_state("queued"):
@@ -212,7 +208,7 @@ class Service:
     def _delete_unawaited_job(self, job_id: str) -> None:
         """Deletes a job for which no client waits any more, unless it has ended."""
         job = self.journal.get(job_id)
-        if job is not None and not is_ended(job) and not self.stopping:
+        if job is not None and not job.is_ended and not self.stopping:
             self.delete(self._running.get(job_id, job))
 
     def delete(self, job: ServiceJob) -> None:
@@ -340,8 +336,8 @@ class Service:
         for job in waiting[: waiting.index(first)]:
             self.journal.update_job(job, passed=job.passed + 1)
         chosen = [first]
-        if can_share_experts(first):
-            partners = [job for job in peers if job.id != first.id and can_share_experts(job)]
+        if first.can_share_experts:
+            partners = [job for job in peers if job.id != first.id and job.can_share_experts]
             chosen += partners[: self._choose_batch_size(first, 1 + len(partners)) - 1]
         self._last_shape, now, commands = first.shape, time.time(), []
         for job in chosen:
@@ -460,7 +456,7 @@ class Service:
         try:
             await asyncio.to_thread(self._write_uploads, job, parsed_request.files)
             run = await asyncio.to_thread(self._resolve_run, job)
-            set_job_sizes(job, run)
+            job.set_sizes(run)
             job.bytes = sum(map(len, parsed_request.files.values()))
             async with self._admission_lock:
                 earlier = self._repeats.find_duplicate(digest, key, is_retry)
@@ -505,7 +501,7 @@ class Service:
         """Resolves the run of a job as the ranks will, and checks the limits."""
         with name_settings(fields.make_field_naming(job.names)):
             settings = read_settings(job.settings | self._list_uploads(job))
-            run = self._resolve(merge_line(self._user_settings, settings))
+            run = self._resolve_settings(settings)
         params = run.params
         prompts = params.clip_prompts or (params.prompt,)
         frames = params.frame_num * (params.num_clip or 1)
@@ -594,6 +590,10 @@ class Service:
             await asyncio.sleep(10)
 
 
-def is_ended(job: ServiceJob) -> bool:
-    """Returns whether a job is completed, failed or deleted."""
-    return job.state in FINAL_STATES
+def _can_group_by_expert(run: Run) -> bool:
+    """Returns whether batches of videos can be grouped by expert in this run."""
+    try:
+        run.setup.check_grouping()
+    except InputError:
+        return False
+    return True

@@ -1,4 +1,6 @@
-"""`python -m wan.power predict`: predicts the time of each attention mode with a power model.
+"""Predict the time of each attention mode with a power model, without running anything.
+
+    python benchmarks/power_model.py --task t2v-A14B --frame_num 81 --ulysses_size 8
 
 The governor and five constants were fitted to three published times of one device. Other models
 would fit these as well, and for another device the prediction is only as good as its constants.
@@ -13,13 +15,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from wan.app import failures
 from wan.app.flag_parser import Parser
 from wan.app.make_run import resolve_run
+from wan.app.programs import run_program
 from wan.app.run import Run
 from wan.settings.attention_modes import (
     MODES,
@@ -324,12 +332,13 @@ def compute_sensitivity(
     }
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prints the prediction for the given flags."""
     parser = Parser(
-        prog="python -m wan.power predict", allow_abbrev=False, argument_default=argparse.SUPPRESS
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    parser.description = "Predict the time of each attention mode without running anything."
     for name in RUN_FLAGS:
         parser.add_argument(f"--{name}", metavar=name.upper(), help=FLAGS[name].help)
     for info in fields(Constants):
@@ -338,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
         )
         parser.add_argument(f"--{info.name}", metavar=info.name.upper(), help=help_text)
     readers = {name: FLAGS[name].reader for name in RUN_FLAGS} | _CONSTANT_READERS
-    raw_values = vars(parser.parse_args(list(argv)))
+    raw_values = vars(parser.parse_args(argv))
     flag_values = {name: readers[name](f"--{name}", value) for name, value in raw_values.items()}
     run_settings = {name: flag_values[name] for name in RUN_FLAGS if name in flag_values}
     task = run_settings.get("task", PUBLISHED_RUN["task"])
@@ -350,12 +359,9 @@ def main(argv: Sequence[str]) -> int:
     constants = Constants(**{n: flag_values[n] for n in _CONSTANT_READERS if n in flag_values})
     workload = Workload.from_run(run)
     is_published = is_known and not run_settings.keys() - {"task"}
-    print(
-        *_format_predictions(run, workload, constants, flag_values.keys(), is_published),
-        sep="\n",
-        flush=True,
-    )
-    return 0
+    lines = _format_predictions(run, workload, constants, flag_values.keys(), is_published)
+    with failures.ignore_closed_stdout():
+        print(*lines, sep="\n")
 
 
 def _format_predictions(
@@ -405,3 +411,7 @@ def _format_predictions(
         source = "command line" if item.name in flag_names else item.metadata["source"]
         number = f"{getattr(constants, item.name):g} {item.metadata['unit']}"
         yield f"  {item.name:14}{number:>14}  {source:28} {item.metadata['meaning']}"
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -12,16 +13,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import power_model
+from benchmarks.power_model import Constants, Workload
 from tests.conftest import slow
 from tests.dist import REPO
 from tests.pipelines import resolve_plan
 from tests.refusals import check_refusals
+from wan.app.programs import run_program
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
 from wan.planner.measure import Planner
-from wan.power import predict
-from wan.power.__main__ import main
-from wan.power.predict import Constants, Workload
+from wan.power.__main__ import main as run_power_command
 from wan.settings import attention_modes
 from wan.settings.attention_modes import MODES, OVERLAP, TokenPlan
 
@@ -58,27 +60,27 @@ def test_governor_against_small_steps() -> None:
         constants = Constants(**changes)
         layer = PUBLISHED_WORK.list_layer_work(MODES[comm_type], MODES[comm_type].chunks, constants)
         simulated, exact = (
-            predict.simulate_layers(layer, 6, constants),
+            power_model.simulate_layers(layer, 6, constants),
             integrate_by_euler(layer * 6, constants),
         )
         assert simulated == pytest.approx(exact, rel=0.02), (comm_type, changes)
 
 
 def test_published_row() -> None:
-    predictions = predict.predict_modes(PUBLISHED_WORK, Constants())
-    for row, measured in zip(predictions, predict.PUBLISHED_SECONDS.values(), strict=False):
+    predictions = power_model.predict_modes(PUBLISHED_WORK, Constants())
+    for row, measured in zip(predictions, power_model.PUBLISHED_SECONDS.values(), strict=False):
         assert row.seconds == pytest.approx(measured, rel=0.003)
 
 
 def test_many_layers_are_extrapolated() -> None:
     layer = PUBLISHED_WORK.list_layer_work(MODES[0], 1, Constants())
-    seconds = [predict.simulate_layers(layer, count, Constants())[0] for count in (400, 4000)]
+    seconds = [power_model.simulate_layers(layer, count, Constants())[0] for count in (400, 4000)]
     assert seconds[1] == pytest.approx(10 * seconds[0], rel=0.02)
 
 
 def test_power_below_the_limit_is_not_throttled() -> None:
     constants = Constants(pfa=0.99)
-    predictions = predict.predict_modes(PUBLISHED_WORK, constants)
+    predictions = power_model.predict_modes(PUBLISHED_WORK, constants)
     assert all(row.throttled == 0 for row in predictions)
     assert len(predictions) == len(MODES) + 1  # there is nothing to lock a clock for
 
@@ -88,9 +90,9 @@ def test_every_mode_of_the_table_is_predicted(monkeypatch: pytest.MonkeyPatch) -
         "fewer chunks", chunks=5, blocks=3, order=attention_modes.order_sequentially
     )
     monkeypatch.setitem(MODES, 3, mode)
-    predictions = {row.name: row for row in predict.predict_modes(PUBLISHED_WORK, Constants())}
+    predictions = {row.name: row for row in power_model.predict_modes(PUBLISHED_WORK, Constants())}
     assert predictions["3 fewer chunks"].chunks == 5
-    assert main(["predict"]) == 0
+    power_model.main([])
 
 
 def test_orders() -> None:
@@ -170,15 +172,32 @@ def test_a_rank_calls_each_layer_once_a_step_and_branch(
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict"]) == 0
+    power_model.main([])
     out = capsys.readouterr().out
     assert "108.18 s" in out and "fitted to the published row" in out and "108.35 s" in out
-    assert main(["predict", "--task", "ti2v-5B", "--pfa", "1.2"]) == 0
+    power_model.main(["--task", "ti2v-5B", "--pfa", "1.2"])
     out = capsys.readouterr().out
     assert "108.35" not in out and "command line" in out
     longest = ["--frame_num", "4093", "--size", "7680*4320", "--sample_steps", "50"]
-    assert main(["predict", *longest]) == 0  # 10^9 lowerings of the clock
+    power_model.main(longest)  # 10^9 lowerings of the clock
     assert "nan" not in capsys.readouterr().out
+
+
+def test_program(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "benchmarks" / "power_model.py"), "--ulysses_size"]
+    good, bad = (
+        subprocess.run([*command, size], cwd=tmp_path, capture_output=True, text=True)
+        for size in ("8", "1")
+    )
+    assert good.returncode == 0 and "x ulysses 8;" in good.stdout, good.stderr
+    assert bad.returncode == 2 and bad.stderr.startswith("power_model.py: --ulysses_size 1 has no")
+
+
+def test_the_command_of_earlier_versions_names_the_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_power_command(["predict", "--tau", "1"]) == 2
+    check_refusals("power: predict", {"predict": capsys.readouterr().err})
 
 
 def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,13 +206,13 @@ def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
         *("--ulysses_size 1", "--pfa 0.2", "--tau x", "--task s2v", "--nonsense 1", "--ps 1"),
         "--pfa 2 --f_low 0.9",
     ):
-        assert main(["predict", *argv.split()]) == 2
+        assert run_program(partial(power_model.main, argv.split()), "power_model.py") == 2
         messages[argv] = capsys.readouterr().err
-    check_refusals("power: predict", messages, hide=[r"(?<=invalid choice: ).*?\)"])
+    check_refusals("power model", messages, hide=[r"(?<=invalid choice: ).*?\)"])
 
 
 def test_needs_no_torch() -> None:
-    script = "import sys, wan.power.predict as p; p.main([]); print('torch' in sys.modules)"
+    script = "import sys, benchmarks.power_model as p; p.main([]); print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True
     )

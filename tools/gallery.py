@@ -1,4 +1,9 @@
-"""`python -m wan.gallery FOLDER`: writes an HTML page with the videos of a prompt file's folder."""
+"""Write an HTML page with the videos of a prompt file's folder.
+
+    python tools/gallery.py FOLDER [--out PAGE.html]
+
+The prompts, sizes, seeds and times are read from the records of the videos.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from wan.app import failures
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, make_output_path_type, run_program
@@ -20,7 +28,7 @@ from wan.settings.errors import InputError, WriteError
 from wan.utils.files import check_output, make_marked_kind, write_output
 
 _TITLE = "Wan2.2 videos"
-PAGE_KIND = make_marked_kind("a page of wan.gallery", f"<title>{_TITLE}</title>".encode())
+PAGE_KIND = make_marked_kind("a page of tools/gallery.py", f"<title>{_TITLE}</title>".encode())
 
 _CARD = """<li>
 <div class="shot"><video controls loop muted preload="metadata" src="{source}"></video></div>
@@ -106,27 +114,22 @@ def _list_failed_lines(summary: Path) -> list[str]:
     return [f"Line {name}: {error}" for name, error in lines.items()]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0, or 2 for a refusal."""
-    parser = Parser(prog="python -m wan.gallery", description=(__doc__ or "").strip())
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "folder", type=make_argument_type(values.read_path), help="folder of a prompt file's videos"
     )
     parser.add_argument(
         "--out", type=make_output_path_type(PAGE_KIND), help="the page; default FOLDER/index.html"
     )
-
-    def work() -> None:
-        options = parser.parse_args(argv)
-        try:
-            print(write_gallery(options.folder, options.out))
-        except OSError as error:
-            if failures.describe_error(error) is not None:
-                raise
-            raise WriteError(f"{error}; give --out a folder that can be written.") from error
-
-    return run_program(work, "wan.gallery")
+    options = parser.parse_args(argv)
+    try:
+        print(write_gallery(options.folder, options.out))
+    except OSError as error:
+        if failures.describe_error(error) is not None:
+            raise
+        raise WriteError(f"{error}; give --out a folder that can be written.") from error
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))
