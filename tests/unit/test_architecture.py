@@ -47,7 +47,7 @@ WITHOUT_TORCH = (
     "wan.settings",
     *(f"wan.utils.{name}" for name in ("env", "system", "files", "log", "trace")),
     *METERS.split(),
-    *(f"wan.checkpoint.{name}" for name in ("config", "headers", "gguf", "layout")),
+    *(f"wan.checkpoint.{name}" for name in ("tensor_info", "config", "headers", "gguf", "layout")),
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "w8a8_export")),
     "wan.media",
     "wan.tasks",

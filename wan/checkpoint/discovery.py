@@ -14,11 +14,11 @@ from pathlib import Path
 from wan.checkpoint.expert_names import ExpertTag, detect_experts
 from wan.checkpoint.headers import (
     WEIGHT_FILES,
-    TensorInfo,
     is_further_shard,
     read_file_headers,
     read_folder_headers,
 )
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
 COMPONENTS = {

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint import gguf
-from wan.checkpoint.headers import open_regular_file, read_safetensors_offsets
+from wan.checkpoint.headers import read_safetensors_offsets
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import open_regular_file
 
 _TENSOR_NAME = "spiece_model"
 _GGUF_KEYS = {  # llama.cpp's, for T5's Unigram vocabulary

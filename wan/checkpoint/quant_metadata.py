@@ -17,18 +17,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import (
-    FLOATS,
-    FP8,
-    GGUF,
-    NVFP4,
-    TensorInfo,
-    open_regular_file,
-    read_safetensors_metadata,
-    read_safetensors_offsets,
-)
+from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
+from wan.checkpoint.tensor_info import FLOATS, FP8, GGUF, NVFP4, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import open_regular_file
 
 _FORMAT_DTYPES = {"float8_e4m3fn": "F8_E4M3", "int8_tensorwise": "I8", "nvfp4": "U8"}
 """ComfyUI's format -> the dtype of the stored tensor."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from wan.app import failures, flag_parser, launch
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type
-from wan.checkpoint.headers import open_regular_file
 from wan.serve.folders import NAME_LENGTH, check_journal_folder, lock_journal
 from wan.settings.command import (
     AnimateOptions,
@@ -30,6 +29,7 @@ from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
 from wan.settings.values import integer, read_path, read_text_value, real
 from wan.utils import env, log
+from wan.utils.files import open_regular_file
 from wan.utils.log import logger
 
 if TYPE_CHECKING:
