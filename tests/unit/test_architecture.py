@@ -31,7 +31,9 @@ LAYERS = (
     "__main__",
 )
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names.split()}
-METERS = " ".join(f"wan.metering.{name}" for name in ("meter", "nvml", "npu_smi", "rapl"))
+METERS = " ".join(
+    f"wan.metering.{name}" for name in ("power_source", "meter", "nvml", "npu_smi", "rapl")
+)
 # Part of wan -> the only modules outside it that may import it.
 ONLY_FOR = {
     "wan.distributed": "wan.modules.attnlayer wan.modules.vae.sharded wan.pipeline wan.app wan.cli "

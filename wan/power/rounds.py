@@ -22,13 +22,13 @@ from wan.media import video_writer
 from wan.metering.exchange_order import TRACE_KIND
 from wan.metering.meter import (
     Meter,
-    MeterError,
     PowerMeasurement,
     combine_devices,
     combine_spans,
     open_power_source,
 )
 from wan.metering.nvml import ClockLock
+from wan.metering.power_source import MeterError
 from wan.metering.recording import TraceRecording, make_exchange_plan
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import PackedAttentionCall, PackedSelfAttention, SelfAttention
