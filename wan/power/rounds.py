@@ -35,7 +35,7 @@ from wan.modules.interfaces import PackedAttentionCall, PackedSelfAttention, Sel
 from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
 from wan.pipeline.pipeline import Inputs
-from wan.power.compare import Variant, VariantResult, measure_chunk_gaps, summarize_traces
+from wan.power.variants import Variant, VariantResult, measure_chunk_gaps, summarize_traces
 from wan.settings import noise_schedule
 from wan.settings.attention_modes import MODES, count_heads_per_rank
 from wan.settings.request import VideoParams
