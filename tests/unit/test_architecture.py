@@ -8,7 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 REPO = Path(__file__).parents[2]
 FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
@@ -37,7 +40,7 @@ METERS = " ".join(
 # Part of wan -> the only modules outside it that may import it.
 ONLY_FOR = {
     "wan.distributed": "wan.modules.attnlayer wan.modules.vae.sharded wan.pipeline wan.app wan.cli "
-    "wan.planner wan.diffusers wan.power wan.serve.ranks",
+    "wan.metering wan.planner wan.diffusers wan.power wan.serve.ranks",
     "wan.pipeline.build": "wan.app wan.cli wan.diffusers.session wan.planner.measure "
     "wan.planner.report wan.power.rounds wan.serve.ranks",
     "wan.metering": "wan.app.job wan.app.output wan.power",
@@ -124,17 +127,14 @@ def for_each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[
 
 
 @cache
-def imports(path: Path, *, import_time_only: bool = False) -> set[str]:
-    """Modules that a file imports outside of type-checking blocks.
-
-    import_time_only: Leave out the imports inside of functions.
-    """
-    skipped_types = (ast.FunctionDef,) if import_time_only else ()
+def imports(path: Path, *, functions: bool = True, types: bool = True) -> set[str]:
+    """Modules that a file imports, also inside of functions and of type-checking blocks."""
+    skipped_types = () if functions else (ast.FunctionDef, ast.AsyncFunctionDef)
     skipped = {
         id(child)
         for node in nodes_of(path)
         if isinstance(node, skipped_types)
-        or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+        or (not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for child in ast.walk(node)
     }
     modules = set()
@@ -168,14 +168,29 @@ def test_imports(path: Path) -> None:
             i for i in wan_imports if is_under(i, inner)
         }
     if is_under(name, METERS):
-        assert not {
-            other for other in wan_imports if not is_under(other, f"wan.utils.system {METERS}")
-        }
+        at_run_time = {i for i in imports(path, types=False) if is_under(i, "wan")}
+        assert not {i for i in at_run_time if not is_under(i, f"wan.utils.system {METERS}")}
     assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
     for library, users in ONLY_IN.items():
         assert is_under(name, users) or not {i for i in imported if is_under(i, library)}
     if is_under(name, " ".join(WITHOUT_TORCH)):
-        assert not {i for i in imports(path, import_time_only=True) if is_under(i, "torch numpy")}
+        assert not {
+            i for i in imports(path, functions=False, types=False) if is_under(i, "torch numpy")
+        }
+
+
+def test_there_is_no_circle_of_files() -> None:
+    """Imports inside of functions and for types count."""
+    names = {module(path) for path in FILES}
+    edges = {
+        # The clips of a video and the pipeline name each other in annotations.
+        module(path): names & imports(path, types=not is_under(module(path), "wan.pipeline"))
+        for path in FILES
+    }
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @for_each(FILES)

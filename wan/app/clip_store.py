@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import wan
 from wan.app.run import Run, drop_paths_and_seed
 from wan.checkpoint.headers import compute_file_digest, read_safetensors_metadata
 from wan.media import video_writer
 from wan.settings.errors import FileChangedError, InputError
 from wan.utils.files import VIDEO_KIND, make_safetensors_kind, remove_output, write_output
 from wan.utils.log import logger
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +105,7 @@ class ClipFiles:
         from safetensors.torch import save
 
         assert clip.frames is not None and clip.state is not None, "the main rank has both"
-        comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
+        comment = json.dumps({"wan": __version__, "clip": index + 1})
         output = replace(self._run.output, save_file=self._clip_path(index))
         video_writer.write_video(clip.frames, output, comment)
         clip_state = clip.state.float().cpu().contiguous()

@@ -8,7 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import wan
 from wan.app import failures, flag_parser
 from wan.app.job import VideoJob
 from wan.app.output import check_current_folder, refuse_unusable_paths
@@ -18,6 +17,7 @@ from wan.checkpoint.layout import inspect_checkpoint
 from wan.settings.errors import InputError
 from wan.utils import env, log, system
 from wan.utils.log import logger
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -121,9 +121,7 @@ def _execute_as_rank(argv: Sequence[str], execute: RunFunction, require_inputs: 
         run = resolve_argv(argv, run_once, require_inputs=require_inputs)
         device = devices.select_device(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.capabilities)
-        invariants = run.collect_rank_invariants(device.type) | {
-            "the version of wan": wan.__version__
-        }
+        invariants = run.collect_rank_invariants(device.type) | {"the version of wan": __version__}
         if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
             from wan.pipeline import build
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wan import __version__
 from wan.app import launch
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.run import Run
@@ -46,6 +45,7 @@ from wan.utils.files import (
     write_output,
 )
 from wan.utils.log import logger
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
