@@ -196,7 +196,7 @@ def test_a_failing_step_leaves_no_open_spans() -> None:
         assert not events and trace.span("layer") is trace.add_context()
         with trace.record_step(1, "dit"), trace.span("layer", layer=0):
             pass
-    assert [event.kind for event in events] == ["step", "layer"]
+    assert [event.operation for event in events] == ["step", "layer"]
     assert "chunk" not in events[1].attributes
 
 
@@ -356,8 +356,8 @@ def test_the_file_is_chromes_and_comes_back(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
     loaded, expected = exchange_order.read_traces(folder)[1], play(replace(PLAN, rank=1))
     assert (loaded.plan, loaded.metadata) == (expected.plan, expected.metadata)
-    times = [(event.kind, event.attributes, event.begin, event.end) for event in loaded.events]
-    assert times == [(e.kind, e.attributes, e.begin, e.end) for e in expected.events]
+    times = [(event.operation, event.attributes, event.begin, event.end) for event in loaded.events]
+    assert times == [(e.operation, e.attributes, e.begin, e.end) for e in expected.events]
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,8 +294,8 @@ class Meter:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
             self.stop()
         self._stop_event.set()  # a failed run does not wait for a last sample
 

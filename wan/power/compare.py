@@ -108,9 +108,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_comparison_outputs(out: Path) -> None:
     """Refuses to overwrite files of other programs in the output folder."""
-    kinds = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": PLOT_KIND}
-    for name, kind in kinds.items():
-        check_output(out / name, kind, "--out")
+    files = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": PLOT_KIND}
+    for name, file_kind in files.items():
+        check_output(out / name, file_kind, "--out")
     for path in out.glob("*.mp4"):
         check_output(path, VIDEO_KIND, "--out")
     for path in out.glob("traces/*/rank*.json"):

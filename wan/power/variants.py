@@ -90,7 +90,7 @@ def measure_chunk_gaps(events: Sequence[Event]) -> list[float]:
     """Returns the gaps between attention of consecutive head chunks in a layer, in seconds."""
     gaps, previous = [], None
     for event in events:
-        if event.kind != "attention":
+        if event.operation != "attention":
             continue
         layer_key = tuple(event.attributes.get(name) for name in ("step", "branch", "layer"))
         chunk = event.attributes.get("chunk")
@@ -108,7 +108,7 @@ def summarize_traces(folder: Path, variant: Variant) -> str:
         return f"not available ({error})"
     events = [event for rank_trace in traces for event in rank_trace.events]
     step_time, attention_time = (
-        sum(e.duration for e in events if e.kind == kind) for kind in ("step", "attention")
+        sum(e.duration for e in events if e.operation == name) for name in ("step", "attention")
     )
     duty_text = f"attention {attention_time / step_time:.0%} of a step"
     if variant.adds_idle_gaps:

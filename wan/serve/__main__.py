@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _PER_VIDEO_FLAGS = {
     *(
         name
-        for kind in (
+        for group in (
             ImageOptions,
             SpeechOptions,
             AnimateOptions,
@@ -49,7 +49,7 @@ _PER_VIDEO_FLAGS = {
             PlanOptions,
             PromptFileOptions,
         )
-        for name in list_options(kind)
+        for name in list_options(group)
     ),
     *list_options(ResumeOptions),
     *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents"),
