@@ -30,6 +30,7 @@ from wan.app.flag_parser import Parser, parse_flags
 from wan.app.run import Run
 from wan.metering import exchange_order
 from wan.metering.meter import PowerMeasurement
+from wan.pipeline import memory_estimate
 from wan.power.timeline import PLOT_KIND, PLOT_METADATA
 from wan.power.variants import Variant, VariantResult, list_variants
 from wan.settings.attention_modes import MODES
@@ -203,8 +204,6 @@ def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None)
 
 def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -> Run:
     """Returns the run with the first offload mode that fits into memory; the same on all ranks."""
-    from wan.pipeline import memory_estimate
-
     device_type, ranks_per_node = groups.device.type, env.local_world_size()
     free = system.read_available_memory() if device_type == "cpu" else groups.device.free_memory()
     free_per_rank = [num_bytes for num_bytes in groups.gather(free) if num_bytes is not None]
@@ -232,8 +231,6 @@ def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -
 
 def _print_comparison_plan(options: Namespace, run: Run) -> int:
     """Prints the memory that a comparison needs, and whether it fits."""
-    from wan.pipeline import memory_estimate
-
     params, fits_any = run.params, False
     width, height = params.video_size
     size = f"{width}*{height}, {params.frame_num} frames, {params.sample_steps} steps"
