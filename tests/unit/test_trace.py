@@ -307,6 +307,22 @@ def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
         assert verdict == exchange_order.OrderComparison(layers=0, skipped=2, difference=None)
 
 
+def test_control_blocks_before_the_skipped_layers_are_computed() -> None:
+    """VACE: a cache that skips layers from 1 on skips their control blocks, numbered 4 and 5."""
+    plan = replace(PLAN, layers=3, control=(0, 1, 2))
+    items = exchange_order.list_planned_items(plan, 0)
+
+    def compare(computed: tuple[int, ...]) -> exchange_order.OrderComparison:
+        played = play(replace(plan, layers=6), lambda layer: items if layer in computed else [])
+        attributes = {"step": 0, "branch": "cond", "decision": "skipped", "first": 1}
+        events = [*played.events, Event("cache", attributes, 0, 0, 0)]
+        return exchange_order.compare_with_plan(plan, events)
+
+    assert compare((0, 3)) == exchange_order.OrderComparison(layers=2, skipped=4, difference=None)
+    assert "layer 4, position 0: expected the end" in str(compare((0, 3, 4)).difference)
+    assert "layer 3, position 0: expected A2A q" in str(compare((0,)).difference)
+
+
 def test_the_line_of_a_layer() -> None:
     inside = exchange_order.group_by_layer(play(PLAN).events)[0]
     assert exchange_order.format_layer_order(inside) == (
