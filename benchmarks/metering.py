@@ -29,15 +29,8 @@ from wan import device as devices
 from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.device import Device
-from wan.metering.meter import (
-    DEFAULT_PERIOD,
-    Meter,
-    PowerMeasurement,
-    PowerSource,
-    Sample,
-    UnavailableSource,
-    open_power_source,
-)
+from wan.metering.meter import DEFAULT_PERIOD, Meter, PowerMeasurement, open_power_source
+from wan.metering.power_source import PowerSource, Sample, UnavailableSource
 from wan.metering.rapl import SysfsNumber
 from wan.settings.values import integer, real
 from wan.utils import system

@@ -34,8 +34,9 @@ from wan.app.programs import make_argument_type, run_program
 from wan.device import Device, select_device
 from wan.kernels.interfaces import Kernel, Target
 from wan.kernels.registry import make_dense_kernel
-from wan.metering.meter import Meter, MeterError, PowerMeasurement, open_power_source
+from wan.metering.meter import Meter, PowerMeasurement, open_power_source
 from wan.metering.nvml import ClockLock
+from wan.metering.power_source import MeterError
 from wan.settings.attention import Attention
 from wan.settings.attention_modes import MODES, q_ranges, split_evenly
 from wan.settings.values import integer, real

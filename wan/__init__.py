@@ -18,6 +18,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from wan.utils.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from wan.animate import WanAnimate
     from wan.image2video import WanI2V
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from wan.vace import WanVace
 
 __all__ = ["WanAnimate", "WanI2V", "WanS2V", "WanT2V", "WanTI2V", "WanVace", "save_video"]
-__version__ = "0.4.0"
 
 _MODULES = {
     "WanAnimate": "animate",

@@ -101,9 +101,9 @@ class Device:
             profiler = torch_npu.profiler
         else:
             profiler = torch.profiler
-        kinds = profiler.ProfilerActivity
-        device = [] if self.type == "cpu" else [getattr(kinds, self.type.upper())]
-        with profiler.profile(activities=[kinds.CPU, *device]) as running:
+        activities = profiler.ProfilerActivity
+        device = [] if self.type == "cpu" else [getattr(activities, self.type.upper())]
+        with profiler.profile(activities=[activities.CPU, *device]) as running:
             yield
         with write_output(path, KERNEL_TRACE_KIND) as temporary:
             running.export_chrome_trace(str(temporary))
@@ -343,10 +343,10 @@ def _make_missing_package_error(error: ModuleNotFoundError) -> InputError:
     )
 
 
-def _check_device_index(kind: str, index: int, count: int) -> None:
+def _check_device_index(device_name: str, index: int, count: int) -> None:
     if index >= count:
         remedy = f"start at most {count} ranks on this machine"
-        raise InputError(kind, index, f"does not exist; {count} do", remedy)
+        raise InputError(device_name, index, f"does not exist; {count} do", remedy)
 
 
 def _shorten_error(error: BaseException) -> str:

@@ -22,8 +22,8 @@ from wan.kernels.forward_context import StepInfo
 from wan.pipeline import memory_estimate
 from wan.power import compare
 from wan.power.__main__ import main
-from wan.power.compare import Variant
 from wan.power.rounds import IdleGapAttention, SwitchableAttention, make_variant_layer
+from wan.power.variants import Variant
 from wan.utils import system
 
 pytestmark = pytest.mark.dist

@@ -185,7 +185,7 @@ def compare_exchanges(name: str, heads: int) -> list[tuple[str, bool, int]]:
         recorder = trace.Recorder((0,), trace.HostClock(), events.extend)
         with trace.use_recorder(recorder), trace.record_step(0, "dit"):
             out = fused(*local_qkv, **call_kwargs)
-        copies = sum(event.kind == "copy" for event in events)
+        copies = sum(event.operation == "copy" for event in events)
         results.append((mode, torch.equal(out, expected), copies))
     return results
 

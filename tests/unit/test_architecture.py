@@ -8,7 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 REPO = Path(__file__).parents[2]
 FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
@@ -31,11 +34,13 @@ LAYERS = (
     "__main__",
 )
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names.split()}
-METERS = " ".join(f"wan.metering.{name}" for name in ("meter", "nvml", "npu_smi", "rapl"))
+METERS = " ".join(
+    f"wan.metering.{name}" for name in ("power_source", "meter", "nvml", "npu_smi", "rapl")
+)
 # Part of wan -> the only modules outside it that may import it.
 ONLY_FOR = {
     "wan.distributed": "wan.modules.attnlayer wan.modules.vae.sharded wan.pipeline wan.app wan.cli "
-    "wan.planner wan.diffusers wan.power wan.serve.ranks",
+    "wan.metering wan.planner wan.diffusers wan.power wan.serve.ranks",
     "wan.pipeline.build": "wan.app wan.cli wan.diffusers.session wan.planner.measure "
     "wan.planner.report wan.power.rounds wan.serve.ranks",
     "wan.metering": "wan.app.job wan.app.output wan.power",
@@ -47,12 +52,12 @@ WITHOUT_TORCH = (
     "wan.settings",
     *(f"wan.utils.{name}" for name in ("env", "system", "files", "log", "trace")),
     *METERS.split(),
-    *(f"wan.checkpoint.{name}" for name in ("config", "headers", "gguf", "layout")),
+    *(f"wan.checkpoint.{name}" for name in ("tensor_info", "config", "headers", "gguf", "layout")),
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "w8a8_export")),
     "wan.media",
     "wan.tasks",
     *(f"wan.pipeline.{name}" for name in ("setup", "memory_estimate")),
-    *(f"wan.app.{name}" for name in ("make_run", "run", "resolve", "launch", "job", "batch_job")),
+    *(f"wan.app.{name}" for name in ("make_run", "run", "resolve", "launch", "job")),
     *(f"wan.app.{name}" for name in ("prompt_file", "flag_parser", "programs", "failures")),
     *(f"wan.metering.{name}" for name in ("exchange_order", "recording")),
     *(f"wan.power.{name}" for name in ("report", "timeline")),
@@ -121,17 +126,14 @@ def for_each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[
 
 
 @cache
-def imports(path: Path, *, import_time_only: bool = False) -> set[str]:
-    """Modules that a file imports outside of type-checking blocks.
-
-    import_time_only: Leave out the imports inside of functions.
-    """
-    skipped_types = (ast.FunctionDef,) if import_time_only else ()
+def imports(path: Path, *, functions: bool = True, types: bool = True) -> set[str]:
+    """Modules that a file imports, also inside of functions and of type-checking blocks."""
+    skipped_types = () if functions else (ast.FunctionDef, ast.AsyncFunctionDef)
     skipped = {
         id(child)
         for node in nodes_of(path)
         if isinstance(node, skipped_types)
-        or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+        or (not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for child in ast.walk(node)
     }
     modules = set()
@@ -146,6 +148,20 @@ def imports(path: Path, *, import_time_only: bool = False) -> set[str]:
                 is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
                 modules.add(f"{node.module}.{alias.name}" if is_module else node.module)
     return modules
+
+
+def loaded_modules(path: Path) -> set[str]:
+    """Modules that are loaded when a file is imported, with those that they load in turn."""
+    paths = {module(other): other for other in FILES}
+    loaded, queue = set[str](), [module(path)]
+    while queue:
+        name = queue.pop()
+        if name and name not in loaded:
+            loaded.add(name)
+            queue.append(name.rpartition(".")[0])
+            if name in paths:
+                queue += imports(paths[name], functions=False, types=False)
+    return loaded
 
 
 def is_under(name: str, prefixes: str) -> bool:
@@ -165,14 +181,27 @@ def test_imports(path: Path) -> None:
             i for i in wan_imports if is_under(i, inner)
         }
     if is_under(name, METERS):
-        assert not {
-            other for other in wan_imports if not is_under(other, f"wan.utils.system {METERS}")
-        }
+        at_run_time = {i for i in imports(path, types=False) if is_under(i, "wan")}
+        assert not {i for i in at_run_time if not is_under(i, f"wan.utils.system {METERS}")}
     assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
     for library, users in ONLY_IN.items():
         assert is_under(name, users) or not {i for i in imported if is_under(i, library)}
     if is_under(name, " ".join(WITHOUT_TORCH)):
-        assert not {i for i in imports(path, import_time_only=True) if is_under(i, "torch numpy")}
+        assert not {i for i in loaded_modules(path) if is_under(i, "torch numpy")}
+
+
+def test_there_is_no_circle_of_files() -> None:
+    """Imports inside of functions and for types count."""
+    names = {module(path) for path in FILES}
+    edges = {
+        # The clips of a video and the pipeline name each other in annotations.
+        module(path): names & imports(path, types=not is_under(module(path), "wan.pipeline"))
+        for path in FILES
+    }
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @for_each(FILES)

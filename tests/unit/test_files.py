@@ -11,12 +11,12 @@ import pytest
 
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.headers import (
-    TensorInfo,
     compute_fingerprint,
     is_further_shard,
     list_shards,
     read_safetensors_header,
 )
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
 Header = dict[str, Any]

@@ -22,18 +22,14 @@ from tests.pipelines import build_quick_pipeline
 from tests.refusals import check_refusals, get_refusal
 from wan import WanT2V
 from wan.checkpoint.config import read_dit_config
-from wan.checkpoint.headers import (
-    TensorInfo,
-    compute_fingerprint,
-    read_json,
-    read_safetensors_header,
-)
+from wan.checkpoint.headers import compute_fingerprint, read_json, read_safetensors_header
 from wan.checkpoint.layout import (
     WAV2VEC2_FOLDER,
     check_task,
     inspect_checkpoint,
     make_reference_checkpoint,
 )
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.modules import audio_encoder
 from wan.modules.animate import WanAnimateModel
 from wan.planner import report

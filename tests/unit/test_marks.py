@@ -205,6 +205,9 @@ WRONG: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "a small scale": lambda t: t.update(
         {"blocks.0.q.weight_scale": t["blocks.0.q.weight_scale"][:, :4].clone()}
     ),
+    "a second scale for each row": lambda t: t.update(
+        {"blocks.0.q.weight_scale_2": t["blocks.0.q.weight_scale_2"].repeat(64, 1)}
+    ),
     "no mark": lambda t: t.pop("blocks.0.q.comfy_quant"),
 }
 
@@ -226,6 +229,12 @@ def test_refused_files(tmp_path: Path) -> None:
         }
         scalar["a.weight_scale"] = torch.ones(7)
         messages[f"a number as {form}"] = get_refusal(save_and_collect, path, scalar)
+    for form in ("float8", "int8"):
+        tensors, _ = quantise_state({"blocks.0.q.weight": torch.randn(64, 96)}, form)
+        tensors["blocks.0.q.weight_scale"] = torch.ones(1, 96)
+        messages[f"{form} with a scale for each column"] = get_refusal(
+            save_and_collect, path, tensors
+        )
     check_refusals("marks", messages)
 
 

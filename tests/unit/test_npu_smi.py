@@ -12,8 +12,8 @@ import pytest
 
 from tests.refusals import check_refusals, get_refusal
 from wan.metering import npu_smi
-from wan.metering.meter import MeterError
 from wan.metering.npu_smi import DieLocation, DieReading
+from wan.metering.power_source import MeterError
 from wan.utils import system
 
 FIXTURES = Path(__file__).parent / "fixtures" / "npu_smi"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from wan.metering.meter import Meter, MeterError
+from wan.metering.meter import Meter
 from wan.metering.nvml import Nvml
+from wan.metering.power_source import MeterError
 
 UUID = "3f1c2a54-0d3e-9b7a-6c11-5d2f8e7a9b10"
 NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, GPU_IS_LOST = 3, 4, 6, 15

@@ -17,16 +17,8 @@ import pytest
 from tests.dist import Ranks, make_rank_envs
 from wan.cli import main as generate
 from wan.metering import meter, rapl
-from wan.metering.meter import (
-    Meter,
-    MeterError,
-    PowerMeasurement,
-    PowerSource,
-    Sample,
-    UnavailableSource,
-    combine_devices,
-    combine_spans,
-)
+from wan.metering.meter import Meter, PowerMeasurement, combine_devices, combine_spans
+from wan.metering.power_source import MeterError, PowerSource, Sample, UnavailableSource
 
 QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "1", "--base_seed", "7"]
 

@@ -7,15 +7,12 @@ import pytest
 
 from wan.metering.meter import PowerMeasurement
 from wan.power.compare import (
-    Variant,
-    VariantResult,
     compute_time_ratio,
     drop_unsupported_control,
     format_variant_row,
-    list_variants,
-    measure_chunk_gaps,
     recommend_variant,
 )
+from wan.power.variants import Variant, VariantResult, list_variants, measure_chunk_gaps
 from wan.settings.attention import Attention
 from wan.utils.trace import Event
 

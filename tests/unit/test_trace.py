@@ -196,7 +196,7 @@ def test_a_failing_step_leaves_no_open_spans() -> None:
         assert not events and trace.span("layer") is trace.add_context()
         with trace.record_step(1, "dit"), trace.span("layer", layer=0):
             pass
-    assert [event.kind for event in events] == ["step", "layer"]
+    assert [event.operation for event in events] == ["step", "layer"]
     assert "chunk" not in events[1].attributes
 
 
@@ -307,6 +307,22 @@ def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
         assert verdict == exchange_order.OrderComparison(layers=0, skipped=2, difference=None)
 
 
+def test_control_blocks_before_the_skipped_layers_are_computed() -> None:
+    """VACE: a cache that skips layers from 1 on skips their control blocks, numbered 4 and 5."""
+    plan = replace(PLAN, layers=3, control=(0, 1, 2))
+    items = exchange_order.list_planned_items(plan, 0)
+
+    def compare(computed: tuple[int, ...]) -> exchange_order.OrderComparison:
+        played = play(replace(plan, layers=6), lambda layer: items if layer in computed else [])
+        attributes = {"step": 0, "branch": "cond", "decision": "skipped", "first": 1}
+        events = [*played.events, Event("cache", attributes, 0, 0, 0)]
+        return exchange_order.compare_with_plan(plan, events)
+
+    assert compare((0, 3)) == exchange_order.OrderComparison(layers=2, skipped=4, difference=None)
+    assert "layer 4, position 0: expected the end" in str(compare((0, 3, 4)).difference)
+    assert "layer 3, position 0: expected A2A q" in str(compare((0,)).difference)
+
+
 def test_the_line_of_a_layer() -> None:
     inside = exchange_order.group_by_layer(play(PLAN).events)[0]
     assert exchange_order.format_layer_order(inside) == (
@@ -356,8 +372,8 @@ def test_the_file_is_chromes_and_comes_back(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
     loaded, expected = exchange_order.read_traces(folder)[1], play(replace(PLAN, rank=1))
     assert (loaded.plan, loaded.metadata) == (expected.plan, expected.metadata)
-    times = [(event.kind, event.attributes, event.begin, event.end) for event in loaded.events]
-    assert times == [(e.kind, e.attributes, e.begin, e.end) for e in expected.events]
+    times = [(event.operation, event.attributes, event.begin, event.end) for event in loaded.events]
+    assert times == [(e.operation, e.attributes, e.begin, e.end) for e in expected.events]
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

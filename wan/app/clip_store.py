@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import wan
 from wan.app.run import Run, drop_paths_and_seed
 from wan.checkpoint.headers import compute_file_digest, read_safetensors_metadata
 from wan.media import video_writer
@@ -28,6 +27,7 @@ from wan.media.video_reader import decode_frames
 from wan.settings.errors import FileChangedError, InputError
 from wan.utils.files import VIDEO_KIND, make_safetensors_kind, remove_output, write_output
 from wan.utils.log import logger
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,7 @@ class ClipFiles:
     def write_clip(self, index: int, clip: Clip) -> None:
         """Writes a clip, then its state."""
         assert clip.frames is not None, "the main rank has them"
-        comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
+        comment = json.dumps({"wan": __version__, "clip": index + 1})
         output = replace(self._run.output, save_file=self._clip_path(index))
         joins_clips = self._run.params.task.joins_clips
         video_writer.write_video(clip.frames, output, comment, lossless=not joins_clips)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import wan
 from wan.app.clip_store import NUMBERED_SAFETENSORS, ClipFiles
 from wan.app.output import report_saved_latents
 from wan.app.run import Run
@@ -39,6 +38,7 @@ from wan.utils.files import (
     write_output,
 )
 from wan.utils.log import logger
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,7 +234,7 @@ class VideoJob:
     def _make_comment(self) -> str:
         """Returns the mp4's comment, JSON of the seed and some settings."""
         comment = {
-            "wan": wan.__version__,
+            "wan": __version__,
             "task": self.run.params.preset.task,
             "seed": self.run.params.base_seed,
         }
@@ -411,7 +411,7 @@ class VideoJob:
                 **system.read_peak_memory().to_record(),
             },
             **({"power": power.to_record()} if power is not None else {}),
-            "versions": {"wan": wan.__version__} | log.collect_versions(device.type, packages),
+            "versions": {"wan": __version__} | log.collect_versions(device.type, packages),
             "run": {
                 "date": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "machine": platform.node(),

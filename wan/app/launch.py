@@ -8,7 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import wan
 from wan.app import failures
 from wan.app.failures import refuse_unusable_paths
 from wan.app.job import VideoJob
@@ -21,6 +20,7 @@ from wan.settings.errors import InputError
 from wan.settings.rules import Values
 from wan.utils import env, log, system
 from wan.utils.log import logger
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -133,9 +133,7 @@ def _execute_on_ranks(
         run = resolve_settings(read_user_settings(), run_once, require_inputs=require_inputs)
         device = devices.select_device(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.capabilities)
-        invariants = run.collect_rank_invariants(device.type) | {
-            "the version of wan": wan.__version__
-        }
+        invariants = run.collect_rank_invariants(device.type) | {"the version of wan": __version__}
         if run.setup.attention.attention_backend != "auto":  # different kernels might deadlock
             from wan.pipeline import build
 

@@ -20,13 +20,12 @@ from typing import Any
 from wan.app import failures
 from wan.app.output import check_run_outputs
 from wan.app.run import PromptLine, Run
-from wan.checkpoint.headers import open_regular_file
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_exclusive_settings, read_settings
 from wan.settings.rules import Values
 from wan.settings.values import format_value
 from wan.utils import env
-from wan.utils.files import SUMMARY_KIND, check_output
+from wan.utils.files import SUMMARY_KIND, check_output, open_regular_file
 from wan.utils.log import logger
 
 MAX_BYTES, MAX_LINES = 16_000_000, 10_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wan.cache.policy import BRANCHES, Cache, ComputeChanges, Policy, StepLists
+from wan.cache.policy import BRANCHES, AllAgree, Cache, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
 from wan.settings.presets import TRAIN_TIMESTEPS
 from wan.tasks.base import VideoParams
@@ -16,7 +16,6 @@ from wan.tasks.base import VideoParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.cache.residual import AllAgree
     from wan.kernels.forward_context import StepInfo
 
 

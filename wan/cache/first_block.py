@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from wan.cache.policy import BRANCHES, ComputeChanges, Policy, StepLists
+from wan.cache.policy import BRANCHES, ComputeChanges, StepLists
+from wan.cache.residual import ResidualPolicy
 from wan.settings.errors import InputError
 from wan.tasks.base import VideoParams
 
 
-class FirstBlock(Policy):
+class FirstBlock(ResidualPolicy):
     """Lists no step: the residual of the first block decides in every step."""
 
     num_first_blocks = 1
@@ -19,7 +20,7 @@ class FirstBlock(Policy):
         return dict.fromkeys(BRANCHES, (False,) * params.sample_steps)
 
 
-class ListedSteps(Policy):
+class ListedSteps(ResidualPolicy):
     """Computes a given list of steps, such as those computed by a First Block Cache run."""
 
     num_first_blocks = 1

@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from wan.cache.policy import Cache, ComputeChanges, Policy, StepLists
+from wan.cache.policy import AllAgree, Cache, ComputeChanges, Policy, StepLists
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.tasks.base import VideoParams
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from wan.cache.residual import AllAgree
 
 _PERIOD = 5
 _LOW_WEIGHT, _HIGH_WEIGHT = 1.0, 1.2

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.cache.policy import BRANCHES, ComputeChanges, Policy, StepLists, StepMask
+from wan.cache.policy import BRANCHES, ComputeChanges, StepLists, StepMask
+from wan.cache.residual import ResidualPolicy
 from wan.checkpoint.headers import read_json
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
@@ -90,7 +91,7 @@ class Curve:
         return {branch: tuple(row[i] for i in index) for branch, row in self.ratios.items()}
 
 
-class Mag(Policy):
+class Mag(ResidualPolicy):
     """The rule of MagCache's authors for Wan2.2, with a curve of the run's task.
 
     Attributes:

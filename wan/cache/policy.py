@@ -21,7 +21,7 @@ from wan.tasks.base import VideoParams
 from wan.utils import trace
 
 if TYPE_CHECKING:
-    from wan.cache.residual import AllAgree
+    from torch import Tensor
 
 BRANCHES = ("cond", "uncond")
 MIN_STEPS = 8
@@ -33,6 +33,9 @@ StepLists = dict[str, StepMask]
 """Guidance branch -> the mask of its computed steps."""
 ComputeChanges = Callable[[str, Sequence[float]], Sequence[float]]
 """compute_changes(expert, timesteps): relative change of the time embedding in each step."""
+AllAgree = Callable[["Tensor", float], bool]
+"""all_agree(sums, threshold): whether sums[0] < threshold * sums[1], summed in float32 over all
+ranks that share a video; all of them get the same result."""
 
 
 class Policy(ABC):
@@ -46,7 +49,7 @@ class Policy(ABC):
         content: Data, not settings, that must be equal on all ranks; None: no data.
     """
 
-    skips: ClassVar[SkipTarget] = "blocks"
+    skips: ClassVar[SkipTarget]
     num_first_blocks: ClassVar[int] = 0
     decides_per_step: ClassVar[bool] = False
     requires_shift: ClassVar[bool] = False
@@ -124,6 +127,7 @@ class Policy(ABC):
             gain = "the other steps leave self-attention out"
         return f"Step cache {name}: {'; '.join(branches)}; {gain}"
 
+    @abstractmethod
     def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:
         """Makes the cache of this policy.
 
@@ -131,9 +135,6 @@ class Policy(ABC):
             sync_branches: As for `list_steps`.
             all_agree: Decides for all ranks of a video; None: there is one process.
         """
-        from wan.cache.residual import ResidualCache
-
-        return ResidualCache(self, sync_branches, all_agree)
 
 
 def make_policy(settings: StepCache, preset: Preset, folder: Path | None = None) -> Policy | None:

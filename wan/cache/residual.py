@@ -10,26 +10,33 @@ policy `steps` skips the same blocks. Cached tensors have the dtype of the matri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from wan.cache.policy import Cache, Policy
-from wan.kernels.forward_context import StepInfo
-from wan.modules.interfaces import RunBlocks
+from wan.cache.policy import AllAgree, Cache, Policy
 from wan.settings.attention_modes import Grid
 
-AllAgree = Callable[[Tensor, float], bool]
-"""all_agree(sums, threshold): whether sums[0] < threshold * sums[1], summed in float32 over all
-ranks that share a video; all of them get the same result."""
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from wan.kernels.forward_context import StepInfo
+    from wan.modules.interfaces import RunBlocks
 
 
 def decide_locally(sums: Tensor, threshold: float) -> bool:
     """Implements `AllAgree` for one process; it synchronizes with the device once."""
     delta, size = sums.tolist()
     return bool(delta < threshold * size)
+
+
+class ResidualPolicy(Policy):
+    """Base class of the policies that skip blocks."""
+
+    skips = "blocks"
+
+    def make_cache(self, sync_branches: bool = False, all_agree: AllAgree | None = None) -> Cache:
+        return ResidualCache(self, sync_branches, all_agree)
 
 
 @dataclass
@@ -92,6 +99,8 @@ class ResidualCache(Cache):
             num_valid: This rank's tokens without padding.
             dtype: Of cached tensors.
         """
+        import torch
+
         if not self.step_lists or step is None or torch.is_grad_enabled():
             return blocks(x_BLC, 0, None)
         for key, old_entry in list(self._entries.items()):  # frees those of other experts and grids
@@ -138,6 +147,8 @@ class ResidualCache(Cache):
 
 def measure_change(current: Tensor, previous: Tensor, num_valid: int) -> Tensor:
     """Sums |current - previous| and |previous| over tokens without padding: float32 [2]."""
+    import torch
+
     reference = previous[:, :num_valid]
     change = torch.linalg.vector_norm(current[:, :num_valid] - reference, 1, dtype=torch.float32)
     return torch.stack((change, torch.linalg.vector_norm(reference, 1, dtype=torch.float32)))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from wan.cache.policy import (
     BRANCHES,
     ComputeChanges,
-    Policy,
     StepLists,
     StepMask,
     split_by_expert,
 )
+from wan.cache.residual import ResidualPolicy
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import Preset
@@ -32,7 +32,7 @@ PUBLISHED_COEFFICIENTS = {
 }
 
 
-class Tea(Policy):
+class Tea(ResidualPolicy):
     """Estimates the change of the output by a polynomial in the change of the embedding."""
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:

@@ -7,7 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from wan.checkpoint.headers import TensorInfo, read_json
+from wan.checkpoint.headers import read_json
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, VACE_CONTEXT_CHANNELS, Preset
 from wan.settings.sound import FIXED_CONFIG, INJECT_LAYERS

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wan.checkpoint.headers import FP8, GGUF
+from wan.checkpoint.tensor_info import FP8, GGUF
 
 
 def dequantize_gguf(qtype: str, data: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from pathlib import Path
 from wan.checkpoint.expert_names import ExpertTag, detect_experts
 from wan.checkpoint.headers import (
     WEIGHT_FILES,
-    TensorInfo,
     is_further_shard,
     read_file_headers,
     read_folder_headers,
 )
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
 COMPONENTS = {
@@ -103,11 +103,11 @@ def inspect_weights(path: Path) -> WeightFile:
 
 def _detect_component(tensors: Mapping[str, TensorInfo]) -> str | None:
     names = tuple(tensors)
-    for kind, signatures in _SIGNATURES.items():
+    for component, signatures in _SIGNATURES.items():
         for signature in signatures:
             if all(any(name.endswith(suffix) for name in names) for suffix in signature):
-                is_video = kind != "vae" or any(len(info.shape) == 5 for info in tensors.values())
-                return kind if is_video else None
+                is_video = any(len(info.shape) == 5 for info in tensors.values())
+                return component if is_video or component != "vae" else None
     return None
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint import gguf
-from wan.checkpoint.headers import open_regular_file, read_safetensors_offsets
+from wan.checkpoint.headers import read_safetensors_offsets
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import open_regular_file
 
 _TENSOR_NAME = "spiece_model"
 _GGUF_KEYS = {  # llama.cpp's, for T5's Unigram vocabulary
@@ -79,17 +80,17 @@ def _read_sentencepiece_vocab(path: Path) -> UnigramVocab:
     with open_regular_file(path) as file:
         file.seek(offset)
         model = file.read(size)
-    tokens, charsmap, model_type = [], b"", _UNIGRAM
+    tokens, charsmap, tokenizer_type = [], b"", _UNIGRAM
     for field, value in _iter_protobuf_fields(model):
         if field == 1:
             token = {1: b"", 2: 0.0, 3: 1, **dict(_iter_protobuf_fields(value))}
             tokens.append((token[1].decode("utf-8"), token[2], token[3]))
         elif field == 2:
-            model_type = dict(_iter_protobuf_fields(value)).get(3, model_type)
+            tokenizer_type = dict(_iter_protobuf_fields(value)).get(3, tokenizer_type)
         elif field == 3:
             charsmap = dict(_iter_protobuf_fields(value)).get(2, b"")
-    if model_type != _UNIGRAM:
-        raise ValueError(f"a model of kind {model_type}, not Unigram")
+    if tokenizer_type != _UNIGRAM:
+        raise ValueError(f"a model of kind {tokenizer_type}, not Unigram")
     return _check_vocab(tokens, charsmap)
 
 

@@ -15,9 +15,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wan.checkpoint.headers import GGUF, TensorInfo, open_regular_file, read_file_state
+from wan.checkpoint.tensor_info import GGUF, TensorInfo, read_file_state
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import open_regular_file
 
 _TYPE_NAMES = {
     **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import stat
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from wan.checkpoint import gguf
+from wan.checkpoint.tensor_info import TensorInfo, read_file_state
 from wan.settings.errors import FileChangedError, InputError
 from wan.settings.values import format_value
+from wan.utils.files import open_regular_file
 
-FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantized
-FP8 = ("F8_E4M3",)
-GGUF = {
-    "Q8_0": (32, 34),
-    "Q6_K": (256, 210),
-    "Q5_K": (256, 176),
-    "Q5_1": (32, 24),
-    "Q5_0": (32, 22),
-    "Q4_K": (256, 144),
-    "Q4_1": (32, 20),
-    "Q4_0": (32, 18),
-    "Q3_K": (256, 110),
-    "Q2_K": (256, 84),
-}
-"""Quantized GGUF type -> (values per block, bytes per block)."""
-NVFP4 = "NVFP4"  # ComfyUI's: two 4-bit values per byte, an FP8 scale per 16 values
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `read_file_headers` reads
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Weight file names of diffusers and transformers.
@@ -51,62 +35,6 @@ _MAX_SHARDS = 1000
 _MAX_JSON_BYTES = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
-def get_tensor_alignment(itemsize: int) -> int:
-    """Returns the byte alignment at which a memory-mapped tensor can be used without a copy.
-
-    64, PyTorch's own alignment, for elements of 4 and 8 bytes; the element size for smaller ones.
-    """
-    return 64 if itemsize > 2 else itemsize
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor in a file.
-
-    Attributes:
-        name: The tensor's name in the file.
-        dtype: In safetensors' spelling ("BF16"), a key of `GGUF`, or `NVFP4`.
-        nbytes: Bytes in the file.
-        scale: Scale of quantized values: one number, or one per row.
-        block_scales: Scales of the blocks of NVFP4.
-        full_precision: Matrix products must not run in the stored dtype.
-        first_row: First row of this tensor in the file's tensor, of which it is a slice.
-        data_offset: First byte in a GGUF file.
-        chunks: Tensors in the file that are concatenated along dim 0; () for a single one.
-        state: The file's state when its header was read; None if unknown.
-    """
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    scale: TensorInfo | None = None
-    block_scales: TensorInfo | None = None
-    full_precision: bool = False
-    first_row: int = 0
-    data_offset: int = 0
-    chunks: tuple[TensorInfo, ...] = ()
-    state: FileState | None = field(default=None, compare=False)
-
-
-FileState = tuple[int, int]
-"""A file's size in bytes and the time of its last modification in nanoseconds."""
-
-
-def read_file_state(file: Path | int) -> FileState:
-    """Returns the state of a path or a file descriptor."""
-    status = os.stat(file)
-    return status.st_size, status.st_mtime_ns
-
-
-def view_as_bytes(info: TensorInfo) -> TensorInfo:
-    """Returns the tensor as stored: GGUF blocks as bytes [rows, bytes], others without a scale."""
-    if info.dtype in GGUF:
-        return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
-    return replace(info, scale=None)
-
-
 def is_folder(path: Path) -> bool:
     """Returns whether a path is a folder; InputError if the system rejects the path itself."""
     try:
@@ -114,19 +42,6 @@ def is_folder(path: Path) -> bool:
     except OSError as error:  # too long, no permission, ...
         why = f"cannot be used ({error.strerror or error})"
         raise InputError(format_value(path, str), None, why, "give another one") from None
-
-
-@contextmanager
-def open_regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a regular file; devices and pipes are refused, since reading them may not end."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise InputError(f"{path}", None, "is not a regular file", "give another one")
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        why = f"cannot be read ({error.strerror or error})"
-        raise InputError(f"{path}", None, why, "check the file") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -158,21 +73,15 @@ def read_file_headers(path: Path) -> dict[str, TensorInfo]:
     """
     tensors: dict[str, TensorInfo] = {}
     for shard in list_shards(path):
-        for name, info in _read_single_header(shard).items():
+        is_gguf = shard.suffix == ".gguf"
+        header = gguf.read_gguf_header(shard) if is_gguf else read_safetensors_header(shard)
+        for name, info in header.items():
             first_info = tensors.setdefault(name, info)
             if first_info is not info:
                 raise InputError(
                     f"{shard}", None, f"repeats {name} of {first_info.file.name}", _DOWNLOAD_AGAIN
                 )
     return tensors
-
-
-def _read_single_header(path: Path) -> dict[str, TensorInfo]:
-    if path.suffix == ".gguf":
-        from wan.checkpoint import gguf
-
-        return gguf.read_gguf_header(path)
-    return read_safetensors_header(path)
 
 
 def list_shards(path: Path) -> list[Path]:

@@ -27,10 +27,8 @@ from wan.checkpoint.discovery import COMPONENTS, WeightFile, WeightFinder, inspe
 from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
 from wan.checkpoint.expert_names import detect_experts
 from wan.checkpoint.headers import (
-    FLOATS,
     OTHER_COMPONENTS,
     WEIGHT_FILES,
-    TensorInfo,
     check_file_complete,
     has_diffusers_weights,
     is_folder,
@@ -41,6 +39,7 @@ from wan.checkpoint.headers import (
 )
 from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
 from wan.checkpoint.quant_metadata import collect_network_tensors
+from wan.checkpoint.tensor_info import FLOATS, TensorInfo
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset

@@ -7,7 +7,7 @@ CPU a tensor that is stored in its final dtype and layout is not allocated: it i
 file, which must not be written (`materialize_tensors` replaces views by copies). Loading needs host
 memory for the network and a slice of one tensor. A `Sharding` selects the rows that each rank
 loads. A `WeightTransform` changes the sources of tensors: scaled FP8 values, int8 weights, or
-weights merged with LoRAs.
+weights merged with LoRAs (`wan.checkpoint.merge_lora`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from wan.checkpoint.dequantise import dequantize_gguf, dequantize_nvfp4, untile_scales
-from wan.checkpoint.headers import (
-    FP8,
-    GGUF,
-    NVFP4,
-    TensorInfo,
-    read_file_headers,
-    read_file_state,
-    read_folder_headers,
-    read_safetensors_offsets,
-    view_as_bytes,
-)
+from wan.checkpoint.headers import read_file_headers, read_folder_headers, read_safetensors_offsets
 from wan.checkpoint.quant_metadata import collect_network_tensors
+from wan.checkpoint.tensor_info import FP8, GGUF, NVFP4, TensorInfo, read_file_state, view_as_bytes
 from wan.checkpoint.tensor_source import (
     MappedFile,
     TensorSource,
@@ -55,7 +46,7 @@ from wan.utils import system
 from wan.utils.log import make_progress_bar
 
 _PICKLE_SUFFIXES = (".pth", ".ckpt")
-_COPY_ELEMENTS, TILE_ROWS = 1 << 24, 256  # elements per copy; rows per LoRA merge
+_COPY_ELEMENTS = 1 << 24  # elements per copy
 _FLOAT_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16"}
 _FLOAT_NAMES[torch.bfloat16] = "BF16"
 DTYPES = {

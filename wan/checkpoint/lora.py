@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from wan.checkpoint.expert_names import EXPERTS, ExpertTag, detect_experts, find_expert_tags
 from wan.checkpoint.headers import (
-    FLOATS,
-    TensorInfo,
     compute_fingerprint,
     list_shards,
     read_safetensors_header,
@@ -28,6 +26,7 @@ from wan.checkpoint.headers import (
 from wan.checkpoint.keymaps import rename_dit_to_diffusers
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.peft_settings import read_peft_settings
+from wan.checkpoint.tensor_info import FLOATS, TensorInfo
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
@@ -545,7 +544,7 @@ class _LoraReader:
 def _read_lora_header(path: Path) -> dict[str, TensorInfo]:
     if path.suffix == ".safetensors":
         return read_safetensors_header(path)
-    from wan.checkpoint.load import read_headers  # imports torch and, circularly, this module
+    from wan.checkpoint.load import read_headers  # imports torch
 
     return read_headers(path, str)
 

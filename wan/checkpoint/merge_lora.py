@@ -1,4 +1,4 @@
-"""Adds LoRAs to weights while they are loaded."""
+"""Merges LoRAs into weights on loading, or reads their matrices for layers that apply them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from wan.checkpoint.headers import TensorInfo
-from wan.checkpoint.load import TILE_ROWS, open_sources
+from wan.checkpoint.load import open_sources
 from wan.checkpoint.lora import Lora, WeightDelta, collect_deltas
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.checkpoint.tensor_source import TensorSource, TensorSources
 from wan.settings.errors import InputError
+
+_TILE_ROWS = 256  # rows per merge
 
 
 def open_lora_sources(
@@ -90,7 +92,7 @@ def _make_merged_source(
     """Adds deltas to a source; `read_values` reads rows of a LoRA's tensor in float64."""
 
     def merge_tile(start: int) -> Tensor:
-        rows = slice(start, min(start + TILE_ROWS, base.shape[0]))
+        rows = slice(start, min(start + _TILE_ROWS, base.shape[0]))
         base_rows = base.read(rows)
         total = base_rows.to(torch.float64, copy=True).reshape(base_rows.shape[0], -1)
         for delta in deltas:
@@ -106,8 +108,8 @@ def _make_merged_source(
 
     def read(rows: slice) -> Tensor:
         start, stop, _ = rows.indices(base.shape[0])
-        first_row = start // TILE_ROWS * TILE_ROWS
-        tiles = [merge_tile(tile_start) for tile_start in range(first_row, stop, TILE_ROWS)]
+        first_row = start // _TILE_ROWS * _TILE_ROWS
+        tiles = [merge_tile(tile_start) for tile_start in range(first_row, stop, _TILE_ROWS)]
         return torch.cat(tiles)[start - first_row : stop - first_row].float()
 
     return TensorSource(torch.float32, base.shape, read, base.mapped_tensor, base.file)

@@ -17,18 +17,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.headers import (
-    FLOATS,
-    FP8,
-    GGUF,
-    NVFP4,
-    TensorInfo,
-    open_regular_file,
-    read_safetensors_metadata,
-    read_safetensors_offsets,
-)
+from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
+from wan.checkpoint.tensor_info import FLOATS, FP8, GGUF, NVFP4, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
+from wan.utils.files import open_regular_file
 
 _FORMAT_DTYPES = {"float8_e4m3fn": "F8_E4M3", "int8_tensorwise": "I8", "nvfp4": "U8"}
 """ComfyUI's format -> the dtype of the stored tensor."""
@@ -79,16 +72,17 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         weight = infos.get(f"{layer}.weight")
         if weight is None:
             continue  # the file's metadata may name layers differently
-        kind = layer_format.get("format")
-        if not isinstance(kind, str) or kind not in _FORMAT_DTYPES or layer_format.get("convrot"):
-            label = "int8 of rotated weights" if kind in [*_FORMAT_DTYPES] else format_value(kind)
+        weight_format = layer_format.get("format")
+        dtype = _FORMAT_DTYPES.get(weight_format) if isinstance(weight_format, str) else None
+        if dtype is None or layer_format.get("convrot"):
+            label = "int8 of rotated weights" if dtype else format_value(weight_format)
             why = f"is marked as {label}, which is not supported"
             remedy = f"get a file of {', '.join(_FORMAT_DTYPES)}"
             raise InputError(f"{weight.file}: {layer}", None, why, remedy)
-        if weight.dtype != _FORMAT_DTYPES[kind]:
-            why = f"is marked as {kind}, and stored as {weight.dtype}"
+        if weight.dtype != dtype:
+            why = f"is marked as {weight_format}, and stored as {weight.dtype}"
             raise InputError(f"{weight.file}: {weight.name}", None, why, _DOWNLOAD_AGAIN)
-        if kind == "nvfp4":
+        if weight_format == "nvfp4":
             infos[f"{layer}.weight"] = _attach_nvfp4_scales(infos, layer, weight)
         elif layer_format.get("full_precision_matrix_mult"):
             infos[f"{layer}.weight"] = replace(weight, full_precision=True)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wan.checkpoint.headers import TensorInfo, is_folder, read_json, read_safetensors_header
+from wan.checkpoint.headers import is_folder, read_json, read_safetensors_header
 from wan.checkpoint.layout import EXPERT_FOLDERS, Checkpoint, DitFiles
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 
@@ -211,13 +212,14 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
         remedy = f"expected {names} (two experts: in high_noise_model/ and low_noise_model/)"
         raise InputError(f"{folder}", None, why, remedy)
     entries = read_json(listing)
-    kind = entries.get("model_quant_type")
-    if kind not in (*_ALGORITHMS, "W16A16"):
-        why = "has no model_quant_type" if kind is None else f"has the model_quant_type {kind!r}"
+    quant_type = entries.get("model_quant_type")
+    if quant_type not in (*_ALGORITHMS, "W16A16"):
+        why = f"has the model_quant_type {quant_type!r}"
+        why = "has no model_quant_type" if quant_type is None else why
         remedy = f"export again as one of {', '.join(_ALGORITHMS)}"
         raise InputError(f"{listing}", None, why, remedy)
     _check_export_entries(listing, entries, dit)
-    weights = folder / f"quant_model_weight_{kind.lower()}.safetensors"
+    weights = folder / f"quant_model_weight_{quant_type.lower()}.safetensors"
     if not weights.is_file():
         _refuse_rank_shards(folder, weights.stem)
         remedy = f"copy or export it into the folder of {listing.name}"

@@ -52,8 +52,8 @@ Transformer = TypeVar("Transformer", WanTransformer3DModel, WanVACETransformer3D
 CACHE_FLAGS = frozenset(list_options(StepCache))
 KEYWORDS = frozenset(
     name
-    for kind in (Attention, Parallel, Execution)
-    for name, option in list_options(kind).items()
+    for group in (Attention, Parallel, Execution)
+    for name, option in list_options(group).items()
     if option.diffusers == name
 )
 """Flags of the command line that `parallelize_pipe` takes."""

@@ -222,18 +222,18 @@ class Watchdog:
             time.sleep(_PING_INTERVAL)
 
     def _read_messages(self, connection: _PeerConnection) -> None:
-        for kind, *fields in connection.iter_messages():
+        for message_type, *fields in connection.iter_messages():
             if connection.peer is None:
-                if kind != "hello" or fields[:1] != [self._token]:  # another program has connected
-                    break
+                if (message_type, *fields[:1]) != ("hello", self._token):
+                    break  # another program has connected
                 connection.peer = Peer(**fields[1])
-            elif kind == "ping":
+            elif message_type == "ping":
                 connection.send("pong")
-            elif kind == "pong":
+            elif message_type == "pong":
                 connection.has_answered = True
-            elif kind == "left":
+            elif message_type == "left":
                 connection.is_open = False
-            elif kind == "lost":
+            elif message_type == "lost":
                 self._handle_loss(Peer(**fields[0]), *fields[1:])
         if connection.peer is not None and connection.is_open:
             self._handle_loss(connection.peer, _KILLED, False)

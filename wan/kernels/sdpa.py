@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.kernels.interfaces import Target
+from wan.kernels.npu.dense import attend_fused_with_lse
 from wan.settings.errors import InputError
 from wan.utils.torch_private import (
     cudnn_attention_on_cuda,
@@ -151,8 +152,6 @@ class SdpaKernel:
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         if q_BSND.device.type == "npu":
-            from wan.kernels.npu.dense import attend_fused_with_lse
-
             return attend_fused_with_lse(q_BSND, k_BSND, v_BSND)
         if q_BSND.device.type == "cuda":
             kernel = _make_fastest_kernel(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])

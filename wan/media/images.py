@@ -288,7 +288,7 @@ def _convert_to_uint8_rgb(array: np.ndarray, image_setting: ImageSetting) -> np.
     array = np.moveaxis(array, channels, -1)
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
-    if array.dtype.kind != "f":
+    if not np.issubdtype(array.dtype, np.floating):
         raise image_setting.input_error(f"has dtype {array.dtype}", "an image is uint8 or floating")
     low, high = float(array.min()), float(array.max())
     if not (low >= 0 and high <= 1):  # NaN, too

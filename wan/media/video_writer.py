@@ -21,7 +21,6 @@ from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import wan
 from wan.checkpoint.headers import read_safetensors_header
 from wan.media.ffmpeg import (
     build_concat_args,
@@ -35,6 +34,7 @@ from wan.settings.command import Output
 from wan.settings.errors import InputError, WriteError
 from wan.settings.values import read_path, real
 from wan.utils.files import LATENTS_KIND, VIDEO_KIND, check_output, write_output
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     import numpy as np
@@ -144,7 +144,7 @@ class Mp4Encoder:
 
 
 _MAX_QUEUED_FRAMES = 8
-DEFAULT_COMMENT = json.dumps({"wan": wan.__version__})
+DEFAULT_COMMENT = json.dumps({"wan": __version__})
 """Comment of an mp4 without settings; `wan.utils.files.VIDEO_KIND` recognizes an output by it."""
 
 

@@ -201,15 +201,14 @@ def list_recorded_items(events: Iterable[Event]) -> list[OrderItem]:
     items = []
     for event in events:
         attrs = event.attributes
-        if event.kind == "attention":
+        if event.operation == "attention":
             owner = f" of {attrs['owner']}" if "owner" in attrs else ""
             items.append((_get_head_chunk(attrs), f"FA {attrs.get('block')}{owner}"))
-        elif event.kind == "gather":
+        elif event.operation == "gather":
             items.append((_get_head_chunk(attrs), f"gather {attrs.get('what')}"))
-        elif event.kind in _ITEM_FORMATS:
-            items.append(
-                (_get_head_chunk(attrs), _ITEM_FORMATS[event.kind].format(what=attrs.get("what")))
-            )
+        elif event.operation in _ITEM_FORMATS:
+            text = _ITEM_FORMATS[event.operation].format(what=attrs.get("what"))
+            items.append((_get_head_chunk(attrs), text))
     return items
 
 
@@ -289,7 +288,7 @@ def _find_skipped_layers(events: Sequence[Event], plan: ExchangePlan) -> set[int
     skipped_layers: set[int] = set()
     for event in events:
         attributes = event.attributes
-        if event.kind != "cache" or attributes.get("decision") != "skipped":
+        if event.operation != "cache" or attributes.get("decision") != "skipped":
             continue
         layer, first_layer = attributes.get("layer"), attributes.get("first")
         if isinstance(layer, int):
@@ -377,8 +376,8 @@ def write_trace(trace: Trace, folder: Path, origin_ns: int) -> None:
     span_events = [
         {
             "ph": "X",
-            "name": format_label(event.kind, event.attributes),
-            "cat": event.kind,
+            "name": format_label(event.operation, event.attributes),
+            "cat": event.operation,
             **track,
             "ts": (event.begin - origin_ns) / 1e3,
             "dur": event.duration / 1e3,

@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from wan.metering.npu_smi import NpuSmi
+from wan.metering.nvml import Nvml
+from wan.metering.power_source import MeterError, PowerSource, Sample, UnavailableSource
+from wan.metering.rapl import Rapl
 from wan.utils import system
 
 if TYPE_CHECKING:
@@ -21,54 +25,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PERIOD = 0.05  # seconds between two samples, unless the source is slower
 MAX_SERIES_ROWS = 1 << 16  # 55 minutes at 50 ms
-
-
-class MeterError(Exception):
-    """A power source is missing or cannot be read; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One reading of a power source; values that the source does not have are None."""
-
-    watts: float | None = None
-    joules: float | None = None  # value of a counter with an arbitrary origin
-    mhz: float | None = None
-    reasons: frozenset[str] | None = None  # names of the reasons for a lowered clock
-    time: float = field(default_factory=time.monotonic)
-
-
-class PowerSource(Protocol):
-    """Reads power, energy and clock of one device."""
-
-    name: str
-    device: str = ""  # name in the vendor's tools
-    power_is: str = ""  # how `Sample.watts` is measured, such as the mean of a second
-    period: float = 0.0  # shortest time between two samples, seconds
-    limit_w: float | None = None
-    rated_mhz: float | None = None  # the device's highest clock
-    smoothing: dict[str, float] | None = None  # NVML power smoothing
-    external_cpu_seconds: float = 0.0  # CPU time of readings in child processes
-
-    def read_sample(self) -> Sample:
-        """Takes a sample; raises MeterError if that fails."""
-        ...
-
-    def close(self) -> None:
-        """Releases the source's handles; most sources have none."""
-        return
-
-
-class UnavailableSource(PowerSource):
-    """Power source of a device without a meter; `reason` explains why."""
-
-    name = "none"
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def read_sample(self) -> Sample:
-        raise MeterError(self.reason)
 
 
 @dataclass(frozen=True)
@@ -338,8 +294,8 @@ class Meter:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
             self.stop()
         self._stop_event.set()  # a failed run does not wait for a last sample
 
@@ -390,10 +346,6 @@ class VideoMeter(Meter):
 
 def open_power_source(device: Device) -> PowerSource:
     """Opens a device's power source; returns `UnavailableSource` if it has none."""
-    from wan.metering.npu_smi import NpuSmi
-    from wan.metering.nvml import Nvml
-    from wan.metering.rapl import Rapl
-
     try:
         if device.type == "cuda":
             return Nvml(device.uuid())

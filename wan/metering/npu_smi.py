@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from wan.metering.meter import MeterError, PowerSource, Sample
+from wan.metering.power_source import MeterError, PowerSource, Sample
 
 BELOW_RATED = "clock below the rated one"
 _TIMEOUT_SECONDS = 10.0  # a call usually takes less than half a second

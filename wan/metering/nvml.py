@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from wan.metering.meter import MeterError, PowerSource, Sample
+from wan.metering.power_source import MeterError, PowerSource, Sample
 
 if TYPE_CHECKING:
     from wan.device import Device

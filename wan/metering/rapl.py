@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from wan.metering.meter import MeterError, PowerSource, Sample
+from wan.metering.power_source import MeterError, PowerSource, Sample
 
 _MAX_CLOCK_FILES = 8  # at most so many cores: each read queries the hardware
 

@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import wan
 from wan.checkpoint.config import get_vace_layers
 from wan.metering import exchange_order
 from wan.metering.exchange_order import ExchangePlan, Trace
@@ -19,6 +18,7 @@ from wan.settings import noise_schedule
 from wan.tasks.base import VideoParams
 from wan.utils.log import logger
 from wan.utils.trace import Event, Recorder
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from wan.device import Device
@@ -109,7 +109,7 @@ class TraceRecording:
         run_metadata = {
             "clock": self.recorder.clock.name,
             "run": f"{seconds:.6f}",
-            "wan": wan.__version__,
+            "wan": __version__,
         }
         return Trace(self.plan, self.events, run_metadata | metadata)
 

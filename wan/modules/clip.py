@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.checkpoint.headers import TensorInfo
 from wan.checkpoint.keymaps import rename_clip_to_transformers
 from wan.checkpoint.load import ModelSpec, read_headers
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.checkpoint.tensor_source import TensorSource, TensorSources
 from wan.settings.errors import InputError
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from wan.cache.policy import Cache
 from wan.checkpoint.config import S2VConfig
-from wan.checkpoint.headers import FP8
 from wan.checkpoint.load import (
     UNSHARDED,
     ModelSpec,
@@ -29,6 +28,7 @@ from wan.checkpoint.load import (
     open_sources,
 )
 from wan.checkpoint.merge_lora import merge_loras
+from wan.checkpoint.tensor_info import FP8
 from wan.device import Device
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import SelectedKernels, make_dense_kernel, select_kernels

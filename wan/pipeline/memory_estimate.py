@@ -21,11 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.config import BLOCK_PREFIXES
-from wan.checkpoint.headers import (
-    get_tensor_alignment,
-    read_folder_headers,
-    read_safetensors_offsets,
-)
+from wan.checkpoint.headers import read_folder_headers, read_safetensors_offsets
+from wan.checkpoint.tensor_info import get_tensor_alignment
 from wan.pipeline.setup import Setup
 from wan.settings import devices
 from wan.settings.devices import Capabilities

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wan.cache.policy import Policy
-from wan.checkpoint.headers import FP8, GGUF
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
+from wan.checkpoint.tensor_info import FP8, GGUF
 from wan.checkpoint.w8a8_export import QuantizedDit, check_export_device
 from wan.settings import attention, devices, parallel, rules, step_cache
 from wan.settings.attention import Attention

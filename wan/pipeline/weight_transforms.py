@@ -10,7 +10,6 @@ from torch import nn
 
 from wan.checkpoint.config import BLOCK_PREFIXES
 from wan.checkpoint.dequantise import TO_FLOAT
-from wan.checkpoint.headers import FP8, GGUF, TensorInfo, view_as_bytes
 from wan.checkpoint.load import (
     DTYPES,
     WeightTransform,
@@ -20,6 +19,7 @@ from wan.checkpoint.load import (
 )
 from wan.checkpoint.lora import WeightDelta, collect_deltas
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
+from wan.checkpoint.tensor_info import FP8, GGUF, TensorInfo, view_as_bytes
 from wan.checkpoint.tensor_source import TensorSources
 from wan.checkpoint.w8a8_export import Export
 from wan.device import Device

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
-from wan.checkpoint.headers import TensorInfo
 from wan.checkpoint.load import UNSHARDED, DtypeRule, Sharding, make_dit_dtype_rule, open_sources
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.checkpoint.tensor_source import TensorSources, count_mapped_bytes
 from wan.device import Device, select_device
 from wan.distributed import mesh

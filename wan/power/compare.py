@@ -15,24 +15,24 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wan import __version__
 from wan.app import launch
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.run import Run
 from wan.metering import exchange_order
 from wan.metering.meter import PowerMeasurement
+from wan.pipeline import memory_estimate
 from wan.power.timeline import PLOT_KIND, PLOT_METADATA
+from wan.power.variants import Variant, VariantResult, list_variants
 from wan.settings.attention_modes import MODES
 from wan.settings.errors import InputError
 from wan.settings.flags import read_settings
@@ -47,7 +47,7 @@ from wan.utils.files import (
     write_output,
 )
 from wan.utils.log import logger
-from wan.utils.trace import Event
+from wan.utils.version import __version__
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import ParallelGroups
@@ -75,77 +75,6 @@ _REPORT_TITLE = "# Comparison of the modes of FA_Power_Cap"
 _REPORT_KIND = make_marked_kind("a report of wan.power compare", _REPORT_TITLE.encode())
 _OFFLOAD_LABELS = {False: "all networks in memory", True: "one network at a time"}
 _NUM_RESAMPLES = 4000  # bootstrap resamples of the rounds
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One compared configuration of the attention layer.
-
-    Attributes:
-        name: Name in tables and files.
-        comm_type: A key of `attention_modes.MODES`.
-        chunks: Maximum head chunks of a call; None for the mode's number.
-        adds_idle_gaps: The control with the baseline's exchanges and idle gaps between head chunks.
-        locks_clock: The control with the baseline at a locked clock.
-    """
-
-    name: str
-    comm_type: int
-    chunks: int | None = None
-    adds_idle_gaps: bool = False
-    locks_clock: bool = False
-
-    @property
-    def is_control(self) -> bool:
-        return self.adds_idle_gaps or self.locks_clock
-
-    @property
-    def slug(self) -> str:
-        """The name as a file or folder name."""
-        return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
-
-    @property
-    def flags(self) -> str:
-        """The flags of generate.py that select this variant; those of the baseline for controls."""
-        chunks_flag = "" if self.chunks is None else f" --chunks {self.chunks}"
-        return f"--comm_type {self.comm_type}{chunks_flag}"
-
-
-def list_variants(modes: Sequence[int], chunks: Sequence[int]) -> list[Variant]:
-    """Lists the baseline, the modes, InsertComm with other numbers of chunks, and the controls."""
-    variants = [Variant(MODES[mode].name, mode) for mode in sorted({0, *modes})]
-    variants += [Variant(f"InsertComm, {n} chunks", 1, n) for n in chunks]
-    if 1 in modes:  # the control has its gap lengths
-        variants.append(Variant("control: rests without exchanges", 0, adds_idle_gaps=True))
-    return [*variants, Variant("control: baseline, locked clock", 0, locks_clock=True)]
-
-
-@dataclass
-class VariantResult:
-    """Measurements of a variant; lists have one element per round.
-
-    Attributes:
-        seconds: Denoising time.
-        steps: Seconds of each step.
-        power: Combined measurement of all ranks' devices.
-        peak_memory: Bytes of the fullest device; None if not reported.
-        order_summary: Summary of its traces in one sentence.
-        latents_difference: Largest absolute difference of the latents from the baseline's, relative
-            to the baseline's largest value; None before the comparison.
-        max_pixel_difference: Largest difference of the video from the baseline's, in levels of 0
-            to 255; None if the video was not decoded.
-        psnr: PSNR of the video against the baseline's, dB.
-    """
-
-    variant: Variant
-    seconds: list[float] = field(default_factory=list)
-    steps: list[list[float]] = field(default_factory=list)
-    power: list[PowerMeasurement] = field(default_factory=list)
-    peak_memory: int | None = None
-    order_summary: str = "the baseline's"
-    latents_difference: float | None = None
-    max_pixel_difference: int | None = None
-    psnr: float = float("inf")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -182,9 +111,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_comparison_outputs(out: Path) -> None:
     """Refuses to overwrite files of other programs in the output folder."""
-    kinds = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": PLOT_KIND}
-    for name, kind in kinds.items():
-        check_output(out / name, kind, "--out")
+    files = {"comparison.json": _COMPARISON_KIND, "report.md": _REPORT_KIND, "gain.png": PLOT_KIND}
+    for name, file_kind in files.items():
+        check_output(out / name, file_kind, "--out")
     for path in out.glob("*.mp4"):
         check_output(path, VIDEO_KIND, "--out")
     for path in out.glob("traces/*/rank*.json"):
@@ -277,8 +206,6 @@ def _run_comparison(options: Namespace, run: Run, groups: ParallelGroups | None)
 
 def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -> Run:
     """Returns the run with the first offload mode that fits into memory; the same on all ranks."""
-    from wan.pipeline import memory_estimate
-
     device_type, ranks_per_node = groups.device.type, env.local_world_size()
     free = system.read_available_memory() if device_type == "cpu" else groups.device.free_memory()
     free_per_rank = [num_bytes for num_bytes in groups.gather(free) if num_bytes is not None]
@@ -306,8 +233,6 @@ def _select_offload_mode(options: Namespace, run: Run, groups: ParallelGroups) -
 
 def _print_comparison_plan(options: Namespace, run: Run) -> int:
     """Prints the memory that a comparison needs, and whether it fits."""
-    from wan.pipeline import memory_estimate
-
     params, fits_any = run.params, False
     width, height = params.video_size
     size = f"{width}*{height}, {params.frame_num} frames, {params.sample_steps} steps"
@@ -409,43 +334,6 @@ def _explain_no_gain(measurements: Sequence[PowerMeasurement]) -> str:
     return (
         f"{no_gain}; the clock was throttled {share:.0%} of the time ({', '.join(names)}), {why}."
     )
-
-
-def measure_chunk_gaps(events: Sequence[Event]) -> list[float]:
-    """Returns the gaps between attention of consecutive head chunks in a layer, in seconds."""
-    gaps, previous = [], None
-    for event in events:
-        if event.kind != "attention":
-            continue
-        layer_key = tuple(event.attributes.get(name) for name in ("step", "branch", "layer"))
-        chunk = event.attributes.get("chunk")
-        if previous is not None and previous[0] == layer_key and previous[1] != chunk:
-            gaps.append((event.begin - previous[2]) / 1e9)
-        previous = layer_key, chunk, event.end
-    return gaps
-
-
-def summarize_traces(folder: Path, variant: Variant) -> str:
-    """Summarizes the traces of a variant in one sentence."""
-    try:
-        traces = exchange_order.read_traces(folder)
-    except InputError as error:  # other machines keep their ranks' traces
-        return f"not available ({error})"
-    events = [event for rank_trace in traces for event in rank_trace.events]
-    step_time, attention_time = (
-        sum(e.duration for e in events if e.kind == kind) for kind in ("step", "attention")
-    )
-    duty_text = f"attention {attention_time / step_time:.0%} of a step"
-    if variant.adds_idle_gaps:
-        return f"a control with InsertComm's rests, without a planned order; {duty_text}"
-    gaps = [1e3 * gap for rank_trace in traces for gap in measure_chunk_gaps(rank_trace.events)]
-    gap_text = f"rests in a layer {statistics.median(gaps):.3f} ms (median)" if gaps else "no rests"
-    differences = (
-        exchange_order.compare_with_plan(rank_trace.plan, rank_trace.events).difference
-        for rank_trace in traces
-    )
-    order_text = next((difference for difference in differences if difference), "as planned")
-    return f"{order_text}; {duty_text}; {gap_text}"
 
 
 def write_comparison(

@@ -29,17 +29,17 @@ from wan.settings.errors import InputError
 from wan.utils.files import check_output, make_json_kind, write_output
 from wan.utils.trace import Event
 
-PARTS = {  # part of a step -> kinds of events
+PARTS = {  # part of a step -> operations
     "attention": ("attention",),
     "communication": ("pack", "a2a", "a2a wait", "copy", "hop", "hop wait", "gather"),
-    "rotate, quantise": timeline.QUANTIZE_KINDS,
+    "rotate, quantise": timeline.QUANTIZE_OPERATIONS,
     "projections": ("project",),
     "cross-attention": ("cross-attention",),
     "feed-forward": ("feed-forward",),
 }
 GAP_EDGES_MS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Bin edges of gap histograms; the first and the last bin are open."""
-_PART_OF_KIND = {kind: part for part, kinds in PARTS.items() for kind in kinds}
+_PART_OF_OPERATION = {name: part for part, names in PARTS.items() for name in names}
 _COUNT_NAMES = {"attention": "FA", "hop": "hops", "gather": "gathers"}
 _NS_PER_MS = 1e6  # nanoseconds
 _REPORT_KIND = make_json_kind("a report of wan.power", "mode", "order", "plan", "ranks")
@@ -107,11 +107,11 @@ class RankReport:
 def analyze_trace(trace: Trace) -> RankReport:
     """Computes the report of one rank."""
     events = trace.events
-    step = sum(event.duration for event in events if event.kind == "step") / _NS_PER_MS
+    step = sum(event.duration for event in events if event.operation == "step") / _NS_PER_MS
     parts, part_end = dict.fromkeys(PARTS, 0.0), 0
     for event in events:  # nested events count as part of the outer one
-        if event.kind in _PART_OF_KIND and event.begin >= part_end:
-            parts[_PART_OF_KIND[event.kind]] += event.duration / _NS_PER_MS
+        if event.operation in _PART_OF_OPERATION and event.begin >= part_end:
+            parts[_PART_OF_OPERATION[event.operation]] += event.duration / _NS_PER_MS
             part_end = event.end
     parts["other"] = max(step - sum(parts.values()), 0.0)
     layer_spans = timeline.collect_layer_spans(events)
@@ -119,7 +119,7 @@ def analyze_trace(trace: Trace) -> RankReport:
         tuple(_count_layer_events(layer_events).items()) for _, layer_events in layer_spans
     )
     within, across = list[float](), list[float]()
-    calls = [event for event in events if event.kind == "attention"]
+    calls = [event for event in events if event.operation == "attention"]
     for previous_call, call in zip(calls, calls[1:], strict=False):
         (previous_step, *previous_place), (next_step, *next_place) = (
             [attention_call.attributes.get(name) for name in ("step", "branch", "layer")]
@@ -145,22 +145,22 @@ def analyze_trace(trace: Trace) -> RankReport:
 def _count_layer_events(layer_events: Iterable[Event]) -> dict[str, int]:
     counts = dict.fromkeys(("A2A", "scales", "FA", "hops", "gathers"), 0)
     for event in layer_events:
-        if event.kind == "a2a":
+        if event.operation == "a2a":
             counts["scales" if "scale" in str(event.attributes.get("what")) else "A2A"] += 1
-        elif event.kind in _COUNT_NAMES:
-            counts[_COUNT_NAMES[event.kind]] += 1
+        elif event.operation in _COUNT_NAMES:
+            counts[_COUNT_NAMES[event.operation]] += 1
     return counts
 
 
 def _make_layer_record(event: Event, layer_events: Sequence[Event]) -> dict[str, Any]:
     call_durations = [
-        layer_event.duration for layer_event in layer_events if layer_event.kind == "attention"
+        layer_event.duration for layer_event in layer_events if layer_event.operation == "attention"
     ]
     return {name: event.attributes.get(name) for name in ("step", "branch", "layer")} | {
         "time": event.duration / _NS_PER_MS,
         "attention": sum(call_durations) / _NS_PER_MS,
         "calls": len(call_durations),
-        "exchanges": sum(layer_event.kind == "a2a" for layer_event in layer_events),
+        "exchanges": sum(layer_event.operation == "a2a" for layer_event in layer_events),
     }
 
 
@@ -169,9 +169,9 @@ def _compute_hidden_time(events: Sequence[Event], calls: Sequence[Event]) -> int
     edges = [(x, c, 0) for a, b in timeline.find_async_spans(events) for x, c in ((a, 1), (b, -1))]
     edges += [(x, c, 1) for call in calls for x, c in ((call.begin, 1), (call.end, -1))]
     total, num_active, previous_time = 0, [0, 0], 0
-    for time, change, kind in sorted(edges):
+    for time, change, lane in sorted(edges):
         total += time - previous_time if all(num_active) else 0
-        num_active[kind] += change
+        num_active[lane] += change
         previous_time = time
     return total
 

@@ -22,19 +22,19 @@ from wan.media import video_writer
 from wan.metering.exchange_order import TRACE_KIND
 from wan.metering.meter import (
     Meter,
-    MeterError,
     PowerMeasurement,
     combine_devices,
     combine_spans,
     open_power_source,
 )
 from wan.metering.nvml import ClockLock
+from wan.metering.power_source import MeterError
 from wan.metering.recording import TraceRecording, make_exchange_plan
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import PackedAttentionCall, PackedSelfAttention, SelfAttention
 from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
-from wan.power.compare import Variant, VariantResult, measure_chunk_gaps, summarize_traces
+from wan.power.variants import Variant, VariantResult, measure_chunk_gaps, summarize_traces
 from wan.settings import noise_schedule
 from wan.settings.attention_modes import MODES, count_heads_per_rank
 from wan.tasks.base import VideoParams

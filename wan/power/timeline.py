@@ -15,8 +15,8 @@ from wan.utils.trace import Event
 PLOT_METADATA = {"Software": "wan.power"}
 PLOT_KIND = make_marked_kind("a plot of wan.power", b"Software\0wan.power")
 _NS_PER_MS = 1e6  # nanoseconds
-QUANTIZE_KINDS = ("quantise", "prepare", "mask")
-"""Event kinds of quantized and sparse attention."""
+QUANTIZE_OPERATIONS = ("quantise", "prepare", "mask")
+"""Operations of quantized and sparse attention."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def find_async_spans(events: Iterable[Event]) -> list[tuple[int, int]]:
     for event in events:
         attributes = event.attributes
         key = tuple(attributes.get(name) for name in ("layer", "chunk", "what"))
-        if event.kind == "hop" or (event.kind == "a2a" and attributes.get("beside")):
+        if event.operation == "hop" or (event.operation == "a2a" and attributes.get("beside")):
             begin_times[key] = event.end
-        elif event.kind in ("hop wait", "a2a wait") and key in begin_times:
+        elif event.operation in ("hop wait", "a2a wait") and key in begin_times:
             spans.append((begin_times.pop(key), event.begin))
     return spans
 
@@ -66,7 +66,7 @@ def collect_layer_spans(events: Iterable[Event]) -> list[tuple[Event, list[Event
     """Pairs each layer's event with the events inside it; events are sorted by begin."""
     layers: list[tuple[Event, list[Event]]] = []
     for event in events:
-        if event.kind == "layer":
+        if event.operation == "layer":
             layers.append((event, []))
         elif layers and "layer" in event.attributes:
             layers[-1][1].append(event)
@@ -80,7 +80,9 @@ def select_median_layer(trace: Trace) -> tuple[Event, list[Event]]:
         InputError: No layer computes attention.
     """
     layers = collect_layer_spans(trace.events)
-    attending = [pair for pair in layers if any(event.kind == "attention" for event in pair[1])]
+    attending = [
+        pair for pair in layers if any(event.operation == "attention" for event in pair[1])
+    ]
     if not attending:
         raise InputError(f"No layer of rank {trace.plan.rank} computes attention: nothing to draw.")
     return sorted(attending, key=lambda pair: pair[0].duration)[len(attending) // 2]
@@ -98,21 +100,21 @@ def make_bars(layer: Event, layer_events: Sequence[Event]) -> Iterator[Bar]:
         yield make_bar("exchange", "exchange under way", begin, end)
     for event in layer_events:
         times, tensor_name = (event.begin, event.end), str(event.attributes.get("what", ""))
-        if event.kind in ("a2a", "a2a wait"):
+        if event.operation in ("a2a", "a2a wait"):
             tensors_text = "the result" if tensor_name == "out" else "q, k, v"
-            label = tensor_name if event.kind == "a2a" else ""
+            label = tensor_name if event.operation == "a2a" else ""
             yield make_bar("exchange", f"all-to-all of {tensors_text}", *times, label)
-        elif event.kind in ("pack", "copy"):
+        elif event.operation in ("pack", "copy"):
             yield make_bar("exchange", "packed, copied", *times)
-        elif event.kind in ("hop", "hop wait", "gather"):
+        elif event.operation in ("hop", "hop wait", "gather"):
             yield make_bar("exchange", "ring", *times)
-        elif event.kind == "attention":
+        elif event.operation == "attention":
             yield make_bar("attention", "attention", *times, str(event.attributes.get("chunk", "")))
-        elif event.kind in QUANTIZE_KINDS:
+        elif event.operation in QUANTIZE_OPERATIONS:
             yield make_bar("rotate, quantise", "rotate, quantise", *times)
-        elif event.kind in ("cross-attention", "feed-forward"):
-            yield make_bar("other", event.kind, *times)
-        elif event.kind == "project":
+        elif event.operation in ("cross-attention", "feed-forward"):
+            yield make_bar("other", event.operation, *times)
+        elif event.operation == "project":
             yield make_bar("other", "projections", *times)
 
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
-import signal
-import sqlite3
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from wan.app import failures, launch
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
-from wan.checkpoint.headers import open_regular_file
-from wan.serve.folders import NAME_LENGTH, check_journal_folder, lock_journal
+from wan.serve.folders import NAME_LENGTH, check_journal_folder
 from wan.settings.command import (
     AnimateOptions,
     ImageOptions,
@@ -35,14 +30,11 @@ from wan.utils.log import logger
 
 if TYPE_CHECKING:
     from wan.app.run import Run
-    from wan.serve.connections import Connections, LimitedSocket
-    from wan.serve.group import Nodes
-    from wan.serve.service import Limits
 
 _PER_VIDEO_FLAGS = {
     *(
         name
-        for kind in (
+        for group in (
             ImageOptions,
             SpeechOptions,
             AnimateOptions,
@@ -50,7 +42,7 @@ _PER_VIDEO_FLAGS = {
             PlanOptions,
             PromptFileOptions,
         )
-        for name in list_options(kind)
+        for name in list_options(group)
     ),
     *list_options(ResumeOptions),
     *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents"),
@@ -169,29 +161,6 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _make_nodes(count: int, address: str | None) -> Nodes:
-    """Returns the machines that run the ranks, from --nodes and --node_address."""
-    from wan.serve.connections import Connections, open_sockets
-    from wan.serve.group import ONE_NODE, Nodes
-
-    if count == 1 and address is None:
-        return ONE_NODE
-    if count == 1:
-        why = "is for several machines, and --nodes is 1"
-        raise InputError("--node_address", address, why, "drop it, or give --nodes")
-    host, _, port = (address or "").rpartition(":")
-    try:
-        nodes = Nodes(count, host, int(integer(1, 65535)("", port)))
-    except InputError:
-        nodes = Nodes()
-    if not host or not nodes.port:
-        why = "must be HOST:PORT of this machine, as the other machines reach it, with --nodes"
-        raise InputError("--node_address", address, why)
-    for listener in open_sockets(host, 0, Connections(1), "--node_address"):
-        listener.close()  # only checks that HOST is an address of this machine
-    return nodes
-
-
 def _resolve_service_run(
     argv: Sequence[str], folder: Path, ranks: int, nodes: int
 ) -> tuple[Run, dict[str, Any]]:
@@ -206,96 +175,23 @@ def _resolve_service_run(
     return launch.resolve_settings(user_settings, require_inputs=False), user_settings
 
 
-def _read_api_key(path: Path | None, host: str) -> str | None:
-    """Reads the API key; returns None where none is needed."""
-    from wan.serve.app import is_local
-
-    if path is None:
-        if not is_local(host):
-            why = "is reachable from other machines"
-            raise InputError(f"--host {host}", None, why, "add --api_key FILE")
-        return None
-    with open_regular_file(path) as file:
-        key = file.read(1000).decode("utf-8", "replace").strip()
-    if len(key) < 16:
-        raise InputError(f"--api_key {path} holds a key of {len(key)} characters; give at least 16")
-    return key
-
-
-def _make_limits(options: argparse.Namespace) -> Limits:
-    """Returns the limits of the service from its options."""
-    from wan.serve.service import Limits
-
-    return Limits(
-        queue=options.queue,
-        cached_prompts=options.kept_texts,
-        batch_size=options.together,
-        pixels=options.max_megapixels * 1_000_000,
-        frames=options.max_frames,
-        keep_days=options.keep_days,
-        quota=None if options.quota_gb is None else math.ceil(options.quota_gb * 1e9),
-    )
-
-
-def _bind_and_lock(
-    options: argparse.Namespace, connections: Connections
-) -> tuple[list[LimitedSocket], BinaryIO]:
-    """Binds the sockets and locks the journal folder, which is created after the sockets."""
-    from wan.serve.connections import open_sockets
-
-    journal: Path = options.journal
-    lock = lock_journal(journal) if journal.exists() else None
-    sockets = open_sockets(options.host, options.port, connections, "--host")
-    if lock is None:
-        journal.mkdir(parents=True, exist_ok=True)
-        lock = lock_journal(journal)
-    return sockets, lock
-
-
 def run_service(argv: Sequence[str]) -> int:
     """Runs the service until SIGINT or SIGTERM; returns the exit code."""
     options, generate_args = _parse_service_options(argv)
     try:
-        from wan.serve import app, connections
-        from wan.serve.metrics import Metrics
-        from wan.serve.service import Service
+        from wan.serve import server
     except ImportError as error:
         why = f"The service needs {error.name}"
         raise InputError(why, remedy="pip install -r requirements-serve.txt") from error
-    key = _read_api_key(options.api_key, options.host)
-    nodes = _make_nodes(options.nodes, options.node_address)
+    key = server.read_api_key(options.api_key, options.host)
+    nodes = server.make_nodes(options.nodes, options.node_address)
     check_journal_folder(options.journal)
     run, user_settings = _resolve_service_run(
         generate_args, options.journal, options.ranks, options.nodes
     )
     for notice in run.notices:
         logger.warning(env.make_flag_naming().render(notice))
-    clients = connections.Connections(connections.compute_max_connections(options.ranks))
-    sockets, lock = _bind_and_lock(options, clients)
-    metrics, journal, name = Metrics(), options.journal, options.name
-    service_args = (journal, options.ranks, nodes, name, _make_limits(options), metrics.count_event)
-    try:
-        service = Service(user_settings, run, *service_args)
-    except sqlite3.Error as error:
-        why, remedy = f"has a damaged journal.sqlite ({error})", "move it away, or give another one"
-        raise InputError(f"--journal {journal}", None, why, remedy) from error
-    application = app.make_app(
-        service,
-        metrics,
-        host=options.host,
-        names=options.host_name,
-        api_key=key,
-        most_bytes=options.max_body * 1_000_000,
-        is_busy=lambda: clients.is_busy,
-    )
-    for signum in (signal.SIGINT, signal.SIGTERM):  # uvicorn re-raises them after shutdown
-        signal.signal(signum, lambda *_: None)
-    port = sockets[0].getsockname()[1]
-    logger.info("Serving %s at http://%s:%d", service.model, options.host, port)
-    server = connections.make_server(application, clients)
-    with lock, suppress(KeyboardInterrupt):
-        server.run([*sockets])
-    return 0 if server.started else 1
+    return server.serve_requests(options, user_settings, run, nodes, key)
 
 
 def run_service_cli(argv: Sequence[str] | None = None) -> int:

@@ -162,9 +162,9 @@ class Routes:
         if job.state != "completed":
             why = "has failed" if job.state == "failed" else "is not done yet"
             raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
-        path, kind = self._service.video_path(job), "video/mp4"
+        path, media_type = self._service.video_path(job), "video/mp4"
         if variant != "video":
-            path, kind = await self._load_picture(job, variant), "image/jpeg"
+            path, media_type = await self._load_picture(job, variant), "image/jpeg"
         status = self._stat_file(job, path)
         if not request.headers.get("range", "bytes=").lower().startswith("bytes="):
             request.scope["headers"] = [  # RFC 9110: an unknown unit is ignored
@@ -172,7 +172,7 @@ class Routes:
             ]
         answer = FileResponse(
             path,
-            media_type=kind,
+            media_type=media_type,
             filename=f"{job.id}{path.suffix}",
             stat_result=status,
             content_disposition_type="inline",
@@ -182,7 +182,7 @@ class Routes:
             return Response(status_code=304, headers=headers)
         return answer
 
-    async def _load_picture(self, job: ServiceJob, kind: str) -> Path:
+    async def _load_picture(self, job: ServiceJob, variant: str) -> Path:
         """Returns the path of a JPEG of a video.
 
         Raises:
@@ -190,7 +190,7 @@ class Routes:
         """
         path = self._service.video_path(job)
         try:
-            return await asyncio.to_thread(pictures.make_picture, path, kind, job.frames)
+            return await asyncio.to_thread(pictures.make_picture, path, variant, job.frames)
         except (OSError, ValueError, RuntimeError) as error:
             self._stat_file(job, path)
             raise _make_gone_error("cannot be read") from error
@@ -274,8 +274,8 @@ class Routes:
         return JSONResponse(answer, 200 if state == "ok" else 503)
 
     async def metrics(self, _: Request) -> Response:
-        content, kind = self._metrics.render(self._service)
-        return Response(content, media_type=kind)
+        content, media_type = self._metrics.render(self._service)
+        return Response(content, media_type=media_type)
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
@@ -340,8 +340,8 @@ def _read_idempotency_key(request: Request) -> tuple[str | None, bool]:
 
 async def _read_body(request: Request) -> dict[str, Any]:
     """Reads the fields of a form or of a JSON object; files become bytes."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
         try:
             body = await _read_form(request)
         except ValueError as error:  # from decoding or from the form parser
@@ -445,8 +445,8 @@ def _make_error_response(request: Request, error: Exception) -> Response:
     message = message.encode(errors="replace").decode()
     param = None if param is None else param.encode(errors="replace").decode()
     headers["x-should-retry"] = "true" if should_retry else "false"
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    error_type = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
     return JSONResponse(body, status, headers)
 
 

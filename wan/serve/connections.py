@@ -411,9 +411,9 @@ def open_sockets(
         raise InputError(setting, host, why, "give a name or an address of this machine") from None
     sockets: list[LimitedSocket] = []
     last_error: OSError | None = None
-    for family, kind, protocol, _, address in dict.fromkeys(addresses):
+    for family, socket_type, protocol, _, address in dict.fromkeys(addresses):
         try:
-            listener = LimitedSocket(family, kind, protocol)
+            listener = LimitedSocket(family, socket_type, protocol)
         except OSError as error:  # kernel without IPv6
             last_error = error
             continue

@@ -56,8 +56,8 @@ def check_journal_folder(folder: Path) -> None:
         if stat.S_ISLNK(mode) and name != "jobs":
             raise InputError(subject, None, f"has a symbolic link as its {name}", remedy)
         if not (path.is_dir() if name == "jobs" else stat.S_ISREG(mode)):
-            kind = "folder" if name == "jobs" else "file"
-            raise InputError(subject, None, f"has a {name} that is not a {kind}", remedy)
+            file_type = "folder" if name == "jobs" else "file"
+            raise InputError(subject, None, f"has a {name} that is not a {file_type}", remedy)
         if not os.access(path, os.R_OK | os.W_OK):
             raise InputError(subject, None, f"has a {name} that cannot be written", remedy)
     check_output(folder / "front.json", FRONT_KIND, "--journal")

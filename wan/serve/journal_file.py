@@ -344,12 +344,12 @@ class JournalFile:
             raise
         self._stamp = stamp
 
-    def _checkpoint(self, kind: str) -> bool:
+    def _checkpoint(self, mode: str) -> bool:
         """Runs an SQLite checkpoint; returns False if another program prevents it."""
         assert self._connection is not None
         self._set_wait(0.0)
         try:
-            is_busy = bool(self._connection.execute(_CHECKPOINT.format(kind)).fetchone()[0])
+            is_busy = bool(self._connection.execute(_CHECKPOINT.format(mode)).fetchone()[0])
         except sqlite3.OperationalError:
             return False
         self._store_identities()

@@ -83,9 +83,9 @@ class Metrics:
         reused, texts = record.get("texts", (0, 0))
         self._texts.labels("cache").inc(reused)
         self._texts.labels("encoder").inc(texts - reused)
-        for kind, amount in record.get("peak_memory_bytes", {}).items():
+        for memory_type, amount in record.get("peak_memory_bytes", {}).items():
             if amount is not None:
-                self._memory.labels(kind).set(amount)
+                self._memory.labels(memory_type).set(amount)
         self._count_power(record.get("power") or {})
 
     def render(self, service: Service) -> tuple[bytes, str]:

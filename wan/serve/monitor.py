@@ -65,12 +65,12 @@ class GroupMonitor:
     def receive(self, rank: int, message: Mapping[str, Any], now: float) -> None:
         """Updates the state from a message of a rank."""
         self._silence[rank] = 0.0
-        kind = message["is"]
-        if kind != "alive" or message["moved"]:
+        message_type = message["is"]
+        if message_type != "alive" or message["moved"]:
             self._seconds_since_move = 0.0
-        if kind == "step":
+        if message_type == "step":
             self._count_step(message, now)
-        elif kind in ("done", "failed"):
+        elif message_type in ("done", "failed"):
             self._shapes.pop(message["job"], None)
             self._step_shape = self._step_started_at = None
             self._seconds_since_step = 0.0

@@ -18,21 +18,21 @@ _JPEG = make_marked_kind("a JPEG", b"\xff\xd8\xff")
 _WRITE_LOCK = threading.Lock()
 
 
-def make_picture(video: Path, kind: str, num_frames: int) -> Path:
+def make_picture(video: Path, variant: str, num_frames: int) -> Path:
     """Returns the path of a JPEG of a video; creates the file on the first call.
 
     Args:
         video: An mp4 file.
-        kind: "thumbnail" for the first frame, "spritesheet" for several frames.
+        variant: "thumbnail" for the first frame, "spritesheet" for several frames.
         num_frames: Frames of the video.
 
     Raises:
         OSError, ValueError: The video was deleted or cannot be read.
     """
-    path = video.with_name(f"{kind}.jpg")
+    path = video.with_name(f"{variant}.jpg")
     with _WRITE_LOCK:  # concurrent requests create it once
         if not path.exists():
-            _write_picture(video, path, kind, num_frames)
+            _write_picture(video, path, variant, num_frames)
         if not video.exists():  # deleted meanwhile; the folder may exist again
             remove_job_files(video.parent, lambda name: name != path.name)
             with suppress(OSError):
@@ -41,8 +41,8 @@ def make_picture(video: Path, kind: str, num_frames: int) -> Path:
     return path
 
 
-def _write_picture(video: Path, path: Path, kind: str, num_frames: int) -> None:
-    count = 1 if kind == "thumbnail" else _COLUMNS * _ROWS
+def _write_picture(video: Path, path: Path, variant: str, num_frames: int) -> None:
+    count = 1 if variant == "thumbnail" else _COLUMNS * _ROWS
     sampled_frames = read_video(video, "save_file").iter_frames(max(num_frames // count, 1))
     thumbnails = [_shrink_frame(Image.fromarray(frame)) for frame in islice(sampled_frames, count)]
     if not thumbnails:

@@ -239,9 +239,9 @@ class RankWorker:
         self._pipeline.cache_prompt_embeds(all_prompts, jobs[0].params)
         self._embeds = {text: self._pipeline.cached_prompt_embeds[text] for text in all_prompts}
 
-    def _send(self, kind: str, **payload: Any) -> None:
+    def _send(self, message_type: str, **payload: Any) -> None:
         if self._is_main:
-            self._link.send(kind, **payload)
+            self._link.send(message_type, **payload)
 
 
 def _classify_error(error: BaseException) -> tuple[str, str]:

@@ -123,10 +123,10 @@ def _is_complete_mp4(video: Path) -> bool:
     with video.open("rb") as file:
         while start + 8 <= end:
             file.seek(start)
-            size, kind = int.from_bytes(file.read(4)), file.read(4)
+            size, box_type = int.from_bytes(file.read(4)), file.read(4)
             if size == 1:  # a 64-bit length follows
                 size = int.from_bytes(file.read(8))
-            if size < 8 or not kind.isalnum():
+            if size < 8 or not box_type.isalnum():
                 return False
             start += size
     return start == end

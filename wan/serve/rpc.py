@@ -81,9 +81,9 @@ class FrontLink:
         except queue.Empty:
             return None
 
-    def send(self, kind: str, **payload: Any) -> None:
+    def send(self, message_type: str, **payload: Any) -> None:
         """Sends a message to the front. A closed connection is detected by the reader."""
-        line = json.dumps({"is": kind, **payload}, ensure_ascii=False, default=str)
+        line = json.dumps({"is": message_type, **payload}, ensure_ascii=False, default=str)
         with self._send_lock, suppress(OSError):
             self._socket.sendall(line.encode() + b"\n")
 

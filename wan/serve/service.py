@@ -306,19 +306,19 @@ class Service:
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         """Handles a message of the ranks."""
-        kind, job = message["is"], self._running.get(message.get("job", ""))
-        if kind == "ready":
+        message_type, job = message["is"], self._running.get(message.get("job", ""))
+        if message_type == "ready":
             self._start_next_jobs()
-        elif kind == "ended":
+        elif message_type == "ended":
             self._handle_ranks_end(message)
         elif job is None:
             return
-        elif kind == "step":
+        elif message_type == "step":
             job.done, job.total = message["done"], message["total"]
-        elif kind == "done":
+        elif message_type == "done":
             self._loading_seconds = message["loading"]
             self._finish_job(job, message["texts"], message["seconds"])
-        elif kind == "failed" and not (self.stopping and message["code"] == "cancelled"):
+        elif message_type == "failed" and not (self.stopping and message["code"] == "cancelled"):
             self._end_without_video(job, message["code"], message["message"])
         self._signal_change()
 

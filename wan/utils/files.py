@@ -2,7 +2,8 @@
 
 All programs of this repository write their results with these functions. An existing file is
 replaced or removed only if it is empty or its content is recognised as an earlier output of the
-same kind. Symbolic links, devices and pipes are refused.
+same kind. Symbolic links, devices and pipes are refused, as are devices and pipes given as input
+files (`open_regular_file`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from wan.settings.errors import InputError, WriteError
 
@@ -321,6 +322,19 @@ def write_folder(path: Path) -> Iterator[Path]:
     except BaseException:  # also Ctrl-C
         shutil.rmtree(temporary)
         raise
+
+
+@contextmanager
+def open_regular_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a regular file; devices and pipes are refused, since reading them may not end."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"{path}", None, "is not a regular file", "give another one")
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        why = f"cannot be read ({error.strerror or error})"
+        raise InputError(f"{path}", None, why, "check the file") from None
 
 
 def make_process_name() -> str:

@@ -34,14 +34,14 @@ class Event:
     """A finished span.
 
     Attributes:
-        kind: Name of the operation.
+        operation: Name of the operation.
         attributes: Its attributes, with the inherited ones (`CONTEXT_KEYS`).
         begin: Nanoseconds of the recorder's clock.
         end: Nanoseconds of the recorder's clock.
         issued: Host time in nanoseconds at which the span was entered.
     """
 
-    kind: str
+    operation: str
     attributes: SpanAttributes
     begin: int
     end: int
@@ -145,14 +145,16 @@ class Recorder:
 class _Span:
     """A span that is being recorded."""
 
-    __slots__ = ("_attributes", "_begin", "_end", "_issued", "_kind", "_range", "_recorder")
+    __slots__ = ("_attributes", "_begin", "_end", "_issued", "_operation", "_range", "_recorder")
 
-    def __init__(self, recorder: Recorder, kind: str, attributes: SpanAttributes) -> None:
-        self._recorder, self._kind, self._attributes = recorder, kind, attributes
+    def __init__(self, recorder: Recorder, operation: str, attributes: SpanAttributes) -> None:
+        self._recorder, self._operation, self._attributes = recorder, operation, attributes
 
     def __enter__(self) -> None:
         context = {name: value for name, value in self._attributes.items() if name in CONTEXT_KEYS}
-        self._range = self._recorder.open_profiler_range(format_label(self._kind, self._attributes))
+        self._range = self._recorder.open_profiler_range(
+            format_label(self._operation, self._attributes)
+        )
         self._range.__enter__()
         self._attributes = {**self._recorder.enter_context(context, self), **self._attributes}
         self._issued = time.perf_counter_ns()
@@ -165,14 +167,14 @@ class _Span:
 
     def make_event(self) -> Event:
         attributes = {name: x() if callable(x) else x for name, x in self._attributes.items()}
-        return Event(self._kind, attributes, self._begin(), self._end(), self._issued)
+        return Event(self._operation, attributes, self._begin(), self._end(), self._issued)
 
 
-def format_label(kind: str, attributes: SpanAttributes) -> str:
+def format_label(operation: str, attributes: SpanAttributes) -> str:
     """Returns a span's label in a trace viewer: `a2a q`, `layer 3`."""
-    label_keys = {"step", "branch", "layer"} & {kind} | {"what", "decision"}
+    label_keys = {"step", "branch", "layer"} & {operation} | {"what", "decision"}
     return " ".join(
-        [kind, *(str(attributes[name]) for name in sorted(label_keys) if name in attributes)]
+        [operation, *(str(attributes[name]) for name in sorted(label_keys) if name in attributes)]
     )
 
 
@@ -212,7 +214,7 @@ def record_step(index: int, expert: str) -> AbstractContextManager[None]:
 
 
 def span(
-    kind: str, tensor: Tensor | None = None, /, **attributes: object
+    operation: str, tensor: Tensor | None = None, /, **attributes: object
 ) -> AbstractContextManager[None]:
     """Records a span; a tensor adds its bytes, shape and dtype to the attributes."""
     if _active is None:
@@ -220,7 +222,7 @@ def span(
     if tensor is not None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         attributes |= {"bytes": tensor.nbytes, "shape": list(tensor.shape), "dtype": dtype}
-    return _Span(_active, kind, attributes)
+    return _Span(_active, operation, attributes)
 
 
 def add_context(**attributes: object) -> AbstractContextManager[None]:
@@ -228,7 +230,7 @@ def add_context(**attributes: object) -> AbstractContextManager[None]:
     return _NULL_CONTEXT if _active is None else _Context(_active, attributes)
 
 
-def record_marker(kind: str, **attributes: object) -> None:
+def record_marker(operation: str, **attributes: object) -> None:
     """Records an instantaneous event, such as a decision of the step cache."""
-    with span(kind, **attributes):
+    with span(operation, **attributes):
         pass

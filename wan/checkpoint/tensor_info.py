@@ -1,0 +1,80 @@
+"""The description of a tensor in a checkpoint file, and the dtypes of weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantized
+FP8 = ("F8_E4M3",)
+GGUF = {
+    "Q8_0": (32, 34),
+    "Q6_K": (256, 210),
+    "Q5_K": (256, 176),
+    "Q5_1": (32, 24),
+    "Q5_0": (32, 22),
+    "Q4_K": (256, 144),
+    "Q4_1": (32, 20),
+    "Q4_0": (32, 18),
+    "Q3_K": (256, 110),
+    "Q2_K": (256, 84),
+}
+"""Quantized GGUF type -> (values per block, bytes per block)."""
+NVFP4 = "NVFP4"  # ComfyUI's: two 4-bit values per byte, an FP8 scale per 16 values
+
+
+def get_tensor_alignment(itemsize: int) -> int:
+    """Returns the byte alignment at which a memory-mapped tensor can be used without a copy.
+
+    64, PyTorch's own alignment, for elements of 4 and 8 bytes; the element size for smaller ones.
+    """
+    return 64 if itemsize > 2 else itemsize
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in a file.
+
+    Attributes:
+        name: The tensor's name in the file.
+        dtype: In safetensors' spelling ("BF16"), a key of `GGUF`, or `NVFP4`.
+        nbytes: Bytes in the file.
+        scale: Scale of quantized values: one number, or one per row.
+        block_scales: Scales of the blocks of NVFP4.
+        full_precision: Matrix products must not run in the stored dtype.
+        first_row: First row of this tensor in the file's tensor, of which it is a slice.
+        data_offset: First byte in a GGUF file.
+        chunks: Tensors in the file that are concatenated along dim 0; () for a single one.
+        state: The file's state when its header was read; None if unknown.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    scale: TensorInfo | None = None
+    block_scales: TensorInfo | None = None
+    full_precision: bool = False
+    first_row: int = 0
+    data_offset: int = 0
+    chunks: tuple[TensorInfo, ...] = ()
+    state: FileState | None = field(default=None, compare=False)
+
+
+FileState = tuple[int, int]
+"""A file's size in bytes and the time of its last modification in nanoseconds."""
+
+
+def read_file_state(file: Path | int) -> FileState:
+    """Returns the state of a path or a file descriptor."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+def view_as_bytes(info: TensorInfo) -> TensorInfo:
+    """Returns the tensor as stored: GGUF blocks as bytes [rows, bytes], others without a scale."""
+    if info.dtype in GGUF:
+        return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
+    return replace(info, scale=None)

@@ -1,0 +1,134 @@
+"""Starts the service from its options: sockets, journal, application and HTTP server.
+
+Importing it needs the packages of requirements-serve.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sqlite3
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from wan.app.run import Run
+from wan.serve import app
+from wan.serve.connections import (
+    Connections,
+    LimitedSocket,
+    compute_max_connections,
+    make_server,
+    open_sockets,
+)
+from wan.serve.folders import lock_journal
+from wan.serve.group import ONE_NODE, Nodes
+from wan.serve.metrics import Metrics
+from wan.serve.service import Limits, Service
+from wan.settings.errors import InputError
+from wan.settings.values import integer
+from wan.utils.files import open_regular_file
+from wan.utils.log import logger
+
+
+def make_nodes(count: int, address: str | None) -> Nodes:
+    """Returns the machines that run the ranks, from --nodes and --node_address."""
+    if count == 1 and address is None:
+        return ONE_NODE
+    if count == 1:
+        why = "is for several machines, and --nodes is 1"
+        raise InputError("--node_address", address, why, "drop it, or give --nodes")
+    host, _, port = (address or "").rpartition(":")
+    try:
+        nodes = Nodes(count, host, int(integer(1, 65535)("", port)))
+    except InputError:
+        nodes = Nodes()
+    if not host or not nodes.port:
+        why = "must be HOST:PORT of this machine, as the other machines reach it, with --nodes"
+        raise InputError("--node_address", address, why)
+    for listener in open_sockets(host, 0, Connections(1), "--node_address"):
+        listener.close()  # only checks that HOST is an address of this machine
+    return nodes
+
+
+def read_api_key(path: Path | None, host: str) -> str | None:
+    """Reads the API key; returns None where none is needed."""
+    if path is None:
+        if not app.is_local(host):
+            why = "is reachable from other machines"
+            raise InputError(f"--host {host}", None, why, "add --api_key FILE")
+        return None
+    with open_regular_file(path) as file:
+        key = file.read(1000).decode("utf-8", "replace").strip()
+    if len(key) < 16:
+        raise InputError(f"--api_key {path} holds a key of {len(key)} characters; give at least 16")
+    return key
+
+
+def _make_limits(options: argparse.Namespace) -> Limits:
+    """Returns the limits of the service from its options."""
+    return Limits(
+        queue=options.queue,
+        cached_prompts=options.kept_texts,
+        batch_size=options.together,
+        pixels=options.max_megapixels * 1_000_000,
+        frames=options.max_frames,
+        keep_days=options.keep_days,
+        quota=None if options.quota_gb is None else math.ceil(options.quota_gb * 1e9),
+    )
+
+
+def _bind_and_lock(
+    options: argparse.Namespace, connections: Connections
+) -> tuple[list[LimitedSocket], BinaryIO]:
+    """Binds the sockets and locks the journal folder, which is created after the sockets."""
+    journal: Path = options.journal
+    lock = lock_journal(journal) if journal.exists() else None
+    sockets = open_sockets(options.host, options.port, connections, "--host")
+    if lock is None:
+        journal.mkdir(parents=True, exist_ok=True)
+        lock = lock_journal(journal)
+    return sockets, lock
+
+
+def serve_requests(
+    options: argparse.Namespace,
+    user_settings: dict[str, Any],
+    run: Run,
+    nodes: Nodes,
+    key: str | None,
+) -> int:
+    """Serves requests until SIGINT or SIGTERM; returns the exit code.
+
+    Args:
+        user_settings: The settings of generate.py.
+        run: The run that they resolve to.
+        key: The API key; None if none is needed.
+    """
+    clients = Connections(compute_max_connections(options.ranks))
+    sockets, lock = _bind_and_lock(options, clients)
+    metrics, journal, name = Metrics(), options.journal, options.name
+    service_args = (journal, options.ranks, nodes, name, _make_limits(options), metrics.count_event)
+    try:
+        service = Service(user_settings, run, *service_args)
+    except sqlite3.Error as error:
+        why, remedy = f"has a damaged journal.sqlite ({error})", "move it away, or give another one"
+        raise InputError(f"--journal {journal}", None, why, remedy) from error
+    application = app.make_app(
+        service,
+        metrics,
+        host=options.host,
+        names=options.host_name,
+        api_key=key,
+        most_bytes=options.max_body * 1_000_000,
+        is_busy=lambda: clients.is_busy,
+    )
+    for signum in (signal.SIGINT, signal.SIGTERM):  # uvicorn re-raises them after shutdown
+        signal.signal(signum, lambda *_: None)
+    port = sockets[0].getsockname()[1]
+    logger.info("Serving %s at http://%s:%d", service.model, options.host, port)
+    server = make_server(application, clients)
+    with lock, suppress(KeyboardInterrupt):
+        server.run([*sockets])
+    return 0 if server.started else 1
