@@ -40,17 +40,15 @@ def make_qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
 def attend_written(
     layer: FAPowerCapAttention, local_qkv: list[Tensor], **call_kwargs: Any
 ) -> Tensor | None:
-    """Write q, k and v in two slices of tokens; None where the layer cannot take them written."""
+    """Write q, k and v in two slices of tokens; None where the layer keeps tensors."""
     with torch.no_grad():
-        call = layer.start_packed_call(
-            local_qkv[0].flatten(2), local_qkv[0].shape[2], call_kwargs["step"]
-        )
-        if call is None:
+        call = layer.start(local_qkv[0].flatten(2), local_qkv[0].shape[2], **call_kwargs)
+        if not call.takes_slices:
             return None
         for index, x in enumerate(local_qkv):
             call.write(index, x[:, :7])
             call.write(index, x[:, 7:], 7)
-        return call.finish(**call_kwargs)
+        return call.finish()
 
 
 def run_all_modes(
@@ -132,9 +130,7 @@ def compute_gradients(exchange: str) -> list[Tensor]:
     components = ModelComponents(attention=lambda _: layer)
     block = WanAttentionBlock(BlockSizes(32, 48, 4, text_len=3), 0, components)
     info = ForwardContext((6,), make_rope_table((1, 2, 3), 8), 12)
-    assert layer.start_packed_call(torch.randn(1, 6, 32), 4, None) is None, (
-        "nothing is written in place"
-    )
+    assert not layer.start(torch.randn(1, 6, 32), 4).takes_slices, "nothing is written in place"
     x, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
     out, _ = block(x, torch.randn(1, 1, 6, 32), text, None, info)
     weights = [weight for name, weight in block.named_parameters() if "self_attn" not in name]

@@ -181,7 +181,7 @@ def trace_eager() -> tuple[str, str]:
     plan = make_plan(topology, "1", "dense")
     eager_layer = FAPowerCapAttention(plain.args, plain.ulysses_pg)
     eager_layer.mode = Mode("eager", 10, 1, order_eagerly)
-    eager_layer.overlaps = eager_layer.mode.overlaps
+    eager_layer.comm_type, eager_layer.overlaps = 3, eager_layer.mode.overlaps
     reports = [trace_velocities(layer, plan)[0] for layer in (eager_layer, plain)]
     return str(reports[0].order.difference), str(reports[1].order.difference)
 
