@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 def run_control(topology: Topology, tokens: int) -> tuple[bool, int]:
     """Return whether the control has the baseline's bits, and its number of idle gaps."""
-    base_layer = attention_layer(topology, "1")
+    base_layer = attention_layer(topology, "1", exchange="fused")
     gaps: list[float] = []
     idle_layer = IdleGapAttention(base_layer, 10, lambda: gaps.append(0.0))
     baseline = make_variant_layer(Variant("baseline", 0), base_layer)
@@ -52,6 +52,9 @@ def run_control(topology: Topology, tokens: int) -> tuple[bool, int]:
 
     output = attend()
     selected.append("baseline")
+    with torch.no_grad():
+        call = switchable_layer.start(qkv[0].flatten(2), 12)
+        assert call.takes_slices, "q, k and v are written into the baseline's send buffer"
     return torch.equal(output, attend()), len(gaps)
 
 
