@@ -5,6 +5,7 @@ Legend: B batch, S all tokens, N heads, D head size. Padding that is not exchang
 
 from __future__ import annotations
 
+import weakref
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.dist import run_on_ranks
 from tests.distributed.methods import HEAD_DIM, KINDS, Kind, make_methods
 from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, shard
 from wan.kernels.forward_context import StepInfo
+from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardContext, WanAttentionBlock
 from wan.modules.interfaces import ModelComponents
@@ -40,17 +42,15 @@ def make_qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
 def attend_written(
     layer: FAPowerCapAttention, local_qkv: list[Tensor], **call_kwargs: Any
 ) -> Tensor | None:
-    """Write q, k and v in two slices of tokens; None where the layer cannot take them written."""
+    """Write q, k and v in two slices of tokens; None where the layer keeps tensors."""
     with torch.no_grad():
-        call = layer.start_packed_call(
-            local_qkv[0].flatten(2), local_qkv[0].shape[2], call_kwargs["step"]
-        )
-        if call is None:
+        call = layer.start(local_qkv[0].flatten(2), local_qkv[0].shape[2], **call_kwargs)
+        if not call.takes_slices:
             return None
         for index, x in enumerate(local_qkv):
             call.write(index, x[:, :7])
             call.write(index, x[:, 7:], 7)
-        return call.finish(**call_kwargs)
+        return call.finish()
 
 
 def run_all_modes(
@@ -125,6 +125,45 @@ def test_heads_that_ranks_do_not_divide(ranks: int, heads: int) -> None:
         assert all(torch.equal(outputs[way], outputs["0", "split"]) for outputs, *_ in shares)
 
 
+class ReferenceCounter(SdpaKernel):
+    """The SDPA kernel; `counts` has how many of some tensors existed in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: list[weakref.ref[Tensor]] = []
+        self.counts: list[int] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
+        self.counts.append(sum(reference() is not None for reference in self.references))
+        return super().__call__(q, k, v)
+
+
+@torch.no_grad()
+def count_kept_tensors(exchange: str) -> dict[str, list[int]]:
+    """On one rank: count by mode the written tensors that exist during each attention kernel."""
+    counts = {}
+    for mode in ROWS:
+        kernel, chunks = ReferenceCounter(), None if mode == "0" else 3
+        layer = attention_layer(Topology(2, 1), mode, kernel, exchange=exchange, chunks=chunks)
+        call = layer.start(torch.empty(1, 6, 32), 8)
+        for index in range(3):
+            x = torch.randn(1, 6, 8, 4)
+            kernel.references.append(weakref.ref(x))
+            call.write(index, x)
+        del x
+        call.finish()
+        counts[mode] = kernel.counts
+    return counts
+
+
+def test_q_k_and_v_are_freed_when_their_last_chunk_is_sent() -> None:
+    """A send buffer keeps none of them: they are copied when they are written."""
+    kept = {"0": [0], "1": [3, 3, 0], "2": [3, 3, 3, 3, 0, 0], "overlap": [3, 0, 0]}
+    assert run_on_ranks(2, count_kept_tensors, "split") == [kept] * 2
+    none_kept = {mode: [0] * len(counts) for mode, counts in kept.items()}
+    assert run_on_ranks(2, count_kept_tensors, "fused") == [none_kept] * 2
+
+
 def compute_gradients(exchange: str) -> list[Tensor]:
     """Return a block's output with gradients enabled, and the gradients of its weights."""
     torch.manual_seed(0)
@@ -132,9 +171,7 @@ def compute_gradients(exchange: str) -> list[Tensor]:
     components = ModelComponents(attention=lambda _: layer)
     block = WanAttentionBlock(BlockSizes(32, 48, 4, text_len=3), 0, components)
     info = ForwardContext((6,), make_rope_table((1, 2, 3), 8), 12)
-    assert layer.start_packed_call(torch.randn(1, 6, 32), 4, None) is None, (
-        "nothing is written in place"
-    )
+    assert not layer.start(torch.randn(1, 6, 32), 4).takes_slices, "nothing is written in place"
     x, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
     out, _ = block(x, torch.randn(1, 1, 6, 32), text, None, info)
     weights = [weight for name, weight in block.named_parameters() if "self_attn" not in name]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 def run_control(topology: Topology, tokens: int) -> tuple[bool, int]:
     """Return whether the control has the baseline's bits, and its number of idle gaps."""
-    base_layer = attention_layer(topology, "1")
+    base_layer = attention_layer(topology, "1", exchange="fused")
     gaps: list[float] = []
     idle_layer = IdleGapAttention(base_layer, 10, lambda: gaps.append(0.0))
     baseline = make_variant_layer(Variant("baseline", 0), base_layer)
@@ -43,10 +43,19 @@ def run_control(topology: Topology, tokens: int) -> tuple[bool, int]:
     switchable_layer = SwitchableAttention(
         {"rests": idle_layer, "baseline": baseline}, lambda: selected[-1]
     )
-    output = switchable_layer(*qkv, valid_len=tokens, step=step)
+
+    def attend() -> torch.Tensor:
+        call = switchable_layer.start(qkv[0].flatten(2), 12, valid_len=tokens, step=step)
+        for index, x in enumerate(qkv):
+            call.write(index, x)
+        return call.finish()
+
+    output = attend()
     selected.append("baseline")
-    is_equal = torch.equal(output, switchable_layer(*qkv, valid_len=tokens, step=step))
-    return is_equal, len(gaps)
+    with torch.no_grad():
+        call = switchable_layer.start(qkv[0].flatten(2), 12)
+        assert call.takes_slices, "q, k and v are written into the baseline's send buffer"
+    return torch.equal(output, attend()), len(gaps)
 
 
 def test_the_control_is_the_baseline_with_rests() -> None:

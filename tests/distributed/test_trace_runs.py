@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,11 +25,23 @@ from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.cli import main as generate
 from wan.distributed.sequence_shards import ShardedSequence
 from wan.kernels.rainfusion_masks import make_window_order
-from wan.metering.exchange_order import ExchangePlan, Trace
+from wan.metering.exchange_order import (
+    ExchangePlan,
+    Trace,
+    list_planned_items,
+    list_recorded_items,
+)
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.power.__main__ import main as power
 from wan.power.report import RankReport, analyze_trace
-from wan.settings.attention_modes import Action, Mode, count_heads_per_chunk
+from wan.settings.attention_modes import (
+    MODES,
+    Action,
+    Mode,
+    TokenPlan,
+    count_heads_per_chunk,
+    order_with_overlap,
+)
 from wan.utils import trace
 from wan.utils.trace import HostClock, Recorder
 
@@ -181,7 +194,7 @@ def trace_eager() -> tuple[str, str]:
     plan = make_plan(topology, "1", "dense")
     eager_layer = FAPowerCapAttention(plain.args, plain.ulysses_pg)
     eager_layer.mode = Mode("eager", 10, 1, order_eagerly)
-    eager_layer.overlaps = eager_layer.mode.overlaps
+    eager_layer.comm_type, eager_layer.overlaps = 3, eager_layer.mode.overlaps
     reports = [trace_velocities(layer, plan)[0] for layer in (eager_layer, plain)]
     return str(reports[0].order.difference), str(reports[1].order.difference)
 
@@ -217,6 +230,52 @@ def compare_chunk_counts() -> None:
 
 def test_any_number_of_chunks_gives_the_same_bits() -> None:
     run_on_ranks(2, compare_chunk_counts)
+
+
+NEW_ROW = Mode("new", 3, 2, order_with_overlap)
+METHODS = {
+    "0": "_run_baseline",
+    "1": "_run_insertcomm",
+    "2": "_run_blockattn",
+    "3": "_run_in_order",  # a row that is not in the guide
+    "overlap": "_run_fa_alltoall_overlap",
+}
+
+
+@torch.inference_mode()
+def find_deviations(layouts: list[Topology]) -> dict[str, str]:
+    """On one rank: return the calls whose method or recorded order is not that of the row."""
+    deviations = {}
+    for topology, mode, chunks, exchange in product(
+        layouts, METHODS, (None, 1, 3), ("split", "fused")
+    ):
+        if mode == "0" and chunks is not None:
+            continue
+        with patch.dict(MODES, {3: NEW_ROW}):
+            layer = attention_layer(topology, mode, exchange=exchange, chunks=chunks)
+            plan = replace(make_plan(topology, mode, "dense"), chunks=chunks)
+            plan = replace(plan, fused=exchange == "fused" and topology.ulysses > 1)
+            planned = list_planned_items(plan, 0)
+        rows = TokenPlan(JOB.tokens, topology.world).shard_len
+        qkv, events = torch.randn(3, 1, rows, JOB.heads, 8).unbind(0), list[trace.Event]()
+        method = patch.object(layer, METHODS[mode], wraps=getattr(layer, METHODS[mode]))
+        with (
+            trace.use_recorder(Recorder((0,), HostClock(), events.extend)),
+            trace.record_step(0, "dit"),
+            method as called,
+        ):
+            layer(*qkv, valid_len=JOB.tokens)
+        recorded = list_recorded_items(events)
+        if not called.called or recorded != planned:
+            name = f"{topology}, mode {mode}, {chunks} chunks, {exchange}"
+            deviations[name] = f"{recorded} instead of {planned}"
+    return deviations
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_every_method_has_the_order_of_its_row(ranks: int) -> None:
+    layouts = LAYOUTS[ranks] if ranks > 2 else [*LAYOUTS[2], Topology(1, 2)]
+    assert run_on_ranks(ranks, find_deviations, layouts) == [{}] * ranks
 
 
 RUNS: dict[str, tuple[int, str]] = {

@@ -77,6 +77,7 @@ def attention_layer(
     kernel: Kernel | None = None,
     methods: Sequence[AttentionBackend] = (),
     exchange: str = "split",
+    chunks: int | None = None,
 ) -> FAPowerCapAttention:
     """Make an attention layer. mode: a key of ROWS."""
     ulysses_group, ring_group = groups(topology.ulysses, topology.ring)
@@ -89,6 +90,7 @@ def attention_layer(
         ring=Ring(ring_group, topology.ring_type),
         methods=methods,
         exchange=exchange,
+        chunks=chunks,
     )
 
 

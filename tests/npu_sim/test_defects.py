@@ -27,6 +27,7 @@ from tests.npu_sim.oracles import relative_rms_error
 from tests.npu_sim.ranks import KINDS, Grid, Kind, make_layer, make_ordered_qkv, make_step_info
 from tests.npu_sim.ranks import select_kernels_for as parts_of
 from wan.kernels.forward_context import StepInfo
+from wan.modules.interfaces import TensorCall
 from wan.modules.model import WanModel
 from wan.settings.attention import Attention
 from wan.settings.attention_modes import TokenPlan
@@ -40,7 +41,10 @@ class MindiesdSparseAttention:
     def __init__(self, kind: Kind, grid: Grid) -> None:
         self.kind, self.grid = kind, grid
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /, **_: Any) -> Tensor:
+    def start(self, *_: Any, **__: Any) -> TensorCall:
+        return TensorCall(self._attend)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return oracles.compute_rainfusion(self.kind, q, k, v, self.grid).to(q.dtype)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wan.kernels.forward_context import StepInfo
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import SingleDeviceAttention
+from wan.modules.interfaces import SingleDeviceAttention, TensorCall
 
 STEP = StepInfo(1, 4, "cond", "dit", (1, 1, 1), 1)
 
@@ -34,10 +34,11 @@ class SampleRecorder:
         self.samples: list[int] = []
 
     def __call__(self, layer: int) -> Any:
-        attention = SingleDeviceAttention(SdpaKernel())
+        samples = self.samples
 
-        def attend(*qkv: Tensor, valid_len: int | None, step: StepInfo) -> Tensor:
-            self.samples.append(step.sample)
-            return attention(*qkv, valid_len=valid_len)
+        class Recorded(SingleDeviceAttention):
+            def start(self, *x_heads: Any, step: Any = None, **context: Any) -> TensorCall:
+                samples.append(step.sample)
+                return super().start(*x_heads, step=step, **context)
 
-        return attend
+        return Recorded(SdpaKernel())

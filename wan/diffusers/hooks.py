@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wan.diffusers.session import Networks, Session
 from wan.kernels.forward_context import StepInfo
-from wan.modules.interfaces import SequenceShard
+from wan.modules.interfaces import AttentionCall, SequenceShard
 from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.attention_modes import Grid
 
@@ -251,20 +251,25 @@ class _AttentionProcessor:
         assert rotary_emb is not None, "self-attention has RoPE"
 
         def attend() -> Tensor:
-            if attn.fused_projections:
-                q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-            else:
-                q, k, v = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
-            out_BLND = self.attention(
-                _rotate_qk(attn.norm_q(q), attn.heads, rotary_emb),
-                _rotate_qk(attn.norm_k(k), attn.heads, rotary_emb),
-                v.unflatten(-1, (attn.heads, -1)),
-                valid_len=session.valid_len,
-                step=session.step,
+            call = self.attention.start(
+                hidden_states, attn.heads, valid_len=session.valid_len, step=session.step
             )
+            _write_qkv(attn, hidden_states, rotary_emb, call)
+            out_BLND = call.finish()
             return attn.to_out[1](attn.to_out[0](out_BLND.flatten(2)))
 
         return attend() if cache is None else cache(attend, session.step, self.layer)
+
+
+def _write_qkv(attn: Any, x_BLC: Tensor, rope: RopeTable, call: AttentionCall) -> None:
+    """Computes q, k and v by diffusers' projections and norms, and writes them into a call."""
+    if attn.fused_projections:
+        q, k, v = attn.to_qkv(x_BLC).chunk(3, dim=-1)
+    else:
+        q, k, v = (layer(x_BLC) for layer in (attn.to_q, attn.to_k, attn.to_v))
+    call.write(0, _rotate_qk(attn.norm_q(q), attn.heads, rope))
+    call.write(1, _rotate_qk(attn.norm_k(k), attn.heads, rope))
+    call.write(2, v.unflatten(-1, (attn.heads, -1)))
 
 
 def _rotate_qk(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:

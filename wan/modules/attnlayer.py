@@ -6,9 +6,10 @@ D head size.
 
 Attention is split into head chunks, and the all-to-alls of Ulysses run between them, so that the
 device idles between the attention kernels of two chunks and its power stays low; mode 2 also splits
-the queries of a chunk into blocks. A row of `MODES` defines how many chunks and blocks there are
-and in which order they run; `OVERLAP` runs the all-to-alls during attention instead. One loop
-executes every mode. A chunk is computed by the dense kernel or by an `AttentionBackend` (FP8,
+the queries of a chunk into blocks. A2A/FA overlap runs the all-to-alls during attention instead.
+Each of these ways is a method, `_run_...`, over the same four steps. The row of the mode in `MODES`
+(or `OVERLAP`) sets the numbers of chunks and blocks, and describes the order of the steps for
+planner and traces. A chunk is computed by the dense kernel or by an `AttentionBackend` (FP8,
 block-sparse).
 No other module calls both all-to-alls and attention kernels.
 """
@@ -17,8 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,7 +43,7 @@ from wan.settings.parallel import EXCHANGES
 from wan.utils import trace
 
 QKVTensors = tuple[Tensor, Tensor, Tensor]
-Chunk = QKVTensors | PackedBuffer
+ChunkQKV = QKVTensors | PackedBuffer
 """q, k and v of a head chunk, [B,s,N_c,D] each, or the send buffer into which they were written."""
 
 
@@ -54,28 +54,20 @@ class HasCommType(Protocol):
     def comm_type(self) -> int: ...
 
 
-class _CallSpec(NamedTuple):
-    """The parameters of one call; in a chunk's copy, `step` has the chunk's first head.
+@dataclass(frozen=True)
+class _HeadChunk:
+    """A head chunk of a call.
 
     Attributes:
-        shape: [B,s,N,D] of the result.
-        chunk_heads: chunk_heads[c][r] is the number of heads of chunk c on rank r.
-        backend: None: the dense kernel.
+        heads: Range of global heads.
+        heads_per_rank: Number of heads on each rank.
+        step: Sampling step, for the attention backend; it has the chunk's first head on this rank.
     """
 
-    shape: Sequence[int]
-    dtype: torch.dtype
-    device: torch.device
-    chunk_heads: tuple[tuple[int, ...], ...]
-    valid_len: int | None
-    backend: AttentionBackend | None
+    index: int
+    heads: Range
+    heads_per_rank: tuple[int, ...]
     step: StepInfo | None
-
-    @property
-    def head_ranges(self) -> tuple[Range, ...]:
-        """Range of global heads of each chunk."""
-        ends = list(accumulate(map(sum, self.chunk_heads)))
-        return tuple(zip([0, *ends], ends, strict=False))
 
 
 class _IncomingChunk(NamedTuple):
@@ -85,17 +77,44 @@ class _IncomingChunk(NamedTuple):
     rows_per_scale: tuple[int, ...] = (1, 1, 1)
 
 
-class _PackedCall(NamedTuple):
-    """Implements `wan.modules.interfaces.PackedAttentionCall`."""
+@dataclass(eq=False)
+class _Call:
+    """Implements `wan.modules.interfaces.AttentionCall`, and has the state of the running call.
+
+    Attributes:
+        shape: [B,s,N,D] of the result.
+        backend: None: the dense kernel.
+        buffer: Send buffer into which q, k and v are written; None: they are kept as tensors.
+        unsent: q, k and v of the chunks that have not been sent.
+        last_result: All-to-all of the last chunk whose result has been written.
+        out: The result; allocated late, because attention is the memory peak.
+    """
 
     attention: FAPowerCapAttention
-    buffer: PackedBuffer
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    chunks: list[_HeadChunk]
+    valid_len: int | None
+    backend: AttentionBackend | None
+    buffer: PackedBuffer | None = None
+    qkv: dict[int, Tensor] = field(default_factory=dict)
+    unsent: dict[int, ChunkQKV] = field(default_factory=dict)
+    last_result: PendingExchange | None = None
+    out: Tensor | None = None
+
+    @property
+    def takes_slices(self) -> bool:
+        return self.buffer is not None
 
     def write(self, index: int, x_BsND: Tensor, first_token: int = 0) -> None:
-        self.buffer.write(index, x_BsND, first_token)
+        if self.buffer is not None:
+            self.buffer.write(index, x_BsND, first_token)
+        else:
+            self.qkv[index] = x_BsND
 
-    def finish(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
-        return self.attention.attend_packed(self.buffer, valid_len=valid_len, step=step)
+    def finish(self) -> Tensor:
+        return self.attention._run_call(self)
 
 
 class FAPowerCapAttention:
@@ -183,57 +202,49 @@ class FAPowerCapAttention:
         Raises:
             ValueError: N < P, or a backend needs `step` or `layer` and it is None.
         """
-        spec = self._make_call_spec(query.shape, query, valid_len, step, layer)
-        chunks = self._split_qkv_by_head((query, key, value), spec.head_ranges)
-        with self.clock:
-            return self._dispatch(chunks, spec)
+        call = self._make_call(query.shape, query, valid_len, step, layer)
+        for index, x in enumerate((query, key, value)):
+            call.write(index, x)
+        return call.finish()
 
-    def start_packed_call(
-        self, x_BsC: Tensor, num_heads: int, step: StepInfo | None
-    ) -> _PackedCall | None:
-        """Starts a call whose q, k and v are written directly into the all-to-all send buffer.
+    def start(
+        self,
+        x_BsC: Tensor,
+        num_heads: int,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+    ) -> _Call:
+        """Starts a call whose q, k and v are written one after the other.
+
+        They are written directly into the all-to-all send buffer, unless all-to-alls are split, a
+        backend quantizes before the exchange, or autograd or torch.compile is active.
 
         Args:
             x_BsC: Any tensor of this rank's tokens; only its shape, dtype and device are used.
             num_heads: N.
+            valid_len: As in `__call__`.
             step: As in `__call__`.
-
-        Returns:
-            None if q, k and v must be passed to `__call__` as tensors: with split all-to-alls, with
-            a backend that quantizes before the exchange, and under autograd or torch.compile.
         """
-        needs_tensors = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        if self.exchange != "fused" or self.ulysses_size == 1 or needs_tensors:
-            return None
         batch, num_tokens, channels = x_BsC.shape
-        spec = self._make_call_spec(
-            (batch, num_tokens, num_heads, channels // num_heads), x_BsC, None, step
-        )
-        if spec.backend is not None and spec.backend.quantizes_before_exchange:
-            return None
-        tensor_spec = TensorSpec(batch, num_tokens, 3, channels // num_heads, x_BsC.dtype)
-        heads = [count for counts in spec.chunk_heads for count in counts]
-        buffer = PackedBuffer([tensor_spec], heads, x_BsC.device)
-        return _PackedCall(self, buffer)
+        width = channels // num_heads
+        call = self._make_call((batch, num_tokens, num_heads, width), x_BsC, valid_len, step)
+        quantizes = call.backend is not None and call.backend.quantizes_before_exchange
+        needs_tensors = quantizes or torch.compiler.is_compiling() or torch.is_grad_enabled()
+        if self.exchange == "fused" and self.ulysses_size > 1 and not needs_tensors:
+            tensor_spec = TensorSpec(batch, num_tokens, 3, width, x_BsC.dtype)
+            heads = [count for chunk in call.chunks for count in chunk.heads_per_rank]
+            call.buffer = PackedBuffer([tensor_spec], heads, x_BsC.device)
+        return call
 
-    def attend_packed(
-        self, buffer: PackedBuffer, *, valid_len: int | None = None, step: StepInfo | None = None
-    ) -> Tensor:
-        """Computes attention of q, k and v in a send buffer; the buffer's memory is released."""
-        (tensor_spec,) = buffer.specs
-        shape = (tensor_spec.batch, tensor_spec.rows, sum(buffer.heads_per_slot), tensor_spec.width)
-        spec = self._make_call_spec(shape, buffer.memory, valid_len, step)
-        with self.clock:
-            return self._dispatch(dict(enumerate(buffer.split_chunks(spec.chunk_heads))), spec)
-
-    def _make_call_spec(
+    def _make_call(
         self,
         shape: Sequence[int],
         like: Tensor,
         valid_len: int | None,
         step: StepInfo | None,
         layer: int | None = None,
-    ) -> _CallSpec:
+    ) -> _Call:
         num_tokens, num_heads = shape[1:3]
         if num_heads < self.ulysses_size:
             raise ValueError(
@@ -245,165 +256,204 @@ class FAPowerCapAttention:
             first_row = 0 if self.ring is None else self.ring.rank * num_tokens * self.ulysses_size
             step = replace(step, layer=layer, first_row=first_row)
         backend = next((backend for backend in self.backends if backend.applies_to(step)), None)
-        chunk_heads = attention_modes.split_heads(num_heads, self.ulysses_size, self.mode.chunks)
-        return _CallSpec(shape, like.dtype, like.device, chunk_heads, valid_len, backend, step)
+        chunks: list[_HeadChunk] = []
+        stop, chunk_step = 0, step
+        for heads_per_rank in attention_modes.split_heads(
+            num_heads, self.ulysses_size, self.mode.chunks
+        ):
+            start, stop = stop, stop + sum(heads_per_rank)
+            if backend is not None and step is not None:
+                first_head = start + sum(heads_per_rank[: self.ulysses_rank])
+                chunk_step = replace(step, first_head=first_head)
+            chunks.append(_HeadChunk(len(chunks), (start, stop), heads_per_rank, chunk_step))
+        return _Call(self, shape, like.dtype, like.device, chunks, valid_len, backend)
 
-    def _dispatch(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
-        """Runs the loop in the method that FA_Power_Cap publishes for the mode, if there is one."""
+    def _run_call(self, call: _Call) -> Tensor:
+        """Computes a call in which q, k and v have been written."""
+        if call.buffer is not None:
+            parts = call.buffer.split_chunks([chunk.heads_per_rank for chunk in call.chunks])
+            call.unsent = dict(enumerate(parts))
+            del parts
+        else:
+            call.unsent = self._split_qkv_by_head(call.qkv, call.chunks)
+        with self.clock:
+            return self._dispatch(call)
+
+    def _dispatch(self, call: _Call) -> Tensor:
+        """Runs the mode's method; a mode that the guide does not have runs in its row's order."""
         if self.fa_alltoall_overlap:
-            return self._run_fa_alltoall_overlap(chunks, spec)
+            return self._run_fa_alltoall_overlap(call)
         if self.comm_type == 1:
-            return self._run_insertcomm(chunks, spec)
+            return self._run_insertcomm(call)
         if self.comm_type == 2:
-            return self._run_blockattn(chunks, spec)
+            return self._run_blockattn(call)
         if self.comm_type == 0:
-            return self._run_baseline(chunks, spec)
-        return self._run_chunks(chunks, spec)
+            return self._run_baseline(call)
+        return self._run_in_order(call)
 
-    def _run_baseline(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
-        return self._run_chunks(chunks, spec)
+    def _run_baseline(self, call: _Call) -> Tensor:
+        """All heads are exchanged, attended to and exchanged back at once."""
+        (chunk,) = call.chunks
+        incoming = self._exchange_in(call, chunk)
+        outgoing = self._exchange_out(chunk, self._attend(call, chunk, incoming))
+        return self._write_result(call, chunk, outgoing)
 
-    def _run_insertcomm(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
-        return self._run_chunks(chunks, spec)
+    def _run_insertcomm(self, call: _Call) -> Tensor:
+        """The all-to-alls of each head chunk lie between two attention kernels."""
+        for chunk in call.chunks:
+            incoming = self._exchange_in(call, chunk)
+            outgoing = self._exchange_out(chunk, self._attend(call, chunk, incoming))
+            out_BsND = self._write_result(call, chunk, outgoing)
+        return out_BsND
 
-    def _run_blockattn(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
-        return self._run_chunks(chunks, spec)
+    def _run_blockattn(self, call: _Call) -> Tensor:
+        """As `_run_insertcomm`; one attention kernel for each query block of a head chunk."""
+        blocks = self.mode.blocks
+        for chunk in call.chunks:
+            incoming = self._exchange_in(call, chunk)
+            outgoing = self._exchange_out(chunk, self._attend(call, chunk, incoming, blocks))
+            out_BsND = self._write_result(call, chunk, outgoing)
+        return out_BsND
 
-    def _run_fa_alltoall_overlap(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
-        return self._run_chunks(chunks, spec)
+    def _run_fa_alltoall_overlap(self, call: _Call) -> Tensor:
+        """The next chunk arrives and the previous result returns while a chunk is attended to."""
+        chunks, outgoing = call.chunks, list[PendingExchange]()
+        incoming = [self._exchange_in(call, chunks[0])]
+        for index, chunk in enumerate(chunks):
+            if index + 1 < len(chunks):
+                incoming.append(self._exchange_in(call, chunks[index + 1]))
+            result = self._attend(call, chunk, incoming[index])
+            outgoing.append(self._exchange_out(chunk, result))
+            del result
+            if index:
+                self._write_result(call, chunks[index - 1], outgoing[index - 1])
+        return self._write_result(call, chunks[-1], outgoing[-1])
 
-    def _run_chunks(self, chunks: dict[int, Chunk], spec: _CallSpec) -> Tensor:
-        """Runs the actions (start, attend, finish) on the chunks in the order of the mode.
-
-        The all-to-alls of a chunk are issued after those of the last finished chunk; a compiled
-        graph keeps this order by a data dependency.
-        """
-        out_BsND: Tensor | None = None  # allocated late: attention is the memory peak
+    def _run_in_order(self, call: _Call) -> Tensor:
+        """Runs the actions of the mode's row."""
         incoming: dict[int, _IncomingChunk] = {}
         outgoing: dict[int, PendingExchange] = {}
-        last_finished: PendingExchange | None = None
-        head_ranges = spec.head_ranges
-        for action, chunk_index in self.mode.order(len(chunks)):
-            (start, stop), heads_per_rank = head_ranges[chunk_index], spec.chunk_heads[chunk_index]
-            chunk_spec = spec
-            if spec.backend is not None and spec.step is not None:
-                first_head = start + sum(heads_per_rank[: self.ulysses_rank])
-                chunk_spec = spec._replace(step=replace(spec.step, first_head=first_head))
-            with trace.add_context(chunk=chunk_index):
-                if action == "start":
-                    qkv = chunks.pop(chunk_index)
-                    incoming[chunk_index] = self._exchange_in(
-                        qkv, heads_per_rank, chunk_spec, last_finished
-                    )
-                    del qkv
-                elif action == "attend":
-                    result = self._attend_chunk(incoming.pop(chunk_index), chunk_spec)
-                    outgoing[chunk_index] = self._exchange_out(result, heads_per_rank)
-                    del result
-                else:
-                    last_finished = outgoing.pop(chunk_index)
-                    if out_BsND is None:
-                        out_BsND = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-                    last_finished.wait(out=out_BsND[:, :, start:stop])
-        assert out_BsND is not None, "no chunk was computed"
+        for action, index in self.mode.order(len(call.chunks)):
+            chunk = call.chunks[index]
+            if action == "start":
+                incoming[index] = self._exchange_in(call, chunk)
+            elif action == "attend":
+                result = self._attend(call, chunk, incoming.pop(index), self.mode.blocks)
+                outgoing[index] = self._exchange_out(chunk, result)
+                del result
+            else:
+                out_BsND = self._write_result(call, chunk, outgoing.pop(index))
         return out_BsND
 
     def _split_qkv_by_head(
-        self, qkv: QKVTensors, head_ranges: tuple[Range, ...]
-    ) -> dict[int, Chunk]:
-        """Slices q, k and v into views of the heads of each chunk."""
-        q, k, v = qkv
-        return {
-            chunk_index: (q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop])
-            for chunk_index, (start, stop) in enumerate(head_ranges)
-        }
+        self, qkv: dict[int, Tensor], chunks: Sequence[_HeadChunk]
+    ) -> dict[int, ChunkQKV]:
+        """Replaces q, k and v by views of the heads of each chunk."""
+        q, k, v = (qkv.pop(index) for index in range(3))
+        slices = (slice(*chunk.heads) for chunk in chunks)
+        return {i: (q[:, :, s], k[:, :, s], v[:, :, s]) for i, s in enumerate(slices)}
 
-    def _prepare_for_exchange(self, qkv_BsND: QKVTensors, spec: _CallSpec) -> QKV:
+    def _quantize_qkv(self, qkv_BsND: QKVTensors, call: _Call, chunk: _HeadChunk) -> QKV:
         """Converts q, k and v to the tensors that are sent; only some backends quantize here."""
-        if spec.backend is None:
+        if call.backend is None:
             q, k, v = qkv_BsND
             return AttentionInput(q), AttentionInput(k), AttentionInput(v)
         num_tokens = num_valid = qkv_BsND[0].shape[1]
-        if spec.valid_len is not None:
+        if call.valid_len is not None:
             ring_rank = 0 if self.ring is None else self.ring.rank
             shard = ring_rank * self.ulysses_size + self.ulysses_rank
-            num_valid = attention_modes.count_valid_rows(spec.valid_len, shard, num_tokens)
-        return spec.backend.quantize(*qkv_BsND, num_valid, spec.step)
+            num_valid = attention_modes.count_valid_rows(call.valid_len, shard, num_tokens)
+        return call.backend.quantize(*qkv_BsND, num_valid, chunk.step)
 
-    def _exchange_in(
-        self,
-        chunk: Chunk,
-        heads_per_rank: tuple[int, ...],
-        spec: _CallSpec,
-        after: PendingExchange | None,
-    ) -> _IncomingChunk:
-        """Starts the all-to-alls [B,s,N_c,D] -> [B,S,h_c,D] of q, k and v.
+    def _exchange_in(self, call: _Call, chunk: _HeadChunk) -> _IncomingChunk:
+        """Starts the all-to-alls [B,s,N_c,D] -> [B,S,h_c,D] of q, k and v, and drops q, k and v.
 
         Heads are scattered and tokens gathered. The values of q, k and v are sent first, then the
-        small scales; a fused exchange sends all of them in one all-to-all.
+        small scales; a fused exchange sends all of them in one all-to-all. They are issued after
+        those of the last written result; a compiled graph keeps this order by a data dependency.
         """
 
         def start_exchange(tensors: Sequence[Tensor] | PackedBuffer, label: str) -> PendingExchange:
-            group, overlaps = self.ulysses_pg, self.overlaps
+            heads, group, after = chunk.heads_per_rank, self.ulysses_pg, call.last_result
             return start_scatter_heads(
-                tensors, heads_per_rank, group, async_op=overlaps, after=after, name=label
+                tensors, heads, group, async_op=self.overlaps, after=after, name=label
             )
 
-        if isinstance(chunk, PackedBuffer):
-            return _IncomingChunk([start_exchange(chunk, "qkv")])
-        qkv = self._prepare_for_exchange(chunk, spec)
-        rows_per_scale = tuple(x.rows_per_scale for x in qkv)
-        named_tensors = {name: x.values for name, x in zip("qkv", qkv, strict=True)}
-        for name, x in zip("qkv", qkv, strict=True):
-            named_tensors |= {} if x.scale is None else {f"{name} scale": x.scale}
-        if self.exchange == "fused" and self.ulysses_size > 1:
-            return _IncomingChunk(
-                [start_exchange(list(named_tensors.values()), "qkv")], rows_per_scale
-            )
-        return _IncomingChunk(
-            [start_exchange([x], name) for name, x in named_tensors.items()], rows_per_scale
-        )
+        unsent = call.unsent.pop(chunk.index)
+        with trace.add_context(chunk=chunk.index):
+            if isinstance(unsent, PackedBuffer):
+                return _IncomingChunk([start_exchange(unsent, "qkv")])
+            qkv = self._quantize_qkv(unsent, call, chunk)
+            rows_per_scale = tuple(x.rows_per_scale for x in qkv)
+            named_tensors = {name: x.values for name, x in zip("qkv", qkv, strict=True)}
+            for name, x in zip("qkv", qkv, strict=True):
+                named_tensors |= {} if x.scale is None else {f"{name} scale": x.scale}
+            del unsent, qkv, x  # so that each tensor is freed when it has been sent
+            if self.exchange == "fused" and self.ulysses_size > 1:
+                fused = start_exchange(list(named_tensors.values()), "qkv")
+                return _IncomingChunk([fused], rows_per_scale)
+            names = list(named_tensors)
+            pending = [start_exchange([named_tensors.pop(name)], name) for name in names]
+            return _IncomingChunk(pending, rows_per_scale)
 
-    def _exchange_out(self, out_BShD: Tensor, heads_per_rank: tuple[int, ...]) -> PendingExchange:
+    def _attend(
+        self, call: _Call, chunk: _HeadChunk, incoming: _IncomingChunk, blocks: int = 1
+    ) -> Tensor:
+        """Computes one chunk [B,S,h_c,D] in `blocks` query blocks; padded rows are zeros."""
+        with trace.add_context(chunk=chunk.index):
+            q, k, v = _wait_for_qkv(incoming)
+            if self.contiguous:
+                q, k, v = (x.map(_make_contiguous) for x in (q, k, v))
+            num_tokens = q.values.shape[1]
+            ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)
+            total_valid = ring_size * num_tokens if call.valid_len is None else call.valid_len
+            valid_per_rank = [
+                attention_modes.count_valid_rows(total_valid, rank, num_tokens)
+                for rank in range(ring_size)
+            ]
+            row_multiple = 1 if call.backend is None else call.backend.q_multiple
+            ranges = attention_modes.q_ranges(valid_per_rank[ring_rank], blocks, row_multiple)
+            query_blocks = [(start, stop) for start, stop in ranges if start < stop]
+            block_outputs = self._attention_forward(
+                q, k, v, query_blocks, valid_per_rank, call.backend, chunk.step
+            )
+            if query_blocks == [(0, num_tokens)]:
+                return block_outputs[0]
+            out = torch.empty(q.values.shape, dtype=call.dtype, device=q.values.device)
+            for (start, stop), block_output in zip(query_blocks, block_outputs, strict=True):
+                out[:, start:stop] = block_output
+            out[:, valid_per_rank[ring_rank] :] = 0
+            return out
+
+    def _exchange_out(self, chunk: _HeadChunk, out_BShD: Tensor) -> PendingExchange:
         """Starts the all-to-all [B,S,h_c,D] -> [B,s,N_c,D] of a chunk's result."""
-        return start_gather_heads(out_BShD, heads_per_rank, self.ulysses_pg, async_op=self.overlaps)
+        with trace.add_context(chunk=chunk.index):
+            return start_gather_heads(
+                out_BShD, chunk.heads_per_rank, self.ulysses_pg, async_op=self.overlaps
+            )
 
-    def _attend_chunk(self, incoming: _IncomingChunk, spec: _CallSpec) -> Tensor:
-        """Computes one chunk [B,S,h_c,D], a query block at a time; padded rows are zeros."""
-        q, k, v = _wait_for_qkv(incoming)
-        if self.contiguous:
-            q, k, v = (x.map(_make_contiguous) for x in (q, k, v))
-        num_tokens = q.values.shape[1]
-        ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)
-        total_valid = ring_size * num_tokens if spec.valid_len is None else spec.valid_len
-        valid_per_rank = [
-            attention_modes.count_valid_rows(total_valid, rank, num_tokens)
-            for rank in range(ring_size)
-        ]
-        row_multiple = 1 if spec.backend is None else spec.backend.q_multiple
-        ranges = attention_modes.q_ranges(valid_per_rank[ring_rank], self.mode.blocks, row_multiple)
-        query_blocks = [(start, stop) for start, stop in ranges if start < stop]
-        block_outputs = self._attend_query_blocks(q, k, v, query_blocks, valid_per_rank, spec)
-        if query_blocks == [(0, num_tokens)]:
-            return block_outputs[0]
-        out = torch.empty(q.values.shape, dtype=spec.dtype, device=q.values.device)
-        for (start, stop), block_output in zip(query_blocks, block_outputs, strict=True):
-            out[:, start:stop] = block_output
-        out[:, valid_per_rank[ring_rank] :] = 0
-        return out
+    def _write_result(self, call: _Call, chunk: _HeadChunk, outgoing: PendingExchange) -> Tensor:
+        """Waits for a chunk's result, writes it into the call's result and returns the latter."""
+        if call.out is None:
+            call.out = torch.empty(call.shape, dtype=call.dtype, device=call.device)
+        with trace.add_context(chunk=chunk.index):
+            outgoing.wait(out=call.out[:, :, slice(*chunk.heads)])
+        call.last_result = outgoing
+        return call.out
 
-    def _attend_query_blocks(
+    def _attention_forward(
         self,
         q: AttentionInput,
         k: AttentionInput,
         v: AttentionInput,
         query_blocks: list[Range],
         valid_per_rank: list[int],
-        spec: _CallSpec,
+        backend: AttentionBackend | None,
+        step: StepInfo | None,
     ) -> list[Tensor]:
         """Computes attention of each query block to the keys of all ring ranks."""
         if self.ring is not None:
-            if spec.backend is None and self.kernel.can_return_lse:
+            if backend is None and self.kernel.can_return_lse:
                 queries = [q.values[:, start:stop] for start, stop in query_blocks]
                 return self.ring.attend(
                     self.kernel.with_lse, queries, k.values, v.values, valid_per_rank
@@ -416,8 +466,8 @@ class FAPowerCapAttention:
         if not query_blocks:
             return []
         attend = self._make_dense_attend(k, v)
-        if spec.backend is not None:
-            attend = spec.backend.prepare_kv(q.slice_rows(0, query_blocks[-1][1]), k, v, spec.step)
+        if backend is not None:
+            attend = backend.prepare_kv(q.slice_rows(0, query_blocks[-1][1]), k, v, step)
         outputs = []
         for block, (start, stop) in enumerate(query_blocks):
             with trace.add_context(block=block):

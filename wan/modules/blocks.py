@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from wan.kernels.forward_context import StepInfo
 from wan.modules.fused_ops import BlockOps, WriteTokens
-from wan.modules.interfaces import ModelComponents, PackedSelfAttention
+from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import RopeTable
 from wan.modules.text_kv_cache import ContextKV
 from wan.utils import trace
@@ -204,28 +203,17 @@ class WanSelfAttention(WanAttention):
         self.attention = components.attention(layer)
 
     def forward(self, x_BLC: Tensor, forward_context: ForwardContext) -> Tensor:
-        call_kwargs: dict[str, Any] = {
-            "valid_len": forward_context.valid_len,
-            "step": forward_context.step,
-        }
-        packed_call = None
-        if isinstance(self.attention, PackedSelfAttention):
-            packed_call = self.attention.start_packed_call(
-                x_BLC, self.num_heads, forward_context.step
-            )
-        if packed_call is not None:
-            self.project_q(x_BLC, forward_context.rope, partial(packed_call.write, 0))
-            self.project_k(x_BLC, forward_context.rope, partial(packed_call.write, 1))
-            packed_call.write(2, self.project_v(x_BLC))
-            return self.project_out(packed_call.finish(**call_kwargs))
-        # This frame holds no reference to q, k and v: the layer decides when they are freed.
-        out_BLND = self.attention(
-            self.project_q(x_BLC, forward_context.rope),
-            self.project_k(x_BLC, forward_context.rope),
-            self.project_v(x_BLC),
-            **call_kwargs,
+        call = self.attention.start(
+            x_BLC, self.num_heads, valid_len=forward_context.valid_len, step=forward_context.step
         )
-        return self.project_out(out_BLND)
+        # This frame holds no reference to q, k and v: the call decides when they are freed.
+        for index, project in enumerate((self.project_q, self.project_k)):
+            if call.takes_slices:
+                project(x_BLC, forward_context.rope, partial(call.write, index))
+            else:
+                call.write(index, project(x_BLC, forward_context.rope))
+        call.write(2, self.project_v(x_BLC))
+        return self.project_out(call.finish())
 
 
 class WanCrossAttention(WanAttention):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,45 +21,55 @@ from wan.settings.attention_modes import Grid
 from wan.utils import trace
 
 
-class SelfAttention(Protocol):
-    """Self-attention over all tokens of a video; takes this rank's q, k and v with all heads."""
+class AttentionCall(Protocol):
+    """A self-attention call: q, k and v are written, then the result is computed."""
 
-    def __call__(
-        self,
-        q_BLND: Tensor,
-        k_BLND: Tensor,
-        v_BLND: Tensor,
-        /,
-        *,
-        valid_len: int | None = None,
-        step: StepInfo | None = None,
-    ) -> Tensor: ...
+    @property
+    def takes_slices(self) -> bool:
+        """Whether tokens may be written in slices, which are copied at once.
 
-
-class PackedAttentionCall(Protocol):
-    """A self-attention call whose q, k and v are written directly into the send buffer."""
+        Otherwise q, k and v are written as one tensor each, which is kept until it is used.
+        """
+        ...
 
     def write(self, index: int, x_BLND: Tensor, first_token: int = 0) -> None:
         """Writes tokens first_token, first_token + 1, ... of q (index 0), k (1) or v (2)."""
         ...
 
-    def finish(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
-        """Computes attention after all tokens of q, k and v have been written."""
+    def finish(self) -> Tensor:
+        """Computes attention [B,L,N,D] after q, k and v have been written; call it once."""
         ...
 
 
-@runtime_checkable
-class PackedSelfAttention(Protocol):
-    """Self-attention that can take q, k and v written directly into its all-to-all send buffer."""
+class SelfAttention(Protocol):
+    """Self-attention over all tokens of a video; takes this rank's q, k and v with all heads."""
 
-    def start_packed_call(
-        self, x_BLC: Tensor, num_heads: int, step: StepInfo | None
-    ) -> PackedAttentionCall | None:
-        """Starts a call for q, k and v with the tokens, dtype and device of x.
-
-        None: the caller passes q, k and v to `__call__` instead.
-        """
+    def start(
+        self,
+        x_BLC: Tensor,
+        num_heads: int,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+    ) -> AttentionCall:
+        """Starts a call for q, k and v with the tokens, dtype and device of x."""
         ...
+
+
+class TensorCall:
+    """An `AttentionCall` that keeps q, k and v, and computes attend(q, k, v)."""
+
+    takes_slices = False
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        self._attend = attend
+        self._qkv: dict[int, Tensor] = {}
+
+    def write(self, index: int, x_BLND: Tensor, first_token: int = 0) -> None:
+        self._qkv[index] = x_BLND
+
+    def finish(self) -> Tensor:
+        return self._attend(*(self._qkv.pop(index) for index in range(3)))
 
 
 AttentionFactory = Callable[[int], SelfAttention]
@@ -107,6 +118,16 @@ class SingleDeviceAttention:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
+
+    def start(
+        self,
+        x_BLC: Tensor,
+        num_heads: int,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+    ) -> TensorCall:
+        return TensorCall(partial(self, valid_len=valid_len, step=step))
 
     def __call__(
         self,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from wan.metering.nvml import ClockLock
 from wan.metering.power_source import MeterError
 from wan.metering.recording import TraceRecording, make_exchange_plan
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import PackedAttentionCall, PackedSelfAttention, SelfAttention
+from wan.modules.interfaces import AttentionCall, SelfAttention, TensorCall
 from wan.pipeline import build
 from wan.pipeline.denoise import DenoisingLoop
 from wan.power.variants import Variant, VariantResult, measure_chunk_gaps, summarize_traces
@@ -54,17 +55,8 @@ class SwitchableAttention:
     ) -> None:
         self.layers, self.get_selected_name = dict(layers), get_selected_name
 
-    def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
-        return self.layers[self.get_selected_name()](*qkv_BsND, **context)
-
-    def start(self, *x_heads_step: Any) -> PackedAttentionCall | None:
-        """Starts a packed call of the selected layer; None if it does not support that."""
-        layer = self.layers[self.get_selected_name()]
-        return (
-            layer.start_packed_call(*x_heads_step)
-            if isinstance(layer, PackedSelfAttention)
-            else None
-        )
+    def start(self, *x_heads: Any, **context: Any) -> AttentionCall:
+        return self.layers[self.get_selected_name()].start(*x_heads, **context)
 
 
 def make_variant_layer(
@@ -112,8 +104,11 @@ class IdleGapAttention:
             Variant("a head chunk", 0), base_layer, SINGLE_RANK
         )
 
+    def start(self, *_: Any, **context: Any) -> TensorCall:
+        """Starts a call; arguments as for `FAPowerCapAttention`."""
+        return TensorCall(partial(self, **context))
+
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
-        """Computes attention; arguments and result as for `FAPowerCapAttention`."""
         heads = count_heads_per_rank(qkv_BsND[0].shape[2], self.world_size)
         qkv_BShD = [all_to_all_4D(x, 2, 1, self.group, heads) for x in qkv_BsND]
         chunk_outputs: list[Tensor] = []
