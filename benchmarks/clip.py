@@ -32,9 +32,9 @@ from wan.app.flag_parser import Parser
 from wan.app.programs import make_argument_type, run_program
 from wan.checkpoint.config import make_reference_dit_config
 from wan.modules.interfaces import ModelComponents
-from wan.modules.networks import build_dit
 from wan.settings.presets import FACE_SIZE, PRESETS
 from wan.settings.values import integer
+from wan.tasks.base import build_dit
 
 SMALL = {"dim": 1024, "ffn_dim": 2752, "num_heads": 8}
 LAYERS = (0, 2, 4, 6)  # of 8; S2V injects audio after these

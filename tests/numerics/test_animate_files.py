@@ -23,9 +23,9 @@ from wan.checkpoint import keymaps, lora
 from wan.checkpoint.layout import check_task, inspect_checkpoint
 from wan.checkpoint.load import ModelSpec
 from wan.checkpoint.merge_lora import merge_loras
-from wan.modules.networks import build_dit
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
+from wan.tasks.base import build_dit
 from wan.testing.random_checkpoint import convert_to_diffusers, write_json
 
 __all__ = ["animate"]  # a fixture

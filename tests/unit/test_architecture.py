@@ -291,7 +291,7 @@ NO_NAMES = {
 """Words that do not say what a value is or what a function does."""
 NO_PARTS = {"given", "told", "said", "asked", "found", "heard", "behind", "standing", "apart"}
 ALLOWED = {
-    ("wan.settings.request", "chain"): "the flag --chain",
+    ("wan.settings.video_options", "chain"): "the flag --chain",
     ("wan.settings.errors", "what"): "the first of the four parts of a refusal",
     ("wan.serve.rows", "done"): "a column of the journal",
     ("wan.serve.service", "done"): "a column of the journal",

@@ -41,7 +41,6 @@ from wan.modules.interfaces import (
     UnshardedSequence,
 )
 from wan.modules.model import WanModel
-from wan.modules.networks import build_dit
 from wan.modules.t5 import TextEncoder
 from wan.modules.vae import video_vae
 from wan.modules.vae.video_vae import VideoVAE
@@ -60,6 +59,7 @@ from wan.pipeline.vae_runner import MakeRows, VaeRunner
 from wan.settings.attention_modes import count_heads_per_chunk
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
+from wan.tasks.base import build_dit
 from wan.utils import system
 from wan.utils.log import StageTimer, logger
 

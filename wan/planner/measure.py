@@ -30,7 +30,6 @@ from wan.kernels.interfaces import Target
 from wan.kernels.registry import select_kernels
 from wan.modules import clip, t5
 from wan.modules.model import WanModel
-from wan.modules.networks import build_dit
 from wan.modules.vae import tiles
 from wan.modules.vae import video_vae as vae
 from wan.pipeline import build, memory_estimate, weight_transforms
@@ -39,7 +38,7 @@ from wan.pipeline.setup import Setup
 from wan.planner import operators
 from wan.settings.attention_modes import TokenPlan
 from wan.settings.parallel import Parallel
-from wan.tasks.base import VideoParams
+from wan.tasks.base import VideoParams, build_dit
 from wan.utils import log
 from wan.utils.torch_private import (
     DatalessFunctionMode,

@@ -12,19 +12,12 @@ from wan.app import failures, launch
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
 from wan.serve.folders import NAME_LENGTH, check_journal_folder
-from wan.settings.command import (
-    AnimateOptions,
-    ImageOptions,
-    PlanOptions,
-    PromptFileOptions,
-    ResumeOptions,
-    SpeechOptions,
-    VaceOptions,
-)
+from wan.settings.command import PlanOptions, PromptFileOptions, ResumeOptions
 from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
 from wan.settings.flags import read_settings
 from wan.settings.values import integer, read_path, read_text_value, real
+from wan.settings.video_options import AnimateOptions, ImageOptions, SpeechOptions, VaceOptions
 from wan.utils import env, log
 from wan.utils.log import logger
 

@@ -9,9 +9,7 @@ from typing import Any
 from wan.settings import errors, rules
 from wan.settings.attention import Attention
 from wan.settings.command import (
-    AnimateOptions,
     CheckpointOptions,
-    ImageOptions,
     LatentOptions,
     Loras,
     MeasurementOptions,
@@ -21,16 +19,21 @@ from wan.settings.command import (
     PromptExtension,
     PromptFileOptions,
     ResumeOptions,
-    SpeechOptions,
-    VaceOptions,
 )
 from wan.settings.errors import FlagNaming, InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import Option, list_options
 from wan.settings.parallel import Parallel
-from wan.settings.request import Sampling, VideoSettings
 from wan.settings.step_cache import StepCache
 from wan.settings.values import join_with_or, switch
+from wan.settings.video_options import (
+    AnimateOptions,
+    ImageOptions,
+    Sampling,
+    SpeechOptions,
+    VaceOptions,
+    VideoSettings,
+)
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "video": (VideoSettings, ImageOptions, SpeechOptions, AnimateOptions, VaceOptions),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import atan, cos, sin
 
 from wan.settings.presets import TRAIN_TIMESTEPS
-from wan.settings.request import VideoSettings
 from wan.settings.solvers import SOLVERS
+from wan.settings.video_options import VideoSettings
 
 RCM_ANGLES = (1.5, 1.4, 1.0)
 """TrigFlow times of rCM between the first sigma and 0; N steps use the first N - 1."""

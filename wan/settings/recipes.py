@@ -13,7 +13,7 @@ from typing import Any
 
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
-from wan.settings.request import VideoSettings
+from wan.settings.video_options import VideoSettings
 
 _LIGHTX2V: dict[str, Any] = {"sample_solver": "euler", "sample_steps": 4, "sample_shift": 5.0}
 

@@ -18,8 +18,8 @@ from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_
 from wan.settings.errors import InputError
 from wan.settings.noise_schedule import count_noise_samples
 from wan.settings.presets import FACE_BLOCK_INTERVAL, FACE_SIZE, Preset
-from wan.settings.request import Size
 from wan.settings.rules import Values
+from wan.settings.video_options import Size
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,
@@ -65,6 +65,7 @@ class AnimateInputs(Inputs):
 
 class Animate(Task):
     kind = "animate"
+    network = "wan.modules.animate:WanAnimateModel"
     upload_names: ClassVar = {Path(name).stem: name for name in ANIMATE_FILES}
     uploads_without_prompt: ClassVar = frozenset({"src_root_path"})
 

@@ -25,9 +25,9 @@ from wan.settings.errors import InputError
 from wan.settings.flags import TASK_RULES
 from wan.settings.noise_schedule import make_noise_schedule
 from wan.settings.presets import MAX_POSITIONS, Preset
-from wan.settings.request import Size, VideoSettings
 from wan.settings.rules import Values
 from wan.settings.solvers import SOLVERS
+from wan.settings.video_options import Size, VideoSettings
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.media.audio import Audio
+    from wan.modules.interfaces import ModelComponents
+    from wan.modules.model import WanModel
 
 SampleNoise = Callable[[], "Tensor"]
 """Draws new noise of the latents' shape in each call."""
@@ -225,6 +227,7 @@ class Task:
 
     Attributes:
         kind: Key of `TASKS`.
+        network: "module:class" of the DiT.
         joins_clips: Whether the clips are encoded to mp4 files one by one, which are joined.
             Otherwise all frames are encoded to one file.
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
@@ -232,6 +235,7 @@ class Task:
     """
 
     kind = "t2v"
+    network: ClassVar[str] = "wan.modules.model:WanModel"
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}
     uploads_without_prompt: ClassVar[frozenset[str]] = frozenset()
@@ -552,3 +556,16 @@ def make_base_inputs(
     if params.sample_solver == "rcm":  # its first sigma is not 1
         latents = latents * make_noise_schedule(params).sigmas[0]
     return DenoiseInputs(latents, *contexts, sample_noise=sample_noise)
+
+
+def build_dit(config: Mapping[str, Any], components: ModelComponents | None = None) -> WanModel:
+    """Builds the DiT of a model type.
+
+    Args:
+        config: From `wan.checkpoint.config.read_dit_config`; the arguments of the class.
+        components: Attention, kernels, sharding and caches; None: those for one device.
+    """
+    kind = config["model_type"]
+    module, _, class_name = (get_task(kind) if kind in TASKS else Task).network.partition(":")
+    model: WanModel = getattr(import_module(module), class_name)(**config, components=components)
+    return model

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from wan.media import images
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
-from wan.settings.request import Size
 from wan.settings.rules import Values
+from wan.settings.video_options import Size
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,

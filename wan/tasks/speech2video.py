@@ -21,7 +21,6 @@ from wan.media.audio import Audio, read_audio
 from wan.media.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
-from wan.settings.request import Size
 from wan.settings.rules import Values
 from wan.settings.sound import (
     AUDIO_LAYERS,
@@ -31,6 +30,7 @@ from wan.settings.sound import (
     NUM_DROPPED_FRAMES,
     SPEECH_FPS,
 )
+from wan.settings.video_options import Size
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,
@@ -101,6 +101,7 @@ class SpeechInputs(Inputs):
 
 class SpeechToVideo(Task):
     kind = "s2v"
+    network = "wan.modules.s2v:WanModel_S2V"
     uploads_without_prompt: ClassVar = frozenset({"image", "audio"})
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> SpeechInputs:

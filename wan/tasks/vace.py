@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from wan.media import images
 from wan.media.video_reader import FrameReader, VideoFile, read_frames_at, read_video
-from wan.settings.command import VaceOptions
 from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.presets import Preset
-from wan.settings.request import Size
 from wan.settings.rules import Values
+from wan.settings.video_options import Size, VaceOptions
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,
@@ -68,6 +67,7 @@ class VaceInputs(Inputs):
 
 class Vace(Task):
     kind = "vace"
+    network = "wan.modules.vace:VaceWanModel"
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> VaceInputs:
         has_input = any(values.get(name) for name in list_options(VaceOptions))

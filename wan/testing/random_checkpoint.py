@@ -34,11 +34,11 @@ from transformers import (
 
 from wan.checkpoint import keymaps
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, make_reference_checkpoint
-from wan.modules.networks import build_dit
 from wan.modules.vae.video_vae import LATENT_STATISTICS
 from wan.settings.errors import InputError
 from wan.settings.presets import FACE_BLOCK_INTERVAL, PRESETS, Preset
 from wan.settings.sound import AUDIO_LAYERS, FIXED_CONFIG, WAV2VEC_CONVOLUTIONS
+from wan.tasks.base import build_dit
 from wan.utils.files import write_folder
 
 NamedTensors = OrderedDict[str, Tensor]

@@ -1,14 +1,15 @@
-"""Parameters of one video with all defaults resolved, and its sizes in pixels, latents and tokens.
+"""Settings of one video: sampling, size, length, inputs, and the settings of single tasks.
 
-Contains the official rules that derive a video's size from an image. Pure Python.
+Each field is a flag, see `wan.settings.fields`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from wan.settings import values as readers
-from wan.settings.fields import REQUIRED, load_option, option
+from wan.settings import values
+from wan.settings.fields import REQUIRED, command_option, load_option, option
 from wan.settings.presets import TASKS_OF_KIND, TRAIN_TIMESTEPS, Preset
 from wan.settings.solvers import SOLVERS
 from wan.settings.values import choice, integer, real, switch
@@ -47,7 +48,7 @@ class Sampling:
     )
     timesteps: tuple[float, ...] | None = option(
         None,
-        readers.read_timesteps,
+        values.read_timesteps,
         "timestep of each step, falling, above 0 to 1000, for euler, dmd and rcm (default: from "
         "--sample_steps and --sample_shift)",
         diffusers=True,
@@ -66,7 +67,7 @@ class Sampling:
     )
     sample_guide_scale: tuple[float, float] = option(
         REQUIRED,
-        readers.read_guide_scale,
+        values.read_guide_scale,
         "guidance scale: one number, or LOW,HIGH for the two experts; 1: no guidance (default: the "
         "task's)",
         keyword="guide_scale",
@@ -113,7 +114,7 @@ class VideoSettings(Sampling):
     preset: Preset
     prompt: str = option(
         REQUIRED,
-        readers.read_text_value,
+        values.read_text_value,
         "text prompt (default: an example)",
         keyword="input_prompt",
         diffusers=True,
@@ -122,7 +123,7 @@ class VideoSettings(Sampling):
     )
     negative_prompt: str = option(
         REQUIRED,
-        readers.read_text_value,
+        values.read_text_value,
         "negative prompt (default, or '': the official one)",
         keyword="n_prompt",
         diffusers=True,
@@ -131,7 +132,7 @@ class VideoSettings(Sampling):
     )
     size: Size = option(
         REQUIRED,
-        readers.read_size,
+        values.read_size,
         "width and height in pixels; with an image only their area counts (default: the task's)",
         diffusers=True,
         checkpoint=True,
@@ -139,7 +140,7 @@ class VideoSettings(Sampling):
     )
     frame_num: int = option(
         REQUIRED,
-        readers.read_frame_num,
+        values.read_frame_num,
         "frames of the video or clip (default: the task's)",
         diffusers="num_frames",
         checkpoint=True,
@@ -147,7 +148,7 @@ class VideoSettings(Sampling):
     )
     infer_frames: int | None = option(
         None,
-        readers.read_clip_frames,
+        values.read_clip_frames,
         "frames of a clip, 4n (s2v; default 80)",
         checkpoint=True,
         tasks=TASKS_OF_KIND["s2v"],
@@ -171,7 +172,7 @@ class VideoSettings(Sampling):
     )
     clip_prompts: tuple[str, ...] | None = option(
         None,
-        readers.read_text_values,
+        values.read_text_values,
         "a prompt for each clip (i2v-A14B; default: --prompt for all clips)",
         tasks=("i2v-A14B",),
     )
@@ -196,7 +197,7 @@ class VideoSettings(Sampling):
     )
     conditioning_scale: tuple[float, ...] | None = option(
         None,
-        readers.read_factors,
+        values.read_factors,
         "strength of the control, one number or one per control block (vace; default 1)",
         keyword="context_scale",
         tasks=TASKS_OF_KIND["vace"],
@@ -218,3 +219,89 @@ class VideoSettings(Sampling):
     def uses_guidance(self) -> bool:
         """Whether any step also computes the unconditional branch."""
         return any(scale != 1 for scale in self.sample_guide_scale)
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Image inputs. The Python classes also take images in memory under these keywords."""
+
+    image: Path | None = option(
+        None,
+        values.read_path,
+        "image to start from (i2v, s2v: needed; ti2v: optional; default none)",
+        keyword="img",
+        diffusers=True,
+        common=True,
+        tasks=(*TASKS_OF_KIND["i2v"], *TASKS_OF_KIND["ti2v"], *TASKS_OF_KIND["s2v"]),
+    )
+    last_image: Path | None = option(
+        None,
+        values.read_path,
+        "image to end with (flf2v: needed, i2v-A14B: optional; default none)",
+        diffusers=True,
+        tasks=("i2v-A14B", "flf2v-14B"),
+    )
+
+
+@dataclass(frozen=True)
+class SpeechOptions:
+    """Audio and pose inputs of s2v-14B."""
+
+    audio: Path | None = option(
+        None,
+        values.read_path,
+        "audio file, or video file with an audio track (s2v: needed; default none)",
+        keyword="audio_path",
+        tasks=TASKS_OF_KIND["s2v"],
+    )
+    pose_video: Path | None = option(
+        None,
+        values.read_path,
+        "video whose poses the character follows (s2v; default none)",
+        tasks=TASKS_OF_KIND["s2v"],
+    )
+    audio_sync: bool = command_option(
+        False,
+        switch,
+        "cut the first 3/16 s of the audio, by which officially the video runs ahead of it (s2v; "
+        "default false)",
+        line=True,
+        tasks=TASKS_OF_KIND["s2v"],
+    )
+
+
+@dataclass(frozen=True)
+class AnimateOptions:
+    """Preprocessed inputs of animate-14B."""
+
+    src_root_path: Path | None = option(
+        None,
+        values.read_path,
+        "folder with src_pose.mp4, src_face.mp4 and src_ref.png (animate: needed; default none)",
+        tasks=TASKS_OF_KIND["animate"],
+    )
+
+
+@dataclass(frozen=True)
+class VaceOptions:
+    """Control inputs of VACE."""
+
+    src_video: Path | None = option(
+        None,
+        values.read_path,
+        "control video, or video to edit (vace: this or --src_ref_images is needed; default none)",
+        tasks=TASKS_OF_KIND["vace"],
+    )
+    src_mask: Path | None = option(
+        None,
+        values.read_path,
+        "mask video: white is generated, black is kept (vace; default: all white)",
+        needs="src_video",
+        tasks=TASKS_OF_KIND["vace"],
+    )
+    src_ref_images: tuple[str, ...] = option(
+        (),
+        values.read_image_files,
+        "reference images, separated by commas or the flag repeated (vace; default none)",
+        tasks=TASKS_OF_KIND["vace"],
+    )
