@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from wan.app import failures
 from wan.app.flag_parser import Parser
-from wan.app.make_run import resolve_run
 from wan.app.programs import run_program
+from wan.app.resolve import resolve_run
 from wan.app.run import Run
 from wan.settings.attention_modes import (
     MODES,

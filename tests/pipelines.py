@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wan.app import flag_parser, launch
-from wan.app.make_run import make_setup
+from wan.app.resolve import make_setup
 from wan.app.resolve import resolve_command_line as asked_for
 from wan.app.run import Run
 from wan.checkpoint.layout import inspect_checkpoint

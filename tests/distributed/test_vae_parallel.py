@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tests.conftest import slow
 from tests.dist import Ranks, make_rank_envs, run_on_ranks
 from tests.pipelines import build_cpu_pipeline
-from wan.app.make_run import make_setup
+from wan.app.resolve import make_setup
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.device import select_device

@@ -57,7 +57,7 @@ WITHOUT_TORCH = (
     "wan.media",
     "wan.tasks",
     *(f"wan.pipeline.{name}" for name in ("setup", "memory_estimate")),
-    *(f"wan.app.{name}" for name in ("make_run", "run", "resolve", "launch", "job")),
+    *(f"wan.app.{name}" for name in ("record", "run", "resolve", "launch", "job")),
     *(f"wan.app.{name}" for name in ("prompt_file", "flag_parser", "programs", "failures")),
     *(f"wan.metering.{name}" for name in ("exchange_order", "recording")),
     *(f"wan.power.{name}" for name in ("report", "timeline")),
@@ -87,7 +87,7 @@ LONG_FUNCTIONS = {
     "wan.image2video.WanI2V.generate": "the official signature",
     "wan.speech2video.WanS2V.generate": "the official signature",
     "wan.textimage2video.WanTI2V.generate": "the official signature",
-    "wan.app.make_run.resolve_run": "the order of the checks, one call each",
+    "wan.app.resolve.resolve_run": "the order of the checks, one call each",
     "wan.pipeline.build.build_pipeline": "composition, one argument a line",
 }
 

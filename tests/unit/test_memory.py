@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines import resolve_plan
-from wan.app.make_run import make_setup
+from wan.app.resolve import make_setup
 from wan.app.run import Run
 from wan.checkpoint.layout import make_reference_checkpoint
 from wan.pipeline import memory_estimate

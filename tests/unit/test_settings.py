@@ -19,8 +19,7 @@ from tests.refusals import check_refusals, get_refusal
 from tools import flags_table
 from wan import cli
 from wan.app import flag_parser, prompt_extend
-from wan.app.make_run import make_video_file_name
-from wan.app.resolve import resolve_command_line
+from wan.app.resolve import make_video_file_name, resolve_command_line
 from wan.app.run import Run
 from wan.settings.command import Output
 from wan.settings.errors import InputError

@@ -39,7 +39,7 @@ def execute_run(
     Args:
         read_user_settings: Returns the user's settings. If one rank refuses them, no rank starts.
         execute: Executes the run, with the parallel groups or None.
-        require_inputs: As for `wan.app.make_run.resolve_run`.
+        require_inputs: As for `wan.app.resolve.resolve_run`.
     """
     if env.world_size() > 1:
         return _execute_on_ranks(read_user_settings, execute, require_inputs)
@@ -88,7 +88,7 @@ def resolve_settings(
     Args:
         user_settings: Checked settings, as from `wan.app.flag_parser.parse_flags`.
         run_once: Calls a function on one rank of each node; the others wait.
-        plan, require_inputs: As for `wan.app.make_run.resolve_run`.
+        plan, require_inputs: As for `wan.app.resolve.resolve_run`.
     """
     if not plan and "save_file" not in user_settings:
         check_current_folder()

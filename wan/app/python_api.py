@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wan import device as devices
-from wan.app.make_run import make_params, make_setup
+from wan.app.resolve import make_params, make_setup
 from wan.checkpoint.headers import compute_fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, inspect_checkpoint
 from wan.configs import WAN_CONFIGS

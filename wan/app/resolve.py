@@ -1,49 +1,73 @@
-"""Resolves a command line to a run: merges layers of settings and checks output paths.
+"""Resolves settings to a checked run, for the command line, the service, tools and Python classes.
 
-Layers, the first one wins: flags, the record of an earlier run, environment variables, a recipe,
-the checkpoint's generation_config.json, the task's preset.
+All settings are checked here, before torch is imported and before any weight is read.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path, PureWindowsPath
+from datetime import datetime
+from math import prod
+from pathlib import Path
 from typing import Any
 
-from wan.app import make_run
-from wan.app.make_run import InspectFolder, Values
-from wan.app.output import (
-    check_run_outputs,
-    check_trace_options,
-    check_video_path,
-    refuse_unusable_paths,
+from wan.app.failures import refuse_unusable_paths
+from wan.app.output import check_run_outputs, check_trace_options, check_video_path
+from wan.app.record import merge_layers, read_generation_config, record_settings
+from wan.app.run import INPUT_FILE_SETTINGS, InputFile, Run
+from wan.cache import policy
+from wan.checkpoint import lora, w8a8_export
+from wan.checkpoint.headers import compute_file_digest
+from wan.checkpoint.layout import (
+    Checkpoint,
+    check_task,
+    inspect_checkpoint,
+    make_reference_checkpoint,
 )
-from wan.app.run import Run
-from wan.checkpoint import layout
-from wan.checkpoint.headers import read_json, read_safetensors_metadata
-from wan.media.video_writer import read_latents_shape
-from wan.pipeline import memory_estimate
-from wan.settings import recipes
+from wan.media.video_writer import check_latents_shape, read_latents_shape
+from wan.pipeline.memory_estimate import check_memory
+from wan.pipeline.setup import Setup
+from wan.settings import parallel, recipes
+from wan.settings.attention import Attention
+from wan.settings.command import Loras, NetworkFiles, Output, PlanOptions, PromptExtension
 from wan.settings.errors import InputError, name_settings
-from wan.settings.flags import FLAGS, check_needed_settings, read_settings
-from wan.settings.step_cache import is_parameter_used
+from wan.settings.execution import Execution
+from wan.settings.fields import build_from_values, list_options
+from wan.settings.flags import FLAGS, check_needed_settings
+from wan.settings.parallel import SIZE_FLAGS, Parallel
+from wan.settings.presets import PRESETS, TASK_ALIASES, Preset
+from wan.settings.rules import Values
+from wan.settings.step_cache import StepCache
+from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, get_task, make_video_params
 from wan.utils import env
-from wan.utils.files import iterate_numbered_paths
+
+MAX_RANKS = 4096  # limit of --plan
+_DEMO_FOLDER = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained checkpoints
+_DENOISING_SETTINGS = {
+    "quant_dit_path",
+    *(name for group in (Loras, Attention, Parallel, StepCache) for name in list_options(group)),
+}
+"""Settings that have no effect where latents are only decoded."""
+InspectFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
+"""Reads the description of a checkpoint folder."""
+MakeDemo = Callable[[str, Path], None]
+"""make_demo(task, folder) writes a randomly initialized checkpoint."""
 
 
 def resolve_command_line(
     user_settings: Values,
-    make_demo: Callable[[str, Path], None],
+    make_demo: MakeDemo,
     plan: bool = False,
-    inspect_folder: InspectFolder = layout.inspect_checkpoint,
+    inspect_folder: InspectFolder = inspect_checkpoint,
     require_inputs: bool = True,
 ) -> Run:
-    """Resolves flags to a checked run.
+    """Resolves the settings of one video, merged with a record and variables, to a checked run.
 
     Args:
         user_settings: The flags, from `wan.app.flag_parser.parse_flags`.
-        make_demo, plan, inspect_folder, require_inputs: As for `wan.app.make_run.resolve_run`.
+        make_demo, plan, inspect_folder, require_inputs: As for `resolve_run`.
 
     Raises:
         InputError: A setting is invalid, or settings do not fit together.
@@ -53,88 +77,320 @@ def resolve_command_line(
         check_needed_settings(
             {name: value for name, value in values.items() if FLAGS[name].needs != "plan"}
         )
-        if "save_file" in values and not plan:
+        writes_file = "save_file" in values and not plan
+        if writes_file:
             check_video_path(values["save_file"])
-        checked_run = make_run.resolve_run(values, make_demo, plan, inspect_folder, require_inputs)
+        run = resolve_run(values, make_demo, plan, inspect_folder, require_inputs)
         # Only rank 0 runs the language model.
-        if checked_run.prompt_extension is not None and env.rank() == 0:
+        if run.prompt_extension is not None and env.rank() == 0:
             from wan.app import prompt_extend
 
-            prompt_extend.check_prompt_extension(
-                checked_run.prompt_extension, checked_run.inputs.image is not None
-            )
+            has_image = run.inputs.image is not None
+            prompt_extend.check_prompt_extension(run.prompt_extension, has_image)
         if plan:
-            checked_run.setup.check_plan()
-        elif checked_run.decode_latents is None:
-            memory_estimate.check_memory(
-                checked_run.setup, checked_run.params, env.local_world_size()
-            )
-        else:  # an image's aspect ratio follows from the latents
-            _, _, height, width = read_latents_shape(checked_run.decode_latents)
-            _, stride_h, stride_w = checked_run.params.preset.vae_stride
-            params = replace(checked_run.params, size=(width * stride_w, height * stride_h))
-            memory_estimate.check_memory(
-                checked_run.setup, params, env.local_world_size(), "decoding"
-            )
-        if "save_file" in values and not plan:
-            check_run_outputs(checked_run)
-        check_trace_options(
-            checked_run.output, checked_run.setup.execution.compile, checked_run.params.sample_steps
-        )
-        return checked_run
+            run.setup.check_plan()
+        else:
+            _check_free_memory(run)
+        if writes_file:
+            check_run_outputs(run)
+        check_trace_options(run.output, run.setup.execution.compile, run.params.sample_steps)
+        return run
 
 
-def merge_layers(flags: Values) -> dict[str, Any]:
-    """Returns the flags, merged over an earlier run's record and environment variables.
+def _check_free_memory(run: Run) -> None:
+    """Refuses a run that does not fit into the free memory."""
+    if run.decode_latents is None:
+        check_memory(run.setup, run.params, env.local_world_size())
+        return
+    # An image's aspect ratio follows from the latents.
+    _, _, height, width = read_latents_shape(run.decode_latents)
+    _, stride_h, stride_w = run.params.preset.vae_stride
+    params = replace(run.params, size=(width * stride_w, height * stride_h))
+    check_memory(run.setup, params, env.local_world_size(), "decoding")
 
-    If a flag turns a switch off, or names another step cache, the dependent settings of the lower
-    layers are dropped.
+
+def resolve_run(
+    values: Values,
+    make_demo: MakeDemo,
+    plan: bool = False,
+    inspect_folder: InspectFolder = inspect_checkpoint,
+    require_inputs: bool = True,
+) -> Run:
+    """Resolves settings to a run and checks them.
+
+    Args:
+        values: The settings. Missing ones come from the checkpoint's generation_config.json and
+            the task's preset.
+        make_demo: Called only if no checkpoint is given and the demo checkpoint does not exist yet.
+        plan: Only plan the run: its ranks need not exist, nothing is written, and without a
+            checkpoint the published sizes of the task are used.
+        inspect_folder: Identifies the networks of a folder; may cache them for many runs.
+        require_inputs: Refuse a run without an image, audio or poses that its task needs.
+
+    Raises:
+        InputError: A setting is invalid, or settings do not fit together.
     """
-    lower = {**env.read_variable_settings(), **_read_recorded_settings(flags)}
-    if "recipe" in flags:  # it sets them again
-        lower = {
-            name: value for name, value in lower.items() if name not in recipes.RECIPE_SETTINGS
-        }
-    values = recipes.merge_defaults(flags, lower)
-    for name in lower.keys() & values.keys() - flags.keys():
-        needs = FLAGS[name].needs
-        if (needs is not None and not values.get(needs)) or not is_parameter_used(name, values):
-            del values[name]
-    return values
-
-
-def _read_recorded_settings(flags: Values) -> dict[str, Any]:
-    """Reads the settings of the run that --from_json repeats or --decode_latents continues."""
-    if "from_json" in flags and "decode_latents" in flags:
-        raise InputError("`from_json`", why="excludes `decode_latents`", remedy="give one of them")
-    if "plan" in flags and "decode_latents" in flags:
-        why = "is about denoising, and `decode_latents` only decodes"
-        raise InputError("`plan`", why=why, remedy="drop one of them")
-    if "from_json" in flags:
-        path = flags["from_json"]
-        settings = read_json(path).get("settings")
-        if isinstance(settings, dict):  # a new name: nothing is overwritten
-            settings = {key: value for key, value in settings.items() if key != "save_file"}
-    elif "decode_latents" in flags:
-        for name in flags:
-            if not FLAGS[name].decoding:
-                why = "has no effect with `decode_latents`, which only decodes"
-                raise InputError(f"`{name}`", why=why, remedy="drop it")
-        path = flags["decode_latents"]
-        read_latents_shape(path)
-        settings = read_safetensors_metadata(path, "settings")
-        if isinstance(settings, dict):  # the recorded name, but in the folder of the latents
-            name = PureWindowsPath(str(settings.get("save_file", ""))).name or path.stem
-            candidate_paths = iterate_numbered_paths((path.parent / name).with_suffix(".mp4"))
-            free_path = next(
-                n for n in candidate_paths if not (n.exists() or n.with_suffix(".json").exists())
-            )
-            settings = settings | {"save_file": str(free_path)}
+    name: str = values.get("task", "t2v-A14B")
+    decodes_only = "decode_latents" in values
+    preset, world_size = PRESETS[TASK_ALIASES.get(name, name)], _count_ranks(values, plan)
+    task, inputs = get_task(preset.kind), NO_INPUTS
+    if not decodes_only:
+        inputs = task.read_inputs(preset, values, required=require_inputs and not plan)
+    folder, is_demo = _find_checkpoint_folder(values, preset)
+    checkpoint: Checkpoint | None = None
+    if is_demo and (plan or not folder.is_dir()):
+        checkpoint = make_reference_checkpoint(preset)
+        if not plan:  # refuse before the demo is written
+            setup, _ = make_setup(values, preset, checkpoint, world_size)
+            make_params(setup, values, inputs.source_size)
+            make_demo(preset.task, folder)
+            checkpoint = None
+    if checkpoint is None:
+        files = build_from_values(NetworkFiles, values)
+        candidates = [PRESETS[key] for key in (name, TASK_ALIASES.get(name, "")) if key in PRESETS]
+        checkpoint = inspect_folder(folder, files, tuple(candidates))
+    preset = _choose_preset(name, preset, checkpoint)
+    defaults = {} if checkpoint.folder is None else read_generation_config(checkpoint.folder)
+    if decodes_only:
+        _check_decoding(values, preset, world_size)
+        video_values = _keep_decoding_settings(values, preset)
     else:
-        return {}
-    if not isinstance(settings, dict):
-        raise InputError(f"{path} is not a record of generate.py (no settings in it).")
-    for name in settings:
-        if name in FLAGS and not FLAGS[name].record:
-            raise InputError(f"{path}: {name}", why="is not part of a record", remedy="remove it")
-    return read_settings(settings, f"{path}: {{}}")
+        values = {**values, **task.complete_settings(preset, values, inputs, defaults)}
+        video_values = values
+    setup, notices = make_setup(video_values, preset, checkpoint, world_size)
+    params, param_notices = make_params(setup, video_values, inputs.source_size, defaults)
+    check_latents_shape(values.get("fixed_latents"), params.latent_shape)
+    if not plan:
+        _require_components(checkpoint, preset, inputs, decodes_only)
+    file_name, fps = make_video_file_name(name, params), task.choose_fps(params, inputs, defaults)
+    output = build_from_values(Output, {"save_file": Path(file_name), "fps": fps, **values})
+    extends_prompt = values.get("use_prompt_extend")
+    demo_folder = folder if is_demo and not plan else None
+    run_notices = _make_run_notices(params, output, demo_folder, defaults)
+    video_notices = () if decodes_only else (*notices, *param_notices)  # about the DiT
+    return Run(
+        setup=setup,
+        params=params,
+        output=output,
+        inputs=inputs,
+        input_files=() if plan else _list_input_files(values, inputs),
+        prompt_extension=build_from_values(PromptExtension, values) if extends_prompt else None,
+        decode_latents=values.get("decode_latents"),
+        fixed_latents=values.get("fixed_latents"),
+        plan_options=build_from_values(PlanOptions, values),
+        device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
+        power=values.get("power", False),
+        settings=record_settings(
+            {**values, "task": name, "ckpt_dir": folder}, setup, params, output
+        ),
+        notices=(*run_notices, *video_notices),
+    )
+
+
+def _count_ranks(values: Values, plan: bool) -> int:
+    """Returns the number of ranks; for a plan in one process those of the sizes."""
+    world_size = env.world_size()
+    if plan and world_size == 1:
+        world_size = prod(values.get(name) or 1 for name in SIZE_FLAGS)
+        if world_size > MAX_RANKS:
+            remedy = f"give at most {MAX_RANKS}"
+            raise InputError(f"The sizes make {world_size} ranks", remedy=remedy)
+    return world_size
+
+
+def _choose_preset(name: str, preset: Preset, checkpoint: Checkpoint) -> Preset:
+    """Returns the preset of the task; an alias with a single network is Wan2.1's task."""
+    if name in TASK_ALIASES and checkpoint.experts.keys() == {"dit"}:
+        has_two_images = name == "i2v-14B" and checkpoint.num_clip_vision_images == 2
+        preset = PRESETS["flf2v-14B" if has_two_images else name]
+    check_task(checkpoint, preset)
+    return preset
+
+
+def _check_decoding(values: Values, preset: Preset, world_size: int) -> None:
+    """Refuses latents that the task's VAE cannot decode, or that do not fit their settings."""
+    path = values["decode_latents"]
+    channels = read_latents_shape(path)[0]
+    if channels != preset.latent_channels:
+        why = f"and the {preset.vae} VAE of this task decodes {preset.latent_channels}"
+        remedy = "give the `ckpt_dir` that the latents were made with"
+        raise InputError(f"{path} has {channels} channels", None, why, remedy)
+    stored_sizes = _read_stored_sizes(path, preset)
+    has_image = "image" in values or "src_video" in values  # its aspect ratio wins
+    for name in stored_sizes.keys() & values.keys():
+        if values[name] != stored_sizes[name] and not (name == "size" and has_image):
+            why = f"holds latents whose {name} is {stored_sizes[name]}, and its settings say "
+            why, remedy = f"{why}{values[name]}", "use the unmodified file"
+            raise InputError(str(path), None, why, remedy)
+    if world_size > 1 and not values.get("vae_parallel"):
+        why = f"runs on one process, but {world_size} were started"
+        remedy = "start it without torchrun, or add `vae_parallel`"
+        raise InputError("`decode_latents`", None, why, remedy)
+
+
+def _keep_decoding_settings(values: Values, preset: Preset) -> dict[str, Any]:
+    """Returns the settings without those of denoising; sizes are those of the latents."""
+    settings = {name: value for name, value in values.items() if name not in _DENOISING_SETTINGS}
+    return _read_stored_sizes(values["decode_latents"], preset) | settings | {"recipe": "none"}
+
+
+def _read_stored_sizes(path: Path, preset: Preset) -> dict[str, Any]:
+    """Returns the settings `frame_num` and `size` of the video that latents decode to."""
+    (_, frames, height, width), (t, h, w) = read_latents_shape(path), preset.vae_stride
+    return {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
+
+
+def _require_components(
+    checkpoint: Checkpoint, preset: Preset, inputs: Inputs, decodes_only: bool
+) -> None:
+    """Refuses a checkpoint without a network that the run needs."""
+    components: tuple[str, ...] = ("vae",)
+    if not decodes_only:
+        components = ("vae", "text_encoder", "tokenizer", *inputs.components)
+        components += ("image_encoder",) if preset.num_clip_vision_images else ()
+    for component in components:
+        checkpoint.require(component)
+
+
+def make_setup(
+    values: Values, preset: Preset, checkpoint: Checkpoint, world_size: int
+) -> tuple[Setup, tuple[str, ...]]:
+    """Returns the setup of a pipeline, and notices.
+
+    Args:
+        values: Settings; those that do not concern the setup are ignored.
+        world_size: Ranks per video.
+    """
+    execution, chip = build_from_values(Execution, values), values.get("chip")
+    attention = build_from_values(Attention, values)
+    cache_settings = build_from_values(StepCache, values)
+    if chip is not None:
+        if execution.device not in ("auto", "npu"):
+            why = f"is an NPU and contradicts `device={execution.device}`"
+            raise InputError("`chip`", chip, why, "drop one of them")
+        execution = replace(execution, device="npu")
+    topology, notices = parallel.resolve_topology(values, world_size, checkpoint.num_heads)
+    if env.world_size() > 1:
+        ranks_per_node = env.local_world_size()
+        notices += parallel.note_machine_spanning(topology, ranks_per_node, checkpoint.num_heads)
+    quantized_dit = None
+    if "quant_dit_path" in values:
+        quantized_dit = w8a8_export.read_quantized_dit(
+            values["quant_dit_path"],
+            checkpoint,
+            device=execution.device,
+            dit_fsdp=topology.dit_fsdp,
+            fa_quant=attention.fa_quant if attention.fp8 else None,
+        )
+    setup = Setup(
+        preset,
+        checkpoint,
+        execution,
+        parallel=topology,
+        attention=attention,
+        quantized_dit=quantized_dit,
+        chip=chip,
+        cache=cache_settings,
+        policy=policy.make_policy(cache_settings, preset, checkpoint.folder),
+        loras=lora.resolve_loras(values, checkpoint),
+    )
+    return setup, notices
+
+
+def make_params(
+    setup: Setup,
+    values: Values,
+    image_size: tuple[int, int] | None = None,
+    defaults: Values | None = None,
+) -> tuple[VideoParams, tuple[str, ...]]:
+    """Returns the parameters of a video, and notices.
+
+    Settings override a recipe, which is named or recognized by file names; the recipe overrides
+    the defaults.
+
+    Args:
+        values: Settings; those that do not concern the video are ignored.
+        image_size: (width, height) of the first image.
+        defaults: Settings of the checkpoint's generation_config.json.
+    """
+    checkpoint, recipe_name = setup.checkpoint, values.get("recipe", "auto")
+    files = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
+    folders = [] if checkpoint.folder is None else [checkpoint.folder]
+    lora_files = [file.path for group in lora.list_lora_files(values).values() for file in group]
+    paths = [*folders, *sorted(files)]
+    recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
+    boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
+    defaults = recipes.merge_defaults(settings, {**(defaults or {}), **boundary})
+    values = recipes.merge_defaults(values, defaults)
+    params = make_video_params(setup.preset, values, image_size)
+    recipes.check_svi_loras(params.chain, lora_files)
+    lora_notices = lora.iter_lora_notices(setup.loras, setup.preset.kind, bool(recipe_names))
+    notices = (*recipes.make_recipe_notices(recipe_names, params, bool(lora_files)), *lora_notices)
+    return params, (*notices, *setup.check_params(params))
+
+
+def _find_checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:
+    """Returns the checkpoint folder and whether it is a demo checkpoint.
+
+    Without `ckpt_dir` it is the official folder name, the folder of a given DiT, or a demo.
+    """
+    if "ckpt_dir" in values:
+        return values["ckpt_dir"], False
+    official = Path(preset.folder)
+    if official.is_dir():
+        return official, False
+    for name in ("dit", "dit_high_noise", "dit_low_noise"):
+        if name in values:
+            folder: Path = values[name].parent
+            return folder, False
+    trained = _DEMO_FOLDER / preset.task
+    return trained if trained.is_dir() else env.find_cache_dir() / f"demo-{preset.task}-v1", True
+
+
+def _list_input_files(values: Values, inputs: Inputs) -> tuple[InputFile, ...]:
+    """Lists the input files of a video with the digests of their contents."""
+    input_files: list[InputFile] = []
+    for name in ("decode_latents",) if "decode_latents" in values else INPUT_FILE_SETTINGS:
+        paths = values.get(name, ())
+        paths = [paths] if isinstance(paths, Path) else [Path(path) for path in paths]
+        if any(path.is_dir() for path in paths):  # the files in it
+            paths = [*inputs.files]
+        input_files += [InputFile(name, path, compute_file_digest(path)) for path in paths]
+    return tuple(input_files)
+
+
+def make_video_file_name(task: str, params: VideoParams) -> str:
+    """Returns `task_WxH_start-of-prompt_seed_time.mp4`.
+
+    Only letters, digits, `_`, `-` and `.` of the prompt are used, so that the name is valid on
+    every file system.
+    """
+    slug = re.sub(r"[^\w.-]+", "_", params.prompt[:200]).strip("_.")
+    while len(slug.encode("utf-8")) > 50:
+        slug = slug[:-1]
+    timestamp = datetime.now().strftime("%Y%m%d_%H%M%S")
+    width, height = params.video_size
+    parts = (task, f"{width}x{height}", slug, str(params.base_seed), timestamp)
+    return "_".join(filter(None, parts)) + ".mp4"
+
+
+def _make_run_notices(
+    params: VideoParams, output: Output, demo_folder: Path | None, defaults: Values
+) -> list[str]:
+    """Returns notices about a demo checkpoint, an untrained size and an existing output file."""
+    notices, preset = [], params.preset
+    if demo_folder is not None:
+        note = "It is randomly initialized, so the video is noise: a test of the installation."
+        if demo_folder.parent == _DEMO_FOLDER:
+            readme = _DEMO_FOLDER / "README.md"
+            note = f"It draws plain shapes that move; {readme} lists the words for prompts."
+        missing = f"No --ckpt_dir and no ./{preset.folder}"
+        notices.append(f"{missing}: using the demo checkpoint {demo_folder}. {note}")
+    size, sizes, model = "*".join(map(str, params.size)), preset.trained_sizes, preset.task
+    if demo_folder is not None and demo_folder.parent == _DEMO_FOLDER:
+        sizes, model = ("*".join(map(str, defaults["size"])),), "the demo"
+    if size not in sizes and params.size != defaults.get("size"):
+        notices.append(f"{size} is not a size {model} was trained on ({', '.join(sizes)}).")
+    if output.save_file.exists():
+        notices.append(f"{output.save_file} exists and will be replaced.")
+    return notices

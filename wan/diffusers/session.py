@@ -16,7 +16,7 @@ from diffusers import WanImageToVideoPipeline, WanTransformer3DModel, WanVACETra
 from torch import Tensor
 
 from wan import device as devices
-from wan.app.make_run import make_setup
+from wan.app.resolve import make_setup
 from wan.cache.tea import compute_embedding_changes
 from wan.checkpoint.config import KINDS, DitConfig
 from wan.checkpoint.layout import Checkpoint, DitFiles, make_reference_checkpoint
