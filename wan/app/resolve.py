@@ -152,8 +152,7 @@ def resolve_run(
     preset = _choose_preset(name, preset, checkpoint)
     defaults = {} if checkpoint.folder is None else read_generation_config(checkpoint.folder)
     if decodes_only:
-        _check_decoding(values, preset, world_size)
-        video_values = _keep_decoding_settings(values, preset)
+        video_values = _complete_decoding(values, preset, world_size)
     else:
         values = {**values, **task.complete_settings(preset, values, inputs, defaults)}
         video_values = values
@@ -207,37 +206,32 @@ def _choose_preset(name: str, preset: Preset, checkpoint: Checkpoint) -> Preset:
     return preset
 
 
-def _check_decoding(values: Values, preset: Preset, world_size: int) -> None:
-    """Refuses latents that the task's VAE cannot decode, or that do not fit their settings."""
+def _complete_decoding(values: Values, preset: Preset, world_size: int) -> dict[str, Any]:
+    """Returns the settings of decoding: without those of denoising, and with the latents' sizes.
+
+    Raises:
+        InputError: The task's VAE cannot decode the latents, or they do not fit their settings.
+    """
     path = values["decode_latents"]
-    channels = read_latents_shape(path)[0]
+    channels, frames, height, width = read_latents_shape(path)
     if channels != preset.latent_channels:
         why = f"and the {preset.vae} VAE of this task decodes {preset.latent_channels}"
         remedy = "give the `ckpt_dir` that the latents were made with"
         raise InputError(f"{path} has {channels} channels", None, why, remedy)
-    stored_sizes = _read_stored_sizes(path, preset)
+    t, h, w = preset.vae_stride
+    sizes: dict[str, Any] = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
     has_image = "image" in values or "src_video" in values  # its aspect ratio wins
-    for name in stored_sizes.keys() & values.keys():
-        if values[name] != stored_sizes[name] and not (name == "size" and has_image):
-            why = f"holds latents whose {name} is {stored_sizes[name]}, and its settings say "
+    for name in sizes.keys() & values.keys():
+        if values[name] != sizes[name] and not (name == "size" and has_image):
+            why = f"holds latents whose {name} is {sizes[name]}, and its settings say "
             why, remedy = f"{why}{values[name]}", "use the unmodified file"
             raise InputError(str(path), None, why, remedy)
     if world_size > 1 and not values.get("vae_parallel"):
         why = f"runs on one process, but {world_size} were started"
         remedy = "start it without torchrun, or add `vae_parallel`"
         raise InputError("`decode_latents`", None, why, remedy)
-
-
-def _keep_decoding_settings(values: Values, preset: Preset) -> dict[str, Any]:
-    """Returns the settings without those of denoising; sizes are those of the latents."""
     settings = {name: value for name, value in values.items() if name not in _DENOISING_SETTINGS}
-    return _read_stored_sizes(values["decode_latents"], preset) | settings | {"recipe": "none"}
-
-
-def _read_stored_sizes(path: Path, preset: Preset) -> dict[str, Any]:
-    """Returns the settings `frame_num` and `size` of the video that latents decode to."""
-    (_, frames, height, width), (t, h, w) = read_latents_shape(path), preset.vae_stride
-    return {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
+    return sizes | settings | {"recipe": "none"}
 
 
 def _require_components(
@@ -316,7 +310,7 @@ def make_params(
     checkpoint, recipe_name = setup.checkpoint, values.get("recipe", "auto")
     files = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folders = [] if checkpoint.folder is None else [checkpoint.folder]
-    lora_files = [file.path for group in lora.list_lora_files(values).values() for file in group]
+    lora_files = sorted({entry.path for group in setup.loras.values() for entry in group})
     paths = [*folders, *sorted(files)]
     recipe_names, settings = recipes.choose_recipes(recipe_name, paths, lora_files, setup.preset)
     boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
