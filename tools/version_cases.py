@@ -324,6 +324,8 @@ CASES = (
     clips("2-long-vae-parallel", f"{LONG_I2V} --chain latent --vae_parallel --save_latents", 2),
     clips("3-long-frame", f"{LONG_I2V} --chain frame --vae_parallel", 3),
     resumed("long-resumed", f"{LONG_I2V} --chain latent --num_clip 3"),
+    resumed("s2v-resumed", S2V),
+    resumed("animate-resumed", ANIMATE),
     # Every task by a prompt file, and by the service.
     *(lines(name, *requests) for name, requests in REQUESTS.items()),
     *(served(name, *requests) for name, requests in REQUESTS.items()),
