@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wan.app import flag_parser, launch
+from wan.app import flag_parser, resolve
 from wan.app.resolve import make_setup
 from wan.app.resolve import resolve_command_line as asked_for
 from wan.app.run import Run
@@ -39,8 +39,8 @@ def build_quick_pipeline(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
 
 
 def resolve_argv(argv: Sequence[object], **options: Any) -> Run:
-    """Returns the run of a command line. options: As for `launch.resolve_settings`."""
-    return launch.resolve_settings(flag_parser.parse_flags([*map(str, argv)]), **options)
+    """Returns the run of a command line. options: As for `resolve_settings`."""
+    return resolve.resolve_settings(flag_parser.parse_flags([*map(str, argv)]), **options)
 
 
 def resolve_plan(*argv: object) -> Run:

@@ -1,6 +1,6 @@
 """Run an earlier commit and this working tree on the same requests; compare results bit by bit.
 
-    python tools/compare_versions.py --base 11815a1 --keep base_results [--only fp8] [--jobs 2]
+    python tools/compare_versions.py --base e1a141d --keep base_results [--only fp8] [--jobs 2]
 
 Both versions run the cases of version_cases.py on the same tiny checkpoints, which the base makes;
 all latents and frames that a case writes are compared. The base's code is exported into the folder
@@ -45,7 +45,8 @@ REPO = Path(__file__).resolve().parents[1]
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(REPO))
 
-from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case  # noqa: E402
+from tools.make_cases import Case  # noqa: E402
+from tools.version_cases import CASES, FIXTURES, MAY_DIFFER  # noqa: E402
 from wan.app.flag_parser import Parser  # noqa: E402
 from wan.app.programs import make_argument_type, make_output_path_type  # noqa: E402
 from wan.settings.errors import InputError, WriteError, get_exit_code  # noqa: E402

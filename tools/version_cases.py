@@ -7,147 +7,31 @@ reach every branch that can change a result.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from string import Template
+from typing import Any
+
+from tools.make_cases import (
+    NPU,
+    Case,
+    clips,
+    diffusers,
+    lines,
+    npu,
+    python,
+    quick,
+    recipe,
+    resumed,
+    served,
+    tiny,
+)
 
 A2, A5 = "220", "260"
-NPU = {
-    "PYTHONPATH": "$base/tests/npu_sim/stand_in:$npu_sim",
-    "MINDIE_LOG_TO_FILE": "false",
-    "MINDIE_LOG_TO_STDOUT": "false",
-}
-MAY_DIFFER = {
-    "npu-4-mixed-both-ways-comm-2": "a ring on the simulated NPU merges in float32, as on an NPU; "
-    "the base used the CPU's path, because its tensors are on a CPU",
-    "3-vae-parallel-image": "three ranks have uneven shares of the heads; the base used a ring",
-}
-"""Name of a case -> why its result is not the base's. The base is the version before this edition,
-11815a1; against 0.1.0 (606a441) the cases with `--compile` differ by 6.3e-6."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run, as the arguments of `python`, or of `torchrun` with several ranks.
-
-    The command and variables may contain $made (folder of the checkpoints), $base (the earlier
-    tree, whose images and simulation of NPUs both versions use), $npu_sim (mindiesd) and $out (a
-    path without a suffix, in a folder of this case's results).
-    """
-
-    name: str
-    command: str
-    ranks: int = 1
-    environ: Mapping[str, str] = field(default_factory=dict)
-
-    def split_command(self, paths: Mapping[str, Path]) -> list[str]:
-        return [Template(word).substitute(paths) for word in shlex.split(self.command)]
-
-    def make_variables(self, paths: Mapping[str, Path]) -> dict[str, str]:
-        environ = {name: Template(text).substitute(paths) for name, text in self.environ.items()}
-        return {"OMP_NUM_THREADS": "1", **environ}
-
-    @property
-    def on_simulated_npu(self) -> bool:
-        return "NPU_SIM_SOC" in self.environ
-
-    def format_command(self, paths: Mapping[str, Path]) -> str:
-        """Return the command line of the case for a shell."""
-        variables = [f"{name}={text}" for name, text in self.make_variables(paths).items()]
-        start = ["torchrun", "--standalone", f"--nproc_per_node={self.ranks}"]
-        arguments = self.split_command(paths)
-        if self.ranks == 1:
-            start = ["python"]
-        elif arguments[0] == "-c":
-            start += ["--no-python", "python"]
-        return shlex.join([*variables, *start, *arguments])
-
-
-def tiny(name: str, task: str, layout: str = "official") -> Case:
-    flags = f"--task {task} --layout {layout} --out $made/{name}"
-    return Case(name, f"tools/make_tiny_checkpoint.py {flags}")
-
-
-def quick(name: str, arguments: str, ranks: int = 1, **environ: str) -> Case:
-    """Make a case of a small video; a repeated argument replaces the earlier one."""
-    return Case(name, f"generate.py {QUICK} {arguments}", ranks, environ)
-
-
-def recipe(name: str, arguments: str, ranks: int = 1) -> Case:
-    """Make a case of a small video whose steps come from a recipe or from --timesteps."""
-    return Case(name, f"generate.py {SMALL} {arguments}", ranks)
-
-
-def npu(name: str, chip: str, arguments: str, ranks: int = 1) -> Case:
-    """Make a case on simulated NPUs of a chip; both versions use the base's simulation."""
-    few = "--sample_steps 2 --sample_guide_scale 1"
-    flags = f"--ckpt_dir $made/npu --device npu --size 112*80 --frame_num 9 {few} {arguments}"
-    return quick(name, flags, ranks, NPU_SIM_SOC=chip, **NPU)
-
-
-def python(name: str, call: str, ranks: int = 1) -> Case:
-    """Make a case of the Python classes. call: an expression whose value is the latents."""
-    program = f"""
-import os, torch.distributed as dist
-from PIL import Image
-from safetensors.torch import save_file
-from wan import WanI2V, WanT2V, WanTI2V
-from wan.configs import WAN_CONFIGS
-several = "RANK" in os.environ
-if several: dist.init_process_group("gloo")
-latents = {call}
-if os.environ.get("RANK", "0") == "0":
-    save_file({{"latents": latents}}, "$out.latents.safetensors")
-if several: dist.destroy_process_group()
-"""
-    return Case(name, f"-c {shlex.quote(program)}", ranks)
-
-
-def diffusers(name: str, fixture: str, settings: str, ranks: int = 1, **more: str) -> Case:
-    """Make a case of a diffusers pipeline, parallelized with these settings.
-
-    Args:
-        more: `call`: further arguments of the pipeline's call; `cache`: arguments of
-            apply_cache_on_pipe after the pipeline.
-    """
-    image = "i2v" in fixture
-    kind = "WanImageToVideoPipeline" if image else "WanPipeline"
-    picture = f"image={IMAGE}, " if image else ""
-    cache = f"apply_cache_on_pipe(pipe, {more['cache']})" if "cache" in more else ""
-    program = f"""
-import os, torch, torch.distributed as dist
-from PIL import Image
-from diffusers import {kind} as Pipeline
-from safetensors.torch import save_file
-from transformers import CLIPImageProcessorPil
-from wan.diffusers import apply_cache_on_pipe, parallelize_pipe
-several = "RANK" in os.environ
-if several: dist.init_process_group("gloo")
-is_wan21 = {fixture!r} == "wan21-i2v-diffusers"
-parts = dict(image_processor=CLIPImageProcessorPil()) if is_wan21 else {{}}
-pipe = Pipeline.from_pretrained("$made/{fixture}", torch_dtype=torch.float32, **parts)
-parallelize_pipe(pipe, device="cpu", {settings})
-{cache}
-call = dict(width=112, height=80, num_frames=9, num_inference_steps=4, output_type="latent")
-call |= dict({more.get("call", "")})
-seed = torch.Generator().manual_seed(7)
-latents = pipe({picture}prompt="a fox", negative_prompt="red", generator=seed, **call).frames
-if os.environ.get("RANK", "0") == "0":
-    save_file({{"latents": latents.contiguous()}}, "$out.latents.safetensors")
-if several:
-    dist.barrier()
-    dist.destroy_process_group()
-"""
-    return Case(name, f"-c {shlex.quote(program)}", ranks)
-
+MAY_DIFFER: dict[str, str] = {}
+"""Name of a case -> why its result is not the base's. The base is e1a141d: versions before it lack
+some tasks."""
 
 LARGE = "width=144, height=144, num_frames=13"
 NINE, CACHE = "num_inference_steps=9", "'first_block', threshold=0.6"
 FIVE_B = "width=224, height=160"
-IMAGE = "Image.open('$base/examples/star.png').convert('RGB')"
-SMALL = "--size 64*32 --frame_num 5 --base_seed 7 --save_latents --save_file $out.mp4"
-QUICK = f"{SMALL} --sample_steps 4"
 T2V = "--ckpt_dir $made/t2v"
 I2V = "--task i2v-A14B --ckpt_dir $made/i2v --image $base/examples/star.png"
 TI2V = "--task ti2v-5B --ckpt_dir $made/ti2v --size 128*96"
@@ -172,9 +56,24 @@ LORA = f"{T2V} --lora_dir $made/lora"
 I2V21 = "--task i2v-14B --ckpt_dir $made/wan21-i2v --image $base/examples/star.png"
 FLF2V = "--task flf2v-14B --ckpt_dir $made/wan21-flf2v --image $base/examples/star.png"
 FLF2V += " --last_image $base/examples/star_end.png"
+LONG_I2V = f"{I2V} --size 64*32 --frame_num 9 --num_clip 2"
+SOUND, STAR_FILE = "$made/sound/tones.wav", "$base/examples/star.png"
+S2V = "--task s2v-14B --ckpt_dir $made/s2v --size 96*64 --infer_frames 12"
+S2V += f" --image {STAR_FILE} --audio {SOUND}"  # 21 frames: two clips, the second one cut
+POSED = f"{S2V} --pose_video $made/moves/files/src_pose.mp4"
+MOVES, TEN_MOVES = "$made/moves/files", "$made/ten-moves/files"
+ANIMATE = f"--task animate-14B --ckpt_dir $made/animate --src_root_path {MOVES} --frame_num 5"
+REFERT = f"--src_root_path {TEN_MOVES} --frame_num 9 --refert_num 5"
+SOURCE, MASK = (f"$base/examples/control/{name}.mp4" for name in ("source", "mask"))
+VACE = "--task vace-1.3B --ckpt_dir $made/vace"
+VACE += f" --src_video {SOURCE} --src_mask {MASK} --src_ref_images {STAR_FILE}"
+SPEECH = {"size": "96*64", "infer_frames": 12}
+CONTROL = {"src_video": SOURCE, "src_mask": MASK, "src_ref_images": STAR_FILE}
 FILE = "--prompt_file $made/prompts/lines.txt --save_file $out"  # a folder
 FOX, STAR = "'a fox', (64, 32)", "Image.open('$base/examples/star.png')"
+FEW = "sampling_steps=2, seed=7, output_type='latent'"
 CALL = "frame_num=5, sampling_steps=4, seed=7, output_type='latent'"
+LONG_CALL = f"WanI2V('i2v-A14B', '$made/i2v').generate('a star', {STAR}, 2048, 9, {FEW}"
 QUANTIZE = "tools/quantize_dit.py"
 NPU_FILES = """
 from pathlib import Path
@@ -229,6 +128,34 @@ lines = [
 lines = [one if isinstance(one, str) else json.dumps(one) for one in lines]
 Path("$made/prompts/lines.txt").write_text("\\n".join(lines))
 """
+SHORT = {"base_seed": 7, "sample_steps": 2}
+FOX_LINE = SHORT | {"prompt": "a fox", "size": "64*32", "frame_num": 5}
+STAR_LINE = FOX_LINE | {"prompt": "a star", "image": STAR_FILE}
+CLIP = STAR_LINE | {"frame_num": 9, "num_clip": 2}
+REQUESTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "t2v": ("t2v-A14B", [FOX_LINE, FOX_LINE | {"negative_prompt": "red", "frame_num": 9}]),
+    "i2v": (
+        "i2v-A14B",
+        [
+            STAR_LINE,
+            CLIP | {"chain": "latent"},
+            CLIP | {"chain": "frame", "prompt": "another star"},
+            CLIP | {"chain": "latent", "prompt": ["a star", "red"]},
+        ],
+    ),
+    "wan21-flf2v": ("flf2v-14B", [STAR_LINE | {"last_image": "$base/examples/star_end.png"}]),
+    "ti2v": ("ti2v-5B", [FOX_LINE | {"size": "128*96"}, STAR_LINE | {"size": "128*96"}]),
+    "s2v": ("s2v-14B", [SHORT | {"image": STAR_FILE, "audio": SOUND, **SPEECH}]),
+    "animate": ("animate-14B", [SHORT | {"src_root_path": MOVES, "frame_num": 5}]),
+    "vace": ("vace-1.3B", [FOX_LINE | CONTROL, FOX_LINE | {"src_ref_images": STAR_FILE}]),
+}
+"""Fixture -> its task, and requests to it by a prompt file and over HTTP."""
+LINE_FILES = f"""
+import json
+from pathlib import Path
+for name, (_, requests) in {REQUESTS}.items():
+    Path(f"$made/lines/{{name}}.txt").write_text("\\n".join(map(json.dumps, requests)))
+"""
 
 FIXTURES = (
     (
@@ -244,7 +171,15 @@ FIXTURES = (
         tiny("wan21-i2v", "i2v-14B"),
         tiny("wan21-flf2v", "flf2v-14B"),
         tiny("wan21-i2v-diffusers", "i2v-14B", "diffusers"),
+        tiny("s2v", "s2v-14B"),
+        tiny("animate", "animate-14B"),
+        tiny("vace", "vace-1.3B"),
+        Case("sound", f"tools/make_sound.py {SOUND} --seconds 1.3"),
+        Case("short-sound", "tools/make_sound.py $made/short-sound/tones.wav --seconds 0.4"),
+        Case("moves", f"tools/make_character.py {MOVES} --size 48*32 --frames 6"),
+        Case("ten-moves", f"tools/make_character.py {TEN_MOVES} --size 48*32 --frames 10"),
         Case("prompts", f"-c {shlex.quote(PROMPT_FILE)}"),
+        Case("lines", f"-c {shlex.quote(LINE_FILES)}"),
     ),
     (
         Case("int8", f"{QUANTIZE} --ckpt_dir $made/t2v --out $made/int8"),
@@ -252,6 +187,7 @@ FIXTURES = (
         Case("lora", f"-c {shlex.quote(LORA_FILES)}"),
         Case("fp8-files", f"-c {shlex.quote(FP8_FILES)}"),
         quick("earlier", f"{T2V} --sample_solver dpm++ --sample_guide_scale 2,4"),
+        quick("earlier-i2v", I2V),
     ),
 )
 """Fixtures of the cases, made by the earlier version; the second stage needs the first."""
@@ -298,6 +234,13 @@ CASES = (
         "decoded",
         "generate.py --decode_latents $made/earlier/out.latents.safetensors --save_file $out.mp4",
     ),
+    Case(
+        "decoded-i2v",
+        "generate.py --decode_latents $made/earlier-i2v/out.latents.safetensors"
+        " --save_file $out.mp4",
+    ),
+    quick("fixed-latents", f"{T2V} --fixed_latents $made/earlier/out.latents.safetensors"),
+    quick("latents-of-steps", f"{I2V} --save_latents steps"),
     quick("tiled", f"{T2V} --size 288*64 --vae_tiling"),
     # FP8, RainFusion, int8.
     quick("fp8", FP8),
@@ -363,6 +306,29 @@ CASES = (
     quick("offload-block", f"{T2V} --offload_model block --resident_blocks 0"),
     quick("offload-block-ti2v", f"{TI2V} --offload_model block --precision bf16"),
     quick("2-offload-block-lora", f"{LORA} --offload_model block --comm_type 1", 2),
+    # Speech, characters, control, long videos.
+    clips("s2v-without-offload", f"{S2V} --offload_model false"),
+    clips("s2v-short-sound", f"{S2V} --audio $made/short-sound/tones.wav"),
+    clips("s2v-audio-sync", f"{S2V} --num_clip 1 --audio_sync"),
+    clips("s2v-start-from-ref", f"{POSED} --start_from_ref"),
+    clips("s2v-offload-block", f"{S2V} --offload_model block --resident_blocks 0"),
+    clips("s2v-cache", f"{S2V} --sample_steps 9 {FIRST_BLOCK[len(CACHED) :]}"),
+    clips("2-s2v-fsdp-comm-1", f"{S2V} --dit_fsdp --comm_type 1", 2),
+    clips("3-s2v-pose", POSED, 3),
+    clips("animate-refert-5", f"{ANIMATE} {REFERT} --offload_model false"),
+    clips("animate-offload-block", f"{ANIMATE} --replace_flag --offload_model block"),
+    clips("2-animate-replace", f"{ANIMATE} --replace_flag --comm_type 1 --vae_parallel", 2),
+    quick("vace-scale", f"{VACE} --conditioning_scale 0.5 --offload_model block"),
+    quick("2-vace-comm-1", f"{VACE} --comm_type 1 --vae_parallel", 2),
+    clips("long-overlap", f"{LONG_I2V} --chain latent --num_clip 3 --overlap_decoding"),
+    clips("2-long-vae-parallel", f"{LONG_I2V} --chain latent --vae_parallel --save_latents", 2),
+    clips("3-long-frame", f"{LONG_I2V} --chain frame --vae_parallel", 3),
+    resumed("long-resumed", f"{LONG_I2V} --chain latent --num_clip 3"),
+    resumed("s2v-resumed", S2V),
+    resumed("animate-resumed", ANIMATE),
+    # Every task by a prompt file, and by the service.
+    *(lines(name, *requests) for name, requests in REQUESTS.items()),
+    *(served(name, *requests) for name, requests in REQUESTS.items()),
     # Many videos.
     quick("prompt-file", f"{T2V} {FILE}"),
     quick("prompt-file-dense", f"{DENSE} {FILE} --offload_model false"),
@@ -437,6 +403,31 @@ CASES = (
         "WanTI2V(WAN_CONFIGS['ti2v-5B'], '$made/ti2v')"
         f".generate('a star', {STAR}, max_area=12288, {CALL}, offload_model=False)",
     ),
+    python(
+        "python-ti2v-text",
+        f"WanTI2V('ti2v-5B', '$made/ti2v').generate('a fox', size=(128, 96), {CALL})",
+    ),
+    python(
+        "python-flf2v",
+        "WanI2V('flf2v-14B', '$made/wan21-flf2v').generate('a star', "
+        f"{STAR}, 2048, last_image=Image.open('$base/examples/star_end.png'), {CALL})",
+    ),
+    python(
+        "python-s2v",
+        f"WanS2V('s2v-14B', '$made/s2v').generate('a star', '{STAR_FILE}', '{SOUND}', "
+        f"num_repeat=None, max_area=6144, infer_frames=12, {FEW})",
+    ),
+    python(
+        "python-animate",
+        f"WanAnimate('animate-14B', '$made/animate').generate('{MOVES}', clip_len=5, {FEW})",
+    ),
+    python(
+        "python-vace",
+        "WanVace('vace-1.3B', '$made/vace').generate('a fox', "
+        f"'{SOURCE}', '{MASK}', '{STAR_FILE}', size=(64, 32), {CALL})",
+    ),
+    python("python-long-frame", f"{LONG_CALL}, num_repeat=2, chain='frame')"),
+    python("python-long-prompts", f"{LONG_CALL}, clip_prompts=['a star', 'red'], chain='latent')"),
     python(
         "2-python-comm-1",
         "WanT2V(WAN_CONFIGS['t2v-A14B'], '$made/t2v', use_sp=True, comm_type=1)"

@@ -24,7 +24,7 @@ import mlperf_loadgen as loadgen
 
 from benchmarks.mlperf import rules
 from benchmarks.mlperf.rules import Workload
-from wan.app import failures, launch
+from wan.app import failures, launch, resolve
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.job import VideoJob
 from wan.app.run import Run
@@ -209,7 +209,7 @@ def _run_rank(
     options: argparse.Namespace, workload: Workload, run: Run, team: ParallelGroups | None
 ) -> int:
     """Runs the tests on rank 0; the other ranks join in each of its videos."""
-    launch.load_torch()
+    resolve.load_torch()
     from wan import device as devices
     from wan.distributed.gloo_group import GlooGroup
     from wan.pipeline import build

@@ -313,7 +313,7 @@ def test_lines_read_the_checkpoint_once(
         inspected.append(folder)
         return inspect_checkpoint(folder, *more)
 
-    monkeypatch.setattr(launch, "inspect_checkpoint", count_inspections)
+    monkeypatch.setattr(resolve, "inspect_checkpoint", count_inspections)
     path = write_prompts(tmp_path, *map(str, range(20)))
     file_run = resolve_prompts(path, "--ckpt_dir", str(tiny("t2v-A14B")))
     assert len(file_run.lines) == 20 and inspected == [tiny("t2v-A14B")]

@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     "twice": ({"seed": 1, "base_seed": 2}, "base_seed"),
     "seconds and frames": ({"seconds": 1, "num_frames": 5}, "seconds"),
     "boundary": ({"boundary_ratio": 0.5}, "boundary_ratio"),
-    "image": ({"input_reference": "data:image/png;base64,AAAA"}, "task"),
+    "image": ({"input_reference": "data:image/png;base64,AAAA"}, "input_reference"),
     "no base64": ({"input_reference": "data:image/png;base64,AA!"}, "input_reference"),
     "path": ({"image": "/etc/passwd"}, "image"),
     "other path": ({"audio": "/etc/passwd"}, "audio"),

@@ -440,7 +440,9 @@ async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs")
     kind = "multipart/form-data; boundary=edge"
     status, _, answer = await jobs.request("/v1/videos", form.encode(), Content_Type=kind)
-    assert status == 400 and "takes no" in answer["error"]["message"], answer  # read, then refused
+    assert status == 400 and "input_reference has no effect" in answer["error"]["message"], (
+        answer
+    )  # read, then refused
     as_json = {"prompt": PROMPT, "input_reference": url}
     assert (await jobs.request("/v1/videos", json.loads(json.dumps(as_json))))[2] == answer
 

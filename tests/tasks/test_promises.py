@@ -7,6 +7,7 @@ tested; `make test-all` runs the whole table.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.tasks.conftest import TaskRun, read_frames, run_generate
 from tests.tasks.tasks import TASKS
 from wan.app import flag_parser as command_line
 from wan.app.resolve import resolve_command_line
+from wan.cli import main as generate
 from wan.media.video_writer import write_video
 from wan.planner.measure import Planner
 from wan.settings.command import Output
@@ -180,6 +182,24 @@ def test_a_run_after_a_killed_one(task: str, asked: Ask, tmp_path: Path) -> None
         assert killed.wait_for_exit() == [-9], killed.format_outputs()
     assert not out.exists()
     assert run_generate(*argv) == 0
+    assert (read_frames(out) == task_run.frames).all()
+    assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
+
+
+@pytest.mark.parametrize("task", ["s2v", "animate"])  # long videos: test_long_videos.py
+def test_a_killed_video_of_clips_goes_on(task: str, asked: Ask, tmp_path: Path) -> None:
+    """Stored clips are not made again, and the finished video is that of one run."""
+    task_run, out = asked(task), tmp_path / "v.mp4"
+    argv, first = [*task_run.argv, "--save_file", str(out)], out.with_suffix(".clips") / "0001.mp4"
+    with Ranks([{}], generate.main, argv) as killed:
+        killed.wait_for_output(0, "Clip 2 of")
+        killed.processes[0].kill()
+        assert killed.wait_for_exit() == [-signal.SIGKILL]
+    modified = first.stat().st_mtime_ns
+    with Ranks([{}], generate.main, argv) as resumed:
+        resumed.wait_for_output(0, "1 of ")
+        assert first.stat().st_mtime_ns == modified
+        assert resumed.wait_for_exit() == [0], resumed.format_outputs()
     assert (read_frames(out) == task_run.frames).all()
     assert {path.name for path in tmp_path.iterdir()} == {"v.mp4", "v.json"}
 

@@ -26,6 +26,8 @@ PARALLEL_FLAGS = {
         *("--ulysses_size", "2", "--comm_type", "2"),
         *("--dit_fsdp", "--t5_fsdp"),
     ],
+    # The second clip of S2V finds cached values, which all ranks must find alike.
+    "sharded weights that stay": ["--ulysses_size", "2", "--dit_fsdp", "--offload_model", "false"],
     "overlap": ["--ulysses_size", "2", "--fa_alltoall_overlap"],
     "ring, shared VAE": ["--ring_size", "2", "--vae_parallel"],
     "a branch each": ["--cfg_size", "2"],
@@ -36,6 +38,7 @@ DEFAULT = {
     ("vace", "InsertComm"),
     ("ti2v", "a branch each"),
     ("long", "overlap"),
+    ("s2v", "sharded weights that stay"),
 }
 
 

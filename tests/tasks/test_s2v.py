@@ -87,7 +87,7 @@ def test_poses_and_the_picture_as_first_frame(
 def test_clips_before_a_failure_are_kept(
     one: TaskRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second clip fails; the only file is the first clip, with its audio."""
+    """The second clip fails; the first one is kept, and the next run continues after it."""
     calls, forward = [0], WanModel_S2V.forward
 
     def fail_in_second_clip(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +98,12 @@ def test_clips_before_a_failure_are_kept(
 
     monkeypatch.setattr(WanModel_S2V, "forward", fail_in_second_clip)
     assert run_generate(*one.argv, "--save_file", tmp_path / "v.mp4") == 1
-    (clip_file,) = tmp_path.iterdir()
-    assert clip_file.name == "v.clips-1-1.mp4" and "Audio: aac" in read_stream_info(clip_file)
-    assert read_frames(clip_file).shape[0] == 12 - 3
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.iterdir()} == {"0001.mp4", "0001.safetensors"}
+    assert read_frames(folder / "0001.mp4").shape[0] == 12 - 3
+    monkeypatch.undo()
+    assert (one.make_frames(tmp_path / "v.mp4") == one.frames).all() and not folder.exists()
+    assert "Audio: aac" in read_stream_info(tmp_path / "v.mp4")
 
 
 BAD: dict[str, list[str]] = {

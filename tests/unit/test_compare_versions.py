@@ -17,7 +17,8 @@ from tools.compare_versions import (
     find_differences,
     run_base_case,
 )
-from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case
+from tools.make_cases import Case
+from tools.version_cases import CASES, FIXTURES, MAY_DIFFER
 from wan.app import flag_parser
 
 PATHS = defaultdict(lambda: Path("somewhere"))

@@ -9,12 +9,19 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wan.app.failures import refuse_unusable_paths
-from wan.app.output import check_run_outputs, check_trace_options, check_video_path
+from wan.app.output import (
+    check_current_folder,
+    check_run_outputs,
+    check_trace_options,
+    check_video_path,
+)
+from wan.app.prompt_file import resolve_prompt_file
 from wan.app.record import merge_layers, read_generation_config, record_settings
 from wan.app.run import INPUT_FILE_SETTINGS, InputFile, Run
 from wan.cache import policy
@@ -42,6 +49,10 @@ from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import NO_INPUTS, Inputs, VideoParams, get_task, make_video_params
 from wan.utils import env
+from wan.utils.log import logger
+
+if TYPE_CHECKING:
+    from wan.distributed.rendezvous import RunOncePerNode
 
 MAX_RANKS = 4096  # limit of --plan
 _DEMO_FOLDER = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained checkpoints
@@ -54,6 +65,51 @@ InspectFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
 """Reads the description of a checkpoint folder."""
 MakeDemo = Callable[[str, Path], None]
 """make_demo(task, folder) writes a randomly initialized checkpoint."""
+
+
+@refuse_unusable_paths()
+def resolve_settings(
+    user_settings: Values,
+    run_once: RunOncePerNode = lambda make: make(),
+    plan: bool = False,
+    require_inputs: bool = True,
+) -> Run:
+    """Resolves the user's settings to a run of one video or of a prompt file.
+
+    Args:
+        user_settings: Checked settings, as from `wan.app.flag_parser.parse_flags`.
+        run_once: Calls a function on one rank of each node; the others wait.
+        plan, require_inputs: As for `wan.app.resolve.resolve_run`.
+    """
+    if not plan and "save_file" not in user_settings:
+        check_current_folder()
+    if "prompt_file" in user_settings:
+        if plan:
+            raise InputError("`plan` is about one video; drop `prompt_file`.")
+        return resolve_prompt_file(user_settings, partial(make_line_resolver, run_once=run_once))
+    make_demo = partial(make_random_checkpoint, run_once)
+    return resolve_command_line(user_settings, make_demo, plan, require_inputs=require_inputs)
+
+
+def make_line_resolver(
+    shared: Values, run_once: RunOncePerNode = lambda make: make()
+) -> Callable[[Values], Run]:
+    """Returns a function that resolves the settings of one of several videos.
+
+    They override the shared settings. The checkpoint folder is inspected once.
+    """
+    make_demo = partial(make_random_checkpoint, run_once)
+    inspect_folder = cache(inspect_checkpoint)
+
+    def resolve_line(line_settings: Values) -> Run:
+        names = {"clip_prompts"} if "prompt" in line_settings else set()
+        if "timesteps" in line_settings:  # they replace the whole schedule
+            names |= {"timesteps", "sample_steps", "sample_shift", "boundary_step"}
+        inherited = {name: value for name, value in shared.items() if name not in names}
+        settings = inherited | {**line_settings}
+        return resolve_command_line(settings, make_demo, inspect_folder=inspect_folder)
+
+    return resolve_line
 
 
 def resolve_command_line(
@@ -388,3 +444,31 @@ def _make_run_notices(
     if output.save_file.exists():
         notices.append(f"{output.save_file} exists and will be replaced.")
     return notices
+
+
+def make_random_checkpoint(run_once: RunOncePerNode, task: str, folder: Path) -> None:
+    """Writes a randomly initialized checkpoint on one rank of each node; the others wait."""
+    load_torch()
+    from wan.testing.random_checkpoint import make_checkpoint
+
+    def make_once() -> None:
+        logger.info("Making the randomly initialized checkpoint %s (once).", folder)
+        try:
+            make_checkpoint(task, folder)
+        except (OSError, InputError):
+            if not folder.is_dir():  # otherwise another run has just written it
+                raise
+
+    run_once(make_once)
+
+
+def load_torch() -> None:
+    """Imports torch; raises InputError if it does not load, as with torch-npu but without CANN."""
+    try:
+        import torch  # noqa: F401
+    except RuntimeError as error:
+        raise InputError(
+            f"PyTorch does not load ({str(error).splitlines()[0]}); if torch-npu is installed, "
+            "install CANN and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run "
+            "without NPUs."
+        ) from error

@@ -8,7 +8,8 @@ from functools import partial
 
 from wan.app import failures
 from wan.app.flag_parser import parse_flags
-from wan.app.launch import execute_run, generate_videos, load_torch, resolve_settings
+from wan.app.launch import execute_run, generate_videos
+from wan.app.resolve import load_torch, resolve_settings
 from wan.settings.errors import InputError, get_exit_code
 from wan.utils import env, log
 

@@ -174,7 +174,8 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
                 ref, None if drop_motion_frames else motion, grid
             )
             # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
-            audio_tokens = self._encode_audio(audio_input, audio, i, tuple(motion_frames))
+            cache_key = audio_input, i, tuple(motion_frames), grid, reference.num_extra_tokens
+            audio_tokens = self._encode_audio(audio, cache_key)
             conditioning = self._make_conditioning(reference, audio_tokens, pose, grid)
             sample_step = step and replace(step, sample=i)
             velocities.append(
@@ -317,19 +318,17 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             ],
         )
 
-    def _encode_audio(
-        self, all_audio: Tensor, audio: Tensor, sample: int, motion_frames: tuple[int, ...]
-    ) -> _AudioTokens:
+    def _encode_audio(self, audio: Tensor, cache_key: tuple[Any, ...]) -> _AudioTokens:
         """Encodes the audio of a sample, or returns the cached tokens.
 
-        all_audio: the audio of all samples, which is the cache key.
+        cache_key: Equal on all ranks, and decides which frames each rank has: all ranks must find
+            cached values, or none, as FSDP gathers the weights of a layer that computes them.
         """
+        motion_frames = cache_key[2]
         encode = partial(self.casual_audio_encoder, audio[0], motion_frames)
         if self._audio_cache is None or torch.is_grad_enabled():
             return _AudioTokens(False, *encode())
-        return self._audio_cache.get_or_compute(
-            [all_audio, sample, motion_frames], lambda: _AudioTokens(True, *encode())
-        )
+        return self._audio_cache.get_or_compute(cache_key, lambda: _AudioTokens(True, *encode()))
 
     def _token_type_embedding(self, token_type: str) -> Tensor:
         """Learned embedding of a token type, float32 [C]."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan.app import failures, launch
+from wan.app import failures, resolve
 from wan.app.flag_parser import Parser, parse_flags
 from wan.app.programs import make_argument_type
 from wan.serve.folders import NAME_LENGTH, check_journal_folder
@@ -165,7 +165,7 @@ def _resolve_service_run(
         raise InputError(f"`{per_video[0]}` is about one video", remedy="drop it")
     # The file is never written: each job has its own one.
     user_settings |= read_settings({"save_file": folder.absolute() / "video.mp4"})
-    return launch.resolve_settings(user_settings, require_inputs=False), user_settings
+    return resolve.resolve_settings(user_settings, require_inputs=False), user_settings
 
 
 def run_service(argv: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan.app import failures, launch
+from wan.app import failures, launch, resolve
 from wan.app.job import VideoJob
 from wan.app.run import Run
 from wan.pipeline.batch import Batch, Job
@@ -138,7 +138,7 @@ class RankWorker:
         self._pipeline, self._team, self._link = pipeline, team, link
         self._control = GlooGroup(team)
         self._is_main = team is None or team.is_main
-        self._resolve_settings = launch.make_line_resolver(shared)
+        self._resolve_settings = resolve.make_line_resolver(shared)
         self._max_cached_prompts = max_cached_prompts
         self._embeds: dict[str, Tensor] = {}  # of the last prompts, newest first
 
@@ -267,7 +267,7 @@ def _hash_run(run: Run) -> str:
 
 def _serve_rank(front: Mapping[str, Any], run: Run, team: ParallelGroups | None) -> int:
     """Builds the pipeline of one rank and serves commands; returns the exit code."""
-    launch.load_torch()
+    resolve.load_torch()
     from wan import device as devices
     from wan.pipeline import build
 

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.app import launch
+from wan.app import resolve
 from wan.app.run import Run
 from wan.checkpoint.headers import read_json
 from wan.pipeline import memory_estimate
@@ -120,7 +120,7 @@ class Service:
         self._loading_seconds = 0.0  # to load the weights for one batch
         self._max_batch_size = limits.batch_size if _can_group_by_expert(run) else 1
         self._change_event, self._admission_lock = asyncio.Event(), asyncio.Lock()
-        self._resolve_settings = launch.make_line_resolver(user_settings)
+        self._resolve_settings = resolve.make_line_resolver(user_settings)
         for job in self.journal.requeue_interrupted():
             self._remove_attempt_files(job, keep_clips=False)
         for job in self.journal.list_in_state("queued"):
