@@ -19,7 +19,7 @@ from tests.conftest import Refusals, Tiny, slow
 from tests.dist import GENERATE, TORCHRUN, Ranks, make_rank_envs
 from tests.pipelines import resolve_argv
 from tests.refusals import check_refusals
-from wan.app import launch
+from wan.app import resolve
 from wan.checkpoint.layout import inspect_checkpoint
 from wan.cli import main as generate
 from wan.modules.model import WanModel
