@@ -265,9 +265,10 @@ class VideoJob:
                         self.save_denoised_latents(error.latents)
                     if self._is_main and index:
                         logger.error(
-                            "%d of %d clips are kept in %s; the same command with --base_seed %d "
-                            "continues after them.",
-                            *(index, num_clips, files.folder, params.base_seed),
+                            "%d of %d clips are kept in %s; the same command with --save_file %s "
+                            "--base_seed %d continues after them.",
+                            *(index, num_clips, files.folder),
+                            *(run.output.save_file, params.base_seed),
                         )
                     raise
             if self._is_main:

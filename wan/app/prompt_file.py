@@ -39,7 +39,7 @@ def resolve_prompt_file(
 
     Args:
         user_settings: The flags; `save_file` is a folder.
-        make_line_resolver: As in `wan.app.launch`.
+        make_line_resolver: As in `wan.app.resolve`.
 
     Raises:
         InputError: The file cannot be read, has no lines or too many, or every line is invalid.
