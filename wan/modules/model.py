@@ -32,9 +32,8 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import RopeCache, RopeTable
 from wan.modules.text_kv_cache import ContextKV, EmbeddedContext, InputCache
 from wan.settings.attention_modes import Grid
+from wan.settings.presets import MODEL_TYPES
 from wan.utils import trace
-
-MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
 
 
 @dataclass(frozen=True)
