@@ -81,8 +81,8 @@ class Preset:
     num_layers: int = 40
     in_dim: int = 16
     patch_size: tuple[int, int, int] = (1, 2, 2)
-    network_config: Mapping[str, Any] = field(default_factory=dict)
-    config_json: Mapping[str, Any] = field(default_factory=dict)
+    network_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    config_json: Mapping[str, Any] = field(default_factory=dict, hash=False)
     vae: str = "2.1"
     sample_steps: int
     sample_shift: float
@@ -103,7 +103,9 @@ class Preset:
     sharded: bool = True
     tiny_head_dim: int = 6
     tiny_num_layers: int = 2
-    tiny_settings: Mapping[str, Any] = field(default_factory=lambda: _TINY_SIZE | _TINY_CLIP)
+    tiny_settings: Mapping[str, Any] = field(
+        default_factory=lambda: _TINY_SIZE | _TINY_CLIP, hash=False
+    )
 
     @property
     def prompt(self) -> str:
