@@ -155,7 +155,7 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     if num_heads < 1 or dim % (2 * num_heads):
         why = f"is {num_heads}, but {dim} channels are not {num_heads} heads of an even size"
         raise InputError(f"{path}: num_heads", None, why, "download config.json again")
-    if (read_network_config := _CONFIG_READERS.get(kind)) is not None:
+    if (read_network_config := CONFIG_READERS.get(kind)) is not None:
         config |= read_network_config(path, tensors, config)
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
     return cast(DitConfig, frozen)
@@ -245,7 +245,7 @@ def _read_vace_config(
     return {"vace_layers": tuple(sorted(layers)), "vace_in_dim": shape[1]}
 
 
-_CONFIG_READERS = {"s2v": _read_s2v_config, "vace": _read_vace_config}
+CONFIG_READERS = {"s2v": _read_s2v_config, "vace": _read_vace_config}
 """Kind -> function that reads the arguments that only its networks have."""
 
 
