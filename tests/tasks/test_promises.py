@@ -27,8 +27,10 @@ from wan.pipeline.pipeline import Pipeline
 from wan.planner.measure import Planner
 from wan.settings.command import Output
 from wan.settings.errors import InputError
+from wan.settings.flags import read_settings
 from wan.settings.presets import PRESETS
 from wan.tasks.base import TASKS as ROOMS
+from wan.tasks.base import get_task
 from wan.utils.torch_private import StorageTracker
 
 pytestmark = pytest.mark.xdist_group("tasks")
@@ -215,6 +217,17 @@ def test_a_plan_counts_the_encoded_latents(
     flags = command_line.parse_flags([*task_run.argv, "--plan"])
     params = resolve_command_line(flags, lambda *_: None, plan=True).params
     assert max(counts) == params.task.count_encoded_latents(params)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_inputs_list_the_files_of_the_video(task: str, tmp_path: Path) -> None:
+    """Ranks compare these files in the Python classes, and images by their pixels."""
+    files, preset = TASKS[task].inputs(tmp_path), PRESETS[TASKS[task].checkpoint]
+    values = read_settings({flag[2:]: str(path) for flag, path in files.items()})
+    inputs = get_task(preset.kind).read_inputs(preset, values, required=True)
+    for flag, path in files.items():
+        if flag not in ("--image", "--last_image"):
+            assert any(path in (file, file.parent) for file in inputs.files), flag
 
 
 def test_each_kind_of_task_is_tested() -> None:
