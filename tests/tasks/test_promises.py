@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from tests import failing
 from tests.conftest import Tiny, slow
@@ -24,10 +25,14 @@ from wan.app import flag_parser as command_line
 from wan.app.resolve import resolve_command_line
 from wan.cli import main as generate
 from wan.media.video_writer import write_video
+from wan.pipeline.pipeline import Pipeline
 from wan.planner.measure import Planner
 from wan.settings.command import Output
 from wan.settings.errors import InputError
+from wan.settings.flags import read_settings
 from wan.settings.presets import PRESETS
+from wan.tasks.base import TASKS as ROOMS
+from wan.tasks.base import get_task
 from wan.utils.torch_private import StorageTracker
 
 pytestmark = pytest.mark.xdist_group("tasks")
@@ -214,6 +219,39 @@ def test_ranks_compare_what_the_video_is_made_from(task: str, asked: Ask, tmp_pa
             f"the content of {flag}"
         }
     assert {flag for flag, _ in task_run.task.compared} == task_run.inputs.keys()
+
+
+@parametrize_tasks("i2v", "ti2v", "first and last", "vace", "s2v", "animate")
+def test_a_plan_counts_the_encoded_latents(
+    task: str, asked: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task_run, counts, encode_video = asked(task), [0], Pipeline.encode_video
+
+    def encode_and_count(pipeline: Pipeline, video_3FHW: Tensor) -> Tensor:
+        latents = encode_video(pipeline, video_3FHW)
+        counts.append(latents.shape[1])
+        return latents
+
+    monkeypatch.setattr(Pipeline, "encode_video", encode_and_count)
+    task_run.make_frames(tmp_path / "v.mp4")
+    flags = command_line.parse_flags([*task_run.argv, "--plan"])
+    params = resolve_command_line(flags, lambda *_: None, plan=True).params
+    assert max(counts) == params.task.count_encoded_latents(params)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_inputs_list_the_files_of_the_video(task: str, tmp_path: Path) -> None:
+    """Ranks compare these files in the Python classes, and images by their pixels."""
+    files, preset = TASKS[task].inputs(tmp_path), PRESETS[TASKS[task].checkpoint]
+    values = read_settings({flag[2:]: str(path) for flag, path in files.items()})
+    inputs = get_task(preset.kind).read_inputs(preset, values, required=True)
+    for flag, path in files.items():
+        if flag not in ("--image", "--last_image"):
+            assert any(path in (file, file.parent) for file in inputs.files), flag
+
+
+def test_each_kind_of_task_is_tested() -> None:
+    assert {PRESETS[task.checkpoint].kind for task in TASKS.values()} == ROOMS.keys()
 
 
 @parametrize_tasks("vace")

@@ -315,6 +315,16 @@ def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     check_messages("sound encoders", messages)
 
 
+def test_configurations_of_vace(tiny: Any, tmp_path: Path) -> None:
+    folder = copy_checkpoint(tiny("vace-1.3B"), tmp_path)
+    layers: list[Any] = [[0, 1, 2], [1, 2], [0, 3], "all"]
+    table: dict[str, list[Any]] = {"model_type": ["t2v"], "vace_in_dim": [64]}
+    messages: dict[str, str] = {}
+    for key, values in (table | {"vace_layers": layers}).items():
+        messages |= collect_value_refusals(folder, "config.json", key, values)
+    check_messages("configurations of VACE", messages)
+
+
 def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
     """Animate has I2V's input channels, and is refused by I2V because of its tensors."""
     sizes = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 5, "text_dim": 16}

@@ -38,7 +38,7 @@ from wan.settings.flags import (
     read_constructor_settings,
     read_settings,
 )
-from wan.settings.presets import PRESETS, Preset
+from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
 from wan.settings.values import choice, format_value, integer, switch
 from wan.tasks.base import Inputs, VideoParams, get_task
 from wan.utils import env
@@ -147,7 +147,7 @@ class Generator:
                 values["precision"] = "fp32"
             integer(0, 10**6)("`rank`", rank)  # checked only; it has no effect
             network_files = build_from_values(NetworkFiles, values)
-            presets = [preset for preset in PRESETS.values() if preset.kind == self.kind]
+            presets = [PRESETS[name] for name in TASKS_OF_KIND[self.kind]]
             checkpoint = _inspect_checkpoint_dir(checkpoint_dir, network_files, tuple(presets))
             checkpoint = _apply_config_files(checkpoint, self.config, network_files)
             structure = checkpoint.experts.keys(), checkpoint.num_clip_vision_images

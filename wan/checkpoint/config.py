@@ -10,15 +10,20 @@ from typing import Any, TypedDict, cast
 from wan.checkpoint.headers import read_json
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
-from wan.settings.presets import PRESETS, VACE_CONTEXT_CHANNELS, Preset
+from wan.settings.presets import MODEL_TYPES, PRESETS, Preset
 from wan.settings.sound import FIXED_CONFIG, INJECT_LAYERS
 from wan.settings.values import format_value
 
-KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
-MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate", "vace")
-S2V_KEY = "casual_audio_encoder.weights"  # a key only S2V has; "casual" is the official spelling
-ANIMATE_KEY = "face_adapter.fuser_blocks.0.linear1_q.weight"  # a key only Animate has
-VACE_KEY = "vace_patch_embedding.weight"  # a key only VACE has
+NETWORK_KEYS = {
+    "s2v": "casual_audio_encoder.weights",  # the official spelling of "causal"
+    "animate": "face_adapter.fuser_blocks.0.linear1_q.weight",
+    "vace": "vace_patch_embedding.weight",
+}
+"""Kind -> name of a tensor that only its networks have."""
+KINDS = {
+    preset.in_dim: preset.kind for preset in PRESETS.values() if preset.kind not in NETWORK_KEYS
+}
+"""Input channels of the patch embedding -> kind of the other networks."""
 BLOCK_PREFIXES = ("blocks.", "vace_blocks.")  # key prefixes of the transformer blocks
 _HEAD_DIM_KEY = "face_adapter.fuser_blocks.0.q_norm.weight"
 
@@ -60,8 +65,8 @@ class VaceConfig(DitConfig):
     vace_in_dim: int
 
 
-def get_vace_layers(config: DitConfig) -> tuple[int, ...]:
-    """Returns the indices of the blocks that take a VACE hint; () for other networks."""
+def get_control_layers(config: DitConfig) -> tuple[int, ...]:
+    """Returns the indices of the blocks to which a control block adds a hint."""
     return cast(VaceConfig, config).get("vace_layers", ())
 
 
@@ -69,11 +74,9 @@ def make_reference_dit_config(preset: Preset) -> DitConfig:
     """Returns the configuration of a task's published networks."""
     config = {
         **_DEFAULTS,
-        "model_type": "flf2v" if preset.num_clip_vision_images == 2 else preset.kind,
+        "model_type": preset.model_type,
         "patch_size": preset.patch_size,
-        "in_dim": {kind: channels for channels, kind in KINDS.items()}.get(
-            preset.kind, 36 if preset.kind == "animate" else 16
-        ),
+        "in_dim": preset.in_dim,
         "dim": preset.dim,
         "ffn_dim": preset.ffn_dim,
         "freq_dim": 256,
@@ -85,17 +88,8 @@ def make_reference_dit_config(preset: Preset) -> DitConfig:
         "cross_attn_norm": True,
         "image_dim": 1280 if preset.num_clip_vision_images else 0,
         "image_positions": 514 if preset.num_clip_vision_images == 2 else 0,
+        **preset.network_config,
     }
-    if preset.kind == "s2v":
-        audio_config = {
-            "audio_dim": 1024,
-            "num_audio_token": 4,
-            "audio_inject_layers": INJECT_LAYERS,
-        }
-        config |= audio_config
-    if preset.kind == "vace":
-        layers = tuple(range(0, preset.num_layers, preset.vace_block_interval))
-        config |= {"vace_layers": layers, "vace_in_dim": VACE_CONTEXT_CHANNELS}
     return cast(DitConfig, config)
 
 
@@ -149,7 +143,7 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
             raise _make_config_error(path, key, config_json[key], allowed)
     kind = detect_kind(tensors, sizes["in_dim"]) or "t2v"
     json_value = config_json.get("model_type", kind)
-    if json_value != kind and (json_value == "vace" or {json_value, kind} & {"s2v", "animate"}):
+    if json_value != kind and NETWORK_KEYS.keys() & {json_value, kind}:
         why = f"is {format_value(json_value)}, but the tensors are those of {kind}"
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
     if not config_json:
@@ -161,10 +155,8 @@ def read_dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfi
     if num_heads < 1 or dim % (2 * num_heads):
         why = f"is {num_heads}, but {dim} channels are not {num_heads} heads of an even size"
         raise InputError(f"{path}: num_heads", None, why, "download config.json again")
-    if kind == "s2v":
-        config |= _read_s2v_config(path, tensors, config)
-    if kind == "vace":
-        config |= _read_vace_config(path, tensors, config["num_layers"])
+    if (read_network_config := CONFIG_READERS.get(kind)) is not None:
+        config |= read_network_config(path, tensors, config)
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
     return cast(DitConfig, frozen)
 
@@ -184,8 +176,8 @@ def _check_blocks(folder: Path, shape_config: Mapping[str, Any]) -> None:
 
 def detect_kind(tensors: Collection[str], in_dim: int) -> str | None:
     """Returns the kind of a network by its tensor names and input channels; None if unknown."""
-    kind_keys = {S2V_KEY: "s2v", ANIMATE_KEY: "animate", VACE_KEY: "vace"}
-    return next((kind for name, kind in kind_keys.items() if name in tensors), KINDS.get(in_dim))
+    kinds = (kind for kind, name in NETWORK_KEYS.items() if name in tensors)
+    return next(kinds, KINDS.get(in_dim))
 
 
 def _read_s2v_config(
@@ -224,15 +216,15 @@ def _read_s2v_config(
 
 
 def _read_vace_config(
-    path: Path, tensors: Mapping[str, TensorInfo], num_layers: int
+    path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments that only VACE's network has.
 
     If config.json has no `vace_layers`, the control blocks are spaced evenly over the layers, as in
     all published networks.
     """
-    config_json = read_json(path) if path.is_file() else {}
-    shape = tensors[VACE_KEY].shape
+    config_json, num_layers = read_json(path) if path.is_file() else {}, config["num_layers"]
+    shape = tensors[NETWORK_KEYS["vace"]].shape
     block_ids = {n.split(".")[1] for n in tensors if n.startswith(_VACE_PREFIX)}
     count = len(block_ids)
     if len(shape) != 5 or not count or block_ids != {str(index) for index in range(count)}:
@@ -251,6 +243,10 @@ def _read_vace_config(
         allowed = f"{count} different layers below {num_layers}, of which 0 is one"
         raise _make_config_error(path, "vace_layers", layers, allowed)
     return {"vace_layers": tuple(sorted(layers)), "vace_in_dim": shape[1]}
+
+
+CONFIG_READERS = {"s2v": _read_s2v_config, "vace": _read_vace_config}
+"""Kind -> function that reads the arguments that only its networks have."""
 
 
 def _infer_config_from_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:

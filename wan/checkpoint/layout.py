@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wan.checkpoint.config import (
-    ANIMATE_KEY,
     KINDS,
-    S2V_KEY,
-    VACE_KEY,
+    NETWORK_KEYS,
     DitConfig,
     detect_kind,
-    get_vace_layers,
+    get_control_layers,
     make_reference_dit_config,
     read_dit_config,
 )
@@ -42,11 +40,10 @@ from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import FLOATS, TensorInfo
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
-from wan.settings.presets import PRESETS, Preset
-from wan.settings.values import format_value
+from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
+from wan.settings.values import format_value, join_with_or
 
 NO_FILES = NetworkFiles()
-_LATENT_CHANNELS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16, "animate": 16, "vace": 16}
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
 _DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _STEMS = {  # official files end with .pth or .safetensors
@@ -107,8 +104,7 @@ class Checkpoint:
     Attributes:
         folder: None for a checkpoint without files (`make_reference_checkpoint`).
         folder_format: "official" or "diffusers".
-        kind: Family of tasks with the same inputs: "t2v", "i2v", "ti2v", "s2v", "animate" or
-            "vace".
+        kind: Kind of the tasks that the networks fit.
         experts: By name: "high_noise" and "low_noise", or "dit".
         boundary: `boundary_ratio` of model_index.json: from this fraction of the training timesteps
             up, the high-noise expert is used. None: the task's default.
@@ -161,8 +157,8 @@ class Checkpoint:
 
     @property
     def num_control_blocks(self) -> int:
-        """The number of VACE control blocks; 0 for other networks."""
-        return len(get_vace_layers(self.config))
+        """The number of control blocks, each of which adds a hint to a block."""
+        return len(get_control_layers(self.config))
 
     def require(self, component: str) -> Path:
         """Returns the path of a component: "vae", "text_encoder", "tokenizer", ...
@@ -226,27 +222,28 @@ def inspect_checkpoint(
         why = "mixes networks of different tasks or sizes"
         raise InputError(f"{folder}", None, why, "download it again")
     kind = _detect_network_kind(first_dit)
+    preset = PRESETS[TASKS_OF_KIND[kind][0]]  # the tasks of a kind need the same components
     components: dict[str, Path | None] = {}
-    stems = {"vae": "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE", **_STEMS}
+    stems = {"vae": f"Wan{preset.vae}_VAE", **_STEMS}
     for component, stem in stems.items():
         if component == "image_encoder" and not first_dit.config["image_dim"]:
             components[component] = None
         elif (path := getattr(network_files, component, None)) is not None:
-            components[component] = _check_explicit_component(component, path, kind)
+            components[component] = _check_explicit_component(component, path, preset)
         else:
             standard_path = (
                 _find_diffusers_component(folder / component)
                 if diffusers
                 else _find_official_file(folder, stem)
             )
-            components[component] = standard_path or _find_component(finder, component, kind)
+            components[component] = standard_path or _find_component(finder, component, preset)
     return Checkpoint(
         folder=folder,
         folder_format="diffusers" if diffusers else "official",
         kind=kind,
         experts=experts,
         tokenizer=_find_tokenizer(folder, components["text_encoder"]),
-        audio_encoder=_find_audio_encoder(folder) if kind == "s2v" else None,
+        audio_encoder=_find_audio_encoder(folder) if preset.needs_audio_encoder else None,
         boundary=index.boundary if len(experts) == 2 else None,
         **components,
     )
@@ -360,22 +357,23 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile |
     return file
 
 
-def _check_explicit_component(component: str, path: Path, kind: str) -> Path:
+def _check_explicit_component(component: str, path: Path, preset: Preset) -> Path:
     """Checks an explicit text encoder, image encoder or VAE and returns its path."""
-    file = _check_component_file(f"`{component}`", path, component)
-    if file is not None and component == "vae" and file.channels != _LATENT_CHANNELS[kind]:
-        why = f"has {file.channels} latent channels, and the networks of {kind} have "
-        raise InputError(
-            "`vae`", path, f"{why}{_LATENT_CHANNELS[kind]}", "give the VAE of this task"
-        )
+    file, channels = (
+        _check_component_file(f"`{component}`", path, component),
+        preset.latent_channels,
+    )
+    if file is not None and component == "vae" and file.channels != channels:
+        why = f"has {file.channels} latent channels, and the networks of {preset.kind} have "
+        raise InputError("`vae`", path, f"{why}{channels}", "give the VAE of this task")
     return path
 
 
-def _find_component(finder: WeightFinder, component: str, kind: str) -> Path | None:
+def _find_component(finder: WeightFinder, component: str, preset: Preset) -> Path | None:
     """Searches the folder for a component."""
     candidates = finder.find_all(component)
     if component == "vae":
-        candidates = [file for file in candidates if file.channels == _LATENT_CHANNELS[kind]]
+        candidates = [file for file in candidates if file.channels == preset.latent_channels]
     file = finder.pick_one(component, candidates, component)
     return None if file is None else file.path
 
@@ -519,8 +517,11 @@ def _list_first_paths(weight_files: Collection[WeightFile]) -> list[Path]:
 
 def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
     """Returns whether a DiT has the kind and the image input of the task."""
-    keys = {S2V_KEY: S2V_KEY, ANIMATE_KEY: rename_dit_to_diffusers(ANIMATE_KEY), VACE_KEY: VACE_KEY}
-    present_keys = [name for name in keys if weight_file.find_shape(name, keys[name])]
+    present_keys = [
+        name
+        for name in NETWORK_KEYS.values()
+        if weight_file.find_shape(name, rename_dit_to_diffusers(name))
+    ]
     kind = detect_kind(present_keys, weight_file.channels)
     image_keys = ("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight")
     takes_images = bool(weight_file.find_shape(*image_keys))
@@ -544,18 +545,17 @@ def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)
     tensors = collect_network_tensors(infos, rename_dit_to_official)
-    tensors = _convert_animate_tensors(
+    tensors = _convert_diffusers_tensors(
         {name: i for name, i in tensors.items() if not _is_constant_tensor(name)}
     )
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     return DitFiles(folder, read_dit_config(folder, dense), dense, len(dense) < len(tensors))
 
 
-def _convert_animate_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Converts Animate's tensors from the diffusers layout to the official one, in place.
+def _convert_diffusers_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Converts tensors from their shapes in diffusers to the official ones, in place.
 
     Merges the keys and values of face attention, and reshapes the biases of the motion encoder.
-    Other networks have no such tensors.
     """
     for name in [name for name in tensors if ".linear1_k." in name]:
         keys, values = tensors.pop(name), tensors.pop(name.replace("_k.", "_v."), None)
@@ -580,7 +580,8 @@ def _detect_network_kind(files: DitFiles) -> str:
     in_dim = files.config["in_dim"]
     if in_dim not in KINDS:
         why = f"is a Wan network that is not supported ({in_dim} input channels)"
-        raise InputError(f"{files.folder}", None, why, "use t2v (16), i2v (36) or ti2v (48)")
+        supported = join_with_or([f"{kind} ({channels})" for channels, kind in KINDS.items()])
+        raise InputError(f"{files.folder}", None, why, f"use {supported}")
     for name_part, (feature, remedy) in _UNSUPPORTED.items():
         name = next((name for name in files.tensors if name_part in name), None)
         if name is not None:

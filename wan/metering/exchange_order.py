@@ -295,8 +295,8 @@ def _find_skipped_layers(events: Sequence[Event], plan: ExchangePlan) -> set[int
             skipped_layers.add(layer)
         elif isinstance(first_layer, int):
             skipped_layers |= set(range(first_layer, plan.layers))
-            vace_layers = enumerate(plan.control, plan.layers)
-            skipped_layers |= {index for index, layer in vace_layers if layer >= first_layer}
+            control_layers = enumerate(plan.control, plan.layers)
+            skipped_layers |= {index for index, layer in control_layers if layer >= first_layer}
     return skipped_layers
 
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wan.checkpoint.config import get_vace_layers
+from wan.checkpoint.config import get_control_layers
 from wan.metering import exchange_order
 from wan.metering.exchange_order import ExchangePlan, Trace
 from wan.pipeline.setup import Setup
@@ -69,7 +69,7 @@ def make_exchange_plan(
         sparse_from=attention.resolve_sparse_start_step(params.sample_steps) if sparse else None,
         steps={step: experts[step] for step in steps},
         fused=setup.exchange_on(device_type) == "fused",
-        control=get_vace_layers(setup.checkpoint.config),
+        control=get_control_layers(setup.checkpoint.config),
     )
 
 

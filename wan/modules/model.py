@@ -32,9 +32,8 @@ from wan.modules.interfaces import ModelComponents
 from wan.modules.rope import RopeCache, RopeTable
 from wan.modules.text_kv_cache import ContextKV, EmbeddedContext, InputCache
 from wan.settings.attention_modes import Grid
+from wan.settings.presets import MODEL_TYPES
 from wan.utils import trace
-
-MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
 
 
 @dataclass(frozen=True)
@@ -388,7 +387,7 @@ class WanModel(nn.Module):
             raise ValueError(f"A context has {longest} rows; text_len is {self.text_len}.")
 
     def _check_image_inputs(self, y: list[Tensor] | None, clip_fea: Tensor | None) -> None:
-        if self.model_type in ("i2v", "flf2v", "animate") and y is None:
+        if self.in_dim > self.out_dim and y is None:
             raise ValueError(f"This {self.model_type} model needs y, the conditioning latents.")
         if self.img_emb is not None and clip_fea is None:
             raise ValueError("This image model of Wan2.1 needs clip_fea, the CLIP features.")

@@ -74,6 +74,7 @@ class Setup:
             "has_quantized_dit": self.quantized_dit is not None,
             "use_rainfusion": self.attention.use_rainfusion,
             "task": self.preset.task,
+            "has_image_tokens": self.preset.has_image_tokens,
             "num_experts": len(self.preset.experts),
             "policy": self.cache.policy,
             "num_control_blocks": self.checkpoint.num_control_blocks,

@@ -17,7 +17,7 @@ from wan.settings.errors import InputError, get_exit_code
 from wan.settings.fields import list_options
 from wan.settings.flags import read_settings
 from wan.settings.values import integer, read_path, read_text_value, real
-from wan.settings.video_options import AnimateOptions, ImageOptions, SpeechOptions, VaceOptions
+from wan.settings.video_options import INPUT_OPTIONS
 from wan.utils import env, log
 from wan.utils.log import logger
 
@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 _PER_VIDEO_FLAGS = {
     *(
         name
-        for group in (
-            ImageOptions,
-            SpeechOptions,
-            AnimateOptions,
-            VaceOptions,
-            PlanOptions,
-            PromptFileOptions,
-        )
+        for group in (*INPUT_OPTIONS, PlanOptions, PromptFileOptions)
         for name in list_options(group)
     ),
     *list_options(ResumeOptions),

@@ -35,7 +35,7 @@ from wan.serve.repeats import RefusedError, hash_request
 from wan.serve.service import Service
 from wan.settings.errors import InputError
 from wan.settings.values import format_value, integer
-from wan.tasks.vace import MAX_REFERENCE_IMAGES
+from wan.settings.video_options import MAX_REFERENCE_IMAGES
 from wan.utils.log import logger
 
 _MAX_DEPTH = 8  # nesting levels of a body; lists of image references need four

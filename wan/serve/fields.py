@@ -13,9 +13,10 @@ from typing import Any
 
 from wan.app.run import PATH_SETTINGS, Run
 from wan.settings.errors import FlagNaming, InputError
+from wan.settings.fields import list_options
 from wan.settings.flags import FLAG_ALIASES, FLAGS, check_exclusive_settings, read_settings
-from wan.settings.values import format_value, integer, real
-from wan.tasks.vace import MAX_REFERENCE_IMAGES
+from wan.settings.values import format_value, integer, read_image_files, read_path, real
+from wan.settings.video_options import INPUT_OPTIONS, MAX_REFERENCE_IMAGES
 
 FIELD_TO_SETTING = {
     "num_frames": "frame_num",
@@ -30,7 +31,12 @@ FOLDER = "src_root_path"
 """Setting whose value is a folder of uploaded files."""
 PICTURES = "src_ref_images"
 """Setting whose value is one or several uploaded files."""
-UPLOADS = ("image", "last_image", "audio", "pose_video", "src_video", "src_mask", PICTURES)
+UPLOADS = tuple(
+    name
+    for group in INPUT_OPTIONS
+    for name, flag in list_options(group).items()
+    if flag.reader in (read_path, read_image_files) and name != FOLDER
+)
 """Settings whose values are uploaded files."""
 _GUIDANCE = ("guidance_high", "guidance_low")
 _API_FIELDS = (

@@ -26,17 +26,10 @@ from wan.settings.fields import Option, list_options
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 from wan.settings.values import join_with_or, switch
-from wan.settings.video_options import (
-    AnimateOptions,
-    ImageOptions,
-    Sampling,
-    SpeechOptions,
-    VaceOptions,
-    VideoSettings,
-)
+from wan.settings.video_options import INPUT_OPTIONS, Sampling, VideoSettings
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "video": (VideoSettings, ImageOptions, SpeechOptions, AnimateOptions, VaceOptions),
+    "video": (VideoSettings, *INPUT_OPTIONS),
     "checkpoint": (CheckpointOptions, NetworkFiles, Loras),
     "sampling": (Sampling, LatentOptions),
     "device and memory": (Execution,),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from wan.settings.sound import FIXED_CONFIG, INJECT_LAYERS
 
 NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，"
@@ -34,6 +38,9 @@ SIZES = {
     for w, h in ((b, a), (a, b))
 }
 
+_TINY_SIZE = {"size": "128*128"}
+_TINY_CLIP = {"frame_num": 9, "sample_steps": 4}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -43,19 +50,25 @@ class Preset:
         kind: Kind of task: "t2v", "i2v", ...; a row of `wan.tasks.base.TASKS`.
         folder: Name of the official checkpoint folder.
         experts: ("high_noise", "low_noise") for two networks, else ("dit",).
+        in_dim: Input channels of the network.
+        network_config: Further arguments of the network's class; tuples are lists of layers.
+        config_json: Further entries of the published config.json; None: it lacks the entry.
         vae: Version of the VAE.
         sample_guide_scale: (low noise, high noise); a single network uses the first.
         boundary: Timestep / 1000 from which on the high-noise expert computes the step; None for a
             single network.
         infer_frames: Frames of a clip of s2v.
         num_clip_vision_images: Number of images that the CLIP vision encoder encodes.
+        needs_audio_encoder: Whether the checkpoint contains wav2vec2.
+        has_image_tokens: Whether self-attention also has tokens of an image.
         sample_shift_480p: `sample_shift` at 832*480 and 480*832; None: `sample_shift`.
         rcm_sigma: First noise-to-data ratio of the solver rcm.
         diffusers_shift: `flow_shift` of the published diffusers scheduler.
         sharded: Whether the published weights of a network are several files.
-        vace_block_interval: VACE has one control block per this many blocks.
         tiny_head_dim: Channels of a head in a randomly initialized checkpoint, which has the
             official number of heads.
+        tiny_num_layers: Blocks of a network in a randomly initialized checkpoint.
+        tiny_settings: Settings in the generation_config.json of a randomly initialized checkpoint.
     """
 
     task: str
@@ -66,7 +79,10 @@ class Preset:
     ffn_dim: int = 13824
     num_heads: int = 40
     num_layers: int = 40
+    in_dim: int = 16
     patch_size: tuple[int, int, int] = (1, 2, 2)
+    network_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    config_json: Mapping[str, Any] = field(default_factory=dict, hash=False)
     vae: str = "2.1"
     sample_steps: int
     sample_shift: float
@@ -78,18 +94,28 @@ class Preset:
     infer_frames: int | None = None
     fps: int = 16
     num_clip_vision_images: int = 0
+    needs_audio_encoder: bool = False
+    has_image_tokens: bool = False
     negative_prompt: str = NEGATIVE_PROMPT
     sample_shift_480p: float | None = None
     rcm_sigma: float = 80.0
     diffusers_shift: float = 3.0
     sharded: bool = True
-    vace_block_interval: int = 5
     tiny_head_dim: int = 6
+    tiny_num_layers: int = 2
+    tiny_settings: Mapping[str, Any] = field(
+        default_factory=lambda: _TINY_SIZE | _TINY_CLIP, hash=False
+    )
 
     @property
     def prompt(self) -> str:
         """The default prompt, an example."""
         return EXAMPLE_PROMPTS[self.kind]
+
+    @property
+    def model_type(self) -> str:
+        """The official name of the network's type."""
+        return "flf2v" if self.num_clip_vision_images == 2 else self.kind
 
     @property
     def vae_stride(self) -> tuple[int, int, int]:
@@ -108,6 +134,7 @@ class Preset:
 
 
 _TWO_EXPERTS = ("high_noise", "low_noise")
+_VACE_14B = {"vace_layers": tuple(range(0, 40, 5)), "vace_in_dim": VACE_CONTEXT_CHANNELS}
 PRESETS = {
     preset.task: preset
     for preset in (
@@ -124,6 +151,7 @@ PRESETS = {
         Preset(
             task="i2v-A14B",
             kind="i2v",
+            in_dim=36,
             rcm_sigma=200.0,
             folder="Wan2.2-I2V-A14B",
             experts=_TWO_EXPERTS,
@@ -135,6 +163,7 @@ PRESETS = {
         Preset(
             task="ti2v-5B",
             kind="ti2v",
+            in_dim=48,
             folder="Wan2.2-TI2V-5B",
             dim=3072,
             ffn_dim=14336,
@@ -175,6 +204,7 @@ PRESETS = {
         Preset(
             task="i2v-14B",
             kind="i2v",
+            in_dim=36,
             rcm_sigma=200.0,
             folder="Wan2.1-I2V-14B-720P",
             sample_steps=40,
@@ -186,6 +216,7 @@ PRESETS = {
         Preset(
             task="flf2v-14B",
             kind="i2v",
+            in_dim=36,
             rcm_sigma=200.0,
             folder="Wan2.1-FLF2V-14B-720P",
             sample_steps=50,
@@ -197,17 +228,29 @@ PRESETS = {
             task="s2v-14B",
             kind="s2v",
             folder="Wan2.2-S2V-14B",
+            network_config={
+                "audio_dim": 1024,
+                "num_audio_token": 4,
+                "audio_inject_layers": INJECT_LAYERS,
+            },
+            config_json=FIXED_CONFIG,
+            needs_audio_encoder=True,
+            has_image_tokens=True,
             sample_steps=40,
             sample_shift=3.0,
             sample_guide_scale=(4.5, 4.5),
             trained_sizes=("1024*704", "704*1024", "1280*720", "720*1280", "832*480", "480*832"),
             infer_frames=80,
             negative_prompt=SPEECH_NEGATIVE_PROMPT,
+            tiny_settings=_TINY_SIZE | {"infer_frames": 12, "sample_steps": 4},
         ),
         Preset(
             task="animate-14B",
             kind="animate",
             folder="Wan2.2-Animate-14B",
+            in_dim=36,
+            config_json={"model_type": None},
+            has_image_tokens=True,
             sample_steps=20,
             sample_shift=5.0,
             sample_guide_scale=(1.0, 1.0),
@@ -216,6 +259,8 @@ PRESETS = {
             fps=30,
             num_clip_vision_images=1,
             diffusers_shift=5.0,
+            tiny_num_layers=FACE_BLOCK_INTERVAL,
+            tiny_settings=_TINY_CLIP,  # the size is that of the pose video
         ),
         Preset(
             task="vace-1.3B",
@@ -225,18 +270,21 @@ PRESETS = {
             ffn_dim=8960,
             num_heads=12,
             num_layers=30,
+            network_config=_VACE_14B | {"vace_layers": tuple(range(0, 30, 2))},
             sample_steps=50,
             sample_shift=16.0,
             size=(832, 480),
             trained_sizes=("480*832", "832*480"),
-            vace_block_interval=2,
             sharded=False,
             tiny_head_dim=8,
+            tiny_num_layers=3,
         ),
         Preset(
             task="vace-14B",
             kind="vace",
             folder="Wan2.1-VACE-14B",
+            network_config=_VACE_14B,
+            tiny_num_layers=3,
             sample_steps=50,
             sample_shift=16.0,
         ),
@@ -244,6 +292,8 @@ PRESETS = {
             task="vace-A14B",
             kind="vace",
             folder="Wan2.2-VACE-Fun-A14B",
+            network_config=_VACE_14B,
+            tiny_num_layers=3,
             experts=_TWO_EXPERTS,
             sample_steps=40,
             sample_shift=12.0,
@@ -257,6 +307,9 @@ TASKS_OF_KIND: dict[str, tuple[str, ...]] = {}
 """Kind of task -> its tasks."""
 for _preset in PRESETS.values():
     TASKS_OF_KIND[_preset.kind] = (*TASKS_OF_KIND.get(_preset.kind, ()), _preset.task)
+
+MODEL_TYPES = tuple(dict.fromkeys(preset.model_type for preset in PRESETS.values()))
+"""The official names of the networks' types."""
 
 TASK_ALIASES = {"t2v-14B": "t2v-A14B", "i2v-14B": "i2v-A14B"}
 """Alias -> two-expert task. With a single-network checkpoint the alias is Wan2.1's task."""

@@ -253,7 +253,7 @@ PIPELINE_RULES = (
         ("use_rainfusion",),
         "masks the tokens of a video, and {task} also has tokens of an image",
         "drop it",
-        lambda s: s.task in ("s2v-14B", "animate-14B"),
+        lambda s: s.has_image_tokens,
     ),
 )
 """Rules for the settings of a pipeline."""

@@ -16,6 +16,7 @@ from wan.settings.values import choice, integer, real, switch
 
 Size = tuple[int, int]
 """(width, height) in pixels."""
+MAX_REFERENCE_IMAGES = 16  # of `src_ref_images`; each adds a latent frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,3 +306,7 @@ class VaceOptions:
         "reference images, separated by commas or the flag repeated (vace; default none)",
         tasks=TASKS_OF_KIND["vace"],
     )
+
+
+INPUT_OPTIONS: tuple[type, ...] = (ImageOptions, SpeechOptions, AnimateOptions, VaceOptions)
+"""The dataclasses of the options for input files."""

@@ -66,6 +66,7 @@ class AnimateInputs(Inputs):
 class Animate(Task):
     kind = "animate"
     network = "wan.modules.animate:WanAnimateModel"
+    diffusers_classes = ("WanAnimatePipeline", "WanAnimateTransformer3DModel")
     upload_names: ClassVar = {Path(name).stem: name for name in ANIMATE_FILES}
     uploads_without_prompt: ClassVar = frozenset({"src_root_path"})
 

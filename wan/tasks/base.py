@@ -228,6 +228,8 @@ class Task:
     Attributes:
         kind: Key of `TASKS`.
         network: "module:class" of the DiT.
+        diffusers_classes: The classes of the pipeline and of the DiT in diffusers; None: it has
+            none.
         joins_clips: Whether the clips are encoded to mp4 files one by one, which are joined.
             Otherwise all frames are encoded to one file.
         upload_names: Field of a service's request -> file of the folder `src_root_path`.
@@ -236,6 +238,7 @@ class Task:
 
     kind = "t2v"
     network: ClassVar[str] = "wan.modules.model:WanModel"
+    diffusers_classes: ClassVar[tuple[str, str] | None] = ("WanPipeline", "WanTransformer3DModel")
     joins_clips: ClassVar[bool] = False
     upload_names: ClassVar[Mapping[str, str]] = {}
     uploads_without_prompt: ClassVar[frozenset[str]] = frozenset()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 class ImageToVideo(Task):
     kind = "i2v"
+    diffusers_classes = ("WanImageToVideoPipeline", "WanTransformer3DModel")
     joins_clips = True
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> Inputs:

@@ -102,6 +102,7 @@ class SpeechInputs(Inputs):
 class SpeechToVideo(Task):
     kind = "s2v"
     network = "wan.modules.s2v:WanModel_S2V"
+    diffusers_classes = None
     uploads_without_prompt: ClassVar = frozenset({"image", "audio"})
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> SpeechInputs:

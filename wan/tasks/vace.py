@@ -17,7 +17,7 @@ from wan.settings.errors import InputError
 from wan.settings.fields import list_options
 from wan.settings.presets import Preset
 from wan.settings.rules import Values
-from wan.settings.video_options import Size, VaceOptions
+from wan.settings.video_options import MAX_REFERENCE_IMAGES, Size, VaceOptions
 from wan.tasks.base import (
     DenoiseInputs,
     Encoders,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-MAX_REFERENCE_IMAGES = 16  # each adds a latent frame
 _TRAINED_FPS = 16
 _MIN_FPS, _MAX_FPS = 1, 240  # frames per second, the range of `fps`
 
@@ -68,6 +67,7 @@ class VaceInputs(Inputs):
 class Vace(Task):
     kind = "vace"
     network = "wan.modules.vace:VaceWanModel"
+    diffusers_classes = ("WanVACEPipeline", "WanVACETransformer3DModel")
 
     def read_inputs(self, preset: Preset, values: Values, required: bool) -> VaceInputs:
         has_input = any(values.get(name) for name in list_options(VaceOptions))

@@ -9,6 +9,7 @@ all values are exact in bfloat16.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import string
@@ -36,9 +37,9 @@ from wan.checkpoint import keymaps
 from wan.checkpoint.layout import WAV2VEC2_FOLDER, make_reference_checkpoint
 from wan.modules.vae.video_vae import LATENT_STATISTICS
 from wan.settings.errors import InputError
-from wan.settings.presets import FACE_BLOCK_INTERVAL, PRESETS, Preset
-from wan.settings.sound import AUDIO_LAYERS, FIXED_CONFIG, WAV2VEC_CONVOLUTIONS
-from wan.tasks.base import build_dit
+from wan.settings.presets import PRESETS, Preset
+from wan.settings.sound import AUDIO_LAYERS, WAV2VEC_CONVOLUTIONS
+from wan.tasks.base import build_dit, get_task
 from wan.utils.files import write_folder
 
 NamedTensors = OrderedDict[str, Tensor]
@@ -58,8 +59,6 @@ VAE_22: dict[str, Any] = {  # arguments of diffusers' AutoencoderKLWan for the V
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
-QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
-QUICK_CLIPS = {"size": "128*128", "infer_frames": 12, "sample_steps": 4}
 AUDIO_DIM = 32
 AUDIO_ENCODER_SIZES: dict[str, Any] = {  # a wav2vec2 with as many layers as the published one
     "hidden_size": AUDIO_DIM,
@@ -75,12 +74,11 @@ AUDIO_ENCODER_SIZES: dict[str, Any] = {  # a wav2vec2 with as many layers as the
     "vocab_size": 33,
 }
 
+_FEATURE_SIZES = {"text_dim": TEXT_SIZES["d_model"], "image_dim": CLIP_DIM, "audio_dim": AUDIO_DIM}
 _CONFIG_KEYS = (  # official keys of a DiT's config.json that cannot be read from the weights
     *("dim", "eps", "ffn_dim", "freq_dim", "in_dim", "model_type", "num_heads", "num_layers"),
     *("out_dim", "text_len"),
 )
-_VACE_CONFIG_KEYS = ("vace_layers", "vace_in_dim")
-_S2V_CONFIG_KEYS = ("audio_dim", "num_audio_token", "audio_inject_layers")
 
 
 def make_checkpoint(
@@ -110,15 +108,12 @@ def make_checkpoint(
             remedy = f"choose one of {', '.join(choices)}"
             raise InputError(repr(value), None, "is unknown here", remedy)
     preset = PRESETS[task]
-    if preset.kind == "s2v" and layout != "official":
+    if layout == "diffusers" and get_task(preset.kind).diffusers_classes is None:
         raise InputError(repr(layout), None, f"is no layout of {task}", "choose official")
     with write_folder(out) as unfinished:
         networks = RandomNetworks(preset, seed, DTYPES[dtype], sizes or {})
         WRITERS[layout](unfinished, networks)
-        quick = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS
-        if preset.kind == "animate":  # its size is that of the pose video
-            quick = {name: value for name, value in quick.items() if name != "size"}
-        write_json(unfinished / "generation_config.json", quick)
+        write_json(unfinished / "generation_config.json", preset.tiny_settings)
     return out
 
 
@@ -138,25 +133,16 @@ class RandomNetworks:
         vae: Any = {"decoder_base_dim": 10, **VAE_22} if is_22 else {"z_dim": 16}
         vocab = self.tokenizer.get_vocab_size()
         dim = task.num_heads * task.tiny_head_dim
-        small_sizes: dict[str, Any] = {
+        published: dict[str, Any] = {**make_reference_checkpoint(task).config}
+        num_layers = sizes.get("num_layers", task.tiny_num_layers)
+        ends = tuple(sorted({0, num_layers - 1}))
+        self.config: dict[str, Any] = {
+            **published,
             "dim": dim,
             "ffn_dim": 2 * dim,
-            "num_layers": 2,
-            "text_dim": TEXT_SIZES["d_model"],
-        }
-        if task.num_clip_vision_images:
-            small_sizes["image_dim"] = CLIP_DIM
-        if task.kind == "s2v":
-            layers = sizes.get("num_layers", small_sizes["num_layers"])
-            small_sizes |= {"audio_dim": AUDIO_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
-        if task.kind == "animate":
-            small_sizes["num_layers"] = FACE_BLOCK_INTERVAL
-        if task.kind == "vace":  # control blocks after the first and the last of three blocks
-            layers = sizes.get("num_layers", 3)
-            small_sizes |= {"num_layers": layers, "vace_layers": tuple(sorted({0, layers - 1}))}
-        self.config: dict[str, Any] = {
-            **make_reference_checkpoint(task).config,
-            **small_sizes,
+            "num_layers": num_layers,
+            **{name: size for name, size in _FEATURE_SIZES.items() if published.get(name)},
+            **{name: ends for name, x in task.network_config.items() if isinstance(x, tuple)},
             **sizes,
         }
         with torch.device("meta"):  # the initial weights are replaced
@@ -187,7 +173,7 @@ class RandomNetworks:
         if task.num_clip_vision_images:
             self.clip_state = _draw_tensors(self.clip, str, rng, torch.float16)
         self.audio_encoder_state: NamedTensors = OrderedDict()
-        if task.kind == "s2v":
+        if task.needs_audio_encoder:
             self.audio_encoder_state = _draw_tensors(self.audio_encoder, str, rng, torch.float32)
 
     def list_constants(self) -> list[tuple[str, Tensor]]:
@@ -256,23 +242,20 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
     """Writes the official layout: the DiT of t2v-1.3B is one file, other DiTs are sharded."""
     task, states = networks.task, networks.dit_states
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
+    class_name = get_task(task.kind).network.partition(":")[2]
+    config = {
+        "_class_name": class_name,
+        "_diffusers_version": "0.33.0",
+        **{key: networks.config[key] for key in _CONFIG_KEYS},
+        **task.config_json,
+        **{key: networks.config[key] for key in task.network_config},
+    }
     for name, state in zip(names, states, strict=True):
         (folder / name).mkdir(exist_ok=True)
-        class_entries = {"_class_name": "WanModel", "_diffusers_version": "0.33.0"}
-        config = {key: networks.config[key] for key in _CONFIG_KEYS}
-        if task.kind == "s2v":
-            class_entries["_class_name"] = "WanModel_S2V"
-            config |= FIXED_CONFIG | {key: networks.config[key] for key in _S2V_CONFIG_KEYS}
-        if task.kind == "animate":
-            class_entries["_class_name"] = "WanAnimateModel"
-            del config["model_type"]
-        if task.kind == "vace":
-            class_entries["_class_name"] = "VaceWanModel"
-            config |= {key: networks.config[key] for key in _VACE_CONFIG_KEYS}
-        write_json(folder / name / "config.json", class_entries | config)
-        if task.kind == "animate":
-            state = OrderedDict([*state.items(), *networks.list_constants()])
-        _save_dit(folder / name, state, shards=2 if task.sharded else 1)
+        entries = {key: value for key, value in config.items() if value is not None}
+        write_json(folder / name / "config.json", entries)
+        complete_state = OrderedDict([*state.items(), *networks.list_constants()])
+        _save_dit(folder / name, complete_state, shards=2 if task.sharded else 1)
     if len(states) == 2:
         write_json(folder / "configuration.json", {"framework": "Pytorch"})
     torch.save(networks.vae_state, folder / f"Wan{task.vae}_VAE.pth")
@@ -323,13 +306,14 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     """Writes the layout of diffusers with `save_pretrained` of diffusers and transformers."""
     task, config, states = networks.task, networks.config, networks.dit_states
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
-    pipeline, network = _DIFFUSERS_CLASSES.get(task.kind, ("WanPipeline", "WanTransformer3DModel"))
-    vace_sizes: dict[str, Any] = {}
-    if task.kind == "vace":
-        vace_sizes = {
-            "vace_layers": [*config["vace_layers"]],
-            "vace_in_channels": config["vace_in_dim"],
-        }
+    classes = get_task(task.kind).diffusers_classes
+    assert classes is not None, "refused by make_checkpoint"
+    pipeline, network = classes
+    network_config = {
+        key.replace("in_dim", "in_channels"): [*value] if isinstance(value, tuple) else value
+        for key, value in config.items()
+        if key in task.network_config
+    }
     for name, state in zip(names, states, strict=True):
         with torch.device("meta"):
             dit = getattr(diffusers, network)(
@@ -343,7 +327,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
                 image_dim=config["image_dim"] or None,
                 added_kv_proj_dim=config["dim"] if task.num_clip_vision_images else None,
                 pos_embed_seq_len=config["image_positions"] or None,
-                **vace_sizes,
+                **network_config,
             )
         _save_pretrained(folder / name, dit, convert_to_diffusers(state), task.sharded)
     tensors = {keymaps.rename_vae_to_diffusers(key): x for key, x in networks.vae_state.items()}
@@ -360,30 +344,24 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     )
     scheduler.save_pretrained(folder / "scheduler")
     class_entry, no_class = ["diffusers", network], [None, None]
+    clip = ["transformers", "CLIPVisionModel"]
     index = {
         "_class_name": pipeline,
         "_diffusers_version": diffusers.__version__,
         "boundary_ratio": task.boundary,
-        **({} if task.kind == "vace" else {"expand_timesteps": task.kind == "ti2v"}),
+        "expand_timesteps": task.vae == "2.2",
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
         "transformer": class_entry,
         "transformer_2": no_class if task.boundary is None else class_entry,
         "vae": ["diffusers", "AutoencoderKLWan"],
+        "image_encoder": clip if task.num_clip_vision_images else no_class,
+        "image_processor": no_class,
     }
-    if task.kind in ("i2v", "animate"):
-        clip = ["transformers", "CLIPVisionModel"] if task.num_clip_vision_images else no_class
-        index |= {"image_encoder": clip, "image_processor": no_class}
-    write_json(folder / "model_index.json", index)
-
-
-_DIFFUSERS_CLASSES = {
-    "i2v": ("WanImageToVideoPipeline", "WanTransformer3DModel"),
-    "animate": ("WanAnimatePipeline", "WanAnimateTransformer3DModel"),
-    "vace": ("WanVACEPipeline", "WanVACETransformer3DModel"),
-}
-"""Kind of task -> its pipeline and transformer classes in diffusers, where they differ."""
+    arguments = inspect.signature(getattr(diffusers, pipeline)).parameters
+    entries = {key: x for key, x in index.items() if key.startswith("_") or key in arguments}
+    write_json(folder / "model_index.json", entries)
 
 
 def convert_to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -423,7 +401,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     write_json(folder / "special_tokens_map.json", special)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,96 @@
+"""The tables by kind of task fit each other: presets, rooms, options and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+import re
+from importlib import import_module
+
+import pytest
+
+from tests.conftest import Tiny
+from wan import settings
+from wan.checkpoint.config import (
+    CONFIG_READERS,
+    KINDS,
+    NETWORK_KEYS,
+    detect_kind,
+    make_reference_dit_config,
+)
+from wan.checkpoint.layout import check_task, inspect_checkpoint
+from wan.settings.errors import InputError
+from wan.settings.fields import list_options
+from wan.settings.flags import GROUPS
+from wan.settings.presets import PRESETS, TASKS_OF_KIND
+from wan.settings.video_options import INPUT_OPTIONS
+from wan.tasks.base import TASKS, get_task
+
+
+def test_each_kind_has_a_room_presets_and_a_prompt() -> None:
+    assert TASKS.keys() == TASKS_OF_KIND.keys()
+    assert [get_task(kind).kind for kind in TASKS] == [*TASKS]
+    assert all(preset.prompt for preset in PRESETS.values())
+
+
+@pytest.mark.parametrize("task", PRESETS)
+def test_a_network_shows_its_kind(task: str) -> None:
+    """By a tensor that only its kind has, or by its input channels."""
+    preset = PRESETS[task]
+    tensors = [NETWORK_KEYS[preset.kind]] if preset.kind in NETWORK_KEYS else []
+    assert detect_kind(tensors, preset.in_dim) == preset.kind
+    assert preset.in_dim in KINDS
+    assert (preset.kind in CONFIG_READERS) == bool(preset.network_config)
+
+
+@pytest.mark.parametrize("kind", TASKS_OF_KIND)
+def test_presets_of_a_kind_need_the_same_components(kind: str) -> None:
+    """`inspect_checkpoint` looks for those of the kind's first preset."""
+    presets = [PRESETS[task] for task in TASKS_OF_KIND[kind]]
+    assert len({(preset.vae, preset.needs_audio_encoder, preset.in_dim) for preset in presets}) == 1
+
+
+@pytest.mark.parametrize("kind", TASKS_OF_KIND)
+def test_a_tiny_checkpoint_is_one_of_its_task(kind: str, tiny: Tiny) -> None:
+    task = TASKS_OF_KIND[kind][-1]
+    checkpoint = inspect_checkpoint(tiny(task))
+    check_task(checkpoint, PRESETS[task])
+    assert checkpoint.config.keys() == make_reference_dit_config(PRESETS[task]).keys()
+
+
+def test_all_declared_options_are_flags() -> None:
+    modules = [
+        import_module(f"wan.settings.{info.name}")
+        for info in pkgutil.iter_modules(settings.__path__)
+    ]
+    declared = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value) and list_options(value)
+    }
+    assert declared == {group for groups in GROUPS.values() for group in groups}
+
+
+def test_an_input_has_an_effect_on_named_tasks_only() -> None:
+    for group in INPUT_OPTIONS:
+        for name, option in list_options(group).items():
+            assert option.tasks, f"{name} names no tasks"
+
+
+@pytest.mark.parametrize("task", PRESETS)
+def test_a_task_refuses_a_video_without_the_inputs_that_help_says_it_needs(task: str) -> None:
+    preset = PRESETS[task]
+    helps = [
+        option.help
+        for group in INPUT_OPTIONS
+        for option in list_options(group).values()
+        if task in option.tasks
+    ]
+    room = get_task(preset.kind)
+    room.read_inputs(preset, {}, required=False)
+    if any(re.search(rf"\b{preset.kind}\b[^;()]*\bneeded", text) for text in helps):
+        with pytest.raises(InputError, match=r"needs|starts from"):
+            room.read_inputs(preset, {}, required=True)
+    else:
+        room.read_inputs(preset, {}, required=True)
