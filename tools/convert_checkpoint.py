@@ -109,7 +109,7 @@ def convert_checkpoint(
 
 def _read_network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
     """Read the tensors of a file; refuse a file that does not have all tensors of `dit`."""
-    tensors = read_headers(check_file_complete(file), rename_dit_to_official)
+    tensors = read_headers(check_file_complete(file), rename_dit_to_official, "dit")
     selected = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     for name in selected.keys() | dit.tensors.keys():
         if name not in selected or name not in dit.tensors:

@@ -131,6 +131,32 @@ def _dequantize_q6_k(blocks: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * (values.view(-1, 16, 16).float() - 32)).flatten(1)
 
 
+def _look_up(values: list[int], low_bits: Tensor) -> Tensor:
+    """Returns the float32 values of 4-bit codes, [B,V]."""
+    table = torch.tensor(values, dtype=torch.float32, device=low_bits.device)
+    return table[_unpack_bits(low_bits, 16, 4).int()]
+
+
+def _dequantize_iq4_nl(blocks: Tensor) -> Tensor:
+    scale, low_bits = _split_blocks(blocks, 2, 16)
+    return _read_float16(scale) * _look_up(_IQ4, low_bits)
+
+
+def _dequantize_iq4_xs(blocks: Tensor) -> Tensor:
+    scale, high_scales, low_scales, low_bits = _split_blocks(blocks, 2, 2, 4, 128)
+    sub_scales = _unpack_bits(low_scales, 1, 4) | (_unpack_bits(high_scales, 1, 2) << 4)
+    scales = (_read_float16(scale) * (sub_scales.float() - 32)).unsqueeze(-1)
+    return (scales * _look_up(_IQ4, low_bits).view(-1, 8, 32)).flatten(1)
+
+
+def _dequantize_mxfp4(blocks: Tensor) -> Tensor:
+    exponents, low_bits = _split_blocks(blocks, 1, 16)
+    exponents = exponents.int()
+    # Half of 2^(exponent - 127), since the table has twice the values; subnormal below 2.
+    bits = torch.where(exponents < 2, 0x200000 << exponents.clamp(max=1), (exponents - 1) << 23)
+    return bits.view(torch.float32) * _look_up(_DOUBLED_E2M1, low_bits)
+
+
 def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
     """Dequantizes ComfyUI's NVFP4.
 
@@ -162,6 +188,8 @@ def untile_scales(scales: Tensor, num_rows: int) -> Tensor:
 
 
 _E2M1 = [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+_DOUBLED_E2M1 = [sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)]
+_IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 _DEQUANTIZERS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": _dequantize_q8_0,
     "Q6_K": _dequantize_q6_k,
@@ -173,6 +201,9 @@ _DEQUANTIZERS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _dequantize_q4_0,
     "Q3_K": _dequantize_q3_k,
     "Q2_K": _dequantize_q2_k,
+    "IQ4_NL": _dequantize_iq4_nl,
+    "IQ4_XS": _dequantize_iq4_xs,
+    "MXFP4": _dequantize_mxfp4,
 }
 """GGUF type -> function from blocks, uint8 [B,bytes], to float32 values [B,V]."""
 TO_FLOAT: Mapping[str, Callable[[Tensor], Tensor]] = {

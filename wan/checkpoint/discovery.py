@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 from wan.checkpoint.expert_names import ExpertTag, detect_experts
@@ -18,55 +19,31 @@ from wan.checkpoint.headers import (
     read_file_headers,
     read_folder_headers,
 )
+from wan.checkpoint.prefixes import COMPONENTS, find_networks, select_network
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
-COMPONENTS = {
-    "dit": "a video network (DiT)",
-    "text_encoder": "a UMT5 text encoder",
-    "vae": "a Wan VAE",
-    "image_encoder": "a CLIP image encoder",
-    "lora": "a LoRA",
-}
-"""Component -> its name in messages."""
-_SUBFOLDERS = {  # ComfyUI's
-    "dit": ("diffusion_models", "unet"),
-    "text_encoder": ("text_encoders", "clip"),
-    "vae": ("vae",),
+_SUBFOLDERS = {  # ComfyUI's; those of `checkpoints` hold several networks
+    "dit": ("diffusion_models", "unet", "checkpoints"),
+    "text_encoder": ("text_encoders", "clip", "checkpoints"),
+    "vae": ("vae", "checkpoints"),
     "image_encoder": ("clip_vision",),
 }
-_SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "dit": (
-        ("patch_embedding.weight", "blocks.0.ffn.0.weight"),
-        ("patch_embedding.weight", "blocks.0.ffn.net.0.proj.weight"),
-    ),
-    "text_encoder": (
-        ("shared.weight", "block.1.layer.0.SelfAttention.relative_attention_bias.weight"),
-        ("token_embd.weight", "enc.blk.1.attn_rel_b.weight"),
-        ("token_embedding.weight", "blocks.1.pos_embedding.embedding.weight"),
-    ),
-    "vae": (
-        ("encoder.conv1.weight", "conv2.weight"),
-        ("encoder.conv_in.weight", "post_quant_conv.weight"),
-    ),
-    "image_encoder": (("embeddings.class_embedding",), ("visual.cls_embedding",)),
-    "lora": ((".lora_down.weight",), (".lora_A.weight",), (".lora_A.default.weight",)),
-}
-"""Component -> signatures: suffixes of tensor names, all of which occur in its file."""
+_PATCH_SIZE = (1, 2, 2)  # of all published networks
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A weight file, or a folder of one network in the layout of diffusers or transformers.
+    """A network in a weight file, or in a folder in the layout of diffusers or transformers.
 
     Attributes:
-        component: A key of `COMPONENTS`; None for other contents.
-        tensors: By stored name.
+        component: A key of `COMPONENTS`.
+        tensors: By name without prefix.
         tag: The expert tag in the path.
     """
 
     path: Path
-    component: str | None
+    component: str
     tensors: Mapping[str, TensorInfo]
     tag: ExpertTag | None = None
 
@@ -76,12 +53,8 @@ class WeightFile:
         return None if self.tag is None else self.tag.expert
 
     def find_shape(self, *names: str) -> tuple[int, ...]:
-        """Returns the shape of the first tensor that has one of the names; () if there is none.
-
-        Names also match with the prefix of ComfyUI's files of a whole model.
-        """
-        keys = (*names, *(f"model.diffusion_model.{name}" for name in names))
-        return next((self.tensors[name].shape for name in keys if name in self.tensors), ())
+        """Returns the shape of the first tensor that has one of the names; () if there is none."""
+        return next((self.tensors[name].shape for name in names if name in self.tensors), ())
 
     @property
     def channels(self) -> int:
@@ -91,24 +64,41 @@ class WeightFile:
         return (*self.find_shape("post_quant_conv.weight", "conv2.weight"), 0)[0]
 
 
-def inspect_weights(path: Path) -> WeightFile:
-    """Reads the headers of a weight file or folder and detects its component.
+def inspect_weights(path: Path) -> dict[str, WeightFile]:
+    """Reads the headers of a weight file or folder and returns its networks by component.
 
     Raises:
-        InputError: A file is incomplete.
+        InputError: A file is incomplete, or holds a component twice.
     """
     tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
-    return WeightFile(path, _detect_component(tensors), tensors)
+    components = {network.component for network in find_networks(tensors)}
+    return {
+        component: WeightFile(path, component, _select_tensors(tensors, component))
+        for component in components
+    }
 
 
-def _detect_component(tensors: Mapping[str, TensorInfo]) -> str | None:
-    names = tuple(tensors)
-    for component, signatures in _SIGNATURES.items():
-        for signature in signatures:
-            if all(any(name.endswith(suffix) for name in names) for suffix in signature):
-                is_video = any(len(info.shape) == 5 for info in tensors.values())
-                return component if is_video or component != "vae" else None
-    return None
+def _select_tensors(tensors: Mapping[str, TensorInfo], component: str) -> Mapping[str, TensorInfo]:
+    selected = select_network(tensors, component)
+    return restore_patch_axes(selected) if component == "dit" else selected
+
+
+def restore_patch_axes(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Gives patch embeddings that were stored with fewer axes the five of a 3D convolution.
+
+    GGUF has at most four axes; other programs store a linear layer of the flattened patches. The
+    number of output channels is that of the bias.
+    """
+    restored = dict(tensors)
+    for name, info in tensors.items():
+        bias = tensors.get(f"{name.removesuffix('weight')}bias")
+        if not name.endswith("patch_embedding.weight") or len(info.shape) == 5 or bias is None:
+            continue
+        out_dim, patch = prod(bias.shape), prod(_PATCH_SIZE)
+        if out_dim and not prod(info.shape) % (out_dim * patch):
+            shape = out_dim, prod(info.shape) // (out_dim * patch), *_PATCH_SIZE
+            restored[name] = replace(info, shape=shape)
+    return restored
 
 
 class WeightFinder:
@@ -133,12 +123,12 @@ class WeightFinder:
             if not path.is_file() or is_further_shard(path):
                 continue
             try:
-                weight_file = self._inspect(path)
+                networks = self._inspect(path)
             except InputError as error:
                 self.errors.append(error)
                 continue
-            if weight_file.component == component:
-                weight_files[path] = weight_file
+            if component in networks:
+                weight_files[path] = networks[component]
         tags = detect_experts(weight_files, self._folder)
         return [replace(weight_file, tag=tags[path]) for path, weight_file in weight_files.items()]
 

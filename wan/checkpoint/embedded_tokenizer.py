@@ -8,7 +8,7 @@ message are needed, so neither the sentencepiece nor the protobuf library is use
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -49,10 +49,15 @@ class UnigramVocab:
 def has_embedded_tokenizer(path: Path) -> bool:
     """Returns whether a text encoder's file contains its tokenizer, by tensor or metadata names."""
     if path.suffix == ".safetensors" and path.is_file():
-        return _TENSOR_NAME in read_safetensors_offsets(path)
+        return _find_model(read_safetensors_offsets(path)) is not None
     if path.suffix == ".gguf":
         return _GGUF_KEYS["scores"] in gguf.read_gguf_metadata(path, (_GGUF_KEYS["scores"],))
     return False
+
+
+def _find_model(names: Iterable[str]) -> str | None:
+    """Returns the name of the SentencePiece model, which may have a prefix."""
+    return next((name for name in names if f".{name}".endswith(f".{_TENSOR_NAME}")), None)
 
 
 def read_embedded_tokenizer(path: Path) -> UnigramVocab:
@@ -75,7 +80,8 @@ def _read_gguf_vocab(path: Path) -> UnigramVocab:
 
 
 def _read_sentencepiece_vocab(path: Path) -> UnigramVocab:
-    _, shape, offset = read_safetensors_offsets(path)[_TENSOR_NAME]
+    offsets = read_safetensors_offsets(path)
+    _, shape, offset = offsets[_find_model(offsets) or _TENSOR_NAME]
     (size,) = shape
     with open_regular_file(path) as file:
         file.seek(offset)

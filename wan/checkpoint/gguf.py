@@ -43,6 +43,7 @@ _ORIGINAL_SHAPE_PREFIX = "comfy.gguf.orig_shape."  # + tensor name: the shape be
 _MAX_HEADER_BYTES = 1 << 25  # bytes; a header with a tokenizer of 256 000 tokens has 10 MB
 _MAX_DIMS = 8
 _MAX_KEYS = 1 << 16
+_GET_OTHER = "get a little-endian file of version 2 or 3"
 _MAX_VALUES = 1 << 20  # strings of an array; skipping so many takes half a second
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ def read_gguf_header(path: Path) -> dict[str, TensorInfo]:
 def read_gguf_metadata(path: Path, names: Collection[str]) -> dict[str, Any]:
     """Returns the requested values of a GGUF file's metadata; InputError if it is incomplete."""
     return _parse_gguf_file(
-        path, lambda reader: _read_metadata_section(reader, lambda name: name in names)[1]
+        path, lambda reader: _read_metadata_section(path, reader, lambda name: name in names)[1]
     )
 
 
@@ -151,12 +152,16 @@ def _make_gguf_error(path: Path, reason: str) -> InputError:
 
 
 def _read_metadata_section(
-    reader: _HeaderReader, select_key: Callable[[str], bool]
+    path: Path, reader: _HeaderReader, select_key: Callable[[str], bool]
 ) -> tuple[int, dict[str, Any]]:
     """Reads the start of a header; returns the number of tensors and the selected metadata."""
     if reader.read_number("I") != int.from_bytes(b"GGUF", "little"):
         raise _DamagedError("it does not begin with GGUF")
     if (version := reader.read_number("I")) not in (2, 3):
+        if version in (1, *(number << 24 for number in (1, 2, 3))):
+            label = "a version 1" if version == 1 else "a big-endian"
+            why = f"is {label} GGUF file, which is not supported"
+            raise InputError(f"{path}", None, why, _GET_OTHER)
         raise _DamagedError(f"version {version}; 2 and 3 are supported")
     num_tensors, num_keys = reader.read_numbers("QQ")
     if num_keys > _MAX_KEYS:
@@ -173,7 +178,9 @@ def _read_metadata_section(
 
 def _read_tensor_section(path: Path, reader: _HeaderReader) -> dict[str, TensorInfo]:
     num_tensors, metadata_values = _read_metadata_section(
-        reader, lambda name: name == _ALIGNMENT_KEY or name.startswith(_ORIGINAL_SHAPE_PREFIX)
+        path,
+        reader,
+        lambda name: name == _ALIGNMENT_KEY or name.startswith(_ORIGINAL_SHAPE_PREFIX),
     )
     for name, value in metadata_values.items():
         sizes = value if isinstance(value, tuple) else (value,)

@@ -22,10 +22,15 @@ from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
 
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `read_file_headers` reads
+PICKLE_SUFFIXES = (".pth", ".ckpt", ".pt", ".bin")  # suffixes of files that only torch reads
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Weight file names of diffusers and transformers.
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{3,})-of-(?P<count>\d{3,})(?P<suffix>\.\w+)")
+_PICKLE_STEMS = (*_WEIGHT_STEMS, "pytorch_model")
+# The suffix may begin with a variant: `-bf16.safetensors`, `.fp16.safetensors`.
+_SHARD = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{3,})-of-(?P<count>\d{3,})(?P<suffix>([-.]\w+)?\.\w+)"
+)
 OTHER_COMPONENTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone DiT
 _STRUCT_CODES = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}
 _SAMPLE_BYTES = 1 << 16  # bytes
@@ -217,9 +222,32 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
         single_files = [
             file for file in shards if not OTHER_COMPONENTS.search(_SHARD.sub(r"\1", file.name))
         ]
+        if len(single_files) > 1 and all(
+            file.name.startswith(_WEIGHT_STEMS) for file in single_files
+        ):  # variants of one network
+            names = ", ".join(sorted(file.name for file in single_files)[:3])
+            why = f"holds {len(single_files)} files of one network ({names})"
+            raise InputError(f"{folder}", None, why, "keep one of them there")
         if single_files:
             return read_file_headers(single_files[0]) if len(single_files) == 1 else None
     return None
+
+
+def find_pickle_files(folder: Path) -> list[Path]:
+    """Returns the PyTorch file with a library's name in a folder, or its shards; [] if none.
+
+    Raises:
+        InputError: A shard is missing, or there are several files.
+    """
+    files = [
+        file
+        for file in sorted(folder.glob("*.bin"))
+        if file.name.startswith(_PICKLE_STEMS) and not is_further_shard(file)
+    ]
+    if len(files) > 1:
+        why = f"holds {len(files)} files of one network ({files[0].name}, {files[1].name})"
+        raise InputError(f"{folder}", None, why, "keep one of them there")
+    return list_shards(files[0]) if files else []
 
 
 def has_diffusers_weights(folder: Path) -> bool:
@@ -245,6 +273,8 @@ def _read_sharded_headers(index: Path) -> dict[str, TensorInfo]:
             raise InputError(f"{index}", None, why, "download the index again")
         shard = index.parent / file
         if not shard.is_file():
+            shard = _find_variant(shard) or shard
+        if not shard.is_file():
             why = f"is missing, but {index.name} names it"
             raise InputError(f"{shard}", None, why, "download the shard")
         if file not in shards:
@@ -256,12 +286,27 @@ def _read_sharded_headers(index: Path) -> dict[str, TensorInfo]:
     return {name: shards[file][name] for name, file in weight_map.items()}
 
 
+def _find_variant(shard: Path) -> Path | None:
+    """Returns the only variant of a missing file, for example in bf16: `NAME-bf16.safetensors`."""
+    variants = [
+        path
+        for path in shard.parent.glob(f"{shard.stem}*{shard.suffix}")
+        if re.fullmatch(r"[-.]\w+", path.stem.removeprefix(shard.stem))
+    ]
+    return variants[0] if len(variants) == 1 else None
+
+
 def check_file_complete(path: Path) -> Path:
     """Returns the path of a file; InputError if the file is missing or incomplete."""
     if not path.is_file():
         raise InputError(f"{path}", None, "does not exist or is no file", "give another one")
-    if path.suffix == ".pth" and not zipfile.is_zipfile(path):  # its directory is at the end
-        why = "is not a complete PyTorch file, but truncated or corrupt"
+    if path.suffix in PICKLE_SUFFIXES and not zipfile.is_zipfile(path):
+        with open_regular_file(path) as file:
+            is_other_format = file.read(2) not in (b"PK", b"")
+        if is_other_format:
+            why = "is not a PyTorch file in the zip format"
+            raise InputError(f"{path}", None, why, "save it again with a current PyTorch")
+        why = "is not a complete PyTorch file, but truncated or corrupt"  # its directory is missing
         raise InputError(f"{path}", None, why, _DOWNLOAD_AGAIN)
     if path.suffix in WEIGHT_FILES:
         read_file_headers(path)

@@ -21,13 +21,20 @@ from wan.checkpoint.config import (
     make_reference_dit_config,
     read_dit_config,
 )
-from wan.checkpoint.discovery import COMPONENTS, WeightFile, WeightFinder, inspect_weights
+from wan.checkpoint.discovery import (
+    WeightFile,
+    WeightFinder,
+    inspect_weights,
+    restore_patch_axes,
+)
 from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
 from wan.checkpoint.expert_names import detect_experts
 from wan.checkpoint.headers import (
     OTHER_COMPONENTS,
+    PICKLE_SUFFIXES,
     WEIGHT_FILES,
     check_file_complete,
+    find_pickle_files,
     has_diffusers_weights,
     is_folder,
     list_shards,
@@ -36,6 +43,7 @@ from wan.checkpoint.headers import (
     read_json,
 )
 from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
+from wan.checkpoint.prefixes import COMPONENTS
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import FLOATS, TensorInfo
 from wan.settings.command import NetworkFiles
@@ -220,7 +228,7 @@ def inspect_checkpoint(
     first_dit, *other_dits = experts.values()
     if any(files.config != first_dit.config for files in other_dits):
         why = "mixes networks of different tasks or sizes"
-        raise InputError(f"{folder}", None, why, "download it again")
+        raise InputError(f"{folder}", None, why, "give two experts of one task")
     kind = _detect_network_kind(first_dit)
     preset = PRESETS[TASKS_OF_KIND[kind][0]]  # the tasks of a kind need the same components
     components: dict[str, Path | None] = {}
@@ -338,23 +346,26 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile |
     """Refuses an explicit file or folder that holds another network.
 
     Returns:
-        The weight file; None for a `.pth`, which only torch can read.
+        The weight file; None for a PyTorch file, which only torch can read.
     """
     if not path.exists():
         raise InputError(flag, path, "does not exist", "give a weight file or its folder")
-    if path.is_file() and path.suffix == ".pth" and component != "dit":
+    if path.is_file() and path.suffix in PICKLE_SUFFIXES and component != "dit":
         check_file_complete(path)
         return None
     if path.is_file() and path.suffix not in WEIGHT_FILES:
         remedy = f"give one of {', '.join(WEIGHT_FILES)}"
-        if path.suffix == ".pth":
+        if path.suffix in PICKLE_SUFFIXES:
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(flag, path, "is not in a supported weight format", remedy)
-    file = inspect_weights(path)
-    if file.component != component:
-        content = COMPONENTS[file.component] if file.component else "none of Wan's networks"
+    networks = inspect_weights(path)
+    if not networks and component != "dit" and path.is_dir() and find_pickle_files(path):
+        return None
+    if component not in networks:
+        content = " and ".join(COMPONENTS[name] for name in COMPONENTS if name in networks)
+        content = content or "none of Wan's networks"
         raise InputError(flag, path, f"holds {content}", f"give {COMPONENTS[component]}")
-    return file
+    return networks[component]
 
 
 def _check_explicit_component(component: str, path: Path, preset: Preset) -> Path:
@@ -426,7 +437,8 @@ def _find_official_file(folder: Path, stem: str) -> Path | None:
 
 def _find_diffusers_component(folder: Path) -> Path | None:
     """Returns a folder in the layout of diffusers or transformers if its weights are complete."""
-    return folder if folder.is_dir() and read_folder_headers(folder) else None
+    has_weights = folder.is_dir() and (read_folder_headers(folder) or find_pickle_files(folder))
+    return folder if has_weights else None
 
 
 def _read_folder_experts(
@@ -523,8 +535,8 @@ def _fits_preset(weight_file: WeightFile, preset: Preset) -> bool:
         if weight_file.find_shape(name, rename_dit_to_diffusers(name))
     ]
     kind = detect_kind(present_keys, weight_file.channels)
-    image_keys = ("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight")
-    takes_images = bool(weight_file.find_shape(*image_keys))
+    image_key = "img_emb.proj.1.weight"
+    takes_images = bool(weight_file.find_shape(image_key, rename_dit_to_diffusers(image_key)))
     return kind == preset.kind and takes_images == bool(preset.num_clip_vision_images)
 
 
@@ -537,14 +549,13 @@ def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             "expected diffusion_pytorch_model.safetensors, its shards with an index, or the "
             "folders high_noise_model/ and low_noise_model/"
         )
-        pickle_names = [
-            path.name for path in folder.glob("*.pth") if not OTHER_COMPONENTS.search(path.name)
-        ]
-        if pickle_names:
-            why = f"holds {pickle_names[0]}, but a video network is read from safetensors only"
+        names = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES]
+        names = [name for name in names if not OTHER_COMPONENTS.search(name)]
+        if names:
+            why = f"holds {names[0]}, but a video network is read from safetensors and GGUF only"
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)
-    tensors = collect_network_tensors(infos, rename_dit_to_official)
+    tensors = restore_patch_axes(collect_network_tensors(infos, rename_dit_to_official, "dit"))
     tensors = _convert_diffusers_tensors(
         {name: i for name, i in tensors.items() if not _is_constant_tensor(name)}
     )

@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from wan.checkpoint.dequantise import dequantize_gguf, dequantize_nvfp4, untile_scales
-from wan.checkpoint.headers import read_file_headers, read_folder_headers, read_safetensors_offsets
+from wan.checkpoint.headers import (
+    PICKLE_SUFFIXES,
+    find_pickle_files,
+    read_file_headers,
+    read_folder_headers,
+    read_safetensors_offsets,
+)
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import FP8, GGUF, NVFP4, TensorInfo, read_file_state, view_as_bytes
 from wan.checkpoint.tensor_source import (
@@ -45,16 +51,18 @@ from wan.settings.values import format_value
 from wan.utils import system
 from wan.utils.log import make_progress_bar
 
-_PICKLE_SUFFIXES = (".pth", ".ckpt")
 _COPY_ELEMENTS = 1 << 24  # elements per copy
-_FLOAT_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16"}
-_FLOAT_NAMES[torch.bfloat16] = "BF16"
 DTYPES = {
-    **{name: dtype for dtype, name in _FLOAT_NAMES.items()},
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "U8": torch.uint8,
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
 }
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 DtypeRule = Callable[[str, torch.dtype], torch.dtype]
 """Returns a parameter's dtype in memory from its name and its dtype in the file."""
@@ -149,16 +157,21 @@ def _check_names_and_shapes(
     all_names = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     unknown = [info.name for name, info in tensors.items() if name not in all_names]
     missing = sorted(expected.keys() - tensors.keys())
-    for problem, names in (("lacks", missing), ("has the unknown", sorted(unknown))):
+    for problem, names, remedy in (
+        ("lacks", missing, "give all files of this network"),
+        ("has the unknown", sorted(unknown), "give a file of this network, or remove them"),
+    ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            why = f"{problem} tensor {names[0]}{more}"
-            raise InputError(f"{origin}", None, why, "download it again")
+            listing = ", ".join(format_value(name, str) for name in names[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            why = f"{problem} tensor{'s' if len(names) > 1 else ''} {listing}{more}"
+            raise InputError(f"{origin}", None, why, remedy)
     for name, parameter in expected.items():
         info = tensors[name]
         if info.shape != tuple(parameter.shape):
             why = f"has shape {list(info.shape)}, but the network needs {list(parameter.shape)}"
-            raise InputError(f"{info.file}: tensor {info.name}", None, why, "download it again")
+            remedy = "give files of one network, with its own config.json"
+            raise InputError(f"{info.file}: tensor {info.name}", None, why, remedy)
 
 
 def load_weights(
@@ -229,30 +242,46 @@ def copy_rows(
         on_progress(target_slice.nbytes)
 
 
-def read_headers(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
+def read_headers(
+    path: Path, rename: Callable[[str], str], component: str | None = None
+) -> dict[str, TensorInfo]:
     """Returns the tensors of one network in a file or folder; weights are at most memory-mapped.
 
     Args:
-        path: A `.pth` or `.ckpt` of plain tensors (never unpickled as code), a `.safetensors` or
-            `.gguf` file, or a folder in the layout of diffusers or transformers.
-        rename: Maps a stored name to the network's name.
+        path: A PyTorch file of plain tensors (never unpickled as code), a `.safetensors` or `.gguf`
+            file, or a folder in the layout of diffusers or transformers.
+        rename: Maps a stored name without prefix to the network's name.
+        component: The network (`prefixes.COMPONENTS`); None: all tensors by their stored names.
 
     Raises:
         InputError: The path is not one of these, or is damaged.
     """
-    if path.suffix in _PICKLE_SUFFIXES:
-        state_dict = map_pickle(path)
-        dtypes = {name: _FLOAT_NAMES.get(t.dtype, str(t.dtype)) for name, t in state_dict.items()}
-        state = read_file_state(path)
-        tensors = {
-            name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes, state=state)
-            for name, t in state_dict.items()
-        }
+    if path.suffix in PICKLE_SUFFIXES:
+        tensors = _read_pickle_header(path)
+    elif path.is_file():
+        tensors = read_file_headers(path)
     else:
-        tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
+        tensors = read_folder_headers(path) or {}
+        for file in () if tensors else find_pickle_files(path):
+            tensors |= _read_pickle_header(file)
     if not tensors:
         raise InputError(f"{path}", None, "holds no weights", "download them")
-    return collect_network_tensors(tensors, rename)
+    return collect_network_tensors(tensors, rename, component)
+
+
+def _read_pickle_header(path: Path) -> dict[str, TensorInfo]:
+    state = read_file_state(path)
+    return {
+        name: TensorInfo(
+            path,
+            name,
+            _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)),
+            tuple(tensor.shape),
+            tensor.nbytes,
+            state=state,
+        )
+        for name, tensor in map_pickle(path).items()
+    }
 
 
 def map_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -332,7 +361,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
         try:
             if file.suffix == ".gguf":
                 views = map_gguf(file, infos)
-            elif file.suffix in _PICKLE_SUFFIXES:
+            elif file.suffix in PICKLE_SUFFIXES:
                 views = map_pickle(file)
             else:
                 views = map_safetensors(file, {info.name for info in infos})

@@ -18,12 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
-from wan.checkpoint.tensor_info import FLOATS, FP8, GGUF, NVFP4, TensorInfo
+from wan.checkpoint.prefixes import select_network
+from wan.checkpoint.tensor_info import E4M3, E5M2, FLOATS, FP8, GGUF, NVFP4, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
 
-_FORMAT_DTYPES = {"float8_e4m3fn": "F8_E4M3", "int8_tensorwise": "I8", "nvfp4": "U8"}
+_FORMAT_DTYPES = {
+    "float8_e4m3fn": E4M3,
+    "float8_e5m2": E5M2,
+    "int8_tensorwise": "I8",
+    "nvfp4": "U8",
+}
 """ComfyUI's format -> the dtype of the stored tensor."""
 _COMFY_QUANT_SUFFIX, _METADATA_KEY = ".comfy_quant", "_quantization_metadata"
 _MAX_METADATA_BYTES = 1 << 12  # bytes of a layer's format
@@ -39,28 +45,32 @@ _DOWNLOAD_AGAIN = "download it again"
 
 
 def collect_network_tensors(
-    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str]
+    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str], component: str | None = None
 ) -> dict[str, TensorInfo]:
     """Attaches scales to quantized weights and renames the tensors of one network.
 
     Args:
         tensors: By stored name.
-        rename: Maps a stored name to the network's name.
+        rename: Maps a stored name without prefix to the network's name.
+        component: The network (`prefixes.COMPONENTS`); None: all tensors by their stored names.
 
     Raises:
         InputError: A tensor has an unsupported format, or two tensors get the same name.
     """
     renamed: dict[str, TensorInfo] = {}
+    tensors = tensors if component is None else select_network(tensors, component)
     for name, info in _attach_scales(tensors).items():
         is_scaled_int8 = info.dtype == "I8" and info.scale is not None
         if info.dtype not in (*FLOATS, *FP8, *GGUF, NVFP4) and not is_scaled_int8:
             why = f"is stored as {info.dtype}, which is not supported for this weight"
-            remedy = f"give weights in one of {', '.join(FLOATS)}"
+            remedy = f"give weights in one of {', '.join((*FLOATS, *FP8))}, or a GGUF file"
+            if info.dtype in ("I8", "U8"):
+                remedy = f"get a file with a format per layer: {', '.join(_FORMAT_DTYPES)}"
             raise InputError(f"{info.file}: {name}", None, why, remedy)
         first_info = renamed.setdefault(rename(name), info)
         if first_info is not info:
             why = f"has both {name} and {first_info.name}, which are the same tensor"
-            raise InputError(f"{info.file}", None, why, _DOWNLOAD_AGAIN)
+            raise InputError(f"{info.file}", None, why, "give a file with one of them")
     return renamed
 
 
@@ -110,7 +120,7 @@ def _attach_nvfp4_scales(
     scales, scale = (infos.pop(f"{layer}.{n}", None) for n in ("weight_scale", "weight_scale_2"))
     num_rows, columns = (*weight.shape, 1)[0], 2 * prod(weight.shape[1:])
     count = -(-num_rows // 128) * 128 * -(-(columns // 16) // 4) * 4
-    has_block_scales = scales is not None and scales.dtype in FP8 and prod(scales.shape) == count
+    has_block_scales = scales is not None and scales.dtype == E4M3 and prod(scales.shape) == count
     has_tensor_scale = scale is not None and scale.dtype in FLOATS and prod(scale.shape) == 1
     if len(weight.shape) != 2 or columns % 16 or not has_block_scales or not has_tensor_scale:
         description = f"{weight.file}: {weight.name} {list(weight.shape)}"
@@ -132,8 +142,11 @@ def _read_layer_formats(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str
         metadata = read_safetensors_metadata(file, _METADATA_KEY)
         layers = metadata.get("layers") if isinstance(metadata, dict) else None
         if isinstance(layers, dict):
+            stored_names = {i.name: name for name, i in tensors.items() if i.file == file}
             layer_formats |= {
-                layer: entry for layer, entry in layers.items() if isinstance(entry, dict)
+                stored_names.get(f"{layer}.weight", f"{layer}.weight").removesuffix(".weight"): e
+                for layer, e in layers.items()
+                if isinstance(e, dict)
             }
         offsets = read_safetensors_offsets(file) if names else {}
         with open_regular_file(file) as handle:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantized
-FP8 = ("F8_E4M3",)
+E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
+FP8 = (E4M3, E5M2)
 GGUF = {
     "Q8_0": (32, 34),
     "Q6_K": (256, 210),
@@ -19,6 +20,9 @@ GGUF = {
     "Q4_0": (32, 18),
     "Q3_K": (256, 110),
     "Q2_K": (256, 84),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
 """Quantized GGUF type -> (values per block, bytes per block)."""
 NVFP4 = "NVFP4"  # ComfyUI's: two 4-bit values per byte, an FP8 scale per 16 values

@@ -32,6 +32,7 @@ _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
 _match_unused = re.compile(
     r"textual\.|log_scale$|visual\.head|post_layernorm\.|visual_projection|.*position_ids$"
+    r"|text_model\.|text_projection|logit_scale$"
 ).match
 _LAYERS = "encoder.layers."
 
@@ -66,7 +67,7 @@ def make_clip_spec(path: Path) -> ModelSpec[Any]:
     Raises:
         InputError: The weights belong to another network.
     """
-    all_infos = read_headers(path, rename_clip_to_transformers)
+    all_infos = read_headers(path, rename_clip_to_transformers, "image_encoder")
     infos = {name: info for name, info in all_infos.items() if not _match_unused(name)}
     last = max((int(name.split(".")[2]) for name in infos if name.startswith(_LAYERS)), default=0)
     tensors: dict[str, TensorInfo] = {}
@@ -88,7 +89,8 @@ def make_clip_spec(path: Path) -> ModelSpec[Any]:
         mlp_dim, _ = tensors[f"{_LAYERS}0.mlp.fc1.weight"].shape
     except (LookupError, ValueError) as error:
         why = f"holds no CLIP vision network (unexpected {error})"
-        raise InputError(str(path), None, why, "download it again") from error
+        remedy = "give a file with the weights of CLIP ViT-H/14"
+        raise InputError(str(path), None, why, remedy) from error
     return ModelSpec(
         "CLIP", partial(_build_clip_network, dim, mlp_dim, last, patch_size), tensors, path
     )

@@ -135,7 +135,7 @@ def read_text_encoder_spec(path: Path) -> ModelSpec[nn.Module]:
     Raises:
         InputError: The weights belong to another network.
     """
-    tensors = read_headers(path, rename_t5_to_transformers)
+    tensors = read_headers(path, rename_t5_to_transformers, "text_encoder")
     layer = "encoder.block.0.layer"
     try:
         vocab_size, d_model = tensors["shared.weight"].shape
@@ -153,7 +153,7 @@ def read_text_encoder_spec(path: Path) -> ModelSpec[nn.Module]:
             raise ValueError("a size of 0")
     except (LookupError, ValueError, ZeroDivisionError) as error:
         why = f"does not hold the weights of a UMT5 encoder (unexpected {error})"
-        remedy = "download models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again"
+        remedy = "give models_t5_umt5-xxl-enc-bf16.pth or a file with its weights"
         raise InputError(str(path), None, why, remedy) from error
     return ModelSpec("text encoder", partial(build_umt5, **sizes), tensors, path)
 

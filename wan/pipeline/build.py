@@ -28,7 +28,7 @@ from wan.checkpoint.load import (
     open_sources,
 )
 from wan.checkpoint.merge_lora import merge_loras
-from wan.checkpoint.tensor_info import FP8
+from wan.checkpoint.tensor_info import E4M3
 from wan.device import Device
 from wan.kernels.interfaces import Target
 from wan.kernels.registry import SelectedKernels, make_dense_kernel, select_kernels
@@ -185,7 +185,7 @@ def _log_setup(setup: Setup, device: Device, selected: SelectedKernels) -> None:
         if stored_dtypes := setup.checkpoint_dtypes & {*kinds}:
             dtypes = stored_dtypes & setup.unconverted_dtypes(device.type)
             usage = "kept, upcast when used" if dtypes else "upcast once"
-            usage = "kept, products in FP8" if dtypes & {*FP8} and setup.multiplies_fp8 else usage
+            usage = "kept, products in FP8" if E4M3 in dtypes and setup.multiplies_fp8 else usage
             logger.info("%s weights: %s", name.removesuffix("_weights").upper(), usage)
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")

@@ -19,7 +19,7 @@ from wan.checkpoint.load import (
 )
 from wan.checkpoint.lora import WeightDelta, collect_deltas
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
-from wan.checkpoint.tensor_info import FP8, GGUF, TensorInfo, view_as_bytes
+from wan.checkpoint.tensor_info import E4M3, FP8, GGUF, TensorInfo, view_as_bytes
 from wan.checkpoint.tensor_source import TensorSources
 from wan.checkpoint.w8a8_export import Export
 from wan.device import Device
@@ -81,7 +81,7 @@ def install_weight_only_linears(
         changes = lora_changes.get(f"{layer}.weight", [])
         if any(change.full is not None for change in changes):
             continue
-        in_fp8 = setup.multiplies_fp8 and info.dtype in FP8 and not info.full_precision
+        in_fp8 = setup.multiplies_fp8 and info.dtype == E4M3 and not info.full_precision
         linear_class = FP8Linear if in_fp8 else WeightOnlyLinear
         network.set_submodule(
             layer, _make_empty_linear(linear_class, info, module, changes, compute_dtype)

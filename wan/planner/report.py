@@ -8,7 +8,7 @@ from pathlib import Path
 
 from wan.app.run import Run
 from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.tensor_info import TensorInfo
+from wan.checkpoint.tensor_info import E4M3, TensorInfo
 from wan.modules import clip, t5
 from wan.modules.vae import video_vae
 from wan.pipeline.memory_estimate import Usage, query_gpu_memory
@@ -122,7 +122,8 @@ def describe_checkpoint_files(planner: Planner) -> Iterator[str]:
             export = setup.quantized_dit.experts[expert]
             note += f", its {len(export.linears)} quantised layers are those of {export.weights}"
         elif dtypes:
-            use = "is multiplied in FP8" if setup.multiplies_fp8 else "stays until it is used"
+            in_fp8 = setup.multiplies_fp8 and E4M3 in dtypes
+            use = "is multiplied in FP8" if in_fp8 else "stays until it is used"
             note = f"{', '.join(dtypes)} {use}, the rest {note}"
         if infos:
             yield _describe_component(ckpt, f"DiT {expert}", infos, note)

@@ -196,7 +196,7 @@ def _copies_weights(s: Any) -> bool:
 
 
 def _make_unconverted_rules(
-    setting: str, value: str, weight_format: str, dtype_prefix: str
+    setting: str, value: str, weight_format: str, *dtype_prefixes: str
 ) -> tuple[Rule, ...]:
     """Makes the rules for a setting that computes with weights as the checkpoint stores them."""
     reasons: tuple[tuple[str, Condition], ...] = (
@@ -205,7 +205,7 @@ def _make_unconverted_rules(
         ("NPUs have no FP8 weights", lambda s: weight_format == "FP8" and s.device == "npu"),
         (
             f"the checkpoint has no {weight_format} weights",
-            lambda s: not any(dtype.startswith(dtype_prefix) for dtype in s.checkpoint_dtypes),
+            lambda s: not any(dtype.startswith(dtype_prefixes) for dtype in s.checkpoint_dtypes),
         ),
     )
     remedy = f"use `{setting}=upcast`, or drop it"
@@ -234,7 +234,13 @@ PIPELINE_RULES = (
     ),
     *_make_unconverted_rules("fp8_weights", "keep", "FP8", "F8"),
     *_make_unconverted_rules("fp8_weights", "multiply", "FP8", "F8"),
-    *_make_unconverted_rules("gguf_weights", "keep", "GGUF", "Q"),
+    Rule(
+        ("fp8_weights=multiply",),
+        "needs weights in E4M3, and those of the checkpoint are E5M2",
+        "use `fp8_weights=keep`",
+        lambda s: {"F8_E5M2"} == {dtype for dtype in s.checkpoint_dtypes if dtype[:2] == "F8"},
+    ),
+    *_make_unconverted_rules("gguf_weights", "keep", "GGUF", "Q", "IQ", "MXFP4"),
     *(
         Rule(
             ("offload_model", name),

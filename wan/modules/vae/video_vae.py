@@ -171,7 +171,7 @@ def read_vae_spec(path: Path) -> ModelSpec[Autoencoder]:
     Raises:
         InputError: The weights belong to another network.
     """
-    tensors = read_headers(path, rename_vae_to_diffusers)
+    tensors = read_headers(path, rename_vae_to_diffusers, "vae")
     try:
         base, channels = tensors["encoder.conv_in.weight"].shape[:2]
         z_dim = tensors["post_quant_conv.weight"].shape[0]
@@ -183,7 +183,7 @@ def read_vae_spec(path: Path) -> ModelSpec[Autoencoder]:
             raise ValueError("a size of 0")
     except (LookupError, ValueError) as error:
         why = f"does not hold the weights of a Wan 2.1 or 2.2 VAE (unexpected {error})"
-        remedy = "download Wan2.1_VAE.pth or Wan2.2_VAE.pth (or vae/) again"
+        remedy = "give Wan2.1_VAE.pth, Wan2.2_VAE.pth or a file with its weights"
         raise InputError(str(path), None, why, remedy) from error
     return ModelSpec("VAE", partial(Autoencoder, version, base, decoder_base), tensors, path)
 

@@ -1,0 +1,174 @@
+"""Finds the networks in a file by the names of their tensors, under any prefix.
+
+Training code, `torch.compile`, pipelines and ComfyUI put prefixes before the names of a network's
+tensors (`module.`, `pipe.dit.`, `model.diffusion_model.`), and one file may hold several networks
+under different prefixes. A network is found by a few of its tensors, which share their prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from wan.checkpoint.tensor_info import TensorInfo
+from wan.settings.errors import InputError
+
+COMPONENTS = {
+    "dit": "a video network (DiT)",
+    "text_encoder": "a UMT5 text encoder",
+    "vae": "a Wan VAE",
+    "image_encoder": "a CLIP image encoder",
+    "lora": "a LoRA",
+}
+"""Component -> its name in messages."""
+_SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "dit": (
+        ("patch_embedding.weight", "blocks.0.ffn.0.weight"),
+        ("patch_embedding.weight", "blocks.0.ffn.net.0.proj.weight"),
+    ),
+    "text_encoder": (
+        (
+            "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight",
+            "encoder.final_layer_norm.weight",
+        ),
+        ("enc.blk.1.attn_rel_b.weight", "token_embd.weight"),
+        ("blocks.1.pos_embedding.embedding.weight", "token_embedding.weight"),
+    ),
+    "vae": (
+        ("encoder.conv1.weight", "conv2.weight"),
+        ("encoder.conv_in.weight", "post_quant_conv.weight"),
+    ),
+    "image_encoder": (
+        ("vision_model.embeddings.class_embedding",),
+        ("embeddings.class_embedding",),
+        ("visual.cls_embedding",),
+    ),
+}
+"""Component -> signatures: names of tensors that a network has, all with the same prefix."""
+_LORA_SUFFIXES = (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight")
+# Prefixes of the networks in ComfyUI's files of a whole model.
+_PART_PREFIXES = ("text_encoders.", "cond_stage_model.", "vae.", "first_stage_model.")
+# Modules that wrap a network or its blocks: torch.compile, FSDP, activation checkpointing.
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
+)
+# The decoder of a whole UMT5, in transformers' and llama.cpp's names, and ComfyUI's CLIP scale.
+_is_unused_text_tensor = re.compile(
+    r"decoder\.|lm_head\.|dec\.|output\.weight$|(?:.*\.)?logit_scale$"
+).match
+_WORD_TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+@dataclass(frozen=True)
+class NetworkNames:
+    """A network in a file.
+
+    Attributes:
+        component: A key of `COMPONENTS`.
+        prefix: Precedes the names of its tensors; "" or with a dot at its end.
+    """
+
+    component: str
+    prefix: str
+
+
+def find_networks(tensors: Mapping[str, TensorInfo]) -> list[NetworkNames]:
+    """Returns the networks of a file, or a LoRA if it holds no network."""
+    return _find_networks(_remove_wrappers(tensors))
+
+
+def select_network(tensors: Mapping[str, TensorInfo], component: str) -> dict[str, TensorInfo]:
+    """Returns the tensors of a file's network, by names without prefix.
+
+    Tensors that belong to no network of the file are returned as well, by their stored names. All
+    tensors are returned if the file does not hold the component.
+
+    Raises:
+        InputError: The file holds the component twice.
+    """
+    unwrapped = _remove_wrappers(tensors)
+    networks = _find_networks(unwrapped)
+    prefixes = [network.prefix for network in networks if network.component == component]
+    if not prefixes:
+        return unwrapped
+    if len(prefixes) > 1:
+        listing = " and ".join(f"{prefix}*" for prefix in sorted(prefixes)[:3])
+        file = next(iter(tensors.values())).file
+        why = f"holds {COMPONENTS[component]} {len(prefixes)} times ({listing})"
+        raise InputError(f"{file}", None, why, "give a file with one of them")
+    (prefix,) = prefixes
+    others = {network.prefix for network in networks} - {prefix}
+    roots = _find_roots(prefix, others | {*_PART_PREFIXES})
+    is_nested = any(prefix.startswith(other) for other in others)
+    selected: dict[str, TensorInfo] = {}
+    for name, info in unwrapped.items():
+        if not name.startswith(roots) and (name.startswith(prefix) or not is_nested):
+            _add_once(selected, name.removeprefix(prefix), info)
+    return _select_text_encoder(selected) if component == "text_encoder" else selected
+
+
+def _find_roots(prefix: str, others: Iterable[str]) -> tuple[str, ...]:
+    """Returns the shortest part of each other network's prefix with which `prefix` does not begin.
+
+    Tensors beside another network are its own: `text_encoders.umt5xxl.logit_scale` belongs to
+    `text_encoders.umt5xxl.transformer.`.
+    """
+    roots = []
+    for other in others:
+        ends = (match.end() for match in re.finditer(r"\.", other))
+        roots += [next((other[:end] for end in ends if not prefix.startswith(other[:end])), "")]
+    return tuple(root for root in roots if root)
+
+
+def _select_text_encoder(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Removes UMT5's decoder, and names the word table by the first of its names."""
+    table = next((name for name in _WORD_TABLES if name in tensors), None)
+    if table is not None:
+        tensors = {_WORD_TABLES[0] if name == table else name: i for name, i in tensors.items()}
+    return {name: info for name, info in tensors.items() if not _is_unused_text_tensor(name)}
+
+
+def _find_networks(names: Mapping[str, TensorInfo]) -> list[NetworkNames]:
+    networks = []
+    for component, signatures in _SIGNATURES.items():
+        prefixes: set[str] = set()
+        for signature in signatures:
+            prefixes = prefixes or _find_prefixes(names, signature)
+        if component == "vae":
+            prefixes = {prefix for prefix in prefixes if _is_video_vae(names, prefix)}
+        networks += [NetworkNames(component, prefix) for prefix in sorted(prefixes)]
+    if not networks and any(name.endswith(_LORA_SUFFIXES) for name in names):
+        return [NetworkNames("lora", "")]
+    return networks
+
+
+def _find_prefixes(names: Mapping[str, TensorInfo], signature: tuple[str, ...]) -> set[str]:
+    """Returns the prefixes with which all names of a signature occur."""
+    first = signature[0]
+    prefixes = {name.removesuffix(first) for name in names if name.endswith(first)}
+    return {
+        prefix
+        for prefix in prefixes
+        if (not prefix or prefix.endswith("."))
+        and all(f"{prefix}{name}" in names for name in signature)
+    }
+
+
+def _is_video_vae(tensors: Mapping[str, TensorInfo], prefix: str) -> bool:
+    return any(len(i.shape) == 5 for name, i in tensors.items() if name.startswith(prefix))
+
+
+def _remove_wrappers(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    unwrapped: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        _add_once(unwrapped, _WRAPPERS.sub("", name), info)
+    return unwrapped
+
+
+def _add_once(tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+    """Adds a tensor; InputError if another one has its name."""
+    first_info = tensors.setdefault(name, info)
+    if first_info is not info:
+        why = f"has both {info.name} and {first_info.name}, which are the same tensor"
+        raise InputError(f"{info.file}", None, why, "give a file with one of them")
