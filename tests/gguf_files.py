@@ -21,7 +21,7 @@ from torch import Tensor
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-PACKAGED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
+PACKAGED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "MXFP4")
 BLOCK = 256
 
 
@@ -201,11 +201,37 @@ def _q3_k(blocks: Floats) -> Bytes:
     return np.concatenate([third, low, packed, _to_fp16_bytes(d)], axis=1)
 
 
+def _find_iq4_codes(values: Floats) -> NDArray[np.uint8]:
+    levels = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
+    return np.abs(values[..., None] - levels).argmin(-1).astype(np.uint8)
+
+
+def _iq4_nl(blocks: Floats) -> Bytes:
+    x = blocks.reshape(-1, 32)
+    d = np.abs(x).max(axis=1, keepdims=True) / 113
+    codes = _find_iq4_codes(_divide_or_zero(x, d * np.ones_like(x)))
+    return np.concatenate([_to_fp16_bytes(d), _pack_bits(codes, 16, 4)], axis=1)
+
+
+def _iq4_xs(blocks: Floats) -> Bytes:
+    x = blocks.reshape(len(blocks), 8, 32)
+    reach = np.abs(x).max(axis=2) / 113
+    d = reach.max(axis=1, keepdims=True) / 31
+    scales = np.rint(_divide_or_zero(reach, d * np.ones_like(reach)))
+    codes = _find_iq4_codes(_divide_or_zero(x, (d * scales)[..., None] * np.ones_like(x)))
+    biased = (scales + 32).astype(np.uint8)
+    low, high = _pack_bits(biased & 15, 1, 4), _pack_bits(biased >> 4, 1, 2)
+    packed = _pack_bits(codes.reshape(len(x), -1), 16, 4)
+    return np.concatenate([_to_fp16_bytes(d), high, low, packed], axis=1)
+
+
 _QUANTIZERS: dict[str, Callable[[Floats], Bytes]] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }
 KINDS = (*PACKAGED, *_QUANTIZERS)

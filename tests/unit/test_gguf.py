@@ -68,7 +68,7 @@ def test_values_of_any_bytes() -> None:
         size = 300, quantize(torch.zeros(1, 512), kind).shape[1]
         stored = torch.randint(256, size, generator=generator, dtype=torch.uint8)
         values, expected = dequantize_gguf(kind, stored), dequantize(stored.numpy(), kind)
-        assert expected.isnan().any(), kind
+        assert expected.isnan().any() or kind == "MXFP4", kind  # its scales are powers of two
         if not torch.equal(*(x.nan_to_num(torch.inf) for x in (values, expected))) or not (
             torch.equal(values.isnan(), expected.isnan())
         ):
@@ -167,7 +167,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     The counts are of keys, and of strings in an array; the rest of the file is zeros.
     """
     messages, path = {}, tmp_path / "x.gguf"
-    for kind in ("IQ4_NL", "TQ1_0"):
+    for kind in ("IQ3_S", "TQ1_0"):
         values, size = gguf.GGML_QUANT_SIZES[get_quant_type(kind)]
         writer = gguf.GGUFWriter(path, "wan")
         stored = np.zeros((4, 256 // values * size), np.uint8)

@@ -142,7 +142,10 @@ def set_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 NO_DIT = {
     "another network": lambda h: h.update({"x": h.pop("patch_embedding.weight")}),
     "no time embedding": lambda h: h.update({"x": h.pop("time_embedding.0.weight")}),
-    "flat patches": lambda h: h["patch_embedding.weight"].update(shape=[96 * 16 * 4]),
+    "flat patches without a bias": lambda h: (
+        h["patch_embedding.weight"].update(shape=[96 * 16 * 4]),
+        h.update({"x": h.pop("patch_embedding.bias")}),
+    ),
     "flat FFN": lambda h: h["blocks.0.ffn.0.weight"].update(shape=[192 * 96]),
     "no first block": lambda h: h.update({"blocks.7.ffn.0.weight": h.pop("blocks.0.ffn.0.weight")}),
     "a block without a number": lambda h: h.update({"blocks.x.a": h.pop("blocks.0.ffn.0.bias")}),

@@ -119,6 +119,7 @@ _CLASS_NAMES = (
     *("WanTransformer3DModel", "WanAnimateTransformer3DModel", "WanVACETransformer3DModel"),
 )
 _VACE_PREFIX = "vace_blocks."
+_GIVE_ALL_FILES = "give all files of this network"
 _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
 
@@ -197,7 +198,7 @@ def _read_s2v_config(
     num_tokens = 0 if conv_weight is None else conv_weight.shape[0] // max(config["dim"] // 4, 1)
     if conv_weight is None or not num_tokens or not injectors:
         why = "lacks tensors of the audio encoder or audio injectors of S2V"
-        raise InputError(f"{path.parent}", None, why, "download it again")
+        raise InputError(f"{path.parent}", None, why, _GIVE_ALL_FILES)
     shape_config = {"audio_dim": conv_weight.shape[1], "num_audio_token": num_tokens}
     for key, value in shape_config.items():
         if config_json.get(key, value) != value:
@@ -229,7 +230,7 @@ def _read_vace_config(
     count = len(block_ids)
     if len(shape) != 5 or not count or block_ids != {str(index) for index in range(count)}:
         why = "lacks tensors of the control blocks of VACE"
-        raise InputError(f"{path.parent}", None, why, "download it again")
+        raise InputError(f"{path.parent}", None, why, _GIVE_ALL_FILES)
     if config_json.get("vace_in_dim") not in (None, shape[1]):
         value = format_value(config_json["vace_in_dim"])
         why = f"is {value}, but the tensors' shapes give {shape[1]}"
@@ -258,7 +259,8 @@ def _infer_config_from_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -
     for key, (name, rank, axis) in _CONFIG_FROM_SHAPES.items():
         shape = tensors[name].shape if name in tensors else ()
         if len(shape) != rank or 0 in shape:
-            why = f"holds no Wan DiT (no {name} of {rank} dimensions)"
+            first_names = ", ".join(format_value(key, str) for key in [*tensors][:2])
+            why = f"holds no Wan DiT (no {name} of {rank} dimensions among {first_names}, ...)"
             raise InputError(f"{folder}", None, why, "check `ckpt_dir`")
         config[key] = shape[axis]
     config["patch_size"] = list(tensors["patch_embedding.weight"].shape[2:])
@@ -267,7 +269,7 @@ def _infer_config_from_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -
     config["num_layers"] = len(block_ids)
     if block_ids != {str(index) for index in range(len(block_ids))}:
         why = "lacks one of the blocks of its network"
-        raise InputError(f"{folder}", None, why, "download it again")
+        raise InputError(f"{folder}", None, why, _GIVE_ALL_FILES)
     config["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
     config["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
     if (norm_weight := tensors.get(_HEAD_DIM_KEY)) is not None and all(norm_weight.shape):

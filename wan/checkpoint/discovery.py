@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 
+from wan.checkpoint.dit_shapes import restore_patch_axes
 from wan.checkpoint.expert_names import ExpertTag, detect_experts
 from wan.checkpoint.headers import (
     WEIGHT_FILES,
@@ -19,7 +19,7 @@ from wan.checkpoint.headers import (
     read_file_headers,
     read_folder_headers,
 )
-from wan.checkpoint.prefixes import COMPONENTS, find_networks, select_network
+from wan.checkpoint.network_names import COMPONENTS, find_networks, select_network
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
@@ -29,7 +29,6 @@ _SUBFOLDERS = {  # ComfyUI's; those of `checkpoints` hold several networks
     "vae": ("vae", "checkpoints"),
     "image_encoder": ("clip_vision",),
 }
-_PATCH_SIZE = (1, 2, 2)  # of all published networks
 
 
 @dataclass(frozen=True)
@@ -81,24 +80,6 @@ def inspect_weights(path: Path) -> dict[str, WeightFile]:
 def _select_tensors(tensors: Mapping[str, TensorInfo], component: str) -> Mapping[str, TensorInfo]:
     selected = select_network(tensors, component)
     return restore_patch_axes(selected) if component == "dit" else selected
-
-
-def restore_patch_axes(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Gives patch embeddings that were stored with fewer axes the five of a 3D convolution.
-
-    GGUF has at most four axes; other programs store a linear layer of the flattened patches. The
-    number of output channels is that of the bias.
-    """
-    restored = dict(tensors)
-    for name, info in tensors.items():
-        bias = tensors.get(f"{name.removesuffix('weight')}bias")
-        if not name.endswith("patch_embedding.weight") or len(info.shape) == 5 or bias is None:
-            continue
-        out_dim, patch = prod(bias.shape), prod(_PATCH_SIZE)
-        if out_dim and not prod(info.shape) % (out_dim * patch):
-            shape = out_dim, prod(info.shape) // (out_dim * patch), *_PATCH_SIZE
-            restored[name] = replace(info, shape=shape)
-    return restored
 
 
 class WeightFinder:

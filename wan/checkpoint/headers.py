@@ -89,6 +89,13 @@ def read_file_headers(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def list_first_names(path: Path) -> str:
+    """Returns the names of a file's or folder's first tensors in brackets, or "" if none."""
+    tensors = (read_file_headers(path) if path.is_file() else read_folder_headers(path)) or {}
+    names = ", ".join(format_value(name, str) for name in [*tensors][:3])
+    return f" ({names}{', ...' if len(tensors) > 3 else ''})" if names else ""
+
+
 def list_shards(path: Path) -> list[Path]:
     """Returns all shards of the network if the file's name is that of a shard, else the file.
 
@@ -214,7 +221,7 @@ def read_folder_headers(folder: Path) -> dict[str, TensorInfo] | None:
             return _read_sharded_headers(index)
         if file.is_file():
             return read_safetensors_header(file)
-        if any(folder.glob(f"{stem}-*-of-*.safetensors")):
+        if _has_plain_shards(folder, stem):
             why = "is missing, but its shards exist"
             raise InputError(f"{index}", None, why, "download the index")
     for suffix in WEIGHT_FILES:
@@ -255,8 +262,14 @@ def has_diffusers_weights(folder: Path) -> bool:
     names = [
         f"{stem}{suffix}" for stem in _WEIGHT_STEMS for suffix in (_INDEX_SUFFIX, ".safetensors")
     ]
-    shards = (folder.glob(f"{stem}-*-of-*.safetensors") for stem in _WEIGHT_STEMS)
-    return any((folder / name).is_file() for name in names) or any(map(any, shards))
+    has_shards = any(_has_plain_shards(folder, stem) for stem in _WEIGHT_STEMS)
+    return any((folder / name).is_file() for name in names) or has_shards
+
+
+def _has_plain_shards(folder: Path, stem: str) -> bool:
+    """Returns whether a folder has shards of a stem that are no variant."""
+    paths = folder.glob(f"{stem}-*-of-*.safetensors")
+    return any(re.fullmatch(r"-\d+-of-\d+", path.stem.removeprefix(stem)) for path in paths)
 
 
 def _read_sharded_headers(index: Path) -> dict[str, TensorInfo]:
@@ -286,13 +299,15 @@ def _read_sharded_headers(index: Path) -> dict[str, TensorInfo]:
     return {name: shards[file][name] for name, file in weight_map.items()}
 
 
-def _find_variant(shard: Path) -> Path | None:
-    """Returns the only variant of a missing file, for example in bf16: `NAME-bf16.safetensors`."""
-    variants = [
-        path
-        for path in shard.parent.glob(f"{shard.stem}*{shard.suffix}")
-        if re.fullmatch(r"[-.]\w+", path.stem.removeprefix(shard.stem))
-    ]
+def _find_variant(path: Path) -> Path | None:
+    """Returns the only variant of a missing file: `x.bf16.safetensors` of `x.safetensors`."""
+    match = _SHARD.fullmatch(path.name)
+    stem, shard = (
+        (path.stem, "") if match is None else (match["stem"], path.stem[len(match["stem"]) :])
+    )
+    variant = r"([-.]\w+)?"
+    pattern = re.escape(stem) + variant + re.escape(shard) + variant + re.escape(path.suffix)
+    variants = [file for file in path.parent.iterdir() if re.fullmatch(pattern, file.name)]
     return variants[0] if len(variants) == 1 else None
 
 

@@ -157,7 +157,9 @@ _VAE_NESTED: Renames = (
 
 
 def rename_dit_to_official(name: str) -> str:
-    """Returns the official name of a DiT tensor."""
+    """Returns the official name of a DiT tensor, from diffusers' name or a name with a prefix."""
+    for prefix in ("net.", "model.", "diffusion_model."):  # net.: from training code
+        name = name.removeprefix(prefix)
     return _apply_rules(name, _invert_rules(_get_dit_rules(name)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from wan.checkpoint.config import (
@@ -21,12 +21,8 @@ from wan.checkpoint.config import (
     make_reference_dit_config,
     read_dit_config,
 )
-from wan.checkpoint.discovery import (
-    WeightFile,
-    WeightFinder,
-    inspect_weights,
-    restore_patch_axes,
-)
+from wan.checkpoint.discovery import WeightFile, WeightFinder, inspect_weights
+from wan.checkpoint.dit_shapes import convert_dit_tensors
 from wan.checkpoint.embedded_tokenizer import has_embedded_tokenizer
 from wan.checkpoint.expert_names import detect_experts
 from wan.checkpoint.headers import (
@@ -37,15 +33,16 @@ from wan.checkpoint.headers import (
     find_pickle_files,
     has_diffusers_weights,
     is_folder,
+    list_first_names,
     list_shards,
     read_file_headers,
     read_folder_headers,
     read_json,
 )
 from wan.checkpoint.keymaps import rename_dit_to_diffusers, rename_dit_to_official
-from wan.checkpoint.prefixes import COMPONENTS
+from wan.checkpoint.network_names import COMPONENTS
 from wan.checkpoint.quant_metadata import collect_network_tensors
-from wan.checkpoint.tensor_info import FLOATS, TensorInfo
+from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, TASKS_OF_KIND, Preset
@@ -84,8 +81,6 @@ _UNSUPPORTED = {
     "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
 }
 """Part of a tensor's name -> (unsupported feature, remedy)."""
-_is_constant_tensor = re.compile(r"motion_encoder\..*\.kernel$").match  # the same in every file
-_is_conv_bias = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's projections; dense attention does not use them
 
 
@@ -363,7 +358,7 @@ def _check_component_file(flag: str, path: Path, component: str) -> WeightFile |
         return None
     if component not in networks:
         content = " and ".join(COMPONENTS[name] for name in COMPONENTS if name in networks)
-        content = content or "none of Wan's networks"
+        content = content or f"none of Wan's networks{list_first_names(path)}"
         raise InputError(flag, path, f"holds {content}", f"give {COMPONENTS[component]}")
     return networks[component]
 
@@ -549,42 +544,14 @@ def _read_dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             "expected diffusion_pytorch_model.safetensors, its shards with an index, or the "
             "folders high_noise_model/ and low_noise_model/"
         )
-        names = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES]
-        names = [name for name in names if not OTHER_COMPONENTS.search(name)]
-        if names:
+        files = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES]
+        if names := [name for name in files if not OTHER_COMPONENTS.search(name)]:
             why = f"holds {names[0]}, but a video network is read from safetensors and GGUF only"
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)
-    tensors = restore_patch_axes(collect_network_tensors(infos, rename_dit_to_official, "dit"))
-    tensors = _convert_diffusers_tensors(
-        {name: i for name, i in tensors.items() if not _is_constant_tensor(name)}
-    )
+    tensors = convert_dit_tensors(collect_network_tensors(infos, rename_dit_to_official, "dit"))
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     return DitFiles(folder, read_dit_config(folder, dense), dense, len(dense) < len(tensors))
-
-
-def _convert_diffusers_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Converts tensors from their shapes in diffusers to the official ones, in place.
-
-    Merges the keys and values of face attention, and reshapes the biases of the motion encoder.
-    """
-    for name in [name for name in tensors if ".linear1_k." in name]:
-        keys, values = tensors.pop(name), tensors.pop(name.replace("_k.", "_v."), None)
-        if values is None or values.shape != keys.shape:
-            why = "lacks its value tensor (V), or that has another shape"
-            raise InputError(f"{keys.file}: {keys.name}", None, why, "download it again")
-        tensors[name.replace("_k.", "_kv.")] = TensorInfo(
-            keys.file,
-            keys.name,
-            keys.dtype if keys.dtype == values.dtype in FLOATS else "F32",
-            (2 * keys.shape[0], *keys.shape[1:]),
-            keys.nbytes + values.nbytes,
-            chunks=(keys, values),
-        )
-    for name, info in tensors.items():
-        if _is_conv_bias(name) and len(info.shape) == 1:
-            tensors[name] = replace(info, shape=(1, *info.shape, 1, 1))
-    return tensors
 
 
 def _detect_network_kind(files: DitFiles) -> str:

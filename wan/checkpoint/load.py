@@ -63,6 +63,7 @@ DTYPES = {
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_GIVE_PLAIN_TENSORS = "give a file of plain tensors, as safetensors"
 
 DtypeRule = Callable[[str, torch.dtype], torch.dtype]
 """Returns a parameter's dtype in memory from its name and its dtype in the file."""
@@ -251,7 +252,7 @@ def read_headers(
         path: A PyTorch file of plain tensors (never unpickled as code), a `.safetensors` or `.gguf`
             file, or a folder in the layout of diffusers or transformers.
         rename: Maps a stored name without prefix to the network's name.
-        component: The network (`prefixes.COMPONENTS`); None: all tensors by their stored names.
+        component: A key of `COMPONENTS`; None: all tensors by their stored names.
 
     Raises:
         InputError: The path is not one of these, or is damaged.
@@ -329,7 +330,7 @@ def map_pickle(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         why = "holds something other than weights and was not opened, because it could run code"
-        raise InputError(f"{path}", None, why, "download it again") from None
+        raise InputError(f"{path}", None, why, _GIVE_PLAIN_TENSORS) from None
     except Exception as error:  # torch raises half a dozen kinds for damaged files
         why = f"cannot be read ({format_value(error, str)})"
         raise InputError(f"{path}", None, why, "download it again") from None
@@ -344,7 +345,7 @@ def map_pickle(path: Path) -> dict[str, Tensor]:
         # A damaged view may extend past the end of its storage.
         if not (is_on_cpu and value.untyped_storage().nbytes() >= value.nbytes):
             why = f"holds something other than weights ({format_value(name, str)})"
-            raise InputError(f"{path}", None, why, "download it again")
+            raise InputError(f"{path}", None, why, _GIVE_PLAIN_TENSORS)
     return dict(entries)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.headers import read_safetensors_metadata, read_safetensors_offsets
-from wan.checkpoint.prefixes import select_network
+from wan.checkpoint.network_names import select_network
 from wan.checkpoint.tensor_info import E4M3, E5M2, FLOATS, FP8, GGUF, NVFP4, TensorInfo
 from wan.settings.errors import InputError
 from wan.settings.values import format_value
@@ -52,7 +52,7 @@ def collect_network_tensors(
     Args:
         tensors: By stored name.
         rename: Maps a stored name without prefix to the network's name.
-        component: The network (`prefixes.COMPONENTS`); None: all tensors by their stored names.
+        component: A key of `COMPONENTS`; None: all tensors by their stored names.
 
     Raises:
         InputError: A tensor has an unsupported format, or two tensors get the same name.
@@ -91,7 +91,7 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             raise InputError(f"{weight.file}: {layer}", None, why, remedy)
         if weight.dtype != dtype:
             why = f"is marked as {weight_format}, and stored as {weight.dtype}"
-            raise InputError(f"{weight.file}: {weight.name}", None, why, _DOWNLOAD_AGAIN)
+            raise InputError(f"{weight.file}: {weight.name}", None, why, "get another file")
         if weight_format == "nvfp4":
             infos[f"{layer}.weight"] = _attach_nvfp4_scales(infos, layer, weight)
         elif layer_format.get("full_precision_matrix_mult"):
@@ -108,7 +108,7 @@ def _attach_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         if prod(info.shape) not in (1, *weight.shape[:1]) or info.dtype not in FLOATS:
             label = f"{info.file}: {name} {list(info.shape)} {info.dtype}"
             why = f"is no scale of {layer}.weight {list(weight.shape)}"
-            raise InputError(label, None, why, _DOWNLOAD_AGAIN)
+            raise InputError(label, None, why, "get a file with a scale per tensor or per row")
         infos[f"{layer}.weight"] = replace(weight, scale=info)
     return infos
 
@@ -124,7 +124,7 @@ def _attach_nvfp4_scales(
     has_tensor_scale = scale is not None and scale.dtype in FLOATS and prod(scale.shape) == 1
     if len(weight.shape) != 2 or columns % 16 or not has_block_scales or not has_tensor_scale:
         description = f"{weight.file}: {weight.name} {list(weight.shape)}"
-        raise InputError(description, None, "has no scales that fit NVFP4", _DOWNLOAD_AGAIN)
+        raise InputError(description, None, "has no scales that fit NVFP4", "get another file")
     return replace(weight, dtype=NVFP4, shape=(num_rows, columns), scale=scale, block_scales=scales)
 
 

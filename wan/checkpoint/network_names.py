@@ -98,9 +98,9 @@ def select_network(tensors: Mapping[str, TensorInfo], component: str) -> dict[st
         why = f"holds {COMPONENTS[component]} {len(prefixes)} times ({listing})"
         raise InputError(f"{file}", None, why, "give a file with one of them")
     (prefix,) = prefixes
-    others = {network.prefix for network in networks} - {prefix}
-    roots = _find_roots(prefix, others | {*_PART_PREFIXES})
-    is_nested = any(prefix.startswith(other) for other in others)
+    other_prefixes = {network.prefix for network in networks} - {prefix}
+    roots = _find_roots(prefix, other_prefixes | {*_PART_PREFIXES})
+    is_nested = any(prefix.startswith(other) for other in other_prefixes)
     selected: dict[str, TensorInfo] = {}
     for name, info in unwrapped.items():
         if not name.startswith(roots) and (name.startswith(prefix) or not is_nested):
@@ -108,14 +108,14 @@ def select_network(tensors: Mapping[str, TensorInfo], component: str) -> dict[st
     return _select_text_encoder(selected) if component == "text_encoder" else selected
 
 
-def _find_roots(prefix: str, others: Iterable[str]) -> tuple[str, ...]:
+def _find_roots(prefix: str, other_prefixes: Iterable[str]) -> tuple[str, ...]:
     """Returns the shortest part of each other network's prefix with which `prefix` does not begin.
 
     Tensors beside another network are its own: `text_encoders.umt5xxl.logit_scale` belongs to
     `text_encoders.umt5xxl.transformer.`.
     """
     roots = []
-    for other in others:
+    for other in other_prefixes:
         ends = (match.end() for match in re.finditer(r"\.", other))
         roots += [next((other[:end] for end in ends if not prefix.startswith(other[:end])), "")]
     return tuple(root for root in roots if root)

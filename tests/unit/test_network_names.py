@@ -1,0 +1,261 @@
+"""Networks under any prefix, in files of several networks, and under other programs' file names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests import gguf_files
+from tests.pipelines import generate_quick_latents
+from tests.refusals import check_refusals, get_refusal
+from tests.unit.test_search import load_tensors, save_tensors
+from wan.checkpoint.keymaps import (
+    rename_clip_to_transformers,
+    rename_dit_to_diffusers,
+    rename_t5_to_transformers,
+    rename_vae_to_diffusers,
+)
+from wan.checkpoint.layout import inspect_checkpoint
+from wan.checkpoint.load import ModelSpec, open_sources
+from wan.checkpoint.network_names import COMPONENTS
+from wan.modules import clip, t5
+from wan.modules.vae import video_vae
+from wan.settings.command import NetworkFiles
+
+DIT = "diffusion_pytorch_model"
+TEXT, VAE = "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth"
+CLIP = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+TABLE = "shared.weight"
+PREFIXES = (
+    *("", "_orig_mod.", "module.", "model.", "model.diffusion_model.", "pipe.dit.", "dit."),
+    *("transformer.", "transformer_2.", "vae.", "first_stage_model.", "module._orig_mod.a.b."),
+)
+Tensors = dict[str, Tensor]
+STEPS = ("--task", "t2v-1.3B", "--sample_steps", "1")
+
+
+def add_prefix(tensors: Tensors, prefix: str) -> Tensors:
+    return {f"{prefix}{name}": tensor.clone().contiguous() for name, tensor in tensors.items()}
+
+
+def read_values(spec: ModelSpec[Any]) -> Tensors:
+    spec.check()
+    sources = open_sources(spec.tensors)
+    return {name: source.read(slice(None)).clone() for name, source in sources.items()}
+
+
+def equal(tensors: Tensors, expected: Tensors) -> bool:
+    return tensors.keys() == expected.keys() and all(
+        torch.equal(tensors[name], expected[name]) for name in expected
+    )
+
+
+@pytest.fixture
+def folder(tiny: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("rename", [str, rename_dit_to_diffusers])
+def test_a_dit_under_a_prefix(rename: Callable[[str], str], folder: Path, tiny: Any) -> None:
+    file, expected = folder / f"{DIT}.safetensors", load_tensors(tiny("t2v-1.3B"))
+    original = inspect_checkpoint(tiny("t2v-1.3B"))
+    for prefix in (*PREFIXES, "blocks"):
+        names = {rename(name): tensor for name, tensor in expected.items()}
+        if prefix == "blocks":  # torch.compile of each block
+            names = {
+                name.replace("blocks.", "_fsdp_wrapped_module.blocks.").replace(
+                    "blocks.0.", "blocks.0._orig_mod."
+                ): tensor
+                for name, tensor in names.items()
+            }
+            prefix = ""
+        save_file(add_prefix(names, prefix), file)
+        checkpoint = inspect_checkpoint(folder)
+        sources = open_sources(checkpoint.experts["dit"].tensors)
+        values = {name: source.read(slice(None)) for name, source in sources.items()}
+        assert equal(values, expected), prefix
+        assert checkpoint.config == original.config
+
+
+@pytest.mark.parametrize("network", ["text_encoder", "vae", "image_encoder"])
+def test_other_networks_under_a_prefix(network: str, tiny: Any, tmp_path: Path) -> None:
+    """Under their official and the libraries' names."""
+    file, read_spec, rename = {
+        "text_encoder": (TEXT, t5.read_text_encoder_spec, rename_t5_to_transformers),
+        "vae": (VAE, video_vae.read_vae_spec, rename_vae_to_diffusers),
+        "image_encoder": (CLIP, clip.make_clip_spec, rename_clip_to_transformers),
+    }[network]
+    source: Path = tiny("i2v-14B" if network == "image_encoder" else "t2v-1.3B") / file
+    official, path = load_tensors(source), tmp_path / f"{network}.safetensors"
+    expected = read_values(read_spec(source))
+    for rule in (str, rename):
+        for prefix in (*PREFIXES, "text_encoders.umt5xxl.transformer."):
+            names = {rule(name): tensor for name, tensor in official.items()}
+            save_file(add_prefix(names, prefix), path)
+            assert equal(read_values(read_spec(path)), expected), (rule, prefix)
+
+
+@pytest.mark.parametrize("table", [TABLE, f"encoder.embed_tokens.{'weight'}", "decoder."])
+def test_a_whole_umt5_and_names_of_its_word_table(table: str, tiny: Any, tmp_path: Path) -> None:
+    """`save_model` keeps one of the names that share the table."""
+    names = {
+        rename_t5_to_transformers(n): x for n, x in load_tensors(tiny("t2v-1.3B") / TEXT).items()
+    }
+    expected = read_values(t5.read_text_encoder_spec(tiny("t2v-1.3B") / TEXT))
+    table = "decoder.embed_tokens.weight" if table == "decoder." else table
+    names[table] = names.pop(TABLE)
+    if table != "encoder.embed_tokens.weight":
+        block = {n: x for n, x in names.items() if n.startswith("encoder.block.")}
+        names |= {n.replace("encoder", "decoder"): x for n, x in block.items()}
+        names |= {"lm_head.weight": names[table].clone(), "logit_scale": torch.ones(())}
+    path = tmp_path / "umt5.safetensors"
+    save_file(add_prefix(names, ""), path)
+    assert equal(read_values(t5.read_text_encoder_spec(path)), expected)
+
+
+def make_whole_model(source: Path, prefixes: tuple[str, str, str]) -> Tensors:
+    """One file of all networks, as ComfyUI saves them."""
+    dit, text, vae = prefixes
+    encoder = load_tensors(source / TEXT)
+    return {
+        **add_prefix(load_tensors(source), dit),
+        **add_prefix({rename_t5_to_transformers(n): x for n, x in encoder.items()}, text),
+        **add_prefix(load_tensors(source / VAE), vae),
+        "text_encoders.umt5xxl.logit_scale": torch.ones(()),
+    }
+
+
+COMFYUI = ("model.diffusion_model.", "text_encoders.umt5xxl.transformer.", "vae.")
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints"])
+@pytest.mark.parametrize(
+    "prefixes", [COMFYUI, ("pipe.dit.", "pipe.text_encoder.", "pipe.vae."), ("", "te.", "vae.")]
+)
+def test_one_file_of_all_networks(
+    prefixes: tuple[str, str, str], place: str, tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    source, root = tiny("t2v-1.3B"), tmp_path / "models"
+    save_tensors(make_whole_model(source, prefixes), root / place / "all.safetensors")
+    shutil.copytree(source / "google", root / "google")
+    shutil.copy(source / "config.json", root / place)
+    expected = generate_quick_latents(source, *STEPS)
+    assert torch.equal(generate_quick_latents(root, *STEPS), expected)
+    if prefixes == COMFYUI:
+        file = root / place / "all.safetensors"
+        flags = [
+            part for name in ("dit", "vae", "text_encoder") for part in (f"--{name}", str(file))
+        ]
+        assert torch.equal(generate_quick_latents(source, *STEPS, *flags), expected)
+
+
+def test_files_that_hold_another_number_of_networks(
+    folder: Path, tiny: Any, tmp_path: Path
+) -> None:
+    """Two DiTs in a file, a file of other networks, and unknown tensors beside a network."""
+    dit, messages = load_file(folder / f"{DIT}.safetensors"), {}
+    files = {
+        "two": add_prefix(dit, "transformer.") | add_prefix(dit, "transformer_2."),
+        "text and vae": add_prefix(make_whole_model(folder, ("a.", *COMFYUI[1:])), ""),
+        "another model": {f"double_blocks.{i}.weight": torch.zeros(2) for i in range(5)},
+        "wrapped twice": add_prefix(dit, "_orig_mod.") | {"head.head.bias": torch.zeros(2)},
+    }
+    files["text and vae"] = {n: x for n, x in files["text and vae"].items() if n[:2] != "a."}
+    for case, tensors in files.items():
+        path = save_tensors(tensors, tmp_path / f"{case}.safetensors")
+        messages[case] = get_refusal(inspect_checkpoint, folder, NetworkFiles(dit=path))
+    vae = load_tensors(folder / VAE)
+    path = save_tensors(
+        add_prefix(vae, "vae.") | {f"extra.{i}": torch.zeros(1) for i in range(5)},
+        tmp_path / "vae.safetensors",
+    )
+    messages["unknown tensors"] = get_refusal(video_vae.read_vae_spec(path).check)
+    vae = {name: x for name, x in vae.items() if "upsamples.1" not in name}
+    path = save_tensors(add_prefix(vae, ""), tmp_path / "lacking.safetensors")
+    messages["lacking tensors"] = get_refusal(video_vae.read_vae_spec(path).check)
+    check_refusals("checkpoints: several networks", messages)
+    assert not any("download" in text for text in messages.values())
+    assert [*COMPONENTS] == ["dit", "text_encoder", "vae", "image_encoder", "lora"]
+
+
+@pytest.mark.parametrize("form", [".bf16-{}", "-{}-bf16", "-{}.fp16"])
+@pytest.mark.parametrize("index", ["variant", "plain", ""])
+def test_shards_of_a_variant(form: str, index: str, folder: Path, tiny: Any) -> None:
+    """`save_pretrained(variant=...)`, and branches whose index has the names without it."""
+    tensors = load_file(folder / f"{DIT}.safetensors")
+    (folder / f"{DIT}.safetensors").unlink()
+    weight_map = {}
+    for number in (1, 2):
+        shard = f"0000{number}-of-00002"
+        part = {n: x for n, x in tensors.items() if n.startswith("blocks.1.") == (number == 2)}
+        file = f"{DIT}{form.format(shard)}.safetensors"
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(
+            part, f"{DIT}-{shard}.safetensors" if index == "plain" else file
+        )
+    name = f"{DIT}.safetensors.index.{'' if index == 'plain' else 'bf16.'}json"
+    if index:
+        (folder / name).write_text(json.dumps({"weight_map": weight_map}))
+    infos = inspect_checkpoint(folder).experts["dit"].tensors
+    assert infos.keys() == inspect_checkpoint(tiny("t2v-1.3B")).experts["dit"].tensors.keys()
+    (folder / f"{DIT}{form.format('00002-of-00002')}.safetensors").unlink()
+    message = get_refusal(inspect_checkpoint, folder)
+    assert "00002-of-00002" in message and "is missing" in message, message
+
+
+def test_pytorch_files_of_a_library(tiny: Any, tmp_path: Path, one_thread: None) -> None:
+    """`.bin` files of the text encoder, in shards, and of the VAE; a DiT is converted first."""
+    source = tiny("t2v-1.3B", "diffusers")
+    root = Path(shutil.copytree(source, tmp_path / "bin"))
+    for name, stem in (("text_encoder", "pytorch_model"), ("vae", DIT)):
+        tensors = load_tensors(source / name)
+        for file in (root / name).glob("*.safetensors*"):
+            file.unlink()
+        if name == "vae":
+            torch.save(tensors, root / name / f"{stem}.bin")
+            continue
+        for number in (1, 2):
+            part = {n: x for n, x in tensors.items() if ("block.1." in n) == (number == 2)}
+            torch.save(part, root / name / f"{stem}-0000{number}-of-00002.bin")
+    latents = generate_quick_latents(root, *STEPS)
+    assert torch.equal(latents, generate_quick_latents(source, *STEPS))
+    messages = {}
+    (root / "text_encoder" / "pytorch_model-00001-of-00002.bin").unlink()
+    messages["a shard"] = get_refusal(inspect_checkpoint, root)
+    old = tmp_path / "old.bin"
+    torch.save({"a": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
+    messages["an old format"] = get_refusal(inspect_checkpoint, source, NetworkFiles(vae=old))
+    for file in (root / "transformer").glob("*.safetensors*"):
+        file.unlink()
+    torch.save({"a": torch.ones(2)}, root / "transformer" / f"{DIT}.bin")
+    messages["a DiT"] = get_refusal(inspect_checkpoint, root)
+    check_refusals("checkpoints: PyTorch files", messages)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "gguf"])
+@pytest.mark.parametrize("axes", ["four", "merged", "two", "one"])
+def test_patch_embeddings_of_fewer_axes(axes: str, suffix: str, folder: Path, tiny: Any) -> None:
+    """GGUF has four axes, merged from the first two or without that of time; rCM has two."""
+    tensors, key = load_file(folder / f"{DIT}.safetensors"), "patch_embedding.weight"
+    (folder / f"{DIT}.safetensors").unlink()
+    weight = tensors[key]
+    shape = {"four": (-1, *weight.shape[1:2], 2, 2), "merged": (-1, 1, 2, 2)}
+    shape |= {"two": (len(weight), -1), "one": (-1,)}
+    tensors[key] = weight.reshape(shape[axes])
+    path = folder / f"wan.{suffix}"
+    if suffix == "gguf":
+        gguf_files.write_gguf(path, tensors, {})
+    else:
+        save_file(tensors, path)
+    checkpoint = inspect_checkpoint(folder)
+    infos = checkpoint.experts["dit"].tensors
+    assert checkpoint.config == inspect_checkpoint(tiny("t2v-1.3B")).config
+    assert torch.equal(open_sources(infos)[key].read(slice(None)), weight.float())
