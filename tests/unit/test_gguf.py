@@ -178,6 +178,12 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     for size in (0, 10):
         (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").write_bytes(b"GGUF" * 3 if size else b"")
         messages[f"{size} bytes"] = get_refusal(inspect_checkpoint, tmp_path)
+    for name, content in {
+        "big-endian": struct.pack(">IQQ", 3, 0, 0),
+        "version 1": struct.pack("<III", 1, 0, 0),
+    }.items():
+        path.write_bytes(b"GGUF" + content + bytes(8))
+        messages[name] = get_refusal(read_file_headers, path)
     counts = 2**64 - 1, 2**31, 70_000
     contents = {f"{keys} keys": struct.pack("<IQQ", 3, 0, keys) for keys in counts}
     contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)

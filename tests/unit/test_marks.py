@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
-from tests.pipelines import generate_quick_latents
+from tests.pipelines import build_quick_pipeline, generate_quick_latents
 from tests.refusals import check_refusals, get_refusal
 from wan.checkpoint.headers import read_safetensors_header
 from wan.checkpoint.keymaps import rename_t5_to_transformers
@@ -34,9 +35,9 @@ def encode_quant_metadata(**fields: Any) -> Tensor:
     return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
 
 
-def float8(weight: Tensor) -> Stored:
+def float8(weight: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Stored:
     scale = weight.abs().max() / 448
-    values = (weight / scale).to(torch.float8_e4m3fn)
+    values = (weight / scale).to(dtype)
     return {"weight": values, "weight_scale": scale}, values.float() * scale
 
 
@@ -74,6 +75,7 @@ def nvfp4(weight: Tensor) -> Stored:
 
 FORMATS: dict[str, tuple[str, Callable[[Tensor], Stored]]] = {
     "float8": ("float8_e4m3fn", float8),
+    "float8 e5m2": ("float8_e5m2", partial(float8, dtype=torch.float8_e5m2)),
     "int8": ("int8_tensorwise", int8),
     "int8 by row": ("int8_tensorwise", lambda weight: int8(weight, by_row=True)),
     "nvfp4": ("nvfp4", nvfp4),
@@ -117,7 +119,9 @@ def test_values(tmp_path: Path) -> None:
             assert torch.equal(values, dequantised["blocks.0.q.weight"][rows]), (form, shape, rows)
 
 
-@pytest.mark.parametrize("form", [slow("float8"), slow("int8"), slow("int8 by row"), "nvfp4"])
+@pytest.mark.parametrize(
+    "form", [slow("float8"), "float8 e5m2", slow("int8"), slow("int8 by row"), "nvfp4"]
+)
 def test_a_run_is_that_of_the_values(
     form: str, tiny: Any, tmp_path: Path, one_thread: None
 ) -> None:
@@ -132,6 +136,10 @@ def test_a_run_is_that_of_the_values(
     save_file(dequantised, plain / file)
     expected = generate_quick_latents(plain, *FLAGS)
     assert torch.equal(generate_quick_latents(quantised, *FLAGS), expected)
+    if form == "float8 e5m2":
+        for mode in ("keep", "upcast"):
+            result = generate_quick_latents(quantised, *FLAGS, "--fp8_weights", mode)
+            assert torch.equal(result, expected), mode
     if form == "float8":
         assert torch.equal(
             generate_quick_latents(quantised, *FLAGS, "--fp8_weights", "keep"), expected
@@ -149,6 +157,40 @@ def test_marks_in_the_metadata(tmp_path: Path) -> None:
     metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
     sources = open_sources(save_and_collect(tmp_path / "x.safetensors", tensors, **metadata))
     assert torch.equal(sources["a.weight"].read(slice(None)), dequantised)
+
+
+@pytest.mark.parametrize("metadata_prefix", ["", "model.diffusion_model."])
+def test_formats_in_the_metadata_of_a_file_with_a_prefix(
+    metadata_prefix: str, tiny: Any, tmp_path: Path
+) -> None:
+    """Layers have their names with or without the prefix of the tensors."""
+    state = load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
+    stored, dequantised = quantise_state(state, "int8", "model.diffusion_model.")
+    marked = [name for name in stored if name.endswith(".comfy_quant")]
+    layers = {
+        metadata_prefix
+        + name.removeprefix("model.diffusion_model.").removesuffix(".comfy_quant"): {
+            "format": "int8_tensorwise"
+        }
+        for name in marked
+    }
+    stored = {name: x for name, x in stored.items() if name not in marked}
+    path, metadata = tmp_path / "x.safetensors", json.dumps({"layers": layers})
+    save_file(stored, path, {"_quantization_metadata": metadata})
+    tensors = collect_network_tensors(read_safetensors_header(path), str, "dit")
+    sources = open_sources(tensors)
+    assert sources.keys() == dequantised.keys()
+    assert all(torch.equal(sources[n].read(slice(None)), x) for n, x in dequantised.items())
+
+
+def test_products_in_fp8_need_e4m3(tiny: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "checkpoint"))
+    file = folder / "diffusion_pytorch_model.safetensors"
+    stored, _ = quantise_state(load_file(file), "float8 e5m2")
+    save_file(stored, file)
+    flags = "--task", "t2v-1.3B", "--fp8_weights", "multiply"
+    message = get_refusal(build_quick_pipeline, folder, *flags)
+    check_refusals("marks: E5M2", {"multiply": message})
 
 
 @pytest.mark.slow

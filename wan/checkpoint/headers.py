@@ -37,6 +37,7 @@ _SAMPLE_BYTES = 1 << 16  # bytes
 _MAX_FULL_DIGEST = 32 << 20  # bytes; larger files are fingerprinted by samples
 _DOWNLOAD_AGAIN = "download it again"
 _MAX_SHARDS = 1000
+_MAX_HEADER_BYTES = 100_000_000  # bytes of a safetensors header, as in the library
 _MAX_JSON_BYTES = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
@@ -162,7 +163,7 @@ def read_safetensors_offsets(path: Path) -> dict[str, tuple[str, list[int], int]
     with open_regular_file(path) as file:
         size = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(min(size, path.stat().st_size)))
+            header = json.loads(file.read(min(size, path.stat().st_size, _MAX_HEADER_BYTES)))
             header.pop("__metadata__", None)
             return {
                 name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])
