@@ -20,8 +20,11 @@ from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import MULTIPLY, Execution
+from wan.settings.flags import TASK_RULES
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
+from wan.settings.rules import Values
+from wan.settings.solvers import SOLVERS
 from wan.settings.step_cache import StepCache
 from wan.tasks.base import VideoParams
 
@@ -139,12 +142,20 @@ class Setup:
                 continue
         self.check_device(*candidates)
 
-    def check_params(self, params: VideoParams) -> tuple[str, ...]:
-        """Refuses settings that contradict a video's steps or size, and returns notices."""
+    def check_params(self, params: VideoParams, settings: Values | None = None) -> tuple[str, ...]:
+        """Refuses settings of a video that contradict each other or the pipeline's.
+
+        Args:
+            settings: Further settings of the user, such as input files.
+
+        Returns:
+            Notices.
+        """
         steps, tokens = params.sample_steps, params.max_clip_tokens
-        scales = params.conditioning_scale or ()
-        control = {"conditioning_scale": params.conditioning_scale, "num_scales": len(scales)}
-        rules.check_rules(rules.PIPELINE_AND_VIDEO_RULES, self._rule_values() | control)
+        values = {**(settings or {}), **self._rule_values(), **vars(params)}
+        values["solver"] = SOLVERS[params.sample_solver]
+        values["num_scales"] = len(params.conditioning_scale or ())
+        rules.check_rules((*TASK_RULES, *rules.VIDEO_RULES), values)
         attention.check_attention_request(self.attention, self.parallel, steps, tokens)
         notices = () if self.policy is None else self.policy.check_params(params)
         heads = self.checkpoint.num_heads
