@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
@@ -20,6 +21,9 @@ S2V_KEY = "casual_audio_encoder.weights"  # a key only S2V has; "casual" is the 
 ANIMATE_KEY = "face_adapter.fuser_blocks.0.linear1_q.weight"  # a key only Animate has
 VACE_KEY = "vace_patch_embedding.weight"  # a key only VACE has
 BLOCK_PREFIXES = ("blocks.", "vace_blocks.")  # key prefixes of the transformer blocks
+match_adapter = re.compile(  # keys of the modules that are copied together with a block
+    r"(?:vace_blocks|audio_injector\.injector(?:_adain_layers)?|face_adapter\.fuser_blocks)\.(\d+)\."
+).match
 _HEAD_DIM_KEY = "face_adapter.fuser_blocks.0.q_norm.weight"
 
 

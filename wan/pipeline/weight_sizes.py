@@ -7,7 +7,6 @@ views need torch. A test compares the sums with loaded networks.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.config import BLOCK_PREFIXES
+from wan.checkpoint.config import BLOCK_PREFIXES, match_adapter
 from wan.checkpoint.headers import (
     PICKLE_SUFFIXES,
     read_file_headers,
@@ -47,9 +46,6 @@ VAE_ELEMENTS = {"2.1": 126_892_531, "2.2": 704_688_668}  # stored in float32
 _NUM_TEXT_BLOCKS = 24
 _EMBEDDING, _TIED_EMBEDDING = "shared.weight", "encoder.embed_tokens.weight"  # one parameter
 _W8A8_DTYPES = {"weight": "I8", "weight_scale": "F32", "bias": "F32"}  # of `W8A8Linear`
-_match_adapter = re.compile(
-    r"(?:vace_blocks|audio_injector\.injector(?:_adain_layers)?|face_adapter\.fuser_blocks)\.(\d+)\."
-).match
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def sum_dit_weights(setup: Setup, device: str, num_ranks: int) -> WeightBytes:
         allocated_bytes, mapped_bytes = allocated_bytes + allocated, mapped_bytes + mapped
         if name.startswith("blocks."):
             blocks[name.split(".", 2)[1]] += allocated
-        elif match := _match_adapter(name):
+        elif match := match_adapter(name):
             adapters[match[1]] += allocated
     all_blocks = blocks.total() + adapters.total()
     return WeightBytes(
@@ -157,10 +153,10 @@ def _iter_dit_weights(setup: Setup, device: str, num_ranks: int) -> Iterator[tup
     unconverted = find_unconverted_layers(setup, expert, device)
     lora_changes = collect_deltas(setup.loras.get(expert, ()))
     for name, info in tensors.items():
-        layer, _, kind = name.rpartition(".")
+        layer, _, suffix = name.rpartition(".")
         if layer in linears:
             continue
-        if kind == "weight" and layer in unconverted:
+        if suffix == "weight" and layer in unconverted:
             stored, changes = view_as_bytes(info), unconverted[layer][1]
             yield name, *sizes.compute(stored, stored.dtype)
             num_scales = 1 if info.scale is None else prod(info.scale.shape)
@@ -172,13 +168,13 @@ def _iter_dit_weights(setup: Setup, device: str, num_ranks: int) -> Iterator[tup
         dtype = "F32" if is_fp32 else compute_dtype
         yield name, *sizes.compute(info, dtype, name not in lora_changes)
     for layer, linear in linears.items():
-        for kind, info in linear.tensors.items():
+        for suffix, info in linear.tensors.items():
             if device == "npu":  # as stored
                 yield layer, info.nbytes, 0
-            elif kind in ("weight", "mul_scale"):
-                yield layer, *sizes.compute(info, _W8A8_DTYPES.get(kind, compute_dtype))
-            elif kind in _W8A8_DTYPES:
-                yield layer, *sizes.compute(info, _W8A8_DTYPES[kind], may_map=False)
+            elif suffix in ("weight", "mul_scale"):
+                yield layer, *sizes.compute(info, _W8A8_DTYPES.get(suffix, compute_dtype))
+            elif suffix in _W8A8_DTYPES:
+                yield layer, *sizes.compute(info, _W8A8_DTYPES[suffix], may_map=False)
 
 
 def find_unconverted_layers(
@@ -195,8 +191,8 @@ def find_unconverted_layers(
     lora_changes = collect_deltas(setup.loras.get(expert, ()))
     layers = {}
     for name, info in setup.checkpoint.experts[expert].tensors.items() if dtypes else ():
-        layer, _, kind = name.rpartition(".")
-        is_linear = kind == "weight" and len(info.shape) == 2 and name.startswith(BLOCK_PREFIXES)
+        layer, _, suffix = name.rpartition(".")
+        is_linear = suffix == "weight" and len(info.shape) == 2 and name.startswith(BLOCK_PREFIXES)
         if is_linear and info.dtype in dtypes:
             changes = lora_changes.get(name, [])
             has_whole_groups = not info.shape[-1] % GGUF.get(info.dtype, (1, 1))[0]
