@@ -221,11 +221,12 @@ def _estimate_decoding(setup: Setup, params: VideoParams) -> Usage:
 
 def _estimate_text_encoder(setup: Setup, device: str) -> NetworkSize:
     """Estimates the text encoder. FSDP gathers a sharded embedding twice."""
-    tensors, parallel = weight_sizes.read_text_encoder_tensors(setup), setup.parallel
-    weights, embedding_bytes = weight_sizes.sum_text_encoder_weights(
-        setup, device, tensors, parallel.world_size if parallel.t5_fsdp else 1
-    )
-    gathered_bytes = 2 * embedding_bytes if parallel.t5_fsdp else 0
+    tensors, gathered_bytes = weight_sizes.read_text_encoder_tensors(setup), 0
+    weights = unsharded = weight_sizes.sum_text_encoder_weights(setup, device, tensors, 1)
+    if setup.parallel.t5_fsdp:
+        gathered_bytes = 2 * (unsharded.allocated - unsharded.all_blocks)
+        num_ranks = setup.parallel.world_size
+        weights = weight_sizes.sum_text_encoder_weights(setup, device, tensors, num_ranks)
     return NetworkSize(weights, activations=Usage({"gathered weights": gathered_bytes}))
 
 
@@ -250,11 +251,9 @@ def _estimate_dit(setup: Setup, params: VideoParams, device: str) -> NetworkSize
     num_streams = 2 if num_control else 1  # the video stream and the control stream
     activations = tokens * (num_streams * 4 * c + e * max(5 * c, 2 * c + f))
     gathered_bytes = 0
-    weights = weight_sizes.sum_dit_weights(
-        setup, device, parallel.world_size if parallel.dit_fsdp else 1
-    )
+    weights = unsharded = weight_sizes.sum_dit_weights(setup, device, 1)
     if parallel.dit_fsdp:
-        unsharded = weight_sizes.sum_dit_weights(setup, device, 1)
+        weights = weight_sizes.sum_dit_weights(setup, device, parallel.world_size)
         outside_blocks = unsharded.allocated - unsharded.all_blocks
         activations = max(outside_blocks, activations)
         gathered_bytes = outside_blocks + 2 * unsharded.plain_block

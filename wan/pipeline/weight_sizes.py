@@ -110,8 +110,8 @@ def sum_weights(
         can_map: The network is on a CPU.
     """
     sizes = _TensorSizes(can_map)
-    pairs = [sizes.compute(info, get_dtype(info)) for info in tensors.values()]
-    return WeightBytes(sum(size for size, _ in pairs), sum(mapped for _, mapped in pairs))
+    loaded = [sizes.compute(info, get_dtype(info)) for info in tensors.values()]
+    return WeightBytes(*(sum(size[i] for size in loaded) for i in (0, 1)))
 
 
 def sum_vae_weights(setup: Setup, device: str, tensors: Tensors) -> WeightBytes:
@@ -220,33 +220,28 @@ def list_reference_tensors(config: tuple[tuple[str, Any], ...]) -> dict[str, Ten
 
 def sum_text_encoder_weights(
     setup: Setup, device: str, tensors: Tensors, num_ranks: int
-) -> tuple[WeightBytes, int]:
-    """Sums the weights of the text encoder; returns them and the bytes of the whole embedding.
+) -> WeightBytes:
+    """Sums the weights of the text encoder; its blocks are all weights but the embedding.
 
     Args:
         tensors: By name in transformers.
         num_ranks: Number of ranks that shard the weights.
     """
-    compute_dtype = PRECISION_DTYPES[setup.execution.get_precision(device)]
-    can_map = setup.checkpoint.text_encoder is not None and device == "cpu" and num_ranks == 1
+    has_file, precision = setup.checkpoint.text_encoder, setup.execution.get_precision(device)
+    is_sharded = num_ranks > 1 or setup.parallel.t5_fsdp
+    can_map = device == "cpu" and has_file is not None and not is_sharded
     sizes = _TensorSizes(can_map, num_ranks)
-    embedding_bytes = allocated_bytes = mapped_bytes = blocks_bytes = 0
-    for name, info in tensors.items():
+
+    def get_dtype(info: TensorInfo) -> str:
         stored_dtype = info.dtype if info.dtype in FLOATS else "F32"
-        dtype = stored_dtype if compute_dtype == "F32" else compute_dtype
-        if name == _TIED_EMBEDDING:
-            continue
-        allocated, mapped = sizes.compute(info, dtype)
-        allocated_bytes, mapped_bytes = allocated_bytes + allocated, mapped_bytes + mapped
-        if name == _EMBEDDING:
-            embedding_bytes = prod(info.shape) * _ITEMSIZE[dtype]
-        else:
-            blocks_bytes += allocated
-    num_blocks = len({name.split(".")[2] for name in tensors if name.startswith("encoder.block.")})
-    weights = WeightBytes(
-        allocated_bytes, mapped_bytes, blocks_bytes // max(1, num_blocks), blocks_bytes
-    )
-    return weights, embedding_bytes
+        return stored_dtype if precision == "fp32" else PRECISION_DTYPES[precision]
+
+    tensors = {name: info for name, info in tensors.items() if name != _TIED_EMBEDDING}
+    loaded = {name: sizes.compute(info, get_dtype(info)) for name, info in tensors.items()}
+    allocated, mapped = (sum(size[i] for size in loaded.values()) for i in (0, 1))
+    all_blocks = allocated - loaded.get(_EMBEDDING, (0, 0))[0]
+    num_blocks = len({name.split(".")[2] for name in tensors if ".block." in name})
+    return WeightBytes(allocated, mapped, all_blocks // max(1, num_blocks), all_blocks)
 
 
 def read_text_encoder_tensors(setup: Setup) -> Tensors:

@@ -211,7 +211,7 @@ class Planner:
                 ids = torch.ones(1, length, dtype=torch.int64, device=tracker.device)
                 with tracker:
                     network(ids, torch.ones_like(ids))
-        weights, _ = weight_sizes.sum_text_encoder_weights(
+        weights = weight_sizes.sum_text_encoder_weights(
             self.setup, self.device.type, tensors, num_ranks
         )
         return NetworkSize(weights, activations=tracker.peak_bytes)
