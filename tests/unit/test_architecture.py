@@ -56,7 +56,7 @@ WITHOUT_TORCH = (
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "w8a8_export")),
     "wan.media",
     "wan.tasks",
-    *(f"wan.pipeline.{name}" for name in ("setup", "memory_estimate")),
+    *(f"wan.pipeline.{name}" for name in ("setup", "memory_estimate", "weight_sizes")),
     *(f"wan.app.{name}" for name in ("record", "run", "resolve", "launch", "job")),
     *(f"wan.app.{name}" for name in ("prompt_file", "flag_parser", "programs", "failures")),
     *(f"wan.metering.{name}" for name in ("exchange_order", "recording")),

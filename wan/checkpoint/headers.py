@@ -22,6 +22,7 @@ from wan.settings.values import format_value
 from wan.utils.files import open_regular_file
 
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `read_file_headers` reads
+PICKLE_SUFFIXES = (".pth", ".ckpt")  # suffixes of files that only torch reads
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Weight file names of diffusers and transformers.
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model")

@@ -25,7 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from wan.checkpoint.dequantise import dequantize_gguf, dequantize_nvfp4, untile_scales
-from wan.checkpoint.headers import read_file_headers, read_folder_headers, read_safetensors_offsets
+from wan.checkpoint.headers import (
+    PICKLE_SUFFIXES,
+    read_file_headers,
+    read_folder_headers,
+    read_safetensors_offsets,
+)
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import FP8, GGUF, NVFP4, TensorInfo, read_file_state, view_as_bytes
 from wan.checkpoint.tensor_source import (
@@ -45,7 +50,6 @@ from wan.settings.values import format_value
 from wan.utils import system
 from wan.utils.log import make_progress_bar
 
-_PICKLE_SUFFIXES = (".pth", ".ckpt")
 _COPY_ELEMENTS = 1 << 24  # elements per copy
 _FLOAT_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16"}
 _FLOAT_NAMES[torch.bfloat16] = "BF16"
@@ -240,7 +244,7 @@ def read_headers(path: Path, rename: Callable[[str], str]) -> dict[str, TensorIn
     Raises:
         InputError: The path is not one of these, or is damaged.
     """
-    if path.suffix in _PICKLE_SUFFIXES:
+    if path.suffix in PICKLE_SUFFIXES:
         state_dict = map_pickle(path)
         dtypes = {name: _FLOAT_NAMES.get(t.dtype, str(t.dtype)) for name, t in state_dict.items()}
         state = read_file_state(path)
@@ -332,7 +336,7 @@ def open_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorSource]:
         try:
             if file.suffix == ".gguf":
                 views = map_gguf(file, infos)
-            elif file.suffix in _PICKLE_SUFFIXES:
+            elif file.suffix in PICKLE_SUFFIXES:
                 views = map_pickle(file)
             else:
                 views = map_safetensors(file, {info.name for info in infos})

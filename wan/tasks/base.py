@@ -310,10 +310,6 @@ class Task:
         """Returns bytes on the device of inputs of denoising other than latents and text."""
         return {}
 
-    def count_adapter_matrices(self, config: Mapping[str, Any]) -> int:
-        """Returns the matrices [dim,dim] of the modules between the blocks of a network."""
-        return 0
-
     # Conditions; torch.
 
     def make_denoise_inputs(
