@@ -17,7 +17,8 @@ from wan.checkpoint.load import (
     open_int8_sources,
     open_weight_only_sources,
 )
-from wan.checkpoint.lora import WeightDelta, collect_deltas
+from wan.checkpoint.lora import collect_deltas
+from wan.checkpoint.lora_deltas import WeightDelta, list_factor_shapes
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
 from wan.checkpoint.tensor_info import FP8, GGUF, TensorInfo, view_as_bytes
 from wan.checkpoint.tensor_source import TensorSources
@@ -59,7 +60,8 @@ def install_weight_only_linears(
 ) -> dict[str, tuple[TensorInfo, list[WeightDelta]]]:
     """Replaces linear layers of the blocks by `KeptLinear`, which holds the stored weight.
 
-    A layer is not replaced if a LoRA file contains a full weight for it: this is merged instead.
+    A layer is not replaced if a LoRA of it cannot be applied separately, such as a full weight:
+    this is merged instead.
 
     Returns:
         Layer -> its weight in the file, and its LoRA changes.
@@ -79,7 +81,7 @@ def install_weight_only_linears(
         ):
             continue
         changes = lora_changes.get(f"{layer}.weight", [])
-        if any(change.full is not None for change in changes):
+        if not all(change.is_separable for change in changes):
             continue
         in_fp8 = setup.multiplies_fp8 and info.dtype in FP8 and not info.full_precision
         linear_class = FP8Linear if in_fp8 else WeightOnlyLinear
@@ -98,15 +100,14 @@ def _make_empty_linear(
     compute_dtype: torch.dtype,
 ) -> WeightOnlyLinear:
     """Makes a layer on the meta device."""
-    weight, scale, lora = view_as_bytes(info), None, None
+    weight, scale = view_as_bytes(info), None
     if info.dtype in FP8:
         rows = 1 if info.scale is None else prod(info.scale.shape)
         scale = torch.empty(1 if rows == 1 else (rows, 1), device="meta")
-    if changes:
-        rank = sum(change.rank for change in changes)
-        sizes = (module.out_features, rank), (rank, module.in_features)
-        up, down = (torch.empty(size, dtype=compute_dtype, device="meta") for size in sizes)
-        lora = up, down
+    lora = {
+        name: torch.empty(shape, dtype=compute_dtype, device="meta")
+        for name, shape in list_factor_shapes(changes).items()
+    }
     return linear_class(
         torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta"),
         TO_FLOAT[info.dtype],
