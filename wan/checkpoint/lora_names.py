@@ -46,6 +46,12 @@ NAMINGS = (
     Naming("DiffSynth-Studio, the low-noise expert", "pipe.dit2.", *_A_B_NAME),
     Naming("diffusers' attention processors", "", "_lora.down.weight", "_lora.up.weight"),
     Naming("LoRA modules in a network", "", ".lora.down.weight", ".lora.up.weight"),
+    Naming(
+        "diffusers' LoRA layers",
+        "",
+        ".lora_linear_layer.down.weight",
+        ".lora_linear_layer.up.weight",
+    ),
     Naming("parameters without a module", "", ".lora_A", ".lora_B"),
     Naming("parameters without a module", "", ".lora_down", ".lora_up"),
 )
@@ -80,6 +86,13 @@ _SUFFIX_ROLES = {  # suffix -> role of the tensor
     **dict.fromkeys(_MAGNITUDES, "magnitude"),
     **{f".{role}": role for role in (*_LOHA_ROLES, *_LOKR_ROLES)},
     **{f".{role}.NAME": role for role in (*_LOHA_ROLES, *_LOKR_ROLES)},
+}
+_SUFFIX_ROLES |= {
+    f"{stem}.NAME.weight": role
+    for suffix, role in _SUFFIX_ROLES.items()
+    if role in ("down", "up", "core")
+    and "NAME" not in suffix
+    and (stem := suffix.removesuffix(".weight")) != suffix
 }
 _SUFFIX_PATTERNS = [
     (re.compile(re.escape(suffix).replace("NAME", r"(?P<adapter>[^.]+)") + "$"), role)

@@ -222,8 +222,8 @@ class LoraReader:
         }
         foreign = [name for name, prefix in prefixes.items() if prefix]
         if foreign:
-            words = list_names(dict.fromkeys(filter(None, prefixes.values())))
-            why = f"holds {list_names(foreign)}, whose prefix ({words}) is not known"
+            prefix_list = list_names(dict.fromkeys(filter(None, prefixes.values())))
+            why = f"holds {list_names(foreign)}, whose prefix ({prefix_list}) is not known"
             return self.make_error(f"{why} and is not that of all names", _CONVERT)
         layers = dict.fromkeys(strip_prefixes(stems[x], is_known, PREFIXES)[-1] for x in unknown)
         network = f"the {self.expert} network of this checkpoint does not have"

@@ -17,11 +17,7 @@ NETWORK_PREFIXES = tuple(
 )
 """Prefixes of a DiT in files of training programs, in any order and number."""
 OTHER_LAYERS = frozenset(
-    (
-        *("vace", "face", "fuser", "audio", "motion", "pose", "injector", "adapter", "control"),
-        *("controlnet", "encoder", "text", "te", "te1", "te2", "clip", "vae", "double", "single"),
-        *("image", "img", "cond"),
-    )
+    ("vace", "double", "single", "control", "controlnet", "encoder", "te", "te1", "te2", "clip")
 )
 """Words of a prefix that make another layer of a DiT's: `vace_blocks.0` is not `blocks.0`."""
 
