@@ -427,6 +427,11 @@ BAD: dict[str, dict[str, Tensor]] = {
     "int8": PAIR | {f"{Q}.lora_up.weight": B.to(torch.int8)},
     "fp8": PAIR | {f"{Q}.lora_up.weight": B.to(torch.float8_e4m3fn)},
     "a DoRA's shape": PAIR | {f"{Q}.dora_scale": torch.ones(95, 1)},
+    "a DoRA of a norm": {
+        "blocks.0.norm3.lora_down.weight": A[:, :1],
+        "blocks.0.norm3.lora_up.weight": B,
+        "blocks.0.norm3.dora_scale": torch.ones(1, 1),
+    },
     "DoRA alone": {f"{Q}.lora_magnitude_vector.weight": torch.ones(96)},
     "half of LoHa": {f"{Q}.hada_w1_a": B, f"{Q}.hada_w1_b": A},
     "half of LoKr": {f"{Q}.lokr_w1": B},

@@ -138,12 +138,13 @@ def test_whole_parameters_of_peft(weights: dict[str, Tensor], tiny: Any, tmp_pat
         "head.head.weight": "head.head.weight",
         "head.modulation": "head.modulation",
         f"{Q}.bias": f"{Q}.base_layer.bias",
+        "text_embedding.0.weight": "text_embedding.0.modules_to_save.style.weight",
     }
     stored = {name: torch.randn(weights[name].shape) for name in whole}
     tensors = {f"{prefix}{key}": stored[name] for name, key in whole.items()}
     tensors |= {f"{prefix}{Q}.lora_A.weight": down, f"{prefix}{Q}.lora_B.weight": up}
     save_file(tensors, path)
-    config = {"modules_to_save": ["head"], "bias": "lora_only"}
+    config = {"modules_to_save": ["head", "text_embedding.0"], "bias": "lora_only"}
     path.with_name("adapter_config.json").write_text(json.dumps(config))
     for strength in (1.0, 0.25):
         actual = read_merged_weights(path, tiny("t2v-1.3B"), strength)

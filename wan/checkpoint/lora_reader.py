@@ -7,6 +7,7 @@ the video.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -38,6 +39,7 @@ from wan.settings.errors import InputError
 from wan.settings.values import format_value
 
 MAX_ABS = 1e6  # of a strength or an alpha; larger ones may overflow
+_MODULE_WORDS = re.compile(r"\.(processor|base_layer|modules_to_save\.[^.]+)\.")
 _CONVERT = "convert its names to those of docs/few_step.md"
 _MISFIT = "it was made for another model, or is damaged"
 
@@ -265,7 +267,7 @@ class LoraReader:
         scale, delta = 1.0, self.make_delta(tensors)
         if delta is not None:
             self.check_shape(delta, f"{name}.weight")
-            rank = _find_rank(delta) or (settings.find_rank(layer.module_names))
+            rank = _find_rank(delta) or settings.find_rank(layer.module_names)
             if rank is not None:
                 scale = self.compute_scale(name, rank, alpha, settings.use_rslora)
             delta = replace(delta, scale=scale * self.strength)
@@ -345,7 +347,7 @@ class LoraReader:
         self, delta: WeightDelta, magnitude: TensorInfo, layer: str, scale: float
     ) -> WeightDelta:
         """Returns the DoRA of a delta. Its strength scales the change of the weight as a whole."""
-        rows, columns = self.parameter_shapes[f"{layer}.weight"][:2]
+        rows, columns, *_ = *self.parameter_shapes[f"{layer}.weight"], 0
         numel = prod(magnitude.shape)
         is_peft = "lora_magnitude_vector" in magnitude.name
         is_of_rows = numel == rows and (is_peft or magnitude.shape[0] == rows)
@@ -368,8 +370,8 @@ def _find_rank(delta: WeightDelta) -> int | None:
 
 
 def _remove_module_words(stem: str) -> str:
-    """Removes the words that diffusers' and PEFT's wrappers add within a name."""
-    return f"{stem}.".replace(".processor.", ".").replace(".base_layer.", ".")[:-1]
+    """Removes the words that wrappers of diffusers and PEFT add within a name."""
+    return _MODULE_WORDS.sub(".", f"{stem}.")[:-1]
 
 
 def _read_lora_header(path: Path) -> dict[str, TensorInfo]:

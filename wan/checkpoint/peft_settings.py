@@ -33,6 +33,7 @@ _UNSUPPORTED_SETTINGS = (
     "trainable_token_indices",
 )
 """Unsupported settings of PEFT, in addition to all others named `use_...` or `..._config`."""
+_MAX_RANK = 1_000_000
 _MERGE_REMEDY = "merge it into the checkpoint with the program it was made with"
 
 
@@ -67,7 +68,7 @@ class PeftSettings:
     def find_rank(self, module_names: Sequence[str]) -> int | None:
         """Returns the rank of a module, which may have several names."""
         rank = _find_pattern_value(self.rank_pattern, module_names, self.rank)
-        return rank if isinstance(rank, int) and rank > 0 else None
+        return rank if isinstance(rank, int) and 0 < rank <= _MAX_RANK else None
 
     def trains(self, parameter: str) -> bool:
         """Returns whether a parameter may be stored whole, as trained."""
