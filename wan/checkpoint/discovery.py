@@ -18,6 +18,7 @@ from wan.checkpoint.headers import (
     read_file_headers,
     read_folder_headers,
 )
+from wan.checkpoint.lora_names import split_suffix
 from wan.checkpoint.tensor_info import TensorInfo
 from wan.settings.errors import InputError
 
@@ -50,7 +51,6 @@ _SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("encoder.conv_in.weight", "post_quant_conv.weight"),
     ),
     "image_encoder": (("embeddings.class_embedding",), ("visual.cls_embedding",)),
-    "lora": ((".lora_down.weight",), (".lora_A.weight",), (".lora_A.default.weight",)),
 }
 """Component -> signatures: suffixes of tensor names, all of which occur in its file."""
 
@@ -108,7 +108,8 @@ def _detect_component(tensors: Mapping[str, TensorInfo]) -> str | None:
             if all(any(name.endswith(suffix) for name in names) for suffix in signature):
                 is_video = any(len(info.shape) == 5 for info in tensors.values())
                 return component if is_video or component != "vae" else None
-    return None
+    roles = {suffix.role for name in names if (suffix := split_suffix(name)) is not None}
+    return "lora" if roles - {"alpha"} else None
 
 
 class WeightFinder:

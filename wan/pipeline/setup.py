@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wan.cache.policy import Policy
+from wan.checkpoint.config import BLOCK_PREFIXES
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.tensor_info import FP8, GGUF
@@ -131,6 +132,22 @@ class Setup:
         devices.check_device_support(candidates, self.attention, self.execution, head_dim, weights)
         if self.quantized_dit is not None:
             check_export_device(self.quantized_dit, candidates[0].type)
+        self._check_doras(self.unconverted_dtypes(candidates[0].type))
+
+    def _check_doras(self, unconverted_dtypes: set[str]) -> None:
+        """Refuses a DoRA of a weight that stays quantized: it is no sum of weight and change."""
+        for expert, loras in self.loras.items():
+            tensors = self.checkpoint.experts[expert].tensors
+            for lora in loras:
+                for name, deltas in lora.deltas.items():
+                    is_kept = name.startswith(BLOCK_PREFIXES) and (
+                        tensors[name].dtype in unconverted_dtypes
+                    )
+                    if is_kept and any(delta.magnitude is not None for delta in deltas):
+                        setting = "gguf_weights" if tensors[name].dtype in GGUF else "fp8_weights"
+                        stored = setting.removesuffix("_weights").upper()
+                        why = f"is a DoRA, which needs {name} in float, but it is kept in {stored}"
+                        raise InputError("LoRA", lora.path, why, f"use `{setting}=upcast`")
 
     def check_plan(self) -> None:
         """Refuses settings that no device matching `device` and `chip` can run."""

@@ -23,7 +23,8 @@ from wan.checkpoint.headers import (
     read_safetensors_offsets,
 )
 from wan.checkpoint.keymaps import rename_t5_to_transformers, rename_vae_to_diffusers
-from wan.checkpoint.lora import WeightDelta, collect_deltas
+from wan.checkpoint.lora import collect_deltas
+from wan.checkpoint.lora_deltas import WeightDelta, list_factor_shapes
 from wan.checkpoint.quant_metadata import collect_network_tensors
 from wan.checkpoint.tensor_info import (
     FLOATS,
@@ -160,7 +161,7 @@ def _iter_dit_weights(setup: Setup, device: str, num_ranks: int) -> Iterator[tup
             stored, changes = view_as_bytes(info), unconverted[layer][1]
             yield name, *sizes.compute(stored, stored.dtype)
             num_scales = 1 if info.scale is None else prod(info.scale.shape)
-            num_lora = sum(change.rank for change in changes) * sum(info.shape)
+            num_lora = sum(map(prod, list_factor_shapes(changes).values()))
             scale_bytes = 4 * num_scales if info.dtype in FP8 else 0
             yield name, scale_bytes + num_lora * _ITEMSIZE[compute_dtype], 0
             continue
@@ -196,7 +197,7 @@ def find_unconverted_layers(
         if is_linear and info.dtype in dtypes:
             changes = lora_changes.get(name, [])
             has_whole_groups = not info.shape[-1] % GGUF.get(info.dtype, (1, 1))[0]
-            if has_whole_groups and all(change.full is None for change in changes):
+            if has_whole_groups and all(change.is_separable for change in changes):
                 layers[layer] = info, changes
     return layers
 

@@ -17,7 +17,7 @@ from wan.checkpoint.load import (
     open_int8_sources,
     open_weight_only_sources,
 )
-from wan.checkpoint.lora import WeightDelta
+from wan.checkpoint.lora_deltas import WeightDelta, list_factor_shapes
 from wan.checkpoint.merge_lora import merge_loras, open_lora_sources
 from wan.checkpoint.tensor_info import FP8, TensorInfo, view_as_bytes
 from wan.checkpoint.tensor_source import TensorSources
@@ -82,15 +82,14 @@ def _make_empty_linear(
     compute_dtype: torch.dtype,
 ) -> WeightOnlyLinear:
     """Makes a layer on the meta device."""
-    weight, scale, lora = view_as_bytes(info), None, None
+    weight, scale = view_as_bytes(info), None
     if info.dtype in FP8:
         rows = 1 if info.scale is None else prod(info.scale.shape)
         scale = torch.empty(1 if rows == 1 else (rows, 1), device="meta")
-    if changes:
-        rank = sum(change.rank for change in changes)
-        sizes = (module.out_features, rank), (rank, module.in_features)
-        up, down = (torch.empty(size, dtype=compute_dtype, device="meta") for size in sizes)
-        lora = up, down
+    lora = {
+        name: torch.empty(shape, dtype=compute_dtype, device="meta")
+        for name, shape in list_factor_shapes(changes).items()
+    }
     return linear_class(
         torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta"),
         TO_FLOAT[info.dtype],
